@@ -1,0 +1,140 @@
+"""One class for each mistake a user can make. Each message says what was wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class GraftError(Exception):
+    """Base of every error that graft raises on purpose; the command line prints it without a traceback."""
+
+    exit_code = 1
+
+
+class UsageError(GraftError):
+    """The request itself is wrong: an unknown name, key or option."""
+
+    exit_code = 2
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'a' or 'b'? Known: …` for an unknown name."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+    return f"{hint} Known: {', '.join(names) or 'none'}."
+
+
+class UnknownModel(UsageError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(
+            f"unknown model {name!r}: not a registry name, a folder, or a .gguf file{near(name, known)}"
+        )
+
+
+class UnknownTransform(UsageError):
+    def __init__(self, name: str, known: Iterable[str], where: str = "") -> None:
+        super().__init__(f"unknown transform {name!r}{f' in {where}' if where else ''}{near(name, known)}")
+
+
+class DuplicateTransform(GraftError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(
+            f"a transform named {name!r} is registered already; names are unique. Known: {', '.join(sorted(known))}."
+        )
+
+
+class ConfigError(UsageError):
+    """A configuration key or value that cannot be used."""
+
+
+class UnknownKey(ConfigError):
+    def __init__(self, key: str, where: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown key {key!r} in {where}{near(key, known)}")
+
+
+class WrongType(ConfigError):
+    def __init__(self, key: str, value: object, expected: str, where: str) -> None:
+        super().__init__(
+            f"{where}: {key} must be {expected}, but is {value!r} ({type(value).__name__}); correct the value"
+        )
+
+
+class OrderError(ConfigError):
+    """`after` / `before` constraints that no order can satisfy."""
+
+
+class CheckpointError(GraftError):
+    """A model's files are missing, truncated or not what they should be."""
+
+
+class TokenizerMissing(GraftError):
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model} has no tokenizer, so text cannot be turned into tokens; pass token ids instead"
+            " (LLM.generate([[1, 2, 3]]), graft run --token-ids 1,2,3) or add tokenizer files to the folder"
+        )
+
+
+class PromptTooLong(UsageError):
+    def __init__(self, tokens: int, new_tokens: int, context: int) -> None:
+        super().__init__(
+            f"the prompt has {tokens} tokens and {new_tokens} new ones are asked for, but the model's context is"
+            f" {context}; shorten the prompt or lower max_tokens"
+        )
+
+
+class EmptyPrompt(UsageError):
+    def __init__(self) -> None:
+        super().__init__("a prompt has no tokens; give at least one token (a tokenizer may add none to an empty text)")
+
+
+class DiskFull(GraftError):
+    def __init__(self, path: str, detail: str) -> None:
+        super().__init__(f"writing {path} failed: {detail}; nothing was left behind. Free space and run again")
+
+
+class CaptureError(GraftError):
+    """torch.export could not capture the module."""
+
+
+class UnsupportedAttention(CaptureError):
+    def __init__(self, module: str, problem: str) -> None:
+        super().__init__(
+            f"attention module {module}: {problem}; graft will not drop it silently."
+            " Extend capture/attention.py and the schema of graft::attention, or capture without it"
+        )
+
+
+class PatternError(GraftError):
+    """A pattern or replacement function that cannot be used as one."""
+
+
+class VerificationError(GraftError):
+    """A rewritten graph broke an invariant."""
+
+
+class TransformError(GraftError):
+    def __init__(self, transform: str, detail: str) -> None:
+        super().__init__(
+            f"transform {transform} failed and was rolled back: {detail}."
+            f" Set transforms.{transform}.on_error=skip to go on without it, or transforms.{transform}.enabled=false"
+        )
+
+
+class UnknownBackend(UsageError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown backend {name!r}{near(name, known)}")
+
+
+class KernelUnavailable(GraftError):
+    """A kernel asked for by name cannot run this call."""
+
+
+class DumpError(GraftError):
+    """A dump folder cannot be written or read."""
+
+
+class OutOfCache(GraftError):
+    """The key-value cache has no room for the requests."""

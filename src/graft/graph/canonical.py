@@ -1,0 +1,177 @@
+"""The normal form that graphs and patterns share.
+
+    before:  %to_4 = aten.to.dtype(%x, torch.float32)          (x is float32)      after:  (gone)
+             %s    = aten.slice.Tensor(%h, 3, 4, 9223372036854775807)                      aten.slice.Tensor(%h, -1, 4, 8)
+             %v    = aten.view.default(%q, [%b, %s, -1, 8])                                aten.reshape.default(%q, [%b, %s, 4, 8])
+             %c    = aten.chunk.default(%gu, 2, -1); %g = getitem(%c, 0)                   aten.slice.Tensor(%gu, -1, 0, 64)
+
+What a graph computes stays the same bit for bit (save that `-0.0 + 0` keeps its sign). The pass set is
+idempotent: canonicalizing twice gives the same text.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from graft.graph import rules
+from graft.graph.nodes import (
+    OpOverload,
+    is_mutating,
+    mutated_args,
+    mutated_roots,
+    storage_root,
+    tensor_val,
+    val,
+)
+
+aten = torch.ops.aten
+
+# Checks that export writes for itself; capture has proven them or they restate recorded metadata.
+ASSERTS = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_async.msg,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+}
+
+
+def canonicalize(gm: GraphModule) -> None:
+    """Brings `gm` into normal form, in place."""
+    inline_grad_regions(gm)
+    drop_asserts(gm.graph)
+    while sweep(gm.graph):
+        pass
+    merge_equal(gm.graph)
+    drop_dead(gm)
+    gm.recompile()
+
+
+def inline_grad_regions(gm: GraphModule) -> None:
+    """`wrap_with_set_grad_enabled(flag, submodule, *args)` becomes the submodule's nodes; inference has no grad."""
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled":
+            body_attr, *inputs = node.args[1:]
+            body = gm.get_submodule(str(body_attr.target))
+            inline_grad_regions(body)
+            with gm.graph.inserting_before(node):
+                environment = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+                outputs = gm.graph.graph_copy(body.graph, environment)
+            replace_outputs(gm.graph, node, outputs)
+            gm.graph.erase_node(node)
+            if not body_attr.users:
+                gm.graph.erase_node(body_attr)
+
+
+def replace_outputs(graph: Graph, node: Node, outputs: Any) -> None:
+    """Points the readers of a multi-output call at the inlined results."""
+    if isinstance(outputs, Node):
+        node.replace_all_uses_with(outputs)
+        return
+    for user in list(node.users):
+        if user.target is not operator.getitem:
+            raise AssertionError(f"{user} reads the tuple {node} as a whole")
+        user.replace_all_uses_with(outputs[user.args[1]])
+        graph.erase_node(user)
+
+
+def drop_asserts(graph: Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        guard_call = node.op == "call_module" and str(node.target).split(".")[-1].startswith("_guards_fn")
+        if not node.users and (node.target in ASSERTS or guard_call):
+            graph.erase_node(node)
+
+
+def sweep(graph: Graph) -> bool:
+    """One pass of the rules in graph order; True when anything changed."""
+    changed = False
+    mutated = mutated_roots(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        before = (node.target, node.args, node.kwargs)
+        if isinstance(node.target, OpOverload):
+            rules.normalize_arguments(node)
+        rules.respell(node)
+        same = rules.shortcut(node)
+        if same is not None and may_share(node, same, mutated):
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+            changed = True
+        else:
+            changed |= (node.target, node.args, node.kwargs) != before
+    return changed
+
+
+def may_share(node: Node, same: Node, mutated: set[Node]) -> bool:
+    """A result may become its input unless someone writes to either of them later."""
+    return not mutated or not ({storage_root(node), storage_root(same)} & mutated)
+
+
+def merge_equal(graph: Graph) -> None:
+    """Common subexpressions: the second of two equal pure calls becomes the first. Symbolic ints merge by value."""
+    mutated = mutated_roots(graph)
+    first: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        key = expression(node, mutated)
+        if key is None:
+            continue
+        seen = first.setdefault(key, node)
+        if seen is not node:
+            node.replace_all_uses_with(seen)
+            graph.erase_node(node)
+
+
+def expression(node: Node, mutated: set[Node]) -> Any:
+    """A hashable key of what a node computes, or None when it must stay as it is."""
+    if node.op == "get_attr":
+        return ("get_attr", node.target) if node not in mutated else None
+    if node.op != "call_function":
+        return None
+    if isinstance(val(node), torch.SymInt):
+        return ("symint", str(val(node)))
+    if is_mutating(node) or is_random(node) or tensor_val(node) is None:
+        return None
+    if mutated and (storage_root(node) in mutated or any(storage_root(a) in mutated for a in node.all_input_nodes)):
+        return None
+    return (node.target, hashable(node.args), hashable(node.kwargs))
+
+
+def is_random(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def hashable(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(hashable(item) for item in value)
+    if isinstance(value, dict):
+        return tuple(sorted((key, hashable(item)) for key, item in value.items()))
+    return (type(value).__name__, value) if isinstance(value, (bool, int, float)) else value
+
+
+def drop_dead(gm: GraphModule) -> None:
+    """Erases what nothing reads: pure calls and attributes. Writes, outputs and inputs stay."""
+    for node in reversed(list(gm.graph.nodes)):
+        dead_call = node.op == "call_function" and not is_mutating(node) and not is_effect(node)
+        if not node.users and (dead_call or node.op == "get_attr" or dead_write(node)):
+            gm.graph.erase_node(node)
+    gm.delete_all_unused_submodules()
+
+
+def dead_write(node: Node) -> bool:
+    """A write into a fresh tensor that nobody reads afterwards (nothing but this node uses the storage)."""
+    if node.op != "call_function" or not is_mutating(node):
+        return False
+    return all(
+        (owner := storage_root(arg)).op == "call_function" and owner is arg and set(arg.users) == {node}
+        for arg in mutated_args(node)
+    )
+
+
+def is_effect(node: Node) -> bool:
+    """A call without tensor result that is kept for what it does (asserts that are not ours, prints)."""
+    return isinstance(node.target, OpOverload) and not node.target._schema.returns

@@ -1,0 +1,134 @@
+"""Safe edits. Every new node gets its abstract value, its module stack and the name of the transform that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from graft.errors import VerificationError
+from graft.graph.nodes import tensor_val, val, where
+
+INHERITED = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn")
+
+
+class Editor:
+    """Edits one graph on behalf of one transform."""
+
+    def __init__(self, gm: GraphModule, made_by: str) -> None:
+        self.gm = gm
+        self.graph = gm.graph
+        self.made_by = made_by
+        self.made: list[Node] = []
+        self.abstract = AbstractCalls()
+
+    def call(
+        self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, before: Node, like: Node
+    ) -> Node:
+        """Inserts a call above `before`, with the origin of `like`."""
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(target, tuple(args), kwargs or {})
+        return self._adopt(node, self.abstract(node), like)
+
+    def parameter(self, name: str, tensor: torch.Tensor, *, before: Node, like: Node) -> Node:
+        """Adds state to the module and a node that reads it. `name` is dotted; missing parents are made."""
+        *parents, leaf = name.split(".")
+        owner: torch.nn.Module = self.gm
+        for parent in parents:
+            if not hasattr(owner, parent):
+                owner.add_module(parent, torch.nn.Module())
+            owner = getattr(owner, parent)
+        owner.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
+        with self.graph.inserting_before(before):
+            node = self.graph.get_attr(name)
+        return self._adopt(node, fake_like(like, getattr(owner, leaf)), like)
+
+    def placeholder(self, name: str, value: torch.Tensor, *, like: Node) -> Node:
+        """Adds a graph input after the existing ones."""
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        with self.graph.inserting_after(inputs[-1]):
+            node = self.graph.placeholder(name)
+        return self._adopt(node, value, like)
+
+    def replace(self, old: Node, new: Node) -> None:
+        """Every reader of `old` reads `new`. Refuses a change of shape, dtype or device."""
+        check_same_kind(old, new, self.made_by)
+        old.replace_all_uses_with(new)
+
+    def _adopt(self, node: Node, value: Any, like: Node) -> Node:
+        node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
+        node.meta["val"] = value
+        node.meta["made_by"] = self.made_by
+        self.made.append(node)
+        return node
+
+
+def check_same_kind(old: Node, new: Node, transform: str) -> None:
+    left, right = tensor_val(old), tensor_val(new)
+    if left is None or right is None:
+        return
+    same = [str(s) for s in left.shape] == [str(s) for s in right.shape]
+    if not same or left.dtype != right.dtype or left.device != right.device:
+        raise VerificationError(
+            f"{transform} would replace {where(old)} of {tuple(left.shape)} {left.dtype} {left.device} by"
+            f" {tuple(right.shape)} {right.dtype} {right.device}"
+        )
+
+
+def abstract_call(node: Node) -> Any:
+    """What a call gives, computed from the recorded values of its arguments; nothing runs for real."""
+    args, kwargs = map_arg(node.args, val), map_arg(node.kwargs, val)
+    mode = fake_mode(node)
+    with mode or nullcontext(), torch.no_grad():
+        return node.target(*args, **kwargs)
+
+
+class AbstractCalls:
+    """Abstract results by what was called on what kinds of values: equal layers are computed once."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Any] = {}
+
+    def __call__(self, node: Node) -> Any:
+        key = call_kind(node)
+        if key not in self.known:
+            self.known[key] = abstract_call(node)
+        return self.known[key]
+
+
+def call_kind(node: Node) -> tuple[Any, str, str]:
+    """Equal for two calls of one op whose literals are equal and whose arguments are of equal kinds."""
+    return node.target, str(map_arg(node.args, argument_kind)), str(map_arg(node.kwargs, argument_kind))
+
+
+def argument_kind(node: Node) -> str:
+    """Shape, strides, dtype and device of a node's value, as text."""
+    return kind_text(val(node))
+
+
+def kind_text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)}{list(value.stride())}{value.dtype}{value.device}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ",".join(kind_text(item) for item in value) + ")"
+    return str(value)
+
+
+def fake_mode(node: Node) -> Any:
+    """The FakeTensorMode of a node's neighbourhood."""
+    for source in (node, *node.all_input_nodes):
+        value = val(source)
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            mode = getattr(item, "fake_mode", None)
+            if mode is not None:
+                return mode
+    return None
+
+
+def fake_like(like: Node, tensor: torch.Tensor) -> torch.Tensor:
+    """A real tensor as an abstract value in the fake mode of `like`."""
+    mode = fake_mode(like)
+    return mode.from_tensor(tensor, static_shapes=True) if mode is not None else tensor

@@ -1,0 +1,278 @@
+"""The matcher: finds a pattern in a graph in time linear in the graph, and says why it did not match.
+
+Commutative operands match in either order, a cast of the pattern that would change nothing in the graph may be
+missing there, literals are captured. Values inside a match may not be read from outside unless the pattern returns
+them. For each anchor that fails, the deepest point reached and what stopped it are kept as a near miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from graft.errors import PatternError
+from graft.graph.nodes import (
+    is_mutating,
+    is_op,
+    mutated_roots,
+    static_int,
+    storage_root,
+    tensor_val,
+    where,
+)
+from graft.graph.pattern import (
+    WORKING_DTYPE,
+    Capture,
+    Open,
+    Pattern,
+    TensorSpec,
+    exact_pattern,
+    literal_names,
+    loose_pattern,
+    tensor_names,
+)
+from graft.graph.text import target_text, value_text
+
+aten = torch.ops.aten
+COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
+
+
+@dataclass(frozen=True)
+class Match:
+    """One place where a pattern fits: what its arguments are, the nodes inside, and the nodes it returns."""
+
+    pattern: str
+    tensors: dict[str, Node]
+    literals: dict[str, Any]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+    @property
+    def anchor(self) -> Node:
+        return self.outputs[0]
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """An anchor at which the pattern almost fitted."""
+
+    pattern: str
+    anchor: str
+    node: str
+    reason: str
+    matched: int
+    size: int
+
+
+@dataclass
+class Attempt:
+    """One try to lay a pattern over a graph."""
+
+    exact: bool
+    bound: dict[Node, Any] = field(default_factory=dict)
+    literals: dict[str, Any] = field(default_factory=dict)
+    deepest: int = 0
+    stopped: tuple[Node | None, str] = (None, "")
+
+    def matched(self) -> int:
+        return sum(1 for p in self.bound if p.op == "call_function")
+
+    def stop(self, node: Any, reason: str) -> bool:
+        if self.matched() >= self.deepest:
+            self.deepest, self.stopped = self.matched(), (node if isinstance(node, Node) else None, reason)
+        return False
+
+    def unify(self, wanted: Any, found: Any) -> bool:
+        if isinstance(wanted, Node):
+            return self.unify_node(wanted, found)
+        if isinstance(wanted, Capture):
+            return self.capture(wanted, found)
+        if isinstance(wanted, Open):
+            return not isinstance(found, Node) or self.stop(found, f"{where(found)} is computed, not a number")
+        if isinstance(wanted, (list, tuple)):
+            if not isinstance(found, (list, tuple)) or len(wanted) != len(found):
+                return self.stop(found, f"expected {len(wanted)} items, found {value_text(found)}")
+            return all(self.unify(w, f) for w, f in zip(wanted, found, strict=True))
+        if isinstance(found, Node) or wanted != found or isinstance(wanted, bool) != isinstance(found, bool):
+            return self.stop(found, f"expected the value {value_text(wanted)}, found {value_text(found)}")
+        return True
+
+    def capture(self, wanted: Capture, found: Any) -> bool:
+        if isinstance(found, Node) or not isinstance(found, (int, float)):
+            return self.stop(found, f"{wanted.name} is {value_text(found)}, not a number")
+        if self.literals.setdefault(wanted.name, found) != found:
+            return self.stop(None, f"{wanted.name} is both {self.literals[wanted.name]} and {found}")
+        return True
+
+    def unify_node(self, wanted: Node, found: Any) -> bool:
+        if wanted in self.bound:
+            return self.bound[wanted] is found or self.stop(
+                found, f"expected {value_text(self.bound[wanted])} again, found {value_text(found)}"
+            )
+        if not isinstance(found, Node):
+            return self.stop(None, f"expected a tensor, found the literal {value_text(found)}")
+        if wanted.op == "placeholder":
+            return self.bind_input(wanted, found)
+        if not self.exact and is_op(wanted, aten.to.dtype):
+            return self.unify_cast(wanted, found)
+        if found.op != "call_function" or found.target is not wanted.target:
+            kind = target_text(found.target) if found.op == "call_function" else found.op
+            return self.stop(found, f"{where(found)} is {kind}, expected {target_text(wanted.target)}")
+        return self.unify_call(wanted, found)
+
+    def bind_input(self, wanted: Node, found: Node) -> bool:
+        if tensor_val(found) is None:
+            return self.stop(found, f"{where(found)} is not one tensor")
+        self.bound[wanted] = found
+        return True
+
+    def unify_cast(self, wanted: Node, found: Node) -> bool:
+        """A cast matches a cast, or nothing at all where it would change nothing."""
+        source, dtype = wanted.args
+        present = is_op(found, aten.to.dtype) and (dtype is WORKING_DTYPE or found.args[1] is dtype)
+        if present and self.attempt(lambda: self.unify_call_args(wanted, found, [(source, found.args[0])])):
+            return True
+        actual = tensor_val(found)
+        absent = actual is not None and (dtype is WORKING_DTYPE or actual.dtype is dtype)
+        if not absent:
+            return self.stop(found, f"{where(found)} is not cast to {dtype}")
+        return self.unify(source, found)
+
+    def unify_call(self, wanted: Node, found: Node) -> bool:
+        if len(wanted.args) != len(found.args) or set(wanted.kwargs) != set(found.kwargs):
+            return self.stop(found, f"{where(found)} has other arguments than {target_text(wanted.target)} in the pattern")
+        pairs = list(zip(wanted.args, found.args, strict=True)) + [(v, found.kwargs[k]) for k, v in wanted.kwargs.items()]
+        if self.attempt(lambda: self.unify_call_args(wanted, found, pairs)):
+            return True
+        if wanted.target not in COMMUTATIVE or len(wanted.args) != 2:
+            return False
+        swapped = list(zip(wanted.args, reversed(found.args), strict=True))
+        return self.attempt(lambda: self.unify_call_args(wanted, found, swapped))
+
+    def unify_call_args(self, wanted: Node, found: Node, pairs: list[tuple[Any, Any]]) -> bool:
+        self.bound[wanted] = found
+        # calls before inputs: what has structure decides which operand is which
+        return all(self.unify(w, f) for w, f in sorted(pairs, key=lambda pair: is_input(pair[0])))
+
+    def attempt(self, step: Callable[[], bool]) -> bool:
+        bound, literals = dict(self.bound), dict(self.literals)
+        if step():
+            return True
+        self.bound, self.literals = bound, literals
+        return False
+
+
+def is_input(value: Any) -> bool:
+    return isinstance(value, Node) and value.op == "placeholder"
+
+
+@dataclass(frozen=True)
+class Finder:
+    """Looks for one pattern function in a graph."""
+
+    function: Callable[..., Any]
+    shapes: dict[str, str]
+    allow_readers: bool = False
+
+    def loose(self) -> Pattern:
+        return loose_pattern(self.function, tuple(self.shapes.items()))
+
+    def find(self, graph: Graph) -> tuple[list[Match], list[NearMiss]]:
+        """All matches, none overlapping another, and the near misses outside them, in graph order."""
+        loose = self.loose()
+        order = {node: index for index, node in enumerate(graph.nodes)}
+        mutated = mutated_roots(graph)
+        taken: set[Node] = set()
+        matches: list[Match] = []
+        misses: list[tuple[Node, NearMiss]] = []
+        for node in graph.nodes:
+            if not is_anchor(loose, node):
+                continue
+            attempt = Attempt(exact=False)
+            fitted = attempt.unify(loose.anchor, node)
+            result = self.confirm(attempt, node, taken) if fitted else attempt.stopped
+            if isinstance(result, Match) and mutated:
+                result = check_writes(result, order, mutated)
+            if isinstance(result, Match):
+                taken |= set(result.nodes)
+                matches.append(result)
+            elif is_near(loose, attempt, fitted):
+                at, text = result[0] or node, result[1]
+                misses.append((node, NearMiss(loose.name, where(node), f"%{at.name}", text, attempt.deepest, loose.size)))
+        return matches, [miss for node, miss in misses if node not in taken]
+
+    def confirm(self, attempt: Attempt, node: Node, taken: set[Node]) -> Match | tuple[Node | None, str]:
+        """The exact pattern at the same anchor, then the readers of every inner value."""
+        loose = self.loose()
+        tensors = {p.meta["pattern_input"]: attempt.bound[p] for p in loose.inputs if p in attempt.bound}
+        missing = [n for n in tensor_names(self.function) if n not in tensors]
+        missing += [n for n in literal_names(self.function) if n not in attempt.literals]
+        if missing:
+            raise PatternError(f"pattern {loose.name} never uses its arguments {missing}")
+        specs = {name: spec_of(found) for name, found in tensors.items()}
+        try:
+            exact = exact_pattern(self.function, specs, attempt.literals)
+        except Exception as error:  # the function itself refuses these shapes or dtypes: that is the reason
+            return node, f"the pattern does not run on these inputs: {str(error).splitlines()[0]}"
+        second = Attempt(exact=True)
+        if not second.unify(exact.anchor, node):
+            return second.stopped
+        again = {p.meta["pattern_input"]: second.bound[p] for p in exact.inputs if p in second.bound}
+        outputs = tuple(second.bound[o] for o in exact.outputs if o in second.bound)
+        if len(outputs) != len(exact.outputs):
+            return node, "the pattern's results do not all hang together"
+        nodes = tuple(found for p, found in second.bound.items() if p.op == "call_function")
+        overlap = next((n for n in nodes if n in taken), None)
+        if overlap is not None:
+            return overlap, f"{where(overlap)} is part of an earlier match"
+        return self.check_readers(Match(loose.name, again, dict(attempt.literals), nodes, outputs))
+
+    def check_readers(self, match: Match) -> Match | tuple[Node | None, str]:
+        inside = set(match.nodes)
+        for node in match.nodes:
+            if node in match.outputs or self.allow_readers:
+                continue
+            reader = next((user for user in node.users if user not in inside), None)
+            if reader is not None:
+                return node, f"{where(node)} has a second reader {where(reader)}"
+        return match
+
+
+def check_writes(match: Match, order: dict[Node, int], mutated: set[Node]) -> Match | tuple[Node | None, str]:
+    """Where the graph writes in place: nothing that the match makes, or reads meanwhile, may be written to."""
+    for touched in (*match.nodes, *match.tensors.values()):
+        root = storage_root(touched)
+        if root in mutated and (touched in match.nodes or written_inside(root, match, order)):
+            return touched, f"{where(touched)} is written in place between the nodes of the match"
+    return match
+
+
+def written_inside(root: Node, match: Match, order: dict[Node, int]) -> bool:
+    first, last = (f(order.get(n, 0) for n in match.nodes) for f in (min, max))
+    writers = (n for n in order if is_mutating(n) and first < order[n] < last)
+    return any(storage_root(a) is root for n in writers for a in n.all_input_nodes)
+
+
+def is_anchor(loose: Pattern, node: Node) -> bool:
+    """A node at which the match could end: the anchor's op, or for a final cast also what it would cast."""
+    if node.op != "call_function":
+        return False
+    anchor = loose.anchor
+    if is_op(anchor, aten.to.dtype):
+        return is_op(node, aten.to.dtype) or is_op(anchor.args[0], node.target)
+    return node.target is anchor.target
+
+
+def is_near(loose: Pattern, attempt: Attempt, fitted: bool) -> bool:
+    """Worth telling: the whole loose pattern fitted, or at least half of it and more than two calls did."""
+    return fitted or (attempt.deepest >= 3 and 2 * attempt.deepest >= loose.size)
+
+
+def spec_of(node: Node) -> TensorSpec:
+    tensor = tensor_val(node)
+    assert tensor is not None
+    return TensorSpec(tuple(static_int(size) for size in tensor.shape), tensor.dtype)

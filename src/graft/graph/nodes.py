@@ -1,0 +1,134 @@
+"""Small questions about FX nodes that every other file asks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
+
+OpOverload = torch._ops.OpOverload
+
+
+def is_op(node: object, *targets: object) -> bool:
+    """True when `node` calls one of `targets` (op overloads or plain functions)."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def val(node: object) -> Any:
+    """The recorded abstract value of a node (FakeTensor, SymInt, tuple…), or the literal itself."""
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def tensor_val(node: object) -> torch.Tensor | None:
+    """The recorded FakeTensor, or None when the value is not one tensor."""
+    value = val(node)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def static_int(value: object) -> int | None:
+    """A plain int, or None for anything symbolic."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def same_shape(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal rank and equal sizes, symbolic sizes compared by expression (adds no guard)."""
+    return same_sizes(left.shape, right.shape)
+
+
+def same_sizes(left: Iterable[object], right: Iterable[object]) -> bool:
+    left, right = list(left), list(right)
+    return len(left) == len(right) and all(str(a) == str(b) for a, b in zip(left, right, strict=True))
+
+
+def schema_of(node: Node) -> torch.FunctionSchema | None:
+    return node.target._schema if isinstance(node.target, OpOverload) else None
+
+
+def arg_values(node: Node) -> list[tuple[torch.Argument, Any]]:
+    """Every schema argument of an op call with the value given, or its default."""
+    schema = schema_of(node)
+    if schema is None:
+        return []
+    pairs = []
+    for index, argument in enumerate(schema.arguments):
+        if not argument.kwarg_only and index < len(node.args):
+            pairs.append((argument, node.args[index]))
+        else:
+            pairs.append((argument, node.kwargs.get(argument.name, argument.default_value)))
+    return pairs
+
+
+def mutated_args(node: Node) -> list[Node]:
+    """The argument nodes that this call writes to, from its schema."""
+    written = []
+    for argument, value in arg_values(node):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
+    return written
+
+
+def is_view_of(node: Node) -> Node | None:
+    """The node whose storage this call's result may share, or None when it is fresh."""
+    if is_op(node, getitem):  # one result of several: a view where its op returns views (split, chunk), else fresh
+        return is_view_of(node.args[0]) if isinstance(node.args[0], Node) else None
+    for argument, value in arg_values(node):
+        if argument.alias_info is not None and isinstance(value, Node):
+            return value
+    schema = schema_of(node)
+    # reshape and contiguous may return their input although their schema does not say so
+    if schema is not None and schema.name in MAYBE_VIEWS and isinstance(node.args[0], Node):
+        return node.args[0]
+    return None
+
+
+MAYBE_VIEWS = {"aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::dropout", "aten::type_as"}
+
+
+def storage_root(node: Node) -> Node:
+    """Follows views upward to the node that owns the storage."""
+    while (base := is_view_of(node)) is not None:
+        node = base
+    return node
+
+
+def mutated_roots(graph: Graph) -> set[Node]:
+    """Storage owners that some node of the graph writes to."""
+    return {storage_root(arg) for node in graph.nodes if node.op == "call_function" for arg in mutated_args(node)}
+
+
+def is_mutating(node: Node) -> bool:
+    schema = schema_of(node)
+    return schema is not None and schema.is_mutable
+
+
+def module_path(node: Node) -> str:
+    """The innermost module that made this node, as a dotted path ('' for the root)."""
+    stack = node.meta.get("nn_module_stack")
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return "" if path.startswith("_empty_nn_module_stack") else path
+
+
+def source_line(node: Node) -> str:
+    """`file.py:123` of the innermost line outside torch that made this node, or ''."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    outside = [frame for frame in frames if "/torch/" not in frame[0]]
+    return f"{outside[-1][0].rsplit('/', 1)[-1]}:{outside[-1][1]}" if outside else ""
+
+
+def where(node: Node) -> str:
+    """`%add_3 (model.layers.0.mlp, modeling_llama.py:83)`, for messages."""
+    place = ", ".join(part for part in (module_path(node), source_line(node)) if part)
+    return f"%{node.name}" + (f" ({place})" if place else "")
+
+
+def calls(graph: Graph) -> Iterator[Node]:
+    return (node for node in graph.nodes if node.op == "call_function")
+
+
+def output_node(graph: Graph) -> Node:
+    return next(node for node in reversed(graph.nodes) if node.op == "output")

@@ -1,0 +1,272 @@
+"""The rules of the normal form: one spelling for each meaning, and calls that change nothing.
+
+`normalize_arguments` and `respell` rewrite a node in place; `shortcut` names an existing node with the same value.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from graft.graph.nodes import arg_values, is_op, same_shape, schema_of, static_int, tensor_val, val
+
+aten = torch.ops.aten
+END = 2**63 - 1  # how export writes an open slice
+
+
+# ── arguments ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def normalize_arguments(node: Node) -> None:
+    """Positional where the schema allows it, defaults left out, dims counted from the end."""
+    schema = schema_of(node)
+    assert schema is not None
+    positional = [a for a in schema.arguments if not a.kwarg_only]
+    values = list(node.args)
+    for argument in positional[len(values) :]:
+        values.append(node.kwargs.get(argument.name, argument.default_value))
+    while len(values) and len(values) <= len(positional) and is_default(positional[len(values) - 1], values[-1]):
+        values.pop()
+    keyword = {a.name: a for a in schema.arguments if a.kwarg_only}
+    kwargs = {k: v for k, v in node.kwargs.items() if k in keyword and not is_default(keyword[k], v)}
+    args = tuple(values)
+    if args != node.args or kwargs != node.kwargs:
+        node.args, node.kwargs = args, kwargs
+    count_dims_from_end(node)
+
+
+def is_default(argument: torch.Argument, value: Any) -> bool:
+    return argument.has_default_value() and type(value) is type(argument.default_value) and value == argument.default_value
+
+
+# where an op keeps its dims: (position, extra rank of the space they index)
+DIMS: dict[Any, tuple[int, ...]] = {
+    aten.mean.dim: (1,),
+    aten.sum.dim_IntList: (1,),
+    aten.cat.default: (1,),
+    aten.slice.Tensor: (1,),
+    aten.select.int: (1,),
+    aten.squeeze.dim: (1,),
+    aten.softmax.int: (1,),
+    aten._softmax.default: (1,),
+    aten.transpose.int: (1, 2),
+    aten.cumsum.default: (1,),
+    aten.index_select.default: (1,),
+    aten.gather.default: (1,),
+    aten.split.Tensor: (2,),
+    aten.split_with_sizes.default: (2,),
+    aten.chunk.default: (2,),
+    aten.unsqueeze.default: (1,),
+}
+
+
+def count_dims_from_end(node: Node) -> None:
+    positions = DIMS.get(node.target)
+    if positions is None:
+        return
+    source = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
+    tensor = tensor_val(source)
+    if tensor is None:
+        return
+    rank = tensor.dim() + (1 if node.target is aten.unsqueeze.default else 0)
+    args = list(node.args)
+    for position in positions:
+        if position >= len(args):
+            args += [schema_of(node).arguments[i].default_value for i in range(len(args), position + 1)]
+        args[position] = from_end(args[position], rank)
+    if node.target is aten.transpose.int:
+        args[1:3] = sorted(args[1:3])
+    if tuple(args) != node.args:
+        node.args = tuple(args)
+
+
+def from_end(dim: Any, rank: int) -> Any:
+    if isinstance(dim, (list, tuple)):
+        return [from_end(d, rank) for d in dim]
+    return dim - rank if isinstance(dim, int) and dim >= 0 else dim
+
+
+# ── spelling ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def respell(node: Node) -> None:
+    rule = SPELLINGS.get(node.target)
+    if rule is not None:
+        rule(node)
+
+
+def spell(node: Node, target: Any, *args: Any, **kwargs: Any) -> None:
+    if (node.target, node.args, node.kwargs) != (target, args, kwargs):
+        node.target, node.args, node.kwargs = target, args, kwargs
+
+
+def as_cast(node: Node) -> None:
+    """Every conversion that changes dtype alone is `aten.to.dtype(x, dtype)`."""
+    source, result = tensor_val(node.args[0]), tensor_val(node)
+    if source is None or result is None or source.device != result.device:
+        return
+    options = {argument.name: value for argument, value in arg_values(node)}
+    wants_copy = options.get("copy") is True or node.target is aten._to_copy.default
+    if options.get("memory_format") is not None or (wants_copy and source.dtype == result.dtype):
+        return  # a fresh tensor, or another layout, was asked for: not a mere cast
+    spell(node, aten.to.dtype, node.args[0], result.dtype)
+
+
+def as_reshape(node: Node) -> None:
+    """view, reshape, flatten, unflatten… are `aten.reshape(x, sizes)`, with every static size written out."""
+    source, result = node.args[0], tensor_val(node)
+    if result is None or tensor_val(source) is None:
+        return
+    while is_op(source, aten.reshape.default) and tensor_val(source.args[0]) is not None:
+        source = source.args[0]
+    sizes = [static_int(size) for size in result.shape]
+    given = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else None
+    if given is not None and len(given) == len(sizes):
+        full = [size if size is not None else item for size, item in zip(sizes, given, strict=True)]
+    elif sizes.count(None) <= 1:
+        full = [-1 if size is None else size for size in sizes]
+    else:
+        return
+    spell(node, aten.reshape.default, source, full)
+
+
+def as_slice(node: Node) -> None:
+    """Bounds as non-negative numbers within the size, where the size is known; an open end stays open otherwise."""
+    tensor = tensor_val(node.args[0])
+    args = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
+    source, dim, start, end, step = args
+    if tensor is None or not isinstance(dim, int) or step != 1:
+        return
+    size = static_int(tensor.shape[dim])
+    start = 0 if start is None else start
+    if size is not None and isinstance(start, int) and (end is None or isinstance(end, int)):
+        end = size if end is None else end
+        start, end = (min(max(bound + size if bound < 0 else bound, 0), size) for bound in (start, end))
+        spell(node, aten.slice.Tensor, source, dim, start, max(start, end))
+    elif end is None or end == END:
+        spell(node, aten.slice.Tensor, source, dim, start, END)
+
+
+def as_piece(node: Node) -> None:
+    """`getitem(split/chunk(x), i)` is a slice of x."""
+    parts, index = node.args
+    if not is_op(parts, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
+        return
+    pieces = [static_int(p.shape[d]) for p in val(parts) for d in [parts.args[2]]]
+    if None in pieces:
+        return
+    start = sum(pieces[:index])
+    spell(node, aten.slice.Tensor, parts.args[0], parts.args[2], start, start + pieces[index])
+
+
+def as_transpose(node: Node) -> None:
+    """`t` and a permutation that swaps two dims are `transpose`."""
+    tensor = tensor_val(node.args[0])
+    if tensor is None:
+        return
+    rank = tensor.dim()
+    order = [1, 0] if node.target is aten.t.default else [d % rank for d in node.args[1]]
+    moved = [i for i, d in enumerate(order) if i != d]
+    if rank >= 2 and len(order) == rank and len(moved) == 2:
+        spell(node, aten.transpose.int, node.args[0], moved[0] - rank, moved[1] - rank)
+
+
+def as_square(node: Node) -> None:
+    if node.target is aten.square.default:
+        spell(node, aten.pow.Tensor_Scalar, node.args[0], 2)
+    elif len(node.args) == 2 and node.args[0] is node.args[1] and isinstance(node.args[0], Node):
+        spell(node, aten.pow.Tensor_Scalar, node.args[0], 2)
+
+
+def scalar_to_tensor_overload(target: Any) -> Callable[[Node], None]:
+    return lambda node: spell(node, target, *node.args, **node.kwargs)
+
+
+SPELLINGS: dict[Any, Callable[[Node], None]] = {
+    **{op: as_cast for op in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other)},
+    **{op: as_cast for op in (aten.type_as.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default)},
+    **{op: as_reshape for op in (aten.view.default, aten.reshape.default, aten._unsafe_view.default)},
+    **{op: as_reshape for op in (aten.flatten.using_ints, aten.unflatten.int)},
+    **{op: as_transpose for op in (aten.t.default, aten.permute.default)},
+    **{op: as_square for op in (aten.square.default, aten.mul.Tensor)},
+    aten.mul.Scalar: scalar_to_tensor_overload(aten.mul.Tensor),
+    aten.add.Scalar: scalar_to_tensor_overload(aten.add.Tensor),
+    aten.sub.Scalar: scalar_to_tensor_overload(aten.sub.Tensor),
+    aten.div.Scalar: scalar_to_tensor_overload(aten.div.Tensor),
+    aten.slice.Tensor: as_slice,
+    operator.getitem: as_piece,
+}
+
+
+# ── calls that change nothing ───────────────────────────────────────────────────────────────────────────────────
+
+
+def shortcut(node: Node) -> Node | None:
+    """The node that this call only repeats, or None."""
+    rule = SHORTCUTS.get(node.target)
+    return rule(node) if rule is not None else None
+
+
+def if_same(node: Node) -> Node | None:
+    """The input, when it has the result's shape, dtype and device."""
+    source, result = node.args[0], tensor_val(node)
+    given = tensor_val(source)
+    if given is None or result is None:
+        return None
+    equal = same_shape(given, result) and given.dtype == result.dtype and given.device == result.device
+    return source if equal else None
+
+
+def if_neutral(neutral: float) -> Callable[[Node], Node | None]:
+    """`x + 0`, `x * 1`: the input, when the literal changes neither shape nor dtype."""
+
+    def rule(node: Node) -> Node | None:
+        literal = node.args[1]
+        plain = isinstance(literal, (int, float)) and not isinstance(literal, bool) and not node.kwargs
+        return if_same(node) if plain and literal == neutral else None
+
+    return rule
+
+
+def if_contiguous(node: Node) -> Node | None:
+    given = tensor_val(node.args[0])
+    if given is None or node.kwargs:
+        return None
+    return node.args[0] if given.is_contiguous() else None
+
+
+def if_inference_dropout(node: Node) -> Node | None:
+    _, probability, train = node.args
+    return node.args[0] if probability == 0 or train is False else None
+
+
+def if_one_piece(node: Node) -> Node | None:
+    """Empty pieces of a concatenation fall away; a single piece is the result."""
+    pieces = [p for p in node.args[0] if tensor_val(p) is None or 0 not in tensor_val(p).shape]
+    if len(pieces) == 1:
+        return pieces[0] if same_shape(tensor_val(pieces[0]), tensor_val(node)) else None
+    if pieces and len(pieces) < len(node.args[0]):
+        node.args = (pieces, *node.args[1:])
+    return None
+
+
+def first_argument(node: Node) -> Node | None:
+    return node.args[0] if isinstance(node.args[0], Node) else None
+
+
+SHORTCUTS: dict[Any, Callable[[Node], Node | None]] = {
+    **{op: if_same for op in (aten.reshape.default, aten.expand.default, aten.slice.Tensor)},
+    aten.to.dtype: lambda node: if_same(node) if len(node.args) == 2 else None,
+    **{op: first_argument for op in (aten.alias.default, aten.detach.default, aten.lift_fresh.default)},
+    aten.contiguous.default: if_contiguous,
+    aten.dropout.default: if_inference_dropout,
+    aten.cat.default: if_one_piece,
+    aten.add.Tensor: if_neutral(0),
+    aten.sub.Tensor: if_neutral(0),
+    aten.mul.Tensor: if_neutral(1),
+    aten.div.Tensor: if_neutral(1),
+}

@@ -1,0 +1,73 @@
+"""torch.export to a canonical graph: the one way in, for models and for patterns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graft.errors import CaptureError
+from graft.graph.canonical import canonicalize
+from graft.graph.edit import fake_mode
+
+
+def export_graph(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> GraphModule:
+    """Exports, turns lifted state back into attributes, and canonicalizes. State is shared with `module`, not copied."""
+    try:
+        with torch.no_grad(), quiet("torch._subclasses.fake_tensor"):
+            program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
+            exported = program.module()
+    except Exception as error:  # torch.export raises whatever the model raises; nothing is swallowed
+        raise CaptureError(
+            f"torch.export could not capture {type(module).__name__}: {type(error).__name__}: {error}"
+        ) from error
+    gm = GraphModule(exported, exported.graph)  # drops export's call hooks, keeps its pytree code
+    fill_values(gm)
+    canonicalize(gm)
+    return gm
+
+
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Holds back a logger that prints a traceback for an error which is raised and reported anyway."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def trace_function(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> GraphModule:
+    """A plain function of tensors as a canonical graph.
+
+    torch.export traces with make_fx; for a function without state this is the same graph in a third of the time
+    (14 ms instead of 35 ms a pattern), which a test holds for every pattern of the library.
+    """
+    with torch.no_grad(), quiet("torch._subclasses.fake_tensor"):
+        gm = make_fx(function, tracing_mode="fake", pre_dispatch=True)(*examples)
+    canonicalize(gm)
+    return gm
+
+
+def fill_values(gm: GraphModule) -> None:
+    """Gives attribute nodes the abstract value that export leaves out for some of them."""
+    mode = next((m for n in gm.graph.nodes if (m := fake_mode(n)) is not None), None)
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and "val" not in node.meta:
+            value: Any = gm
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            if isinstance(value, torch.Tensor):
+                node.meta["val"] = mode.from_tensor(value, static_shapes=True) if mode else value

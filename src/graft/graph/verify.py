@@ -1,0 +1,119 @@
+"""The checks that a graph must pass after every transform."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node, map_arg
+
+from graft.errors import VerificationError
+from graft.graph.edit import AbstractCalls
+from graft.graph.nodes import is_mutating, mutated_args, storage_root, val, where
+from graft.graph.text import abstract_text
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A graph as it was, to compare with and to go back to. Taking one costs a few microseconds a node."""
+
+    nodes: tuple[tuple[Node, str, str, Any, Any, Any, dict[str, Any]], ...]
+    calls: dict[str, tuple[Any, Any, Any]]
+    codegen: Any
+    attributes: frozenset[str]
+
+    @staticmethod
+    def take(gm: GraphModule) -> Snapshot:
+        nodes = tuple((n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in gm.graph.nodes)
+        calls = {n.name: (n.target, n.args, n.kwargs) for n in gm.graph.nodes}
+        return Snapshot(nodes, calls, gm.graph._codegen, frozenset(state_names(gm)))
+
+    def unchanged(self, node: Node) -> bool:
+        """FX replaces the argument tuple whenever it rewires a node, so identity is enough."""
+        target, args, kwargs = self.calls.get(node.name, (None, None, None))
+        return node.target is target and node.args is args and node.kwargs is kwargs
+
+    def restore(self, gm: GraphModule) -> None:
+        """Puts the graph back exactly, and takes away state that was added since."""
+        for name in set(state_names(gm)) - self.attributes:
+            owner, _, leaf = name.rpartition(".")
+            delattr(gm.get_submodule(owner), leaf)
+        graph = Graph()
+        copies: dict[Node, Node] = {}
+        for node, name, op, target, args, kwargs, meta in self.nodes:
+            new_args, new_kwargs = map_arg(args, copies.__getitem__), map_arg(kwargs, copies.__getitem__)
+            copy = graph.create_node(op, target, new_args, new_kwargs, name=name, type_expr=node.type)
+            copy.meta = meta
+            copies[node] = copy
+        graph.set_codegen(self.codegen)
+        gm.graph = graph
+        gm.recompile()
+
+
+def state_names(gm: GraphModule) -> list[str]:
+    return [n for n, _ in gm.named_parameters(remove_duplicate=False)] + [
+        n for n, _ in gm.named_buffers(remove_duplicate=False)
+    ]
+
+
+def verify(gm: GraphModule, before: Snapshot | None = None) -> None:
+    """Raises VerificationError when `gm` is malformed, lost metadata, or writes where it must not.
+
+    Abstract values are recomputed for the nodes that are new, or whose arguments changed kind, since `before` (all
+    of them without it) and compared with what is recorded. New writes are checked against later readers.
+    """
+    abstract = AbstractCalls()
+    try:
+        gm.graph.lint()
+    except (RuntimeError, AssertionError) as error:
+        raise VerificationError(f"the graph is malformed: {error}") from error
+    for node in gm.graph.nodes:
+        if node.op in ("output",):
+            continue
+        if "val" not in node.meta:
+            raise VerificationError(f"{where(node)} lost its metadata 'val'")
+        if node.op == "call_function" and (before is None or not before.unchanged(node)):
+            check_value(node, abstract(node))
+        if before is not None and node.name not in before.calls and is_mutating(node):
+            check_write(node)
+
+
+def check_value(node: Node, computed: Any) -> None:
+    """The recorded abstract value is what the call gives."""
+    recorded = val(node)
+    if kind(recorded) != kind(computed):
+        raise VerificationError(
+            f"{where(node)} is recorded as {abstract_text(recorded)} but computes {abstract_text(computed)}"
+        )
+
+
+def kind(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(str(s) for s in value.shape), value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(kind(item) for item in value)
+    if isinstance(value, torch.SymInt):
+        return str(value)
+    return value
+
+
+def check_write(node: Node) -> None:
+    """A new in-place write may not be seen by a later reader of the old value, nor change a parameter."""
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    for target in mutated_args(node):
+        owner = storage_root(target)
+        if owner.op == "get_attr" and isinstance(owner.meta.get("val"), torch.nn.Parameter):
+            raise VerificationError(f"{where(node)} writes to the parameter {owner.target}")
+        for reader in aliases_of(owner):
+            late = [u for u in reader.users if order[u] > order[node] and u is not node and not is_mutating(u)]
+            if late and owner.op == "call_function":
+                raise VerificationError(f"{where(node)} overwrites a value that {where(late[0])} still reads")
+
+
+def aliases_of(owner: Node) -> list[Node]:
+    """The owner and every view of it."""
+    found = [owner]
+    for node in found:
+        found += [user for user in node.users if user not in found and storage_root(user) is owner]
+    return found

@@ -1,0 +1,47 @@
+"""Batches of sequences over a paged cache: prefill, decode, chunked prefill and mixtures."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from graft.ops.cases import Case, randn
+
+
+def make(
+    new: tuple[int, ...], old: tuple[int, ...], h: int, kv: int, d: int, options: tuple[Any, ...],
+    device: str, dtype: torch.dtype, generator: torch.Generator,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Sequence i has old[i] tokens in the cache and brings new[i] more; its blocks lie scattered."""
+    block = 16
+    lengths = torch.tensor([n + o for n, o in zip(new, old, strict=True)])
+    per_sequence = int(-(-lengths.max() // block))
+    order = torch.randperm(len(new) * per_sequence, generator=generator)
+    tables = order.view(len(new), per_sequence)
+    starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()])
+    rows = torch.repeat_interleave(torch.arange(len(new)), torch.tensor(new))
+    places = torch.cat([torch.arange(o, o + n) for n, o in zip(new, old, strict=True)])
+    slots = tables[rows, places // block] * block + places % block
+    q = randn((1, h, sum(new), d), device, dtype, generator)
+    k, v = (randn((1, kv, sum(new), d), device, dtype, generator) for _ in range(2))
+    caches = [randn((len(order), block, kv, d), device, dtype, generator) for _ in range(2)]
+    layout = [t.to(device) for t in (slots, rows, tables, starts, lengths)]
+    window, softcap, has_sinks = options
+    sinks = randn((h,), device, dtype, generator) if has_sinks else None
+    return q, k, v, *caches, *layout, d**-0.5, window, softcap, sinks
+
+
+PLAIN = (None, None, False)
+CASES = [
+    Case("smollm2-135m decode", partial(make, (1,), (40,), 9, 3, 64, PLAIN), 64),
+    Case("decode, batch of three", partial(make, (1, 1, 1), (5, 33, 70), 4, 2, 32, PLAIN), 70),
+    Case("prefill of two", partial(make, (7, 18), (0, 0), 4, 4, 32, PLAIN), 32),
+    Case("mixed: chunk, decode, prefill", partial(make, (6, 1, 9), (20, 17, 0), 8, 2, 16, PLAIN), 32),
+    Case("sliding window", partial(make, (5, 1), (30, 44), 4, 2, 32, (9, None, False)), 32),
+    Case("window decode", partial(make, (1, 1), (3, 44), 4, 2, 32, (9, None, False)), 32),
+    Case("soft cap", partial(make, (3, 1), (11, 25), 4, 2, 32, (None, 20.0, False)), 32),
+    Case("sinks", partial(make, (3, 1), (11, 25), 4, 2, 32, (None, None, True)), 32),
+    Case("head size 80", partial(make, (4, 1), (0, 19), 4, 1, 80, PLAIN), 80),
+]

@@ -1,0 +1,43 @@
+"""graft::paged_attention: writes new keys and values into a paged cache and attends over it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from graft.ops.paged_attention.reference import paged_attention
+from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+
+
+def fake(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, rows: Tensor,  # noqa: ARG001
+    block_tables: Tensor, starts: Tensor, lengths: Tensor, scale: float, window: int | None = None,  # noqa: ARG001
+    softcap: float | None = None, sinks: Tensor | None = None,  # noqa: ARG001
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+def triton_supports(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object) -> str | None:
+    if not q.dtype == k_cache.dtype == v_cache.dtype:
+        return f"queries are {q.dtype} and the cache is {k_cache.dtype}"
+    if k.shape[-1] != v.shape[-1]:
+        return "keys and values differ in head size"
+    return needs_triton(q, k, v, k_cache, v_cache)
+
+
+def run_triton(*args: object) -> Tensor:
+    from graft.ops.paged_attention.triton import paged_attention_triton
+
+    return paged_attention_triton(*args)
+
+
+SPEC = define(
+    OpSpec(
+        name="paged_attention",
+        schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor rows,"
+        " Tensor block_tables, Tensor starts, Tensor lengths, float scale, int? window=None, float? softcap=None,"
+        " Tensor? sinks=None) -> Tensor",
+        reference=paged_attention,
+        fake=fake,
+        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+    )
+)

@@ -1,0 +1,37 @@
+"""graft::rms_norm(x, weight, eps, offset, cast_last)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graft.ops.rms_norm.reference import rms_norm
+from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+
+
+def fake(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False) -> Tensor:
+    dtype = x.dtype if cast_last else torch.promote_types(x.dtype, weight.dtype)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def triton_supports(x: Tensor, weight: Tensor, *_: object) -> str | None:
+    if x.dtype != weight.dtype:
+        return f"x is {x.dtype} and weight is {weight.dtype}"
+    return needs_triton(x, weight)
+
+
+def run_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False) -> Tensor:
+    from graft.ops.rms_norm.triton import rms_norm_triton
+
+    return rms_norm_triton(x, weight, eps, offset, cast_last)
+
+
+SPEC = define(
+    OpSpec(
+        name="rms_norm",
+        schema="(Tensor x, Tensor weight, float eps, float offset=0.0, bool cast_last=False) -> Tensor",
+        reference=rms_norm,
+        fake=fake,
+        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+    )
+)

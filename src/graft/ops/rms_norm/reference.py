@@ -1,0 +1,20 @@
+"""RMSNorm in plain torch, operation for operation what Hugging Face models compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False) -> Tensor:
+    """x: [..., d], weight: [d]. Statistics in float32.
+
+    cast_last=False (Llama): weight * normalized.to(x.dtype)
+    cast_last=True  (Gemma, OLMo 2): (normalized * (weight.float() + offset)).to(x.dtype)
+    """
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    if not cast_last:
+        return weight * h.to(x.dtype)
+    scale = weight.to(torch.float32)
+    return (h * (scale + offset if offset else scale)).to(x.dtype)

@@ -1,0 +1,35 @@
+"""RMSNorm, one program a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def rms_norm_kernel(x, weight, out, stride_row, d, eps, offset, CAST_LAST: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < d
+    h = tl.load(x + row * stride_row + cols, mask=mask, other=0.0).to(tl.float32)
+    h = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + eps)
+    w = tl.load(weight + cols, mask=mask, other=0.0)
+    if CAST_LAST:
+        y = (h * (w.to(tl.float32) + offset)).to(out.dtype.element_ty)
+    else:
+        y = w * h.to(out.dtype.element_ty)
+    tl.store(out + row * d + cols, y, mask=mask)
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False) -> Tensor:
+    d = x.shape[-1]
+    rows = x.reshape(-1, d)  # [n, d]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(d)
+    warps = 4 if block <= 2048 else 8
+    rms_norm_kernel[(rows.shape[0],)](
+        rows, weight, out, rows.stride(0), d, eps, offset, CAST_LAST=cast_last, BLOCK=block, num_warps=warps
+    )
+    return out

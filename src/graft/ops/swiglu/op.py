@@ -1,0 +1,38 @@
+"""graft::swiglu(gate, up, activation)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+from graft.ops.swiglu.reference import swiglu
+
+
+def fake(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:  # noqa: ARG001
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+def triton_supports(gate: Tensor, up: Tensor, *_: object) -> str | None:
+    if gate.dtype != up.dtype or gate.shape != up.shape:
+        return "gate and up differ in dtype or shape"
+    if gate.stride(-1) != 1 or up.stride(-1) != 1:
+        return "the last dim is strided"
+    return needs_triton(gate, up)
+
+
+def run_triton(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    from graft.ops.swiglu.triton import swiglu_triton
+
+    return swiglu_triton(gate, up, activation)
+
+
+SPEC = define(
+    OpSpec(
+        name="swiglu",
+        schema='(Tensor gate, Tensor up, str activation="silu") -> Tensor',
+        reference=swiglu,
+        fake=fake,
+        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+    )
+)

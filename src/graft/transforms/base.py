@@ -1,0 +1,189 @@
+"""What a transform is, and the two kinds there are: a pattern with its replacement, or a walk over the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+
+from graft.errors import VerificationError
+from graft.graph.edit import Editor, check_same_kind
+from graft.graph.match import Finder, Match, NearMiss, spec_of
+from graft.graph.nodes import module_path, where
+from graft.graph.pattern import exact_pattern, tensor_names
+from graft.transforms.report import MatchRecord
+
+
+class Stage(str, Enum):
+    """Stages run in this order."""
+
+    MATCH = "match"
+    FUSE = "fuse"
+    STATE = "state"
+    SCHEDULE = "schedule"
+
+
+@dataclass(frozen=True)
+class TransformConfig:
+    """What every transform can be told in YAML. Subclasses add options, each with a type and a default."""
+
+    stage: Stage
+    enabled: bool = True
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    on_error: Literal["raise", "skip"] = "raise"
+
+
+@dataclass
+class Context:
+    """What transforms may know beyond the graph, and where they leave what the engine needs."""
+
+    route: Literal["decoder", "module"] = "module"
+    block_size: int = 16
+    outputs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a transform did. `reason` says why there are no matches."""
+
+    matches: tuple[MatchRecord, ...] = ()
+    near_misses: tuple[NearMiss, ...] = ()
+    reason: str = ""
+    skipped: bool = False
+
+
+class BaseTransform:
+    """Subclass, implement `apply`, and register. The pipeline times, checks, records and rolls back."""
+
+    name: ClassVar[str]
+    config: TransformConfig
+
+    def __init__(self, config: TransformConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def get_config_class(cls) -> type[TransformConfig]:
+        return TransformConfig
+
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:
+        """Rewrites `gm` in place."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A pattern and what replaces it, both plain functions of the same arguments.
+
+    shapes: "b s d" for each tensor, letters shared between them. check: None to accept a match, or why not.
+    allow_readers: inner values may be read from outside; they are then computed twice.
+    """
+
+    pattern: Callable[..., Any]
+    replacement: Callable[..., Any]
+    shapes: dict[str, str]
+    check: Callable[[Match], str | None] | None = None
+    allow_readers: bool = False
+
+    def finder(self) -> Finder:
+        return Finder(self.pattern, self.shapes, self.allow_readers)
+
+
+class PatternTransform(BaseTransform):
+    """A transform that is a list of rewrites, tried in order."""
+
+    def rewrites(self) -> Sequence[Rewrite]:
+        raise NotImplementedError
+
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
+        editor = Editor(gm, self.name)
+        records: list[MatchRecord] = []
+        misses: list[NearMiss] = []
+        for rewrite in self.rewrites():
+            matches, near = rewrite.finder().find(gm.graph)
+            misses += near
+            renamed: dict[Node, Node] = {}
+            for match in matches:
+                problem = rewrite.check(match) if rewrite.check else None
+                problem = problem or kind_problem(rewrite, match)
+                if problem:
+                    size = len(match.nodes)
+                    misses.append(NearMiss(match.pattern, where(match.anchor), f"%{match.anchor.name}", problem, size, size))
+                else:
+                    records.append(apply_rewrite(editor, rewrite, match, renamed))
+        matched = {record.anchor for record in records}
+        left = tuple(miss for miss in misses if miss.anchor not in matched)
+        return Outcome(tuple(records), left, "" if records else no_match_reason(left))
+
+
+def no_match_reason(misses: Sequence[NearMiss]) -> str:
+    if not misses:
+        return "nothing in the graph looks like the pattern"
+    closest = max(misses, key=lambda miss: miss.matched / max(miss.size, 1))
+    return f"{len(misses)} near misses; closest at {closest.anchor}: {closest.reason}"
+
+
+def kind_problem(rewrite: Rewrite, match: Match) -> str | None:
+    """Why the replacement cannot stand in for the match: it gives another shape or dtype, or refuses the inputs."""
+    specs = {name: spec_of(node) for name, node in match.tensors.items()}
+    try:
+        wanted = exact_pattern(rewrite.pattern, specs, match.literals)
+        offered = exact_pattern(rewrite.replacement, specs, match.literals)
+        insertion_point(match)
+        for old, new in zip(wanted.outputs, offered.outputs, strict=True):
+            check_same_kind(old, new, rewrite.replacement.__name__)
+    except (VerificationError, RuntimeError, TypeError) as error:
+        return f"the replacement does not fit: {str(error).splitlines()[0]}"
+    return None
+
+
+def apply_rewrite(editor: Editor, rewrite: Rewrite, match: Match, renamed: dict[Node, Node]) -> MatchRecord:
+    """Inserts the replacement above the anchor, points the readers at it, and erases what is dead."""
+    specs = {name: spec_of(node) for name, node in match.tensors.items()}
+    body = exact_pattern(rewrite.replacement, specs, match.literals)
+    names = tensor_names(rewrite.replacement)
+    bound = {p: renamed.get(n := match.tensors[name], n) for p, name in zip(body.inputs, names, strict=True)}
+    made = []
+    before = insertion_point(match)
+    for node in body.graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = map_arg(node.args, bound.__getitem__), map_arg(node.kwargs, bound.__getitem__)
+            bound[node] = editor.call(node.target, args, kwargs, before=before, like=match.anchor)
+            made.append(bound[node].name)
+    record = MatchRecord(
+        where(match.anchor), module_path(match.anchor), tuple(n.name for n in match.nodes), tuple(made), match.pattern
+    )
+    for old, new in zip(match.outputs, body.outputs, strict=True):
+        editor.replace(old, bound[new])
+        renamed[old] = bound[new]
+    erase_dead(editor, match.nodes)
+    return record
+
+
+def insertion_point(match: Match) -> Node:
+    """The earliest result: its readers come below it, and the inputs must come above it."""
+    point = min(match.outputs)
+    late = next((node for node in match.tensors.values() if point < node), None)
+    if late is not None:
+        raise VerificationError(f"{where(late)} is computed after {where(point)}, which would need it")
+    return point
+
+
+def erase_dead(editor: Editor, nodes: Sequence[Node]) -> None:
+    for node in sorted(nodes, reverse=True):
+        if not node.users:
+            editor.graph.erase_node(node)
+
+
+def is_parameter(gm: GraphModule, node: Node) -> bool:
+    """True for a node that reads a parameter of the module."""
+    if node.op != "get_attr":
+        return False
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return isinstance(value, torch.nn.Parameter)

@@ -1,0 +1,1 @@
+"""The transforms, one a file. The file name is the transform's name."""

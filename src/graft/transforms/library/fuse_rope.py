@@ -1,0 +1,56 @@
+"""fuse_rope: the spelled-out rotary embedding becomes one op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graft.graph.match import Match
+from graft.graph.nodes import tensor_val
+from graft.transforms.base import PatternTransform, Rewrite
+from graft.transforms.registry import TransformRegistry
+
+
+def full(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+
+
+def partial(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    r = cos.shape[-1]
+    turning = x[..., :r]
+    half = r // 2
+    turned = torch.cat((-turning[..., half:], turning[..., :half]), dim=-1)
+    return torch.cat((turning * cos + turned * sin, x[..., r:]), dim=-1)
+
+
+def fused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.ops.graft.rope(x, cos, sin)
+
+
+def one_angle_a_token(match: Match) -> str | None:
+    x, cos, sin = (tensor_val(match.tensors[name]) for name in ("x", "cos", "sin"))
+    if x is None or cos is None or sin is None or x.dim() != 4 or cos.dim() != 4 or sin.dim() != 4:
+        return "the op takes x [b, h, s, d] and cos, sin [b, 1, s, r]"
+    return None if cos.shape[1] == 1 and sin.shape[1] == 1 else "cos and sin differ between heads"
+
+
+@TransformRegistry.register("fuse_rope")
+class FuseRoPE(PatternTransform):
+    """The spelled-out, half-rotated rotary embedding becomes one op, for queries and keys each.
+
+    before:  %a = mul(%x, %cos);  %hi = slice(%x, -1, d/2, d);  %n = neg(%hi);  %lo = slice(%x, -1, 0, d/2)
+             %c = cat([%n, %lo], -1);  %b = mul(%c, %sin);  %y = add(%a, %b)
+    after:   %y = graft.rope(%x, %cos, %sin)
+
+    Also where only the first r values of a head turn. Numerics: bitwise with the reference; the Triton kernel may
+    fuse a product into the sum (float32).
+    """
+
+    def rewrites(self) -> Sequence[Rewrite]:
+        return [
+            Rewrite(partial, fused, {"x": "b h s r+6", "cos": "b 1 s r", "sin": "b 1 s r"}, one_angle_a_token),
+            Rewrite(full, fused, {"x": "b h s d", "cos": "b 1 s d", "sin": "b 1 s d"}, one_angle_a_token),
+        ]

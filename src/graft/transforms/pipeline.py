@@ -1,0 +1,127 @@
+"""Runs the configured transforms in order. Each is a transaction: timed, checked, recorded, or rolled back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from graft.errors import GraftError, OrderError, TransformError
+from graft.graph.verify import Snapshot, verify
+from graft.transforms.base import BaseTransform, Context, Outcome, Stage, TransformConfig
+from graft.transforms.config import PipelineConfig
+from graft.transforms.dumps import DumpWriter
+from graft.transforms.registry import TransformRegistry
+from graft.transforms.report import Report, TransformRecord
+
+log = logging.getLogger("graft")
+Progress = Callable[[str, int, int], None]  # transform name, how many are done, how many there are
+
+
+def order_transforms(config: PipelineConfig) -> list[str]:
+    """By stage, then by `after` / `before`, then as listed. A cycle or a constraint across stages is an error."""
+    listed = list(config.transforms)
+    stages = list(Stage)
+    position = {name: (stages.index(config.transforms[name].stage), listed.index(name)) for name in listed}
+    earlier: dict[str, set[str]] = {name: set() for name in listed}
+    for name, settings in config.transforms.items():
+        for kind, others in (("after", settings.after), ("before", settings.before)):
+            for other in others:
+                TransformRegistry.get(other)
+                if other not in position:
+                    raise OrderError(f"transforms.{name}.{kind} names {other}, which the configuration does not list")
+                first, second = (other, name) if kind == "after" else (name, other)
+                if position[first][0] > position[second][0]:
+                    raise OrderError(
+                        f"{name} must run {kind} {other}, but {first} is in stage"
+                        f" {config.transforms[first].stage.value}, which comes later than"
+                        f" {config.transforms[second].stage.value}; change a stage or drop the constraint"
+                    )
+                earlier[second].add(first)
+    ordered: list[str] = []
+    while len(ordered) < len(listed):
+        ready = [n for n in listed if n not in ordered and earlier[n] <= set(ordered)]
+        if not ready:
+            stuck = sorted(set(listed) - set(ordered))
+            raise OrderError(f"`after` and `before` form a cycle among {', '.join(stuck)}; remove one constraint")
+        ordered.append(min(ready, key=lambda n: position[n]))
+    return ordered
+
+
+def run_pipeline(
+    gm: GraphModule,
+    config: PipelineConfig,
+    context: Context | None = None,
+    *,
+    model: str = "",
+    dump_dir: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Applies every enabled transform to `gm` in place and returns the report."""
+    context = context or Context()
+    names = order_transforms(config)
+    dumps = DumpWriter.open(dump_dir)
+    dumps.write("capture", "captured", gm)
+    records: dict[str, TransformRecord] = {}
+    for index, name in enumerate(names):
+        if progress:
+            progress(name, index, len(names))
+        settings = config.transforms[name]
+        records[name] = run_one(gm, TransformRegistry.get(name)(settings), settings, context)
+        log.info(records[name].summary)
+        if settings.enabled:
+            dumps.write(settings.stage.value, name, gm)
+    if progress:
+        progress("", len(names), len(names))
+    report = Report(model, records)
+    dumps.finish(report)
+    return report
+
+
+def run_one(gm: GraphModule, transform: BaseTransform, settings: TransformConfig, context: Context) -> TransformRecord:
+    stage = settings.stage.value
+    if not settings.enabled:
+        return TransformRecord(transform.name, stage, "disabled")
+    nodes_before, started = len(gm.graph.nodes), time.perf_counter()
+    before = Snapshot.take(gm)
+    outputs_before = dict(context.outputs)
+    common: dict[str, Any] = {"name": transform.name, "stage": stage, "nodes_before": nodes_before}
+    try:
+        outcome = transform.apply(gm, context)
+        if outcome.matches:
+            gm.graph.eliminate_dead_code(is_impure_node=None)
+            verify(gm, before)
+            gm.recompile()
+    except Exception as error:
+        before.restore(gm)
+        context.outputs = outputs_before
+        if settings.on_error == "raise" or not isinstance(error, Exception):
+            if isinstance(error, GraftError):
+                raise TransformError(transform.name, str(error)) from error
+            raise TransformError(transform.name, f"{type(error).__name__}: {error}") from error
+        return TransformRecord(
+            **common,
+            status="rolled_back",
+            reason=f"{type(error).__name__}: {error}",
+            seconds=time.perf_counter() - started,
+            nodes_after=nodes_before,
+        )
+    return TransformRecord(
+        **common,
+        status=status_of(outcome),
+        matches=outcome.matches,
+        near_misses=outcome.near_misses,
+        reason=outcome.reason,
+        seconds=time.perf_counter() - started,
+        nodes_after=len(gm.graph.nodes),
+    )
+
+
+def status_of(outcome: Outcome) -> Any:
+    if outcome.matches:
+        return "applied"
+    return "skipped" if outcome.skipped else "no_match"

@@ -1,0 +1,75 @@
+"""The one record of what the pipeline did. Terminal, dumps, tests and artifacts read it; nothing parses log lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from graft.graph.match import NearMiss
+
+Status = Literal["applied", "no_match", "skipped", "disabled", "rolled_back"]
+
+
+@dataclass(frozen=True)
+class MatchRecord:
+    """One rewrite: where it was made, what it replaced and what it made."""
+
+    anchor: str
+    module: str
+    replaced: tuple[str, ...]
+    made: tuple[str, ...]
+    pattern: str = ""
+
+
+@dataclass(frozen=True)
+class TransformRecord:
+    name: str
+    stage: str
+    status: Status
+    matches: tuple[MatchRecord, ...] = ()
+    near_misses: tuple[NearMiss, ...] = ()
+    reason: str = ""
+    seconds: float = 0.0
+    nodes_before: int = 0
+    nodes_after: int = 0
+
+    @property
+    def summary(self) -> str:
+        """The `[SUMMARY]` line."""
+        head = f"[stage={self.stage}, transform={self.name}] [SUMMARY]"
+        if self.status == "disabled":
+            return f"{head} disabled"
+        if self.status in ("skipped", "rolled_back"):
+            return f"{head} {self.status}: {self.reason}"
+        why = f" ({self.reason})" if self.status == "no_match" else ""
+        return f"{head} matches={len(self.matches)}{why} | time: {self.seconds:.3f}s"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was captured, every transform's record by name, which kernel runs each op, and notes on fallbacks."""
+
+    model: str = ""
+    transforms: Mapping[str, TransformRecord] = field(default_factory=dict)
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Report:
+        data = json.loads(text)
+        records = {name: read_record(entry) for name, entry in data["transforms"].items()}
+        return Report(data["model"], records, data["kernels"], tuple(data["notes"]))
+
+
+def read_record(entry: dict[str, Any]) -> TransformRecord:
+    matches = tuple(
+        MatchRecord(**{**m, "replaced": tuple(m["replaced"]), "made": tuple(m["made"])}) for m in entry["matches"]
+    )
+    misses = tuple(NearMiss(**miss) for miss in entry["near_misses"])
+    plain = {f.name: entry[f.name] for f in fields(TransformRecord) if f.name not in ("matches", "near_misses")}
+    return TransformRecord(**plain, matches=matches, near_misses=misses)
