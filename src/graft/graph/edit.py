@@ -24,6 +24,7 @@ class Editor:
         self.made_by = made_by
         self.made: list[Node] = []
         self.abstract = AbstractCalls()
+        self.last_input: Node | None = None
 
     def call(
         self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, before: Node, like: Node
@@ -34,24 +35,23 @@ class Editor:
         return self._adopt(node, self.abstract(node), like)
 
     def parameter(self, name: str, tensor: torch.Tensor, *, before: Node, like: Node) -> Node:
-        """Adds state to the module and a node that reads it. `name` is dotted; missing parents are made."""
-        *parents, leaf = name.split(".")
-        owner: torch.nn.Module = self.gm
-        for parent in parents:
-            if not hasattr(owner, parent):
-                owner.add_module(parent, torch.nn.Module())
-            owner = getattr(owner, parent)
-        owner.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
+        """Adds a parameter to the module and a node that reads it."""
+        parameter = torch.nn.Parameter(tensor, requires_grad=False)
+        attach_state(self.gm, name, parameter)
         with self.graph.inserting_before(before):
             node = self.graph.get_attr(name)
-        return self._adopt(node, fake_like(like, getattr(owner, leaf)), like)
+        return self._adopt(node, fake_like(like, parameter), like)
 
-    def placeholder(self, name: str, value: torch.Tensor, *, like: Node) -> Node:
+    def placeholder(self, name: str, value: torch.Tensor) -> Node:
         """Adds a graph input after the existing ones."""
-        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
-        with self.graph.inserting_after(inputs[-1]):
+        if self.last_input is None:
+            self.last_input = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        with self.graph.inserting_after(self.last_input):
             node = self.graph.placeholder(name)
-        return self._adopt(node, value, like)
+        self.last_input = node
+        node.meta = {"val": value, "made_by": self.made_by}
+        self.made.append(node)
+        return node
 
     def replace(self, old: Node, new: Node) -> None:
         """Every reader of `old` reads `new`. Refuses a change of shape, dtype or device."""
@@ -64,6 +64,27 @@ class Editor:
         node.meta["made_by"] = self.made_by
         self.made.append(node)
         return node
+
+
+def attach_state(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Puts a parameter or buffer at a dotted name; missing parents are made."""
+    *parents, leaf = name.split(".")
+    for parent in parents:
+        if not hasattr(module, parent):
+            module.add_module(parent, torch.nn.Module())
+        module = getattr(module, parent)
+    if isinstance(tensor, torch.nn.Parameter):
+        module.register_parameter(leaf, tensor)
+    else:
+        module.register_buffer(leaf, tensor)
+
+
+def symbolic_sizes(like: Node, count: int) -> list[torch.SymInt]:
+    """New symbols for the sizes of inputs that are not known until the graph runs."""
+    mode = fake_mode(like)
+    # distinct sizes above 1, or the shape environment would reuse or specialize them
+    examples = (13 + 4 * index for index in range(count))
+    return [mode.from_tensor(torch.empty(size), static_shapes=False).shape[0] for size in examples]
 
 
 def check_same_kind(old: Node, new: Node, transform: str) -> None:

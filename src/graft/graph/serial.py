@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.errors import DumpError
+from graft.graph.edit import attach_state
 from graft.graph.nodes import OpOverload, val
 from graft.graph.text import abstract_text
 
@@ -97,18 +98,11 @@ def graph_from_json(text: str, state: dict[str, torch.Tensor] | None = None) -> 
 
 
 def attach(root: torch.nn.Module, name: str, spec: dict[str, Any], given: torch.Tensor | None) -> None:
-    *parents, leaf = name.split(".")
-    for parent in parents:
-        if not hasattr(root, parent):
-            root.add_module(parent, torch.nn.Module())
-        root = getattr(root, parent)
     tensor = given if given is not None else torch.empty(spec["shape"], dtype=getattr(torch, spec["dtype"]), device="meta")
     if list(tensor.shape) != spec["shape"]:
         raise DumpError(f"{name} has shape {list(tensor.shape)}, the dump expects {spec['shape']}")
-    if spec["kind"] == "parameter":
-        root.register_parameter(leaf, torch.nn.Parameter(tensor.detach(), requires_grad=False))
-    else:
-        root.register_buffer(leaf, tensor)
+    parameter = spec["kind"] == "parameter"
+    attach_state(root, name, torch.nn.Parameter(tensor.detach(), requires_grad=False) if parameter else tensor)
 
 
 def decode_target(op: str, text: str) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.errors import VerificationError
-from graft.graph.edit import AbstractCalls
+from graft.graph.edit import AbstractCalls, attach_state
 from graft.graph.nodes import is_mutating, mutated_args, storage_root, val, where
 from graft.graph.text import abstract_text
 
@@ -21,13 +21,13 @@ class Snapshot:
     nodes: tuple[tuple[Node, str, str, Any, Any, Any, dict[str, Any]], ...]
     calls: dict[str, tuple[Any, Any, Any]]
     codegen: Any
-    attributes: frozenset[str]
+    state: dict[str, torch.Tensor]
 
     @staticmethod
     def take(gm: GraphModule) -> Snapshot:
         nodes = tuple((n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in gm.graph.nodes)
         calls = {n.name: (n.target, n.args, n.kwargs) for n in gm.graph.nodes}
-        return Snapshot(nodes, calls, gm.graph._codegen, frozenset(state_names(gm)))
+        return Snapshot(nodes, calls, gm.graph._codegen, module_state(gm))
 
     def unchanged(self, node: Node) -> bool:
         """FX replaces the argument tuple whenever it rewires a node, so identity is enough."""
@@ -35,10 +35,13 @@ class Snapshot:
         return node.target is target and node.args is args and node.kwargs is kwargs
 
     def restore(self, gm: GraphModule) -> None:
-        """Puts the graph back exactly, and takes away state that was added since."""
-        for name in set(state_names(gm)) - self.attributes:
+        """Puts graph and state back: what was added since goes, what was dropped returns."""
+        current = module_state(gm)
+        for name in current.keys() - self.state.keys():
             owner, _, leaf = name.rpartition(".")
             delattr(gm.get_submodule(owner), leaf)
+        for name in self.state.keys() - current.keys():
+            attach_state(gm, name, self.state[name])
         graph = Graph()
         copies: dict[Node, Node] = {}
         for node, name, op, target, args, kwargs, meta in self.nodes:
@@ -51,10 +54,9 @@ class Snapshot:
         gm.recompile()
 
 
-def state_names(gm: GraphModule) -> list[str]:
-    return [n for n, _ in gm.named_parameters(remove_duplicate=False)] + [
-        n for n, _ in gm.named_buffers(remove_duplicate=False)
-    ]
+def module_state(gm: GraphModule) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; tied ones under each of their names."""
+    return dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
 
 
 def verify(gm: GraphModule, before: Snapshot | None = None) -> None:

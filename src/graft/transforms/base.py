@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from graft.errors import VerificationError
@@ -177,13 +176,3 @@ def erase_dead(editor: Editor, nodes: Sequence[Node]) -> None:
     for node in sorted(nodes, reverse=True):
         if not node.users:
             editor.graph.erase_node(node)
-
-
-def is_parameter(gm: GraphModule, node: Node) -> bool:
-    """True for a node that reads a parameter of the module."""
-    if node.op != "get_attr":
-        return False
-    value: Any = gm
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
-    return isinstance(value, torch.nn.Parameter)

@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from graft.errors import GraftError, OrderError, TransformError
+from graft.graph.canonical import drop_dead
 from graft.graph.verify import Snapshot, verify
 from graft.transforms.base import BaseTransform, Context, Outcome, Stage, TransformConfig
 from graft.transforms.config import PipelineConfig
@@ -93,7 +94,7 @@ def run_one(gm: GraphModule, transform: BaseTransform, settings: TransformConfig
     try:
         outcome = transform.apply(gm, context)
         if outcome.matches:
-            gm.graph.eliminate_dead_code(is_impure_node=None)
+            drop_dead(gm)
             verify(gm, before)
             gm.recompile()
     except Exception as error:

@@ -15,8 +15,10 @@ def fake(
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-def sdpa_supports(*args: object) -> str | None:
-    softcap, sinks = (*args, None, None)[7:9] if len(args) < 9 else args[7:9]
+def sdpa_supports(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = True,  # noqa: ARG001
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,  # noqa: ARG001
+) -> str | None:  # fmt: skip
     if softcap is not None:
         return "scaled_dot_product_attention has no soft cap"
     return "scaled_dot_product_attention has no sinks" if sinks is not None else None

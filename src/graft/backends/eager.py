@@ -1,0 +1,47 @@
+"""The eager backend: the graph as Python, each graft op bound to its kernel once instead of at every call."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from graft.backends.select import Lowered
+from graft.graph.nodes import OpOverload, arg_values, val
+from graft.ops import OPS, choose
+from graft.ops.spec import OpSpec
+
+
+def lower_eager(gm: GraphModule) -> Lowered:
+    graph = Graph()
+    outputs = graph.graph_copy(gm.graph, {})
+    graph.output(outputs)
+    graph.set_codegen(copy.copy(gm.graph._codegen))
+    kernels: dict[str, str] = {}
+    for node in graph.nodes:
+        spec = spec_of(node)
+        if spec is not None:
+            given = [value for _, value in arg_values(node)]
+            kernel = choose(spec, *(val(value) for value in given))
+            node.target, node.args, node.kwargs = kernel.run, tuple(given), {}
+            kernels[f"graft::{spec.name}"] = describe(spec, kernel.name, [val(value) for value in given])
+    return Lowered(GraphModule(gm, graph, class_name="EagerGraph"), "eager", kernels)
+
+
+def spec_of(node: Node) -> OpSpec | None:
+    if node.op == "call_function" and isinstance(node.target, OpOverload) and node.target.namespace == "graft":
+        return OPS[node.target._schema.name.removeprefix("graft::")]
+    return None
+
+
+def describe(spec: OpSpec, chosen: str, values: list[object]) -> str:
+    """`reference (not triton: Triton kernels run on a GPU…)`."""
+    passed = []
+    for kernel in spec.all_kernels:
+        if kernel.name == chosen:
+            break
+        passed.append(f"not {kernel.name}: {kernel.supports(*values)}")
+    return f"{chosen} ({'; '.join(passed)})" if passed else chosen
+
+

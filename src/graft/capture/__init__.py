@@ -1,0 +1,1 @@
+"""nn.Module → canonical graph."""

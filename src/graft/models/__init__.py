@@ -1,0 +1,1 @@
+"""Models: the registry, and loading from folders, GGUF files, the embedded package or random weights."""

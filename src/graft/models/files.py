@@ -1,0 +1,112 @@
+"""Files that are whole or not there: atomic folders, checksums, and checks that a checkpoint is complete."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from graft.errors import CheckpointError, DiskFull
+
+Progress = Callable[[str, int, int], None]  # what is going on, how much is done, how much there is
+
+
+def cache_dir() -> Path:
+    """GRAFT_CACHE_DIR, or `graft` in the user's cache directory."""
+    given = os.environ.get("GRAFT_CACHE_DIR")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "graft"
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill; it appears at `target` when the block ends well, and nothing remains when it does not."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(target)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    except OSError as error:
+        raise DiskFull(str(target), str(error)) from error
+    try:
+        yield temporary
+        if target.exists():
+            shutil.rmtree(target)
+        temporary.rename(target)
+    except BaseException as error:  # Ctrl-C included: what was half written goes, and the error goes on
+        shutil.rmtree(temporary, ignore_errors=True)
+        if is_disk_full(error):
+            raise DiskFull(str(target), str(error)) from error
+        raise
+
+
+def remove_stale(target: Path) -> None:
+    """Takes away what a killed process left behind."""
+    for path in target.parent.glob(f".{target.name}.*.partial"):
+        pid = path.name.split(".")[-2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return "No space left on device" in str(error)  # safetensors wraps the error of the system as text
+
+
+def sha256(path: Path, progress: Progress | None = None) -> str:
+    digest, done, size = hashlib.sha256(), 0, path.stat().st_size
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            done += len(chunk)
+            if progress:
+                progress(f"checking {path.name}", done, size)
+    return digest.hexdigest()
+
+
+def check_safetensors(path: Path) -> None:
+    """Raises CheckpointError unless the file is as long as its header says."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size - 8:
+                raise CheckpointError(f"{path} is truncated: its header should have {length} bytes; copy the file again")
+            header = json.loads(file.read(length))
+    except (struct.error, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        raise CheckpointError(f"{path} is truncated: {size} bytes instead of {expected}; copy the file again")
+
+
+def check_folder(folder: Path) -> None:
+    """Raises CheckpointError unless the folder holds a config and whole weight files."""
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json, so it is not a Hugging Face model folder")
+    try:
+        json.loads((folder / "config.json").read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in shards if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{folder} lacks the shard {missing[0]} that its index names; copy it again")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and not list(folder.glob("*.bin")):
+        raise CheckpointError(f"{folder} has no weights (*.safetensors)")
+    for path in files:
+        check_safetensors(path)

@@ -1,0 +1,93 @@
+"""GGUF files: dequantised once into a safetensors folder in the cache, with checksums, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graft.errors import CheckpointError
+from graft.models.files import Progress, atomic_folder, cache_dir, check_folder, sha256
+
+MANIFEST = "graft.json"
+STORED_DTYPE = torch.bfloat16
+
+
+def convert_gguf(path: Path, progress: Progress | None = None, name: str | None = None) -> Path:
+    """The Hugging Face folder made from a GGUF file; made now if it is not in the cache yet."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist")
+    target = cache_dir() / "models" / (name or f"{path.stem}-{identity(path)}")
+    if (target / MANIFEST).is_file():
+        check_folder(target)
+        return target
+    check_gguf(path)
+    with atomic_folder(target) as folder:
+        write_folder(path, folder, progress)
+        checksums = {p.name: sha256(p, progress) for p in sorted(folder.glob("*.safetensors"))}
+        manifest = {"source": path.name, "source_sha256": sha256(path), "files": checksums}
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    return target
+
+
+def identity(path: Path) -> str:
+    """Changes when the file is replaced; cheap for files of many gigabytes."""
+    stat = path.stat()
+    return hashlib.sha256(f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+
+
+def check_gguf(path: Path) -> None:
+    """Raises CheckpointError unless the file is GGUF and holds every byte that its tensors claim."""
+    from gguf import GGUFReader
+
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise CheckpointError(f"{path} is not a GGUF file (its first bytes are not 'GGUF')")
+    try:
+        tensors = GGUFReader(path).tensors
+        end = max((int(t.data_offset) + int(t.n_bytes) for t in tensors), default=0)
+    except Exception as error:  # the reader fails in many ways on cut files; each means the same to the user
+        raise CheckpointError(f"{path} is truncated or damaged: {type(error).__name__}: {error}; copy it again") from error
+    if end > path.stat().st_size:
+        raise CheckpointError(f"{path} is truncated: {path.stat().st_size} bytes instead of {end}; copy it again")
+
+
+def write_folder(path: Path, folder: Path, progress: Progress | None) -> None:
+    """Config, tokenizer and dequantised weights, in Hugging Face's names and layout."""
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    def step(index: int, what: str) -> None:
+        if progress:
+            progress(what, index, 4)
+
+    step(0, "reading the tokenizer")
+    AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(folder)
+    step(1, "reading the config")
+    config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    config.dtype = STORED_DTYPE
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    step(2, "dequantising the weights")
+    loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=STORED_DTYPE)
+    step(3, "writing safetensors")
+    save_file(wanted(model, loaded["tensors"]), folder / "model.safetensors", metadata={"format": "pt"})
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    step(4, "done")
+
+
+def wanted(model: torch.nn.Module, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Each weight of the model once; one that is missing and not tied is an error."""
+    found = {name: torch.as_tensor(t).to(STORED_DTYPE).contiguous() for name, t in tensors.items()}
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    missing = [name for name, _ in model.named_parameters() if name not in found and name not in tied]
+    if missing:
+        raise CheckpointError(f"the GGUF file has no tensor for {missing[0]} ({len(missing)} are missing)")
+    return found

@@ -1,0 +1,123 @@
+"""From a name, a folder or a GGUF file to a model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from graft.errors import CheckpointError, UnknownModel, UsageError, near
+from graft.models.embedded import embedded_folder
+from graft.models.files import Progress, check_folder
+from graft.models.gguf import convert_gguf
+from graft.models.registry import Entry, Family, entries, family_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    name: str
+    module: PreTrainedModel
+    tokenizer: Any
+    family: Family | None
+    context: int  # how many tokens fit
+
+    @property
+    def layers(self) -> int:
+        return self.module.config.num_hidden_layers
+
+    @property
+    def transforms(self) -> Mapping[str, Any]:
+        return self.family.transforms if self.family else {}
+
+
+def load_model(
+    name: str | Path, *, dtype: str = "auto", device: str = "auto", progress: Progress | None = None
+) -> LoadedModel:
+    """Loads for inference. `device="meta"` builds registry models without weights."""
+    place = resolve_device(device)
+    path = Path(name)
+    if str(name) in entries():
+        entry = entries()[str(name)]
+        if entry.kind == "random":
+            return build_random(entry, resolve_dtype(dtype, place, torch.bfloat16), place)
+        return load_folder(embedded_folder(entry.name, entry.settings, progress), entry.name, dtype, place)
+    if path.suffix == ".gguf" and path.exists():
+        return load_folder(convert_gguf(path, progress), path.stem, dtype, place)
+    if path.is_dir():
+        return load_folder(path, path.resolve().name, dtype, place)
+    if path.suffix == ".gguf":
+        raise CheckpointError(f"{path} does not exist")
+    raise UnknownModel(str(name), entries())
+
+
+def resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"unknown device {device!r}; use cpu, cuda, cuda:1 or meta") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no GPU is available here; use device='cpu'")
+    return place
+
+
+def resolve_dtype(dtype: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """`auto` keeps the checkpoint's dtype on a GPU and is float32 on a CPU, where torch's 16-bit matrix-vector
+    kernels are slower (SmolLM2, 2 cores: float32 1.1 to 20 times faster, by instruction set)."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else stored
+    if dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype!r}{near(dtype, [*DTYPES, 'auto'])}")
+    return DTYPES[dtype]
+
+
+def build_random(entry: Entry, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """The real architecture with random weights, the same on every run."""
+    config = AutoConfig.for_model(entry.family.model_type, **entry.settings)
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=entry.family.reference_attention
+        )
+    return LoadedModel(entry.name, model.eval(), None, entry.family, config.max_position_embeddings)
+
+
+def load_folder(folder: Path, name: str, dtype: str, device: torch.device) -> LoadedModel:
+    """A Hugging Face folder. Tensors are read one after another, straight into the model."""
+    check_folder(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        family = family_of(config.model_type, name)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=resolve_dtype(dtype, device, config.dtype or torch.float32),
+            attn_implementation=family.reference_attention if family else None,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers and safetensors raise many kinds; each means an unusable folder
+        raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(f"{folder} has no weights for {missing[0]} ({len(missing)} are missing)")
+    return LoadedModel(name, model.eval().to(device), load_tokenizer(folder), family, config.max_position_embeddings)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer, or None where it has none."""
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # as above: whatever is raised, the tokenizer files are unusable
+        raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error

@@ -1,0 +1,104 @@
+"""The model registry: one YAML a family, with real configurations and the match counts to expect."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from graft.errors import ConfigError
+
+FOLDER = Path(__file__).with_name("registry")
+KEYS = {"family", "model_type", "models", "embedded", "tiny", "reference_attention", "transforms", "expect"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: its Hugging Face type, what its transforms need, and how often each must match."""
+
+    name: str
+    model_type: str
+    models: Mapping[str, Mapping[str, Any]]
+    embedded: Mapping[str, Mapping[str, str]]
+    tiny: Mapping[str, Any]
+    reference_attention: str = "sdpa"
+    transforms: Mapping[str, Any] = field(default_factory=dict)
+    expect: Mapping[str, str] = field(default_factory=dict)
+
+    def expected_matches(self, layers: int) -> dict[str, int]:
+        """How often each transform must match a model of this family with that many layers."""
+        return {name: evaluate(str(formula), layers) for name, formula in self.expect.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registry name."""
+
+    name: str
+    family: Family
+    kind: Literal["embedded", "random"]
+    settings: Mapping[str, Any]
+
+
+@cache
+def families() -> dict[str, Family]:
+    found = {}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        data = yaml.safe_load(path.read_text())
+        unknown = set(data) - KEYS
+        if unknown:
+            raise ConfigError(f"{path.name} has the unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(KEYS))}")
+        name = data.pop("family")
+        found[name] = Family(name, **{"models": {}, "embedded": {}, **data})
+    return found
+
+
+@cache
+def entries() -> dict[str, Entry]:
+    """Every name that can be loaded without files: embedded models first, then real shapes, then tiny ones."""
+    found: dict[str, Entry] = {}
+    for family in families().values():
+        found |= {name: Entry(name, family, "embedded", package) for name, package in family.embedded.items()}
+    for family in families().values():
+        found |= {name: Entry(name, family, "random", config) for name, config in family.models.items()}
+    for family in families().values():
+        name = f"tiny-{family.name}"
+        found[name] = Entry(name, family, "random", family.tiny)
+    return found
+
+
+def family_of(model_type: str, name: str = "") -> Family | None:
+    """The family of a Hugging Face model type; where several share it, the one that `name` starts with."""
+    fitting = [family for family in families().values() if family.model_type == model_type]
+    named = [family for family in fitting if name.startswith(family.name)]
+    return (named or fitting or [None])[0]
+
+
+OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def evaluate(formula: str, layers: int) -> int:
+    """`2*L + 1` for a layer count; numbers, L, + - * // and nothing else."""
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id="L"):
+                return layers
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](value(left), value(right))
+        raise ConfigError(f"the formula {formula!r} may hold numbers, L, + - * // and nothing else")
+
+    return value(ast.parse(formula, mode="eval").body)

@@ -1,0 +1,1 @@
+"""The engine: requests, batches, steps, and the LLM front."""

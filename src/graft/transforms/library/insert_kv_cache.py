@@ -1,0 +1,104 @@
+"""insert_kv_cache: attention over whole sequences becomes attention over packed tokens and a paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graft.errors import UnsupportedAttention
+from graft.graph.edit import Editor, fake_mode, symbolic_sizes
+from graft.graph.nodes import arg_values, calls, is_op, module_path, tensor_val, where
+from graft.transforms.base import BaseTransform, Context, Outcome
+from graft.transforms.registry import TransformRegistry
+from graft.transforms.report import MatchRecord
+
+ops = torch.ops.graft
+LAYOUT = ("slots", "rows", "block_tables", "starts", "lengths")
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What one attention layer keeps: two tensors of [blocks, block_size, kv_heads, head_dim]."""
+
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    dtype: torch.dtype
+
+
+@TransformRegistry.register("insert_kv_cache")
+class InsertKVCache(BaseTransform):
+    """Attention over whole sequences becomes attention over packed tokens [1, T] and a paged cache.
+
+    before:  %o = graft.attention(%q, %k, %v, None, scale, True, window, softcap, sinks)
+    after:   %o = graft.paged_attention(%q, %k, %v, %k_cache_0, %v_cache_0, %slots, %rows, %block_tables, %starts,
+                                        %lengths, scale, window, softcap, sinks)
+
+    New inputs: the layout of the batch (slots, rows, block_tables, starts, lengths), and two caches a layer that are
+    written in place. Numerics: the same attention; sums may run in another order. A mask other than causal with a
+    window cannot be kept over packed tokens and is refused.
+    """
+
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:
+        if context.route != "decoder":
+            return Outcome(reason="the module is not run by graft's engine; its caches are its own", skipped=True)
+        layers = [node for node in calls(gm.graph) if is_op(node, ops.attention.default)]
+        if not layers:
+            return Outcome(reason="the graph has no graft::attention")
+        editor = Editor(gm, self.name)
+        layout = add_layout(editor, layers[0])
+        specs: list[LayerCache] = []
+        records = []
+        for index, node in enumerate(layers):
+            specs.append(cache_spec(node))
+            records.append(insert_cache(editor, node, index, specs[-1], layout, context.block_size))
+        context.outputs["kv_cache"] = tuple(specs)
+        return Outcome(tuple(records))
+
+
+def cache_spec(node: Node) -> LayerCache:
+    options = {argument.name: value for argument, value in arg_values(node)}
+    if options["mask"] is not None:
+        raise UnsupportedAttention(module_path(node), f"{where(options['mask'])} is a mask of its own, not causal with a window")
+    if not options["is_causal"]:
+        raise UnsupportedAttention(module_path(node), "it looks ahead (is_causal=False)")
+    keys, values = tensor_val(options["k"]), tensor_val(options["v"])
+    if keys.shape[-1] != values.shape[-1]:
+        raise UnsupportedAttention(module_path(node), "keys and values have different head sizes")
+    return LayerCache(keys.shape[1], keys.shape[-1], options["window"], keys.dtype)
+
+
+def add_layout(editor: Editor, like: Node) -> list[Node]:
+    """The inputs that describe a batch of packed tokens. T tokens, n sequences, m blocks in the longest."""
+    tokens = tensor_val(like.args[0]).shape[2]
+    sequences, blocks, edges = symbolic_sizes(like, 3)
+    sizes = {"slots": (tokens,), "rows": (tokens,), "block_tables": (sequences, blocks), "starts": (edges,)}
+    device = tensor_val(like.args[0]).device
+    nodes = []
+    for name in LAYOUT:
+        with fake_mode(like):
+            value = torch.empty(sizes.get(name, (sequences,)), dtype=torch.int64, device=device)
+        nodes.append(editor.placeholder(name, value))
+    return nodes
+
+
+def insert_cache(
+    editor: Editor, node: Node, index: int, spec: LayerCache, layout: list[Node], block_size: int
+) -> MatchRecord:
+    options = {argument.name: value for argument, value in arg_values(node)}
+    (blocks,) = symbolic_sizes(node, 1)
+    with fake_mode(node):
+        shape = (blocks, block_size, spec.kv_heads, spec.head_dim)
+        device = tensor_val(options["q"]).device
+        values = [torch.empty(shape, dtype=spec.dtype, device=device) for _ in range(2)]
+    caches: list[Node] = []
+    for name, value in zip(("k_cache", "v_cache"), values, strict=True):
+        caches.append(editor.placeholder(f"{name}_{index}", value))
+    args = (*node.args[:3], *caches, *layout, *(options[k] for k in ("scale", "window", "softcap", "sinks")))
+    paged = editor.call(ops.paged_attention.default, args, before=node, like=node)
+    record = MatchRecord(where(node), module_path(node), (node.name,), (paged.name, *(c.name for c in caches)))
+    editor.replace(node, paged)
+    editor.graph.erase_node(node)
+    return record

@@ -1,0 +1,101 @@
+"""Linears that read one input become one larger linear: shared by merge_qkv and merge_gate_up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graft.graph.edit import Editor
+from graft.graph.match import NearMiss
+from graft.graph.nodes import is_op, module_path, tensor_val, where
+from graft.transforms.base import Outcome
+from graft.transforms.report import MatchRecord
+
+aten = torch.ops.aten
+
+
+def merge_problem(linears: Sequence[Node | None], what: str) -> str | None:
+    """Why these linears cannot be merged, or None."""
+    found = [node for node in linears if node is not None]
+    if len(found) < len(linears):
+        return f"{what} do not all come from linear layers"
+    if len(set(found)) < len(found):
+        return f"{what} come from one linear layer already"
+    if len({node.args[0] for node in found}) > 1:
+        return f"{what} read different inputs"
+    weights = [node.args[1] for node in found]
+    if any(not isinstance(w, Node) or w.op != "get_attr" for w in weights):
+        return f"a weight of {what} is computed in the graph, it is not a parameter"
+    shared = next((w for w in weights if len(w.users) > 1), None)
+    if shared is not None:
+        return f"the weight {shared.target} is tied: something else reads it too"
+    if len({tensor_val(w).dtype for w in weights}) > 1:
+        return f"the weights of {what} differ in dtype"
+    biases = [len(node.args) > 2 and node.args[2] is not None for node in found]
+    return f"some of {what} have a bias and some have none" if len(set(biases)) > 1 else None
+
+
+def merge_linears(editor: Editor, linears: Sequence[Node], name: str) -> MatchRecord:
+    """One linear over the stacked weights, and a slice of its result for each of the old ones."""
+    first = min(linears)
+    weight = stack_state(editor, [n.args[1] for n in linears], name, "weight", first)
+    args = [first.args[0], weight]
+    if len(first.args) > 2:
+        args.append(stack_state(editor, [n.args[2] for n in linears], name, "bias", first))
+    merged = editor.call(aten.linear.default, args, before=first, like=first)
+    made, start = [weight.name, merged.name], 0
+    for node in linears:
+        end = start + tensor_val(node).shape[-1]
+        piece = editor.call(aten.slice.Tensor, (merged, -1, start, end), before=first, like=node)
+        made.append(piece.name)
+        editor.replace(node, piece)
+        start = end
+    record = MatchRecord(where(first), module_path(first), tuple(n.name for n in linears), tuple(made))
+    for node in linears:
+        editor.graph.erase_node(node)
+    return record
+
+
+def stack_state(editor: Editor, parts: Sequence[Node], name: str, leaf: str, before: Node) -> Node:
+    """The tensors of `parts` below each other in one new parameter. The old ones become views of it, so that memory
+    grows by one layer at most while merging, and not at all after it."""
+    tensors = [editor.gm.get_parameter(str(part.target)) for part in parts]
+    rows = sum(t.shape[0] for t in tensors)
+    stacked = torch.empty((rows, *tensors[0].shape[1:]), dtype=tensors[0].dtype, device=tensors[0].device)
+    start = 0
+    for tensor in tensors:
+        view = stacked[start : start + tensor.shape[0]]
+        if not tensor.is_meta:
+            view.copy_(tensor.data)
+        tensor.data = view
+        start += tensor.shape[0]
+    prefix = str(parts[0].target).rsplit(".", 2)[0]  # model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn
+    return editor.parameter(f"{prefix}.{name}.{leaf}", stacked, before=before, like=before)
+
+
+def merge_groups(
+    gm: GraphModule, transform: str, groups: Sequence[tuple[Node, Sequence[Node | None]]], name: str, what: str, none: str
+) -> Outcome:
+    """Merges every group that can be; `none` is the reason where there is no group at all."""
+    editor = Editor(gm, transform)
+    records, misses = [], []
+    for anchor, linears in groups:
+        problem = merge_problem(linears, what)
+        if problem is None:
+            records.append(merge_linears(editor, [n for n in linears if n is not None], name))
+        else:
+            found = sum(n is not None for n in linears)
+            misses.append(NearMiss(transform, where(anchor), f"%{anchor.name}", problem, found, len(linears)))
+    reason = ""
+    if not records:
+        reason = misses[0].reason if misses else none
+    return Outcome(tuple(records), tuple(misses), reason)
+
+
+def producing_linear(node: object, through: frozenset[object]) -> Node | None:
+    """Follows the first argument upward through `through` to an aten.linear."""
+    while isinstance(node, Node) and node.op == "call_function" and node.target in through:
+        node = node.args[0]
+    return node if isinstance(node, Node) and is_op(node, aten.linear.default) else None
