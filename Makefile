@@ -1,0 +1,37 @@
+# make run   set up, then answer a prompt with the embedded model and show what was done to it
+# make test  set up, then lint, type-check and run the tests
+.PHONY: run test check bench setup clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PROMPT ?= The capital of France is
+
+run: $(READY)
+	$(BIN)/graft run "$(PROMPT)" --table --compare
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check --summarize-errors=false
+
+bench: $(READY)
+	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/decode.py
+
+setup: $(READY)
+
+# torch is installed first and from the pinned version: a range would take gigabytes of CUDA packages
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV)

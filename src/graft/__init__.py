@@ -1,0 +1,57 @@
+"""graft: compile an unmodified decoder into a fast, inspectable engine; write, prove and ship graph fusions."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graft.runtime.compile import CompiledModule, compile
+    from graft.runtime.core import Output, SamplingParams
+    from graft.runtime.llm import LLM
+    from graft.transforms.base import BaseTransform, PatternTransform, Rewrite, TransformConfig
+    from graft.transforms.registry import TransformRegistry
+    from graft.transforms.report import Report
+    from graft.workbench.dump import load_dump
+
+__version__ = "0.1.0"
+
+# Loaded on first use: `import graft` must not import torch.
+_HOMES = {
+    "LLM": "graft.runtime.llm",
+    "SamplingParams": "graft.runtime.core",
+    "Output": "graft.runtime.core",
+    "compile": "graft.runtime.compile",
+    "CompiledModule": "graft.runtime.compile",
+    "BaseTransform": "graft.transforms.base",
+    "PatternTransform": "graft.transforms.base",
+    "Rewrite": "graft.transforms.base",
+    "TransformConfig": "graft.transforms.base",
+    "TransformRegistry": "graft.transforms.registry",
+    "Report": "graft.transforms.report",
+    "load_dump": "graft.workbench.dump",
+}
+__all__ = [
+    "LLM",
+    "BaseTransform",
+    "CompiledModule",
+    "Output",
+    "PatternTransform",
+    "Report",
+    "Rewrite",
+    "SamplingParams",
+    "TransformConfig",
+    "TransformRegistry",
+    "compile",
+    "load_dump",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'graft' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,54 @@
+"""`graft`: the verbs, and how errors leave the program."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from graft.cli.config import config
+from graft.cli.dump import dump
+from graft.cli.models import models
+from graft.cli.run import run
+from graft.cli.transforms import transforms
+from graft.errors import GraftError
+
+app = typer.Typer(
+    name="graft",
+    help="Compile an unmodified decoder into a fast, inspectable engine; write, prove and ship graph fusions.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def guarded(verb: Callable[..., None]) -> Callable[..., None]:
+    """Errors that graft knows end the program with one line. Exit codes: 1 a run failed, 2 the request was wrong."""
+
+    @functools.wraps(verb)
+    def command(*args: Any, **kwargs: Any) -> None:
+        try:
+            verb(*args, **kwargs)
+        except GraftError as error:
+            print(f"graft: error: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            print("graft: interrupted; nothing half-written was left behind", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+    return command
+
+
+for verb in (run, transforms, config, models, dump):
+    app.command()(guarded(verb))
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""`graft dump`: the graph after every transform, on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
+
+
+def dump(
+    model: Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the dumps.", metavar="DIR")],
+    dtype: DType = "auto",
+    config: ConfigFile = None,
+    sets: Sets = None,
+    plugins: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """Capture and transform a model, and write the graph after every step as text and JSON."""
+    from graft.cli.show import out, pipeline_table, progress_bar
+    from graft.transforms.config import load_config
+    from graft.workbench.dump import dump_model
+
+    settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))
+    with progress_bar() as progress:
+        report = dump_model(model, output, settings, dtype, progress)
+    if as_json:
+        print(report.to_json())
+        return
+    out.print(pipeline_table(report))
+    out.print(f"{len(list(output.glob('*.txt'))) - 1} graphs in {output}", markup=False)

@@ -1,0 +1,33 @@
+"""`graft models`: what can be loaded by name."""
+
+from __future__ import annotations
+
+import json
+
+from graft.cli.options import Json
+
+
+def models(as_json: Json = False) -> None:
+    """List the models of the registry."""
+    from rich.table import Table
+
+    from graft.cli.show import out
+    from graft.models.files import cache_dir
+    from graft.models.registry import entries
+
+    rows = []
+    for entry in entries().values():
+        layers = entry.settings.get("num_hidden_layers", entry.settings.get("n_layer"))
+        cached = entry.kind == "embedded" and (cache_dir() / "models" / entry.name).is_dir()
+        weights = entry.kind if entry.kind == "random" else f"real, {'in the cache' if cached else 'downloaded on first use'}"
+        rows.append({"name": entry.name, "family": entry.family.name, "layers": layers, "weights": weights})
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table()
+    for column in ("model", "family", "layers", "weights"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(row["name"], row["family"], str(row["layers"] or ""), row["weights"])
+    out.print(table)
+    out.print("A Hugging Face folder or a .gguf file can be named instead.")

@@ -1,0 +1,139 @@
+"""`graft run`: answer prompts, and show what was done to the model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graft.cli.options import DEFAULT_MODEL, ConfigFile, Device, DType, Json, Plugins, Sets
+
+if TYPE_CHECKING:
+    from graft.runtime.core import Output, SamplingParams
+    from graft.runtime.llm import LLM
+
+
+def run(
+    prompts: Annotated[list[str] | None, typer.Argument(help="What to complete; standard input if left out.")] = None,
+    model: Annotated[str, typer.Option("--model", "-m", help="Registry name, folder or .gguf file.")] = DEFAULT_MODEL,
+    max_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
+    token_ids: Annotated[str | None, typer.Option(help="A prompt as token ids: 1,2,3.")] = None,
+    compare: Annotated[bool, typer.Option(help="Also time plain Hugging Face eager, in this run.")] = False,
+    table: Annotated[bool, typer.Option(help="Print the pipeline table.")] = False,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    backend: Annotated[str, typer.Option(help="auto, eager or inductor.")] = "auto",
+    config: ConfigFile = None,
+    sets: Sets = None,
+    plugins: Plugins = None,
+    dump: Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")] = None,
+    as_json: Json = False,
+) -> None:
+    """Complete prompts with a model."""
+    from graft.cli.show import out, pipeline_table, progress_bar
+    from graft.models.load import load_model
+    from graft.runtime.core import SamplingParams
+    from graft.runtime.llm import LLM, overlay
+    from graft.transforms.config import load_config
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    given = read_prompts(prompts, token_ids)
+    with progress_bar() as progress:
+        load_config(config, sets=sets or (), plugins=tuple(plugins or ()))  # a wrong key is told before the download
+        loaded = load_model(model, dtype=dtype, device=device, progress=progress)
+        settings = load_config(config, model=overlay(loaded), sets=sets or (), plugins=tuple(plugins or ()))
+        llm = LLM(loaded, config=settings, backend=backend, dump_dir=dump, progress=progress)
+        progress("generating", 0, 1)
+        asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
+        live = not as_json and len(asked) == 1 and llm.tokenizer is not None
+        outputs = [] if live else llm.generate(asked, params)
+    if live:
+        stream(llm, asked[0], params)
+    stats = llm.stats
+    speeds = {"graft": stats.decode_rate}
+    if compare:
+        from graft.workbench.compare import hugging_face_rate
+
+        with progress_bar() as progress:
+            progress("timing Hugging Face eager", 0, 1)
+            speeds["hugging_face_eager"] = hugging_face_rate(loaded, llm.encode(asked[0]), stats.new_tokens)
+    if as_json:
+        print_json(llm, outputs, speeds)
+        return
+    for prompt, output in zip(given, outputs, strict=False):
+        out.print(f"[bold]{prompt}[/bold]" if isinstance(prompt, str) else str(prompt), end="")
+        out.print(output.text if llm.tokenizer else f" → {output.token_ids}", markup=False)
+    if table:
+        out.print(pipeline_table(llm.report))
+        for op, kernel in llm.report.kernels.items():
+            out.print(f"{op}: {kernel}", markup=False)
+    show_speeds(loaded.name, llm, speeds)
+
+
+def read_prompts(prompts: list[str] | None, token_ids: str | None) -> list[Any]:
+    from graft.errors import UsageError
+
+    if token_ids is not None:
+        try:
+            return [[int(part) for part in token_ids.split(",")]]
+        except ValueError:
+            raise UsageError(f"--token-ids takes numbers with commas between them, not {token_ids!r}") from None
+    if prompts:
+        return list(prompts)
+    if sys.stdin.isatty():
+        raise UsageError('give a prompt: graft run "The capital of France is"')
+    return [sys.stdin.read().rstrip("\n")]
+
+
+def as_chat(llm: LLM, prompt: Any) -> Any:
+    from graft.errors import TokenizerMissing, UsageError
+
+    if llm.tokenizer is None:
+        raise TokenizerMissing(llm.model.name)
+    if not llm.tokenizer.chat_template:
+        raise UsageError(f"{llm.model.name} has no chat template; leave out --chat")
+    message = [{"role": "user", "content": prompt}]
+    encoded = llm.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:
+    """Prints the text as it comes."""
+    if isinstance(prompt, str):
+        print(prompt, end="", flush=True)
+    for piece in llm.stream(prompt, params):
+        print(piece, end="", flush=True)
+    print()
+
+
+def print_json(llm: LLM, outputs: list[Output], speeds: dict[str, float]) -> None:
+    document = {
+        "model": llm.model.name,
+        "outputs": [asdict(output) for output in outputs],
+        "stats": asdict(llm.stats),
+        "tokens_per_second": speeds,
+        "backend": llm.backend,
+        "report": json.loads(llm.report.to_json()),
+    }
+    print(json.dumps(document))
+
+
+def show_speeds(name: str, llm: LLM, speeds: dict[str, float]) -> None:
+    from graft.cli.show import out
+
+    s, dtype = llm.stats, str(llm.model.module.dtype).removeprefix("torch.")
+    rates = [f"graft ({llm.backend}) {speeds['graft']:.1f} tokens/s"]
+    if "hugging_face_eager" in speeds:
+        rival = speeds["hugging_face_eager"]
+        rates.append(f"Hugging Face eager {rival:.1f} tokens/s ({speeds['graft'] / rival:.2f}x)" if rival else "")
+    out.print(
+        f"{name}, {dtype}, {llm.engine.cache.device}: {s.prompt_tokens} prompt + {s.new_tokens} new tokens, decode: "
+        + ", ".join(rates),
+        markup=False,
+    )

@@ -1,0 +1,57 @@
+"""What people see: progress on standard error, tables on standard output. NO_COLOR and pipes are respected by rich."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from graft.transforms.report import Report
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error that follows `report(what, done, total)`; plain silence when that is not a terminal."""
+    quiet_libraries()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield report
+
+
+def quiet_libraries() -> None:
+    """transformers and its friends draw bars and print advice of their own; graft's is enough."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import transformers.utils.logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+
+
+def pipeline_table(report: Report) -> Table:
+    table = Table(title=f"Pipeline of {report.model}", title_justify="left")
+    for name, justify in (("stage", "left"), ("transform", "left"), ("status", "left"), ("matches", "right")):
+        table.add_column(name, justify=justify)  # pyrefly: ignore
+    table.add_column("nodes", justify="right")
+    table.add_column("seconds", justify="right")
+    table.add_column("why")
+    for record in report.transforms.values():
+        nodes = f"{record.nodes_before} → {record.nodes_after}" if record.nodes_before else ""
+        seconds = f"{record.seconds:.3f}" if record.nodes_before else ""
+        matches = str(len(record.matches)) if record.nodes_before else ""
+        table.add_row(record.stage, record.name, record.status, matches, nodes, seconds, record.reason)
+    return table

@@ -1,0 +1,1 @@
+"""Tools for pass authors."""
