@@ -41,14 +41,13 @@ ASSERTS = {
 
 
 def canonicalize(gm: GraphModule) -> None:
-    """Brings `gm` into normal form, in place."""
+    """Brings the graph into normal form, in place. The caller recompiles when the module is to be run."""
     inline_grad_regions(gm)
     drop_asserts(gm.graph)
     while sweep(gm.graph):
         pass
     merge_equal(gm.graph)
     drop_dead(gm)
-    gm.recompile()
 
 
 def inline_grad_regions(gm: GraphModule) -> None:
@@ -159,6 +158,15 @@ def drop_dead(gm: GraphModule) -> None:
         dead_call = node.op == "call_function" and not is_mutating(node) and not is_effect(node)
         if not node.users and (dead_call or node.op == "get_attr" or dead_write(node)):
             gm.graph.erase_node(node)
+
+
+def drop_unused_state(gm: GraphModule) -> None:
+    """Takes away parameters, buffers and submodules that no node reads."""
+    used = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    for owner_name, owner in list(gm.named_modules()):
+        for leaf in [*owner._parameters, *owner._buffers]:
+            if f"{owner_name}.{leaf}".lstrip(".") not in used:
+                delattr(owner, leaf)
     gm.delete_all_unused_submodules()
 
 

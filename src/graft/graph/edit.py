@@ -23,7 +23,7 @@ class Editor:
         self.graph = gm.graph
         self.made_by = made_by
         self.made: list[Node] = []
-        self.abstract = AbstractCalls()
+        self.abstract = AbstractCalls.of(gm)
         self.last_input: Node | None = None
 
     def call(
@@ -40,7 +40,7 @@ class Editor:
         attach_state(self.gm, name, parameter)
         with self.graph.inserting_before(before):
             node = self.graph.get_attr(name)
-        return self._adopt(node, fake_like(like, parameter), like)
+        return self._adopt(node, self.abstract.state(parameter, like), like)
 
     def placeholder(self, name: str, value: torch.Tensor) -> Node:
         """Adds a graph input after the existing ones."""
@@ -108,26 +108,41 @@ def abstract_call(node: Node) -> Any:
 
 
 class AbstractCalls:
-    """Abstract results by what was called on what kinds of values: equal layers are computed once."""
+    """Abstract results by what was called on what kinds of values: equal layers are computed once.
+
+    Two calls are equal when they call one op with equal literals on arguments of equal shape, strides, dtype and
+    device. Symbolic sizes make their text slow (20 µs each), so it is kept by value.
+    """
 
     def __init__(self) -> None:
-        self.known: dict[Any, Any] = {}
+        self.results: dict[Any, Any] = {}
+        self.kinds: dict[int, tuple[Any, str]] = {}  # the value is held, so that its id stays its own
+
+    @staticmethod
+    def of(gm: GraphModule) -> AbstractCalls:
+        """The one of a graph module, shared by all who edit or verify it."""
+        return gm.meta.setdefault("graft_abstract_calls", AbstractCalls())
 
     def __call__(self, node: Node) -> Any:
-        key = call_kind(node)
-        if key not in self.known:
-            self.known[key] = abstract_call(node)
-        return self.known[key]
+        args, kwargs = map_arg(node.args, self.kind), map_arg(node.kwargs, self.kind)
+        key = (node.target, str(args), str(kwargs))
+        if key not in self.results:
+            self.results[key] = abstract_call(node)
+        return self.results[key]
 
+    def state(self, tensor: torch.Tensor, like: Node) -> torch.Tensor:
+        """The abstract value of a parameter or buffer, in the fake mode of `like`."""
+        key = kind_text(tensor)
+        if key not in self.results:
+            mode = fake_mode(like)
+            self.results[key] = mode.from_tensor(tensor, static_shapes=True) if mode is not None else tensor
+        return self.results[key]
 
-def call_kind(node: Node) -> tuple[Any, str, str]:
-    """Equal for two calls of one op whose literals are equal and whose arguments are of equal kinds."""
-    return node.target, str(map_arg(node.args, argument_kind)), str(map_arg(node.kwargs, argument_kind))
-
-
-def argument_kind(node: Node) -> str:
-    """Shape, strides, dtype and device of a node's value, as text."""
-    return kind_text(val(node))
+    def kind(self, node: Node) -> str:
+        value = val(node)
+        if id(value) not in self.kinds:
+            self.kinds[id(value)] = (value, kind_text(value))
+        return self.kinds[id(value)][1]
 
 
 def kind_text(value: Any) -> str:
@@ -147,9 +162,3 @@ def fake_mode(node: Node) -> Any:
             if mode is not None:
                 return mode
     return None
-
-
-def fake_like(like: Node, tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor as an abstract value in the fake mode of `like`."""
-    mode = fake_mode(like)
-    return mode.from_tensor(tensor, static_shapes=True) if mode is not None else tensor

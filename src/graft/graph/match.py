@@ -33,6 +33,7 @@ from graft.graph.pattern import (
     exact_pattern,
     literal_names,
     loose_pattern,
+    outline,
     tensor_names,
 )
 from graft.graph.text import target_text, value_text
@@ -166,6 +167,11 @@ class Attempt:
         return False
 
 
+def try_at(pattern: Pattern, node: Node) -> tuple[Attempt, bool]:
+    attempt = Attempt(exact=False)
+    return attempt, attempt.unify(pattern.anchor, node)
+
+
 def is_input(value: Any) -> bool:
     return isinstance(value, Node) and value.op == "placeholder"
 
@@ -178,36 +184,43 @@ class Finder:
     shapes: dict[str, str]
     allow_readers: bool = False
 
-    def loose(self) -> Pattern:
-        return loose_pattern(self.function, tuple(self.shapes.items()))
-
     def find(self, graph: Graph) -> tuple[list[Match], list[NearMiss]]:
         """All matches, none overlapping another, and the near misses outside them, in graph order."""
-        loose = self.loose()
+        shapes = tuple(self.shapes.items())
+        rough = outline(self.function, shapes)
+        tries = [(node, try_at(rough, node)) for node in graph.nodes if is_anchor(rough, node)]
+        pattern = rough
+        if any(fitted for _, (_, fitted) in tries):
+            pattern = loose_pattern(self.function, shapes)
+            tries = [(n, try_at(pattern, n) if fitted else (a, False)) for n, (a, fitted) in tries]
+        return self.sort_out(graph, pattern, tries)
+
+    def sort_out(
+        self, graph: Graph, pattern: Pattern, tries: list[tuple[Node, tuple[Attempt, bool]]]
+    ) -> tuple[list[Match], list[NearMiss]]:
+        """Confirms what fitted, and keeps what nearly did."""
         order = {node: index for index, node in enumerate(graph.nodes)}
         mutated = mutated_roots(graph)
         taken: set[Node] = set()
         matches: list[Match] = []
         misses: list[tuple[Node, NearMiss]] = []
-        for node in graph.nodes:
-            if not is_anchor(loose, node):
-                continue
-            attempt = Attempt(exact=False)
-            fitted = attempt.unify(loose.anchor, node)
-            result = self.confirm(attempt, node, taken) if fitted else attempt.stopped
+        for node, (attempt, fitted) in tries:
+            result = self.confirm(pattern, attempt, node, taken) if fitted else attempt.stopped
             if isinstance(result, Match) and mutated:
                 result = check_writes(result, order, mutated)
             if isinstance(result, Match):
                 taken |= set(result.nodes)
                 matches.append(result)
-            elif is_near(loose, attempt, fitted):
+            elif is_near(pattern, attempt, fitted):
                 at, text = result[0] or node, result[1]
-                misses.append((node, NearMiss(loose.name, where(node), f"%{at.name}", text, attempt.deepest, loose.size)))
+                miss = NearMiss(pattern.name, where(node), f"%{at.name}", text, attempt.deepest, pattern.size)
+                misses.append((node, miss))
         return matches, [miss for node, miss in misses if node not in taken]
 
-    def confirm(self, attempt: Attempt, node: Node, taken: set[Node]) -> Match | tuple[Node | None, str]:
+    def confirm(
+        self, loose: Pattern, attempt: Attempt, node: Node, taken: set[Node]
+    ) -> Match | tuple[Node | None, str]:
         """The exact pattern at the same anchor, then the readers of every inner value."""
-        loose = self.loose()
         tensors = {p.meta["pattern_input"]: attempt.bound[p] for p in loose.inputs if p in attempt.bound}
         missing = [n for n in tensor_names(self.function) if n not in tensors]
         missing += [n for n in literal_names(self.function) if n not in attempt.literals]

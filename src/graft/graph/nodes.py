@@ -98,12 +98,11 @@ def storage_root(node: Node) -> Node:
 
 def mutated_roots(graph: Graph) -> set[Node]:
     """Storage owners that some node of the graph writes to."""
-    return {storage_root(arg) for node in graph.nodes if node.op == "call_function" for arg in mutated_args(node)}
+    return {storage_root(arg) for node in graph.nodes if is_mutating(node) for arg in mutated_args(node)}
 
 
 def is_mutating(node: Node) -> bool:
-    schema = schema_of(node)
-    return schema is not None and schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def module_path(node: Node) -> str:

@@ -13,13 +13,15 @@ against the pattern traced with the very shapes, dtypes and literals that were f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from graft.errors import PatternError
 from graft.graph.nodes import output_node
@@ -86,18 +88,45 @@ def is_literal(parameter: inspect.Parameter) -> bool:
 @cache
 def loose_pattern(function: Callable[..., Any], shapes: tuple[tuple[str, str], ...]) -> Pattern:
     """The pattern with captures and open literals, from two traces that differ in every size and literal."""
+    first, first_literals = example_trace(function, shapes, 0)
+    if not has_numbers(first.graph):
+        return replace(first, exact=False)  # nothing that sizes or literals could have gone into
+    second, second_literals = example_trace(function, shapes, 1)
+    return merge_traces(function, first, second, list(zip(first_literals.items(), second_literals.values(), strict=True)))
+
+
+@cache
+def outline(function: Callable[..., Any], shapes: tuple[tuple[str, str], ...]) -> Pattern:
+    """The pattern with every number open: half the price of the loose one, and enough to see that nothing fits."""
+    first, _ = example_trace(function, shapes, 0)
+    copy, copies = Graph(), {}
+    for node in first.graph.nodes:
+        copies[node] = copy.node_copy(node, copies.__getitem__)
+        copies[node].args = open_numbers(copies[node].args)
+        copies[node].kwargs = open_numbers(copies[node].kwargs)
+    inputs, outputs = (tuple(copies[node] for node in nodes) for nodes in (first.inputs, first.outputs))
+    return Pattern(function.__name__, copy, inputs, outputs, exact=False)
+
+
+def open_numbers(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(open_numbers(item) for item in value)
+    if isinstance(value, dict):
+        return {key: open_numbers(item) for key, item in value.items()}
+    return Open() if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+@cache
+def example_trace(
+    function: Callable[..., Any], shapes: tuple[tuple[str, str], ...], which: int
+) -> tuple[Pattern, dict[str, int | float]]:
+    """The function traced with made-up sizes and literals; 0 and 1 differ in all of them."""
+    scale, base = ((6, 0.3713), (10, 0.7129))[which]
     letters = sorted({c for _, dims in shapes for c in dims if c.isalpha()})
-    traces, literal_sets = [], []
-    for scale, base in ((6, 0.3713), (10, 0.7129)):
-        sizes = {letter: scale + 16 * index for index, letter in enumerate(letters)}
-        specs = {
-            name: TensorSpec(tuple(size_of(dim, sizes) for dim in dims.split()), WORKING_DTYPE)
-            for name, dims in shapes
-        }
-        literals = literal_examples(function, base)
-        traces.append(trace(function, specs, literals))
-        literal_sets.append(literals)
-    return merge_traces(function, traces, literal_sets)
+    sizes = {letter: scale + 16 * index for index, letter in enumerate(letters)}
+    specs = {name: TensorSpec(tuple(size_of(d, sizes) for d in dims.split()), WORKING_DTYPE) for name, dims in shapes}
+    literals = literal_examples(function, base)
+    return trace(function, specs, literals), literals
 
 
 def size_of(dim: str, sizes: Mapping[str, int]) -> int:
@@ -115,16 +144,22 @@ def literal_examples(function: Callable[..., Any], base: float) -> dict[str, int
 
 
 def merge_traces(
-    function: Callable[..., Any], traces: list[Pattern], literal_sets: list[dict[str, int | float]]
+    function: Callable[..., Any], first: Pattern, second: Pattern, literals: list[tuple[tuple[str, Any], Any]]
 ) -> Pattern:
-    first, second = (list(t.graph.nodes) for t in traces)
-    if [n.target for n in first if n.op == "call_function"] != [n.target for n in second if n.op == "call_function"]:
+    left_nodes, right_nodes = list(first.graph.nodes), list(second.graph.nodes)
+    if [n.target for n in left_nodes[len(first.inputs) :]] != [n.target for n in right_nodes[len(second.inputs) :]]:
         raise PatternError(f"pattern {function.__name__} takes another path for other sizes; make it straight-line")
-    by_value = {(a, b): Capture(name) for (name, a), b in zip(literal_sets[0].items(), literal_sets[1].values(), strict=True)}
-    for left, right in zip(first, second, strict=True):
-        left.args = tuple(merge_values(a, b, by_value) for a, b in zip(left.args, right.args, strict=True))
-        left.kwargs = {k: merge_values(v, right.kwargs[k], by_value) for k, v in left.kwargs.items()}
-    return Pattern(function.__name__, traces[0].graph, traces[0].inputs, traces[0].outputs, exact=False)
+    captures = {(a, b): Capture(name) for (name, a), b in literals}
+    for left, right in zip(left_nodes, right_nodes, strict=True):
+        left.args = tuple(merge_values(a, b, captures) for a, b in zip(left.args, right.args, strict=True))
+        left.kwargs = {k: merge_values(v, right.kwargs[k], captures) for k, v in left.kwargs.items()}
+    leaves = tree_leaves([(node.args, node.kwargs) for node in left_nodes])
+    if not any(isinstance(leaf, Open) for leaf in leaves):
+        _size_free.add(function)
+    return replace(first, exact=False)
+
+
+_size_free: set[Callable[..., Any]] = set()  # patterns whose graphs hold no number that follows from a size
 
 
 def merge_values(left: Any, right: Any, by_value: dict[Any, Capture]) -> Any:
@@ -146,21 +181,35 @@ def exact_pattern(
 def _exact(
     function: Callable[..., Any], specs: tuple[tuple[str, TensorSpec], ...], literals: tuple[tuple[str, Any], ...]
 ) -> Pattern:
-    traces = []
-    for filler in (7, 11):  # stands for dynamic sizes; what depends on it cannot be written as a literal
+    def traced(filler: int) -> Pattern:  # the filler stands for sizes that are dynamic in the model
         filled = {
             name: TensorSpec(tuple(filler if s is None else s for s in spec.sizes), spec.dtype) for name, spec in specs
         }
-        traces.append(trace(function, filled, dict(literals)))
-        if all(None not in spec.sizes for _, spec in specs):
-            break
-    if len(traces) == 2 and graph_literals(traces[0].graph) != graph_literals(traces[1].graph):
+        return trace(function, filled, dict(literals))
+
+    first = traced(7)
+    known = {value for _, value in literals}
+    dynamic = any(None in spec.sizes for _, spec in specs)
+    if not dynamic or function in _size_free or not has_numbers(first.graph, known):
+        return first
+    if graph_literals(first.graph) != graph_literals(traced(11).graph):
         raise PatternError(f"{function.__name__} writes a dynamic size into its graph as a number")
-    return traces[0]
+    return first
 
 
 def graph_literals(graph: Graph) -> list[str]:
     return [f"{node.target}{node.args}{node.kwargs}" for node in graph.nodes if node.op == "call_function"]
+
+
+def has_numbers(graph: Graph, known: Collection[Any] = ()) -> bool:
+    """True when some call has a number among its arguments that is not `known`; dims from the end do not count."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            for leaf in tree_leaves((node.args, node.kwargs)):
+                number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+                if number and leaf not in known and not (isinstance(leaf, int) and -8 < leaf < 0):
+                    return True
+    return False
 
 
 def trace(function: Callable[..., Any], specs: Mapping[str, TensorSpec], literals: Mapping[str, Any]) -> Pattern:

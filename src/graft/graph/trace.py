@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graft.errors import CaptureError
-from graft.graph.canonical import canonicalize
+from graft.graph.canonical import canonicalize, drop_unused_state
 from graft.graph.edit import fake_mode
 
 
@@ -34,6 +34,8 @@ def export_graph(
     gm = GraphModule(exported, exported.graph)  # drops export's call hooks, keeps its pytree code
     fill_values(gm)
     canonicalize(gm)
+    drop_unused_state(gm)
+    gm.recompile()
     return gm
 
 

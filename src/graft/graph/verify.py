@@ -65,7 +65,7 @@ def verify(gm: GraphModule, before: Snapshot | None = None) -> None:
     Abstract values are recomputed for the nodes that are new, or whose arguments changed kind, since `before` (all
     of them without it) and compared with what is recorded. New writes are checked against later readers.
     """
-    abstract = AbstractCalls()
+    abstract = AbstractCalls.of(gm)
     try:
         gm.graph.lint()
     except (RuntimeError, AssertionError) as error:
@@ -84,7 +84,7 @@ def verify(gm: GraphModule, before: Snapshot | None = None) -> None:
 def check_value(node: Node, computed: Any) -> None:
     """The recorded abstract value is what the call gives."""
     recorded = val(node)
-    if kind(recorded) != kind(computed):
+    if recorded is not computed and kind(recorded) != kind(computed):
         raise VerificationError(
             f"{where(node)} is recorded as {abstract_text(recorded)} but computes {abstract_text(computed)}"
         )

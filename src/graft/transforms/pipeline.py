@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from graft.errors import GraftError, OrderError, TransformError
-from graft.graph.canonical import drop_dead
+from graft.graph.canonical import drop_dead, drop_unused_state
 from graft.graph.verify import Snapshot, verify
 from graft.transforms.base import BaseTransform, Context, Outcome, Stage, TransformConfig
 from graft.transforms.config import PipelineConfig
@@ -78,6 +78,8 @@ def run_pipeline(
             dumps.write(settings.stage.value, name, gm)
     if progress:
         progress("", len(names), len(names))
+    drop_unused_state(gm)
+    gm.recompile()
     report = Report(model, records)
     dumps.finish(report)
     return report
@@ -96,7 +98,6 @@ def run_one(gm: GraphModule, transform: BaseTransform, settings: TransformConfig
         if outcome.matches:
             drop_dead(gm)
             verify(gm, before)
-            gm.recompile()
     except Exception as error:
         before.restore(gm)
         context.outputs = outputs_before

@@ -12,9 +12,9 @@ from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 def fake(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False
 ) -> tuple[Tensor, Tensor]:
-    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = x.new_empty(x.shape)
     dtype = x.dtype if cast_last else torch.promote_types(x.dtype, weight.dtype)
-    return torch.empty_like(total, dtype=dtype), total
+    return x.new_empty(x.shape, dtype=dtype), total
 
 
 def triton_supports(x: Tensor, residual: Tensor, weight: Tensor, *_: object) -> str | None:

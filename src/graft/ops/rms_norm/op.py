@@ -11,7 +11,7 @@ from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 def fake(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False) -> Tensor:
     dtype = x.dtype if cast_last else torch.promote_types(x.dtype, weight.dtype)
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 def triton_supports(x: Tensor, weight: Tensor, *_: object) -> str | None:

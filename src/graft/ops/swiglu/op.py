@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
@@ -10,7 +9,7 @@ from graft.ops.swiglu.reference import swiglu
 
 
 def fake(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:  # noqa: ARG001
-    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+    return gate.new_empty(gate.shape)
 
 
 def triton_supports(gate: Tensor, up: Tensor, *_: object) -> str | None:

@@ -49,11 +49,12 @@ class InsertKVCache(BaseTransform):
             return Outcome(reason="the graph has no graft::attention")
         editor = Editor(gm, self.name)
         layout = add_layout(editor, layers[0])
-        specs: list[LayerCache] = []
-        records = []
-        for index, node in enumerate(layers):
-            specs.append(cache_spec(node))
-            records.append(insert_cache(editor, node, index, specs[-1], layout, context.block_size))
+        specs = [cache_spec(node) for node in layers]
+        examples = cache_examples(specs, layers[0], context.block_size)
+        records = [
+            insert_cache(editor, node, index, examples[spec], layout)
+            for index, (node, spec) in enumerate(zip(layers, specs, strict=True))
+        ]
         context.outputs["kv_cache"] = tuple(specs)
         return Outcome(tuple(records))
 
@@ -84,18 +85,17 @@ def add_layout(editor: Editor, like: Node) -> list[Node]:
     return nodes
 
 
-def insert_cache(
-    editor: Editor, node: Node, index: int, spec: LayerCache, layout: list[Node], block_size: int
-) -> MatchRecord:
+def cache_examples(specs: list[LayerCache], like: Node, block_size: int) -> dict[LayerCache, torch.Tensor]:
+    """The abstract value of a cache, [blocks, block_size, kv_heads, head_dim]; all layers have as many blocks."""
+    (blocks,) = symbolic_sizes(like, 1)
+    device = tensor_val(like).device
+    with fake_mode(like):
+        return {s: torch.empty((blocks, block_size, s.kv_heads, s.head_dim), dtype=s.dtype, device=device) for s in specs}
+
+
+def insert_cache(editor: Editor, node: Node, index: int, example: torch.Tensor, layout: list[Node]) -> MatchRecord:
     options = {argument.name: value for argument, value in arg_values(node)}
-    (blocks,) = symbolic_sizes(node, 1)
-    with fake_mode(node):
-        shape = (blocks, block_size, spec.kv_heads, spec.head_dim)
-        device = tensor_val(options["q"]).device
-        values = [torch.empty(shape, dtype=spec.dtype, device=device) for _ in range(2)]
-    caches: list[Node] = []
-    for name, value in zip(("k_cache", "v_cache"), values, strict=True):
-        caches.append(editor.placeholder(f"{name}_{index}", value))
+    caches = [editor.placeholder(f"{name}_{index}", example) for name in ("k_cache", "v_cache")]
     args = (*node.args[:3], *caches, *layout, *(options[k] for k in ("scale", "window", "softcap", "sinks")))
     paged = editor.call(ops.paged_attention.default, args, before=node, like=node)
     record = MatchRecord(where(node), module_path(node), (node.name,), (paged.name, *(c.name for c in caches)))
