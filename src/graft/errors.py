@@ -28,9 +28,7 @@ def near(name: str, known: Iterable[str]) -> str:
 
 class UnknownModel(UsageError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(
-            f"unknown model {name!r}: not a registry name, a folder, or a .gguf file{near(name, known)}"
-        )
+        super().__init__(f"unknown model {name!r}: not a registry name, a folder, or a .gguf file{near(name, known)}")
 
 
 class UnknownTransform(UsageError):
@@ -87,7 +85,9 @@ class PromptTooLong(UsageError):
 
 class EmptyPrompt(UsageError):
     def __init__(self) -> None:
-        super().__init__("a prompt has no tokens; give at least one token (a tokenizer may add none to an empty text)")
+        super().__init__(
+            "a prompt has no tokens; give at least one token (a tokenizer may add none to an empty text)"
+        )
 
 
 class DiskFull(GraftError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.select import Lowered
@@ -43,5 +42,3 @@ def describe(spec: OpSpec, chosen: str, values: list[object]) -> str:
             break
         passed.append(f"not {kernel.name}: {kernel.supports(*values)}")
     return f"{chosen} ({'; '.join(passed)})" if passed else chosen
-
-

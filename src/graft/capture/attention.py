@@ -108,7 +108,7 @@ AttentionMaskInterface.register(NAME, mask_hook)
 @contextmanager
 def graft_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within it, the model's attention goes through graft's hooks; afterwards it is as it was."""
-    before = model.config._attn_implementation
+    before = model.config._attn_implementation or "eager"
     token = _module_names.set({id(module): name for name, module in model.named_modules()})
     model.set_attn_implementation(NAME)
     try:

@@ -31,7 +31,7 @@ class Decoder(torch.nn.Module):
 
 
 def capture_decoder(model: PreTrainedModel) -> GraphModule:
-    """Captures with dynamic batch and length. The graph's names are the checkpoint's; weights are shared with `model`.
+    """Captures for any batch and length. The graph's names are the checkpoint's; weights are shared with `model`.
 
     Each row of the batch is one sequence, whatever its positions. The graph returns a tuple of one: the logits
     [b, s, vocab].
@@ -47,7 +47,8 @@ def capture_decoder(model: PreTrainedModel) -> GraphModule:
     gm = drop_prefix(gm)
     if not any(is_op(node, torch.ops.graft.attention.default) for node in calls(gm.graph)):
         raise UnsupportedAttention(
-            type(model).__name__, "it does not call Hugging Face's AttentionInterface, so no attention was captured"
+            type(model).__name__,
+            "it does not call Hugging Face's AttentionInterface, so no attention was captured",
         )
     return gm
 

@@ -34,7 +34,9 @@ def config(
         layer = Layer(where, flatten({"transforms": dict(family.transforms)}, where)) if family.transforms else None
     settings = load_config(config, model=layer, sets=sets or (), plugins=tuple(plugins or ()))
     if as_json:
-        values = {name: {k: plain(v) for k, v in asdict(entry).items()} for name, entry in settings.transforms.items()}
+        values = {
+            name: {k: plain(v) for k, v in asdict(entry).items()} for name, entry in settings.transforms.items()
+        }
         print(json.dumps({"transforms": values, "origins": dict(settings.origins)}))
         return
     print("transforms:")

@@ -19,7 +19,11 @@ def models(as_json: Json = False) -> None:
     for entry in entries().values():
         layers = entry.settings.get("num_hidden_layers", entry.settings.get("n_layer"))
         cached = entry.kind == "embedded" and (cache_dir() / "models" / entry.name).is_dir()
-        weights = entry.kind if entry.kind == "random" else f"real, {'in the cache' if cached else 'downloaded on first use'}"
+        weights = (
+            entry.kind
+            if entry.kind == "random"
+            else f"real, {'in the cache' if cached else 'downloaded on first use'}"
+        )
         rows.append({"name": entry.name, "family": entry.family.name, "layers": layers, "weights": weights})
     if as_json:
         print(json.dumps(rows))

@@ -9,9 +9,13 @@ import typer
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on standard output.")]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Change one value: transforms.fuse_rope.enabled=false. Repeatable.", metavar="KEY=VALUE"),
+    typer.Option(
+        "--set", help="Change one value: transforms.fuse_rope.enabled=false. Repeatable.", metavar="KEY=VALUE"
+    ),
 ]
-ConfigFile = Annotated[str | None, typer.Option("--config", help="A YAML file laid over the defaults.", metavar="FILE")]
+ConfigFile = Annotated[
+    str | None, typer.Option("--config", help="A YAML file laid over the defaults.", metavar="FILE")
+]
 Plugins = Annotated[
     list[str] | None, typer.Option("--plugin", help="A Python module that registers transforms. Repeatable.")
 ]

@@ -1,4 +1,4 @@
-"""What people see: progress on standard error, tables on standard output. NO_COLOR and pipes are respected by rich."""
+"""What people see: progress on standard error, tables on standard output; rich respects NO_COLOR and pipes."""
 
 from __future__ import annotations
 

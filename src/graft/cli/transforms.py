@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from graft.cli.options import ConfigFile, Json, Plugins, Sets
 
@@ -17,11 +18,19 @@ def transforms(config: ConfigFile = None, sets: Sets = None, plugins: Plugins = 
     from graft.transforms.registry import TransformRegistry
 
     settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for order, name in enumerate(order_transforms(settings), start=1):
         entry = settings.transforms[name]
         about = (TransformRegistry.get(name).__doc__ or "").strip().splitlines()[0]
-        rows.append({"order": order, "stage": entry.stage.value, "name": name, "enabled": entry.enabled, "about": about})
+        rows.append(
+            {
+                "order": order,
+                "stage": entry.stage.value,
+                "name": name,
+                "enabled": entry.enabled,
+                "about": about,
+            }
+        )
     if as_json:
         print(json.dumps(rows))
         return

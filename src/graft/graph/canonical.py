@@ -1,9 +1,9 @@
 """The normal form that graphs and patterns share.
 
-    before:  %to_4 = aten.to.dtype(%x, torch.float32)          (x is float32)      after:  (gone)
-             %s    = aten.slice.Tensor(%h, 3, 4, 9223372036854775807)                      aten.slice.Tensor(%h, -1, 4, 8)
-             %v    = aten.view.default(%q, [%b, %s, -1, 8])                                aten.reshape.default(%q, [%b, %s, 4, 8])
-             %c    = aten.chunk.default(%gu, 2, -1); %g = getitem(%c, 0)                   aten.slice.Tensor(%gu, -1, 0, 64)
+    before:  %t = aten.to.dtype(%x, torch.float32)                after:  (gone, where x is float32)
+             %s = aten.slice.Tensor(%h, 3, 4, 9223372036854775807)        aten.slice.Tensor(%h, -1, 4, 8)
+             %v = aten.view.default(%q, [%b, %s, -1, 8])                  aten.reshape.default(%q, [%b, %s, 4, 8])
+             %c = aten.chunk.default(%gu, 2, -1); %g = getitem(%c, 0)     aten.slice.Tensor(%gu, -1, 0, 64)
 
 What a graph computes stays the same bit for bit (save that `-0.0 + 0` keeps its sign). The pass set is
 idempotent: canonicalizing twice gives the same text.

@@ -27,7 +27,13 @@ class Editor:
         self.last_input: Node | None = None
 
     def call(
-        self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, before: Node, like: Node
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None = None,
+        *,
+        before: Node,
+        like: Node,
     ) -> Node:
         """Inserts a call above `before`, with the origin of `like`."""
         with self.graph.inserting_before(before):

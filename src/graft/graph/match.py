@@ -145,8 +145,12 @@ class Attempt:
 
     def unify_call(self, wanted: Node, found: Node) -> bool:
         if len(wanted.args) != len(found.args) or set(wanted.kwargs) != set(found.kwargs):
-            return self.stop(found, f"{where(found)} has other arguments than {target_text(wanted.target)} in the pattern")
-        pairs = list(zip(wanted.args, found.args, strict=True)) + [(v, found.kwargs[k]) for k, v in wanted.kwargs.items()]
+            return self.stop(
+                found, f"{where(found)} has other arguments than {target_text(wanted.target)} in the pattern"
+            )
+        pairs = list(zip(wanted.args, found.args, strict=True)) + [
+            (v, found.kwargs[k]) for k, v in wanted.kwargs.items()
+        ]
         if self.attempt(lambda: self.unify_call_args(wanted, found, pairs)):
             return True
         if wanted.target not in COMMUTATIVE or len(wanted.args) != 2:
@@ -229,7 +233,7 @@ class Finder:
         specs = {name: spec_of(found) for name, found in tensors.items()}
         try:
             exact = exact_pattern(self.function, specs, attempt.literals)
-        except Exception as error:  # the function itself refuses these shapes or dtypes: that is the reason
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # it refuses these shapes or dtypes
             return node, f"the pattern does not run on these inputs: {str(error).splitlines()[0]}"
         second = Attempt(exact=True)
         if not second.unify(exact.anchor, node):

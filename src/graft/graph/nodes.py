@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
 
-OpOverload = torch._ops.OpOverload
+from graft.errors import VerificationError
+
+OpOverload = type(torch.ops.aten.add.Tensor)
 
 
 def is_op(node: object, *targets: object) -> bool:
@@ -28,6 +29,14 @@ def tensor_val(node: object) -> torch.Tensor | None:
     """The recorded FakeTensor, or None when the value is not one tensor."""
     value = val(node)
     return value if isinstance(value, torch.Tensor) else None
+
+
+def tensor_of(node: object) -> torch.Tensor:
+    """The recorded FakeTensor of a node that must have one."""
+    tensor = tensor_val(node)
+    if tensor is None:
+        raise VerificationError(f"{node} has no tensor recorded as its value")
+    return tensor
 
 
 def static_int(value: object) -> int | None:
@@ -63,12 +72,23 @@ def arg_values(node: Node) -> list[tuple[torch.Argument, Any]]:
     return pairs
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """What is left when lists, tuples and mappings are taken apart."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        yield from leaves(list(value.values()))
+    else:
+        yield value
+
+
 def mutated_args(node: Node) -> list[Node]:
     """The argument nodes that this call writes to, from its schema."""
     written = []
     for argument, value in arg_values(node):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]
+            written += [leaf for leaf in leaves(value) if isinstance(leaf, Node)]
     return written
 
 
@@ -86,7 +106,14 @@ def is_view_of(node: Node) -> Node | None:
     return None
 
 
-MAYBE_VIEWS = {"aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::dropout", "aten::type_as"}
+MAYBE_VIEWS = {
+    "aten::reshape",
+    "aten::contiguous",
+    "aten::to",
+    "aten::flatten",
+    "aten::dropout",
+    "aten::type_as",
+}
 
 
 def storage_root(node: Node) -> Node:

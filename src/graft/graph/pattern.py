@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
 
 from graft.errors import PatternError
-from graft.graph.nodes import output_node
+from graft.graph.nodes import leaves, output_node
 from graft.graph.trace import trace_function
 
 WORKING_DTYPE = torch.bfloat16  # makes every cast of a pattern visible; matches any floating dtype
@@ -70,7 +69,9 @@ class TensorSpec:
     dtype: torch.dtype
 
 
-Shapes = Mapping[str, str]  # argument name → "b s d": a letter, a number or "r+6" a dim, letters shared between arguments
+Shapes = Mapping[
+    str, str
+]  # argument name → "b s d": a letter, a number or "r+6" a dim, letters shared between arguments
 
 
 def tensor_names(function: Callable[..., Any]) -> list[str]:
@@ -92,7 +93,9 @@ def loose_pattern(function: Callable[..., Any], shapes: tuple[tuple[str, str], .
     if not has_numbers(first.graph):
         return replace(first, exact=False)  # nothing that sizes or literals could have gone into
     second, second_literals = example_trace(function, shapes, 1)
-    return merge_traces(function, first, second, list(zip(first_literals.items(), second_literals.values(), strict=True)))
+    return merge_traces(
+        function, first, second, list(zip(first_literals.items(), second_literals.values(), strict=True))
+    )
 
 
 @cache
@@ -153,8 +156,8 @@ def merge_traces(
     for left, right in zip(left_nodes, right_nodes, strict=True):
         left.args = tuple(merge_values(a, b, captures) for a, b in zip(left.args, right.args, strict=True))
         left.kwargs = {k: merge_values(v, right.kwargs[k], captures) for k, v in left.kwargs.items()}
-    leaves = tree_leaves([(node.args, node.kwargs) for node in left_nodes])
-    if not any(isinstance(leaf, Open) for leaf in leaves):
+    values = leaves([(node.args, node.kwargs) for node in left_nodes])
+    if not any(isinstance(value, Open) for value in values):
         _size_free.add(function)
     return replace(first, exact=False)
 
@@ -179,11 +182,14 @@ def exact_pattern(
 
 @cache
 def _exact(
-    function: Callable[..., Any], specs: tuple[tuple[str, TensorSpec], ...], literals: tuple[tuple[str, Any], ...]
+    function: Callable[..., Any],
+    specs: tuple[tuple[str, TensorSpec], ...],
+    literals: tuple[tuple[str, Any], ...],
 ) -> Pattern:
     def traced(filler: int) -> Pattern:  # the filler stands for sizes that are dynamic in the model
         filled = {
-            name: TensorSpec(tuple(filler if s is None else s for s in spec.sizes), spec.dtype) for name, spec in specs
+            name: TensorSpec(tuple(filler if s is None else s for s in spec.sizes), spec.dtype)
+            for name, spec in specs
         }
         return trace(function, filled, dict(literals))
 
@@ -205,7 +211,7 @@ def has_numbers(graph: Graph, known: Collection[Any] = ()) -> bool:
     """True when some call has a number among its arguments that is not `known`; dims from the end do not count."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
-            for leaf in tree_leaves((node.args, node.kwargs)):
+            for leaf in leaves((node.args, node.kwargs)):
                 number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
                 if number and leaf not in known and not (isinstance(leaf, int) and -8 < leaf < 0):
                     return True
@@ -218,7 +224,9 @@ def trace(function: Callable[..., Any], specs: Mapping[str, TensorSpec], literal
         raise PatternError(
             f"pattern {function.__name__} takes the tensors {names} but shapes are given for {sorted(specs)}"
         )
-    examples = tuple(torch.empty(specs[n].sizes, dtype=specs[n].dtype, device="meta") for n in names)
+    examples = tuple(
+        torch.empty([s or 0 for s in specs[n].sizes], dtype=specs[n].dtype, device="meta") for n in names
+    )
     gm = trace_function(lambda *tensors: function(*tensors, **literals), examples)
     results = output_node(gm.graph).args[0]
     outputs = tuple(results) if isinstance(results, (list, tuple)) else (results,)

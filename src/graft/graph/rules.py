@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graft.graph.nodes import arg_values, is_op, same_shape, schema_of, static_int, tensor_val, val
+from graft.graph.nodes import arg_values, is_op, same_shape, schema_of, static_int, tensor_of, tensor_val, val
 
 aten = torch.ops.aten
 END = 2**63 - 1  # how export writes an open slice
@@ -40,7 +40,11 @@ def normalize_arguments(node: Node) -> None:
 
 
 def is_default(argument: torch.Argument, value: Any) -> bool:
-    return argument.has_default_value() and type(value) is type(argument.default_value) and value == argument.default_value
+    return (
+        argument.has_default_value()
+        and type(value) is type(argument.default_value)
+        and value == argument.default_value
+    )
 
 
 # where an op keeps its dims: (position, extra rank of the space they index)
@@ -76,7 +80,7 @@ def count_dims_from_end(node: Node) -> None:
     args = list(node.args)
     for position in positions:
         if position >= len(args):
-            args += [schema_of(node).arguments[i].default_value for i in range(len(args), position + 1)]
+            args += [value for _, value in arg_values(node)[len(args) : position + 1]]
         args[position] = from_end(args[position], rank)
     if node.target is aten.transpose.int:
         args[1:3] = sorted(args[1:3])
@@ -156,8 +160,9 @@ def as_piece(node: Node) -> None:
     parts, index = node.args
     if not is_op(parts, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
         return
-    pieces = [static_int(p.shape[d]) for p in val(parts) for d in [parts.args[2]]]
-    if None in pieces:
+    sizes = [static_int(piece.shape[parts.args[2]]) for piece in val(parts)]
+    pieces = [size for size in sizes if size is not None]
+    if len(pieces) < len(sizes):
         return
     start = sum(pieces[:index])
     spell(node, aten.slice.Tensor, parts.args[0], parts.args[2], start, start + pieces[index])
@@ -176,9 +181,9 @@ def as_transpose(node: Node) -> None:
 
 
 def as_square(node: Node) -> None:
-    if node.target is aten.square.default:
-        spell(node, aten.pow.Tensor_Scalar, node.args[0], 2)
-    elif len(node.args) == 2 and node.args[0] is node.args[1] and isinstance(node.args[0], Node):
+    if node.target is aten.square.default or (
+        len(node.args) == 2 and node.args[0] is node.args[1] and isinstance(node.args[0], Node)
+    ):
         spell(node, aten.pow.Tensor_Scalar, node.args[0], 2)
 
 
@@ -188,7 +193,10 @@ def scalar_to_tensor_overload(target: Any) -> Callable[[Node], None]:
 
 SPELLINGS: dict[Any, Callable[[Node], None]] = {
     **{op: as_cast for op in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other)},
-    **{op: as_cast for op in (aten.type_as.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default)},
+    **{
+        op: as_cast
+        for op in (aten.type_as.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+    },
     **{op: as_reshape for op in (aten.view.default, aten.reshape.default, aten._unsafe_view.default)},
     **{op: as_reshape for op in (aten.flatten.using_ints, aten.unflatten.int)},
     **{op: as_transpose for op in (aten.t.default, aten.permute.default)},
@@ -246,9 +254,9 @@ def if_inference_dropout(node: Node) -> Node | None:
 
 def if_one_piece(node: Node) -> Node | None:
     """Empty pieces of a concatenation fall away; a single piece is the result."""
-    pieces = [p for p in node.args[0] if tensor_val(p) is None or 0 not in tensor_val(p).shape]
+    pieces = [p for p in node.args[0] if 0 not in tensor_of(p).shape]
     if len(pieces) == 1:
-        return pieces[0] if same_shape(tensor_val(pieces[0]), tensor_val(node)) else None
+        return pieces[0] if same_shape(tensor_of(pieces[0]), tensor_of(node)) else None
     if pieces and len(pieces) < len(node.args[0]):
         node.args = (pieces, *node.args[1:])
     return None

@@ -98,7 +98,9 @@ def graph_from_json(text: str, state: dict[str, torch.Tensor] | None = None) -> 
 
 
 def attach(root: torch.nn.Module, name: str, spec: dict[str, Any], given: torch.Tensor | None) -> None:
-    tensor = given if given is not None else torch.empty(spec["shape"], dtype=getattr(torch, spec["dtype"]), device="meta")
+    tensor = (
+        given if given is not None else torch.empty(spec["shape"], dtype=getattr(torch, spec["dtype"]), device="meta")
+    )
     if list(tensor.shape) != spec["shape"]:
         raise DumpError(f"{name} has shape {list(tensor.shape)}, the dump expects {spec['shape']}")
     parameter = spec["kind"] == "parameter"

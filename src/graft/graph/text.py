@@ -1,6 +1,6 @@
 """Graphs as text: one SSA line a node, with every argument, shape, dtype and origin.
 
-    %mul_3 = aten.mul.Tensor(%weight, %to_5) : f32[s44, s70, 32]    # model.layers.0.input_layernorm | llama.py:63 | fuse_rms_norm
+%mul_3 = aten.mul.Tensor(%weight, %to_5) : f32[s44, s70, 32]    # model.layers.0.input_layernorm | llama.py:63
 """
 
 from __future__ import annotations

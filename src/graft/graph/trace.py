@@ -22,7 +22,7 @@ def export_graph(
     kwargs: dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> GraphModule:
-    """Exports, turns lifted state back into attributes, and canonicalizes. State is shared with `module`, not copied."""
+    """Exports, turns lifted state back into attributes, and canonicalizes. State is shared with `module`."""
     try:
         with torch.no_grad(), quiet("torch._subclasses.fake_tensor"):
             program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)

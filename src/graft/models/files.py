@@ -81,7 +81,9 @@ def check_safetensors(path: Path) -> None:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > size - 8:
-                raise CheckpointError(f"{path} is truncated: its header should have {length} bytes; copy the file again")
+                raise CheckpointError(
+                    f"{path} is truncated: its header should have {length} bytes; copy the file again"
+                )
             header = json.loads(file.read(length))
     except (struct.error, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from error

@@ -50,7 +50,9 @@ def check_gguf(path: Path) -> None:
         tensors = GGUFReader(path).tensors
         end = max((int(t.data_offset) + int(t.n_bytes) for t in tensors), default=0)
     except Exception as error:  # the reader fails in many ways on cut files; each means the same to the user
-        raise CheckpointError(f"{path} is truncated or damaged: {type(error).__name__}: {error}; copy it again") from error
+        raise CheckpointError(
+            f"{path} is truncated or damaged: {type(error).__name__}: {error}; copy it again"
+        ) from error
     if end > path.stat().st_size:
         raise CheckpointError(f"{path} is truncated: {path.stat().st_size} bytes instead of {end}; copy it again")
 
@@ -66,9 +68,11 @@ def write_folder(path: Path, folder: Path, progress: Progress | None) -> None:
             progress(what, index, 4)
 
     step(0, "reading the tokenizer")
-    AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    tokenizer.clean_up_tokenization_spaces = False  # it would take spaces out of decoded text
+    tokenizer.save_pretrained(folder)
     step(1, "reading the config")
-    config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    config: Any = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
     config.dtype = STORED_DTYPE
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -16,7 +16,12 @@ from graft.models.files import Progress, check_folder
 from graft.models.gguf import convert_gguf
 from graft.models.registry import Entry, Family, entries, family_of
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -94,7 +99,7 @@ def load_folder(folder: Path, name: str, dtype: str, device: torch.device) -> Lo
     """A Hugging Face folder. Tensors are read one after another, straight into the model."""
     check_folder(folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config: Any = AutoConfig.from_pretrained(folder)
         family = family_of(config.model_type, name)
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -120,4 +125,6 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # as above: whatever is raised, the tokenizer files are unusable
-        raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error

@@ -53,9 +53,12 @@ def families() -> dict[str, Family]:
         data = yaml.safe_load(path.read_text())
         unknown = set(data) - KEYS
         if unknown:
-            raise ConfigError(f"{path.name} has the unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(KEYS))}")
+            raise ConfigError(
+                f"{path.name} has the unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(KEYS))}"
+            )
         name = data.pop("family")
-        found[name] = Family(name, **{"models": {}, "embedded": {}, **data})
+        settings: dict[str, Any] = {"models": {}, "embedded": {}, **data}
+        found[name] = Family(name, **settings)
     return found
 
 

@@ -1,11 +1,22 @@
 """graft's operators. Importing this package registers all of them with torch as `torch.ops.graft.*`."""
 
-from graft.ops.add_rms_norm import op as _add_rms_norm
-from graft.ops.attention import op as _attention
-from graft.ops.paged_attention import op as _paged_attention
-from graft.ops.rms_norm import op as _rms_norm
-from graft.ops.rope import op as _rope
+from graft.ops.add_rms_norm.op import SPEC as ADD_RMS_NORM
+from graft.ops.attention.op import SPEC as ATTENTION
+from graft.ops.paged_attention.op import SPEC as PAGED_ATTENTION
+from graft.ops.rms_norm.op import SPEC as RMS_NORM
+from graft.ops.rope.op import SPEC as ROPE
 from graft.ops.spec import OPS, Kernel, OpSpec, choose
-from graft.ops.swiglu import op as _swiglu
+from graft.ops.swiglu.op import SPEC as SWIGLU
 
-__all__ = ["OPS", "Kernel", "OpSpec", "choose"]
+__all__ = [
+    "ADD_RMS_NORM",
+    "ATTENTION",
+    "OPS",
+    "PAGED_ATTENTION",
+    "RMS_NORM",
+    "ROPE",
+    "SWIGLU",
+    "Kernel",
+    "OpSpec",
+    "choose",
+]

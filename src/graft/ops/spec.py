@@ -58,7 +58,9 @@ def choose(spec: OpSpec, *args: Any, named: str | None = None) -> Kernel:
     if named is not None:
         kernel = next((k for k in spec.all_kernels if k.name == named), None)
         if kernel is None:
-            raise UsageError(f"graft::{spec.name} has no kernel {named!r}{near(named, [k.name for k in spec.all_kernels])}")
+            raise UsageError(
+                f"graft::{spec.name} has no kernel {named!r}{near(named, [k.name for k in spec.all_kernels])}"
+            )
         problem = kernel.supports(*args)
         if problem:
             raise KernelUnavailable(f"kernel {named!r} of graft::{spec.name} cannot run this call: {problem}")

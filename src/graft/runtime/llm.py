@@ -47,7 +47,12 @@ class LLM:
         self.graph_module = capture_decoder(self.model.module)
         context = Context(route="decoder")
         report = run_pipeline(
-            self.graph_module, settings, context, model=self.model.name, dump_dir=dump_dir, progress=transform_progress(progress)
+            self.graph_module,
+            settings,
+            context,
+            model=self.model.name,
+            dump_dir=dump_dir,
+            progress=transform_progress(progress),
         )
         lowered = lower(self.graph_module, backend)
         self.backend = lowered.backend
@@ -59,7 +64,9 @@ class LLM:
         self.engine = Engine(lowered.call, cache, stop_tokens(self.model))
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Output]:
         """Completes every prompt; they run together. `params` is one for all, or one each."""
         ids = [self.encode(prompt) for prompt in as_list(prompts)]
@@ -130,7 +137,9 @@ def overlay(model: LoadedModel) -> Layer | None:
 def require_cache(config: PipelineConfig) -> None:
     for name in ("last_token_logits", "insert_kv_cache"):
         if name not in config.transforms or not config.transforms[name].enabled:
-            raise UsageError(f"the engine needs the transform {name}; enable it, or use graft.compile without an engine")
+            raise UsageError(
+                f"the engine needs the transform {name}; enable it, or use graft.compile without an engine"
+            )
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

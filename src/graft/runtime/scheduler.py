@@ -10,7 +10,7 @@ from graft.runtime.core import Request
 
 
 class Scheduler:
-    """First come, first served. A request is admitted once all the blocks it can ever need are free, so it always ends."""
+    """First come, first served. A request enters once all the blocks it can ever need are free, so it always ends."""
 
     def __init__(self, cache: KVCache, token_budget: int = 2048) -> None:
         self.cache = cache
@@ -29,7 +29,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> tuple[list[Request], list[int]]:
-        """Running requests first: one token each, or the next chunk of a prompt; then new ones while the budget lasts."""
+        """Decoding requests first, one token each; then prompts, in chunks, while the budget lasts."""
         if not self.running:
             self.cache.reserve(sum(self.cache.blocks_for(r.most_tokens) for r in self.waiting))
         while self.waiting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, ClassVar, Literal
 
 from torch.fx import GraphModule, Node, map_arg
@@ -17,7 +17,7 @@ from graft.graph.pattern import exact_pattern, tensor_names
 from graft.transforms.report import MatchRecord
 
 
-class Stage(str, Enum):
+class Stage(StrEnum):
     """Stages run in this order."""
 
     MATCH = "match"
@@ -111,7 +111,9 @@ class PatternTransform(BaseTransform):
                 problem = problem or kind_problem(rewrite, match)
                 if problem:
                     size = len(match.nodes)
-                    misses.append(NearMiss(match.pattern, where(match.anchor), f"%{match.anchor.name}", problem, size, size))
+                    misses.append(
+                        NearMiss(match.pattern, where(match.anchor), f"%{match.anchor.name}", problem, size, size)
+                    )
                 else:
                     records.append(apply_rewrite(editor, rewrite, match, renamed))
         matched = {record.anchor for record in records}
@@ -154,7 +156,11 @@ def apply_rewrite(editor: Editor, rewrite: Rewrite, match: Match, renamed: dict[
             bound[node] = editor.call(node.target, args, kwargs, before=before, like=match.anchor)
             made.append(bound[node].name)
     record = MatchRecord(
-        where(match.anchor), module_path(match.anchor), tuple(n.name for n in match.nodes), tuple(made), match.pattern
+        where(match.anchor),
+        module_path(match.anchor),
+        tuple(n.name for n in match.nodes),
+        tuple(made),
+        match.pattern,
     )
     for old, new in zip(match.outputs, body.outputs, strict=True):
         editor.replace(old, bound[new])

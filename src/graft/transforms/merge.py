@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import NearMiss
-from graft.graph.nodes import is_op, module_path, tensor_val, where
+from graft.graph.nodes import is_op, module_path, tensor_of, where
 from graft.transforms.base import Outcome
 from graft.transforms.report import MatchRecord
 
@@ -31,7 +31,7 @@ def merge_problem(linears: Sequence[Node | None], what: str) -> str | None:
     shared = next((w for w in weights if len(w.users) > 1), None)
     if shared is not None:
         return f"the weight {shared.target} is tied: something else reads it too"
-    if len({tensor_val(w).dtype for w in weights}) > 1:
+    if len({tensor_of(w).dtype for w in weights}) > 1:
         return f"the weights of {what} differ in dtype"
     biases = [len(node.args) > 2 and node.args[2] is not None for node in found]
     return f"some of {what} have a bias and some have none" if len(set(biases)) > 1 else None
@@ -47,7 +47,7 @@ def merge_linears(editor: Editor, linears: Sequence[Node], name: str) -> MatchRe
     merged = editor.call(aten.linear.default, args, before=first, like=first)
     made, start = [weight.name, merged.name], 0
     for node in linears:
-        end = start + tensor_val(node).shape[-1]
+        end = start + tensor_of(node).shape[-1]
         piece = editor.call(aten.slice.Tensor, (merged, -1, start, end), before=first, like=node)
         made.append(piece.name)
         editor.replace(node, piece)
@@ -71,12 +71,19 @@ def stack_state(editor: Editor, parts: Sequence[Node], name: str, leaf: str, bef
             view.copy_(tensor.data)
         tensor.data = view
         start += tensor.shape[0]
-    prefix = str(parts[0].target).rsplit(".", 2)[0]  # model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn
+    prefix = str(parts[0].target).rsplit(".", 2)[
+        0
+    ]  # model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn
     return editor.parameter(f"{prefix}.{name}.{leaf}", stacked, before=before, like=before)
 
 
 def merge_groups(
-    gm: GraphModule, transform: str, groups: Sequence[tuple[Node, Sequence[Node | None]]], name: str, what: str, none: str
+    gm: GraphModule,
+    transform: str,
+    groups: Sequence[tuple[Node, Sequence[Node | None]]],
+    name: str,
+    what: str,
+    none: str,
 ) -> Outcome:
     """Merges every group that can be; `none` is the reason where there is no group at all."""
     editor = Editor(gm, transform)

@@ -85,7 +85,9 @@ def run_pipeline(
     return report
 
 
-def run_one(gm: GraphModule, transform: BaseTransform, settings: TransformConfig, context: Context) -> TransformRecord:
+def run_one(
+    gm: GraphModule, transform: BaseTransform, settings: TransformConfig, context: Context
+) -> TransformRecord:
     stage = settings.stage.value
     if not settings.enabled:
         return TransformRecord(transform.name, stage, "disabled")

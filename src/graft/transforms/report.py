@@ -68,7 +68,8 @@ class Report:
 
 def read_record(entry: dict[str, Any]) -> TransformRecord:
     matches = tuple(
-        MatchRecord(**{**m, "replaced": tuple(m["replaced"]), "made": tuple(m["made"])}) for m in entry["matches"]
+        MatchRecord(m["anchor"], m["module"], tuple(m["replaced"]), tuple(m["made"]), m["pattern"])
+        for m in entry["matches"]
     )
     misses = tuple(NearMiss(**miss) for miss in entry["near_misses"])
     plain = {f.name: entry[f.name] for f in fields(TransformRecord) if f.name not in ("matches", "near_misses")}

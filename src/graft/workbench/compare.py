@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -28,7 +29,8 @@ def hugging_face_rate(model: LoadedModel, prompt: list[int], new_tokens: int, ba
     device = next(model.module.parameters()).device
     ids = torch.tensor([prompt] * batch, device=device)
     clock = Clock()
-    model.module.generate(
+    generate: Any = model.module.generate
+    generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,

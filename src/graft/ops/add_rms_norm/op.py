@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graft.ops.add_rms_norm.reference import add_rms_norm
+from graft.ops.rms_norm import op as norm
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 
@@ -25,6 +26,26 @@ def triton_supports(x: Tensor, residual: Tensor, weight: Tensor, *_: object) -> 
     return needs_triton(x, residual, weight)
 
 
+def aten_supports(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False
+) -> str | None:
+    if x.device.type != "cpu":
+        return "two launches where one kernel does both"
+    return norm.aten_supports(x, weight, eps, offset, cast_last)
+
+
+def run_aten(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    cast_last: bool = False,
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return torch.rms_norm(total, weight.shape, weight, eps), total
+
+
 def run_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -40,6 +61,9 @@ SPEC = define(
         " -> (Tensor, Tensor)",
         reference=add_rms_norm,
         fake=fake,
-        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+        kernels=(
+            Kernel("aten", "existing_kernel", run_aten, aten_supports),
+            Kernel("triton", "triton", run_triton, triton_supports),
+        ),
     )
 )

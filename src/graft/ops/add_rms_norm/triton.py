@@ -10,7 +10,18 @@ from torch import Tensor
 
 @triton.jit
 def add_rms_norm_kernel(
-    x, residual, weight, out, total, stride_x, stride_r, d, eps, offset, CAST_LAST: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    stride_x,
+    stride_r,
+    d,
+    eps,
+    offset,
+    CAST_LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -24,10 +35,10 @@ def add_rms_norm_kernel(
     h = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + eps)
     w = tl.load(weight + cols, mask=mask, other=0.0)
     if CAST_LAST:
-        y = (h * (w.to(tl.float32) + offset)).to(out.dtype.element_ty)
-    else:
-        y = w * h.to(out.dtype.element_ty)
-    tl.store(out + row * d + cols, y, mask=mask)
+        y = h * (w.to(tl.float32) + offset)
+    else:  # the normalized row is rounded to the working dtype before the product, as in eager
+        y = w.to(tl.float32) * h.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * d + cols, y.to(out.dtype.element_ty), mask=mask)
 
 
 def add_rms_norm_triton(

@@ -9,15 +9,15 @@ from graft.ops.spec import Kernel, OpSpec, define
 
 
 def fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = True,  # noqa: ARG001
-    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,  # noqa: ARG001
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = True,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
 def sdpa_supports(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = True,  # noqa: ARG001
-    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,  # noqa: ARG001
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = True,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> str | None:  # fmt: skip
     if softcap is not None:
         return "scaled_dot_product_attention has no soft cap"

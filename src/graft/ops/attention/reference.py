@@ -1,4 +1,4 @@
-"""Attention in plain torch. The two routes compute, operation for operation, what Hugging Face's `sdpa` and `eager` do."""
+"""Attention in plain torch: operation for operation what Hugging Face's `sdpa` and `eager` compute."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def attention_sdpa(
     if groups > 1 and not grouped:
         k, v = repeat_heads(k, groups), repeat_heads(v, groups)
     causal = is_causal and mask is None and s > 1
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=grouped
-    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous()
 
 

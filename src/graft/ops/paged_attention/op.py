@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from graft.ops.paged_attention.reference import paged_attention
@@ -9,9 +11,9 @@ from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 
 def fake(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, rows: Tensor,  # noqa: ARG001
-    block_tables: Tensor, starts: Tensor, lengths: Tensor, scale: float, window: int | None = None,  # noqa: ARG001
-    softcap: float | None = None, sinks: Tensor | None = None,  # noqa: ARG001
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, rows: Tensor,
+    block_tables: Tensor, starts: Tensor, lengths: Tensor, scale: float, window: int | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
@@ -24,7 +26,7 @@ def triton_supports(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: T
     return needs_triton(q, k, v, k_cache, v_cache)
 
 
-def run_triton(*args: object) -> Tensor:
+def run_triton(*args: Any) -> Tensor:
     from graft.ops.paged_attention.triton import paged_attention_triton
 
     return paged_attention_triton(*args)

@@ -52,7 +52,13 @@ def gather(cache: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 def attend_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, lengths: Tensor, scale: float, window: int | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """One new token a sequence: one call for the whole batch."""
     batch = block_tables.shape[0]
@@ -63,7 +69,7 @@ def attend_decode(
         if window is not None and length > window:
             keys, values = keys[:, :, -window:], values[:, :, -window:]
         out = F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=grouped)
-        return out.transpose(1, 2)  # [1, 1, h, d]
+        return out.transpose(1, 2).contiguous()  # [1, 1, h, d]
     queries = q[0].transpose(0, 1).unsqueeze(2)  # [batch, h, 1, d]
     keys, values = (gather_all(c, block_tables) for c in (k_cache, v_cache))
     place = torch.arange(keys.shape[2], device=q.device)
@@ -73,7 +79,7 @@ def attend_decode(
     out = F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=seen[:, None, None], scale=scale, enable_gqa=grouped
     )
-    return out.squeeze(2)[None]  # [batch, h, 1, d] → [1, batch, h, d]
+    return out.squeeze(2).contiguous()[None]  # [batch, h, 1, d] → [1, batch, h, d]
 
 
 def gather_all(cache: Tensor, block_tables: Tensor) -> Tensor:

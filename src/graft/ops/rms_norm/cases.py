@@ -14,7 +14,13 @@ def make(
     shape: tuple[int, ...], eps: float, offset: float, cast_last: bool,
     device: str, dtype: torch.dtype, generator: torch.Generator,
 ) -> tuple[Any, ...]:  # fmt: skip
-    return randn(shape, device, dtype, generator), randn(shape[-1:], device, dtype, generator), eps, offset, cast_last
+    return (
+        randn(shape, device, dtype, generator),
+        randn(shape[-1:], device, dtype, generator),
+        eps,
+        offset,
+        cast_last,
+    )
 
 
 CASES = [

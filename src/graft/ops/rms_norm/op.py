@@ -20,6 +20,16 @@ def triton_supports(x: Tensor, weight: Tensor, *_: object) -> str | None:
     return needs_triton(x, weight)
 
 
+def aten_supports(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False) -> str | None:
+    if x.dtype != torch.float32 or weight.dtype != torch.float32:
+        return "torch.rms_norm rounds elsewhere than the models do, except in float32"
+    return f"torch.rms_norm has no weight offset ({offset})" if offset else None
+
+
+def run_aten(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False) -> Tensor:
+    return torch.rms_norm(x, weight.shape, weight, eps)
+
+
 def run_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False) -> Tensor:
     from graft.ops.rms_norm.triton import rms_norm_triton
 
@@ -32,6 +42,9 @@ SPEC = define(
         schema="(Tensor x, Tensor weight, float eps, float offset=0.0, bool cast_last=False) -> Tensor",
         reference=rms_norm,
         fake=fake,
-        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+        kernels=(
+            Kernel("aten", "existing_kernel", run_aten, aten_supports),
+            Kernel("triton", "triton", run_triton, triton_supports),
+        ),
     )
 )

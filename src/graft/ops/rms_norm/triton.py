@@ -17,10 +17,10 @@ def rms_norm_kernel(x, weight, out, stride_row, d, eps, offset, CAST_LAST: tl.co
     h = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + eps)
     w = tl.load(weight + cols, mask=mask, other=0.0)
     if CAST_LAST:
-        y = (h * (w.to(tl.float32) + offset)).to(out.dtype.element_ty)
-    else:
-        y = w * h.to(out.dtype.element_ty)
-    tl.store(out + row * d + cols, y, mask=mask)
+        y = h * (w.to(tl.float32) + offset)
+    else:  # the normalized row is rounded to the working dtype before the product, as in eager
+        y = w.to(tl.float32) * h.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * d + cols, y.to(out.dtype.element_ty), mask=mask)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False) -> Tensor:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [b, h, s, d]; cos, sin: [b, 1, s, r] with r <= d. The first r values of each head turn, the rest pass through."""
+    """x: [b, h, s, d]; cos, sin: [b, 1, s, r], r <= d. The first r values of a head turn, the rest pass through."""
     r = cos.shape[-1]
     turning, passing = (x, None) if r == x.shape[-1] else (x[..., :r], x[..., r:])
     half = r // 2
     turned = torch.cat((-turning[..., half:], turning[..., :half]), dim=-1)
     result = turning * cos + turned * sin
-    return result if passing is None else torch.cat((result, passing), dim=-1)
+    return result.contiguous() if passing is None else torch.cat((result, passing), dim=-1)

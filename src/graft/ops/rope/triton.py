@@ -10,7 +10,23 @@ from torch import Tensor
 
 @triton.jit
 def rope_kernel(
-    x, cos, sin, out, heads, length, d, r, sx_b, sx_h, sx_s, sc_b, sc_s, ss_b, ss_s, HALF: tl.constexpr, REST: tl.constexpr
+    x,
+    cos,
+    sin,
+    out,
+    heads,
+    length,
+    d,
+    r,
+    sx_b,
+    sx_h,
+    sx_s,
+    sc_b,
+    sc_s,
+    ss_b,
+    ss_s,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     s = pid % length
@@ -21,15 +37,18 @@ def rope_kernel(
     half = r // 2
     cols = tl.arange(0, HALF)
     mask = cols < half
-    low = tl.load(source + cols, mask=mask, other=0.0)
-    high = tl.load(source + half + cols, mask=mask, other=0.0)
-    c_low = tl.load(cos + b * sc_b + s * sc_s + cols, mask=mask, other=0.0)
-    c_high = tl.load(cos + b * sc_b + s * sc_s + half + cols, mask=mask, other=0.0)
-    s_low = tl.load(sin + b * ss_b + s * ss_s + cols, mask=mask, other=0.0)
-    s_high = tl.load(sin + b * ss_b + s * ss_s + half + cols, mask=mask, other=0.0)
+    low = tl.load(source + cols, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(source + half + cols, mask=mask, other=0.0).to(tl.float32)
+    c_low = tl.load(cos + b * sc_b + s * sc_s + cols, mask=mask, other=0.0).to(tl.float32)
+    c_high = tl.load(cos + b * sc_b + s * sc_s + half + cols, mask=mask, other=0.0).to(tl.float32)
+    s_low = tl.load(sin + b * ss_b + s * ss_s + cols, mask=mask, other=0.0).to(tl.float32)
+    s_high = tl.load(sin + b * ss_b + s * ss_s + half + cols, mask=mask, other=0.0).to(tl.float32)
+    dtype = out.dtype.element_ty
     # each product is rounded to the working dtype before the sum, as in eager
-    tl.store(target + cols, low * c_low + (-high) * s_low, mask=mask)
-    tl.store(target + half + cols, high * c_high + low * s_high, mask=mask)
+    first = (low * c_low).to(dtype).to(tl.float32) - (high * s_low).to(dtype).to(tl.float32)
+    second = (high * c_high).to(dtype).to(tl.float32) + (low * s_high).to(dtype).to(tl.float32)
+    tl.store(target + cols, first.to(dtype), mask=mask)
+    tl.store(target + half + cols, second.to(dtype), mask=mask)
     if REST > 0:
         rest = r + tl.arange(0, REST)
         tl.store(target + rest, tl.load(source + rest, mask=rest < d, other=0.0), mask=rest < d)

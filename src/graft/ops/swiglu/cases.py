@@ -11,7 +11,12 @@ from graft.ops.cases import Case, randn
 
 
 def make(
-    shape: tuple[int, ...], activation: str, merged: bool, device: str, dtype: torch.dtype, generator: torch.Generator
+    shape: tuple[int, ...],
+    activation: str,
+    merged: bool,
+    device: str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
 ) -> tuple[Any, ...]:
     if merged:
         both = randn((*shape[:-1], 2 * shape[-1]), device, dtype, generator)

@@ -20,7 +20,7 @@ def swiglu_kernel(gate, up, out, stride_g, stride_u, d, ACTIVATION: tl.constexpr
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < d
     g = tl.load(gate + row * stride_g + cols, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + row * stride_u + cols, mask=mask, other=0.0)
+    u = tl.load(up + row * stride_u + cols, mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":
         a = g / (1.0 + tl.exp(-g))
     elif ACTIVATION == "gelu_tanh":
@@ -28,8 +28,8 @@ def swiglu_kernel(gate, up, out, stride_g, stride_u, d, ACTIVATION: tl.constexpr
     else:
         a = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
     # the activation is rounded to the working dtype before the product, as in eager
-    y = a.to(out.dtype.element_ty) * u
-    tl.store(out + row * d + cols, y, mask=mask)
+    y = a.to(out.dtype.element_ty).to(tl.float32) * u
+    tl.store(out + row * d + cols, y.to(out.dtype.element_ty), mask=mask)
 
 
 def swiglu_triton(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:

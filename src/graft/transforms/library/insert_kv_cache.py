@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from graft.errors import UnsupportedAttention
 from graft.graph.edit import Editor, fake_mode, symbolic_sizes
-from graft.graph.nodes import arg_values, calls, is_op, module_path, tensor_val, where
+from graft.graph.nodes import arg_values, calls, is_op, module_path, tensor_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
@@ -62,10 +62,12 @@ class InsertKVCache(BaseTransform):
 def cache_spec(node: Node) -> LayerCache:
     options = {argument.name: value for argument, value in arg_values(node)}
     if options["mask"] is not None:
-        raise UnsupportedAttention(module_path(node), f"{where(options['mask'])} is a mask of its own, not causal with a window")
+        raise UnsupportedAttention(
+            module_path(node), f"{where(options['mask'])} is a mask of its own, not causal with a window"
+        )
     if not options["is_causal"]:
         raise UnsupportedAttention(module_path(node), "it looks ahead (is_causal=False)")
-    keys, values = tensor_val(options["k"]), tensor_val(options["v"])
+    keys, values = tensor_of(options["k"]), tensor_of(options["v"])
     if keys.shape[-1] != values.shape[-1]:
         raise UnsupportedAttention(module_path(node), "keys and values have different head sizes")
     return LayerCache(keys.shape[1], keys.shape[-1], options["window"], keys.dtype)
@@ -73,10 +75,10 @@ def cache_spec(node: Node) -> LayerCache:
 
 def add_layout(editor: Editor, like: Node) -> list[Node]:
     """The inputs that describe a batch of packed tokens. T tokens, n sequences, m blocks in the longest."""
-    tokens = tensor_val(like.args[0]).shape[2]
+    tokens = tensor_of(like.args[0]).shape[2]
     sequences, blocks, edges = symbolic_sizes(like, 3)
     sizes = {"slots": (tokens,), "rows": (tokens,), "block_tables": (sequences, blocks), "starts": (edges,)}
-    device = tensor_val(like.args[0]).device
+    device = tensor_of(like.args[0]).device
     nodes = []
     for name in LAYOUT:
         with fake_mode(like):
@@ -88,9 +90,11 @@ def add_layout(editor: Editor, like: Node) -> list[Node]:
 def cache_examples(specs: list[LayerCache], like: Node, block_size: int) -> dict[LayerCache, torch.Tensor]:
     """The abstract value of a cache, [blocks, block_size, kv_heads, head_dim]; all layers have as many blocks."""
     (blocks,) = symbolic_sizes(like, 1)
-    device = tensor_val(like).device
+    device = tensor_of(like).device
     with fake_mode(like):
-        return {s: torch.empty((blocks, block_size, s.kv_heads, s.head_dim), dtype=s.dtype, device=device) for s in specs}
+        return {
+            s: torch.empty((blocks, block_size, s.kv_heads, s.head_dim), dtype=s.dtype, device=device) for s in specs
+        }
 
 
 def insert_cache(editor: Editor, node: Node, index: int, example: torch.Tensor, layout: list[Node]) -> MatchRecord:

@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor, fake_mode, symbolic_sizes
-from graft.graph.nodes import is_op, module_path, output_node, tensor_val, where
+from graft.graph.nodes import is_op, module_path, output_node, tensor_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
@@ -14,7 +14,14 @@ from graft.transforms.report import MatchRecord
 aten = torch.ops.aten
 # what models do to logits: each row by itself
 ROW_WISE = frozenset(
-    {aten.to.dtype, aten.mul.Tensor, aten.div.Tensor, aten.tanh.default, aten.slice.Tensor, aten.reshape.default}
+    {
+        aten.to.dtype,
+        aten.mul.Tensor,
+        aten.div.Tensor,
+        aten.tanh.default,
+        aten.slice.Tensor,
+        aten.reshape.default,
+    }
 )
 
 
@@ -31,7 +38,9 @@ class LastTokenLogits(BaseTransform):
 
     def apply(self, gm: GraphModule, context: Context) -> Outcome:
         if context.route != "decoder":
-            return Outcome(reason="the module is not run by graft's engine, so all its outputs are kept", skipped=True)
+            return Outcome(
+                reason="the module is not run by graft's engine, so all its outputs are kept", skipped=True
+            )
         (logits,) = output_node(gm.graph).args[0]
         chain: list[Node] = []
         node = logits
@@ -44,7 +53,7 @@ class LastTokenLogits(BaseTransform):
         hidden = node.args[0]
         (count,) = symbolic_sizes(hidden, 1)
         with fake_mode(hidden):
-            example = torch.empty(count, dtype=torch.int64, device=tensor_val(hidden).device)
+            example = torch.empty(count, dtype=torch.int64, device=tensor_of(hidden).device)
         index = editor.placeholder("logits_index", example)
         rows = editor.call(aten.index_select.default, (hidden, -2, index), before=node, like=node)
         node.args = (rows, *node.args[1:])

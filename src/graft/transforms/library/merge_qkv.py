@@ -34,4 +34,6 @@ class MergeQKV(BaseTransform):
             for node in calls(gm.graph)
             if is_op(node, ops.attention.default)
         ]
-        return merge_groups(gm, self.name, groups, "qkv_proj", "query, key and value", "the graph has no graft::attention")
+        return merge_groups(
+            gm, self.name, groups, "qkv_proj", "query, key and value", "the graph has no graft::attention"
+        )

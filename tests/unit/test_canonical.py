@@ -1,0 +1,190 @@
+"""The normal form: same values, one spelling, idempotent, nothing shared that is written to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import map_arg
+
+from conftest import FAMILIES, tiny
+from graft.capture.decoder import capture_decoder
+from graft.graph.canonical import canonicalize
+from graft.graph.nodes import calls
+from graft.graph.text import graph_text, target_text
+from graft.graph.trace import export_graph, trace_function
+
+
+class Fn(torch.nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args):
+        return self.fn(*args)
+
+
+def targets(fn, *args):
+    return [target_text(n.target) for n in calls(export_graph(Fn(fn), args).graph)]
+
+
+def structure(graph):
+    """The graph with nodes numbered instead of named."""
+    number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+    return [
+        (node.op, node.op == "call_function" and node.target, str(map_arg(node.args, number.get))) for node in number
+    ]
+
+
+X = torch.randn(2, 3, 8)
+
+NOTHING = {
+    "cast to the same dtype": lambda x: x.to(torch.float32).exp(),
+    "type_as itself": lambda x: x.type_as(x).exp(),
+    "full slice": lambda x: x[:, :, :].exp(),
+    "contiguous of contiguous": lambda x: x.contiguous().exp(),
+    "plus zero": lambda x: (x + 0).exp(),
+    "minus zero": lambda x: (x - 0.0).exp(),
+    "times one": lambda x: (x * 1).exp(),
+    "divided by one": lambda x: (x / 1.0).exp(),
+    "view to the same shape": lambda x: x.view(2, 3, 8).exp(),
+    "reshape there and back": lambda x: x.reshape(6, 8).reshape(2, 3, 8).exp(),
+    "expand to the same shape": lambda x: x.expand(2, 3, 8).exp(),
+    "inference dropout": lambda x: F.dropout(x, 0.5, training=False).exp(),
+    "detach": lambda x: x.detach().exp(),
+    "concatenation with an empty piece": lambda x: torch.cat([x, x[..., 8:]], -1).exp(),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_calls_that_change_nothing_are_gone(name):
+    assert targets(NOTHING[name], X) == ["aten.exp"]
+
+
+KEPT = {
+    "plus zero that broadcasts": (lambda x: (x[:, :1] + torch.zeros(2, 3, 8)).exp(), "aten.add.Tensor"),
+    "plus zero that changes the dtype": (lambda x: (x.to(torch.int32) + 0.0).exp(), "aten.add.Tensor"),
+    "contiguous of a transpose": (lambda x: x.transpose(0, 1).contiguous().exp(), "aten.contiguous"),
+    "training dropout": (lambda x: F.dropout(x, 0.5, training=True).exp(), "aten.dropout"),
+    "clone": (lambda x: x.clone().exp(), "aten.clone"),
+    "a copy to the same dtype": (lambda x: x.to(torch.float32, copy=True).exp(), "aten.to.dtype"),
+    "part of a slice": (lambda x: x[..., 1:].exp(), "aten.slice.Tensor"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_calls_that_change_something_stay(name):
+    fn, kept = KEPT[name]
+    assert kept in targets(fn, X)
+
+
+SAME_SPELLING = {
+    "negative and positive dims": (lambda x: x.mean(2, keepdim=True), lambda x: x.mean(-1, keepdim=True)),
+    "view and reshape": (lambda x: x.view(6, 8), lambda x: x.reshape(-1, 8)),
+    "flatten": (lambda x: x.flatten(0, 1), lambda x: x.reshape(6, 8)),
+    "chunk and slice": (lambda x: x.chunk(2, -1)[0].exp(), lambda x: x[..., :4].exp()),
+    "split and slice": (lambda x: x.split([3, 5], -1)[1].exp(), lambda x: x[..., 3:].exp()),
+    "square": (lambda x: x * x, lambda x: x.pow(2)),
+    "permute and transpose": (lambda x: x.permute(0, 2, 1), lambda x: x.transpose(1, 2)),
+    "keyword and positional": (lambda x: torch.softmax(x, dim=-1), lambda x: x.softmax(2)),
+    "open and closed slice ends": (lambda x: x[..., 2:8], lambda x: x[..., 2:]),
+    "equal subexpressions": (lambda x: x.exp() + x.exp(), lambda x: (e := x.exp()) + e),
+}
+
+
+@pytest.mark.parametrize("name", SAME_SPELLING)
+def test_one_meaning_has_one_spelling(name):
+    left, right = (structure(export_graph(Fn(fn), (X,)).graph) for fn in SAME_SPELLING[name])
+    assert left == right
+
+
+def test_grad_regions_are_inlined():
+    class Region(torch.nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                y = x.exp()
+            return y + x
+
+    program = torch.export.export(Region(), (torch.randn(3, requires_grad=True),))
+    gm = program.module()
+    assert "wrap_with_set_grad_enabled" in str(gm.graph)
+    canonicalize(gm)
+    gm.recompile()
+    assert [target_text(n.target) for n in calls(gm.graph)] == ["aten.exp", "aten.add.Tensor"]
+    x = torch.randn(3)
+    assert torch.equal(gm(x), x.exp() + x)
+
+
+def test_what_is_written_to_is_not_shared():
+    """A value may not become its input when someone writes to it later."""
+
+    def fn(x):
+        y = x.exp()
+        z = torch.cat([y])  # a fresh tensor, not y
+        z.add_(1)
+        return y, z
+
+    gm = export_graph(Fn(fn), (X,))
+    y, z = gm(X)
+    assert torch.equal(y, X.exp()) and torch.equal(z, X.exp() + 1)
+
+
+def test_reads_around_a_write_are_not_merged():
+    class Counter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(1))
+
+        def forward(self, x):
+            before = self.n * 2
+            self.n.add_(1)
+            return x + before + self.n * 2
+
+    module = Counter()
+    gm = export_graph(module, (X,))
+    expected = Counter()
+    for _ in range(3):
+        assert torch.equal(gm(X), expected(X))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_idempotent_on_every_family(family):
+    gm = capture_decoder(tiny(family).module)
+    once = graph_text(gm.graph)
+    canonicalize(gm)
+    assert graph_text(gm.graph) == once
+
+
+STEPS = [
+    lambda x: x + 0,
+    lambda x: x.to(torch.float32),
+    lambda x: x * x,
+    lambda x: x.transpose(0, 1),
+    lambda x: x.reshape(-1, x.shape[-1]).reshape(x.shape),
+    lambda x: x.contiguous(),
+    lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
+    lambda x: x[:, :, : x.shape[-1]],
+    lambda x: x.unsqueeze(0).squeeze(0),
+    lambda x: x.mean(-1, keepdim=True) + x,
+    lambda x: x.permute(1, 0, 2),
+    lambda x: x.clone(),
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(range(len(STEPS))), min_size=1, max_size=8))
+def test_random_programs_keep_their_values_bit_for_bit(program):
+    def fn(x):
+        for step in program:
+            x = STEPS[step](x)
+        return x
+
+    x = torch.randn(4, 6, 8)
+    gm = trace_function(fn, [x])
+    once = graph_text(gm.graph)
+    gm.recompile()
+    assert torch.equal(gm(x), fn(x))
+    canonicalize(gm)
+    assert graph_text(gm.graph) == once

@@ -1,0 +1,153 @@
+"""Every op: reference against float64, kernels against the reference, schema and fake, and a wrong variant that fails.
+
+Without a GPU the Triton kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+import graft.ops
+from graft.errors import KernelUnavailable, UsageError
+from graft.ops import OPS, choose
+from graft.ops.cases import tolerance
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+CASES = [(op, case) for op in OPS for case in importlib.import_module(f"graft.ops.{op}.cases").CASES]
+IDS = [f"{op}: {case.name}" for op, case in CASES]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def make(case, dtype, device="cpu"):
+    return case.make(device, dtype, torch.Generator().manual_seed(0))
+
+
+def outputs(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def copied(args):
+    return [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+
+
+def wide(args):
+    """The same values in float64."""
+    return [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+
+
+def close(left, right, dtype, reduction, scale=1.0):
+    bound = scale * tolerance(dtype, reduction)
+    return all(
+        torch.allclose(a.double(), b.double(), rtol=bound, atol=bound)
+        for a, b in zip(outputs(left), outputs(right), strict=True)
+    )
+
+
+def triton_kernel(name):
+    try:
+        module = importlib.import_module(f"graft.ops.{name}.triton")
+    except ModuleNotFoundError:
+        return None
+    return getattr(module, f"{name}_triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+def test_reference_agrees_with_float64(name, case, dtype):
+    """The 16-bit references round several times on the way (norm, product, sum), hence the factor."""
+    args = make(case, dtype)
+    exact = OPS[name].reference(*wide(copied(args)))
+    assert close(OPS[name].reference(*copied(args)), exact, dtype, case.reduction, scale=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+def test_triton_agrees_with_the_reference(name, case, dtype):
+    kernel = triton_kernel(name)
+    if kernel is None:
+        pytest.skip(f"graft::{name} runs on an existing kernel; it has no Triton kernel")
+    if dtype is torch.bfloat16 and not CUDA and name == "paged_attention":
+        pytest.skip("Triton's interpreter multiplies bfloat16 matrices as integers; run on a GPU")
+    args = make(case, dtype, DEVICE)
+    expected = OPS[name].reference(*copied(args))
+    assert close(kernel(*args), expected, dtype, case.reduction, scale=4)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+def test_existing_kernels_agree_with_the_reference(name, case):
+    args = make(case, torch.float32)
+    for kernel in OPS[name].kernels:
+        if kernel.kind == "existing_kernel" and kernel.supports(*args) is None:
+            assert close(kernel.run(*copied(args)), OPS[name].reference(*copied(args)), torch.float32, case.reduction)
+
+
+WRONG = {
+    "rms_norm": lambda args: (args[0], args[1], args[2] + 0.05, *args[3:]),
+    "add_rms_norm": lambda args: (args[0], args[1] * 1.05, *args[2:]),
+    "swiglu": lambda args: (args[0], args[1], "gelu" if args[2] != "gelu" else "gelu_tanh"),
+    "rope": lambda args: (args[0], args[1], -args[2]),
+    "attention": lambda args: (*args[:4], args[4] * 1.05, *args[5:]),
+    "paged_attention": lambda args: (*args[:10], args[10] * 1.05, *args[11:]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+def test_a_wrong_variant_is_caught(name, case, dtype):
+    """The tolerance of the tests above rejects a slightly wrong op (another eps, scale, sign or activation)."""
+    if "one token" in case.name:
+        pytest.skip("one key has weight 1 whatever the scale")
+    if name == "swiglu" and case.make.args[1].startswith("gelu") and dtype is torch.float16:
+        pytest.skip("float16 cannot tell the tanh form of gelu from the erf form")
+    args = make(case, dtype)
+    expected = OPS[name].reference(*copied(args))
+    wrong = OPS[name].reference(*WRONG[name](copied(args)))
+    assert not close(wrong, expected, dtype, case.reduction, scale=4)
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+def test_schema_and_fake_are_right(name, case):
+    args = tuple(make(case, torch.float32))
+    op = getattr(torch.ops.graft, name).default
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_paged_attention_equals_attention_over_whole_sequences():
+    """Feeding a sequence in chunks through the cache gives what attention over the whole gives."""
+    g = torch.Generator().manual_seed(1)
+    h, kv, d, n, block = 4, 2, 16, 29, 8
+    q, k, v = (torch.randn(1, heads, n, d, generator=g) for heads in (h, kv, kv))
+    table = torch.tensor([[5, 1, 3, 0]])
+    for window in (None, 7):
+        whole = torch.ops.graft.attention(q, k, v, None, d**-0.5, True, window)
+        caches = [torch.zeros(6, block, kv, d) for _ in range(2)]
+        parts, first = [], 0
+        for last in (11, 12, 13, 20, n):
+            places = torch.arange(first, last)
+            slots = table[0, places // block] * block + places % block
+            layout = (slots, torch.zeros_like(slots), table, torch.tensor([0, last - first]), torch.tensor([last]))
+            chunk = (t[:, :, first:last] for t in (q, k, v))
+            parts.append(torch.ops.graft.paged_attention(*chunk, *caches, *layout, d**-0.5, window))
+            first = last
+        torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_a_named_kernel_runs_or_raises_r25():
+    args = (torch.randn(2, 8), torch.randn(8), 1e-5)
+    assert choose(OPS["rms_norm"], *args, named="reference").kind == "reference"
+    assert choose(OPS["rms_norm"], *args).name == "aten"
+    assert (
+        choose(OPS["rms_norm"], *(a.half() if isinstance(a, torch.Tensor) else a for a in args)).name == "reference"
+    )
+    with pytest.raises(KernelUnavailable, match="run on a GPU"):
+        choose(OPS["rms_norm"], *args, named="triton")
+    with pytest.raises(UsageError, match="did you mean 'triton'"):
+        choose(OPS["rms_norm"], *args, named="tritn")
+
+
+def test_ops_carry_no_backend_in_their_names():
+    assert not any(word in name for name in graft.ops.OPS for word in ("triton", "torch", "cuda", "cpu"))
