@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import FAMILIES, tiny
 from transformers import AttentionInterface
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
 
+from conftest import FAMILIES, tiny
 from graft.capture.attention import CausalMask, attention_hook, graft_attention, recognise
 from graft.capture.decoder import capture_decoder
 from graft.errors import CaptureError, UnsupportedAttention

@@ -1,4 +1,4 @@
-"""Every op: reference against float64, kernels against the reference, schema and fake, and a wrong variant that fails.
+"""Every op: reference against float64, kernels against the reference, schema, fake, and a wrong variant that fails.
 
 Without a GPU the Triton kernels run in Triton's interpreter.
 """

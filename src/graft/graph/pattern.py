@@ -69,7 +69,9 @@ class TensorSpec:
     dtype: torch.dtype
 
 
-Shapes = Mapping[
+# Argument name → "b s d": a letter, a number or "r+6" a dim, letters shared between arguments. "b s d : float32" says
+# that the argument may be wider than the others, which makes the casts around it visible.
+Shapes = Mapping[str, str]
     str, str
 ]  # argument name → "b s d": a letter, a number or "r+6" a dim, letters shared between arguments
 
@@ -125,11 +127,19 @@ def example_trace(
 ) -> tuple[Pattern, dict[str, int | float]]:
     """The function traced with made-up sizes and literals; 0 and 1 differ in all of them."""
     scale, base = ((6, 0.3713), (10, 0.7129))[which]
-    letters = sorted({c for _, dims in shapes for c in dims if c.isalpha()})
+    dims = {name: shape.partition(":")[0].split() for name, shape in shapes}
+    letters = sorted({c for parts in dims.values() for part in parts for c in part if c.isalpha()})
     sizes = {letter: scale + 16 * index for index, letter in enumerate(letters)}
-    specs = {name: TensorSpec(tuple(size_of(d, sizes) for d in dims.split()), WORKING_DTYPE) for name, dims in shapes}
+    specs = {
+        name: TensorSpec(tuple(size_of(d, sizes) for d in dims[name]), example_dtype(shape)) for name, shape in shapes
+    }
     literals = literal_examples(function, base)
     return trace(function, specs, literals), literals
+
+
+def example_dtype(shape: str) -> torch.dtype:
+    name = shape.partition(":")[2].strip()
+    return getattr(torch, name) if name else WORKING_DTYPE
 
 
 def size_of(dim: str, sizes: Mapping[str, int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from graft.ops.rope.reference import rope
@@ -13,7 +14,7 @@ def fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def triton_supports(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
-    if not x.dtype == cos.dtype == sin.dtype:
+    if cos.dtype != sin.dtype or cos.dtype not in (x.dtype, torch.float32):
         return f"dtypes differ: {x.dtype}, {cos.dtype}, {sin.dtype}"
     if x.dim() != 4 or cos.dim() != 4 or cos.shape[1] != 1 or x.stride(-1) != 1:
         return "x must be [b, h, s, d] with unit last stride and cos [b, 1, s, r]"

@@ -12,5 +12,5 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turning, passing = (x, None) if r == x.shape[-1] else (x[..., :r], x[..., r:])
     half = r // 2
     turned = torch.cat((-turning[..., half:], turning[..., :half]), dim=-1)
-    result = turning * cos + turned * sin
+    result = (turning * cos + turned * sin).to(x.dtype)  # cos may be float32 beside 16-bit heads
     return result.contiguous() if passing is None else torch.cat((result, passing), dim=-1)

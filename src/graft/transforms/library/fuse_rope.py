@@ -15,7 +15,7 @@ from graft.transforms.registry import TransformRegistry
 
 def full(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+    return (x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin).to(x.dtype)
 
 
 def partial(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def partial(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turning = x[..., :r]
     half = r // 2
     turned = torch.cat((-turning[..., half:], turning[..., :half]), dim=-1)
-    return torch.cat((turning * cos + turned * sin, x[..., r:]), dim=-1)
+    return torch.cat(((turning * cos + turned * sin).to(x.dtype), x[..., r:]), dim=-1)
 
 
 def fused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -45,12 +45,22 @@ class FuseRoPE(PatternTransform):
              %c = cat([%n, %lo], -1);  %b = mul(%c, %sin);  %y = add(%a, %b)
     after:   %y = graft.rope(%x, %cos, %sin)
 
-    Also where only the first r values of a head turn. Numerics: bitwise with the reference; the Triton kernel may
-    fuse a product into the sum (float32).
+    Also where only the first r values of a head turn, and where cos and sin are float32 beside 16-bit heads and the
+    result is cast back (OLMo 2). Numerics: bitwise with the reference; the Triton kernel rounds where eager does.
     """
 
     def rewrites(self) -> Sequence[Rewrite]:
         return [
-            Rewrite(partial, fused, {"x": "b h s r+6", "cos": "b 1 s r", "sin": "b 1 s r"}, one_angle_a_token),
-            Rewrite(full, fused, {"x": "b h s d", "cos": "b 1 s d", "sin": "b 1 s d"}, one_angle_a_token),
+            Rewrite(
+                partial,
+                fused,
+                {"x": "b h s r+6", "cos": "b 1 s r : float32", "sin": "b 1 s r : float32"},
+                one_angle_a_token,
+            ),
+            Rewrite(
+                full,
+                fused,
+                {"x": "b h s d", "cos": "b 1 s d : float32", "sin": "b 1 s d : float32"},
+                one_angle_a_token,
+            ),
         ]

@@ -1,0 +1,293 @@
+"""The library's transforms on every family: counts, numerics, metadata, and what they leave alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import map_arg
+
+from conftest import FAMILIES
+from graft.capture.decoder import capture_decoder
+from graft.errors import TransformError
+from graft.graph.nodes import calls, is_op, module_path, source_line
+from graft.graph.text import graph_text
+from graft.graph.trace import export_graph, trace_function
+from graft.models.load import load_model
+from graft.transforms.base import Context
+from graft.transforms.config import load_config
+from graft.transforms.pipeline import run_pipeline
+from graft.transforms.registry import TransformRegistry, load_all
+
+load_all()
+PATTERNS = [
+    (name, rewrite)
+    for name in TransformRegistry.names()
+    for config in [load_config().transforms[name]]
+    for rewrite in getattr(TransformRegistry.get(name)(config), "rewrites", lambda: [])()
+]
+
+
+def only(*names):
+    known = TransformRegistry.names()
+    return load_config({"transforms": {n: {"enabled": n in names} for n in known}})
+
+
+def transform(module, args, *names, dynamic_shapes=None):
+    gm = export_graph(module, args, dynamic_shapes=dynamic_shapes)
+    before = graph_text(gm.graph)
+    report = run_pipeline(gm, only(*names))
+    return gm, report, before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_expected_counts_on_every_family_r9(family, dtype):
+    model = load_model(f"tiny-{family}", dtype=dtype, device="meta")
+    gm = capture_decoder(model.module)
+    report = run_pipeline(gm, load_config(), Context(route="decoder"))
+    counts = {name: len(record.matches) for name, record in report.transforms.items()}
+    assert counts == model.family.expected_matches(model.layers)
+    for record in report.transforms.values():
+        assert record.matches or record.reason, f"{record.name} did nothing and does not say why"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformed_graph_keeps_the_numbers(family):
+    """Fusions and merges on a graph without cache: the logits stay those of Hugging Face."""
+    model = load_model(f"tiny-{family}", dtype="float32", device="cpu")
+    ids = torch.randint(3, 128, (2, 13), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(13).expand(2, -1)
+    with torch.no_grad():
+        expected = model.module(input_ids=ids, position_ids=positions, use_cache=False).logits
+    gm = capture_decoder(model.module)
+    run_pipeline(gm, load_config(), Context(route="module"))
+    with torch.no_grad():
+        (logits,) = gm(ids, positions)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def examples(rewrite, dtype):
+    """Tensors and literals that a rewrite's functions take."""
+    sizes = {c: 4 + 2 * i for i, c in enumerate("bdhrs")}
+    tensors = []
+    for shape in rewrite.shapes.values():
+        dims = shape.partition(":")[0].split()
+        size = [sum(int(p) if p.isdigit() else sizes[p] for p in d.split("+")) for d in dims]
+        tensors.append(torch.randn(size).to(torch.float32 if "float32" in shape else dtype))
+    return tensors, {p: 0.25 for p, kind in rewrite.pattern.__annotations__.items() if kind == "float"}
+
+
+@pytest.mark.parametrize(("name", "rewrite"), PATTERNS, ids=[f"{n}:{r.pattern.__name__}" for n, r in PATTERNS])
+def test_patterns_are_captured_as_models_are(name, rewrite):
+    """Tracing a pattern directly gives the graph that torch.export gives."""
+    tensors, literals = examples(rewrite, torch.bfloat16)
+
+    class Module(nn.Module):
+        def forward(self, *args):
+            return rewrite.pattern(*args, **literals)
+
+    def structure(graph):
+        number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+        return [
+            (n.target, str(map_arg(n.args, number.get)), n.kwargs) for n in graph.nodes if n.op == "call_function"
+        ]
+
+    exported = export_graph(Module(), tuple(tensors))
+    traced = trace_function(lambda *args: rewrite.pattern(*args, **literals), tensors)
+    assert structure(exported.graph) == structure(traced.graph)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "rewrite"), PATTERNS, ids=[f"{n}:{r.pattern.__name__}" for n, r in PATTERNS])
+def test_replacement_computes_what_the_pattern_computes(name, rewrite, dtype):
+    tensors, literals = examples(rewrite, dtype)
+    wanted, got = rewrite.pattern(*tensors, **literals), rewrite.replacement(*tensors, **literals)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+class Llama(nn.Module):
+    """Two blocks of a residual stream with norms."""
+
+    def __init__(self, d=8):
+        super().__init__()
+        self.w = nn.ParameterList([nn.Parameter(torch.randn(d)) for _ in range(3)])
+
+    def norm(self, x, i):
+        return self.w[i] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+    def forward(self, x):
+        x = x + self.norm(x, 0).exp()
+        x = x + self.norm(x, 1).sin()
+        return self.norm(x, 2)
+
+
+def test_add_goes_into_the_norm_and_the_sum_stays_readable_r12():
+    module, x = Llama(), torch.randn(2, 3, 8)
+    gm, report, _ = transform(module, (x,), "fuse_rms_norm", "fuse_add_rms_norm")
+    assert len(report.transforms["fuse_rms_norm"].matches) == 3
+    assert len(report.transforms["fuse_add_rms_norm"].matches) == 2
+    assert torch.equal(gm(x), module(x))
+
+
+def test_add_with_a_broadcast_summand_is_left_alone():
+    class Broadcast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8))
+
+        def forward(self, x, y):
+            s = x + y
+            return self.w * (s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-5)), s
+
+    gm, report, _ = transform(
+        Broadcast(), (torch.randn(2, 3, 8), torch.randn(8)), "fuse_rms_norm", "fuse_add_rms_norm"
+    )
+    record = report.transforms["fuse_add_rms_norm"]
+    assert record.status == "no_match" and "broadcast" in record.reason
+
+
+def test_weight_that_is_not_a_parameter_is_refused_byte_for_byte():
+    def norm(x, w):
+        return w.exp() * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+    class Computed(nn.Module):
+        def forward(self, x, w):
+            return norm(x, w)
+
+    gm, report, before = transform(Computed(), (torch.randn(2, 8), torch.randn(8)), "fuse_rms_norm")
+    assert "is computed in the graph" in report.transforms["fuse_rms_norm"].reason
+    assert graph_text(gm.graph) == before
+
+
+def test_float32_weight_on_bfloat16_input_keeps_its_dtype():
+    """Stock matchers fuse this to the wrong dtype; here the result stays what it was."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(8))
+
+        def forward(self, x):
+            h = x.to(torch.float32)
+            return self.w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+    module, x = Mixed(), torch.randn(2, 8).to(torch.bfloat16)
+    gm, _, _ = transform(module, (x,), "fuse_rms_norm")
+    assert gm(x).dtype == module(x).dtype == torch.float32
+    assert torch.equal(gm(x), module(x))
+
+
+class Gated(nn.Module):
+    def __init__(self, activation, bias=False, tie=False, uneven=False):
+        super().__init__()
+        self.gate, self.up = nn.Linear(8, 12, bias), nn.Linear(8, 12, bias)
+        if uneven:
+            self.up = nn.Linear(8, 12, not bias)
+        self.other = nn.Linear(8, 12, bias)
+        self.tie = tie
+        if tie:
+            self.other.weight = self.gate.weight
+        self.activation = activation
+
+    def forward(self, x):
+        y = self.activation(self.gate(x)) * self.up(x)
+        return y + self.other(x.exp()) if self.tie else y
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_mlp_fuses_and_merges_r13_r16(activation, bias):
+    module, x = Gated(ACTIVATIONS[activation], bias), torch.randn(3, 5, 8)
+    expected = module(x)
+    gm, report, _ = transform(module, (x,), "fuse_swiglu", "merge_gate_up")
+    assert [len(report.transforms[n].matches) for n in ("fuse_swiglu", "merge_gate_up")] == [1, 1]
+    torch.testing.assert_close(gm(x), expected)
+    assert sum(is_op(n, torch.ops.aten.linear.default) for n in calls(gm.graph)) == 1
+
+
+def test_merged_weights_are_views_of_one_tensor_r16():
+    module = Gated(F.silu)
+    transform(module, (torch.randn(2, 8),), "fuse_swiglu", "merge_gate_up")
+    gate, up = module.gate.weight, module.up.weight
+    assert gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
+    assert gate.untyped_storage().nbytes() == 4 * (gate.numel() + up.numel())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"tie": True}, "tied"), ({"uneven": True}, "some of gate and up have a bias")]
+)
+def test_merging_leaves_alone_what_it_must_r26(options, reason):
+    _, report, _ = transform(Gated(F.silu, **options), (torch.randn(2, 8),), "fuse_swiglu", "merge_gate_up")
+    record = report.transforms["merge_gate_up"]
+    assert record.status == "no_match" and reason in record.reason
+
+
+def test_gate_and_up_of_different_shapes_do_not_fuse():
+    class Broadcast(nn.Module):
+        def forward(self, g, u):
+            return F.silu(g) * u
+
+    _, report, _ = transform(Broadcast(), (torch.randn(2, 3, 8), torch.randn(8)), "fuse_swiglu")
+    assert "broadcast" in report.transforms["fuse_swiglu"].reason
+
+
+def rotate(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+class Rotary(nn.Module):
+    def __init__(self, r=None):
+        super().__init__()
+        self.r = r
+
+    def forward(self, x, cos, sin):
+        if self.r is None:
+            return rotate(x, cos, sin)
+        return torch.cat((rotate(x[..., : self.r], cos, sin), x[..., self.r :]), -1)
+
+
+@pytest.mark.parametrize("r", [None, 8])
+def test_rope_fuses_whole_and_partial_r14(r):
+    x, angles = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, r or 16)
+    module = Rotary(r)
+    gm, report, _ = transform(module, (x, angles.cos(), angles.sin()), "fuse_rope")
+    assert len(report.transforms["fuse_rope"].matches) == 1
+    assert torch.equal(gm(x, angles.cos(), angles.sin()), module(x, angles.cos(), angles.sin()))
+
+
+def test_rope_with_angles_for_each_head_is_refused():
+    x, angles = torch.randn(2, 3, 5, 16), torch.randn(2, 3, 5, 16)
+    _, report, _ = transform(Rotary(), (x, angles.cos(), angles.sin()), "fuse_rope")
+    assert "differ between heads" in report.transforms["fuse_rope"].reason
+
+
+def test_new_nodes_carry_value_place_and_maker_r27():
+    model = load_model("tiny-llama", dtype="float32", device="meta")
+    gm = capture_decoder(model.module)
+    run_pipeline(gm, load_config(), Context(route="decoder"))
+    made = [n for n in calls(gm.graph) if "made_by" in n.meta]
+    assert {n.meta["made_by"] for n in made} == set(TransformRegistry.names())
+    for node in made:
+        assert "val" in node.meta and module_path(node) and source_line(node), node
+
+
+def test_decoder_transforms_skip_other_modules_with_a_reason():
+    _, report, _ = transform(Llama(), (torch.randn(2, 3, 8),), "last_token_logits", "insert_kv_cache")
+    for name in ("last_token_logits", "insert_kv_cache"):
+        assert report.transforms[name].status == "skipped" and "engine" in report.transforms[name].reason
+
+
+def test_a_mask_of_its_own_is_refused_by_the_cache_r17():
+    class Masked(nn.Module):
+        def forward(self, q, mask):
+            return (torch.ops.graft.attention(q, q, q, mask, 0.5, False),)
+
+    gm = export_graph(Masked(), (torch.randn(1, 2, 3, 8), torch.ones(1, 1, 3, 3, dtype=torch.bool)))
+    with pytest.raises(TransformError, match=r"insert_kv_cache.*a mask of its own"):
+        run_pipeline(gm, only("insert_kv_cache"), Context(route="decoder"))
