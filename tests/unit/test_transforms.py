@@ -141,7 +141,7 @@ def test_add_with_a_broadcast_summand_is_left_alone():
             s = x + y
             return self.w * (s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + 1e-5)), s
 
-    gm, report, _ = transform(
+    _, report, _ = transform(
         Broadcast(), (torch.randn(2, 3, 8), torch.randn(8)), "fuse_rms_norm", "fuse_add_rms_norm"
     )
     record = report.transforms["fuse_add_rms_norm"]

@@ -72,8 +72,6 @@ class TensorSpec:
 # Argument name → "b s d": a letter, a number or "r+6" a dim, letters shared between arguments. "b s d : float32" says
 # that the argument may be wider than the others, which makes the casts around it visible.
 Shapes = Mapping[str, str]
-    str, str
-]  # argument name → "b s d": a letter, a number or "r+6" a dim, letters shared between arguments
 
 
 def tensor_names(function: Callable[..., Any]) -> list[str]:

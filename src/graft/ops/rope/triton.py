@@ -45,16 +45,12 @@ def rope_kernel(
     s_low = tl.load(sin + b * ss_b + s * ss_s + cols, mask=mask, other=0.0).to(tl.float32)
     s_high = tl.load(sin + b * ss_b + s * ss_s + half + cols, mask=mask, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    a, b, c, d_ = low * c_low, high * s_low, high * c_high, low * s_high
+    low_cos, high_sin, high_cos, low_sin = low * c_low, high * s_low, high * c_high, low * s_high
     if ROUND:  # eager rounds each product to the working dtype before the sum
-        a, b, c, d_ = (
-            a.to(dtype).to(tl.float32),
-            b.to(dtype).to(tl.float32),
-            c.to(dtype).to(tl.float32),
-            d_.to(dtype).to(tl.float32),
-        )
-    tl.store(target + cols, (a - b).to(dtype), mask=mask)
-    tl.store(target + half + cols, (c + d_).to(dtype), mask=mask)
+        low_cos, high_sin = low_cos.to(dtype).to(tl.float32), high_sin.to(dtype).to(tl.float32)
+        high_cos, low_sin = high_cos.to(dtype).to(tl.float32), low_sin.to(dtype).to(tl.float32)
+    tl.store(target + cols, (low_cos - high_sin).to(dtype), mask=mask)
+    tl.store(target + half + cols, (high_cos + low_sin).to(dtype), mask=mask)
     if REST > 0:
         rest = r + tl.arange(0, REST)
         tl.store(target + rest, tl.load(source + rest, mask=rest < d, other=0.0), mask=rest < d)
@@ -70,7 +66,7 @@ def rope_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rope_kernel[(b * h * s,)](
         x, cos, sin, out, h, s, d, r, x.stride(0), x.stride(1), x.stride(2),
         cos.stride(0), cos.stride(2), sin.stride(0), sin.stride(2),
-        HALF=triton.next_power_of_2(r // 2), REST=triton.next_power_of_2(d - r) if d > r else 0, ROUND=cos.dtype == x.dtype,
-        num_warps=1,
+        HALF=triton.next_power_of_2(r // 2), REST=triton.next_power_of_2(d - r) if d > r else 0,
+        ROUND=cos.dtype == x.dtype, num_warps=1,
     )  # fmt: skip
     return out
