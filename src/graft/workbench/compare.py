@@ -34,7 +34,7 @@ def hugging_face_rate(model: LoadedModel, prompt: list[int], new_tokens: int, ba
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
+        eos_token_id=-1,  # never comes, so every sequence runs to the end
         do_sample=False,
         stopping_criteria=[clock],
         pad_token_id=0,

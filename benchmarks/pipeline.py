@@ -1,0 +1,118 @@
+"""What the pipeline costs: capture and transforms of a real model, matching by depth, memory while merging.
+
+python benchmarks/pipeline.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import torch
+
+from graft.capture.decoder import capture_decoder
+from graft.cli.show import quiet_libraries
+from graft.models.load import load_model
+from graft.transforms.base import Context
+from graft.transforms.config import load_config
+from graft.transforms.library.fuse_rms_norm import FuseRMSNorm
+from graft.transforms.pipeline import run_pipeline
+
+
+def pipeline_times(name: str) -> dict[str, float | int | str]:
+    """Capture and all transforms on meta weights, in a fresh process, patterns traced for the first time included."""
+    model = load_model(name, device="meta")
+    started = time.perf_counter()
+    gm = capture_decoder(model.module)
+    captured = time.perf_counter()
+    report = run_pipeline(gm, load_config(), Context(route="decoder"))
+    transforms = sum(r.seconds for r in report.transforms.values())
+    return {
+        "model": name,
+        "capture_s": round(captured - started, 2),
+        "transforms_s": round(transforms, 3),
+        "total_s": round(captured - started + transforms, 2),
+        "transforms_ms_per_layer": round(1000 * transforms / model.layers, 1),
+    }
+
+
+def matching_times(depths: tuple[int, ...] = (32, 128), repeats: int = 5) -> list[dict[str, float | int]]:
+    """Finding all RMSNorms of Llama graphs of different depth; the cost per node must stay flat."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    rows = []
+    for layers in depths:
+        shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = AutoConfig.for_model("llama", vocab_size=128, num_hidden_layers=layers, **shape)
+        with torch.device("meta"):
+            gm = capture_decoder(AutoModelForCausalLM.from_config(config).eval())
+        rewrites = FuseRMSNorm(load_config().transforms["fuse_rms_norm"]).rewrites()
+        times, found = [], 0
+        for _ in range(repeats):
+            started = time.perf_counter()
+            found = sum(len(rewrite.finder().find(gm.graph)[0]) for rewrite in rewrites)
+            times.append(time.perf_counter() - started)
+        nodes = len(gm.graph.nodes)
+        micros = round(1e6 * sorted(times)[repeats // 2] / nodes, 2)
+        rows.append({"layers": layers, "nodes": nodes, "matches": found, "match_us_per_node": micros})
+    return rows
+
+
+def merge_memory(name: str) -> dict[str, float | str]:
+    """Peak memory of loading, capturing and transforming real weights, over the size of the model."""
+    script = f"import benchmarks.pipeline as b; b.measure_merge({name!r})"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def measure_merge(name: str) -> None:
+    """Runs in a process of its own: the peak over the resident size once the model is loaded and captured."""
+    quiet_libraries()
+    model = load_model(name, dtype="float32", device="cpu")
+    gm = capture_decoder(model.module)
+    size = sum(p.numel() * p.element_size() for p in model.module.parameters())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    run_pipeline(gm, load_config(), Context(route="decoder"))
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    ratio = (size + after - before) / size
+    print(
+        json.dumps(
+            {
+                "model": name,
+                "model_MB": size >> 20,
+                "growth_MB": (after - before) >> 20,
+                "peak_ratio": round(ratio, 3),
+            }
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="llama-3.2-1b")
+    parser.add_argument("--merge-model", default="smollm2-135m")
+    args = parser.parse_args()
+    quiet_libraries()
+    times = pipeline_times(args.model)
+    print(
+        f"{times['model']}: capture {times['capture_s']} s, transforms {times['transforms_s']} s"
+        f" ({times['transforms_ms_per_layer']} ms a layer)"
+    )
+    rows = matching_times()
+    for row in rows:
+        print(
+            f"{row['layers']} layers, {row['nodes']} nodes: {row['match_us_per_node']} µs a node to find {row['matches']} norms"
+        )
+    memory = merge_memory(args.merge_model)
+    print(
+        f"{memory['model']}: peak while transforming {memory['peak_ratio']} x the model ({memory['growth_MB']} MB more)"
+    )
+    print(json.dumps({"torch": torch.__version__, "pipeline": times, "matching": rows, "merge": memory}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The real embedded model, from its package to the words it writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import graft
+
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Once upon a time, in a small village,",
+    "Water boils at",
+    "The three laws of robotics are: first, a robot may not injure a human being; second,",
+]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return graft.LLM("smollm2-135m", dtype="float32", device="cpu")
+
+
+def test_every_enabled_transform_matches(llm):
+    counts = {name: len(r.matches) for name, r in llm.report.transforms.items()}
+    assert counts == llm.model.family.expected_matches(30)
+    assert all(counts.values())
+
+
+def test_it_says_paris(llm):
+    (output,) = llm.generate("The capital of France is", graft.SamplingParams(max_tokens=8))
+    assert "Paris" in output.text
+
+
+def test_greedy_tokens_equal_hugging_face(llm):
+    """Five prompts of different lengths in one batch, 64 tokens each."""
+    outputs = llm.generate(PROMPTS, graft.SamplingParams(max_tokens=64))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        encoded = llm.tokenizer(prompt, return_tensors="pt")
+        with torch.no_grad():
+            expected = llm.model.module.generate(**encoded, max_new_tokens=64, do_sample=False)
+        assert output.token_ids == expected[0, encoded["input_ids"].shape[1] :].tolist(), prompt
+
+
+def test_streamed_pieces_are_the_text(llm):
+    params = graft.SamplingParams(max_tokens=24)
+    (output,) = llm.generate("Hello! 你好，", params)
+    assert "".join(llm.stream("Hello! 你好，", params)) == output.text
+
+
+def test_chat_template_is_there(llm):
+    assert llm.tokenizer.chat_template and "<|im_start|>" in llm.tokenizer.chat_template

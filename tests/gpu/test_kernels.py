@@ -1,0 +1,56 @@
+"""Triton kernels on a real GPU, against the reference on the same device."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from graft.ops import OPS, choose
+from graft.ops.cases import tolerance
+
+CASES = [(op, case) for op in OPS for case in importlib.import_module(f"graft.ops.{op}.cases").CASES]
+IDS = [f"{op}: {case.name}" for op, case in CASES]
+
+
+def outputs(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def copied(args):
+    return [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+
+
+def close(left, right, bound):
+    pairs = zip(outputs(left), outputs(right), strict=True)
+    return all(torch.allclose(a.double(), b.double(), rtol=bound, atol=bound) for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+def test_every_kernel_agrees_with_the_reference(name, case, dtype):
+    args = case.make("cuda", dtype, torch.Generator().manual_seed(0))
+    expected = OPS[name].reference(*copied(args))
+    ran = []
+    for kernel in OPS[name].kernels:
+        if kernel.supports(*args) is None:
+            ran.append(kernel.name)
+            assert close(kernel.run(*copied(args)), expected, 4 * tolerance(dtype, case.reduction)), kernel.name
+    assert ran, "no kernel of the op runs this case on a GPU"
+
+
+def test_the_gpu_kernel_is_chosen_for_16_bit():
+    for name, case in CASES:
+        args = case.make("cuda", torch.bfloat16, torch.Generator().manual_seed(0))
+        assert choose(OPS[name], *args).kind in ("triton", "existing_kernel")
+
+
+def test_paged_attention_writes_the_cache_in_place():
+    _, case = next((n, c) for n, c in CASES if c.name.startswith("mixed"))
+    args = case.make("cuda", torch.bfloat16, torch.Generator().manual_seed(0))
+    k, k_cache, slots = args[1], args[3], args[5]
+    pointer = k_cache.data_ptr()
+    torch.ops.graft.paged_attention(*args)
+    assert k_cache.data_ptr() == pointer
+    assert torch.equal(k_cache.view(-1, *k_cache.shape[2:])[slots], k[0].transpose(0, 1))

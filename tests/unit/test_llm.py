@@ -1,0 +1,221 @@
+"""The engine on tiny models: the tokens of Hugging Face, whatever the batch, and clear errors."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graft
+from conftest import FAMILIES, tiny
+from graft.errors import EmptyPrompt, OutOfCache, PromptTooLong, TokenizerMissing, UnknownBackend, UsageError
+from graft.kvcache.blocks import KVCache, LayerShape
+from graft.models.load import load_model
+from graft.runtime.detokenize import Detokenizer
+
+GREEDY = graft.SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+@cache
+def engine(family: str) -> graft.LLM:
+    return graft.LLM(f"tiny-{family}", dtype="float32", device="cpu")
+
+
+def prompts(lengths, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 128, (n,), generator=g).tolist() for n in lengths]
+
+
+def reference(family: str, prompt: list[int], new: int) -> list[int]:
+    """Hugging Face's own greedy tokens."""
+    ids = torch.tensor([prompt])
+    out = tiny(family).module.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_hugging_face_in_a_mixed_batch(family):
+    """Prompts of different lengths together, longer than the sliding windows, decoded side by side."""
+    given_prompts = prompts((1, 5, 13, 30))
+    outputs = engine(family).generate(given_prompts, GREEDY)
+    for prompt, output in zip(given_prompts, outputs, strict=True):
+        assert output.token_ids == reference(family, prompt, 24)
+        assert output.finish_reason == "length"
+    seen = {token for output in outputs for token in output.token_ids}
+    assert len(seen) > 4, "the tokens vary, so the test can fail"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma-3"])
+def test_chunked_prefill_gives_the_same_tokens(family):
+    llm = engine(family)
+    given_prompts = prompts((30, 7, 19))
+    whole = [o.token_ids for o in llm.generate(given_prompts, GREEDY)]
+    llm.engine.scheduler.token_budget = 8
+    try:
+        assert [o.token_ids for o in llm.generate(given_prompts, GREEDY)] == whole
+    finally:
+        llm.engine.scheduler.token_budget = 2048
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.integers(1, 25), min_size=1, max_size=6), st.integers(1, 9), st.integers(2, 40))
+def test_any_batch_gives_each_request_its_own_tokens(lengths, new, budget):
+    """Alone or together, in one piece or in chunks: the same greedy tokens, and every block comes back."""
+    llm = engine("mistral")
+    given_prompts = prompts(lengths, seed=sum(lengths))
+    params = [graft.SamplingParams(max_tokens=new + i, ignore_eos=True) for i in range(len(lengths))]
+    alone = [llm.generate([p], one)[0].token_ids for p, one in zip(given_prompts, params, strict=True)]
+    llm.engine.scheduler.token_budget = max(budget, len(lengths))
+    try:
+        together = [o.token_ids for o in llm.generate(given_prompts, params)]
+    finally:
+        llm.engine.scheduler.token_budget = 2048
+    assert together == alone
+    cache = llm.engine.cache
+    assert sorted(cache.free) == list(range(cache.size))
+
+
+def test_requests_wait_when_the_cache_is_small():
+    llm = graft.LLM("tiny-llama", dtype="float32", device="cpu")
+    llm.engine.cache.limit = 4  # blocks of 16 tokens
+    given_prompts = prompts((20, 25, 18, 30))
+    outputs = llm.generate(given_prompts, GREEDY)
+    assert [o.token_ids for o in outputs] == [reference("llama", p, 24) for p in given_prompts]
+    assert llm.engine.cache.size == 4
+    with pytest.raises(OutOfCache, match="needs 6 blocks"):
+        llm.generate(prompts((60,)), graft.SamplingParams(max_tokens=30))
+
+
+def test_generation_stops_at_the_end_token():
+    llm = engine("llama")
+    (prompt,) = prompts((9,))
+    free = llm.generate([prompt], GREEDY)[0].token_ids
+    llm.engine.stop_tokens, before = frozenset({free[5]}), llm.engine.stop_tokens
+    try:
+        output = llm.generate([prompt], graft.SamplingParams(max_tokens=24))[0]
+    finally:
+        llm.engine.stop_tokens = before
+    assert output.finish_reason == "stop"
+    assert output.token_ids == free[: free.index(free[5]) + 1]
+
+
+def test_temperature_draws_with_the_requests_own_seed_r42():
+    llm = engine("qwen3")
+    (prompt,) = prompts((6,))
+    hot = graft.SamplingParams(max_tokens=12, temperature=1.5, seed=7, ignore_eos=True)
+    first = llm.generate([prompt], hot)[0].token_ids
+    assert llm.generate([prompt], hot)[0].token_ids == first
+    in_batch = llm.generate([prompt, *prompts((4, 9), seed=1)], [hot, GREEDY, GREEDY])[0].token_ids
+    assert in_batch == first
+    other = graft.SamplingParams(max_tokens=12, temperature=1.5, seed=8, ignore_eos=True)
+    assert llm.generate([prompt], other)[0].token_ids != first
+
+
+def test_temperature_follows_the_distribution():
+    """Frequencies of many draws against the exact probabilities; a wrong temperature fails."""
+    llm = engine("llama")
+    (prompt,) = prompts((6,))
+    with torch.no_grad():
+        logits = tiny("llama").module(torch.tensor([prompt])).logits[0, -1].double()
+    draws = 600
+    params = [graft.SamplingParams(max_tokens=1, temperature=0.8, seed=i, ignore_eos=True) for i in range(draws)]
+    tokens = torch.tensor([o.token_ids[0] for o in llm.generate([prompt] * draws, params)])
+    seen = torch.bincount(tokens, minlength=128).double() / draws
+
+    def distance(temperature):
+        return 0.5 * (seen - (logits / temperature).softmax(-1)).abs().sum().item()
+
+    assert distance(0.8) < 0.75 * min(distance(0.3), distance(2.5))
+
+
+def test_prompts_may_be_one_or_many():
+    llm = engine("llama")
+    assert len(llm.generate([3, 4, 5], GREEDY)) == 1
+    assert len(llm.generate([[3, 4], (5, 6)], GREEDY)) == 2
+    assert llm.generate([], GREEDY) == []
+
+
+def test_clear_errors_for_bad_prompts_r63():
+    llm = engine("llama")
+    with pytest.raises(TokenizerMissing, match="tiny-llama has no tokenizer"):
+        llm.generate("some text", GREEDY)
+    with pytest.raises(TokenizerMissing):
+        next(llm.stream([3], GREEDY))
+    with pytest.raises(PromptTooLong, match=r"250 tokens and 24 new ones .* context is 256"):
+        llm.generate(prompts((250,)), GREEDY)
+    with pytest.raises(EmptyPrompt):
+        llm.generate([[3], []], GREEDY)
+    with pytest.raises(UsageError, match="token id 128 is outside the vocabulary of 128"):
+        llm.generate([[128]], GREEDY)
+    with pytest.raises(UsageError, match="2 prompts but 1 sampling"):
+        llm.generate([[3], [4]], [GREEDY])
+    with pytest.raises(UsageError, match="max_tokens must be at least 1"):
+        graft.SamplingParams(max_tokens=0)
+    with pytest.raises(UsageError, match="temperature must be 0 or more"):
+        graft.SamplingParams(temperature=float("nan"))
+    assert llm.generate([[3]], GREEDY), "the engine goes on after errors"
+
+
+def test_the_engine_needs_its_transforms_and_a_known_backend():
+    with pytest.raises(UsageError, match="needs the transform insert_kv_cache"):
+        graft.LLM("tiny-llama", config={"transforms": {"insert_kv_cache": {"enabled": False}}})
+    with pytest.raises(UnknownBackend, match="did you mean 'inductor'"):
+        graft.LLM("tiny-llama", backend="inducter")
+
+
+def test_without_any_fusion_the_tokens_are_the_same():
+    off = {n: {"enabled": False} for n in ("fuse_rms_norm", "fuse_swiglu", "fuse_rope", "merge_qkv")}
+    llm = graft.LLM("tiny-qwen3", dtype="float32", device="cpu", config={"transforms": off})
+    (prompt,) = prompts((11,))
+    assert llm.generate([prompt], GREEDY)[0].token_ids == reference("qwen3", prompt, 24)
+    assert llm.report.transforms["fuse_rope"].status == "disabled"
+
+
+def test_report_names_the_kernel_of_every_op_r25():
+    kernels = engine("llama").report.kernels
+    assert kernels["graft::rms_norm"] == "aten"
+    assert kernels["graft::paged_attention"].startswith("reference (not triton: Triton kernels run on a GPU")
+
+
+def test_cache_grows_only_while_empty():
+    cache = KVCache([LayerShape(2, 4, torch.float32)], 16, torch.device("cpu"), 1 << 20)
+    cache.reserve(3)
+    blocks = cache.allocate(2)
+    cache.reserve(10)
+    assert cache.size == 3, "blocks in use keep their place"
+    cache.release(blocks)
+    cache.reserve(10)
+    assert cache.size == 10 and cache.tensors[0].shape == (10, 16, 2, 4)
+    with pytest.raises(OutOfCache, match="11 blocks are needed"):
+        cache.allocate(11)
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, so that characters are cut in pieces."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return bytes(tokens).decode("utf-8", "replace")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_streamed_text_is_the_text(prompt, text):
+    stream = Detokenizer(Bytes(), list(prompt.encode()))
+    pieces = [stream.feed(token) for token in text.encode()]
+    assert "".join(pieces) + stream.rest() == text
+    assert all("\ufffd" not in piece or "\ufffd" in text for piece in pieces)
+
+
+def test_weights_are_not_doubled_by_merging():
+    model = load_model("tiny-llama", dtype="float32", device="cpu")
+    llm = graft.LLM(model)
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in (*model.module.parameters(), *llm.graph_module.parameters())
+    }
+    assert sum(storages.values()) == sum(p.numel() * 4 for p in model.module.parameters())
