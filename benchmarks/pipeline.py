@@ -16,10 +16,11 @@ import torch
 
 from graft.capture.decoder import capture_decoder
 from graft.cli.show import quiet_libraries
+from graft.graph.match import Finder
 from graft.models.load import load_model
 from graft.transforms.base import Context
 from graft.transforms.config import load_config
-from graft.transforms.library.fuse_rms_norm import FuseRMSNorm
+from graft.transforms.library.fuse_rms_norm import SHAPES, llama
 from graft.transforms.pipeline import run_pipeline
 
 
@@ -50,11 +51,10 @@ def matching_times(depths: tuple[int, ...] = (32, 128), repeats: int = 5) -> lis
         config = AutoConfig.for_model("llama", vocab_size=128, num_hidden_layers=layers, **shape)
         with torch.device("meta"):
             gm = capture_decoder(AutoModelForCausalLM.from_config(config).eval())
-        rewrites = FuseRMSNorm(load_config().transforms["fuse_rms_norm"]).rewrites()
         times, found = [], 0
         for _ in range(repeats):
             started = time.perf_counter()
-            found = sum(len(rewrite.finder().find(gm.graph)[0]) for rewrite in rewrites)
+            found = len(Finder(llama, SHAPES).find(gm.graph)[0])
             times.append(time.perf_counter() - started)
         nodes = len(gm.graph.nodes)
         micros = round(1e6 * sorted(times)[repeats // 2] / nodes, 2)

@@ -164,13 +164,7 @@ def merge_traces(
     for left, right in zip(left_nodes, right_nodes, strict=True):
         left.args = tuple(merge_values(a, b, captures) for a, b in zip(left.args, right.args, strict=True))
         left.kwargs = {k: merge_values(v, right.kwargs[k], captures) for k, v in left.kwargs.items()}
-    values = leaves([(node.args, node.kwargs) for node in left_nodes])
-    if not any(isinstance(value, Open) for value in values):
-        _size_free.add(function)
     return replace(first, exact=False)
-
-
-_size_free: set[Callable[..., Any]] = set()  # patterns whose graphs hold no number that follows from a size
 
 
 def merge_values(left: Any, right: Any, by_value: dict[Any, Capture]) -> Any:
@@ -182,10 +176,17 @@ def merge_values(left: Any, right: Any, by_value: dict[Any, Capture]) -> Any:
 
 
 def exact_pattern(
-    function: Callable[..., Any], specs: Mapping[str, TensorSpec], literals: Mapping[str, Any]
+    function: Callable[..., Any], specs: Mapping[str, TensorSpec], literals: Mapping[str, Any], written: bool = False
 ) -> Pattern:
-    """The function traced with the sizes, dtypes and literals of one match; equal layers share one trace."""
-    return _exact(function, tuple(specs.items()), tuple(literals.items()))
+    """The function traced with the sizes, dtypes and literals of one match; equal layers share one trace.
+
+    Sizes that are dynamic in the model are traced as `FILLER`. In a pattern, a number that follows from one can then
+    equal nothing in the graph. A replacement is `written` into the graph, so there such a number is an error.
+    """
+    return _exact(function, tuple(specs.items()), tuple(literals.items()), written)
+
+
+FILLER, OTHER_FILLER = 1_000_003, 1_000_033
 
 
 @cache
@@ -193,21 +194,21 @@ def _exact(
     function: Callable[..., Any],
     specs: tuple[tuple[str, TensorSpec], ...],
     literals: tuple[tuple[str, Any], ...],
+    written: bool,
 ) -> Pattern:
-    def traced(filler: int) -> Pattern:  # the filler stands for sizes that are dynamic in the model
+    def traced(filler: int) -> Pattern:
         filled = {
             name: TensorSpec(tuple(filler if s is None else s for s in spec.sizes), spec.dtype)
             for name, spec in specs
         }
         return trace(function, filled, dict(literals))
 
-    first = traced(7)
-    known = {value for _, value in literals}
+    first = traced(FILLER)
     dynamic = any(None in spec.sizes for _, spec in specs)
-    if not dynamic or function in _size_free or not has_numbers(first.graph, known):
-        return first
-    if graph_literals(first.graph) != graph_literals(traced(11).graph):
-        raise PatternError(f"{function.__name__} writes a dynamic size into its graph as a number")
+    if written and dynamic and has_numbers(first.graph, {value for _, value in literals}):
+        second = traced(OTHER_FILLER)
+        if graph_literals(first.graph) != graph_literals(second.graph):
+            raise PatternError(f"{function.__name__} writes a dynamic size into its graph as a number")
     return first
 
 

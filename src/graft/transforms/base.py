@@ -133,7 +133,7 @@ def kind_problem(rewrite: Rewrite, match: Match) -> str | None:
     specs = {name: spec_of(node) for name, node in match.tensors.items()}
     try:
         wanted = exact_pattern(rewrite.pattern, specs, match.literals)
-        offered = exact_pattern(rewrite.replacement, specs, match.literals)
+        offered = exact_pattern(rewrite.replacement, specs, match.literals, written=True)
         insertion_point(match)
         for old, new in zip(wanted.outputs, offered.outputs, strict=True):
             check_same_kind(old, new, rewrite.replacement.__name__)
@@ -145,7 +145,7 @@ def kind_problem(rewrite: Rewrite, match: Match) -> str | None:
 def apply_rewrite(editor: Editor, rewrite: Rewrite, match: Match, renamed: dict[Node, Node]) -> MatchRecord:
     """Inserts the replacement above the anchor, points the readers at it, and erases what is dead."""
     specs = {name: spec_of(node) for name, node in match.tensors.items()}
-    body = exact_pattern(rewrite.replacement, specs, match.literals)
+    body = exact_pattern(rewrite.replacement, specs, match.literals, written=True)
     names = tensor_names(rewrite.replacement)
     bound = {p: renamed.get(n := match.tensors[name], n) for p, name in zip(body.inputs, names, strict=True)}
     made = []
