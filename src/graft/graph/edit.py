@@ -109,8 +109,23 @@ def abstract_call(node: Node) -> Any:
     """What a call gives, computed from the recorded values of its arguments; nothing runs for real."""
     args, kwargs = map_arg(node.args, val), map_arg(node.kwargs, val)
     mode = fake_mode(node)
+    call = RULES.get(node.target, node.target)
     with mode or nullcontext(), torch.no_grad():
-        return node.target(*args, **kwargs)
+        return call(*args, **kwargs)
+
+
+def linear_result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG001
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def matmul_result(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    if left.dim() < 2 or right.dim() < 2:
+        return torch.matmul(left, right)
+    return left.narrow(-1, 0, 1) * right.narrow(-2, 0, 1)  # broadcasts to the same shape and dtype
+
+
+# torch 2.11 takes these two apart in C++ that refuses symbolic sizes
+RULES: dict[Any, Any] = {torch.ops.aten.linear.default: linear_result, torch.ops.aten.matmul.default: matmul_result}
 
 
 class AbstractCalls:

@@ -103,7 +103,7 @@ def run_one(
     except Exception as error:
         before.restore(gm)
         context.outputs = outputs_before
-        if settings.on_error == "raise" or not isinstance(error, Exception):
+        if settings.on_error == "raise":
             if isinstance(error, GraftError):
                 raise TransformError(transform.name, str(error)) from error
             raise TransformError(transform.name, f"{type(error).__name__}: {error}") from error
