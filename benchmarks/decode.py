@@ -54,10 +54,9 @@ def main() -> None:
     for batch in args.batch:
         rows.append(measure(llm, prompt, args.new, batch, args.repeats))
         r = rows[-1]
-        print(
-            f"{args.model} {args.dtype} batch {batch}: graft {r['graft_tokens_per_s']} tok/s"
-            f" ({r['graft_GB_per_s']} GB/s of weights), Hugging Face eager {r['hugging_face_tokens_per_s']} tok/s, ratio {r['ratio']}"
-        )
+        ours = f"graft {r['graft_tokens_per_s']} tok/s ({r['graft_GB_per_s']} GB/s of weights)"
+        theirs = f"Hugging Face eager {r['hugging_face_tokens_per_s']} tok/s"
+        print(f"{args.model} {args.dtype} batch {batch}: {ours}, {theirs}, ratio {r['ratio']}")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     setup = {**vars(args), "torch": torch.__version__, "threads": torch.get_num_threads(), "device_name": device}
     print(json.dumps({"setup": setup, "rows": rows}))

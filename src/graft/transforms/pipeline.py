@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,8 @@ def run_pipeline(
         if progress:
             progress(name, index, len(names))
         settings = config.transforms[name]
-        records[name] = run_one(gm, TransformRegistry.get(name)(settings), settings, context)
+        with no_collection():
+            records[name] = run_one(gm, TransformRegistry.get(name)(settings), settings, context)
         log.info(records[name].summary)
         if settings.enabled:
             dumps.write(settings.stage.value, name, gm)
