@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,18 @@ def run_pipeline(
     report = Report(model, records)
     dumps.finish(report)
     return report
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Capture leaves millions of objects behind; a full collection among them takes 0.3 s and frees nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def run_one(
