@@ -17,7 +17,7 @@ test: check
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyrefly check --summarize-errors=false
+	$(BIN)/pyrefly check
 
 bench: $(READY)
 	$(BIN)/python benchmarks/pipeline.py
