@@ -188,3 +188,45 @@ def test_random_programs_keep_their_values_bit_for_bit(program):
     assert torch.equal(gm(x), fn(x))
     canonicalize(gm)
     assert graph_text(gm.graph) == once
+
+
+def test_reshapes_around_a_write_keep_who_sees_it():
+    def view_of_a_copy(x):
+        z = x.clone().t().reshape(24)
+        z.view(4, 6).add_(1)
+        return z
+
+    def copy_before_the_write(x):
+        y = x.clone()
+        z = y.t().reshape(24)
+        y.add_(1)
+        return z.view(6, 4) * 1.5
+
+    x = torch.randn(4, 6)
+    for fn in (view_of_a_copy, copy_before_the_write):
+        assert torch.equal(export_graph(Fn(fn), (x,))(x), fn(x))
+
+
+def test_concatenation_keeps_dim_and_dtype_of_odd_pieces():
+    x = torch.randn(4, 6)
+    old_style = lambda x: torch.cat([torch.tensor([]), x, x], dim=0)  # noqa: E731
+    promoted = lambda n: torch.cat([torch.empty(0, 6), n], dim=0)  # noqa: E731
+    assert torch.equal(export_graph(Fn(old_style), (x,))(x), old_style(x))
+    n = torch.ones(2, 6, dtype=torch.int64)
+    assert export_graph(Fn(promoted), (n,))(n).dtype == torch.float32
+
+
+def test_results_that_eager_gives_fresh_are_fresh():
+    """The caller may write to what it gets: neither its input nor a second result changes."""
+    for fn in (lambda x: x + 0, lambda x: torch.cat([x]), lambda x: x * 1):
+        x = torch.randn(3)
+        assert export_graph(Fn(fn), (x,))(x).data_ptr() != x.data_ptr()
+    one, two = export_graph(Fn(lambda x: (x + 1, x + 1)), (x,))(x)
+    assert one.data_ptr() != two.data_ptr()
+
+
+def test_signed_zeros_are_not_merged():
+    fn = lambda x: (1 / (x.abs() * 0.0), 1 / (x.abs() * -0.0))  # noqa: E731
+    x = torch.ones(2)
+    plus, minus = export_graph(Fn(fn), (x,))(x)
+    assert (plus > 0).all() and (minus < 0).all()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graft
-from graft.errors import CaptureError, UnknownBackend
+from graft.errors import CaptureError, UnknownBackend, UsageError
 
 
 class Block(nn.Module):
@@ -94,3 +94,24 @@ def test_unknown_names_of_the_package_are_errors():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         graft.nothing  # noqa: B018
     assert {"LLM", "compile", "SamplingParams"} <= set(dir(graft))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c(torch.randn(4, 8), 3), "has the shape"),
+        (lambda c: c(torch.randn(4, 6).half(), 3), "is torch.float16"),
+        (lambda c: c(torch.randn(4, 6), 5), "3 is fixed in the graph"),
+        (lambda c: c(torch.randn(4, 6)), "compiled with 2 inputs"),
+        (lambda c: c(torch.randn(4, 6), n=3), "keyword arguments"),
+        (lambda c: c(1.0, 3), "was a tensor"),
+    ],
+)
+def test_inputs_it_was_not_captured_for_are_refused(call, message):
+    class Sliced(nn.Module):
+        def forward(self, x, n):
+            return x[:, :6] * n
+
+    compiled = graft.compile(Sliced(), (torch.randn(4, 6), 3))
+    with pytest.raises(UsageError, match=message):
+        call(compiled)

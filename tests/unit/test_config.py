@@ -60,6 +60,10 @@ def test_set_and_files_that_cannot_be_read(tmp_path):
     (tmp_path / "bad.yaml").write_text("transforms: [unclosed")
     with pytest.raises(ConfigError, match="not YAML"):
         load_config(tmp_path / "bad.yaml")
+    with pytest.raises(ConfigError, match="not YAML"):
+        load_config(sets=["transforms.fuse_rope.enabled=["])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
     with pytest.raises(UsageError, match="cannot be imported"):
         load_config(plugins=("no_such_module",))
 

@@ -219,3 +219,67 @@ def test_weights_are_not_doubled_by_merging():
         for t in (*model.module.parameters(), *llm.graph_module.parameters())
     }
     assert sum(storages.values()) == sum(p.numel() * 4 for p in model.module.parameters())
+
+
+class Numbers:
+    """A tokenizer that writes tokens as numbers."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return "".join(f"<{t}>" for t in tokens)
+
+
+def test_streams_do_not_disturb_each_other(monkeypatch):
+    llm = engine("llama")
+    monkeypatch.setattr(llm, "tokenizer", Numbers())
+    one, two = prompts((5, 9))
+    params = graft.SamplingParams(max_tokens=6, ignore_eos=True)
+    alone = ["".join(llm.stream(p, params)) for p in (one, two)]
+    first, second = llm.stream(one, params), llm.stream(two, params)
+    pieces = [[next(first)], [next(second)]]
+    llm.generate([one], params)
+    abandoned = llm.stream(two, params)
+    next(abandoned)
+    abandoned.close()
+    pieces[0] += list(first)
+    pieces[1] += list(second)
+    assert ["".join(p) for p in pieces] == alone
+    assert sorted(llm.engine.cache.free) == list(range(llm.engine.cache.size))
+
+
+def test_a_refused_batch_leaves_nothing_behind(monkeypatch):
+    llm = engine("llama")
+    monkeypatch.setattr(llm.engine.cache, "limit", 3)
+    with pytest.raises(OutOfCache):
+        llm.generate(prompts((5, 90)), GREEDY)
+    assert not llm.engine.scheduler.waiting and not llm.engine.scheduler.running
+
+
+def test_a_seed_gives_the_same_tokens_in_chunks():
+    llm = engine("llama")
+    (prompt,) = prompts((29,))
+    hot = graft.SamplingParams(max_tokens=5, temperature=1.5, seed=7, ignore_eos=True)
+    whole = llm.generate([prompt], hot)[0].token_ids
+    llm.engine.scheduler.token_budget = 8
+    try:
+        assert llm.generate([prompt], hot)[0].token_ids == whole
+    finally:
+        llm.engine.scheduler.token_budget = 2048
+    cold = graft.SamplingParams(max_tokens=5, temperature=1e-39, seed=7, ignore_eos=True)
+    assert llm.generate([prompt], cold)[0].token_ids == llm.generate([prompt], GREEDY)[0].token_ids[:5]
+    with pytest.raises(UsageError, match="64 bits"):
+        graft.SamplingParams(seed=2**70)
+
+
+def test_a_cache_that_does_not_fit_is_told_and_the_engine_goes_on(monkeypatch):
+    cache = KVCache([LayerShape(2, 4, torch.float32)], 16, torch.device("cpu"), 1 << 20)
+    real = torch.zeros
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(OutOfCache, match="no memory for a key-value cache of 5 blocks"):
+        cache.reserve(5)
+    monkeypatch.setattr(torch, "zeros", real)
+    cache.reserve(2)
+    assert cache.size == 2 and len(cache.tensors) == 2

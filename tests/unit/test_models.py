@@ -93,6 +93,9 @@ def test_shards_load_and_a_missing_one_is_named(tmp_path):
     shards[1].unlink()
     with pytest.raises(CheckpointError, match=f"lacks the shard {shards[1].name}"):
         load_model(tmp_path)
+    cut(tmp_path / "model.safetensors.index.json", 40)
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+        load_model(tmp_path)
 
 
 def cut(path: Path, size: int) -> None:

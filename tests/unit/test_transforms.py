@@ -291,3 +291,50 @@ def test_a_mask_of_its_own_is_refused_by_the_cache_r17():
     gm = export_graph(Masked(), (torch.randn(1, 2, 3, 8), torch.ones(1, 1, 3, 3, dtype=torch.bool)))
     with pytest.raises(TransformError, match=r"insert_kv_cache.*a mask of its own"):
         run_pipeline(gm, only("insert_kv_cache"), Context(route="decoder"))
+
+
+def test_two_merges_in_one_module_do_not_share_a_name():
+    class Twins(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 12, False) for _ in range(4)])
+
+        def forward(self, x):
+            g0, u0, g1, u1 = self.layers
+            return F.silu(g0(x)) * u0(x) + F.silu(g1(x)) * u1(x)
+
+    module, x = Twins(), torch.randn(3, 8)
+    expected = module(x)
+    gm, report, _ = transform(module, (x,), "fuse_swiglu", "merge_gate_up")
+    assert len(report.transforms["merge_gate_up"].matches) == 2
+    torch.testing.assert_close(gm(x), expected)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_weights_at_the_root_merge_and_buffers_do_not(kind):
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("wg", "wu"):
+                tensor = torch.randn(12, 8)
+                if kind == "parameter":
+                    self.register_parameter(name, nn.Parameter(tensor))
+                else:
+                    self.register_buffer(name, tensor)
+
+        def forward(self, x):
+            return F.silu(F.linear(x, self.wg)) * F.linear(x, self.wu)
+
+    module, x = Root(), torch.randn(3, 8)
+    gm, report, _ = transform(module, (x,), "fuse_swiglu", "merge_gate_up")
+    record = report.transforms["merge_gate_up"]
+    assert (len(record.matches) == 1) if kind == "parameter" else ("is not a parameter" in record.reason)
+    torch.testing.assert_close(gm(x), module(x))
+
+
+def test_rope_with_one_angle_for_the_whole_head_is_refused():
+    x, angles = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 1)
+    module = Rotary()
+    gm, report, _ = transform(module, (x, angles.cos(), angles.sin()), "fuse_rope")
+    assert "broadcast over the head" in report.transforms["fuse_rope"].reason
+    assert torch.equal(gm(x, angles.cos(), angles.sin()), module(x, angles.cos(), angles.sin()))

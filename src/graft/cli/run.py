@@ -67,7 +67,7 @@ def run(
         print_json(llm, outputs, speeds)
         return
     for prompt, output in zip(given, outputs, strict=False):
-        out.print(f"[bold]{prompt}[/bold]" if isinstance(prompt, str) else str(prompt), end="")
+        out.print(str(prompt), end="", markup=False, style="bold")
         out.print(output.text if llm.tokenizer else f" → {output.token_ids}", markup=False)
     if table:
         out.print(pipeline_table(llm.report))

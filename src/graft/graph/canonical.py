@@ -21,8 +21,11 @@ from graft.graph import rules
 from graft.graph.nodes import (
     OpOverload,
     is_mutating,
+    is_view_of,
+    leaves,
     mutated_args,
     mutated_roots,
+    output_node,
     storage_root,
     tensor_val,
     val,
@@ -88,22 +91,28 @@ def drop_asserts(graph: Graph) -> None:
 def sweep(graph: Graph) -> bool:
     """One pass of the rules in graph order; True when anything changed."""
     changed = False
-    mutated = mutated_roots(graph)
+    mutated, returned = mutated_roots(graph), returned_roots(graph)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         before = (node.target, node.args, node.kwargs)
         if isinstance(node.target, OpOverload):
             rules.normalize_arguments(node)
-        rules.respell(node)
+        rules.respell(node, mutated)
         same = rules.shortcut(node)
-        if same is not None and may_share(node, same, mutated):
+        fresh_result = node in returned and is_view_of(node) is None  # the caller gets a tensor of its own
+        if same is not None and not fresh_result and may_share(node, same, mutated):
             node.replace_all_uses_with(same)
             graph.erase_node(node)
             changed = True
         else:
             changed |= (node.target, node.args, node.kwargs) != before
     return changed
+
+
+def returned_roots(graph: Graph) -> set[Node]:
+    """Storage owners that the graph returns, directly or as views."""
+    return {storage_root(leaf) for leaf in leaves(output_node(graph).args) if isinstance(leaf, Node)}
 
 
 def may_share(node: Node, same: Node, mutated: set[Node]) -> bool:
@@ -113,14 +122,14 @@ def may_share(node: Node, same: Node, mutated: set[Node]) -> bool:
 
 def merge_equal(graph: Graph) -> None:
     """Common subexpressions: the second of two equal pure calls becomes the first. Symbolic ints merge by value."""
-    mutated = mutated_roots(graph)
+    mutated, returned = mutated_roots(graph), returned_roots(graph)
     first: dict[Any, Node] = {}
     for node in list(graph.nodes):
         key = expression(node, mutated)
         if key is None:
             continue
         seen = first.setdefault(key, node)
-        if seen is not node:
+        if seen is not node and not (node in returned and seen in returned):
             node.replace_all_uses_with(seen)
             graph.erase_node(node)
 
@@ -149,7 +158,7 @@ def hashable(value: Any) -> Any:
         return tuple(hashable(item) for item in value)
     if isinstance(value, dict):
         return tuple(sorted((key, hashable(item)) for key, item in value.items()))
-    return (type(value).__name__, value) if isinstance(value, (bool, int, float)) else value
+    return (type(value).__name__, repr(value)) if isinstance(value, (bool, int, float)) else value  # -0.0 is not 0.0
 
 
 def drop_dead(gm: GraphModule) -> None:

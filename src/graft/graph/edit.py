@@ -41,7 +41,13 @@ class Editor:
         return self._adopt(node, self.abstract(node), like)
 
     def parameter(self, name: str, tensor: torch.Tensor, *, before: Node, like: Node) -> Node:
-        """Adds a parameter to the module and a node that reads it."""
+        """Adds a parameter to the module, under a free name like `name`, and a node that reads it."""
+        taken = {n for n, _ in self.gm.named_parameters(remove_duplicate=False)}
+        owner, _, leaf = name.rpartition(".")
+        count = 1
+        while name in taken:
+            count += 1
+            name = f"{owner}_{count}.{leaf}"
         parameter = torch.nn.Parameter(tensor, requires_grad=False)
         attach_state(self.gm, name, parameter)
         with self.graph.inserting_before(before):

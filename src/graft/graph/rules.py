@@ -6,13 +6,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from graft.graph.nodes import arg_values, is_op, same_shape, schema_of, static_int, tensor_of, tensor_val, val
+from graft.graph.nodes import (
+    arg_values,
+    is_op,
+    same_shape,
+    schema_of,
+    static_int,
+    storage_root,
+    tensor_of,
+    tensor_val,
+    val,
+)
 
 aten = torch.ops.aten
 END = 2**63 - 1  # how export writes an open slice
@@ -72,8 +82,7 @@ def count_dims_from_end(node: Node) -> None:
     positions = DIMS.get(node.target)
     if positions is None:
         return
-    source = node.args[0][0] if isinstance(node.args[0], (list, tuple)) else node.args[0]
-    tensor = tensor_val(source)
+    tensor = tensor_val(node if node.target is aten.cat.default else node.args[0])
     if tensor is None:
         return
     rank = tensor.dim() + (1 if node.target is aten.unsqueeze.default else 0)
@@ -97,10 +106,12 @@ def from_end(dim: Any, rank: int) -> Any:
 # ── spelling ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def respell(node: Node) -> None:
-    rule = SPELLINGS.get(node.target)
-    if rule is not None:
-        rule(node)
+def respell(node: Node, mutated: Collection[Node]) -> None:
+    """`mutated`: storage that is written to; views of it are not respelled into other views."""
+    if node.target in RESHAPES:
+        as_reshape(node, mutated)
+    elif node.target in SPELLINGS:
+        SPELLINGS[node.target](node)
 
 
 def spell(node: Node, target: Any, *args: Any, **kwargs: Any) -> None:
@@ -120,11 +131,13 @@ def as_cast(node: Node) -> None:
     spell(node, aten.to.dtype, node.args[0], result.dtype)
 
 
-def as_reshape(node: Node) -> None:
+def as_reshape(node: Node, mutated: Collection[Node]) -> None:
     """view, reshape, flatten, unflatten… are `aten.reshape(x, sizes)`, with every static size written out."""
     source, result = node.args[0], tensor_val(node)
     if result is None or tensor_val(source) is None:
         return
+    if mutated and storage_root(source) in mutated:
+        return  # whether a reshape copies decides who sees a write
     while is_op(source, aten.reshape.default) and tensor_val(source.args[0]) is not None:
         source = source.args[0]
     sizes = [static_int(size) for size in result.shape]
@@ -191,14 +204,19 @@ def scalar_to_tensor_overload(target: Any) -> Callable[[Node], None]:
     return lambda node: spell(node, target, *node.args, **node.kwargs)
 
 
+RESHAPES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+}
 SPELLINGS: dict[Any, Callable[[Node], None]] = {
     **{op: as_cast for op in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other)},
     **{
         op: as_cast
         for op in (aten.type_as.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default)
     },
-    **{op: as_reshape for op in (aten.view.default, aten.reshape.default, aten._unsafe_view.default)},
-    **{op: as_reshape for op in (aten.flatten.using_ints, aten.unflatten.int)},
     **{op: as_transpose for op in (aten.t.default, aten.permute.default)},
     **{op: as_square for op in (aten.square.default, aten.mul.Tensor)},
     aten.mul.Scalar: scalar_to_tensor_overload(aten.mul.Tensor),
@@ -254,6 +272,8 @@ def if_inference_dropout(node: Node) -> Node | None:
 
 def if_one_piece(node: Node) -> Node | None:
     """Empty pieces of a concatenation fall away; a single piece is the result."""
+    if any(tensor_of(p).dtype != tensor_of(node).dtype for p in node.args[0]):
+        return None  # an empty piece may still decide the dtype
     pieces = [p for p in node.args[0] if 0 not in tensor_of(p).shape]
     if len(pieces) == 1:
         return pieces[0] if same_shape(tensor_of(pieces[0]), tensor_of(node)) else None

@@ -40,8 +40,9 @@ class Snapshot:
         for name in current.keys() - self.state.keys():
             owner, _, leaf = name.rpartition(".")
             delattr(gm.get_submodule(owner), leaf)
-        for name in self.state.keys() - current.keys():
-            attach_state(gm, name, self.state[name])
+        for name, tensor in self.state.items():
+            if current.get(name) is not tensor:
+                attach_state(gm, name, tensor)
         graph = Graph()
         copies: dict[Node, Node] = {}
         for node, name, op, target, args, kwargs, meta in self.nodes:

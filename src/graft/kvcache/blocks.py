@@ -48,12 +48,16 @@ class KVCache:
         wanted = min(blocks, self.limit)
         if wanted <= self.size or len(self.free) < self.size:
             return
-        self.tensors.clear()  # the old tensors go before the new ones come
-        for layer in self.layers:
-            shape = (wanted, self.block_size, layer.kv_heads, layer.head_dim)
-            self.tensors += [torch.zeros(shape, dtype=layer.dtype, device=self.device) for _ in range(2)]
-        self.free = list(reversed(range(wanted)))
-        self.size = wanted
+        self.tensors, self.free, self.size = [], [], 0  # the old tensors go before the new ones come
+        tensors: list[Tensor] = []
+        try:
+            for layer in self.layers:
+                shape = (wanted, self.block_size, layer.kv_heads, layer.head_dim)
+                tensors += [torch.zeros(shape, dtype=layer.dtype, device=self.device) for _ in range(2)]
+        except RuntimeError as error:  # torch reports a lack of memory so
+            size = wanted * self.bytes_per_block >> 20
+            raise OutOfCache(f"no memory for a key-value cache of {wanted} blocks ({size} MiB): {error}") from error
+        self.tensors, self.free, self.size = tensors, list(reversed(range(wanted))), wanted
 
     def allocate(self, blocks: int) -> list[int]:
         if blocks > len(self.free):

@@ -103,7 +103,10 @@ def check_folder(folder: Path) -> None:
         raise CheckpointError(f"{folder / 'config.json'} is not JSON: {error}") from error
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
+            raise CheckpointError(f"{index} is damaged: {type(error).__name__}: {error}; copy it again") from error
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(f"{folder} lacks the shard {missing[0]} that its index names; copy it again")

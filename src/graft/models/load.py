@@ -115,7 +115,10 @@ def load_folder(folder: Path, name: str, dtype: str, device: torch.device) -> Lo
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{folder} has no weights for {missing[0]} ({len(missing)} are missing)")
-    return LoadedModel(name, model.eval().to(device), load_tokenizer(folder), family, config.max_position_embeddings)
+    context = getattr(config, "max_position_embeddings", None)
+    if context is None:
+        raise CheckpointError(f"{folder}: its config has no max_position_embeddings, so the context is not known")
+    return LoadedModel(name, model.eval().to(device), load_tokenizer(folder), family, context)
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from graft.backends import lower
+from graft.errors import CaptureError, UsageError
+from graft.graph.nodes import leaves, static_int
+from graft.graph.text import abstract_text
 from graft.graph.trace import export_graph
 from graft.transforms.base import Context
 from graft.transforms.config import PipelineConfig, load_config
@@ -17,11 +20,56 @@ from graft.transforms.pipeline import run_pipeline
 from graft.transforms.report import Report
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What the graph was captured with: abstract tensors, and values that are fixed in it."""
+
+    examples: tuple[Any, ...]
+    keywords: tuple[str, ...]
+
+    @staticmethod
+    def of(gm: torch.fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        given = list(leaves((args, kwargs)))
+        recorded = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+        if len(given) != len(recorded):
+            raise CaptureError("inputs in containers other than list, tuple and dict cannot be checked; pass tensors")
+        examples = [v if isinstance(g, torch.Tensor) else g for g, v in zip(given, recorded, strict=True)]
+        return Inputs(tuple(examples), tuple(kwargs))
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises UsageError for inputs that the graph was not captured for; it would compute something else."""
+        if set(kwargs) != set(self.keywords):
+            raise UsageError(f"compiled with the keyword arguments {list(self.keywords)}, called with {list(kwargs)}")
+        given = list(leaves((args, {name: kwargs[name] for name in self.keywords})))
+        if len(given) != len(self.examples):
+            raise UsageError(f"compiled with {len(self.examples)} inputs, called with {len(given)}")
+        for index, (value, example) in enumerate(zip(given, self.examples, strict=True)):
+            problem = input_problem(value, example)
+            if problem:
+                raise UsageError(f"input {index} {problem}; compile again, with dynamic_shapes where sizes vary")
+
+
+def input_problem(value: Any, example: Any) -> str | None:
+    if not isinstance(example, torch.Tensor):
+        return None if value == example else f"is {value!r}, but {example!r} is fixed in the graph"
+    if not isinstance(value, torch.Tensor):
+        return f"is {type(value).__name__}, but was a tensor"
+    if value.dtype != example.dtype or value.device != example.device:
+        return f"is {value.dtype} on {value.device}, but was {example.dtype} on {example.device}"
+    sizes = [static_int(size) for size in example.shape]
+    if value.dim() != len(sizes) or any(s is not None and s != v for s, v in zip(sizes, value.shape, strict=True)):
+        return f"has the shape {tuple(value.shape)}, but was captured as {abstract_text(example)}"
+    return None
+
+
 class CompiledModule(torch.nn.Module):
     """A module that calls its transformed graph. State is shared with the module it was made from."""
 
-    def __init__(self, graph_module: torch.fx.GraphModule, call: Any, report: Report, backend: str) -> None:
+    def __init__(
+        self, graph_module: torch.fx.GraphModule, call: Any, report: Report, backend: str, inputs: Inputs
+    ) -> None:
         super().__init__()
+        self._inputs = inputs
         self.graph_module = graph_module
         self.report = report
         self.backend = backend
@@ -29,6 +77,7 @@ class CompiledModule(torch.nn.Module):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._inputs.check(args, kwargs)
         return self._call(*args, **kwargs)
 
 
@@ -48,7 +97,8 @@ def compile(
     """
     settings = config if isinstance(config, PipelineConfig) else load_config(config)
     gm = export_graph(module, args, kwargs, dynamic_shapes)
+    inputs = Inputs.of(gm, args, kwargs or {})
     report = run_pipeline(gm, settings, Context(route="module"), model=type(module).__name__, dump_dir=dump_dir)
     lowered = lower(gm, backend)
     report = replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes))
-    return CompiledModule(gm, lowered.call, report, lowered.backend)
+    return CompiledModule(gm, lowered.call, report, lowered.backend, inputs)

@@ -24,6 +24,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise UsageError(f"max_tokens must be at least 1, but is {self.max_tokens}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise UsageError(f"seed must fit into 64 bits, but is {self.seed}")
         if not self.temperature >= 0:
             raise UsageError(f"temperature must be 0 or more, but is {self.temperature}")
 
@@ -38,7 +40,7 @@ class Output:
     logprobs: None = None
 
 
-@dataclass
+@dataclass(eq=False)  # a request is itself, whatever its tokens
 class Request:
     """A prompt on its way. `computed` tokens are in the cache; the rest are fed in the next step."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,13 +27,14 @@ class Engine:
         self.stop_tokens = stop_tokens
         self.stats = Stats()
 
-    def add(self, prompt: list[int], params: SamplingParams) -> Request:
-        request = Request(prompt, params, make_generator(params.seed) if params.temperature > 0 else None)
-        self.scheduler.add(request)
-        return request
-
-    def busy(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running)
+    def add(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Request]:
+        """Takes all of the requests, or none where one of them can never run."""
+        requests = [
+            Request(prompt, each, make_generator(each.seed) if each.temperature > 0 else None)
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+        self.scheduler.add(requests)
+        return requests
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
@@ -48,14 +49,12 @@ class Engine:
 
     def advance(self, requests: list[Request], counts: list[int], logits: Tensor) -> list[Request]:
         """Samples for the requests whose whole prompt is in the cache, and ends those that are done."""
-        tokens = sample(logits, requests)
-        grown = []
-        for request, count, token in zip(requests, counts, tokens, strict=True):
+        for request, count in zip(requests, counts, strict=True):
             request.computed += count
-            if request.computed < len(request.tokens):
-                continue
+        whole = [row for row, request in enumerate(requests) if request.computed == len(request.tokens)]
+        grown = [requests[row] for row in whole]
+        for request, token in zip(grown, sample(logits[whole], grown), strict=True):
             request.tokens.append(token)
-            grown.append(request)
             if token in self.stop_tokens and not request.params.ignore_eos:
                 request.finish_reason = "stop"
             elif len(request.new_tokens) >= request.params.max_tokens:
@@ -64,11 +63,13 @@ class Engine:
                 self.scheduler.finish(request)
         return grown
 
-    def abort(self) -> None:
-        """Drops everything that is waiting or running and frees its blocks."""
-        self.scheduler.waiting.clear()
-        for request in list(self.scheduler.running):
-            self.scheduler.finish(request)
+    def abort(self, requests: Sequence[Request]) -> None:
+        """Drops those of the requests that are still waiting or running, and frees their blocks."""
+        for request in requests:
+            if request in self.scheduler.waiting:
+                self.scheduler.waiting.remove(request)
+            elif request in self.scheduler.running:
+                self.scheduler.finish(request)
 
     def count(self, fed: int, grown: int, counts: list[int], seconds: float) -> None:
         decoding = max(counts) == 1 and self.stats.new_tokens > 0

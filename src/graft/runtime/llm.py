@@ -75,10 +75,10 @@ class LLM:
             raise UsageError(f"{len(ids)} prompts but {len(each)} sampling parameters; give one for all, or one each")
         requests = self.submit(ids, each)
         try:
-            while self.engine.busy():
+            while any(request.finish_reason is None for request in requests):
                 self.engine.step()
         finally:
-            self.engine.abort()
+            self.engine.abort(requests)
         return [self.output(request) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -88,13 +88,18 @@ class LLM:
         ids = self.encode(prompt)
         (request,) = self.submit([ids], [params or SamplingParams()])
         text = Detokenizer(self.tokenizer, ids)
+        fed = 0
         try:
-            while self.engine.busy():
-                if self.engine.step():
-                    yield text.feed(request.tokens[-1])
+            while request.finish_reason is None:
+                self.engine.step()
+                for token in request.new_tokens[fed:]:  # another caller's step may have added some
+                    fed += 1
+                    yield text.feed(token)
+            for token in request.new_tokens[fed:]:
+                yield text.feed(token)
             yield text.rest()
         finally:
-            self.engine.abort()
+            self.engine.abort([request])
 
     @property
     def stats(self) -> Stats:
@@ -108,7 +113,7 @@ class LLM:
             if len(ids) + each.max_tokens > self.model.context:
                 raise PromptTooLong(len(ids), each.max_tokens, self.model.context)
         self.engine.stats = Stats()
-        return [self.engine.add(ids, each) for ids, each in zip(prompts, params, strict=True)]
+        return self.engine.add(prompts, params)
 
     def encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

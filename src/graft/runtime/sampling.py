@@ -15,7 +15,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
     tokens = logits.argmax(dim=-1).tolist()
     for row, request in enumerate(requests):
         if request.params.temperature > 0:
-            scaled = logits[row].float().cpu() / request.params.temperature
+            row_logits = logits[row].double().cpu()
+            scaled = (row_logits - row_logits.max()) / request.params.temperature  # the largest is 0: no overflow
             tokens[row] = int(torch.multinomial(scaled.softmax(-1), 1, generator=request.generator))
     return tokens
 

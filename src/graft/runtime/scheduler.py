@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from graft.errors import OutOfCache
 from graft.kvcache.blocks import KVCache
@@ -18,15 +19,16 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
-    def add(self, request: Request) -> None:
-        needed = self.cache.blocks_for(request.most_tokens)
-        if needed > self.cache.limit:
-            raise OutOfCache(
-                f"a request of {request.most_tokens} tokens needs {needed} blocks of the key-value cache"
-                f" ({needed * self.cache.bytes_per_block >> 20} MiB), but only {self.cache.limit} fit into memory;"
-                " shorten it or lower max_tokens"
-            )
-        self.waiting.append(request)
+    def add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            needed = self.cache.blocks_for(request.most_tokens)
+            if needed > self.cache.limit:
+                raise OutOfCache(
+                    f"a request of {request.most_tokens} tokens needs {needed} blocks of the key-value cache"
+                    f" ({needed * self.cache.bytes_per_block >> 20} MiB), but {self.cache.limit} fit into memory;"
+                    " shorten it or lower max_tokens"
+                )
+        self.waiting.extend(requests)
 
     def schedule(self) -> tuple[list[Request], list[int]]:
         """Decoding requests first, one token each; then prompts, in chunks, while the budget lasts."""

@@ -64,6 +64,8 @@ def read_yaml(path: Path) -> Any:
         return yaml.safe_load(path.read_text()) or {}
     except FileNotFoundError as error:
         raise ConfigError(f"config file {path} does not exist") from error
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} is not YAML: {error}") from error
 
@@ -86,7 +88,10 @@ def parse_set(text: str) -> Layer:
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--set {text}: write it as key=value, e.g. transforms.fuse_rope.enabled=false")
-    return Layer(f"--set {text}", {key.strip(): yaml.safe_load(value)})
+    try:
+        return Layer(f"--set {text}", {key.strip(): yaml.safe_load(value)})
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {text}: the value is not YAML: {error}") from error
 
 
 def build(layers: Sequence[Layer]) -> PipelineConfig:

@@ -55,5 +55,9 @@ class DumpWriter:
         self.count += 1
 
     def finish(self, report: Report) -> None:
-        if self.folder is not None:
+        if self.folder is None:
+            return
+        try:
             (self.folder / "report.json").write_text(report.to_json())
+        except OSError as error:
+            raise DumpError(f"cannot write the report to {self.folder}: {error}") from error

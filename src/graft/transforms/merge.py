@@ -16,7 +16,7 @@ from graft.transforms.report import MatchRecord
 aten = torch.ops.aten
 
 
-def merge_problem(linears: Sequence[Node | None], what: str) -> str | None:
+def merge_problem(gm: GraphModule, linears: Sequence[Node | None], what: str) -> str | None:
     """Why these linears cannot be merged, or None."""
     found = [node for node in linears if node is not None]
     if len(found) < len(linears):
@@ -26,15 +26,24 @@ def merge_problem(linears: Sequence[Node | None], what: str) -> str | None:
     if len({node.args[0] for node in found}) > 1:
         return f"{what} read different inputs"
     weights = [node.args[1] for node in found]
-    if any(not isinstance(w, Node) or w.op != "get_attr" for w in weights):
-        return f"a weight of {what} is computed in the graph, it is not a parameter"
+    biases = [node.args[2] for node in found if len(node.args) > 2 and node.args[2] is not None]
+    if any(not is_parameter(gm, state) for state in (*weights, *biases)):
+        return f"a weight or bias of {what} is not a parameter"
     shared = next((w for w in weights if len(w.users) > 1), None)
     if shared is not None:
         return f"the weight {shared.target} is tied: something else reads it too"
     if len({tensor_of(w).dtype for w in weights}) > 1:
         return f"the weights of {what} differ in dtype"
-    biases = [len(node.args) > 2 and node.args[2] is not None for node in found]
-    return f"some of {what} have a bias and some have none" if len(set(biases)) > 1 else None
+    return f"some of {what} have a bias and some have none" if 0 < len(biases) < len(found) else None
+
+
+def is_parameter(gm: GraphModule, node: object) -> bool:
+    if not isinstance(node, Node) or node.op != "get_attr":
+        return False
+    value: object = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return isinstance(value, torch.nn.Parameter)
 
 
 def merge_linears(editor: Editor, linears: Sequence[Node], name: str) -> MatchRecord:
@@ -71,10 +80,9 @@ def stack_state(editor: Editor, parts: Sequence[Node], name: str, leaf: str, bef
             view.copy_(tensor.data)
         tensor.data = view
         start += tensor.shape[0]
-    prefix = str(parts[0].target).rsplit(".", 2)[
-        0
-    ]  # model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn
-    return editor.parameter(f"{prefix}.{name}.{leaf}", stacked, before=before, like=before)
+    # model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn.qkv_proj.weight
+    prefix = "".join(f"{part}." for part in str(parts[0].target).split(".")[:-2])
+    return editor.parameter(f"{prefix}{name}.{leaf}", stacked, before=before, like=before)
 
 
 def merge_groups(
@@ -89,7 +97,7 @@ def merge_groups(
     editor = Editor(gm, transform)
     records, misses = [], []
     for anchor, linears in groups:
-        problem = merge_problem(linears, what)
+        problem = merge_problem(gm, linears, what)
         if problem is None:
             records.append(merge_linears(editor, [n for n in linears if n is not None], name))
         else:

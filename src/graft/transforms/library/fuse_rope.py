@@ -34,7 +34,10 @@ def one_angle_a_token(match: Match) -> str | None:
     x, cos, sin = (tensor_val(match.tensors[name]) for name in ("x", "cos", "sin"))
     if x is None or cos is None or sin is None or x.dim() != 4 or cos.dim() != 4 or sin.dim() != 4:
         return "the op takes x [b, h, s, d] and cos, sin [b, 1, s, r]"
-    return None if cos.shape[1] == 1 and sin.shape[1] == 1 else "cos and sin differ between heads"
+    if cos.shape[1] != 1 or sin.shape[1] != 1:
+        return "cos and sin differ between heads"
+    turning = x.shape[-1] if match.pattern == "full" else cos.shape[-1]
+    return None if cos.shape[-1] == sin.shape[-1] == turning else "cos or sin is broadcast over the head"
 
 
 @TransformRegistry.register("fuse_rope")
