@@ -14,6 +14,10 @@ from rich.table import Table
 if TYPE_CHECKING:
     from graft.transforms.report import Report
 
+# Read when transformers and tqdm are imported, which commands do after this module.
+for name, value in (("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("TQDM_DISABLE", "1")):
+    os.environ.setdefault(name, value)
+
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -34,8 +38,6 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 def quiet_libraries() -> None:
     """transformers and its friends draw bars and print advice of their own; graft's is enough."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import transformers.utils.logging as hf_logging
 
     hf_logging.disable_progress_bar()
