@@ -22,7 +22,6 @@ class Editor:
         self.gm = gm
         self.graph = gm.graph
         self.made_by = made_by
-        self.made: list[Node] = []
         self.abstract = AbstractCalls.of(gm)
         self.last_input: Node | None = None
 
@@ -42,10 +41,9 @@ class Editor:
 
     def parameter(self, name: str, tensor: torch.Tensor, *, before: Node, like: Node) -> Node:
         """Adds a parameter to the module, under a free name like `name`, and a node that reads it."""
-        taken = {n for n, _ in self.gm.named_parameters(remove_duplicate=False)}
         owner, _, leaf = name.rpartition(".")
         count = 1
-        while name in taken:
+        while attribute(self.gm, name) is not None:
             count += 1
             name = f"{owner}_{count}.{leaf}"
         parameter = torch.nn.Parameter(tensor, requires_grad=False)
@@ -62,7 +60,6 @@ class Editor:
             node = self.graph.placeholder(name)
         self.last_input = node
         node.meta = {"val": value, "made_by": self.made_by}
-        self.made.append(node)
         return node
 
     def replace(self, old: Node, new: Node) -> None:
@@ -74,8 +71,15 @@ class Editor:
         node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}
         node.meta["val"] = value
         node.meta["made_by"] = self.made_by
-        self.made.append(node)
         return node
+
+
+def attribute(module: torch.nn.Module, name: str) -> Any:
+    """What a dotted name leads to, or None."""
+    value: Any = module
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def attach_state(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graft.errors import CaptureError
 from graft.graph.canonical import canonicalize, drop_unused_state
-from graft.graph.edit import fake_mode
+from graft.graph.edit import attribute, fake_mode
 
 
 def export_graph(
@@ -68,8 +68,6 @@ def fill_values(gm: GraphModule) -> None:
     mode = next((m for n in gm.graph.nodes if (m := fake_mode(n)) is not None), None)
     for node in gm.graph.nodes:
         if node.op == "get_attr" and "val" not in node.meta:
-            value: Any = gm
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
+            value = attribute(gm, str(node.target))
             if isinstance(value, torch.Tensor):
                 node.meta["val"] = mode.from_tensor(value, static_shapes=True) if mode else value

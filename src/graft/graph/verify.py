@@ -103,13 +103,12 @@ def kind(value: Any) -> Any:
 
 def check_write(node: Node) -> None:
     """A new in-place write may not be seen by a later reader of the old value, nor change a parameter."""
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
     for target in mutated_args(node):
         owner = storage_root(target)
         if owner.op == "get_attr" and isinstance(owner.meta.get("val"), torch.nn.Parameter):
             raise VerificationError(f"{where(node)} writes to the parameter {owner.target}")
         for reader in aliases_of(owner):
-            late = [u for u in reader.users if order[u] > order[node] and u is not node and not is_mutating(u)]
+            late = [u for u in reader.users if node < u and not is_mutating(u)]
             if late and owner.op == "call_function":
                 raise VerificationError(f"{where(node)} overwrites a value that {where(late[0])} still reads")
 

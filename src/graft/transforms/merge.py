@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.graph.edit import Editor
+from graft.graph.edit import Editor, attribute
 from graft.graph.match import NearMiss
 from graft.graph.nodes import is_op, module_path, tensor_of, where
 from graft.transforms.base import Outcome
@@ -40,10 +40,7 @@ def merge_problem(gm: GraphModule, linears: Sequence[Node | None], what: str) ->
 def is_parameter(gm: GraphModule, node: object) -> bool:
     if not isinstance(node, Node) or node.op != "get_attr":
         return False
-    value: object = gm
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return isinstance(value, torch.nn.Parameter)
+    return isinstance(attribute(gm, str(node.target)), torch.nn.Parameter)
 
 
 def merge_linears(editor: Editor, linears: Sequence[Node], name: str) -> MatchRecord:
