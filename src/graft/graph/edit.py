@@ -24,6 +24,7 @@ class Editor:
         self.made_by = made_by
         self.abstract = AbstractCalls.of(gm)
         self.last_input: Node | None = None
+        self.replaced: list[tuple[str, str]] = gm.meta.setdefault("graft_replaced", [])
 
     def call(
         self,
@@ -65,6 +66,7 @@ class Editor:
     def replace(self, old: Node, new: Node) -> None:
         """Every reader of `old` reads `new`. Refuses a change of shape, dtype or device."""
         check_same_kind(old, new, self.made_by)
+        self.replaced.append((old.name, new.name))
         old.replace_all_uses_with(new)
 
     def _adopt(self, node: Node, value: Any, like: Node) -> Node:

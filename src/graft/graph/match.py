@@ -187,17 +187,26 @@ class Finder:
     function: Callable[..., Any]
     shapes: dict[str, str]
     allow_readers: bool = False
+    needs: tuple[Any, ...] = ()
 
     def find(self, graph: Graph) -> tuple[list[Match], list[NearMiss]]:
         """All matches, none overlapping another, and the near misses outside them, in graph order."""
         shapes = tuple(self.shapes.items())
         rough = outline(self.function, shapes)
+        self.check_needs(rough)
         tries = [(node, try_at(rough, node)) for node in graph.nodes if is_anchor(rough, node)]
         pattern = rough
         if any(fitted for _, (_, fitted) in tries):
             pattern = loose_pattern(self.function, shapes)
             tries = [(n, try_at(pattern, n) if fitted else (a, False)) for n, (a, fitted) in tries]
         return self.sort_out(graph, pattern, tries)
+
+    def check_needs(self, pattern: Pattern) -> None:
+        """What is declared as needed must be in the pattern, or places that fit would never be looked at."""
+        targets = {node.target for node in pattern.graph.nodes}
+        wrong = [target_text(op) for op in self.needs if op not in targets]
+        if wrong:
+            raise PatternError(f"pattern {pattern.name} is said to need {wrong[0]}, which it does not call")
 
     def sort_out(
         self, graph: Graph, pattern: Pattern, tries: list[tuple[Node, tuple[Attempt, bool]]]

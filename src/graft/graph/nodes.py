@@ -152,6 +152,11 @@ def where(node: Node) -> str:
     return f"%{node.name}" + (f" ({place})" if place else "")
 
 
+def is_weight(node: object) -> bool:
+    """A parameter or buffer: an attribute of the module, or an input that stands for one (`torch.compile`)."""
+    return isinstance(node, Node) and (node.op == "get_attr" or bool(node.meta.get("weight")))
+
+
 def calls(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if node.op == "call_function")
 

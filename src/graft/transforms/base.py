@@ -14,6 +14,7 @@ from graft.graph.edit import Editor, check_same_kind
 from graft.graph.match import Finder, Match, NearMiss, spec_of
 from graft.graph.nodes import module_path, where
 from graft.graph.pattern import exact_pattern, tensor_names
+from graft.graph.text import target_text
 from graft.transforms.report import MatchRecord
 
 
@@ -79,7 +80,8 @@ class Rewrite:
     """A pattern and what replaces it, both plain functions of the same arguments.
 
     shapes: "b s d" for each tensor, letters shared between them. check: None to accept a match, or why not.
-    allow_readers: inner values may be read from outside; they are then computed twice.
+    allow_readers: inner values may be read from outside; they are then computed twice. needs: calls of the canonical
+    pattern without which nothing can fit; a graph that lacks one is not searched, and the pattern not even traced.
     """
 
     pattern: Callable[..., Any]
@@ -87,9 +89,10 @@ class Rewrite:
     shapes: dict[str, str]
     check: Callable[[Match], str | None] | None = None
     allow_readers: bool = False
+    needs: tuple[Any, ...] = ()
 
     def finder(self) -> Finder:
-        return Finder(self.pattern, self.shapes, self.allow_readers)
+        return Finder(self.pattern, self.shapes, self.allow_readers, self.needs)
 
 
 class PatternTransform(BaseTransform):
@@ -102,7 +105,13 @@ class PatternTransform(BaseTransform):
         editor = Editor(gm, self.name)
         records: list[MatchRecord] = []
         misses: list[NearMiss] = []
+        lacking: list[str] = []
         for rewrite in self.rewrites():
+            present = {node.target for node in gm.graph.nodes}
+            absent = next((op for op in rewrite.needs if op not in present), None)
+            if absent is not None:
+                lacking.append(target_text(absent))
+                continue
             matches, near = rewrite.finder().find(gm.graph)
             misses += near
             renamed: dict[Node, Node] = {}
@@ -118,10 +127,13 @@ class PatternTransform(BaseTransform):
                     records.append(apply_rewrite(editor, rewrite, match, renamed))
         matched = {record.anchor for record in records}
         left = tuple(miss for miss in misses if miss.anchor not in matched)
-        return Outcome(tuple(records), left, "" if records else no_match_reason(left))
+        return Outcome(tuple(records), left, "" if records else no_match_reason(left, lacking))
 
 
-def no_match_reason(misses: Sequence[NearMiss]) -> str:
+def no_match_reason(misses: Sequence[NearMiss], lacking: Sequence[str] = ()) -> str:
+    """The nearest miss, or what the graph lacks for the patterns that were not even tried."""
+    if not misses and lacking:
+        return f"the graph has no {' and no '.join(dict.fromkeys(lacking))}"
     if not misses:
         return "nothing in the graph looks like the pattern"
     closest = max(misses, key=lambda miss: miss.matched / max(miss.size, 1))

@@ -38,6 +38,7 @@ def same_kind(match: Match) -> str | None:
     return None if x.dtype == residual.dtype else f"the summands are {x.dtype} and {residual.dtype}"
 
 
+NEEDS = (torch.ops.graft.rms_norm.default,)
 SHAPES = {"x": "b s d", "residual": "b s d", "weight": "d"}
 
 
@@ -54,6 +55,6 @@ class FuseAddRMSNorm(PatternTransform):
 
     def rewrites(self) -> Sequence[Rewrite]:
         return [
-            Rewrite(plain, plain_fused, SHAPES, same_kind),
-            Rewrite(cast_last, cast_last_fused, SHAPES, same_kind),
+            Rewrite(plain, plain_fused, SHAPES, same_kind, needs=NEEDS),
+            Rewrite(cast_last, cast_last_fused, SHAPES, same_kind, needs=NEEDS),
         ]

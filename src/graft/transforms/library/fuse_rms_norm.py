@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graft.graph.match import Match
-from graft.graph.nodes import tensor_val, where
+from graft.graph.nodes import is_weight, tensor_val, where
 from graft.transforms.base import PatternTransform, Rewrite
 from graft.transforms.registry import TransformRegistry
 
@@ -47,11 +47,13 @@ def weight_is_a_vector(match: Match) -> str | None:
     weight, x = tensor_val(match.tensors["weight"]), tensor_val(match.tensors["x"])
     if weight is None or x is None or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         return "the weight is not one value a channel"
-    if match.tensors["weight"].op != "get_attr":
+    if not is_weight(match.tensors["weight"]):
         return f"the weight {where(match.tensors['weight'])} is computed in the graph, it is not a parameter"
     return None
 
 
+aten = torch.ops.aten
+NEEDS = (aten.rsqrt.default, aten.mean.dim)
 SHAPES = {"x": "b s d", "weight": "d"}
 
 
@@ -69,7 +71,9 @@ class FuseRMSNorm(PatternTransform):
 
     def rewrites(self) -> Sequence[Rewrite]:
         return [
-            Rewrite(gemma, gemma_fused, SHAPES, weight_is_a_vector),  # first: 1 + w also looks like a weight
-            Rewrite(llama, llama_fused, SHAPES, weight_is_a_vector),
-            Rewrite(olmo2, olmo2_fused, SHAPES, weight_is_a_vector),
+            Rewrite(
+                gemma, gemma_fused, SHAPES, weight_is_a_vector, needs=NEEDS
+            ),  # first: 1 + w also looks like a weight
+            Rewrite(llama, llama_fused, SHAPES, weight_is_a_vector, needs=NEEDS),
+            Rewrite(olmo2, olmo2_fused, SHAPES, weight_is_a_vector, needs=NEEDS),
         ]

@@ -40,6 +40,9 @@ def one_angle_a_token(match: Match) -> str | None:
     return None if cos.shape[-1] == sin.shape[-1] == turning else "cos or sin is broadcast over the head"
 
 
+NEEDS = (torch.ops.aten.neg.default, torch.ops.aten.cat.default)
+
+
 @TransformRegistry.register("fuse_rope")
 class FuseRoPE(PatternTransform):
     """The spelled-out, half-rotated rotary embedding becomes one op, for queries and keys each.
@@ -59,11 +62,13 @@ class FuseRoPE(PatternTransform):
                 fused,
                 {"x": "b h s r+6", "cos": "b 1 s r : float32", "sin": "b 1 s r : float32"},
                 one_angle_a_token,
+                needs=NEEDS,
             ),
             Rewrite(
                 full,
                 fused,
                 {"x": "b h s d", "cos": "b 1 s d : float32", "sin": "b 1 s d : float32"},
                 one_angle_a_token,
+                needs=NEEDS,
             ),
         ]

@@ -45,6 +45,7 @@ def same_kind(match: Match) -> str | None:
     return None if gate.dtype == up.dtype else f"gate is {gate.dtype} and up is {up.dtype}"
 
 
+aten = torch.ops.aten
 SHAPES = {"gate": "b s d", "up": "b s d"}
 
 
@@ -60,5 +61,9 @@ class FuseSwiGLU(PatternTransform):
     """
 
     def rewrites(self) -> Sequence[Rewrite]:
-        pairs = ((silu, silu_fused), (gelu_tanh, gelu_tanh_fused), (gelu, gelu_fused))
-        return [Rewrite(pattern, fused, SHAPES, same_kind) for pattern, fused in pairs]
+        forms = (
+            (silu, silu_fused, aten.silu.default),
+            (gelu_tanh, gelu_tanh_fused, aten.gelu.default),
+            (gelu, gelu_fused, aten.gelu.default),
+        )
+        return [Rewrite(pattern, fused, SHAPES, same_kind, needs=(op,)) for pattern, fused, op in forms]
