@@ -115,6 +115,10 @@ class VerificationError(GraftError):
     """A rewritten graph broke an invariant."""
 
 
+class ProofError(VerificationError):
+    """A replacement does not compute what it replaced, or that could not be tried out."""
+
+
 class TransformError(GraftError):
     def __init__(self, transform: str, detail: str) -> None:
         super().__init__(

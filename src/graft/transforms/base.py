@@ -61,6 +61,7 @@ class BaseTransform:
     """Subclass, implement `apply`, and register. The pipeline times, checks, records and rolls back."""
 
     name: ClassVar[str]
+    unprovable: ClassVar[str] = ""  # why its matches cannot be run beside what they replaced, if so
     config: TransformConfig
 
     def __init__(self, config: TransformConfig) -> None:

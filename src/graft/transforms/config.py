@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -20,6 +20,7 @@ from graft.errors import ConfigError, UnknownKey, UnknownTransform, WrongType
 from graft.transforms.base import TransformConfig
 from graft.transforms.registry import TransformRegistry, load_all
 
+Verify = Literal["structure", "matches"]  # what is checked after each transform: the graph, or also every match
 DEFAULTS = Path(__file__).with_name("default.yaml")
 
 
@@ -37,6 +38,7 @@ class PipelineConfig:
 
     transforms: Mapping[str, TransformConfig]
     origins: Mapping[str, str] = field(default_factory=dict)
+    verify: Verify = "structure"
 
 
 def load_config(
@@ -77,6 +79,9 @@ def flatten(tree: Any, where: str, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
+        if name == "verify":
+            flat[name] = value
+            continue
         deep = name.count(".") < 2
         if deep and not isinstance(value, Mapping):
             raise WrongType(name, value, "a mapping", where)
@@ -97,8 +102,12 @@ def parse_set(text: str) -> Layer:
 def build(layers: Sequence[Layer]) -> PipelineConfig:
     values: dict[str, dict[str, Any]] = {}
     origins: dict[str, str] = {}
+    verify: Verify = "structure"
     for layer in layers:
         for key, value in layer.values.items():
+            if key == "verify":
+                verify, origins[key] = convert(value, Verify, key, layer.name), layer.name
+                continue
             name, option = split_key(key, layer.name)
             values.setdefault(name, {})[option] = check_value(name, option, value, layer.name)
             origins[key] = layer.name
@@ -106,14 +115,14 @@ def build(layers: Sequence[Layer]) -> PipelineConfig:
     if missing:
         raise ConfigError(f"transform {missing[0]} has no stage; add transforms.{missing[0]}.stage to your config")
     typed = {name: TransformRegistry.get(name).get_config_class()(**options) for name, options in values.items()}
-    return PipelineConfig(typed, origins)
+    return PipelineConfig(typed, origins, verify)
 
 
 def split_key(key: str, where: str) -> tuple[str, str]:
     """'transforms.fuse_rope.enabled' → ('fuse_rope', 'enabled'), checked."""
     parts = key.split(".")
     if parts[0] != "transforms":
-        raise UnknownKey(parts[0], where, ["transforms"])
+        raise UnknownKey(parts[0], where, ["transforms", "verify"])
     if len(parts) != 3:
         raise ConfigError(f"{where}: {key!r} is not a key; write transforms.<name>.<option>")
     if parts[1] not in TransformRegistry.names():

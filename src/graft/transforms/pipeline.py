@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from graft.errors import GraftError, OrderError, TransformError
 from graft.graph.canonical import drop_dead, drop_unused_state
 from graft.graph.verify import Snapshot, verify
 from graft.transforms.base import BaseTransform, Context, Outcome, Stage, TransformConfig
-from graft.transforms.config import PipelineConfig
+from graft.transforms.config import PipelineConfig, Verify
 from graft.transforms.dumps import DumpWriter
+from graft.transforms.proof import prove_matches
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import Report, TransformRecord
 
@@ -75,7 +77,7 @@ def run_pipeline(
             progress(name, index, len(names))
         settings = config.transforms[name]
         with no_collection():
-            records[name] = run_one(gm, TransformRegistry.get(name)(settings), settings, context)
+            records[name] = run_one(gm, TransformRegistry.get(name)(settings), settings, context, config.verify)
         log.info(records[name].summary)
         if settings.enabled:
             dumps.write(settings.stage.value, name, gm)
@@ -101,7 +103,11 @@ def no_collection() -> Iterator[None]:
 
 
 def run_one(
-    gm: GraphModule, transform: BaseTransform, settings: TransformConfig, context: Context
+    gm: GraphModule,
+    transform: BaseTransform,
+    settings: TransformConfig,
+    context: Context,
+    checked: Verify = "structure",
 ) -> TransformRecord:
     stage = settings.stage.value
     if not settings.enabled:
@@ -110,11 +116,14 @@ def run_one(
     before = Snapshot.take(gm)
     outputs_before = dict(context.outputs)
     common: dict[str, Any] = {"name": transform.name, "stage": stage, "nodes_before": nodes_before}
+    gm.meta["graft_replaced"] = []  # the editor notes here what took the place of what
     try:
         outcome = transform.apply(gm, context)
         if outcome.matches:
             drop_dead(gm)
             verify(gm, before)
+            if checked == "matches" and not transform.unprovable:
+                outcome = replace(outcome, matches=prove_matches(gm, before, outcome.matches))
     except Exception as error:
         before.restore(gm)
         context.outputs = outputs_before
@@ -137,6 +146,7 @@ def run_one(
         reason=outcome.reason,
         seconds=time.perf_counter() - started,
         nodes_after=len(gm.graph.nodes),
+        unproven=transform.unprovable if checked == "matches" and outcome.matches else "",
     )
 
 

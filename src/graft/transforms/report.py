@@ -13,6 +13,15 @@ Status = Literal["applied", "no_match", "skipped", "disabled", "rolled_back"]
 
 
 @dataclass(frozen=True)
+class Proof:
+    """How far a replacement was from float64, and how far it may be, on the inputs where it came closest to that."""
+
+    error: float
+    limit: float
+    inputs: str
+
+
+@dataclass(frozen=True)
 class MatchRecord:
     """One rewrite: where it was made, what it replaced and what it made."""
 
@@ -21,10 +30,13 @@ class MatchRecord:
     replaced: tuple[str, ...]
     made: tuple[str, ...]
     pattern: str = ""
+    proof: Proof | None = None
 
 
 @dataclass(frozen=True)
 class TransformRecord:
+    """What became of one transform. `unproven`: why its matches carry no proof, where one was asked for."""
+
     name: str
     stage: str
     status: Status
@@ -34,6 +46,7 @@ class TransformRecord:
     seconds: float = 0.0
     nodes_before: int = 0
     nodes_after: int = 0
+    unproven: str = ""
 
     @property
     def summary(self) -> str:
@@ -66,11 +79,14 @@ class Report:
         return Report(data["model"], records, data["kernels"], tuple(data["notes"]))
 
 
+def read_match(entry: dict[str, Any]) -> MatchRecord:
+    proof = Proof(**entry["proof"]) if entry["proof"] else None
+    replaced, made = tuple(entry["replaced"]), tuple(entry["made"])
+    return MatchRecord(entry["anchor"], entry["module"], replaced, made, entry["pattern"], proof)
+
+
 def read_record(entry: dict[str, Any]) -> TransformRecord:
-    matches = tuple(
-        MatchRecord(m["anchor"], m["module"], tuple(m["replaced"]), tuple(m["made"]), m["pattern"])
-        for m in entry["matches"]
-    )
+    matches = tuple(read_match(match) for match in entry["matches"])
     misses = tuple(NearMiss(**miss) for miss in entry["near_misses"])
     plain = {f.name: entry[f.name] for f in fields(TransformRecord) if f.name not in ("matches", "near_misses")}
     return TransformRecord(**plain, matches=matches, near_misses=misses)

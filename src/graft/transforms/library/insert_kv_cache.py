@@ -41,6 +41,8 @@ class InsertKVCache(BaseTransform):
     window cannot be kept over packed tokens and is refused.
     """
 
+    unprovable = "what it reads depends on a cache that the graph did not have before"
+
     def apply(self, gm: GraphModule, context: Context) -> Outcome:
         if context.route != "decoder":
             return Outcome(reason="the module is not run by graft's engine; its caches are its own", skipped=True)

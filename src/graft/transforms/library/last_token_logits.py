@@ -36,6 +36,8 @@ class LastTokenLogits(BaseTransform):
     Numerics: the same rows, the same products; the matrix product may sum in another order for another row count.
     """
 
+    unprovable = "it computes the logits of chosen tokens alone, so the results have other shapes"
+
     def apply(self, gm: GraphModule, context: Context) -> Outcome:
         if context.route != "decoder":
             return Outcome(
