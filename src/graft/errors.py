@@ -36,6 +36,11 @@ class UnknownTransform(UsageError):
         super().__init__(f"unknown transform {name!r}{f' in {where}' if where else ''}{near(name, known)}")
 
 
+class UnknownOp(UsageError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown op {name!r}{near(name, known)}")
+
+
 class DuplicateTransform(GraftError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         super().__init__(

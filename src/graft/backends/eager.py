@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.select import Lowered
 from graft.graph.nodes import OpOverload, arg_values, val
 from graft.ops import OPS, choose
-from graft.ops.spec import OpSpec
+from graft.ops.spec import Kernel, OpSpec
 
 
-def lower_eager(gm: GraphModule) -> Lowered:
+def lower_eager(gm: GraphModule, named: Mapping[str, str]) -> Lowered:
     graph = Graph()
     outputs = graph.graph_copy(gm.graph, {})
     graph.output(outputs)
@@ -22,9 +23,10 @@ def lower_eager(gm: GraphModule) -> Lowered:
         spec = spec_of(node)
         if spec is not None:
             given = [value for _, value in arg_values(node)]
-            kernel = choose(spec, *(val(value) for value in given))
+            values = [val(value) for value in given]
+            kernel = choose(spec, *values, named=named.get(spec.name))
             node.target, node.args, node.kwargs = kernel.run, tuple(given), {}
-            kernels[f"graft::{spec.name}"] = describe(spec, kernel.name, [val(value) for value in given])
+            kernels[f"graft::{spec.name}"] = describe(spec, kernel, values, spec.name in named)
     return Lowered(GraphModule(gm, graph, class_name="EagerGraph"), "eager", kernels)
 
 
@@ -34,11 +36,11 @@ def spec_of(node: Node) -> OpSpec | None:
     return None
 
 
-def describe(spec: OpSpec, chosen: str, values: list[object]) -> str:
-    """`reference (not triton: Triton kernels run on a GPU…)`."""
-    passed = []
+def describe(spec: OpSpec, chosen: Kernel, values: list[object], forced: bool = False) -> str:
+    """`reference (reference; not triton: Triton kernels run on a GPU…)`."""
+    notes = [chosen.kind, *(["named in the config"] if forced else [])]
     for kernel in spec.all_kernels:
-        if kernel.name == chosen:
+        if kernel.name == chosen.name or forced:
             break
-        passed.append(f"not {kernel.name}: {kernel.supports(*values)}")
-    return f"{chosen} ({'; '.join(passed)})" if passed else chosen
+        notes.append(f"not {kernel.name}: {kernel.supports(*values)}")
+    return f"{chosen.name} ({'; '.join(notes)})"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from graft.errors import UnknownBackend
+from graft.errors import UnknownBackend, UsageError
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,18 @@ class Lowered:
 BACKENDS = ("auto", "eager", "inductor")
 
 
-def lower(gm: GraphModule, backend: str = "auto") -> Lowered:
+def lower(gm: GraphModule, backend: str = "auto", kernels: Mapping[str, str] | None = None) -> Lowered:
+    """`kernels` names the kernel that an op must run; the others get the first that applies."""
     if backend not in BACKENDS:
         raise UnknownBackend(backend, BACKENDS)
     if backend == "inductor":
         from graft.backends.inductor import lower_inductor
 
+        if kernels:
+            raise UsageError(
+                "the inductor backend chooses kernels itself; take kernels out of the config, or use eager"
+            )
         return lower_inductor(gm)
     from graft.backends.eager import lower_eager
 
-    return lower_eager(gm)
+    return lower_eager(gm, kernels or {})

@@ -11,7 +11,9 @@ import typer
 
 from graft.cli.config import config
 from graft.cli.dump import dump
+from graft.cli.explain import explain
 from graft.cli.models import models
+from graft.cli.ops import ops
 from graft.cli.run import run
 from graft.cli.transforms import transforms
 from graft.errors import GraftError
@@ -42,7 +44,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-for verb in (run, transforms, config, models, dump):
+for verb in (run, transforms, explain, ops, config, models, dump):
     app.command()(guarded(verb))
 
 

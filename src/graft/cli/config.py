@@ -37,8 +37,13 @@ def config(
         values = {
             name: {k: plain(v) for k, v in asdict(entry).items()} for name, entry in settings.transforms.items()
         }
-        print(json.dumps({"transforms": values, "origins": dict(settings.origins)}))
+        chosen = {"verify": settings.verify, "kernels": dict(settings.kernels)}
+        print(json.dumps({**chosen, "transforms": values, "origins": dict(settings.origins)}))
         return
+    print(f"{f'verify: {settings.verify}':<44} # {settings.origins.get('verify', 'built in')}")
+    print("kernels:" if settings.kernels else "kernels: {}")
+    for op, kernel in settings.kernels.items():
+        print(f"  {f'{op}: {kernel}':<42} # {settings.origins[f'kernels.{op}']}")
     print("transforms:")
     for name, entry in settings.transforms.items():
         print(f"  {name}:")

@@ -32,6 +32,7 @@ def run(
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
+    verify: Annotated[bool, typer.Option(help="Prove every match: run it beside what it replaced.")] = False,
     dump: Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:
@@ -42,12 +43,13 @@ def run(
     from graft.runtime.llm import LLM, overlay
     from graft.transforms.config import load_config
 
+    sets = [*(sets or ()), *(["verify=matches"] if verify else [])]
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     given = read_prompts(prompts, token_ids)
     with progress_bar() as progress:
-        load_config(config, sets=sets or (), plugins=tuple(plugins or ()))  # a wrong key is told before the download
+        load_config(config, sets=sets, plugins=tuple(plugins or ()))  # a wrong key is told before the download
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
-        settings = load_config(config, model=overlay(loaded), sets=sets or (), plugins=tuple(plugins or ()))
+        settings = load_config(config, model=overlay(loaded), sets=sets, plugins=tuple(plugins or ()))
         llm = LLM(loaded, config=settings, backend=backend, dump_dir=dump, progress=progress)
         progress("generating", 0, 1)
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
@@ -69,6 +71,8 @@ def run(
     for prompt, output in zip(given, outputs, strict=False):
         out.print(str(prompt), end="", markup=False, style="bold")
         out.print(output.text if llm.tokenizer else f" → {output.token_ids}", markup=False)
+    if verify and not table:
+        show_proofs(llm)
     if table:
         out.print(pipeline_table(llm.report))
         for op, kernel in llm.report.kernels.items():
@@ -122,6 +126,14 @@ def print_json(llm: LLM, outputs: list[Output], speeds: dict[str, float]) -> Non
         "report": json.loads(llm.report.to_json()),
     }
     print(json.dumps(document))
+
+
+def show_proofs(llm: LLM) -> None:
+    from graft.cli.show import out, proof_text
+
+    for record in llm.report.transforms.values():
+        if record.matches:
+            out.print(f"{record.name}: {proof_text(record)}", markup=False, soft_wrap=True)
 
 
 def show_speeds(name: str, llm: LLM, speeds: dict[str, float]) -> None:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from graft.transforms.report import Report
+    from graft.transforms.report import Report, TransformRecord
 
 # Read when transformers and tqdm are imported, which commands do after this module.
 for name, value in (("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("TQDM_DISABLE", "1")):
@@ -50,10 +50,23 @@ def pipeline_table(report: Report) -> Table:
         table.add_column(name, justify=justify)  # pyrefly: ignore
     table.add_column("nodes", justify="right")
     table.add_column("seconds", justify="right")
+    proven = any(match.proof for record in report.transforms.values() for match in record.matches)
+    if proven:
+        table.add_column("proof")
     table.add_column("why")
     for record in report.transforms.values():
         nodes = f"{record.nodes_before} → {record.nodes_after}" if record.nodes_before else ""
         seconds = f"{record.seconds:.3f}" if record.nodes_before else ""
         matches = str(len(record.matches)) if record.nodes_before else ""
-        table.add_row(record.stage, record.name, record.status, matches, nodes, seconds, record.reason)
+        proof = [proof_text(record)] if proven else []
+        table.add_row(record.stage, record.name, record.status, matches, nodes, seconds, *proof, record.reason)
     return table
+
+
+def proof_text(record: TransformRecord) -> str:
+    """`5 proven, worst 2.6e-07 of 1.3e-06 allowed (random inputs)`."""
+    proofs = [match.proof for match in record.matches if match.proof is not None]
+    if not proofs:
+        return f"not proven: {record.unproven}" if record.unproven else ""
+    worst = max(proofs, key=lambda proof: proof.error / proof.limit if proof.limit else 0.0)
+    return f"{len(proofs)} proven, worst {worst.error:.1e} of {worst.limit:.1e} allowed ({worst.inputs} inputs)"

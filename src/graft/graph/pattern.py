@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -132,7 +133,24 @@ def example_trace(
         name: TensorSpec(tuple(size_of(d, sizes) for d in dims[name]), example_dtype(shape)) for name, shape in shapes
     }
     literals = literal_examples(function, base)
-    return trace(function, specs, literals), literals
+    try:
+        return trace(function, specs, literals), literals
+    except PatternError:
+        raise
+    except Exception as error:  # a pattern is the user's code and may raise anything; the user's line is told
+        raise PatternError(
+            f"pattern {function.__name__} cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}"
+            f" at {user_line(function, error)}; patterns are straight-line PyTorch on tensors"
+        ) from error
+
+
+def user_line(function: Callable[..., Any], error: Exception) -> str:
+    """`file.py:12, in name: source text` of the innermost line of the pattern's own file that led to the error."""
+    file = inspect.getsourcefile(function)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if not frames:
+        return f"{file}:{function.__code__.co_firstlineno}"
+    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
 
 
 def example_dtype(shape: str) -> torch.dtype:

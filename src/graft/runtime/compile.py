@@ -99,6 +99,6 @@ def compile(
     gm = export_graph(module, args, kwargs, dynamic_shapes)
     inputs = Inputs.of(gm, args, kwargs or {})
     report = run_pipeline(gm, settings, Context(route="module"), model=type(module).__name__, dump_dir=dump_dir)
-    lowered = lower(gm, backend)
+    lowered = lower(gm, backend, settings.kernels)
     report = replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes))
     return CompiledModule(gm, lowered.call, report, lowered.backend, inputs)

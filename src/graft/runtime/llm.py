@@ -54,7 +54,7 @@ class LLM:
             dump_dir=dump_dir,
             progress=transform_progress(progress),
         )
-        lowered = lower(self.graph_module, backend)
+        lowered = lower(self.graph_module, backend, settings.kernels)
         self.backend = lowered.backend
         self.report: Report = replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes))
         self.tokenizer = self.model.tokenizer

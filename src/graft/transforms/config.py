@@ -17,10 +17,12 @@ from typing import Any, Literal
 import yaml
 
 from graft.errors import ConfigError, UnknownKey, UnknownTransform, WrongType
+from graft.ops import OPS
 from graft.transforms.base import TransformConfig
 from graft.transforms.registry import TransformRegistry, load_all
 
 Verify = Literal["structure", "matches"]  # what is checked after each transform: the graph, or also every match
+DEPTH = {"verify": 0, "kernels": 1, "transforms": 2}  # how many names stand above a value
 DEFAULTS = Path(__file__).with_name("default.yaml")
 
 
@@ -39,6 +41,7 @@ class PipelineConfig:
     transforms: Mapping[str, TransformConfig]
     origins: Mapping[str, str] = field(default_factory=dict)
     verify: Verify = "structure"
+    kernels: Mapping[str, str] = field(default_factory=dict)  # op → the kernel it must run
 
 
 def load_config(
@@ -79,10 +82,7 @@ def flatten(tree: Any, where: str, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if name == "verify":
-            flat[name] = value
-            continue
-        deep = name.count(".") < 2
+        deep = name.count(".") < DEPTH.get(name.partition(".")[0], 2)
         if deep and not isinstance(value, Mapping):
             raise WrongType(name, value, "a mapping", where)
         flat |= flatten(value, where, f"{name}.") if deep else {name: value}
@@ -103,26 +103,41 @@ def build(layers: Sequence[Layer]) -> PipelineConfig:
     values: dict[str, dict[str, Any]] = {}
     origins: dict[str, str] = {}
     verify: Verify = "structure"
+    kernels: dict[str, str] = {}
     for layer in layers:
         for key, value in layer.values.items():
-            if key == "verify":
-                verify, origins[key] = convert(value, Verify, key, layer.name), layer.name
-                continue
-            name, option = split_key(key, layer.name)
-            values.setdefault(name, {})[option] = check_value(name, option, value, layer.name)
             origins[key] = layer.name
+            if key == "verify":
+                verify = convert(value, Verify, key, layer.name)
+            elif key.startswith("kernels."):
+                op, name = check_kernel(key, value, layer.name)
+                kernels[op] = name
+            else:
+                name, option = split_key(key, layer.name)
+                values.setdefault(name, {})[option] = check_value(name, option, value, layer.name)
     missing = [name for name, options in values.items() if "stage" not in options]
     if missing:
         raise ConfigError(f"transform {missing[0]} has no stage; add transforms.{missing[0]}.stage to your config")
     typed = {name: TransformRegistry.get(name).get_config_class()(**options) for name, options in values.items()}
-    return PipelineConfig(typed, origins, verify)
+    return PipelineConfig(typed, origins, verify, kernels)
+
+
+def check_kernel(key: str, value: Any, where: str) -> tuple[str, str]:
+    """'kernels.rope' = 'triton' → ('rope', 'triton'), both known."""
+    op = key.removeprefix("kernels.")
+    if op not in OPS:
+        raise UnknownKey(op, f"{where} (kernels)", OPS)
+    names = [kernel.name for kernel in OPS[op].all_kernels]
+    if value not in names:
+        raise WrongType(key, value, f"one of {', '.join(names)}", where)
+    return op, value
 
 
 def split_key(key: str, where: str) -> tuple[str, str]:
     """'transforms.fuse_rope.enabled' → ('fuse_rope', 'enabled'), checked."""
     parts = key.split(".")
     if parts[0] != "transforms":
-        raise UnknownKey(parts[0], where, ["transforms", "verify"])
+        raise UnknownKey(parts[0], where, ["kernels", "transforms", "verify"])
     if len(parts) != 3:
         raise ConfigError(f"{where}: {key!r} is not a key; write transforms.<name>.<option>")
     if parts[1] not in TransformRegistry.names():

@@ -1,0 +1,72 @@
+"""`graft explain`: where a transform matched, and why it did not elsewhere."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
+
+if TYPE_CHECKING:
+    from graft.workbench.explain import Explanation, Place
+
+
+def explain(
+    model: Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.")],
+    transform: Annotated[str, typer.Argument(help="The transform to explain.")],
+    verify: Annotated[bool, typer.Option(help="Also prove every match.")] = False,
+    dtype: DType = "auto",
+    config: ConfigFile = None,
+    sets: Sets = None,
+    plugins: Plugins = None,
+    as_json: Json = False,
+) -> None:
+    """Show the matches of a transform by layer, and for every near miss the node, its source line and the reason."""
+    from graft.cli.show import progress_bar
+    from graft.errors import UnknownTransform
+    from graft.transforms.config import load_config
+    from graft.workbench.explain import explain_model
+
+    given = [*(sets or ()), *(["verify=matches"] if verify else [])]
+    settings = load_config(config, sets=given, plugins=tuple(plugins or ()))
+    if transform not in settings.transforms:  # told before the model is loaded
+        raise UnknownTransform(transform, settings.transforms)
+    with progress_bar() as progress:
+        explanation = explain_model(model, transform, settings, dtype, progress)
+    if as_json:
+        print(json.dumps(explanation.to_dict()))
+    else:
+        show(explanation)
+
+
+def show(explanation: Explanation) -> None:
+    from graft.cli.show import out
+
+    misses = explanation.closest()
+    counts = f"{len(explanation.matches)} matches, {len(misses)} near misses"
+    out.print(f"{explanation.transform} on {explanation.model}: {counts}", style="bold", markup=False, soft_wrap=True)
+    for text in (explanation.note, explanation.reason):
+        if text:
+            out.print(text, markup=False, soft_wrap=True)
+    for layer, matches in explanation.by_layer().items():
+        out.print("outside the layers" if layer is None else f"layer {layer}", style="cyan")
+        for match in matches:
+            proof = f", error {match.proof.error:.1e} of {match.proof.limit:.1e}" if match.proof else ""
+            form = f" as {match.pattern}" if match.pattern else ""
+            out.print(f"  {place_text(match.place)}: {match.nodes} nodes{form}{proof}", markup=False, soft_wrap=True)
+    if misses:
+        out.print("near misses", style="yellow")
+    for miss in misses:
+        out.print(f"  {place_text(miss.place)}", markup=False, soft_wrap=True)
+        out.print(f"    {miss.reason}", markup=False, soft_wrap=True)
+        out.print(
+            f"    {miss.matched} of {miss.size} calls of {miss.pattern} fitted at {miss.anchor}",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def place_text(place: Place) -> str:
+    return "  ".join(part for part in (f"%{place.node}" if place.node else "", place.module, place.source) if part)

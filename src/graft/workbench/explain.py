@@ -1,0 +1,154 @@
+"""Why a transform matched where it did, and why it did not elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from graft.capture.decoder import capture_decoder
+from graft.errors import UnknownTransform
+from graft.graph.nodes import module_path, source_line
+from graft.models.files import Progress
+from graft.models.load import load_model
+from graft.models.registry import entries
+from graft.transforms.base import Context
+from graft.transforms.config import PipelineConfig
+from graft.transforms.pipeline import order_transforms, run_pipeline
+from graft.transforms.report import MatchRecord, Proof, TransformRecord
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the model something is: `layer` is the first number in the module's path."""
+
+    layer: int | None
+    module: str
+    source: str
+    node: str
+
+
+@dataclass(frozen=True)
+class ExplainedMatch:
+    place: Place
+    pattern: str
+    nodes: int
+    proof: Proof | None
+
+
+@dataclass(frozen=True)
+class ExplainedMiss:
+    """`place` is the node that stopped the match which would have ended at `anchor`."""
+
+    place: Place
+    anchor: str
+    pattern: str
+    reason: str
+    matched: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    model: str
+    transform: str
+    status: str
+    reason: str
+    matches: tuple[ExplainedMatch, ...]
+    near_misses: tuple[ExplainedMiss, ...]
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def by_layer(self) -> dict[int | None, list[ExplainedMatch]]:
+        layers: dict[int | None, list[ExplainedMatch]] = {}
+        for match in sorted(self.matches, key=lambda m: (m.place.layer is None, m.place.layer or 0)):
+            layers.setdefault(match.place.layer, []).append(match)
+        return layers
+
+    def closest(self) -> list[ExplainedMiss]:
+        """The nearest miss at each anchor: other patterns that stopped earlier there are left out."""
+        best: dict[str, ExplainedMiss] = {}
+        for miss in self.near_misses:
+            known = best.get(miss.anchor)
+            if known is None or miss.matched / miss.size > known.matched / known.size:
+                best[miss.anchor] = miss
+        return list(best.values())
+
+
+def explain_model(
+    name: str, transform: str, config: PipelineConfig, dtype: str = "auto", progress: Progress | None = None
+) -> Explanation:
+    """Captures a model, runs the pipeline up to `transform`, and explains what that one did."""
+    if transform not in config.transforms:
+        raise UnknownTransform(transform, config.transforms)
+    entry = entries().get(name)
+    device = "meta" if entry is not None and entry.kind == "random" else "cpu"
+    model = load_model(name, dtype=dtype, device=device, progress=progress)
+    if progress:
+        progress("capturing the graph", 0, 1)
+    gm = capture_decoder(model.module)
+    return explain_graph(gm, transform, config, Context(route="decoder"), model.name)
+
+
+def explain_graph(
+    gm: GraphModule, transform: str, config: PipelineConfig, context: Context, name: str = ""
+) -> Explanation:
+    """Explains one transform on a captured graph, after those that come before it. Changes the graph."""
+    earlier = order_transforms(config)
+    earlier = earlier[: earlier.index(transform)]
+    run_pipeline(gm, only(config, earlier), context)
+    places = {node.name: place_of(node) for node in gm.graph.nodes}
+    off = not config.transforms[transform].enabled
+    chosen = replace(config.transforms[transform], enabled=True)
+    alone = replace(config, transforms={**only(config, ()).transforms, transform: chosen})
+    record = run_pipeline(gm, alone, context).transforms[transform]
+    places = {node.name: place_of(node) for node in gm.graph.nodes} | places
+    note = "it is off in this configuration; this is what it would do" if off else ""
+    return describe(name, record, places, note)
+
+
+def only(config: PipelineConfig, names: Any) -> PipelineConfig:
+    """The same configuration with every other transform off."""
+    kept = {n: replace(s, enabled=s.enabled and n in names) for n, s in config.transforms.items()}
+    return replace(config, transforms=kept)
+
+
+def describe(model: str, record: TransformRecord, places: Mapping[str, Place], note: str) -> Explanation:
+    matches = tuple(
+        ExplainedMatch(match_place(match, places), match.pattern, len(match.replaced), match.proof)
+        for match in record.matches
+    )
+    nowhere = Place(None, "", "", "")
+    misses = tuple(
+        ExplainedMiss(
+            places.get(miss.node.removeprefix("%"), nowhere),
+            miss.anchor,
+            miss.pattern,
+            miss.reason,
+            miss.matched,
+            miss.size,
+        )
+        for miss in record.near_misses
+    )
+    return Explanation(model, record.name, record.status, record.reason, matches, misses, note)
+
+
+def match_place(match: MatchRecord, places: Mapping[str, Place]) -> Place:
+    """Of the anchor; its text begins with the node's name."""
+    name = match.anchor.removeprefix("%").split(" ")[0]
+    return places.get(name, Place(layer_of(match.module), match.module, "", name))
+
+
+def place_of(node: Node) -> Place:
+    path = module_path(node)
+    return Place(layer_of(path), path, source_line(node), node.name)
+
+
+def layer_of(path: str) -> int | None:
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
+    return int(found[1]) if found else None
