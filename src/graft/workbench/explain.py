@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from graft.capture.decoder import capture_decoder
 from graft.errors import UnknownTransform
+from graft.graph.match import NearMiss
 from graft.graph.nodes import module_path, source_line
 from graft.models.files import Progress
 from graft.models.load import load_model
@@ -123,25 +124,28 @@ def describe(model: str, record: TransformRecord, places: Mapping[str, Place], n
         ExplainedMatch(match_place(match, places), match.pattern, len(match.replaced), match.proof)
         for match in record.matches
     )
-    nowhere = Place(None, "", "", "")
     misses = tuple(
-        ExplainedMiss(
-            places.get(miss.node.removeprefix("%"), nowhere),
-            miss.anchor,
-            miss.pattern,
-            miss.reason,
-            miss.matched,
-            miss.size,
-        )
+        ExplainedMiss(miss_place(miss, places), miss.anchor, miss.pattern, miss.reason, miss.matched, miss.size)
         for miss in record.near_misses
     )
     return Explanation(model, record.name, record.status, record.reason, matches, misses, note)
 
 
 def match_place(match: MatchRecord, places: Mapping[str, Place]) -> Place:
-    """Of the anchor; its text begins with the node's name."""
-    name = match.anchor.removeprefix("%").split(" ")[0]
+    name = node_name(match.anchor)
     return places.get(name, Place(layer_of(match.module), match.module, "", name))
+
+
+def miss_place(miss: NearMiss, places: Mapping[str, Place]) -> Place:
+    """Of the node that stopped it; a weight has no line of its own, so it gets the anchor's."""
+    nowhere = Place(None, "", "", node_name(miss.node))
+    place, anchor = places.get(node_name(miss.node), nowhere), places.get(node_name(miss.anchor), nowhere)
+    return place if place.source else replace(anchor, node=place.node)
+
+
+def node_name(text: str) -> str:
+    """`%add_3 (model.layers.0, file.py:83)` → `add_3`."""
+    return text.removeprefix("%").split(" ")[0]
 
 
 def place_of(node: Node) -> Place:

@@ -1,0 +1,126 @@
+"""graft explain and graft ops: where a fusion fired, why not elsewhere, and which kernel runs (R25, R52)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graft.errors import KernelUnavailable, PatternError, UnknownOp, UnknownTransform, UsageError, WrongType
+from graft.graph.match import Finder
+from graft.graph.trace import export_graph
+from graft.ops import OPS
+from graft.runtime.compile import compile as graft_compile
+from graft.transforms.base import Context
+from graft.transforms.config import load_config
+from graft.workbench.explain import explain_graph, explain_model, layer_of
+from graft.workbench.kernels import kernel_rows
+
+
+class Layer(nn.Module):
+    def __init__(self, keep):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+        self.keep = keep
+
+    def forward(self, x):
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        y = self.weight * (x * scale)
+        return y + scale if self.keep else y
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(keep=i == 1) for i in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_matches_by_layer_and_near_misses_with_node_line_and_reason_r52():
+    gm = export_graph(Stack(), (torch.randn(2, 8),))
+    told = explain_graph(gm, "fuse_rms_norm", load_config({"verify": "matches"}), Context(), "stack")
+    assert list(told.by_layer()) == [0, 2]
+    assert all(match.proof and match.nodes == 6 for match in told.matches)
+    (miss,) = told.closest()
+    assert miss.place.layer == 1 and miss.place.module == "layers.1" and miss.place.node.startswith("rsqrt")
+    assert miss.place.source.startswith("test_explain.py:") and "second reader" in miss.reason
+    assert miss.place.source in [entry["place"]["source"] for entry in told.to_dict()["near_misses"]]
+
+
+def test_a_transform_that_is_off_is_explained_all_the_same():
+    gm = export_graph(Stack(), (torch.randn(2, 8),))
+    off = load_config({"transforms": {"fuse_rms_norm": {"enabled": False}}})
+    told = explain_graph(gm, "fuse_rms_norm", off, Context())
+    assert len(told.matches) == 2 and "is off" in told.note
+
+
+def test_earlier_transforms_run_first_and_an_unknown_one_is_an_error():
+    gm = export_graph(Stack(), (torch.randn(2, 8),))
+    told = explain_graph(gm, "fuse_add_rms_norm", load_config(), Context())
+    assert told.status == "no_match" and told.reason
+    with pytest.raises(UnknownTransform, match="did you mean 'fuse_rope'"):
+        explain_model("tiny-llama", "fuse_ropes", load_config())
+
+
+@pytest.mark.parametrize(
+    ("path", "layer"),
+    [("model.layers.12.mlp", 12), ("transformer.h.0", 0), ("3", 3), ("model.norm", None), ("", None)],
+)
+def test_layer_of_a_module_path(path, layer):
+    assert layer_of(path) == layer
+
+
+def test_every_op_lists_its_kernels_and_one_is_always_chosen_r25():
+    rows = kernel_rows()
+    assert {row.op for row in rows} == set(OPS)
+    for op in OPS:
+        for dtype in ("float32", "bfloat16", "float16"):
+            mine = [row for row in rows if row.op == op and row.dtype == dtype]
+            assert sum(row.chosen for row in mine) == mine[0].cases > 0
+            assert [row.kernel for row in mine] == [k.name for k in OPS[op].all_kernels]
+            for row in mine:
+                assert row.applies == row.cases or row.reasons, f"{op} {row.kernel} does not say where it applies"
+                assert row.chosen <= row.applies
+    with pytest.raises(UnknownOp, match="did you mean 'rope'"):
+        kernel_rows(["ropes"])
+
+
+def test_a_kernel_named_in_the_config_runs_or_raises_r25():
+    x = torch.randn(2, 8)
+    compiled = graft_compile(Stack(), (x,), config={"kernels": {"rms_norm": "reference"}})
+    assert compiled.report.kernels["graft::rms_norm"] == "reference (reference; named in the config)"
+    assert "existing_kernel" in graft_compile(Stack(), (x,)).report.kernels["graft::rms_norm"]
+    with pytest.raises(KernelUnavailable, match="Triton kernels run on a GPU"):
+        graft_compile(Stack(), (x,), config={"kernels": {"rms_norm": "triton"}})
+    with pytest.raises(WrongType, match="one of aten, triton, reference"):
+        load_config({"kernels": {"rms_norm": "cuda"}})
+    with pytest.raises(UsageError, match="did you mean 'rms_norm'"):
+        load_config({"kernels": {"rms_nrm": "triton"}})
+    with pytest.raises(UsageError, match="inductor backend chooses kernels itself"):
+        graft_compile(Stack(), (x,), config={"kernels": {"rms_norm": "reference"}}, backend="inductor")
+
+
+def test_a_pattern_that_cannot_be_traced_shows_the_users_line():
+    def pattern(x: Tensor) -> Tensor:
+        if x.sum() > 0:  # the line that is told
+            return x.exp()
+        return x.sin()
+
+    gm = export_graph(Stack(), (torch.randn(2, 8),))
+    with pytest.raises(
+        PatternError, match=r"pattern cannot be traced.*test_explain.py:\d+, in pattern: if x.sum\(\) > 0"
+    ):
+        Finder(pattern, {"x": "b d"}).find(gm.graph)
+
+
+def test_an_op_that_a_pattern_is_said_to_need_must_be_in_it():
+    def pattern(x: Tensor) -> Tensor:
+        return x.exp().sin()
+
+    gm = export_graph(Stack(), (torch.randn(2, 8),))
+    with pytest.raises(PatternError, match=r"said to need aten\.tanh"):
+        Finder(pattern, {"x": "b d"}, needs=(torch.ops.aten.tanh.default,)).find(gm.graph)

@@ -1,0 +1,247 @@
+"""The proof of each match (R7): right rewrites pass on every kind of input, wrong ones are caught and taken back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graft.errors import ProofError, TransformError
+from graft.graph.edit import Editor
+from graft.graph.evaluate import INPUT_KINDS, fill
+from graft.graph.nodes import calls, is_op
+from graft.graph.text import graph_text
+from graft.graph.trace import export_graph
+from graft.transforms import merge
+from graft.transforms.base import BaseTransform, Outcome, PatternTransform, Rewrite, Stage, TransformConfig
+from graft.transforms.config import PipelineConfig, load_config
+from graft.transforms.library import fuse_rms_norm, fuse_rope, fuse_swiglu
+from graft.transforms.pipeline import run_pipeline
+from graft.transforms.registry import TransformRegistry
+from graft.transforms.report import MatchRecord, Report
+
+aten, ops = torch.ops.aten, torch.ops.graft
+
+
+class Block(nn.Module):
+    """A norm, a gated projection and a rotary turn: one place for each of three fusions."""
+
+    def __init__(self, d=8, dtype=torch.float32):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d).to(dtype))
+        self.gate, self.up = nn.Linear(d, d, False, dtype=dtype), nn.Linear(d, d, False, dtype=dtype)
+
+    def forward(self, x, cos, sin):
+        h = x.to(torch.float32)
+        h = self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+        h = F.silu(self.gate(h)) * self.up(h)
+        half = h.shape[-1] // 2
+        return h * cos + torch.cat((-h[..., half:], h[..., :half]), -1) * sin
+
+
+def block_graph(dtype=torch.float32, device="cpu"):
+    with torch.device(device):
+        module, x = Block(dtype=dtype), torch.randn(2, 3, 5, 8).to(dtype)
+        angles = torch.randn(2, 1, 5, 8).to(dtype)
+    dynamic = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
+    return export_graph(module, (x, angles.cos(), angles.sin()), dynamic_shapes=(dynamic,) * 3)
+
+
+@pytest.fixture
+def planted():
+    """Runs one transform made for a test, with proofs or without."""
+    names = []
+
+    def run(gm, make, verify="matches", on_error="raise"):
+        cls = type("Planted", (make,), {"__doc__": "For a test."})
+        TransformRegistry.register("planted")(cls)
+        names.append("planted")
+        settings = {"planted": TransformConfig(Stage.MATCH, on_error=on_error)}
+        return run_pipeline(gm, PipelineConfig(settings, verify=verify)).transforms["planted"]
+
+    yield run
+    for name in names:
+        TransformRegistry._known.pop(name, None)
+
+
+def pattern_transform(pattern, replacement, shapes):
+    return type("Made", (PatternTransform,), {"rewrites": lambda self: [Rewrite(pattern, replacement, shapes)]})
+
+
+def double_eps(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return ops.rms_norm(x, weight, 2 * eps)
+
+
+def no_eps(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return ops.rms_norm(x, weight, 0.0)
+
+
+def offset(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return ops.rms_norm(x, weight, eps, 1.0, True)
+
+
+NORM, GATED = fuse_rms_norm.SHAPES, fuse_swiglu.SHAPES
+ROPE = {"x": "b h s d", "cos": "b 1 s d : float32", "sin": "b 1 s d : float32"}
+WRONG = {
+    "another eps": (fuse_rms_norm.llama, double_eps, NORM),
+    "no eps": (fuse_rms_norm.llama, no_eps, NORM),
+    "an offset": (fuse_rms_norm.llama, offset, NORM),
+    "gate and up swapped": (fuse_swiglu.silu, lambda gate, up: ops.swiglu(up, gate), GATED),
+    "another activation": (fuse_swiglu.silu, lambda gate, up: ops.swiglu(gate, up, "gelu"), GATED),
+    "the other direction": (fuse_rope.full, lambda x, cos, sin: ops.rope(x, cos, -sin), ROPE),
+    "cos and sin swapped": (fuse_rope.full, lambda x, cos, sin: ops.rope(x, sin, cos), ROPE),
+}
+RIGHT = {
+    "norm": (fuse_rms_norm.llama, fuse_rms_norm.llama_fused, NORM),
+    "gated": (fuse_swiglu.silu, fuse_swiglu.silu_fused, GATED),
+    "rope": (fuse_rope.full, fuse_rope.fused, ROPE),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_replacements_pass_and_the_report_holds_the_error_r7(name, dtype, device, planted):
+    record = planted(block_graph(dtype, device), pattern_transform(*RIGHT[name]))
+    (match,) = record.matches
+    assert match.proof is not None and match.proof.inputs in INPUT_KINDS
+    assert 0 <= match.proof.error <= match.proof.limit < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_replacements_are_caught_and_taken_back_r7(name, dtype, planted):
+    gm = block_graph(dtype)
+    before = graph_text(gm.graph)
+    with pytest.raises(TransformError, match=r"planted failed and was rolled back: the replacement at %.* is off by"):
+        planted(gm, pattern_transform(*WRONG[name]))
+    assert graph_text(gm.graph) == before
+
+
+def test_without_the_proof_a_wrong_replacement_goes_through(planted):
+    """Structure alone cannot see it: the proof is what catches it."""
+    record = planted(block_graph(), pattern_transform(*WRONG["another eps"]), verify="structure")
+    assert record.status == "applied" and record.matches[0].proof is None
+
+
+def test_a_wrong_replacement_is_skipped_where_errors_are_r6(planted):
+    gm = block_graph()
+    before = graph_text(gm.graph)
+    record = planted(gm, pattern_transform(*WRONG["an offset"]), on_error="skip")
+    assert record.status == "rolled_back" and "off by" in record.reason and graph_text(gm.graph) == before
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_merged_weights_in_the_wrong_order_are_caught(device, monkeypatch):
+    """Weights too: on the meta device they are made up by storage, so that views stay views."""
+    settings = load_config({"verify": "matches"})
+    gm = block_graph(device=device)
+    report = run_pipeline(gm, settings)
+    (match,) = report.transforms["merge_gate_up"].matches
+    assert match.proof.error <= match.proof.limit
+    real = merge.merge_linears
+
+    def swapped(editor, linears, name):
+        pieces = [n for n in linears]
+        record = real(editor, pieces, name)
+        first, second = [n for n in calls(editor.graph) if is_op(n, aten.slice.Tensor) and n.name in record.made]
+        first.args, second.args = second.args, first.args
+        return record
+
+    monkeypatch.setattr(merge, "merge_linears", swapped)
+    gm = block_graph(device=device)
+    with pytest.raises(TransformError, match=r"merge_gate_up.*off by"):
+        run_pipeline(gm, settings)
+
+
+class Rewires(BaseTransform):
+    """Changes what a node reads and says nothing about it."""
+
+    def apply(self, gm, context):
+        target = next(n for n in calls(gm.graph) if is_op(n, aten.silu.default))
+        other = next(n for n in calls(gm.graph) if is_op(n, aten.linear.default) and n is not target.args[0])
+        other = max(other, target.args[0])
+        user = next(iter(target.users))
+        user.replace_input_with(target, other if other < user else target.args[0])
+        return Outcome((MatchRecord("%x", "", (), ()),))
+
+
+class ReplacesUnsaid(BaseTransform):
+    """Replaces a node through the editor but leaves it out of its record."""
+
+    def apply(self, gm, context):
+        editor = Editor(gm, "planted")
+        old = next(n for n in calls(gm.graph) if is_op(n, aten.silu.default))
+        editor.replace(old, editor.call(aten.relu.default, (old.args[0],), before=old, like=old))
+        return Outcome((MatchRecord("%x", "", (), ()),))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"), [(Rewires, "although no match replaced it"), (ReplacesUnsaid, "but no match says so")]
+)
+def test_changes_that_no_match_accounts_for_are_refused_r7(make, reason, planted):
+    gm = block_graph()
+    before = graph_text(gm.graph)
+    with pytest.raises(TransformError, match=reason):
+        planted(gm, make)
+    assert graph_text(gm.graph) == before
+
+
+def test_matches_that_feed_each_other_are_proven_one_by_one():
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.ParameterList([nn.Parameter(torch.randn(8)) for _ in range(4)])
+
+        def forward(self, x):
+            for w in self.w:
+                x = x + w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+            return x
+
+    gm = export_graph(Chain(), (torch.randn(2, 3, 8),))
+    report = run_pipeline(gm, load_config({"verify": "matches"}))
+    for name, count in (("fuse_rms_norm", 4), ("fuse_add_rms_norm", 3)):
+        proofs = [match.proof for match in report.transforms[name].matches]
+        assert len(proofs) == count and all(p.error <= p.limit for p in proofs)
+
+
+def test_transforms_that_cannot_be_proven_say_why_and_the_report_keeps_it():
+    from conftest import FAMILIES
+    from graft.capture.decoder import capture_decoder
+    from graft.models.load import load_model
+    from graft.transforms.base import Context
+
+    assert "llama" in FAMILIES
+    gm = capture_decoder(load_model("tiny-llama", dtype="float32", device="meta").module)
+    report = run_pipeline(gm, load_config({"verify": "matches"}), Context(route="decoder"))
+    again = Report.from_json(report.to_json())
+    assert again == report
+    for name, record in again.transforms.items():
+        if record.matches:
+            assert all(m.proof for m in record.matches) != bool(record.unproven), name
+    assert "cache" in again.transforms["insert_kv_cache"].unproven
+
+
+def test_input_kinds_are_what_they_say():
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        info = torch.finfo(dtype)
+        values = {kind: fill((4, 33), dtype, kind, generator) for kind in INPUT_KINDS}
+        assert values["zeros"].abs().max() == 0
+        assert 0 < values["subnormal"].abs().max() < info.tiny
+        assert values["large"].abs().max() > 50 and values["large"].isfinite().all()
+        assert values["small"].abs().max() < 0.01 < values["random"].abs().max()
+
+
+def test_sizes_that_depend_on_data_cannot_be_proven():
+    from graft.graph.evaluate import Inputs
+
+    class Picks(nn.Module):
+        def forward(self, x):
+            return x[x > 0].exp()
+
+    gm = export_graph(Picks(), (torch.randn(7),))
+    node = next(n for n in calls(gm.graph) if is_op(n, aten.exp.default))
+    with pytest.raises(ProofError, match="depends on data"):
+        Inputs("random").at(node)
