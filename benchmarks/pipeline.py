@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from graft.capture.decoder import capture_decoder
 from graft.cli.show import quiet_libraries
@@ -42,16 +43,33 @@ def pipeline_times(name: str) -> dict[str, float | int | str]:
     }
 
 
-def matching_times(depths: tuple[int, ...] = (32, 128), repeats: int = 5) -> list[dict[str, float | int]]:
-    """Finding all RMSNorms of Llama graphs of different depth; the cost per node must stay flat."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def tiny_llama(layers: int, device: str = "meta") -> PreTrainedModel:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=128, num_hidden_layers=layers, **shape)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config).eval()
 
+
+def proof_times(layers: int = 32) -> dict[str, float | int]:
+    """The pipeline on a deep tiny Llama with real weights, without and with the proof of every match."""
+    seconds, proven = {}, 0
+    run_pipeline(
+        capture_decoder(tiny_llama(1, "cpu")), load_config(), Context(route="decoder")
+    )  # traces the patterns
+    for verify in ("structure", "matches"):
+        gm = capture_decoder(tiny_llama(layers, "cpu"))
+        started = time.perf_counter()
+        report = run_pipeline(gm, load_config({"verify": verify}), Context(route="decoder"))
+        seconds[verify] = round(time.perf_counter() - started, 2)
+        proven = sum(match.proof is not None for r in report.transforms.values() for match in r.matches)
+    return {"layers": layers, "proven": proven, "without_s": seconds["structure"], "with_s": seconds["matches"]}
+
+
+def matching_times(depths: tuple[int, ...] = (2, 8, 32, 128), repeats: int = 5) -> list[dict[str, float | int]]:
+    """Finding all RMSNorms of Llama graphs of different depth; the cost per node must stay flat."""
     rows = []
     for layers in depths:
-        shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-        config = AutoConfig.for_model("llama", vocab_size=128, num_hidden_layers=layers, **shape)
-        with torch.device("meta"):
-            gm = capture_decoder(AutoModelForCausalLM.from_config(config).eval())
+        gm = capture_decoder(tiny_llama(layers))
         times, found = [], 0
         for _ in range(repeats):
             started = time.perf_counter()
@@ -109,10 +127,17 @@ def main() -> None:
     for row in rows:
         cost = f"{row['match_us_per_node']} µs a node to find {row['matches']} norms"
         print(f"{row['layers']} layers, {row['nodes']} nodes: {cost}")
+    proofs = proof_times()
+    cost = f"{proofs['with_s']} s with the proof of {proofs['proven']} matches, {proofs['without_s']} s without"
+    print(f"{proofs['layers']} layers: {cost}")
     memory = merge_memory(args.merge_model)
     growth = f"{memory['peak_ratio']} x the model (+{memory['growth_MB']} MB)"
     print(f"{memory['model']}: peak while transforming {growth}")
-    print(json.dumps({"torch": torch.__version__, "pipeline": times, "matching": rows, "merge": memory}))
+    print(
+        json.dumps(
+            {"torch": torch.__version__, "pipeline": times, "matching": rows, "proofs": proofs, "merge": memory}
+        )
+    )
 
 
 if __name__ == "__main__":

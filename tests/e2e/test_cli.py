@@ -91,6 +91,72 @@ def test_dump_writes_graphs_and_refuses_foreign_folders(tmp_path):
     assert refused.returncode == 1 and "not written by graft" in refused.stderr
 
 
+def test_explain_tells_matches_and_reasons_r52():
+    told = graft("explain", "tiny-llama", "fuse_rms_norm", "--verify")
+    assert told.returncode == 0, told.stderr
+    assert "5 matches" in told.stdout and "layer 1" in told.stdout and "outside the layers" in told.stdout
+    assert "modeling_llama.py:" in told.stdout and "error" in told.stdout
+    document = json.loads(graft("explain", "tiny-gpt2", "fuse_rope", "--json").stdout)
+    assert document["matches"] == [] and "the graph has no" in document["reason"]
+    unknown = graft("explain", "tiny-llama", "fuse_ropes")
+    assert unknown.returncode == 2 and "did you mean 'fuse_rope'" in unknown.stderr
+
+
+def test_ops_lists_kernels_and_reasons_r25():
+    told = graft("ops", "rope", "attention", "--device", "cpu")
+    assert told.returncode == 0, told.stderr
+    assert "graft::rope" in told.stdout and "not where Triton kernels run on a GPU" in told.stdout
+    rows = json.loads(graft("ops", "rope", "--device", "cpu", "--json").stdout)
+    assert {row["kernel"] for row in rows} == {"triton", "reference"} and all(row["cases"] for row in rows)
+    forced = graft("run", "-m", "tiny-llama", "--token-ids", "5", "--set", "kernels.rope=triton", "--device", "cpu")
+    assert forced.returncode == 1 and "kernel 'triton' of graft::rope cannot run this call" in forced.stderr
+
+
+def test_verify_shows_the_proofs_r7():
+    told = graft("run", "-m", "tiny-llama", "--token-ids", "5,6", "--max-tokens", "2", "--verify")
+    assert told.returncode == 0, told.stderr
+    assert "fuse_rope: 4 proven, worst" in told.stdout and "insert_kv_cache: not proven" in told.stdout
+
+
+PLUGIN = """
+from graft.graph.nodes import calls
+from graft.transforms.base import BaseTransform, Outcome
+from graft.transforms.registry import TransformRegistry
+
+@TransformRegistry.register("wreck")
+class Wreck(BaseTransform):
+    def apply(self, gm, context):
+        node = next(iter(calls(gm.graph)))
+        node.args = ()
+        raise ValueError("half-way")
+"""
+
+
+def test_a_transform_that_fails_ends_the_run_or_is_skipped_r6(tmp_path):
+    (tmp_path / "wreck_plugin.py").write_text(PLUGIN)
+    common = [
+        "run",
+        "-m",
+        "tiny-llama",
+        "--token-ids",
+        "5,6",
+        "--max-tokens",
+        "2",
+        "--plugin",
+        "wreck_plugin",
+        "--json",
+    ]
+    common += ["--set", "transforms.wreck.stage=match"]
+    failed = graft(*common, PYTHONPATH=str(tmp_path))
+    assert (
+        failed.returncode == 1 and "transform wreck failed and was rolled back: ValueError: half-way" in failed.stderr
+    )
+    skipped = graft(*common, "--set", "transforms.wreck.on_error=skip", PYTHONPATH=str(tmp_path))
+    assert skipped.returncode == 0, skipped.stderr
+    record = json.loads(skipped.stdout)["report"]["transforms"]["wreck"]
+    assert record["status"] == "rolled_back" and "half-way" in record["reason"]
+
+
 def test_prompt_from_standard_input_is_taken():
     result = graft("run", "-m", "tiny-llama", stdin="hello\n")
     assert result.returncode == 1 and "has no tokenizer" in result.stderr

@@ -27,8 +27,10 @@ from graft.models.load import load_model
 from graft.transforms.base import BaseTransform, Context, Outcome, Stage, TransformConfig
 from graft.transforms.config import PipelineConfig, load_config
 from graft.transforms.pipeline import order_transforms, run_pipeline
-from graft.transforms.registry import TransformRegistry
+from graft.transforms.registry import TransformRegistry, load_all
 from graft.transforms.report import MatchRecord, Report
+
+load_all()
 
 
 class Small(nn.Module):
@@ -151,7 +153,28 @@ def overwrite_a_live_value(self, gm, context):
     return Outcome((MatchRecord("x", "", (), ()),))
 
 
+def leave_a_dangling_node(self, gm, context):
+    """A node reads one that is no longer in the graph."""
+    first, second, _ = calls(gm.graph)
+    other = torch.fx.Graph()
+    foreign = other.call_function(torch.ops.aten.neg.default, (other.placeholder("p"),))
+    foreign.meta = dict(first.meta)
+    second.replace_input_with(first, foreign)
+    return Outcome((MatchRecord("x", "", (), ()),))
+
+
+def give_another_dtype(self, gm, context):
+    editor = Editor(gm, self.name)
+    first, second, _ = calls(gm.graph)
+    second.replace_input_with(
+        first, editor.call(torch.ops.aten.to.dtype, (first, torch.float64), before=second, like=first)
+    )
+    return Outcome((MatchRecord("x", "", (), ()),))
+
+
 BREAKS = {
+    leave_a_dangling_node: "malformed",
+    give_another_dtype: "is recorded as",
     break_half_way: "half way",
     lose_metadata: "lost its metadata",
     change_shape: "is recorded as",
