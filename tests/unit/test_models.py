@@ -27,7 +27,8 @@ NAMES = [
 ]  # fmt: skip
 BILLIONS = {"llama-3.2-1b": 1.24, "llama-3.1-8b": 8.03, "qwen3-0.6b": 0.6, "qwen3-8b": 8.19, "mistral-7b": 7.24,
             "gemma-2-2b": 2.61, "gemma-3-1b": 1.0, "phi-3-mini": 3.82, "mixtral-8x7b": 46.7, "qwen3-30b-a3b": 30.5,
-            "olmo-2-1b": 1.48, "gpt2": 0.124}  # fmt: skip
+            "olmo-2-1b": 1.48, "gpt2": 0.124, "qwen2.5-0.5b": 0.494, "smollm3-3b": 3.08, "granite-3.1-2b": 2.53,
+            "glm-4-9b": 9.4, "command-r": 35.0, "starcoder2-3b": 3.03, "stablelm-2-1.6b": 1.64}  # fmt: skip
 
 
 def test_every_name_is_there_with_a_tiny_one_for_each_family():
@@ -55,6 +56,24 @@ def test_formulas_of_the_registry_r9():
             evaluate(wrong, 1)
     for family in families().values():
         assert all(isinstance(n, int) for n in family.expected_matches(7).values())
+
+
+def test_fourteen_families_and_each_accounts_for_every_transform_r9():
+    """A transform that finds nothing in a family has its reason in the YAML; nothing is left out."""
+    from graft.transforms.config import load_config
+
+    assert len(families()) >= 14
+    for family in families().values():
+        assert set(family.expected_matches(2)) == set(load_config().transforms), family.name
+        assert all(family.absent.values())
+        assert all(family.expected_matches(8)[name] > 0 for name in family.expect), family.name
+
+
+def test_the_table_of_families_in_the_docs_is_current_r9():
+    from graft.workbench.families import families_markdown
+
+    written = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    assert written == families_markdown(), "run: graft models --markdown > docs/families.md"
 
 
 def test_unknown_names_devices_and_dtypes():

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
+
+import typer
 
 from graft.cli.options import Json
 
 
-def models(as_json: Json = False) -> None:
+def models(
+    markdown: Annotated[bool, typer.Option(help="Print the families and their expected matches instead.")] = False,
+    as_json: Json = False,
+) -> None:
     """List the models of the registry."""
+    if markdown:
+        from graft.workbench.families import families_markdown
+
+        print(families_markdown(), end="")
+        return
     from rich.table import Table
 
     from graft.cli.show import out

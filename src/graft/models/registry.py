@@ -15,7 +15,8 @@ import yaml
 from graft.errors import ConfigError
 
 FOLDER = Path(__file__).with_name("registry")
-KEYS = {"family", "model_type", "models", "embedded", "tiny", "reference_attention", "transforms", "expect"}
+COMMON = "common.yaml"  # reasons that hold for most families
+KEYS = {"family", "model_type", "models", "embedded", "tiny", "reference_attention", "transforms", "expect", "absent"}
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,12 @@ class Family:
     reference_attention: str = "sdpa"
     transforms: Mapping[str, Any] = field(default_factory=dict)
     expect: Mapping[str, str] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)  # transforms that find nothing here, and why
 
     def expected_matches(self, layers: int) -> dict[str, int]:
         """How often each transform must match a model of this family with that many layers."""
-        return {name: evaluate(str(formula), layers) for name, formula in self.expect.items()}
+        counts = {name: evaluate(str(formula), layers) for name, formula in self.expect.items()}
+        return {**dict.fromkeys(self.absent, 0), **counts}
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Entry:
 @cache
 def families() -> dict[str, Family]:
     found = {}
-    for path in sorted(FOLDER.glob("*.yaml")):
+    common: dict[str, str] = yaml.safe_load((FOLDER / COMMON).read_text())["absent"]
+    for path in sorted(path for path in FOLDER.glob("*.yaml") if path.name != COMMON):
         data = yaml.safe_load(path.read_text())
         unknown = set(data) - KEYS
         if unknown:
@@ -57,7 +61,12 @@ def families() -> dict[str, Family]:
                 f"{path.name} has the unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(KEYS))}"
             )
         name = data.pop("family")
+        both = sorted(set(data.get("expect", {})) & set(data.get("absent", {})))
+        if both:
+            raise ConfigError(f"{path.name} both counts {both[0]} and says why it is absent; keep one")
+        elsewhere = {key: why for key, why in common.items() if key not in data.get("expect", {})}
         settings: dict[str, Any] = {"models": {}, "embedded": {}, **data}
+        settings["absent"] = {**elsewhere, **data.get("absent", {})}
         found[name] = Family(name, **settings)
     return found
 
