@@ -33,10 +33,11 @@ def read_routing(walk: Walk, topk: Node) -> Routing:
     """The routing around a `topk`: softmax above it, or below it where the model selects first."""
     walk.take(topk)
     scores, k = options_of(topk)["self"], options_of(topk)["k"]
-    check_topk(topk)
     values, ids = walk.piece(topk, 0), walk.piece(topk, 1)
     if values is None or ids is None:
-        raise NoFit(topk, f"only the {'values' if ids is None else 'ids'} of {where(topk)} are read")
+        read, other = ("values", "ids") if ids is None else ("ids", "weights")
+        raise NoFit(topk, f"only the {read} of {where(topk)} are read, the experts' {other} come from elsewhere")
+    check_topk(topk)
     select_first = not is_op(scores, aten.softmax.int)
     if select_first:
         softmaxes = [user for user in values.users if is_op(user, aten.softmax.int)]
