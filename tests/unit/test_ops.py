@@ -91,6 +91,8 @@ WRONG = {
     "swiglu": lambda args: (args[0], args[1], "gelu" if args[2] != "gelu" else "gelu_tanh"),
     "rope": lambda args: (args[0], args[1], -args[2]),
     "attention": lambda args: (*args[:4], args[4] * 1.05, *args[5:]),
+    "moe_route": lambda args: (args[0] * 2, *args[1:]),
+    "moe_experts": lambda args: (args[0], args[1] * 1.05, *args[2:]),
     "paged_attention": lambda args: (*args[:10], args[10] * 1.05, *args[11:]),
 }
 

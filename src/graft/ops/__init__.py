@@ -2,6 +2,8 @@
 
 from graft.ops.add_rms_norm.op import SPEC as ADD_RMS_NORM
 from graft.ops.attention.op import SPEC as ATTENTION
+from graft.ops.moe_experts.op import SPEC as MOE_EXPERTS
+from graft.ops.moe_route.op import SPEC as MOE_ROUTE
 from graft.ops.paged_attention.op import SPEC as PAGED_ATTENTION
 from graft.ops.rms_norm.op import SPEC as RMS_NORM
 from graft.ops.rope.op import SPEC as ROPE
@@ -11,6 +13,8 @@ from graft.ops.swiglu.op import SPEC as SWIGLU
 __all__ = [
     "ADD_RMS_NORM",
     "ATTENTION",
+    "MOE_EXPERTS",
+    "MOE_ROUTE",
     "OPS",
     "PAGED_ATTENTION",
     "RMS_NORM",

@@ -15,20 +15,26 @@ def tanh(x):
 
 
 @triton.jit
-def swiglu_kernel(gate, up, out, stride_g, stride_u, d, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < d
-    g = tl.load(gate + row * stride_g + cols, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + row * stride_u + cols, mask=mask, other=0.0).to(tl.float32)
+def activate(g, ACTIVATION: tl.constexpr):
+    """g in float32."""
     if ACTIVATION == "silu":
         a = g / (1.0 + tl.exp(-g))
     elif ACTIVATION == "gelu_tanh":
         a = 0.5 * g * (1.0 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g)))
     else:
         a = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    return a
+
+
+@triton.jit
+def swiglu_kernel(gate, up, out, stride_g, stride_u, d, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < d
+    g = tl.load(gate + row * stride_g + cols, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * stride_u + cols, mask=mask, other=0.0).to(tl.float32)
     # the activation is rounded to the working dtype before the product, as in eager
-    y = a.to(out.dtype.element_ty).to(tl.float32) * u
+    y = activate(g, ACTIVATION).to(out.dtype.element_ty).to(tl.float32) * u
     tl.store(out + row * d + cols, y.to(out.dtype.element_ty), mask=mask)
 
 

@@ -1,0 +1,35 @@
+"""Experts of real models at a fraction of their width, so that Triton's interpreter gets through them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from graft.ops.cases import Case, randn
+
+
+def make(
+    n: int, k: int, sizes: tuple[int, int, int], activation: str, cast: bool, choice: str,
+    device: str, dtype: torch.dtype, generator: torch.Generator,
+) -> tuple[Any, ...]:  # fmt: skip
+    """`choice`: "random"; "one" sends every token to the same k experts. `cast`: weights in the working dtype."""
+    e, f, d = sizes
+    orders = [torch.randperm(e, generator=generator)[:k] for _ in range(n)]
+    ids = torch.stack(orders[:1] * n if choice == "one" else orders).to(device)
+    weights = torch.softmax(randn((n, k), device, torch.float32, generator), -1).to(dtype if cast else torch.float32)
+    gate_up = randn((e, 2 * f, d), device, torch.float32, generator) * d**-0.5
+    down = randn((e, d, f), device, torch.float32, generator) * f**-0.5
+    x = randn((n, d), device, dtype, generator)
+    return x, weights, ids, gate_up.to(dtype), down.to(dtype), activation
+
+
+CASES = [
+    Case("mixtral/64 decode", partial(make, 1, 2, (8, 224, 64), "silu", False, "random"), 224),
+    Case("mixtral/64 decode 6", partial(make, 6, 2, (8, 224, 64), "silu", False, "random"), 224),
+    Case("qwen3-moe/32 decode 2", partial(make, 2, 8, (32, 24, 64), "silu", True, "random"), 64),
+    Case("all tokens to one expert", partial(make, 70, 1, (2, 40, 72), "silu", True, "one"), 72),
+    Case("gelu tanh, odd sizes", partial(make, 3, 2, (5, 33, 37), "gelu_tanh", True, "random"), 37),
+    Case("every expert, gelu", partial(make, 3, 4, (4, 32, 64), "gelu", False, "random"), 64),
+]

@@ -1,0 +1,31 @@
+"""Routing of real models. Logits of a row are all different in every dtype, so that the choice is one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from graft.ops.cases import Case
+
+
+def make(
+    shape: tuple[int, int], top_k: int, normalize: bool, cast: bool, select_first: bool,
+    device: str, dtype: torch.dtype, generator: torch.Generator,
+) -> tuple[Any, ...]:  # fmt: skip
+    n, e = shape
+    ranks = torch.stack([torch.randperm(e, generator=generator) for _ in range(n)])
+    logits = ((ranks - e // 2) / 8).to(device=device, dtype=dtype)  # steps of 1/8 up to ±8: exact in bfloat16
+    return logits, top_k, normalize, dtype if cast else torch.float32, select_first
+
+
+CASES = [
+    Case("mixtral decode", partial(make, (1, 8), 2, True, False, False), 8),
+    Case("mixtral prefill 16", partial(make, (16, 8), 2, True, False, False), 8),
+    Case("qwen3-moe decode 4", partial(make, (4, 128), 8, True, True, False), 128),
+    Case("olmoe, not normalized", partial(make, (3, 64), 8, False, True, False), 64),
+    Case("granite-moe, selects first", partial(make, (5, 40), 8, False, True, True), 40),
+    Case("one expert, odd count", partial(make, (3, 5), 1, False, False, False), 5),
+    Case("all experts", partial(make, (3, 6), 6, True, True, False), 6),
+]
