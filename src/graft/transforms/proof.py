@@ -199,9 +199,22 @@ class Lengths:
 
 
 def on_cpu(target: Any, args: Any, kwargs: Any) -> Any:
-    """Calls an op; what was recorded for the meta device is made on the CPU."""
+    """Calls an op; what was recorded for the meta device is made on the CPU.
+
+    A graph captured for another device may call what the CPU lacks for whole numbers (histc): floats stand in.
+    """
     args, kwargs = map_aggregate(args, off_meta), map_aggregate(kwargs, off_meta)
-    return target(*args, **kwargs)
+    try:
+        return target(*args, **kwargs)
+    except NotImplementedError:
+        whole = next((t.dtype for t in tensors(list(args)) if not t.is_floating_point()), None)
+        if whole is None:
+            raise
+        return target(*map_aggregate(args, as_float64), **kwargs).to(whole)
+
+
+def as_float64(value: Any) -> Any:
+    return value.to(torch.float64) if isinstance(value, torch.Tensor) else value
 
 
 def off_meta(value: Any) -> Any:
@@ -212,8 +225,16 @@ def in_float64(target: Any, args: Any, kwargs: Any) -> Any:
     """Calls an op with every floating dtype as float64; graft's ops run as their references."""
     if isinstance(target, OpOverload) and target.namespace == "graft":
         target = OPS[target._schema.name.removeprefix("graft::")].reference
-    with Float64():
-        return on_cpu(target, map_aggregate(args, wide), map_aggregate(kwargs, wide))
+    try:
+        with Float64():
+            return on_cpu(target, map_aggregate(args, wide), map_aggregate(kwargs, wide))
+    except RuntimeError:  # no float64 kernel (_grouped_mm): float32 is as exact as it gets
+        return map_aggregate(on_cpu(target, map_aggregate(args, single), kwargs), widened)
+
+
+def single(value: Any) -> Any:
+    wide_tensor = isinstance(value, torch.Tensor) and value.dtype is torch.float64
+    return value.to(torch.float32) if wide_tensor else value
 
 
 class Float64(TorchFunctionMode):
