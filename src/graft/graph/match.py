@@ -269,6 +269,12 @@ def check_readers(match: Match) -> Match | tuple[Node | None, str]:
     return match
 
 
+def check_outside(match: Match, order: dict[Node, int], mutated: set[Node]) -> Match | tuple[Node | None, str]:
+    """For matches found by a walk: nothing inside may be read from outside, or written to."""
+    checked = check_readers(match)
+    return check_writes(match, order, mutated) if isinstance(checked, Match) and mutated else checked
+
+
 def check_writes(match: Match, order: dict[Node, int], mutated: set[Node]) -> Match | tuple[Node | None, str]:
     """Where the graph writes in place: nothing that the match makes, or reads meanwhile, may be written to."""
     for touched in (*match.nodes, *match.tensors.values()):

@@ -66,10 +66,9 @@ def rms_norm_rope_kernel(
     first = tl.load(source + one, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + two, mask=mask, other=0.0).to(tl.float32)
     total = tl.sum(first * first + second * second, axis=0)
-    if REST > 0:
-        rest = r + tl.arange(0, REST)
-        tail = tl.load(source + rest, mask=rest < d, other=0.0).to(tl.float32)
-        total += tl.sum(tail * tail, axis=0)
+    rest = r + tl.arange(0, REST)  # none of them below d where the whole head turns
+    tail = tl.load(source + rest, mask=rest < d, other=0.0).to(tl.float32)
+    total += tl.sum(tail * tail, axis=0)
     scale = tl.rsqrt(total / d + eps)
     first = normed(first, scale, weight, one, mask, offset, dtype, CAST_LAST)
     second = normed(second, scale, weight, two, mask, offset, dtype, CAST_LAST)
@@ -78,9 +77,8 @@ def rms_norm_rope_kernel(
     first, second = turn_pairs(first, second, cos_row, sin_row, one, two, mask, dtype, ROUND)
     tl.store(target + one, first.to(dtype), mask=mask)
     tl.store(target + two, second.to(dtype), mask=mask)
-    if REST > 0:
-        tail = normed(tail, scale, weight, rest, rest < d, offset, dtype, CAST_LAST)
-        tl.store(target + rest, tail.to(dtype), mask=rest < d)
+    tail = normed(tail, scale, weight, rest, rest < d, offset, dtype, CAST_LAST)
+    tl.store(target + rest, tail.to(dtype), mask=rest < d)
 
 
 def rms_norm_rope_triton(
@@ -99,7 +97,7 @@ def rms_norm_rope_triton(
     rms_norm_rope_kernel[(x.shape[0] * x.shape[1] * x.shape[2],)](
         x, weight, cos, sin, out, x.shape[1], x.shape[2], d, r,
         *x.stride()[:3], *cos.stride()[:3], *sin.stride()[:3], eps, offset,
-        HALF=triton.next_power_of_2(r // 2), REST=triton.next_power_of_2(d - r) if d > r else 0,
+        HALF=triton.next_power_of_2(r // 2), REST=triton.next_power_of_2(max(d - r, 1)),
         ROUND=torch.promote_types(x.dtype, cos.dtype) == x.dtype,
         CAST_LAST=cast_last, INTERLEAVED=interleaved, num_warps=1,
     )  # fmt: skip

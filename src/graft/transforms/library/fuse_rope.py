@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
-from graft.graph.match import Match, NearMiss, check_readers, check_writes
+from graft.graph.match import Match, NearMiss, check_outside
 from graft.graph.nodes import calls, is_op, module_path, mutated_roots, same_sizes, tensor_of, val, where
 from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
 from graft.transforms.registry import TransformRegistry
@@ -67,21 +67,14 @@ def find_plans(gm: GraphModule, name: str) -> tuple[list[Plan], list[NearMiss]]:
             continue
         plan = turn if isinstance(turn, Refusal) else make_plan(turn)
         if isinstance(plan, Plan):
-            plan = safe_plan(plan, order, mutated)
+            checked = check_outside(plan.match, order, mutated)
+            plan = plan if isinstance(checked, Match) else Refusal(checked[0] or node, checked[1])
         if isinstance(plan, Plan):
             plans.append(plan)
         else:
             fitted = 1 if isinstance(turn, Refusal) else 2
             misses.append(NearMiss(name, where(node), f"%{plan.node.name}", plan.reason, fitted, 2))
     return plans, misses
-
-
-def safe_plan(plan: Plan, order: dict[Node, int], mutated: set[Node]) -> Plan | Refusal:
-    """Nothing inside may be read from outside or written to."""
-    checked = check_readers(plan.match)
-    if isinstance(checked, Match) and mutated:
-        checked = check_writes(plan.match, order, mutated)
-    return plan if isinstance(checked, Match) else Refusal(checked[0] or plan.match.anchor, checked[1])
 
 
 def make_plan(turn: Turn) -> Plan | Refusal:
