@@ -256,17 +256,24 @@ class Finder:
         overlap = next((n for n in nodes if n in taken), None)
         if overlap is not None:
             return overlap, f"{where(overlap)} is part of an earlier match"
-        return self.check_readers(Match(loose.name, again, dict(attempt.literals), nodes, outputs))
+        match = Match(loose.name, again, dict(attempt.literals), nodes, outputs)
+        return match if self.allow_readers else check_readers(match)
 
-    def check_readers(self, match: Match) -> Match | tuple[Node | None, str]:
-        inside = set(match.nodes)
-        for node in match.nodes:
-            if node in match.outputs or self.allow_readers:
-                continue
-            reader = next((user for user in node.users if user not in inside), None)
-            if reader is not None:
-                return node, f"{where(node)} has a second reader {where(reader)}"
-        return match
+
+def check_readers(match: Match) -> Match | tuple[Node | None, str]:
+    """What is inside a match and not returned by it may not be read from outside."""
+    inside = set(match.nodes)
+    for node in match.nodes:
+        reader = next((user for user in node.users if user not in inside), None)
+        if reader is not None and node not in match.outputs:
+            return node, f"{where(node)} has a second reader {where(reader)}"
+    return match
+
+
+def check_outside(match: Match, order: dict[Node, int], mutated: set[Node]) -> Match | tuple[Node | None, str]:
+    """For matches found by a walk: nothing inside may be read from outside, or written to."""
+    checked = check_readers(match)
+    return check_writes(match, order, mutated) if isinstance(checked, Match) and mutated else checked
 
 
 def check_writes(match: Match, order: dict[Node, int], mutated: set[Node]) -> Match | tuple[Node | None, str]:

@@ -6,6 +6,7 @@ from graft.ops.moe_experts.op import SPEC as MOE_EXPERTS
 from graft.ops.moe_route.op import SPEC as MOE_ROUTE
 from graft.ops.paged_attention.op import SPEC as PAGED_ATTENTION
 from graft.ops.rms_norm.op import SPEC as RMS_NORM
+from graft.ops.rms_norm_rope.op import SPEC as RMS_NORM_ROPE
 from graft.ops.rope.op import SPEC as ROPE
 from graft.ops.spec import OPS, Kernel, OpSpec, choose
 from graft.ops.swiglu.op import SPEC as SWIGLU
@@ -18,6 +19,7 @@ __all__ = [
     "OPS",
     "PAGED_ATTENTION",
     "RMS_NORM",
+    "RMS_NORM_ROPE",
     "ROPE",
     "SWIGLU",
     "Kernel",

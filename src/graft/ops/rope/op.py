@@ -1,4 +1,4 @@
-"""graft::rope(x, cos, sin)."""
+"""graft::rope(x, cos, sin, interleaved)."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ from graft.ops.rope.reference import rope
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 
-def fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def triton_supports(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
-    if cos.dtype != sin.dtype or cos.dtype not in (x.dtype, torch.float32):
-        return f"dtypes differ: {x.dtype}, {cos.dtype}, {sin.dtype}"
-    if x.dim() != 4 or cos.dim() != 4 or cos.shape[1] != 1 or x.stride(-1) != 1:
-        return "x must be [b, h, s, d] with unit last stride and cos [b, 1, s, r]"
-    return needs_triton(x, cos, sin)
+def triton_supports(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> str | None:
+    return layout_problem(x, cos, sin) or needs_triton(x, cos, sin)
 
 
-def run_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def layout_problem(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+    """Why a kernel that turns one head of one token a program cannot read these, or None."""
+    if cos.dtype != sin.dtype or torch.float64 in (x.dtype, cos.dtype):
+        return f"dtypes are {x.dtype}, {cos.dtype}, {sin.dtype}; it takes 16 and 32 bits, cos and sin alike"
+    if x.dim() != 4 or x.stride(-1) != 1:
+        return "x must have four dims, [b, h, s, d] or [b, s, h, d], with unit last stride"
+    return "an odd number of values cannot turn in pairs" if cos.shape[-1] % 2 else None
+
+
+def run_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     from graft.ops.rope.triton import rope_triton
 
-    return rope_triton(x, cos, sin)
+    return rope_triton(x, cos, sin, interleaved)
 
 
 SPEC = define(
     OpSpec(
         name="rope",
-        schema="(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+        schema="(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor",
         reference=rope,
         fake=fake,
         kernels=(Kernel("triton", "triton", run_triton, triton_supports),),

@@ -2,73 +2,236 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch.fx import GraphModule, Node
 
-from graft.graph.match import Match
-from graft.graph.nodes import tensor_val
-from graft.transforms.base import PatternTransform, Rewrite
+from graft.graph.edit import Editor
+from graft.graph.match import Match, NearMiss, check_outside
+from graft.graph.nodes import calls, is_op, module_path, mutated_roots, same_sizes, tensor_of, val, where
+from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
 from graft.transforms.registry import TransformRegistry
+from graft.transforms.report import MatchRecord
+from graft.transforms.rotary import Refusal, Turn, find_turn
 
-
-def full(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return (x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin).to(x.dtype)
-
-
-def partial(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    r = cos.shape[-1]
-    turning = x[..., :r]
-    half = r // 2
-    turned = torch.cat((-turning[..., half:], turning[..., :half]), dim=-1)
-    return torch.cat(((turning * cos + turned * sin).to(x.dtype), x[..., r:]), dim=-1)
-
-
-def fused(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.ops.graft.rope(x, cos, sin)
-
-
-def one_angle_a_token(match: Match) -> str | None:
-    x, cos, sin = (tensor_val(match.tensors[name]) for name in ("x", "cos", "sin"))
-    if x is None or cos is None or sin is None or x.dim() != 4 or cos.dim() != 4 or sin.dim() != 4:
-        return "the op takes x [b, h, s, d] and cos, sin [b, 1, s, r]"
-    if cos.shape[1] != 1 or sin.shape[1] != 1:
-        return "cos and sin differ between heads"
-    turning = x.shape[-1] if match.pattern == "full" else cos.shape[-1]
-    return None if cos.shape[-1] == sin.shape[-1] == turning else "cos or sin is broadcast over the head"
-
-
-NEEDS = (torch.ops.aten.neg.default, torch.ops.aten.cat.default)
+aten, ops = torch.ops.aten, torch.ops.graft
 
 
 @TransformRegistry.register("fuse_rope")
-class FuseRoPE(PatternTransform):
-    """The spelled-out, half-rotated rotary embedding becomes one op, for queries and keys each.
+class FuseRoPE(BaseTransform):
+    """The spelled-out rotary embedding becomes one op, for queries and keys each.
 
     before:  %a = mul(%x, %cos);  %hi = slice(%x, -1, d/2, d);  %n = neg(%hi);  %lo = slice(%x, -1, 0, d/2)
              %c = cat([%n, %lo], -1);  %b = mul(%c, %sin);  %y = add(%a, %b)
     after:   %y = graft.rope(%x, %cos, %sin)
 
-    Also where only the first r values of a head turn, and where cos and sin are float32 beside 16-bit heads and the
-    result is cast back (OLMo 2). Numerics: bitwise with the reference; the Triton kernel rounds where eager does.
+    Halves or pairs turn (Llama; GPT-J, GLM, Cohere), all of a head or its first r values. x is [b, h, s, d] or
+    [b, s, h, d]; cos and sin are one angle a token, of r values or of r/2, in x's dtype or float32 with a cast back,
+    also where x is cast first. The spellings are listed in transforms/rotary.py. Where cos and sin have r/2 values
+    or are one complex tensor, they are written out once for all layers.
+    Numerics: bitwise with the reference, save the complex spelling, whose product (ac - bd, ad + bc) may be fused
+    into one rounding: within float32 rounding. The Triton kernel rounds where eager does.
     """
 
-    def rewrites(self) -> Sequence[Rewrite]:
-        return [
-            Rewrite(
-                partial,
-                fused,
-                {"x": "b h s r+6", "cos": "b 1 s r : float32", "sin": "b 1 s r : float32"},
-                one_angle_a_token,
-                needs=NEEDS,
-            ),
-            Rewrite(
-                full,
-                fused,
-                {"x": "b h s d", "cos": "b 1 s d : float32", "sin": "b 1 s d : float32"},
-                one_angle_a_token,
-                needs=NEEDS,
-            ),
-        ]
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
+        plans, misses = find_plans(gm, self.name)
+        writer = Writer(Editor(gm, self.name))
+        records = tuple(writer.write(plan) for plan in plans)
+        reason = "" if records else "nothing in the graph turns parts of a head by cos and sin"
+        return Outcome(records, tuple(misses), no_match_reason(misses) if misses and not records else reason)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rewrite: `x` is what the op reads, `match.anchor` what it stands in for."""
+
+    turn: Turn
+    x: Node
+    match: Match
+
+
+# ── what to do, decided before anything is changed ──────────────────────────────────────────────────────────────
+
+
+def find_plans(gm: GraphModule, name: str) -> tuple[list[Plan], list[NearMiss]]:
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    mutated = mutated_roots(gm.graph)
+    plans: list[Plan] = []
+    misses: list[NearMiss] = []
+    for node in calls(gm.graph):
+        turn = find_turn(node)
+        if turn is None:
+            continue
+        plan = turn if isinstance(turn, Refusal) else make_plan(turn)
+        if isinstance(plan, Plan):
+            checked = check_outside(plan.match, order, mutated)
+            plan = plan if isinstance(checked, Match) else Refusal(checked[0] or node, checked[1])
+        if isinstance(plan, Plan):
+            plans.append(plan)
+        else:
+            fitted = 1 if isinstance(turn, Refusal) else 2
+            misses.append(NearMiss(name, where(node), f"%{plan.node.name}", plan.reason, fitted, 2))
+    return plans, misses
+
+
+def make_plan(turn: Turn) -> Plan | Refusal:
+    problem = angle_problem(turn)
+    if problem:
+        return Refusal(turn.result, problem)
+    stops = {turn.x, turn.cos, turn.sin, turn.origin, *(turn.parts or ())}
+    nodes = inner_nodes(turn.result, stops)
+    settled = settle_dtype(turn, nodes)
+    if isinstance(settled, Refusal):
+        return settled
+    x, out = settled
+    spelling = f"{'interleaved' if turn.interleaved else 'half'} {turn.spelling}"
+    longer = with_rest(turn, x, out)
+    if longer is not None:
+        (x, out), stops, spelling = longer, {turn.cos, turn.sin, longer[0]}, f"{spelling}, partial"
+    nodes = inner_nodes(out, {*stops, x})
+    tensors = {"x": x, "cos": turn.cos, "sin": turn.sin}
+    return Plan(turn, x, Match(spelling, tensors, {}, tuple(nodes), (out,)))
+
+
+def inner_nodes(result: Node, stops: Collection[Node | None]) -> list[Node]:
+    """The calls between `stops` and `result`, which is the first of them; computed sizes do not count."""
+    found: dict[Node, None] = {}
+    waiting = [result]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node not in stops and not isinstance(val(node), torch.SymInt):
+            found[node] = None
+            waiting += node.all_input_nodes
+    return list(found)
+
+
+def angle_problem(turn: Turn) -> str | None:
+    """Why cos and sin are not one angle a token and pair of values, or None."""
+    shape = tensor_of(turn.result).shape
+    if len(shape) != 4:
+        return "the op takes x [b, h, s, d] or [b, s, h, d] and cos, sin [b, 1, s, r] or [b, s, 1, r]"
+    if turn.sizes is None and turn.parts is None and not same_sizes(tensor_of(turn.x).shape, shape):
+        return f"cos or sin is larger than {where(turn.x)}, which is broadcast"
+    for angle in (turn.cos, turn.sin):
+        sizes = [1] * (4 - tensor_of(angle).dim()) + list(tensor_of(angle).shape)
+        if str(sizes[1]) != "1" and str(sizes[2]) != "1":
+            return "cos and sin differ between heads"
+        if sizes[-1] != (shape[-1] // 2 if turn.halved else shape[-1]):
+            return "cos or sin is broadcast over the head"
+    if (table(turn.cos), table(turn.sin)) == ("sin", "cos"):
+        return f"cos and sin are swapped: {where(turn.cos)} is a sine"
+    return None
+
+
+def table(angle: Any) -> str:
+    """Whether a tensor was made by aten.cos or aten.sin, as far as first arguments tell; '' where they do not."""
+    for _ in range(12):  # unsqueeze, slice, repeat, cast, scale…
+        while isinstance(angle, (list, tuple)) and angle:
+            angle = angle[0]
+        if not isinstance(angle, Node) or angle.op != "call_function":
+            return ""
+        if is_op(angle, aten.cos.default, aten.sin.default):
+            return "cos" if is_op(angle, aten.cos.default) else "sin"
+        angle = angle.args[0] if angle.args else None
+    return ""
+
+
+def settle_dtype(turn: Turn, nodes: Sequence[Node]) -> tuple[Node, Node] | Refusal:
+    """What the op reads and replaces. It gives x's dtype: a cast back goes into it, or a cast of x stays out."""
+    given, made = tensor_of(turn.x).dtype, tensor_of(turn.result).dtype
+    odd = next((n for n in nodes if is_op(n, aten.mul.Tensor) and tensor_of(n).dtype != made), None)
+    if odd is not None and turn.spelling != "complex":
+        return Refusal(odd, f"{where(odd)} is {tensor_of(odd).dtype}, what it is added to is {made}")
+    if given == made:
+        return turn.x, turn.result
+    reader = next(iter(turn.result.users), None)
+    if len(turn.result.users) == 1 and is_op(reader, aten.to.dtype) and tensor_of(reader).dtype == given:
+        return turn.x, reader
+    readers = [user for user in turn.x.users if user in nodes]
+    if len(readers) == 1 and is_op(readers[0], aten.to.dtype) and tensor_of(readers[0]).dtype == made:
+        return readers[0], turn.result
+    return Refusal(turn.result, f"{where(turn.result)} stays {made}, while x is {given}, which the op would give")
+
+
+def with_rest(turn: Turn, x: Node, out: Node) -> tuple[Node, Node] | None:
+    """The whole head and the result with the values that pass through: `cat([out, head[..., r:]], -1)`."""
+    reader = next(iter(out.users), None)
+    if (
+        reader is None
+        or len(out.users) != 1
+        or not is_op(reader, aten.cat.default)
+        or not is_op(x, aten.slice.Tensor)
+    ):
+        return None
+    if turn.sizes is not None or turn.parts is not None or turn.origin not in (None, x):
+        return None
+    head, r = x.args[0], tensor_of(x).shape[-1]
+    pieces = reader.args[0]
+    if len(pieces) != 2 or pieces[0] is not out or reader.args[1:] != (-1,) or x.args[1:] != (-1, 0, r):
+        return None
+    rest = is_op(pieces[1], aten.slice.Tensor) and pieces[1].args == (head, -1, r, tensor_of(head).shape[-1])
+    return (head, reader) if rest else None
+
+
+# ── doing it ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Writer:
+    """Writes plans into a graph; what is derived from cos and sin is made once and shared."""
+
+    def __init__(self, editor: Editor) -> None:
+        self.editor = editor
+        self.derived: dict[str, Node] = {}
+        self.renamed: dict[Node, Node] = {}
+        self.made: list[str] = []
+        self.like: Node | None = None
+
+    def write(self, plan: Plan) -> MatchRecord:
+        turn, out = plan.turn, plan.match.anchor
+        self.made, self.like = [], out
+        cos, sin = (self.angle(turn, plan.x, which) for which in (0, 1))
+        x = self.renamed.get(plan.x, plan.x)
+        if turn.sizes is not None:
+            x = self.call(aten.reshape.default, (x, list(turn.sizes)), out)
+        if turn.parts is not None:
+            x = self.call(aten.cat.default, (list(turn.parts), -1), out)
+        rope = self.call(ops.rope.default, (x, cos, sin, True) if turn.interleaved else (x, cos, sin), out)
+        replaced = tuple(node.name for node in plan.match.nodes)
+        record = MatchRecord(where(out), module_path(out), replaced, tuple(self.made), plan.match.pattern)
+        self.editor.replace(out, rope)
+        self.renamed[out] = rope
+        erase_dead(self.editor, plan.match.nodes)
+        return record
+
+    def angle(self, turn: Turn, x: Node, which: int) -> Node:
+        """cos or sin of r values, in a dtype that makes the op compute in that of the spelling."""
+        angle = (turn.cos, turn.sin)[which]
+        if turn.spelling == "complex":
+            angle = self.derive(aten.select.int, self.derive(aten.view_as_real.default, angle), -1, which)
+        dtype = tensor_of(turn.result).dtype
+        if torch.promote_types(tensor_of(x).dtype, tensor_of(angle).dtype) != dtype:
+            angle = self.derive(aten.to.dtype, angle, dtype)
+        if not turn.halved:
+            return angle
+        if turn.interleaved:
+            return self.derive(aten.repeat_interleave.self_int, angle, 2, -1)
+        return self.derive(aten.cat.default, [angle, angle], -1)
+
+    def derive(self, target: Any, source: Any, *args: Any) -> Node:
+        """A call right below what it reads, so that every layer can read it."""
+        key = f"{target}{source}{args}"
+        if key not in self.derived:
+            node = source[0] if isinstance(source, list) else source
+            below = node.next
+            while below.op in ("placeholder", "get_attr"):
+                below = below.next
+            self.derived[key] = self.call(target, (source, *args), below)
+        return self.derived[key]
+
+    def call(self, target: Any, args: tuple[Any, ...], before: Node) -> Node:
+        node = self.editor.call(target, args, before=before, like=self.like or before)
+        self.made.append(node.name)
+        return node

@@ -1,0 +1,57 @@
+"""graft::rms_norm_rope(x, weight, cos, sin, eps, offset, cast_last, interleaved)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graft.ops.rms_norm_rope.reference import rms_norm_rope
+from graft.ops.rope.op import layout_problem
+from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+
+
+def fake(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    cast_last: bool = False,
+    interleaved: bool = False,
+) -> Tensor:
+    dtype = x.dtype if cast_last else torch.promote_types(x.dtype, weight.dtype)
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def triton_supports(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *_: object) -> str | None:
+    if x.dtype != weight.dtype:
+        return f"x is {x.dtype} and weight is {weight.dtype}"
+    return layout_problem(x, cos, sin) or needs_triton(x, weight, cos, sin)
+
+
+def run_triton(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    cast_last: bool = False,
+    interleaved: bool = False,
+) -> Tensor:
+    from graft.ops.rms_norm_rope.triton import rms_norm_rope_triton
+
+    return rms_norm_rope_triton(x, weight, cos, sin, eps, offset, cast_last, interleaved)
+
+
+SPEC = define(
+    OpSpec(
+        name="rms_norm_rope",
+        schema="(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps, float offset=0.0, bool cast_last=False,"
+        " bool interleaved=False) -> Tensor",
+        reference=rms_norm_rope,
+        fake=fake,
+        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+    )
+)

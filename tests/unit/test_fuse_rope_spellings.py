@@ -1,0 +1,451 @@
+"""Rotary embeddings in every spelling: Hugging Face's own functions, Meta's complex form, and what must not match."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from transformers.models.cohere import modeling_cohere
+from transformers.models.cohere2 import modeling_cohere2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.ernie4_5 import modeling_ernie4_5
+from transformers.models.glm import modeling_glm
+from transformers.models.glm4 import modeling_glm4
+from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.gptj import modeling_gptj
+from transformers.models.llama import modeling_llama
+from transformers.models.llama4 import modeling_llama4
+from transformers.models.nemotron import modeling_nemotron
+from transformers.models.olmo2 import modeling_olmo2
+from transformers.models.persimmon import modeling_persimmon
+from transformers.models.phi import modeling_phi
+from transformers.models.stablelm import modeling_stablelm
+
+from graft.graph.nodes import calls, is_op
+from graft.graph.text import graph_text
+from graft.graph.trace import export_graph
+from graft.ops.cases import tolerance
+from graft.transforms.config import load_config
+from graft.transforms.pipeline import run_pipeline
+from graft.transforms.registry import TransformRegistry, load_all
+
+load_all()
+B, H, S, D, R = 2, 3, 5, 16, 8
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+class Module(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def fuse(function, args, dynamic_shapes=None):
+    known = TransformRegistry.names()
+    config = load_config({"transforms": {n: {"enabled": n == "fuse_rope"} for n in known}})
+    gm = export_graph(Module(function), args, dynamic_shapes=dynamic_shapes)
+    before = graph_text(gm.graph)
+    record = run_pipeline(gm, config).transforms["fuse_rope"]
+    return gm, record, before
+
+
+def ropes(gm):
+    return [node for node in calls(gm.graph) if is_op(node, torch.ops.graft.rope.default)]
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(shape))).to(dtype)
+
+
+def angles(*shape, dtype=torch.float32):
+    angle = randn(*shape, seed=7)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+# ── Hugging Face's functions: name → (function of q, k, cos, sin; r; float32 angles beside 16-bit heads; in pairs)
+
+HUGGING_FACE = {
+    "llama": (modeling_llama.apply_rotary_pos_emb, D, False, False),
+    "stablelm": (modeling_stablelm.apply_rotary_pos_emb, D, False, False),
+    "persimmon": (modeling_persimmon.apply_rotary_pos_emb, D, False, False),
+    "olmo2": (modeling_olmo2.apply_rotary_pos_emb, D, True, False),
+    "gpt_neox": (modeling_gpt_neox.apply_rotary_pos_emb, R, False, False),
+    "nemotron": (modeling_nemotron.apply_rotary_pos_emb, R, False, False),
+    "phi": (modeling_phi.apply_rotary_pos_emb, D, False, False),
+    "cohere": (modeling_cohere.apply_rotary_pos_emb, D, False, True),
+    "cohere, float32 angles": (modeling_cohere.apply_rotary_pos_emb, D, True, True),
+    "cohere2": (modeling_cohere2.apply_rotary_pos_emb, D, False, True),
+    "glm": (modeling_glm.apply_rotary_pos_emb, R, False, True),
+    "glm4": (modeling_glm4.apply_rotary_pos_emb, R, False, True),
+    "glm, whole head": (modeling_glm.apply_rotary_pos_emb, D, False, True),
+    "ernie4_5": (modeling_ernie4_5.apply_rotary_pos_emb, D, False, True),
+    "ernie4_5, float32 angles": (modeling_ernie4_5.apply_rotary_pos_emb, D, True, True),
+    "gpt_oss": (modeling_gpt_oss.apply_rotary_pos_emb, D // 2, False, False),
+    "deepseek_v3": (modeling_deepseek_v3.apply_rotary_pos_emb, D, False, False),
+    "deepseek_v3, pairs to halves": (modeling_deepseek_v3.apply_rotary_pos_emb_interleave, D, False, False),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face_functions_fuse_bit_for_bit_r14(name, dtype):
+    function, r, wide, interleaved = HUGGING_FACE[name]
+    cos, sin = angles(B, S, r, dtype=torch.float32 if wide else dtype)
+    args = (randn(B, H, S, D, dtype=dtype), randn(B, 1, S, D, dtype=dtype), cos, sin)
+    expected = function(*args)
+    gm, record, _ = fuse(function, args)
+    assert len(record.matches) == 2 and not record.near_misses, record
+    for got, wanted in zip(gm(*args), expected, strict=True):
+        assert torch.equal(got, wanted) and got.dtype == wanted.dtype
+    assert [node.args[3:] == (True,) for node in ropes(gm)] == [interleaved] * 2
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_dynamic_batch_and_length_fuse_too_r14(name):
+    """Sizes of reshapes are then computed in the graph."""
+    function, r, _, _ = HUGGING_FACE[name]
+    cos, sin = angles(B, S, r)
+    args = (randn(B, H, S, D), randn(B, H, S, D, seed=3), cos, sin)
+    b, s = Dim("b", min=2), Dim("s", min=2)
+    heads, tokens = {0: b, 2: s}, {0: b, 1: s}
+    gm, record, _ = fuse(function, args, dynamic_shapes=((heads, heads, tokens, tokens),))
+    assert len(record.matches) == 2, record
+    longer = (randn(3, H, 9, D), randn(3, H, 9, D, seed=3), *angles(3, 9, r))
+    assert all(torch.equal(a, b) for a, b in zip(gm(*longer), function(*longer), strict=True))
+
+
+# ── other spellings: name → (function of x, cos, sin; shape of x; shape of cos; in pairs) ───────────────────────
+
+
+def llama(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def every_two(x):
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def unbound(x, cos, sin):
+    x1, x2 = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return x * cos + torch.stack((-x2, x1), -1).reshape(x.shape) * sin
+
+
+def unbound_parts(x, cos, sin):
+    x1, x2 = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1).flatten(-2)
+
+
+def selected_parts(x, cos, sin):
+    pairs = x.unflatten(-1, (-1, 2))
+    x1, x2 = pairs[..., 0], pairs[..., 1]
+    return torch.stack((x1 * cos + -x2 * sin, cos * x2 + sin * x1), -1).flatten(-2)
+
+
+def split_parts(x, cos, sin):
+    x1, x2 = x.float().chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+def projected(x, cos, sin):
+    """The reshape to heads and the one to pairs are both of the projection's result."""
+    return unbound(x.reshape(*x.shape[:2], H, D), cos, sin)
+
+
+def projected_parts(x, cos, sin):
+    return unbound_parts(x.reshape(*x.shape[:2], H, D), cos, sin)
+
+
+def upcast_partial(x, cos, sin):
+    wide = x.float()
+    return torch.cat((llama(wide[..., :R], cos, sin), wide[..., R:]), -1).to(x.dtype)
+
+
+def cast_before_the_rest(x, cos, sin):
+    turning, rest = x.split([R, D - R], -1)
+    return torch.cat(((turning.float() * cos + every_two(turning.float()) * sin).to(x.dtype), rest), -1)
+
+
+def minus_the_other_way(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos - torch.cat((x[..., half:], -x[..., :half]), -1) * sin
+
+
+def rest_on_the_left(x, cos, sin):
+    return torch.cat((x[..., :-R], llama(x[..., -R:], cos, sin)), -1)
+
+
+SPELLINGS = {
+    "heads last, halves": (llama, (B, S, H, D), (B, S, 1, D), False),
+    "heads last, pairs": (lambda x, c, s: x * c + every_two(x) * s, (B, S, H, D), (B, S, 1, D), True),
+    "angles of rank 2": (llama, (B, H, S, D), (S, D), False),
+    "angles of rank 3": (llama, (B, H, S, D), (1, S, D), False),
+    "angles shared by the batch": (llama, (B, H, S, D), (1, 1, S, D), False),
+    "operands swapped": (lambda x, c, s: s * every_two(x) + c * x, (B, H, S, D), (B, 1, S, D), True),
+    "reshape and unbind": (unbound, (B, H, S, D), (B, 1, S, D), True),
+    "parts, unbind": (unbound_parts, (B, H, S, D), (B, 1, S, D // 2), True),
+    "parts, unflatten and select": (selected_parts, (B, S, H, D), (B, S, 1, D // 2), True),
+    "parts, chunk, x upcast": (split_parts, (B, H, S, D), (B, 1, S, D // 2), False),
+    "reshape and unbind of a projection": (projected, (B, S, H * D), (B, S, 1, D), True),
+    "parts of a projection": (projected_parts, (B, S, H * D), (S, 1, D // 2), True),
+    "partial, x upcast first": (upcast_partial, (B, H, S, D), (B, 1, S, R), False),
+    "partial, cast before the rest": (cast_before_the_rest, (B, H, S, D), (B, 1, S, R), True),
+    "minus the other way round": (minus_the_other_way, (B, H, S, D), (B, 1, S, D), False),
+    "rest on the left": (rest_on_the_left, (B, H, S, D), (B, 1, S, R), False),
+    "scaled angles": (lambda x, c, s: llama(x, c * 1.25, s * 1.25), (B, H, S, D), (B, 1, S, D), False),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_fuse_bit_for_bit_r14(name, dtype):
+    function, shape, angle_shape, interleaved = SPELLINGS[name]
+    args = (randn(*shape, dtype=dtype), *angles(*angle_shape, dtype=dtype))
+    gm, record, _ = fuse(function, args)
+    assert len(record.matches) == 1 and not record.near_misses, record
+    assert torch.equal(gm(*args), function(*args)) and gm(*args).dtype == function(*args).dtype
+    (rope,) = ropes(gm)
+    assert (rope.args[3:] == (True,)) == interleaved
+    wrong = (args[0], args[1], -args[2])
+    assert not torch.allclose(gm(*wrong), function(*args), rtol=0.01, atol=0.01), "the test can fail"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gptj_fuses_in_its_own_layout_r14(dtype):
+    """x is [b, s, h, r]; only the first values of a head are given to the function."""
+
+    def attention(x, sin, cos):
+        return torch.cat((modeling_gptj.apply_rotary_pos_emb(x[..., :R], sin, cos), x[..., R:]), dim=-1)
+
+    cos, sin = angles(B, S, R // 2, dtype=dtype)
+    args = (randn(B, S, H, D, dtype=dtype), sin, cos)
+    gm, record, _ = fuse(attention, args)
+    assert [match.pattern for match in record.matches] == ["interleaved whole, partial"]
+    assert torch.equal(gm(*args), attention(*args))
+
+
+def meta(x, freqs):
+    """Meta's reference code: x [b, s, h, d], freqs [s, d/2]."""
+    turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * freqs.view(1, x.shape[1], 1, -1)
+    return torch.view_as_real(turned).flatten(3).type_as(x)
+
+
+def meta_heads_first(x, freqs):
+    turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * freqs
+    return torch.view_as_real(turned).flatten(-2).type_as(x)
+
+
+def meta_projected(x, freqs):
+    return meta(x.view(*x.shape[:2], H, D), freqs)
+
+
+COMPLEX = {
+    "meta": (meta, (B, S, H, D), (S, D // 2)),
+    "meta, of a projection": (meta_projected, (B, S, H * D), (S, D // 2)),
+    "heads first": (meta_heads_first, (B, H, S, D), (S, D // 2)),
+    "heads first, angles a sequence": (meta_heads_first, (B, H, S, D), (B, 1, S, D // 2)),
+    "llama4": (lambda x, f: modeling_llama4.apply_rotary_emb(x, x.exp(), f)[0], (B, S, H, D), (B, S, D // 2)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_spelling_fuses_within_float32_rounding_r14(name, dtype):
+    function, shape, angle_shape = COMPLEX[name]
+    freqs = torch.polar(torch.ones(angle_shape), randn(*angle_shape, seed=7))
+    args = (randn(*shape, dtype=dtype), freqs)
+    gm, record, _ = fuse(function, args)
+    assert record.matches and not record.near_misses, record
+    assert all(node.args[3:] == (True,) for node in ropes(gm))
+    bound, expected = tolerance(dtype, 2), function(*args)
+    torch.testing.assert_close(gm(*args), expected, rtol=bound, atol=bound)
+    assert not torch.allclose(gm(args[0], freqs.conj().resolve_conj()), expected, rtol=bound, atol=bound)
+
+
+def test_complex_spelling_with_dynamic_sizes_r14():
+    b, s = Dim("b", min=2), Dim("s", min=2)
+    freqs = torch.polar(torch.ones(B, S, D // 2), randn(B, S, D // 2))
+    args = (randn(B, S, H, D), randn(B, S, H, D, seed=3), freqs)
+    gm, record, _ = fuse(modeling_llama4.apply_rotary_emb, args, dynamic_shapes=(({0: b, 1: s},) * 3,))
+    assert len(record.matches) == 2
+    expected = modeling_llama4.apply_rotary_emb(*args)
+    torch.testing.assert_close(gm(*args), list(expected), rtol=tolerance(torch.float32, 2), atol=1e-6)
+
+
+def test_written_out_angles_are_shared_between_layers_r14():
+    """Angles of r/2 values are written out once, not once a layer, and stand below what they are made from."""
+
+    def layers(x, cos, sin):
+        for _ in range(4):
+            x = unbound_parts(x, cos, sin).tanh()
+        return x
+
+    args = (randn(B, H, S, D), *angles(B, 1, S, D // 2))
+    gm, record, _ = fuse(layers, args)
+    assert len(record.matches) == 4
+    assert sum(is_op(n, torch.ops.aten.repeat_interleave.self_int) for n in calls(gm.graph)) == 2
+    assert torch.equal(gm(*args), layers(*args))
+
+
+def test_two_rotations_in_a_row_both_fuse_r14():
+    args = (randn(B, H, S, D), *angles(B, 1, S, D))
+    gm, record, _ = fuse(lambda x, c, s: llama(llama(x, c, s), c, s), args)
+    assert len(record.matches) == 2
+    assert torch.equal(gm(*args), llama(llama(*args), *args[1:]))
+
+
+# ── what must not match ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def backwards(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((x[..., half:], -x[..., :half]), -1) * sin
+
+
+def backwards_parts(x, cos, sin):
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), -1)
+
+
+def uneven(x, cos, sin):
+    return x * cos + torch.cat((-x[..., 6:], x[..., :6]), -1) * sin
+
+
+def not_swapped(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., :half], x[..., half:]), -1) * sin
+
+
+def other_slice(x, cos, sin):
+    a, b = x[..., :R], x[..., 4 : 4 + R]
+    half = R // 2
+    return a * cos + torch.cat((-b[..., half:], b[..., :half]), -1) * sin
+
+
+def two_tensors(x, cos, sin):
+    half, y = x.shape[-1] // 2, x.exp()
+    return x * cos + torch.cat((-x[..., half:], y[..., :half]), -1) * sin
+
+
+def swapped(x, angle):
+    return llama(x, angle.sin(), angle.cos())
+
+
+def swapped_parts(x, angle):
+    return unbound_parts(x, angle.sin(), angle.cos())
+
+
+def other_angles(x, cos, sin):
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * sin + x1 * cos), -1)
+
+
+def halves_as_pairs(x, cos, sin):
+    x1, x2 = x.chunk(2, -1)
+    return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).flatten(-2)
+
+
+def second_reader(x, cos, sin):
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos + turned * sin, turned.exp()
+
+
+def returned_inside(x, cos, sin):
+    product = x * cos
+    return product + every_two(x) * sin, product
+
+
+def stays_wide(x, cos, sin):
+    return x * cos + every_two(x) * sin
+
+
+def one_wide(x, cos, sin):
+    return (x * cos.to(x.dtype) + every_two(x) * sin).to(x.dtype)
+
+
+def written(x, cos, sin):
+    y = x.clone()
+    a, b = y * cos, every_two(y)
+    y.add_(1)
+    return a + b * sin
+
+
+WHOLE, HALF = (B, 1, S, D), (B, 1, S, D // 2)
+REFUSED = {
+    "turns backwards": (backwards, WHOLE, "turns backwards"),
+    "turns backwards, minus": (lambda x, c, s: x * c - every_two(x) * s, WHOLE, "turns backwards"),
+    "turns backwards, parts": (backwards_parts, HALF, "turns backwards"),
+    "uneven halves": (uneven, WHOLE, "is no half of a head"),
+    "parts not swapped": (not_swapped, WHOLE, "does not swap"),
+    "another slice": (other_slice, (B, 1, S, R), "does not read"),
+    "two tensors": (two_tensors, WHOLE, "parts of different tensors"),
+    "other angles for the second half": (other_angles, HALF, "different angles"),
+    "halves as pairs": (halves_as_pairs, HALF, "joins halves as pairs"),
+    "an angle a head": (llama, (B, H, S, D), "differ between heads"),
+    "an angle a head, pairs": (stays_wide, (1, H, S, D), "differ between heads"),
+    "one angle for the head": (llama, (B, 1, S, 1), "broadcast over the head"),
+    "x is broadcast": (lambda x, c, s: llama(x[:1], c, s), WHOLE, "which is broadcast"),
+    "a second reader": (second_reader, WHOLE, "has a second reader"),
+    "an inner value returned": (returned_inside, WHOLE, "has a second reader"),
+    "three dims": (lambda x, c, s: llama(x[0], c[0], s[0]), WHOLE, "the op takes x"),
+    "written in between": (written, WHOLE, "is written in place"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_rotation_is_refused_byte_for_byte_r14(name):
+    function, angle_shape, reason = REFUSED[name]
+    gm, record, before = fuse(function, (randn(B, H, S, D), *angles(*angle_shape)))
+    assert record.status == "no_match" and reason in record.reason, record
+    assert graph_text(gm.graph) == before
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"), [(stays_wide, "stays torch.float32"), (one_wide, "what it is added to is torch.float32")]
+)
+def test_mixed_dtypes_that_the_op_would_round_elsewhere_are_refused_r14(function, reason):
+    gm, record, before = fuse(function, (randn(B, H, S, D, dtype=torch.bfloat16), *angles(*WHOLE)))
+    assert record.status == "no_match" and reason in record.reason, record
+    assert graph_text(gm.graph) == before
+
+
+@pytest.mark.parametrize(("function", "shape"), [(swapped, WHOLE), (swapped_parts, HALF)])
+def test_swapped_cos_and_sin_are_refused_r14(function, shape):
+    gm, record, before = fuse(function, (randn(B, H, S, D), randn(*shape)))
+    assert record.status == "no_match" and "cos and sin are swapped" in record.reason, record
+    assert graph_text(gm.graph) == before
+
+
+def test_an_odd_number_of_values_is_refused_r14():
+    gm, record, before = fuse(llama, (randn(B, H, S, 7), *angles(B, 1, S, 7)))
+    assert record.status == "no_match" and "an odd number" in record.reason, record
+    assert graph_text(gm.graph) == before
+
+
+@pytest.mark.parametrize(
+    ("freqs", "function", "reason"),
+    [
+        (
+            torch.polar(torch.ones(S, D // 2), torch.ones(S, D // 2)),
+            lambda x, f: meta_heads_first(x, f.conj()),
+            "conj",
+        ),
+        (torch.ones(S, D // 2, dtype=torch.complex128), meta_heads_first, "complex128"),
+        (torch.ones(H, S, D // 2, dtype=torch.complex64), meta_heads_first, "differ between heads"),
+    ],
+)
+def test_complex_spellings_that_the_op_cannot_say_are_refused_r14(freqs, function, reason):
+    gm, record, before = fuse(function, (randn(B, H, S, D), freqs))
+    assert record.status == "no_match" and reason in record.reason, record
+    assert graph_text(gm.graph) == before
+
+
+def test_a_graph_without_rotation_says_so_r14():
+    _, record, _ = fuse(lambda x: x.exp() + x * 2, (randn(2, 3),))
+    assert record.reason == "nothing in the graph turns parts of a head by cos and sin"
