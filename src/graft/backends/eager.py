@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.backends.select import Lowered
 from graft.graph.nodes import OpOverload, arg_values, val
@@ -22,9 +22,10 @@ def lower_eager(gm: GraphModule) -> Lowered:
         spec = spec_of(node)
         if spec is not None:
             given = [value for _, value in arg_values(node)]
-            kernel = choose(spec, *(val(value) for value in given))
+            values = [map_arg(value, val) for value in given]
+            kernel = choose(spec, *values)
             node.target, node.args, node.kwargs = kernel.run, tuple(given), {}
-            kernels[f"graft::{spec.name}"] = describe(spec, kernel.name, [val(value) for value in given])
+            kernels[f"graft::{spec.name}"] = describe(spec, kernel.name, values)
     return Lowered(GraphModule(gm, graph, class_name="EagerGraph"), "eager", kernels)
 
 
