@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from graft.graph.canonical import is_random
 from graft.graph.nodes import OpOverload, is_mutating, tensor_of, tensor_val, where
 from graft.graph.text import target_text
 from graft.ops.elementwise.codegen import triton_problem
@@ -52,6 +53,8 @@ def gelu(node: Node) -> list[Step]:
 def power(node: Node) -> list[Step] | str:
     """ATen takes these exponents apart in the same way, with the same roundings."""
     x, exponent = node.args
+    if tensor_of(x).dtype is torch.float16 and tensor_of(x).device.type == "cpu" and exponent not in (2, 0.5, -1):
+        return f"a power of {exponent} of float16 is rounded only once on a CPU"
     if exponent == 2:
         return [Step("mul", (x, x))]
     if exponent == 3:
@@ -114,6 +117,8 @@ def clamp_of(node: Node, op: str) -> list[Step] | str:
 def steps_of(node: Node) -> list[Step] | str:
     """What the node computes, in the language, or why it cannot be said."""
     rule = RULES.get(node.target)
+    if is_random(node):
+        return f"{where(node)} is {target_text(node.target)}, which is random"
     if rule is None:
         return f"{where(node)} is {target_text(node.target)}, which is not an op that can be generated"
     steps = rule(node)
@@ -185,7 +190,9 @@ def program_of(
 
 
 def is_pointwise(node: Node) -> bool:
-    """Works element by element, whether or not it can be generated."""
+    """Works element by element, whether or not it can be generated; what is random (dropout) counts as well."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    return node.target in RULES or (torch.Tag.pointwise in node.target.tags and not is_mutating(node))
+    return (
+        node.target in RULES or is_random(node) or (torch.Tag.pointwise in node.target.tags and not is_mutating(node))
+    )

@@ -13,26 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.ops.elementwise.codegen import Kinds, Pattern
+from graft.ops.elementwise.codegen import COMPARISONS, Kinds, Pattern
 from graft.ops.elementwise.layout import Loop, loop_of
-from graft.ops.elementwise.program import DTYPES, Program, parse
+from graft.ops.elementwise.program import DTYPES, Call, Ref, parse
 from graft.ops.elementwise.reference import FUNCTIONS, kinds_of, returned_dtypes, value_dtypes
 
+# ATen on a CPU rounds the number in these to the tensor's dtype, and in no others; Inductor takes it in float32.
+ROUNDED = {"add", "sub", "rsub", *COMPARISONS}
 
-def python_source(program: Program) -> str:
+
+def python_source(text: str, kinds: Kinds) -> str:
     """The program as a Python function of its inputs, one line a value."""
+    program, dtypes = parse(text), value_dtypes(text, kinds)
+    of = {Ref("i", i): dtype for i, (dtype, _) in enumerate(kinds)}
+    of |= {Ref("t", index): dtype for index, dtype in enumerate(dtypes)}
     arguments = ", ".join(f"i{index}" for index in range(program.inputs))
-    lines = [f"    t{index} = {call}" for index, call in enumerate(program.calls)]
+    lines = [f"    t{index} = {as_on_cpu(call, of)}" for index, call in enumerate(program.calls)]
     results = ", ".join(f"t{index}.contiguous()" for index in program.returns)
     return "\n".join([f"def elementwise({arguments}):", *lines, f"    return [{results}]"]) + "\n"
+
+
+def as_on_cpu(call: Call, dtypes: dict[Ref, torch.dtype]) -> Call:
+    """Number arguments rounded where ATen rounds them."""
+    dtype = dtypes.get(call.args[0]) if isinstance(call.args[0], Ref) else None
+    if call.op not in ROUNDED or dtype not in (torch.float16, torch.bfloat16):
+        return call
+    args = [a if isinstance(a, Ref) else torch.tensor(a, dtype=dtype).item() for a in call.args]
+    return Call(call.op, tuple(args))
 
 
 @lru_cache(maxsize=1024)
 def compiled(program: str, kinds: Kinds, pattern: Pattern) -> Callable[..., list[Tensor]]:
     """One compilation a program, kinds of inputs and pattern of dims, for all sizes; 16-bit values are rounded as in
     eager. The function has code of its own, since torch.compile counts recompilations by code."""
-    value_dtypes(program, kinds)  # checks the inputs
-    source = python_source(parse(program))
+    source = python_source(program, kinds)
     name = f"<graft elementwise {sha256(repr((program, kinds, pattern)).encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     scope: dict[str, Any] = {**FUNCTIONS, **DTYPES, "inf": float("inf"), "nan": float("nan")}
@@ -55,11 +69,14 @@ def elementwise_inductor(inputs: Sequence[Tensor], program: str) -> list[Tensor]
 
 
 def merged(tensor: Tensor, loop: Loop, strides: Sequence[int]) -> Tensor:
-    """The tensor in the merged loop, of size 1 where it is broadcast; a 0-d one stays weak in type promotion."""
+    """The tensor in the merged loop, of size 1 where it is broadcast; a 0-d one stays weak in type promotion.
+
+    `.data` is no view: torch.compile would guard on the sizes of a view's base, and compile again when they change.
+    """
     if tensor.dim() == 0:
-        return tensor
+        return tensor.data
     sizes = [size if stride else 1 for size, stride in zip(loop.sizes, strides, strict=True)]
-    return tensor.as_strided(sizes, strides)
+    return tensor.as_strided(sizes, strides).data
 
 
 def inductor_problem(inputs: Sequence[Tensor], program: str) -> str | None:  # noqa: ARG001

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from operator import getitem
 
 import torch
@@ -49,7 +50,8 @@ class FuseElementwise(BaseTransform):
         keys = {node: loop_key(node) for node in steps}
         grower = Grower(gm.graph, keys, self.name)
         regions = grower.grow()
-        misses = [*(self.miss(node, reason) for node, reason in unfit.items() if stands_between(node, steps))]
+        pointwise = {*steps, *unfit}
+        misses = [self.miss(node, reason) for node, reason in unfit.items() if has_neighbour(node, pointwise)]
         misses += grower.misses
         editor = Editor(gm, self.name)
         records: list[MatchRecord] = []
@@ -120,8 +122,9 @@ def loop_key(node: Node) -> tuple[object, ...]:
     return (*(str(size) for size in result.shape), result.device)
 
 
-def stands_between(node: Node, steps: dict[Node, list[Step]]) -> bool:
-    """Reads or feeds an op of its own shape that can be generated: without it, both could be one region."""
+def has_neighbour(node: Node, pointwise: Collection[Node]) -> bool:
+    """Reads or feeds another pointwise op of its own shape; alone it would stay as it is anyway."""
     result = tensor_val(node)
-    near = [other for other in (*node.all_input_nodes, *node.users) if other in steps]
-    return result is not None and any(same_sizes(tensor_of(other).shape, result.shape) for other in near)
+    near = [other for other in (*node.all_input_nodes, *node.users) if other in pointwise]
+    shapes = [value.shape for other in near if (value := tensor_val(other)) is not None]
+    return result is not None and any(same_sizes(shape, result.shape) for shape in shapes)
