@@ -141,6 +141,14 @@ class KernelUnavailable(GraftError):
     """A kernel asked for by name cannot run this call."""
 
 
+class ProgramError(GraftError):
+    """The program of a graft::elementwise call cannot be read."""
+
+    def __init__(self, text: str, position: int, problem: str) -> None:
+        pointer = f"{text[:position]}⟨here⟩{text[position:]}"
+        super().__init__(f"bad elementwise program at position {position}: {problem}; {pointer}")
+
+
 class DumpError(GraftError):
     """A dump folder cannot be written or read."""
 

@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from graft.ops import OPS, choose
 from graft.ops.cases import tolerance
@@ -15,11 +16,11 @@ IDS = [f"{op}: {case.name}" for op, case in CASES]
 
 
 def outputs(result):
-    return result if isinstance(result, tuple) else (result,)
+    return result if isinstance(result, (tuple, list)) else (result,)
 
 
 def copied(args):
-    return [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    return pytree.tree_map(lambda a: a.clone() if isinstance(a, torch.Tensor) else a, list(args))
 
 
 def close(left, right, bound):

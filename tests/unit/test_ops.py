@@ -9,6 +9,7 @@ import importlib
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import graft.ops
 from graft.errors import KernelUnavailable, UsageError
@@ -27,16 +28,18 @@ def make(case, dtype, device="cpu"):
 
 
 def outputs(result):
-    return result if isinstance(result, tuple) else (result,)
+    return result if isinstance(result, (tuple, list)) else (result,)
 
 
 def copied(args):
-    return [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    return pytree.tree_map(lambda a: a.clone() if isinstance(a, torch.Tensor) else a, list(args))
 
 
 def wide(args):
     """The same values in float64."""
-    return [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    return pytree.tree_map(
+        lambda a: a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a, list(args)
+    )
 
 
 def close(left, right, dtype, reduction, scale=1.0):
@@ -95,6 +98,7 @@ WRONG = {
     "moe_route": lambda args: (args[0] * 2, *args[1:]),
     "moe_experts": lambda args: (args[0], args[1] * 1.05, *args[2:]),
     "paged_attention": lambda args: (*args[:10], args[10] * 1.05, *args[11:]),
+    "elementwise": lambda args: ([args[0][0] * 1.15, *args[0][1:]], args[1]),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.backends.select import Lowered
 from graft.graph.nodes import OpOverload, arg_values, val
@@ -23,7 +23,7 @@ def lower_eager(gm: GraphModule, named: Mapping[str, str]) -> Lowered:
         spec = spec_of(node)
         if spec is not None:
             given = [value for _, value in arg_values(node)]
-            values = [val(value) for value in given]
+            values = [map_arg(value, val) for value in given]
             kernel = choose(spec, *values, named=named.get(spec.name))
             node.target, node.args, node.kwargs = kernel.run, tuple(given), {}
             kernels[f"graft::{spec.name}"] = describe(spec, kernel, values, spec.name in named)

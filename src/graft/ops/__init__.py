@@ -1,28 +1,15 @@
-"""graft's operators. Importing this package registers all of them with torch as `torch.ops.graft.*`."""
+"""graft's operators. Importing this package registers all of them with torch as `torch.ops.graft.*`.
 
-from graft.ops.add_rms_norm.op import SPEC as ADD_RMS_NORM
-from graft.ops.attention.op import SPEC as ATTENTION
-from graft.ops.moe_experts.op import SPEC as MOE_EXPERTS
-from graft.ops.moe_route.op import SPEC as MOE_ROUTE
-from graft.ops.paged_attention.op import SPEC as PAGED_ATTENTION
-from graft.ops.rms_norm.op import SPEC as RMS_NORM
-from graft.ops.rms_norm_rope.op import SPEC as RMS_NORM_ROPE
-from graft.ops.rope.op import SPEC as ROPE
+Each folder here is one op; its `op.py` defines it.
+"""
+
+import importlib
+import pkgutil
+
 from graft.ops.spec import OPS, Kernel, OpSpec, choose
-from graft.ops.swiglu.op import SPEC as SWIGLU
 
-__all__ = [
-    "ADD_RMS_NORM",
-    "ATTENTION",
-    "MOE_EXPERTS",
-    "MOE_ROUTE",
-    "OPS",
-    "PAGED_ATTENTION",
-    "RMS_NORM",
-    "RMS_NORM_ROPE",
-    "ROPE",
-    "SWIGLU",
-    "Kernel",
-    "OpSpec",
-    "choose",
-]
+for folder in pkgutil.iter_modules(__path__):
+    if folder.ispkg:
+        importlib.import_module(f"{__name__}.{folder.name}.op")
+
+__all__ = ["OPS", "Kernel", "OpSpec", "choose"]
