@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from graft.runtime.compile import CompiledModule, compile
     from graft.runtime.core import Output, SamplingParams
     from graft.runtime.llm import LLM
+    from graft.runtime.torch_compile import Backend, backend_reports
     from graft.transforms.base import BaseTransform, PatternTransform, Rewrite, TransformConfig
     from graft.transforms.registry import TransformRegistry
     from graft.transforms.report import Report
@@ -23,6 +24,8 @@ _HOMES = {
     "Output": "graft.runtime.core",
     "compile": "graft.runtime.compile",
     "CompiledModule": "graft.runtime.compile",
+    "Backend": "graft.runtime.torch_compile",
+    "backend_reports": "graft.runtime.torch_compile",
     "BaseTransform": "graft.transforms.base",
     "PatternTransform": "graft.transforms.base",
     "Rewrite": "graft.transforms.base",
@@ -33,6 +36,7 @@ _HOMES = {
 }
 __all__ = [
     "LLM",
+    "Backend",
     "BaseTransform",
     "CompiledModule",
     "Output",
@@ -42,6 +46,7 @@ __all__ = [
     "SamplingParams",
     "TransformConfig",
     "TransformRegistry",
+    "backend_reports",
     "compile",
     "load_dump",
 ]
