@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graft.runtime.compile import CompiledModule, compile
     from graft.runtime.core import Output, SamplingParams
+    from graft.runtime.inductor_passes import inductor_reports, passes_for_inductor
     from graft.runtime.llm import LLM
     from graft.runtime.torch_compile import Backend, backend_reports
     from graft.transforms.base import BaseTransform, PatternTransform, Rewrite, TransformConfig
@@ -26,6 +27,8 @@ _HOMES = {
     "CompiledModule": "graft.runtime.compile",
     "Backend": "graft.runtime.torch_compile",
     "backend_reports": "graft.runtime.torch_compile",
+    "passes_for_inductor": "graft.runtime.inductor_passes",
+    "inductor_reports": "graft.runtime.inductor_passes",
     "BaseTransform": "graft.transforms.base",
     "PatternTransform": "graft.transforms.base",
     "Rewrite": "graft.transforms.base",
@@ -48,7 +51,9 @@ __all__ = [
     "TransformRegistry",
     "backend_reports",
     "compile",
+    "inductor_reports",
     "load_dump",
+    "passes_for_inductor",
 ]
 
 

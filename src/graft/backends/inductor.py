@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
@@ -78,6 +79,11 @@ def static_inputs() -> list[int]:
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     return list(metadata.static_input_indices) if metadata is not None else []
+
+
+def cache_hits() -> int:
+    """How many graphs of this process came from Inductor's caches."""
+    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def sort_graph(graph: Graph) -> None:
