@@ -98,9 +98,9 @@ def fresh(value: Any) -> Any:
 
 
 def is_state(source: Node, value: Any) -> bool:
-    """A parameter, or a tensor that Dynamo found to be a module's own: one with a fixed, guarded address."""
+    """A parameter, or a tensor of a module: Dynamo knows those by their fixed address, and Inductor relies on it."""
     known = source.meta.get("tensor_dict") or {}
-    return isinstance(value, torch.nn.Parameter) or known.get("_dynamo_static_input_type") == "guarded"
+    return isinstance(value, torch.nn.Parameter) or bool(known.get("_dynamo_static_input_type"))
 
 
 # ── what is left to stock Inductor ──────────────────────────────────────────────────────────────────────────────
@@ -176,7 +176,7 @@ def shorten_module_names(node: Node) -> None:
     stack = node.meta.get("nn_module_stack")
     if stack:
         node.meta["nn_module_stack"] = {
-            key: (path.removeprefix("L['self']").lstrip("."), kind) for key, (path, kind) in stack.items()
+            key: (re.sub(r"^(L\['self'\]\.?|L\['(\w+)'\])", r"\2", path), kind) for key, (path, kind) in stack.items()
         }
 
 

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 import graft
+from graft.backends.dynamo import shorten_module_names
 from graft.backends.inductor import (
     FUSION_PASS,
     CachedPass,
@@ -124,6 +125,7 @@ def canonical_copy(graph: Graph) -> GraphModule:
     for node in graph.nodes:
         copies[node] = copy.node_copy(node, copies.__getitem__)
         copies[node].meta.setdefault("val", None)
+        shorten_module_names(copies[node])
     inputs = [node for node in copy.nodes if node.op == "placeholder"]
     if not any(node.name.startswith("tangents") for node in inputs):  # a backward graph has other inputs
         for index in static_inputs():
