@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graft.runtime.compile import CompiledModule, compile
     from graft.runtime.core import Output, SamplingParams
+    from graft.runtime.inductor_passes import inductor_reports, passes_for_inductor
     from graft.runtime.llm import LLM
+    from graft.runtime.torch_compile import Backend, backend_reports
     from graft.transforms.base import BaseTransform, PatternTransform, Rewrite, TransformConfig
     from graft.transforms.registry import TransformRegistry
     from graft.transforms.report import Report
@@ -23,6 +25,10 @@ _HOMES = {
     "Output": "graft.runtime.core",
     "compile": "graft.runtime.compile",
     "CompiledModule": "graft.runtime.compile",
+    "Backend": "graft.runtime.torch_compile",
+    "backend_reports": "graft.runtime.torch_compile",
+    "passes_for_inductor": "graft.runtime.inductor_passes",
+    "inductor_reports": "graft.runtime.inductor_passes",
     "BaseTransform": "graft.transforms.base",
     "PatternTransform": "graft.transforms.base",
     "Rewrite": "graft.transforms.base",
@@ -33,6 +39,7 @@ _HOMES = {
 }
 __all__ = [
     "LLM",
+    "Backend",
     "BaseTransform",
     "CompiledModule",
     "Output",
@@ -42,8 +49,11 @@ __all__ = [
     "SamplingParams",
     "TransformConfig",
     "TransformRegistry",
+    "backend_reports",
     "compile",
+    "inductor_reports",
     "load_dump",
+    "passes_for_inductor",
 ]
 
 

@@ -155,3 +155,7 @@ class DumpError(GraftError):
 
 class OutOfCache(GraftError):
     """The key-value cache has no room for the requests."""
+
+
+class GraphRefused(GraftError):
+    """A graph of torch.compile that graft leaves to stock Inductor; the message says why."""

@@ -13,12 +13,12 @@ from graft.ops import OPS, choose
 from graft.ops.spec import Kernel, OpSpec
 
 
-def lower_eager(gm: GraphModule, named: Mapping[str, str]) -> Lowered:
+def lower_eager(gm: GraphModule, named: Mapping[str, str] | None = None) -> Lowered:
     graph = Graph()
     outputs = graph.graph_copy(gm.graph, {})
     graph.output(outputs)
     graph.set_codegen(copy.copy(gm.graph._codegen))
-    kernels: dict[str, str] = {}
+    named, kernels = named or {}, {}
     for node in graph.nodes:
         spec = spec_of(node)
         if spec is not None:

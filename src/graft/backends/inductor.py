@@ -1,31 +1,131 @@
-"""The Inductor backend: the transformed graph through torch.compile, for any size of its dynamic dims."""
+"""Inductor, and the private parts of torch that the torch.compile routes need. No other backend file names them."""
 
 from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.select import Lowered
+from graft.errors import UsageError
 from graft.graph.nodes import is_op
 from graft.ops.elementwise.program import Ref, parse
 from graft.ops.elementwise.reference import FUNCTIONS
 
+# A custom pass under this key runs after decomposition and functionalization, before Inductor's own patterns.
+FUSION_PASS = "post_grad_custom_pre_pass"
 
-def lower_inductor(gm: GraphModule) -> Lowered:
-    # Inductor tries out each instruction set in a subprocess, up to 20 s; the sets it names are trusted instead
-    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    notes = ["inductor: compiled at the first call; graft ops run as custom ops inside it"]
-    programs = [node for node in gm.graph.nodes if is_op(node, torch.ops.graft.elementwise.default)]
-    if programs:
+
+def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) -> Lowered:
+    refuse_named_kernels(kernels)
+    trust_instruction_sets()
+    notes = [INDUCTOR_NOTE]
+    count = sum(is_op(node, torch.ops.graft.elementwise.default) for node in gm.graph.nodes)
+    if count:
         gm = with_programs_inlined(gm)
-        notes.append(
-            f"inductor: {len(programs)} graft::elementwise are taken apart again; Inductor fuses them itself"
+        notes.append(f"inductor: {count} graft::elementwise are taken apart again; Inductor fuses them itself")
+    compiled = torch.compile(gm, dynamic=True, options=inductor_settings() or None)
+    return Lowered(compiled, "inductor", {}, tuple(notes))
+
+
+INDUCTOR_NOTE = "inductor: compiled at the first call; graft ops run as custom ops inside it"
+
+
+def refuse_named_kernels(kernels: Mapping[str, str] | None) -> None:
+    """Inside Inductor an op picks its kernel when it is called, so one that is named could not be promised."""
+    if kernels:
+        op, name = next(iter(kernels.items()))
+        raise UsageError(
+            f"kernels.{op}={name}: ops inside Inductor choose their kernels themselves;"
+            " take kernels out of the config, or use the eager backend"
         )
-    return Lowered(torch.compile(gm, dynamic=True), "inductor", {}, tuple(notes))
+
+
+def trust_instruction_sets() -> None:
+    """Inductor tries out each instruction set in a subprocess, up to 20 s; the sets it names are trusted instead."""
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+
+def inductor_settings() -> dict[str, Any]:
+    """What graft changes in Inductor's configuration wherever it compiles. torch 2.11 takes one pass a key."""
+    return {}
+
+
+def compile_with_inductor(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Dynamo's own hand-over: guards, mutation, aliasing and dynamic sizes are Inductor's business."""
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    trust_instruction_sets()
+    patches = {**inductor_settings(), **(list_mode_options(mode) if mode else {}), **(options or {})}
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
+    return compiled
+
+
+def python_dispatcher() -> AbstractContextManager[Any]:
+    """Symbolic sizes need the Python rules of composite ops while tracing."""
+    return enable_python_dispatcher()
+
+
+def apart_from_dynamo() -> AbstractContextManager[Any]:
+    """Within it, what is traced (patterns) does not enter the shapes and guards of the compilation under way."""
+    return tracing(None)
+
+
+@cache
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """How Inductor takes ops apart before its post-grad passes see them."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def static_inputs() -> list[int]:
+    """The inputs of the graph that is being compiled which are parameters or buffers, by position."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    return list(metadata.static_input_indices) if metadata is not None else []
+
+
+def cache_hits() -> int:
+    """How many graphs of this process came from Inductor's caches."""
+    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def sort_graph(graph: Graph) -> None:
+    """Moves nodes below what they read; a graph in order stays as it is."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
+
+
+class CachedPass(CustomGraphPass):
+    """A graph pass that Inductor's caches know by `key`; a plain function would switch them off."""
+
+    def __init__(self, key: str, run: Callable[[Graph], None]) -> None:
+        self.key = key
+        self.run = run
+
+    def __call__(self, graph: Graph) -> None:
+        self.run(graph)
+
+    def uuid(self) -> str:
+        return self.key
 
 
 def with_programs_inlined(gm: GraphModule) -> GraphModule:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from graft.errors import UnknownBackend, UsageError
+from graft.errors import UnknownBackend
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from graft.graph.pattern import (
     tensor_names,
 )
 from graft.graph.text import target_text, value_text
+from graft.graph.trace import current_dialect
 
 aten = torch.ops.aten
 COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
@@ -204,7 +205,7 @@ class Finder:
     def check_needs(self, pattern: Pattern) -> None:
         """What is declared as needed must be in the pattern, or places that fit would never be looked at."""
         targets = {node.target for node in pattern.graph.nodes}
-        wrong = [target_text(op) for op in self.needs if op not in targets]
+        wrong = [target_text(op) for op in self.needs if op not in targets and current_dialect().keeps(op)]
         if wrong:
             raise PatternError(f"pattern {pattern.name} is said to need {wrong[0]}, which it does not call")
 

@@ -17,7 +17,7 @@ import operator
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from graft.errors import PatternError
 from graft.graph.nodes import leaves, output_node
-from graft.graph.trace import trace_function
+from graft.graph.trace import Dialect, current_dialect, trace_function
 
 WORKING_DTYPE = torch.bfloat16  # makes every cast of a pattern visible; matches any floating dtype
 
@@ -87,7 +87,17 @@ def is_literal(parameter: inspect.Parameter) -> bool:
     return parameter.annotation in (int, float, "int", "float")
 
 
-@cache
+def cache_by_dialect(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A cache whose entries belong to the dialect that they were traced in."""
+
+    @cache
+    def compute(_: Dialect, *args: Any) -> Any:
+        return function(*args)
+
+    return wraps(function)(lambda *args: compute(current_dialect(), *args))
+
+
+@cache_by_dialect
 def loose_pattern(function: Callable[..., Any], shapes: tuple[tuple[str, str], ...]) -> Pattern:
     """The pattern with captures and open literals, from two traces that differ in every size and literal."""
     first, first_literals = example_trace(function, shapes, 0)
@@ -99,7 +109,7 @@ def loose_pattern(function: Callable[..., Any], shapes: tuple[tuple[str, str], .
     )
 
 
-@cache
+@cache_by_dialect
 def outline(function: Callable[..., Any], shapes: tuple[tuple[str, str], ...]) -> Pattern:
     """The pattern with every number open: half the price of the loose one, and enough to see that nothing fits."""
     first, _ = example_trace(function, shapes, 0)
@@ -120,7 +130,7 @@ def open_numbers(value: Any) -> Any:
     return Open() if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
-@cache
+@cache_by_dialect
 def example_trace(
     function: Callable[..., Any], shapes: tuple[tuple[str, str], ...], which: int
 ) -> tuple[Pattern, dict[str, int | float]]:
@@ -207,7 +217,7 @@ def exact_pattern(
 FILLER, OTHER_FILLER = 1_000_003, 1_000_033
 
 
-@cache
+@cache_by_dialect
 def _exact(
     function: Callable[..., Any],
     specs: tuple[tuple[str, TensorSpec], ...],

@@ -15,6 +15,7 @@ from graft.graph.match import Finder, Match, NearMiss, spec_of
 from graft.graph.nodes import module_path, where
 from graft.graph.pattern import exact_pattern, tensor_names
 from graft.graph.text import target_text
+from graft.graph.trace import current_dialect
 from graft.transforms.report import MatchRecord
 
 
@@ -109,7 +110,7 @@ class PatternTransform(BaseTransform):
         lacking: list[str] = []
         for rewrite in self.rewrites():
             present = {node.target for node in gm.graph.nodes}
-            absent = next((op for op in rewrite.needs if op not in present), None)
+            absent = next((op for op in rewrite.needs if op not in present and current_dialect().keeps(op)), None)
             if absent is not None:
                 lacking.append(target_text(absent))
                 continue

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor, attribute
 from graft.graph.match import NearMiss
-from graft.graph.nodes import is_op, module_path, tensor_of, where
+from graft.graph.nodes import is_op, is_weight, module_path, tensor_of, where
 from graft.transforms.base import Outcome
 from graft.transforms.report import MatchRecord
 
@@ -27,6 +27,9 @@ def merge_problem(gm: GraphModule, linears: Sequence[Node | None], what: str) ->
         return f"{what} read different inputs"
     weights = [node.args[1] for node in found]
     biases = [node.args[2] for node in found if len(node.args) > 2 and node.args[2] is not None]
+    owned = next((state for state in (*weights, *biases) if is_weight(state) and not is_parameter(gm, state)), None)
+    if owned is not None and owned.op == "placeholder":
+        return f"{where(owned)} is an input of the graph and stays the model's; graft.compile merges weights"
     if any(not is_parameter(gm, state) for state in (*weights, *biases)):
         return f"a weight or bias of {what} is not a parameter"
     shared = next((w for w in weights if len(w.users) > 1), None)

@@ -1,0 +1,192 @@
+"""Graphs of torch.compile: Dynamo's torch-level calls in the ATen form that torch.export gives, and back to Dynamo.
+
+    before:  %y = torch.nn.functional.silu(%x)       after:  %y = aten.silu(%x)
+
+Weights are inputs here, marked `meta["weight"]`. What ATen calls alone do not carry (autocast, higher-order ops,
+checks of values at run time…) is refused with the reason; stock Inductor then compiles the graph as Dynamo gave it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+from graft.backends.inductor import python_dispatcher
+from graft.errors import CaptureError, GraphRefused
+from graft.graph.canonical import ASSERTS, canonicalize
+from graft.graph.edit import attribute
+from graft.graph.nodes import OpOverload, is_op, leaves, mutated_roots, output_node, where
+from graft.graph.trace import fill_values, quiet
+
+aten = torch.ops.aten
+ENTER_AUTOCAST, EXIT_AUTOCAST = (getattr(torch.amp.autocast_mode, n) for n in ("_enter_autocast", "_exit_autocast"))
+SET_GRAD = torch._C._set_grad_enabled
+# Modes that a graph switches on for a part of itself; ATen calls would not carry them.
+MODES = ("functorch", "_enter_inference_mode", "autograd")
+
+
+def trace_dynamo(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
+    """The canonical ATen graph of a Dynamo graph, with its inputs in the same order. `gm` stays as it is.
+
+    Sizes stay as symbolic as Dynamo made them. Raises GraphRefused, or CaptureError when tracing fails.
+    """
+    refuse_modes(gm.graph, inputs)
+    sources = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    mode = fake_mode_of(sources)
+    try:
+        with mode, torch.no_grad(), python_dispatcher(), preserve_node_meta(), quiet("torch._subclasses.fake_tensor"):
+            examples = [fresh(node.meta["example_value"]) for node in sources]
+            traced = make_fx(lambda *args: Replay(gm).run(*args), pre_dispatch=True)(*examples)
+    except Exception as error:  # whatever an operator raises; nothing is swallowed
+        raise CaptureError(f"the graph cannot be traced to ATen: {type(error).__name__}: {error}") from error
+    drop_detach(traced.graph)
+    refuse_calls(traced.graph, inputs)
+    fill_values(traced)
+    before = list(leaves(output_node(traced.graph).args))
+    canonicalize(traced)
+    keep_results_apart(traced.graph, before)
+    for node, source, value in zip(placeholders(traced.graph), sources, inputs, strict=True):
+        node._rename(short_name(source.name))
+        node.target = node.name
+        node.meta = {**source.meta, "val": node.meta["val"], "weight": is_state(source, value)}
+    for node in traced.graph.nodes:
+        shorten_module_names(node)
+    traced.recompile()
+    return traced
+
+
+class Replay(Interpreter):
+    """Runs a Dynamo graph without its switches of grad mode and of autocast that is off; refuse_modes saw them."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in (SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST):
+            return None
+        return super().call_function(target, args, kwargs)
+
+
+def drop_detach(graph: Graph) -> None:
+    """`torch.tensor(…)` traces as a constant that is detached in place; without gradients that does nothing."""
+    for node in list(graph.nodes):
+        if is_op(node, aten.detach_.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def placeholders(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def fake_mode_of(sources: Sequence[Node]) -> Any:
+    for node in sources:
+        mode = getattr(node.meta.get("example_value"), "fake_mode", None)
+        if mode is not None:
+            return mode
+    raise GraphRefused("no input of the graph is a tensor")
+
+
+def fresh(value: Any) -> Any:
+    """A fake tensor of its own, so that tracing changes nothing of Dynamo's. Scalars remember their symbol: kept."""
+    if isinstance(value, torch.Tensor) and value.dim() > 0:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return value
+
+
+def is_state(source: Node, value: Any) -> bool:
+    """A parameter, or a tensor of a module: Dynamo knows those by their fixed address, and Inductor relies on it."""
+    known = source.meta.get("tensor_dict") or {}
+    return isinstance(value, torch.nn.Parameter) or bool(known.get("_dynamo_static_input_type"))
+
+
+# ── what is left to stock Inductor ──────────────────────────────────────────────────────────────────────────────
+
+
+def refuse_modes(graph: Graph, inputs: Sequence[Any]) -> None:
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    if any(torch.is_autocast_enabled(kind) for kind in {t.device.type for t in tensors}):
+        raise GraphRefused("autocast is on around the call; its casts are not in the graph")
+    needs_grad = any(t.requires_grad for t in tensors)
+    if needs_grad and torch.is_grad_enabled():
+        raise GraphRefused(
+            "the call needs gradients, and graft's ops have no backward; call the model under torch.no_grad() or"
+            " torch.inference_mode(), or freeze its parameters"
+        )
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            raise GraphRefused(f"{where(node)} is a tensor or a subgraph of the graph itself ({node.target})")
+        if node.op == "call_function":
+            refuse_target(node, needs_grad)
+
+
+def refuse_target(node: Node, needs_grad: bool) -> None:
+    target = node.target
+    if getattr(target, "namespace", "") == "higher_order":
+        raise GraphRefused(f"{where(node)} is the higher-order op {target}")
+    if target is ENTER_AUTOCAST and (node.args[2] if len(node.args) > 2 else True):
+        raise GraphRefused(f"{where(node)} opens an autocast region; its casts are not in the graph")
+    if target is SET_GRAD and node.args[0] and needs_grad:
+        raise GraphRefused(f"{where(node)} turns gradients on inside the graph; graft's ops have no backward")
+    name = f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
+    if target is not SET_GRAD and any(part in name for part in MODES):
+        raise GraphRefused(f"{where(node)} calls {name}, a mode that ATen calls would not carry")
+
+
+def refuse_calls(graph: Graph, inputs: Sequence[Any]) -> None:
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags:
+            raise GraphRefused(f"{where(node)} changes the shape of a tensor in place ({node.target})")
+        if node.target in ASSERTS and node.target is not aten._assert_tensor_metadata.default:
+            raise GraphRefused(f"{where(node)} checks a value at run time ({node.target})")
+    written = mutated_roots(graph)
+    owners = [value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None for value in inputs]
+    for node, owner in zip(placeholders(graph), owners, strict=True):
+        if node in written and owner is not None and owners.count(owner) > 1:
+            raise GraphRefused(f"{where(node)} is written in place and shares its memory with another input")
+
+
+# ── what Dynamo and Inductor rely on ────────────────────────────────────────────────────────────────────────────
+
+
+def keep_results_apart(graph: Graph, before: Sequence[Any]) -> None:
+    """A returned view that became the tensor it views is a view again: callers get a tensor object of its own."""
+    output = output_node(graph)
+    results = list(leaves(output.args))
+    for index, (old, new) in enumerate(zip(before, results, strict=True)):
+        changed = isinstance(new, Node) and new is not old
+        if changed and (new.op == "placeholder" or results.count(new) > 1):
+            with graph.inserting_before(output):
+                results[index] = graph.call_function(aten.alias.default, (new,))
+            results[index].meta = dict(new.meta)
+    output.args = (tuple(results),)
+
+
+def short_name(name: str) -> str:
+    """l_self_modules_norm_parameters_weight_ → norm_weight."""
+    short = re.sub(r"(^l_(self_)?)|modules_|parameters_|buffers_|_$", "", name)
+    return short if short.isidentifier() else name
+
+
+def shorten_module_names(node: Node) -> None:
+    """`L['self'].model.layers.0` is `model.layers.0` in reports, as on the other routes."""
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        node.meta["nn_module_stack"] = {
+            key: (re.sub(r"^(L\['self'\]\.?|L\['(\w+)'\])", r"\2", path), kind) for key, (path, kind) in stack.items()
+        }
+
+
+def hand_back(gm: GraphModule, transformed: GraphModule) -> GraphModule:
+    """Dynamo's module with the transformed graph. What AOTAutograd reads of inputs and module is Dynamo's."""
+    for node, source in zip(placeholders(transformed.graph), placeholders(gm.graph), strict=True):
+        node._dynamo_source = getattr(source, "_dynamo_source", None)
+    for node in transformed.graph.nodes:
+        if node.op == "get_attr":  # constants; as buffers they would need a source in the user's program
+            object.__setattr__(gm, str(node.target), attribute(transformed, str(node.target)))
+    gm.graph = transformed.graph
+    gm.recompile()
+    return gm

@@ -1,0 +1,475 @@
+"""torch.compile with graft as the backend: counts, numbers, what Dynamo promises, and what is left to Inductor."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from transformers import StaticCache
+
+import graft
+from conftest import tiny
+from graft.errors import UnknownKey, UsageError
+from graft.graph.match import Finder
+from graft.runtime.torch_compile import graft_backend
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """A norm, a gated MLP, and a norm after the residual add."""
+
+    def __init__(self, d=8):
+        super().__init__()
+        self.first = nn.Parameter(torch.rand(d) + 0.5)
+        self.second = nn.Parameter(torch.rand(d) + 0.5)
+        self.gate, self.up = nn.Linear(d, 2 * d, bias=False), nn.Linear(d, 2 * d, bias=False)
+        self.down = nn.Linear(2 * d, d, bias=False)
+
+    def norm(self, x, weight):
+        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+    def forward(self, x):
+        h = self.norm(x, self.first)
+        x = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return self.norm(x, self.second)
+
+
+FUSED = {"fuse_rms_norm": 2, "fuse_swiglu": 1, "fuse_add_rms_norm": 1}
+
+
+def eager_backend(**settings):
+    """The transformed graph itself, without Inductor: tests of graphs need no C++ compiler."""
+    return graft.Backend(inductor=False, **settings)
+
+
+def counts(report):
+    return {name: len(record.matches) for name, record in report.transforms.items() if record.matches}
+
+
+def run(function, *args, backend=None, dynamic=None):
+    backend = backend or eager_backend()
+    with torch.no_grad():
+        return torch.compile(function, backend=backend, dynamic=dynamic)(*args), backend
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "lengths"),
+    [
+        ("llama", "float32", (9, 14)),
+        ("llama", "bfloat16", (9,)),
+        ("qwen3", "float32", (9,)),
+        ("gemma-2", "float32", (9,)),
+        ("gpt2", "float32", (9,)),
+    ],
+)
+def test_fusions_on_hugging_face_models_r24(family, dtype, lengths):
+    """Counts of the registry, numbers of eager, one graph for every length."""
+    model = tiny(family, dtype)
+    backend = eager_backend()
+    compiled = torch.compile(model.module, backend=backend)
+    limits = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
+    for length in lengths:
+        ids = torch.randint(3, 128, (2, length), generator=torch.Generator().manual_seed(length))
+        if len(lengths) > 1:
+            torch._dynamo.mark_dynamic(ids, 1)
+        with torch.no_grad():
+            got = compiled(input_ids=ids, use_cache=False).logits
+            wanted = model.module(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(got, wanted, **limits)
+        with pytest.raises(AssertionError):  # a change as large as another rounding of the residual stream is seen
+            torch.testing.assert_close(got * 1.06, wanted, **limits)
+    assert len(backend.reports) == 1, "another length compiled another graph"
+    (report,) = backend.reports
+    expected = model.family.expected_matches(model.layers)
+    fusions = ("fuse_rms_norm", "fuse_swiglu", "fuse_rope", "fuse_add_rms_norm")
+    assert counts(report) == {name: expected[name] for name in fusions if expected[name]}
+    assert all(record.matches or record.reason for record in report.transforms.values())
+    if family != "gpt2":
+        assert "stays the model's" in report.transforms["merge_gate_up"].reason
+        match = report.transforms["fuse_rms_norm"].matches[0]
+        assert match.module == "model.layers.0.input_layernorm" and "modeling_" in match.anchor
+
+
+def test_sizes_become_dynamic_without_a_graph_for_each_r24():
+    module, backend = Block(), eager_backend()
+    compiled = torch.compile(module, backend=backend)
+    with torch.no_grad():
+        for rows in (2, 3, 4, 5):
+            x = torch.randn(rows, 8)
+            assert torch.equal(compiled(x), module(x))
+    assert [counts(report) for report in backend.reports] == [FUSED, FUSED]  # the second for every size
+
+
+def test_a_whole_number_as_input_r24():
+    def step(x, n):
+        return (x * torch.sigmoid(x))[:n] + n, n + 1
+
+    for n in (3, 4, 5):
+        x = torch.randn(8, 4)
+        (got, count), backend = run(step, x, n, dynamic=True)
+        assert torch.equal(got, step(x, n)[0]) and count == n + 1
+    assert backend.reports
+
+
+def test_an_unspecialised_eps_is_a_near_miss_r24():
+    """dynamic=True makes module attributes symbolic; the op takes a number."""
+
+    class Norm(Block):
+        def __init__(self):
+            super().__init__()
+            self.eps = 1e-5
+
+        def forward(self, x):
+            return self.first * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+    module, x = Norm(), torch.randn(3, 8)
+    got, backend = run(module, x, dynamic=True)
+    assert torch.allclose(got, module(x), rtol=1e-6, atol=1e-6)
+    record = backend.reports[0].transforms["fuse_rms_norm"]
+    assert record.status == "no_match" and "not a number" in record.reason
+
+
+def test_near_misses_name_module_and_line_r24():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x):
+            z = x * 2
+            h = z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + 1e-5)
+            return self.block(x), self.block.first * h, h
+
+    _, backend = run(Outer(), torch.randn(3, 8))
+    record = backend.reports[0].transforms["fuse_rms_norm"]
+    assert len(record.matches) == 2 and {match.module for match in record.matches} == {"block"}
+    assert any(
+        "second reader" in miss.reason and "test_torch_compile.py" in miss.anchor for miss in record.near_misses
+    )
+
+
+def test_a_buffer_is_a_weight_and_a_computed_one_is_not_r24():
+    class Owned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("w", torch.rand(8))
+
+        def forward(self, x):
+            return self.w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+    class Computed(Owned):
+        def forward(self, x):
+            return (self.w * 2) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+    x = torch.randn(3, 8)
+    assert counts(run(Owned(), x)[1].reports[0]) == {"fuse_rms_norm": 1}
+    record = run(Computed(), x)[1].reports[0].transforms["fuse_rms_norm"]
+    assert record.matches == () and "is computed in the graph" in record.reason
+
+
+# ── state and aliasing ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_inputs_and_buffers_are_written_in_place_r24():
+    class Stateful(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("seen", torch.zeros(4, 8))
+
+        def forward(self, x, cache, position):
+            self.calls.add_(1)
+            y = super().forward(x)
+            cache.index_copy_(0, position, y)
+            self.seen[1:3] = y
+            return y + cache.sum(), self.seen.mean()
+
+    module, other = Stateful(), Stateful()
+    other.load_state_dict(module.state_dict())
+    backend = eager_backend()
+    compiled = torch.compile(module, backend=backend)
+    caches = [torch.zeros(6, 8), torch.zeros(6, 8)]
+    address = caches[0].data_ptr()
+    for step in range(3):
+        x, position = torch.randn(2, 8), torch.tensor([step, step + 3])
+        with torch.no_grad():
+            got, wanted = compiled(x, caches[0], position), other(x, caches[1], position)
+        assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+    assert torch.equal(caches[0], caches[1]) and caches[0].data_ptr() == address
+    assert module.calls.item() == 3 and torch.equal(module.seen, other.seen)
+    assert len(backend.reports) == 1 and counts(backend.reports[0]) == FUSED
+
+
+def test_results_alias_inputs_as_in_eager_r24():
+    def views(x):
+        y = x * 2
+        return x.view(-1), x.detach(), y, y.view(y.shape), x + 0
+
+    x = torch.randn(4, 3)
+    got, backend = run(views, x)
+    wanted = views(x)
+    assert backend.reports[0].notes == ()
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a, b) and a is not x
+    first, second, third, fourth, fifth = (t.untyped_storage().data_ptr() for t in got)
+    assert first == second == x.untyped_storage().data_ptr() != fifth
+    assert third == fourth != first and got[2] is not got[3]
+
+
+def test_inputs_that_share_memory_and_are_written_are_left_to_inductor_r24():
+    def shift(a, b):
+        a.add_(1)
+        return a * 2, b * 2
+
+    def fresh():
+        base = torch.arange(6.0)
+        return base[:4], base[2:]
+
+    with pytest.warns(UserWarning, match="shares its memory"):
+        got, backend = run(shift, *fresh())
+    for a, b in zip(got, shift(*fresh()), strict=True):
+        assert torch.equal(a, b)
+    assert "shares its memory with another input" in backend.reports[0].notes[0]
+
+
+def test_a_change_of_shape_in_place_is_left_to_inductor_r24():
+    def turn(x):
+        y = x + 1
+        y.t_()
+        return y * 2
+
+    x = torch.arange(6.0).reshape(2, 3)
+    with pytest.warns(UserWarning, match="changes the shape"):
+        got, _ = run(turn, x)
+    assert torch.equal(got, turn(x))
+
+
+def decode_steps(model, step):
+    """Four tokens through a static cache of Hugging Face, one at a time; the logits, and the cache at the end."""
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    logits = []
+    with torch.no_grad():
+        for position, token in enumerate((5, 17, 3, 9)):
+            place = torch.tensor([position])
+            ids = torch.tensor([[token]])
+            call = step if position else model  # the first call makes the cache; later ones share one graph
+            out = call(input_ids=ids, past_key_values=cache, position_ids=place[None], use_cache=True)
+            logits.append(out.logits)
+    return torch.cat(logits), [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("inductor", [False, True], ids=["graph", "inductor"])
+def test_decoding_with_a_static_cache_r24(inductor):
+    """index_copy_ into the caller's cache: same logits and same cache as eager."""
+    model = tiny("llama").module
+    backend = graft.Backend(inductor=inductor)
+    got, caches = decode_steps(model, torch.compile(model, backend=backend))
+    wanted, eager_caches = decode_steps(model, model)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(got.roll(1, 0), wanted, rtol=1e-5, atol=1e-5)
+    for layer, eager in zip(caches, eager_caches, strict=True):
+        torch.testing.assert_close(layer, eager, rtol=1e-5, atol=1e-5)
+        assert layer[0][:, :, :4].any() and not layer[0][:, :, 4:].any()
+    (report,) = backend.reports
+    assert counts(report) == {"fuse_rms_norm": 5, "fuse_swiglu": 2, "fuse_rope": 4, "fuse_add_rms_norm": 4}
+
+
+# ── what goes to stock Inductor ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_graph_break_gives_two_reports_r24():
+    module = Block()
+
+    def broken(x):
+        y = module(x)
+        torch._dynamo.graph_break()
+        return module(y)
+
+    x = torch.randn(3, 8)
+    got, backend = run(broken, x)
+    assert torch.equal(got, broken(x))
+    assert [report.model for report in backend.reports] == ["graph_0", "graph_1"]
+    assert [counts(report) for report in backend.reports] == [FUSED, FUSED]
+
+
+def test_gradients_are_those_of_eager_and_the_fallback_is_told_once_r24():
+    module, other = Block(), Block()
+    other.load_state_dict(module.state_dict())
+    backend = eager_backend()
+    compiled = torch.compile(module, backend=backend)
+    with pytest.warns(UserWarning, match=r"torch.no_grad\(\)"):
+        compiled(torch.ones(3, 8)).square().sum().backward()
+    other(torch.ones(3, 8)).square().sum().backward()
+    for got, wanted in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(got.grad, wanted.grad, rtol=1e-5, atol=1e-6) and wanted.grad.any()
+    assert backend.reports[0].transforms == {} and "no backward" in backend.reports[0].notes[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(torch.ones(4, 8))
+    assert len(backend.reports) == 2 and "no backward" in backend.reports[1].notes[0]
+    with torch.no_grad():
+        compiled(torch.ones(3, 8))
+    assert counts(backend.reports[-1]) == FUSED
+
+
+def test_gradients_turned_on_inside_the_graph_are_left_to_inductor_r24():
+    module = Block()
+
+    def inside(x):
+        with torch.enable_grad():
+            return module(x)
+
+    with pytest.warns(UserWarning, match="gradients"):
+        got, backend = run(inside, torch.ones(3, 8))
+    assert torch.equal(got, module(torch.ones(3, 8))) and "gradients" in backend.reports[0].notes[0]
+
+
+def test_no_grad_inside_the_graph_is_no_hindrance_r24():
+    module = Block().requires_grad_(False)
+
+    @torch.no_grad()
+    def inner(x):
+        return module(x)
+
+    backend = eager_backend()
+    x = torch.randn(3, 8)
+    got = torch.compile(lambda x: inner(x) * 2, backend=backend)(x)
+    assert torch.equal(got, module(x) * 2) and counts(backend.reports[0]) == FUSED
+
+
+def test_autocast_is_left_to_inductor_where_it_is_on_r24():
+    module = Block()
+
+    def region(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(x)
+
+    def off(x):
+        with torch.autocast("cpu", enabled=False):
+            return module(x)
+
+    x = torch.randn(3, 8)
+    with torch.no_grad(), pytest.warns(UserWarning, match="autocast"):
+        got, backend = run(region, x)
+        assert got.dtype == region(x).dtype and torch.equal(got, region(x))
+        assert "opens an autocast region" in backend.reports[0].notes[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            got, backend = run(module, x)
+            assert torch.equal(got, module(x)) and "autocast is on" in backend.reports[0].notes[0]
+    got, backend = run(off, x)
+    assert torch.equal(got, off(x)) and counts(backend.reports[0]) == FUSED
+
+
+def test_dropout_stays_in_training_mode_r26():
+    module = nn.Sequential(Block(), nn.Dropout(0.5), Block())
+    x = torch.randn(30, 8)
+    compiled = torch.compile(module, backend=eager_backend())
+    with torch.no_grad():
+        torch.manual_seed(0)
+        got = compiled(x)
+        torch.manual_seed(0)
+        assert torch.equal(got, module(x))
+        assert not torch.equal(got, module.eval()(x))
+
+
+def test_a_higher_order_op_is_left_to_inductor_r24():
+    def chosen(x):
+        return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
+
+    with pytest.warns(UserWarning, match="subgraph|higher-order"):
+        got, _ = run(chosen, torch.ones(3))
+    assert torch.equal(got, torch.full((3,), 2.0))
+
+
+def test_a_failing_transform_raises_or_is_reported_r24(monkeypatch):
+    def broken(self, graph):
+        raise ValueError("made to fail")
+
+    monkeypatch.setattr(Finder, "find", broken)
+    module, x = Block(), torch.randn(3, 8)
+    with pytest.raises(
+        BackendCompilerFailed, match="fuse_rms_norm failed and was rolled back: ValueError: made to fail"
+    ):
+        run(module, x)
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="made to fail"):
+        got, backend = run(module, x, backend=eager_backend(on_error="skip"))
+    assert torch.equal(got, module(x))
+    assert "no transform ran on this graph" in backend.reports[0].notes[0]
+    torch._dynamo.reset()
+    config = {"transforms": {name: {"on_error": "skip"} for name in ("fuse_rms_norm", "fuse_swiglu")}}
+    got, backend = run(module, x, backend=eager_backend(config=config))
+    record = backend.reports[0].transforms["fuse_rms_norm"]
+    assert torch.equal(got, module(x)) and record.status == "rolled_back" and "made to fail" in record.reason
+
+
+def test_a_failing_trace_raises_or_is_reported_r24(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("cannot trace")
+
+    monkeypatch.setattr("graft.backends.dynamo.make_fx", broken)
+    with pytest.raises(BackendCompilerFailed, match="cannot be traced to ATen: RuntimeError: cannot trace"):
+        run(Block(), torch.randn(3, 8))
+    torch._dynamo.reset()
+    module, x = Block(), torch.randn(3, 8)
+    with pytest.warns(UserWarning, match="cannot trace"):
+        got, backend = run(module, x, backend=eager_backend(on_error="skip"))
+    assert torch.equal(got, module(x)) and "CaptureError" in backend.reports[0].notes[0]
+
+
+# ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_settings_are_checked_before_anything_is_compiled_r24():
+    with pytest.raises(UnknownKey, match="enable"):
+        graft.Backend({"transforms": {"fuse_rope": {"enable": False}}})
+    with pytest.raises(UsageError, match="on_error"):
+        graft.Backend(on_error="ignore")
+    _, backend = run(
+        Block(), torch.randn(3, 8), backend=eager_backend(config={"transforms": {"fuse_swiglu": {"enabled": False}}})
+    )
+    assert backend.reports[0].transforms["fuse_swiglu"].status == "disabled"
+    compiled = torch.compile(Block(), backend=eager_backend(), mode="reduce-overhead")
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="are Inductor's"):
+        compiled(torch.randn(3, 8))
+
+
+def test_dumps_go_to_a_folder_for_each_graph_r24(tmp_path):
+    run(Block(), torch.randn(3, 8), backend=eager_backend(dump_dir=tmp_path))
+    assert (tmp_path / "graph_0" / "report.json").exists()
+
+
+def test_the_name_graft_is_an_entry_point_r24():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    target = project["project"]["entry-points"]["torch_dynamo_backends"]["graft"]
+    module, _, name = target.partition(":")
+    assert getattr(importlib.import_module(module), name) is graft_backend
+
+
+def test_the_string_form_and_its_reports_r24():
+    """Through Inductor: the numbers are eager's, and the reports are reachable without a backend object."""
+    name = "graft_under_test"  # the installed entry point may be another checkout's
+    torch._dynamo.register_backend(graft_backend, name=name)
+    assert name in torch._dynamo.list_backends()
+    before, module, x = len(graft.backend_reports()), Block(), torch.randn(3, 8)
+    with torch.no_grad():
+        got = torch.compile(module, backend=name)(x)
+        wanted = module(x)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    (report,) = graft.backend_reports()[before:]
+    assert counts(report) == FUSED and "inductor" in report.notes[0]
