@@ -97,7 +97,7 @@ def test_fusions_on_hugging_face_models_r24(family, dtype, lengths):
     expected = model.family.expected_matches(model.layers)
     fusions = ("fuse_rms_norm", "fuse_swiglu", "fuse_rope", "fuse_add_rms_norm")
     assert counts(report) == {name: expected[name] for name in fusions if expected[name]}
-    assert all(record.matches or record.reason for record in report.transforms.values())
+    assert all(r.matches or r.reason or r.status == "disabled" for r in report.transforms.values())
     if family != "gpt2":
         assert "stays the model's" in report.transforms["merge_gate_up"].reason
         match = report.transforms["fuse_rms_norm"].matches[0]

@@ -31,11 +31,7 @@ def lower(gm: GraphModule, backend: str = "auto", kernels: Mapping[str, str] | N
     if backend == "inductor":
         from graft.backends.inductor import lower_inductor
 
-        if kernels:
-            raise UsageError(
-                "the inductor backend chooses kernels itself; take kernels out of the config, or use eager"
-            )
-        return lower_inductor(gm)
+        return lower_inductor(gm, kernels)
     from graft.backends.eager import lower_eager
 
     return lower_eager(gm, kernels or {})
