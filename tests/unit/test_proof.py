@@ -16,7 +16,7 @@ from graft.graph.trace import export_graph
 from graft.transforms import merge
 from graft.transforms.base import BaseTransform, Outcome, PatternTransform, Rewrite, Stage, TransformConfig
 from graft.transforms.config import PipelineConfig, load_config
-from graft.transforms.library import fuse_rms_norm, fuse_rope, fuse_swiglu
+from graft.transforms.library import fuse_rms_norm, fuse_swiglu
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord, Report
@@ -69,6 +69,15 @@ def pattern_transform(pattern, replacement, shapes):
     return type("Made", (PatternTransform,), {"rewrites": lambda self: [Rewrite(pattern, replacement, shapes)]})
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return ops.rope(x, cos, sin)
+
+
 def double_eps(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return ops.rms_norm(x, weight, 2 * eps)
 
@@ -82,20 +91,20 @@ def offset(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 NORM, GATED = fuse_rms_norm.SHAPES, fuse_swiglu.SHAPES
-ROPE = {"x": "b h s d", "cos": "b 1 s d : float32", "sin": "b 1 s d : float32"}
+ROPE = {"x": "b h s d", "cos": "b 1 s d", "sin": "b 1 s d"}
 WRONG = {
     "another eps": (fuse_rms_norm.llama, double_eps, NORM),
     "no eps": (fuse_rms_norm.llama, no_eps, NORM),
     "an offset": (fuse_rms_norm.llama, offset, NORM),
     "gate and up swapped": (fuse_swiglu.silu, lambda gate, up: ops.swiglu(up, gate), GATED),
     "another activation": (fuse_swiglu.silu, lambda gate, up: ops.swiglu(gate, up, "gelu"), GATED),
-    "the other direction": (fuse_rope.full, lambda x, cos, sin: ops.rope(x, cos, -sin), ROPE),
-    "cos and sin swapped": (fuse_rope.full, lambda x, cos, sin: ops.rope(x, sin, cos), ROPE),
+    "the other direction": (rotated, lambda x, cos, sin: ops.rope(x, cos, -sin), ROPE),
+    "cos and sin swapped": (rotated, lambda x, cos, sin: ops.rope(x, sin, cos), ROPE),
 }
 RIGHT = {
     "norm": (fuse_rms_norm.llama, fuse_rms_norm.llama_fused, NORM),
     "gated": (fuse_swiglu.silu, fuse_swiglu.silu_fused, GATED),
-    "rope": (fuse_rope.full, fuse_rope.fused, ROPE),
+    "rope": (rotated, rope, ROPE),
 }
 
 

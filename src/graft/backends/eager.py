@@ -37,10 +37,11 @@ def spec_of(node: Node) -> OpSpec | None:
 
 
 def describe(spec: OpSpec, chosen: Kernel, values: list[object], forced: bool = False) -> str:
-    """`reference (reference; not triton: Triton kernels run on a GPU…)`."""
-    notes = [chosen.kind, *(["named in the config"] if forced else [])]
+    """`aten (existing_kernel)`, `reference (not triton: Triton kernels run on a GPU…)`."""
+    notes = [chosen.kind] if chosen.kind != chosen.name else []
+    notes += ["named in the config"] if forced else []
     for kernel in spec.all_kernels:
         if kernel.name == chosen.name or forced:
             break
         notes.append(f"not {kernel.name}: {kernel.supports(*values)}")
-    return f"{chosen.name} ({'; '.join(notes)})"
+    return f"{chosen.name} ({'; '.join(notes)})" if notes else chosen.name

@@ -33,7 +33,7 @@ from graft.backends.inductor import (
 )
 from graft.graph.canonical import sweep
 from graft.graph.trace import Dialect, use_dialect
-from graft.transforms.base import Context, PatternTransform
+from graft.transforms.base import Context
 from graft.transforms.config import PipelineConfig, load_config
 from graft.transforms.pipeline import order_transforms, run_one
 from graft.transforms.registry import TransformRegistry
@@ -50,7 +50,7 @@ WALK = (
 def passes_for_inductor(config: str | Path | Mapping[str, Any] | PipelineConfig | None = None) -> dict[str, Any]:
     """Options for torch.compile, or `inductor_configs` for AOTInductor. Inductor's caches stay on.
 
-    Transforms that are patterns run; those that walk over the graph are reported as skipped. Reports:
+    Transforms that read such graphs run (patterns do); the others are reported as skipped. Reports:
     `graft.inductor_reports()`.
     """
     settings = config if isinstance(config, PipelineConfig) else load_config(config)
@@ -115,7 +115,7 @@ def run_fusions(settings: PipelineConfig, graph: Graph) -> None:
 def run_transform(gm: GraphModule, name: str, settings: PipelineConfig) -> TransformRecord:
     options = settings.transforms[name]
     transform = TransformRegistry.get(name)(options)
-    if options.enabled and not isinstance(transform, PatternTransform):
+    if options.enabled and not transform.reads_decomposed:
         return TransformRecord(name, options.stage.value, "skipped", reason=WALK)
     return run_one(gm, transform, options, Context(route="module"), settings.verify)
 

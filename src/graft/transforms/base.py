@@ -62,6 +62,7 @@ class BaseTransform:
     """Subclass, implement `apply`, and register. The pipeline times, checks, records and rolls back."""
 
     name: ClassVar[str]
+    reads_decomposed: ClassVar[bool] = False  # whether it finds its place where Inductor has taken ops apart
     unprovable: ClassVar[str] = ""  # why its matches cannot be run beside what they replaced, if so
     config: TransformConfig
 
@@ -99,6 +100,8 @@ class Rewrite:
 
 class PatternTransform(BaseTransform):
     """A transform that is a list of rewrites, tried in order."""
+
+    reads_decomposed = True  # patterns are taken apart in the same way
 
     def rewrites(self) -> Sequence[Rewrite]:
         raise NotImplementedError

@@ -36,6 +36,8 @@ class FuseRoPE(BaseTransform):
     into one rounding: within float32 rounding. The Triton kernel rounds where eager does.
     """
 
+    reads_decomposed = True  # its ops are left as they are
+
     def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
         plans, misses = find_plans(gm, self.name)
         writer = Writer(Editor(gm, self.name))
