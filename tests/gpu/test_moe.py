@@ -1,0 +1,67 @@
+"""A mixture of experts on a GPU: nothing waits for the device, a CUDA graph holds it, and numbers stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+from graft.graph.trace import export_graph
+from graft.ops import OPS, choose
+from graft.ops.cases import tolerance
+from graft.transforms.config import load_config
+from graft.transforms.pipeline import run_pipeline
+
+D, F, E, K = 256, 512, 8, 2
+
+
+def arguments(n, dtype=torch.bfloat16):
+    g = torch.Generator("cuda").manual_seed(0)
+    shapes = ((n, D), (E, 2 * F, D), (E, D, F), (n, E))
+    x, gate_up, down, logits = (torch.randn(s, generator=g, device="cuda") * s[-1] ** -0.25 for s in shapes)
+    return [t.to(dtype) for t in (logits, x, gate_up, down)]
+
+
+def mixture(kernel, logits, x, gate_up, down):
+    weights, ids = choose(OPS["moe_route"], logits, K, True, torch.float32, False, named="triton").run(
+        logits, K, True, torch.float32
+    )
+    args = (x, weights, ids, gate_up, down, "silu")
+    return choose(OPS["moe_experts"], *args, named=kernel).run(*args)
+
+
+@pytest.mark.parametrize("kernel", ["triton", "grouped_mm"])
+@pytest.mark.parametrize("n", [1, 8, 300])
+def test_a_cuda_graph_holds_it_and_other_tokens_go_to_other_experts(kernel, n):
+    args = arguments(n)
+    mixture(kernel, *args)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mixture(kernel, *args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mixture(kernel, *args)
+    bound = 4 * tolerance(torch.bfloat16, F)
+    for shift in (0, 3):
+        args[0].copy_(args[0].roll(shift, 1))
+        args[1].copy_(args[1].roll(shift, 1))
+        graph.replay()
+        weights, ids = OPS["moe_route"].reference(args[0], K, True, torch.float32)
+        expected = OPS["moe_experts"].reference(args[1], weights, ids, *args[2:])
+        torch.testing.assert_close(out, expected, rtol=bound, atol=bound)
+
+
+def test_the_fused_block_keeps_the_numbers_of_the_model():
+    config = MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K)
+    config._experts_implementation = "grouped_mm"
+    module = MixtralSparseMoeBlock(config).eval().requires_grad_(False).to("cuda", torch.bfloat16)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    x = torch.randn(1, 33, D, device="cuda", dtype=torch.bfloat16)
+    gm = export_graph(module, (x,), dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))
+    assert len(run_pipeline(gm, load_config()).transforms["fuse_moe"].matches) == 1
+    bound = 4 * tolerance(torch.bfloat16, F)
+    torch.testing.assert_close(gm(x), module(x), rtol=bound, atol=bound)
