@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.cohere import modeling_cohere
 from transformers.models.cohere2 import modeling_cohere2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
@@ -23,6 +24,7 @@ from transformers.models.persimmon import modeling_persimmon
 from transformers.models.phi import modeling_phi
 from transformers.models.stablelm import modeling_stablelm
 
+from graft.capture.decoder import capture_decoder
 from graft.graph.nodes import calls, is_op
 from graft.graph.text import graph_text
 from graft.graph.trace import export_graph
@@ -117,6 +119,30 @@ def test_dynamic_batch_and_length_fuse_too_r14(name):
     assert len(record.matches) == 2, record
     longer = (randn(3, H, 9, D), randn(3, H, 9, D, seed=3), *angles(3, 9, r))
     assert all(torch.equal(a, b) for a, b in zip(gm(*longer), function(*longer), strict=True))
+
+
+MODELS = {
+    "glm4": {"head_dim": 16},
+    "cohere": {},
+    "llama4_text": {"head_dim": 16, "intermediate_size_mlp": 64, "num_local_experts": 2},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_whole_models_fuse_every_query_and_key_r14(kind):
+    """As their attention calls them, captured with dynamic batch and length."""
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads, **MODELS[kind])).eval()
+    ids, positions = torch.randint(3, 128, (2, 13)), torch.arange(13).expand(2, -1)
+    gm = capture_decoder(model)
+    config = load_config({"transforms": {n: {"enabled": n == "fuse_rope"} for n in TransformRegistry.names()}})
+    record = run_pipeline(gm, config).transforms["fuse_rope"]
+    assert len(record.matches) == 2 and not record.near_misses
+    with torch.no_grad():
+        expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(gm(ids, positions)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 # ── other spellings: name → (function of x, cos, sin; shape of x; shape of cos; in pairs) ───────────────────────

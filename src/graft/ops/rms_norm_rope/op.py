@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from graft.ops.rms_norm.op import aten_supports as aten_norm_supports
+from graft.ops.rms_norm.op import run_aten as run_aten_norm
 from graft.ops.rms_norm_rope.reference import rms_norm_rope
 from graft.ops.rope.op import layout_problem
+from graft.ops.rope.reference import rope
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 
@@ -28,6 +33,25 @@ def triton_supports(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *_: obj
     if x.dtype != weight.dtype:
         return f"x is {x.dtype} and weight is {weight.dtype}"
     return layout_problem(x, cos, sin) or needs_triton(x, weight, cos, sin)
+
+
+def aten_supports(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, *options: Any) -> str | None:
+    if x.device.type != "cpu":
+        return f"torch.rms_norm and the rotation are many passes, which is for a CPU; the tensors are on {x.device}"
+    return aten_norm_supports(x, weight, eps, *options[:2])
+
+
+def run_aten(
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    cast_last: bool = False,
+    interleaved: bool = False,
+) -> Tensor:
+    return rope(run_aten_norm(x, weight, eps, offset, cast_last), cos, sin, interleaved)
 
 
 def run_triton(
@@ -52,6 +76,9 @@ SPEC = define(
         " bool interleaved=False) -> Tensor",
         reference=rms_norm_rope,
         fake=fake,
-        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+        kernels=(
+            Kernel("aten", "existing_kernel", run_aten, aten_supports),
+            Kernel("triton", "triton", run_triton, triton_supports),
+        ),
     )
 )

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import Match, NearMiss, check_outside
-from graft.graph.nodes import calls, is_op, module_path, mutated_roots, same_sizes, tensor_of, val, where
+from graft.graph.nodes import calls, is_op, module_path, mutated_roots, same_sizes, static_int, tensor_of, val, where
 from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
@@ -121,7 +121,7 @@ def angle_problem(turn: Turn) -> str | None:
         sizes = [1] * (4 - tensor_of(angle).dim()) + list(tensor_of(angle).shape)
         if str(sizes[1]) != "1" and str(sizes[2]) != "1":
             return "cos and sin differ between heads"
-        if sizes[-1] != (shape[-1] // 2 if turn.halved else shape[-1]):
+        if str(sizes[-1]) != str(shape[-1] // 2 if turn.halved else shape[-1]):
             return "cos or sin is broadcast over the head"
     if (table(turn.cos), table(turn.sin)) == ("sin", "cos"):
         return f"cos and sin are swapped: {where(turn.cos)} is a sine"
@@ -170,11 +170,11 @@ def with_rest(turn: Turn, x: Node, out: Node) -> tuple[Node, Node] | None:
         return None
     if turn.sizes is not None or turn.parts is not None or turn.origin not in (None, x):
         return None
-    head, r = x.args[0], tensor_of(x).shape[-1]
-    pieces = reader.args[0]
+    head, pieces = x.args[0], reader.args[0]
+    r, d = (static_int(tensor_of(node).shape[-1]) for node in (x, head))
     if len(pieces) != 2 or pieces[0] is not out or reader.args[1:] != (-1,) or x.args[1:] != (-1, 0, r):
         return None
-    rest = is_op(pieces[1], aten.slice.Tensor) and pieces[1].args == (head, -1, r, tensor_of(head).shape[-1])
+    rest = is_op(pieces[1], aten.slice.Tensor) and pieces[1].args == (head, -1, r, d)
     return (head, reader) if rest else None
 
 
