@@ -294,8 +294,9 @@ def is_anchor(loose: Pattern, node: Node) -> bool:
 
 
 def is_near(loose: Pattern, attempt: Attempt, fitted: bool) -> bool:
-    """Worth telling: the whole loose pattern fitted, or at least half of it and more than two calls did."""
-    return fitted or (attempt.deepest >= 3 and 2 * attempt.deepest >= loose.size)
+    """Worth telling: the whole loose pattern fitted, or at least half of it and more than two calls did (all of a
+    pattern that has fewer)."""
+    return fitted or (attempt.deepest >= min(3, loose.size) and 2 * attempt.deepest >= loose.size)
 
 
 def spec_of(node: Node) -> TensorSpec:

@@ -82,6 +82,8 @@ class Rewrite:
     shapes: "b s d" for each tensor, letters shared between them. check: None to accept a match, or why not.
     allow_readers: inner values may be read from outside; they are then computed twice. needs: calls of the canonical
     pattern without which nothing can fit; a graph that lacks one is not searched, and the pattern not even traced.
+    exact: the replacement's reference computes the same bits; False where it may be a rounding off. refuse: why this
+    pattern is known and yet left alone; every place that fits becomes a near miss.
     """
 
     pattern: Callable[..., Any]
@@ -90,6 +92,8 @@ class Rewrite:
     check: Callable[[Match], str | None] | None = None
     allow_readers: bool = False
     needs: tuple[Any, ...] = ()
+    exact: bool = True
+    refuse: str = ""
 
     def finder(self) -> Finder:
         return Finder(self.pattern, self.shapes, self.allow_readers, self.needs)
@@ -116,7 +120,7 @@ class PatternTransform(BaseTransform):
             misses += near
             renamed: dict[Node, Node] = {}
             for match in matches:
-                problem = rewrite.check(match) if rewrite.check else None
+                problem = rewrite.refuse or (rewrite.check(match) if rewrite.check else None)
                 problem = problem or kind_problem(rewrite, match)
                 if problem:
                     size = len(match.nodes)
