@@ -226,7 +226,8 @@ class Finder:
                 matches.append(result)
             elif is_near(pattern, attempt, fitted):
                 at, text = result[0] or node, result[1]
-                miss = NearMiss(pattern.name, where(node), f"%{at.name}", text, attempt.deepest, pattern.size)
+                reached = pattern.size if fitted else attempt.deepest
+                miss = NearMiss(pattern.name, where(node), f"%{at.name}", text, reached, pattern.size)
                 misses.append((node, miss))
         return matches, [miss for node, miss in misses if node not in taken]
 

@@ -231,6 +231,11 @@ def as_correction(target: Any) -> Callable[[Node], None]:
     return rule
 
 
+def without_cudnn_flag(node: Node) -> None:
+    """`layer_norm` takes a flag that it ignores; export records what the machine had."""
+    spell(node, aten.layer_norm.default, *node.args[:5])
+
+
 def other_name(target: Any) -> Callable[[Node], None]:
     """The same call under another name, or with a number where a tensor may stand."""
     return lambda node: spell(node, target, *node.args, **node.kwargs)
@@ -254,6 +259,7 @@ SPELLINGS: dict[Any, Callable[[Node], None]] = {
     **{op: as_correction(aten.var.correction) for op in (aten.var.dim, aten.var.correction)},
     **{op: as_correction(aten.std.correction) for op in (aten.std.dim, aten.std.correction)},
     aten.pow.Tensor_Scalar: as_root,
+    aten.layer_norm.default: without_cudnn_flag,
     aten.add.Scalar: other_name(aten.add.Tensor),
     **{op: other_name(aten.mul.Tensor) for op in (aten.mul.Scalar, aten.multiply.Tensor)},
     **{op: other_name(aten.sub.Tensor) for op in (aten.sub.Scalar, aten.subtract.Tensor)},

@@ -2,6 +2,7 @@
 
 from graft.ops.add_rms_norm.op import SPEC as ADD_RMS_NORM
 from graft.ops.attention.op import SPEC as ATTENTION
+from graft.ops.layer_norm.op import SPEC as LAYER_NORM
 from graft.ops.paged_attention.op import SPEC as PAGED_ATTENTION
 from graft.ops.rms_norm.op import SPEC as RMS_NORM
 from graft.ops.rope.op import SPEC as ROPE
@@ -11,6 +12,7 @@ from graft.ops.swiglu.op import SPEC as SWIGLU
 __all__ = [
     "ADD_RMS_NORM",
     "ATTENTION",
+    "LAYER_NORM",
     "OPS",
     "PAGED_ATTENTION",
     "RMS_NORM",

@@ -11,6 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from graft.graph.match import Match
+from graft.graph.nodes import is_weight, tensor_val, where
+
 Normalize = Callable[[Tensor, float], Tensor]
 Pattern = Callable[..., Tensor]
 
@@ -107,3 +110,16 @@ def without_eps(function: Pattern) -> Pattern:
     chosen = offset_pattern if "offset" in function.__annotations__ else pattern
     chosen.__name__ = f"{function.__name__}_without_eps"
     return chosen
+
+
+def vector_problem(match: Match, *names: str) -> str | None:
+    """Why an argument is not a parameter with one value a channel of x, or None."""
+    x = tensor_val(match.tensors["x"])
+    for name in names:
+        node = match.tensors[name]
+        tensor = tensor_val(node)
+        if x is None or tensor is None or tensor.dim() != 1 or tensor.shape[0] != x.shape[-1]:
+            return f"the {name} is not one value a channel"
+        if not is_weight(node):
+            return f"the {name} {where(node)} is computed in the graph, it is not a parameter"
+    return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graft.graph.match import Match
-from graft.graph.nodes import is_weight, tensor_val, where
+from graft.graph.nodes import tensor_val
 from graft.transforms import norm_spellings as say
 from graft.transforms.base import PatternTransform, Rewrite
 from graft.transforms.registry import TransformRegistry
@@ -52,14 +52,10 @@ def weight_before_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def weight_is_a_vector(match: Match) -> str | None:
-    weight, x = tensor_val(match.tensors["weight"]), tensor_val(match.tensors["x"])
-    if weight is None or x is None or weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
-        return "the weight is not one value a channel"
-    if x.dtype == torch.float64:
+    x = tensor_val(match.tensors["x"])
+    if x is not None and x.dtype == torch.float64:
         return "x is float64, and the op computes in float32"
-    if not is_weight(match.tensors["weight"]):
-        return f"the weight {where(match.tensors['weight'])} is computed in the graph, it is not a parameter"
-    return None
+    return say.vector_problem(match, "weight")
 
 
 aten = torch.ops.aten
