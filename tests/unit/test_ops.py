@@ -89,7 +89,7 @@ WRONG = {
     "rms_norm": lambda args: (args[0], args[1], args[2] + 0.05, *args[3:]),
     "layer_norm": lambda args: (*args[:3], args[3] + 0.05, *args[4:]),
     "add_rms_norm": lambda args: (args[0], args[1] * 1.05, *args[2:]),
-    "swiglu": lambda args: (args[0], args[1], "gelu" if args[2] != "gelu" else "gelu_tanh"),
+    "swiglu": lambda args: (args[0], args[1], "gelu" if args[2] != "gelu" else "gelu_tanh", *args[3:]),
     "rope": lambda args: (args[0], args[1], -args[2]),
     "attention": lambda args: (*args[:4], args[4] * 1.05, *args[5:]),
     "paged_attention": lambda args: (*args[:10], args[10] * 1.05, *args[11:]),

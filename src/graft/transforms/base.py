@@ -82,8 +82,8 @@ class Rewrite:
     shapes: "b s d" for each tensor, letters shared between them. check: None to accept a match, or why not.
     allow_readers: inner values may be read from outside; they are then computed twice. needs: calls of the canonical
     pattern without which nothing can fit; a graph that lacks one is not searched, and the pattern not even traced.
-    exact: the replacement's reference computes the same bits; False where it may be a rounding off. refuse: why this
-    pattern is known and yet left alone; every place that fits becomes a near miss.
+    exact: the replacement's reference computes the same bits; False where it may be a few roundings off. refuse: why
+    this pattern is known and yet left alone; every place that fits becomes a near miss.
     """
 
     pattern: Callable[..., Any]
