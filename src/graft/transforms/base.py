@@ -110,12 +110,14 @@ class PatternTransform(BaseTransform):
         records: list[MatchRecord] = []
         misses: list[NearMiss] = []
         lacking: list[str] = []
+        tried = 0
         for rewrite in self.rewrites():
             present = {node.target for node in gm.graph.nodes}
             absent = next((op for op in rewrite.needs if op not in present), None)
             if absent is not None:
                 lacking.append(target_text(absent))
                 continue
+            tried += 1
             matches, near = rewrite.finder().find(gm.graph)
             misses += near
             renamed: dict[Node, Node] = {}
@@ -129,9 +131,9 @@ class PatternTransform(BaseTransform):
                     )
                 else:
                     records.append(apply_rewrite(editor, rewrite, match, renamed))
-        matched = {record.anchor for record in records}
-        left = tuple(miss for miss in misses if miss.anchor not in matched)
-        return Outcome(tuple(records), left, "" if records else no_match_reason(left, lacking))
+        taken = {f"%{name}" for record in records for name in record.replaced}
+        left = tuple(miss for miss in misses if miss.anchor.split()[0] not in taken)
+        return Outcome(tuple(records), left, "" if records else no_match_reason(left, [] if tried else lacking))
 
 
 def no_match_reason(misses: Sequence[NearMiss], lacking: Sequence[str] = ()) -> str:
@@ -140,7 +142,7 @@ def no_match_reason(misses: Sequence[NearMiss], lacking: Sequence[str] = ()) -> 
         return f"the graph has no {' and no '.join(dict.fromkeys(lacking))}"
     if not misses:
         return "nothing in the graph looks like the pattern"
-    closest = max(misses, key=lambda miss: miss.matched / max(miss.size, 1))
+    closest = max(misses, key=lambda miss: (miss.matched / max(miss.size, 1), miss.size))
     return f"{len(misses)} near misses; closest at {closest.anchor}: {closest.reason}"
 
 

@@ -79,7 +79,6 @@ NORMALIZATIONS: tuple[tuple[str, say.Normalize, tuple[object, ...], bool], ...] 
     ("_reciprocal", say.normalization(say.mean_square, say.times_reciprocal), (SQRT, RECIPROCAL, MEAN), False),
     ("_sum", say.normalization(say.sum_square, say.times_rsqrt), (RSQRT, SUM), False),
     ("_sum_division", say.normalization(say.sum_square, say.over_sqrt), (SQRT, SUM), False),
-    ("_sum_reciprocal", say.normalization(say.sum_square, say.times_reciprocal), (SQRT, RECIPROCAL, SUM), False),
 )
 
 
@@ -87,7 +86,7 @@ def spelled_out() -> list[Rewrite]:
     """Common spellings first: when they have taken all norms, the ops that the others need are gone."""
     rewrites = []
     for suffix, normalize, needs, exact in NORMALIZATIONS:
-        for name, ending, fused in ENDINGS:
+        for name, ending, fused in ENDINGS if normalize is PLAIN else ENDINGS[:3]:
             pattern = say.spelled(ending, normalize, name + suffix)
             rewrites.append(Rewrite(pattern, fused, SHAPES, weight_is_a_vector, needs=needs, exact=exact))
     for name, ending, fused in ENDINGS:

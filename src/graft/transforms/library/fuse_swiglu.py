@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graft.graph.match import Match
-from graft.graph.nodes import same_shape, tensor_val
+from graft.graph.nodes import is_op, same_shape, tensor_of, tensor_val, where
 from graft.transforms.base import PatternTransform, Rewrite
 from graft.transforms.registry import TransformRegistry
+
+aten = torch.ops.aten
 
 
 def silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -101,6 +103,15 @@ def same_kind(match: Match) -> str | None:
     return None if gate.dtype == up.dtype else f"gate is {gate.dtype} and up is {up.dtype}"
 
 
+def not_between_casts(match: Match) -> str | None:
+    """The larger pattern takes a product that is float32 only between casts."""
+    gate, readers = match.tensors["gate"], list(match.anchor.users)
+    cast = is_op(gate, aten.to.dtype) and len(readers) == 1 and is_op(readers[0], aten.to.dtype)
+    if cast and tensor_of(gate.args[0]).dtype == tensor_of(readers[0]).dtype:
+        return f"the product is float32 between {where(gate)} and {where(readers[0])}, which must go too"
+    return same_kind(match)
+
+
 def is_float(match: Match) -> str | None:
     gate = tensor_val(match.tensors["gate"])
     if gate is not None and gate.dtype != torch.float32:
@@ -108,7 +119,6 @@ def is_float(match: Match) -> str | None:
     return same_kind(match)
 
 
-aten = torch.ops.aten
 SHAPES = {"gate": "b s d", "up": "b s d"}
 WIDE = {"gate": "b s d : float32", "up": "b s d : float32"}
 # pattern, op, what it needs
@@ -116,6 +126,8 @@ PLAIN = (
     (silu, silu_fused, (aten.silu.default,)),
     (gelu_tanh, gelu_tanh_fused, (aten.gelu.default,)),
     (gelu, gelu_fused, (aten.gelu.default,)),
+)
+IN_FLOAT = (
     (*in_float(silu, "silu"), (aten.silu.default, aten.to.dtype)),
     (*in_float(gelu_tanh, "gelu_tanh"), (aten.gelu.default, aten.to.dtype)),
     (*in_float(gelu, "gelu"), (aten.gelu.default, aten.to.dtype)),
@@ -137,7 +149,8 @@ REFUSED = (
     (squared_relu, (aten.relu.default,), "relu squared is none of the activations of graft::swiglu"),
 )
 REWRITES = (
-    *(Rewrite(pattern, fused, SHAPES, same_kind, needs=needs) for pattern, fused, needs in PLAIN),
+    *(Rewrite(pattern, fused, SHAPES, not_between_casts, needs=needs) for pattern, fused, needs in PLAIN),
+    *(Rewrite(pattern, fused, SHAPES, same_kind, needs=needs) for pattern, fused, needs in IN_FLOAT),
     *(Rewrite(pattern, fused, SHAPES, same_kind, needs=needs, exact=False) for pattern, fused, needs in ROUNDED),
     *(Rewrite(pattern, fused, WIDE, is_float, needs=needs, exact=False) for pattern, fused, needs in BY_HAND),
     *(Rewrite(other, other, SHAPES, needs=needs, refuse=reason) for other, needs, reason in REFUSED),
