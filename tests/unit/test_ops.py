@@ -90,8 +90,9 @@ def test_existing_kernels_agree_with_the_reference(name, case):
 
 WRONG = {
     "rms_norm": lambda args: (args[0], args[1], args[2] + 0.05, *args[3:]),
+    "layer_norm": lambda args: (*args[:3], args[3] + 0.05, *args[4:]),
     "add_rms_norm": lambda args: (args[0], args[1] * 1.05, *args[2:]),
-    "swiglu": lambda args: (args[0], args[1], "gelu" if args[2] != "gelu" else "gelu_tanh"),
+    "swiglu": lambda args: (args[0], args[1], "gelu" if args[2] != "gelu" else "gelu_tanh", *args[3:]),
     "rope": lambda args: (args[0], args[1], -args[2], *args[3:]),
     "rms_norm_rope": lambda args: (*args[:3], -args[3], *args[4:]),
     "attention": lambda args: (*args[:4], args[4] * 1.05, *args[5:]),

@@ -125,6 +125,8 @@ def merge_equal(graph: Graph) -> None:
     mutated, returned = mutated_roots(graph), returned_roots(graph)
     first: dict[Any, Node] = {}
     for node in list(graph.nodes):
+        if node.target is aten.mul.Tensor:
+            rules.as_square(node)  # its factors may have become one
         key = expression(node, mutated)
         if key is None:
             continue

@@ -227,7 +227,7 @@ class Finder:
                 matches.append(result)
             elif is_near(pattern, attempt, fitted):
                 at, text = result[0] or node, result[1]
-                reached = attempt.matched() if fitted else attempt.deepest
+                reached = pattern.size if fitted else min(attempt.deepest, pattern.size - 1)
                 miss = NearMiss(pattern.name, where(node), f"%{at.name}", text, reached, pattern.size)
                 misses.append((node, miss))
         return matches, [miss for node, miss in misses if node not in taken]
@@ -303,8 +303,11 @@ def is_anchor(loose: Pattern, node: Node) -> bool:
 
 
 def is_near(loose: Pattern, attempt: Attempt, fitted: bool) -> bool:
-    """Worth telling: the whole loose pattern fitted, or at least half of it and more than two calls did."""
-    return fitted or (attempt.deepest >= 3 and 2 * attempt.deepest >= loose.size)
+    """Worth telling: the whole loose pattern fitted, or at least half of it and more than two calls did (all of a
+    pattern that has fewer), or a dropout in training mode (the normal form keeps no other) stands in the way."""
+    if attempt.deepest and is_op(attempt.stopped[0], aten.dropout.default):
+        return True
+    return fitted or (attempt.deepest >= min(3, loose.size) and 2 * attempt.deepest >= loose.size)
 
 
 def spec_of(node: Node) -> TensorSpec:

@@ -61,6 +61,9 @@ def is_default(argument: torch.Argument, value: Any) -> bool:
 DIMS: dict[Any, tuple[int, ...]] = {
     aten.mean.dim: (1,),
     aten.sum.dim_IntList: (1,),
+    aten.var.correction: (1,),
+    aten.std.correction: (1,),
+    aten.unbind.int: (1,),
     aten.cat.default: (1,),
     aten.slice.Tensor: (1,),
     aten.select.int: (1,),
@@ -169,8 +172,10 @@ def as_slice(node: Node) -> None:
 
 
 def as_piece(node: Node) -> None:
-    """`getitem(split/chunk(x), i)` is a slice of x."""
+    """`getitem(split/chunk(x), i)` is a slice of x, `getitem(unbind(x), i)` a select."""
     parts, index = node.args
+    if is_op(parts, aten.unbind.int) and len(parts.args) == 2:
+        spell(node, aten.select.int, *parts.args, index)
     if not is_op(parts, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default):
         return
     sizes = [static_int(piece.shape[parts.args[2]]) for piece in val(parts)]
@@ -200,7 +205,39 @@ def as_square(node: Node) -> None:
         spell(node, aten.pow.Tensor_Scalar, node.args[0], 2)
 
 
-def scalar_to_tensor_overload(target: Any) -> Callable[[Node], None]:
+ROOTS = {-0.5: aten.rsqrt.default, 0.5: aten.sqrt.default, -1: aten.reciprocal.default}
+
+
+def as_root(node: Node) -> None:
+    """The powers for which `pow` calls the kernel of rsqrt, sqrt or reciprocal; in float16 on a CPU it does not."""
+    tensor, power = tensor_val(node.args[0]), node.args[1]
+    wide = tensor is not None and tensor.dtype in (torch.float32, torch.float64)
+    if wide and isinstance(power, (int, float)) and power in ROOTS:
+        spell(node, ROOTS[power], node.args[0])
+
+
+def as_correction(target: Any) -> Callable[[Node], None]:
+    """`var(x, dims, unbiased, keepdim)` says n - 1 or n as `correction` 1 or 0, as does a correction left out."""
+
+    def rule(node: Node) -> None:
+        options = {argument.name: value for argument, value in arg_values(node)}
+        correction = options["correction"] if "correction" in options else int(options["unbiased"])
+        keywords = {"correction": 1 if correction is None else correction}
+        if options["keepdim"]:
+            keywords["keepdim"] = True
+        if options["dim"] is not None:
+            spell(node, target, node.args[0], options["dim"], **keywords)
+
+    return rule
+
+
+def without_cudnn_flag(node: Node) -> None:
+    """`layer_norm` takes a flag that it ignores; export records what the machine had."""
+    spell(node, aten.layer_norm.default, *node.args[:5])
+
+
+def other_name(target: Any) -> Callable[[Node], None]:
+    """The same call under another name, or with a number where a tensor may stand."""
     return lambda node: spell(node, target, *node.args, **node.kwargs)
 
 
@@ -219,10 +256,14 @@ SPELLINGS: dict[Any, Callable[[Node], None]] = {
     },
     **{op: as_transpose for op in (aten.t.default, aten.permute.default)},
     **{op: as_square for op in (aten.square.default, aten.mul.Tensor)},
-    aten.mul.Scalar: scalar_to_tensor_overload(aten.mul.Tensor),
-    aten.add.Scalar: scalar_to_tensor_overload(aten.add.Tensor),
-    aten.sub.Scalar: scalar_to_tensor_overload(aten.sub.Tensor),
-    aten.div.Scalar: scalar_to_tensor_overload(aten.div.Tensor),
+    **{op: as_correction(aten.var.correction) for op in (aten.var.dim, aten.var.correction)},
+    **{op: as_correction(aten.std.correction) for op in (aten.std.dim, aten.std.correction)},
+    aten.pow.Tensor_Scalar: as_root,
+    aten.layer_norm.default: without_cudnn_flag,
+    aten.add.Scalar: other_name(aten.add.Tensor),
+    **{op: other_name(aten.mul.Tensor) for op in (aten.mul.Scalar, aten.multiply.Tensor)},
+    **{op: other_name(aten.sub.Tensor) for op in (aten.sub.Scalar, aten.subtract.Tensor)},
+    **{op: other_name(aten.div.Tensor) for op in (aten.div.Scalar, aten.divide.Tensor, aten.true_divide.Tensor)},
     aten.slice.Tensor: as_slice,
     operator.getitem: as_piece,
 }

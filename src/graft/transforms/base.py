@@ -85,6 +85,8 @@ class Rewrite:
     shapes: "b s d" for each tensor, letters shared between them. check: None to accept a match, or why not.
     allow_readers: inner values may be read from outside; they are then computed twice. needs: calls of the canonical
     pattern without which nothing can fit; a graph that lacks one is not searched, and the pattern not even traced.
+    exact: the replacement's reference computes the same bits; False where it may be a few roundings off. refuse: why
+    this pattern is known and yet left alone; every place that fits becomes a near miss.
     """
 
     pattern: Callable[..., Any]
@@ -93,6 +95,8 @@ class Rewrite:
     check: Callable[[Match], str | None] | None = None
     allow_readers: bool = False
     needs: tuple[Any, ...] = ()
+    exact: bool = True
+    refuse: str = ""
 
     def finder(self) -> Finder:
         return Finder(self.pattern, self.shapes, self.allow_readers, self.needs)
@@ -111,17 +115,19 @@ class PatternTransform(BaseTransform):
         records: list[MatchRecord] = []
         misses: list[NearMiss] = []
         lacking: list[str] = []
+        tried = 0
         for rewrite in self.rewrites():
             present = {node.target for node in gm.graph.nodes}
             absent = next((op for op in rewrite.needs if op not in present and current_dialect().keeps(op)), None)
             if absent is not None:
                 lacking.append(target_text(absent))
                 continue
+            tried += 1
             matches, near = rewrite.finder().find(gm.graph)
             misses += near
             renamed: dict[Node, Node] = {}
             for match in matches:
-                problem = rewrite.check(match) if rewrite.check else None
+                problem = rewrite.refuse or (rewrite.check(match) if rewrite.check else None)
                 problem = problem or kind_problem(rewrite, match)
                 if problem:
                     size = len(match.nodes)
@@ -130,9 +136,9 @@ class PatternTransform(BaseTransform):
                     )
                 else:
                     records.append(apply_rewrite(editor, rewrite, match, renamed))
-        matched = {record.anchor for record in records}
-        left = tuple(miss for miss in misses if miss.anchor not in matched)
-        return Outcome(tuple(records), left, "" if records else no_match_reason(left, lacking))
+        taken = {f"%{name}" for record in records for name in record.replaced}
+        left = tuple(miss for miss in misses if miss.anchor.split()[0] not in taken)
+        return Outcome(tuple(records), left, "" if records else no_match_reason(left, [] if tried else lacking))
 
 
 def no_match_reason(misses: Sequence[NearMiss], lacking: Sequence[str] = ()) -> str:
@@ -141,7 +147,7 @@ def no_match_reason(misses: Sequence[NearMiss], lacking: Sequence[str] = ()) -> 
         return f"the graph has no {' and no '.join(dict.fromkeys(lacking))}"
     if not misses:
         return "nothing in the graph looks like the pattern"
-    closest = max(misses, key=lambda miss: miss.matched / max(miss.size, 1))
+    closest = max(misses, key=lambda miss: (miss.matched / max(miss.size, 1), miss.size))
     return f"{len(misses)} near misses; closest at {closest.anchor}: {closest.reason}"
 
 

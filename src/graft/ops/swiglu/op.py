@@ -1,4 +1,4 @@
-"""graft::swiglu(gate, up, activation)."""
+"""graft::swiglu(gate, up, activation, upcast)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 from graft.ops.swiglu.reference import swiglu
 
 
-def fake(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+def fake(gate: Tensor, up: Tensor, activation: str = "silu", upcast: bool = False) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
@@ -20,16 +20,16 @@ def triton_supports(gate: Tensor, up: Tensor, *_: object) -> str | None:
     return needs_triton(gate, up)
 
 
-def run_triton(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+def run_triton(gate: Tensor, up: Tensor, activation: str = "silu", upcast: bool = False) -> Tensor:
     from graft.ops.swiglu.triton import swiglu_triton
 
-    return swiglu_triton(gate, up, activation)
+    return swiglu_triton(gate, up, activation, upcast)
 
 
 SPEC = define(
     OpSpec(
         name="swiglu",
-        schema='(Tensor gate, Tensor up, str activation="silu") -> Tensor',
+        schema='(Tensor gate, Tensor up, str activation="silu", bool upcast=False) -> Tensor',
         reference=swiglu,
         fake=fake,
         kernels=(Kernel("triton", "triton", run_triton, triton_supports),),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,6 +13,9 @@ ACTIVATIONS = {
 }
 
 
-def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
-    """activation(gate) * up; both [..., d]."""
-    return ACTIVATIONS[activation](gate) * up
+def swiglu(gate: Tensor, up: Tensor, activation: str = "silu", upcast: bool = False) -> Tensor:
+    """activation(gate) * up; both [..., d]. upcast: float32 inside, rounded after the product alone."""
+    act = ACTIVATIONS[activation]
+    if upcast:
+        return (act(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
+    return act(gate) * up

@@ -27,24 +27,29 @@ def activate(g, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def swiglu_kernel(gate, up, out, stride_g, stride_u, d, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_kernel(
+    gate, up, out, stride_g, stride_u, d, ACTIVATION: tl.constexpr, UPCAST: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < d
     g = tl.load(gate + row * stride_g + cols, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * stride_u + cols, mask=mask, other=0.0).to(tl.float32)
-    # the activation is rounded to the working dtype before the product, as in eager
-    y = activate(g, ACTIVATION).to(out.dtype.element_ty).to(tl.float32) * u
-    tl.store(out + row * d + cols, y.to(out.dtype.element_ty), mask=mask)
+    a = activate(g, ACTIVATION)
+    if not UPCAST:  # the activation is rounded to the working dtype before the product, as in eager
+        a = a.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * d + cols, (a * u).to(out.dtype.element_ty), mask=mask)
 
 
-def swiglu_triton(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+def swiglu_triton(gate: Tensor, up: Tensor, activation: str = "silu", upcast: bool = False) -> Tensor:
     d = gate.shape[-1]
     gates, ups = as_rows(gate), as_rows(up)  # [n, d]
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     block = min(1024, triton.next_power_of_2(d))
     grid = (gates.shape[0], triton.cdiv(d, block))
-    swiglu_kernel[grid](gates, ups, out, gates.stride(0), ups.stride(0), d, ACTIVATION=activation, BLOCK=block)
+    swiglu_kernel[grid](
+        gates, ups, out, gates.stride(0), ups.stride(0), d, ACTIVATION=activation, UPCAST=upcast, BLOCK=block
+    )
     return out
 
 

@@ -11,7 +11,7 @@ from graft.transforms.merge import merge_groups, producing_linear
 from graft.transforms.registry import TransformRegistry
 
 aten, ops = torch.ops.aten, torch.ops.graft
-BETWEEN = frozenset({aten.slice.Tensor})
+BETWEEN = frozenset({aten.slice.Tensor, aten.reshape.default, aten.select.int})
 
 
 @TransformRegistry.register("merge_gate_up")

@@ -1,0 +1,197 @@
+"""Generates graphs that a rewrite must leave alone, or may only take where the numbers stay the same.
+
+    for case in negatives(rewrite):
+        gm, before = case.module, case.run()
+        report = run_pipeline(gm, config)
+        # refused with a reason and the graph unchanged, or case.run() gives `before` again
+
+Each is the traced pattern with one change: a second reader, a result more, another dim, another dtype, a dropout, a
+computed weight, a broadcast argument.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from graft.graph.canonical import canonicalize
+from graft.graph.edit import AbstractCalls, fake_mode
+from graft.graph.nodes import calls, output_node, tensor_of, tensor_val
+from graft.graph.pattern import literal_names, size_of, tensor_names
+from graft.graph.rules import DIMS
+from graft.graph.trace import quiet, trace_function
+from graft.transforms.base import Rewrite
+
+aten = torch.ops.aten
+WEIGHTS = ("weight", "bias")
+DROPOUT = (aten.dropout.default, 0.5, True)
+SIZE = 8  # one size for all letters: another dim then often still gives a graph that runs
+
+
+@dataclass(frozen=True)
+class Negative:
+    """A graph and the tensors it takes. kind: what was changed; at: where, a node (%name) or an argument."""
+
+    name: str
+    module: GraphModule
+    args: tuple[Tensor, ...]
+    kind: str
+    at: str = ""
+
+    def run(self) -> list[Tensor]:
+        """What the graph gives; random numbers start from one seed."""
+        torch.manual_seed(0)
+        with torch.no_grad():
+            results = Interpreter(self.module).run(*self.args)
+        return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def positive(rewrite: Rewrite, dtype: torch.dtype = torch.bfloat16) -> Negative:
+    """The pattern itself, which must match."""
+    tensors = examples(rewrite, dtype)
+    literals = {name: literal_of(rewrite.pattern, name) for name in literal_names(rewrite.pattern)}
+    gm = trace_function(lambda *args: rewrite.pattern(*args, **literals), tuple(tensors.values()))
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for name, node in zip(tensors, inputs, strict=True):
+        node.meta["pattern_input"] = name
+        node.meta["weight"] = name in WEIGHTS
+    return Negative(rewrite.pattern.__name__, gm, tuple(tensors.values()), "positive")
+
+
+def examples(rewrite: Rewrite, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A tensor for each argument, in the order that the pattern takes them."""
+    generator = torch.Generator().manual_seed(0)
+    sizes: dict[str, int] = dict.fromkeys("abcdefghijklmnopqrstuvwxyz", SIZE)
+    made = {}
+    for name in tensor_names(rewrite.pattern):
+        dims, _, wide = rewrite.shapes[name].partition(":")
+        shape = [size_of(dim, sizes) for dim in dims.split()]
+        made[name] = torch.randn(shape, generator=generator).to(getattr(torch, wide.strip()) if wide else dtype)
+    return made
+
+
+def literal_of(function: Callable[..., Any], name: str) -> int | float:
+    return 2 if function.__annotations__[name] in (int, "int") else 0.25
+
+
+def negatives(rewrite: Rewrite) -> list[Negative]:
+    """Every generated graph for one rewrite, those that cannot run left out."""
+    base, abstract = positive(rewrite), AbstractCalls()
+    made = [mutate(base, abstract, *change) for change in changes(base.module.graph)]
+    return [case for case in made if case is not None]
+
+
+Change = Callable[[dict[Node, Node], list[Tensor]], None]
+
+
+def mutate(base: Negative, abstract: AbstractCalls, kind: str, at: str, change: Change) -> Negative | None:
+    """A copy of `base` with one change; None where the changed graph does not run."""
+    graph, copies = Graph(), {}
+    for node in base.module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = copy.copy(node.meta)
+    args = list(base.args)
+    change(copies, args)
+    try:
+        with quiet("torch._subclasses.fake_tensor"):
+            for node in calls(graph):
+                node.meta["val"] = abstract(node)
+        gm = GraphModule(nn.Module(), graph)
+        canonicalize(gm)
+        case = Negative(f"{base.name}: {kind} {at}", gm, tuple(args), kind, at)
+        case.run()
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        return None  # shapes or dtypes that no op of the graph accepts: such a model does not exist
+    return case
+
+
+def changes(graph: Graph) -> Iterator[tuple[str, str, Change]]:
+    """(kind, where, what to do with a copy)."""
+    returned = set(output_node(graph).all_input_nodes)
+    inner = [n for n in graph.nodes if n.op == "call_function" and n not in returned and tensor_val(n) is not None]
+    for node in inner:
+        yield "second reader", f"%{node.name}", lambda copies, _, n=node: add_result(copies[n], read=True)
+        yield "returned", f"%{node.name}", lambda copies, _, n=node: add_result(copies[n], read=False)
+        if tensor_of(node).is_floating_point():
+            yield "dropout", f"%{node.name}", lambda copies, _, n=node: insert(copies[n], *DROPOUT)
+    for node in graph.nodes:
+        for position in DIMS.get(node.target, ()):
+            yield "dim", f"%{node.name}", lambda copies, _, n=node, p=position: change_dim(copies[n], p)
+    yield from argument_changes(graph)
+
+
+def argument_changes(graph: Graph) -> Iterator[tuple[str, str, Change]]:
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for index, node in enumerate(inputs):
+        name, tensor = node.meta["pattern_input"], tensor_of(node)
+        others = [i for i in range(len(inputs)) if i != index]
+        if tensor.is_floating_point() and others:
+            yield "dtype", f"{name} wider", lambda c, a, i=index: retype(c, a, inputs, [i])
+            yield "dtype", f"{name} narrower", lambda c, a, o=others: retype(c, a, inputs, o)
+        if node.meta["weight"]:
+            yield "computed weight", name, lambda copies, _, n=node: insert(copies[n], aten.mul.Tensor, 1.5)
+        shared = sum(tensor_of(other).dim() >= tensor.dim() for other in inputs) > 1  # else nothing to be spread over
+        for dim in {0, tensor.dim() - 1} if shared else {tensor.dim() - 1}:
+            if tensor.shape[dim] != 1:
+                yield "broadcast", f"{name} dim {dim}", lambda c, a, i=index, d=dim: flatten_dim(c, a, inputs, i, d)
+        if tensor.dim() > 1 and shared:
+            yield "broadcast", f"{name} last dim alone", lambda c, a, i=index: last_dim(c, a, inputs, i)
+
+
+# ── changes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def add_result(node: Node, read: bool) -> None:
+    """The graph returns the value too, or something computed from it."""
+    output = output_node(node.graph)
+    with node.graph.inserting_before(output):
+        extra = node.graph.call_function(aten.sin.default, (node,)) if read else node
+    given = output.args[0]
+    output.args = ((*(given if isinstance(given, (list, tuple)) else (given,)), extra),)
+
+
+def insert(node: Node, target: Any, *args: Any) -> None:
+    """The readers of a value read target(value, *args) instead."""
+    with node.graph.inserting_after(node):
+        new = node.graph.call_function(target, (node, *args))
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+
+
+def change_dim(node: Node, position: int) -> None:
+    """-1 becomes -2, any other dim -1."""
+    args = list(node.args)
+    if position < len(args):
+        dim = args[position]
+        args[position] = [other_dim(d) for d in dim] if isinstance(dim, (list, tuple)) else other_dim(dim)
+        node.args = tuple(args)
+
+
+def other_dim(dim: int) -> int:
+    return -2 if dim == -1 else -1
+
+
+def retype(copies: dict[Node, Node], args: list[Tensor], inputs: list[Node], which: list[int]) -> None:
+    """The chosen arguments become float32, or bfloat16 where they are that."""
+    for index in which:
+        wide = args[index].dtype == torch.float32
+        set_input(copies[inputs[index]], args, index, args[index].to(torch.bfloat16 if wide else torch.float32))
+
+
+def flatten_dim(copies: dict[Node, Node], args: list[Tensor], inputs: list[Node], index: int, dim: int) -> None:
+    set_input(copies[inputs[index]], args, index, args[index].narrow(dim, 0, 1))
+
+
+def last_dim(copies: dict[Node, Node], args: list[Tensor], inputs: list[Node], index: int) -> None:
+    set_input(copies[inputs[index]], args, index, args[index].flatten(0, -2)[0])
+
+
+def set_input(node: Node, args: list[Tensor], index: int, tensor: Tensor) -> None:
+    args[index] = tensor.contiguous()
+    mode = fake_mode(node)
+    node.meta["val"] = mode.from_tensor(args[index], static_shapes=True)
