@@ -265,6 +265,12 @@ def if_contiguous(node: Node) -> Node | None:
     return node.args[0] if given.is_contiguous() else None
 
 
+def if_undone(node: Node) -> Node | None:
+    """A transpose of the same transpose."""
+    source = node.args[0]
+    return source.args[0] if is_op(source, aten.transpose.int) and source.args[1:] == node.args[1:] else None
+
+
 def if_inference_dropout(node: Node) -> Node | None:
     _, probability, train = node.args
     return node.args[0] if probability == 0 or train is False else None
@@ -291,6 +297,7 @@ SHORTCUTS: dict[Any, Callable[[Node], Node | None]] = {
     aten.to.dtype: lambda node: if_same(node) if len(node.args) == 2 else None,
     **{op: first_argument for op in (aten.alias.default, aten.detach.default, aten.lift_fresh.default)},
     aten.contiguous.default: if_contiguous,
+    aten.transpose.int: if_undone,
     aten.dropout.default: if_inference_dropout,
     aten.cat.default: if_one_piece,
     aten.add.Tensor: if_neutral(0),
