@@ -182,12 +182,15 @@ def as_piece(node: Node) -> None:
 
 
 def as_transpose(node: Node) -> None:
-    """`t` and a permutation that swaps two dims are `transpose`."""
+    """`t`, `mT` and a permutation that swaps two dims are `transpose`."""
     tensor = tensor_val(node.args[0])
     if tensor is None:
         return
     rank = tensor.dim()
-    order = [1, 0] if node.target is aten.t.default else [d % rank for d in node.args[1]]
+    if node.target is aten.permute.default:
+        order = [d % rank for d in node.args[1]]
+    else:
+        order = [*range(rank - 2), rank - 1, rank - 2]
     moved = [i for i, d in enumerate(order) if i != d]
     if rank >= 2 and len(order) == rank and len(moved) == 2:
         spell(node, aten.transpose.int, node.args[0], moved[0] - rank, moved[1] - rank)
@@ -200,7 +203,7 @@ def as_square(node: Node) -> None:
         spell(node, aten.pow.Tensor_Scalar, node.args[0], 2)
 
 
-def scalar_to_tensor_overload(target: Any) -> Callable[[Node], None]:
+def renamed(target: Any) -> Callable[[Node], None]:
     return lambda node: spell(node, target, *node.args, **node.kwargs)
 
 
@@ -217,12 +220,13 @@ SPELLINGS: dict[Any, Callable[[Node], None]] = {
         op: as_cast
         for op in (aten.type_as.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default)
     },
-    **{op: as_transpose for op in (aten.t.default, aten.permute.default)},
+    **{op: as_transpose for op in (aten.t.default, aten.mT.default, aten.permute.default)},
+    **{op: renamed(aten.transpose.int) for op in (aten.swapaxes.default, aten.swapdims.default)},
     **{op: as_square for op in (aten.square.default, aten.mul.Tensor)},
-    aten.mul.Scalar: scalar_to_tensor_overload(aten.mul.Tensor),
-    aten.add.Scalar: scalar_to_tensor_overload(aten.add.Tensor),
-    aten.sub.Scalar: scalar_to_tensor_overload(aten.sub.Tensor),
-    aten.div.Scalar: scalar_to_tensor_overload(aten.div.Tensor),
+    aten.mul.Scalar: renamed(aten.mul.Tensor),
+    aten.add.Scalar: renamed(aten.add.Tensor),
+    aten.sub.Scalar: renamed(aten.sub.Tensor),
+    aten.div.Scalar: renamed(aten.div.Tensor),
     aten.slice.Tensor: as_slice,
     operator.getitem: as_piece,
 }

@@ -42,6 +42,12 @@ class MaskPlan:
     views: tuple[tuple[Step, ...], ...] = ()
     nan_rows: bool = False
 
+    @property
+    def tensor(self) -> str:
+        """The same for masks that are the same tensor: layers share it."""
+        pieces = [(p.node.name, p.value, p.opens, str(tensor_of(p.at).dtype)) for p in self.pieces]
+        return f"{pieces} {self.views}"
+
 
 def plan_masks(found: Attention, evaluator: SizeEvaluator) -> MaskPlan:
     """What the op is told. Raises Refused where no telling gives the same result."""

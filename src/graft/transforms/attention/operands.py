@@ -130,18 +130,18 @@ def factor_of(gm: GraphModule, node: Any, *, in_place: bool = False) -> tuple[No
     return source, by if node.target in products else 1.0 / by
 
 
-def unscaled(gm: GraphModule, operand: Operand) -> tuple[Operand, float]:
-    """The operand without the numbers that it is multiplied by, below any views, and their product.
+def unscaled(gm: GraphModule, operand: Operand, *, below: bool) -> tuple[Operand, float]:
+    """The operand without the numbers that it is multiplied by, also `below` views, and their product.
 
     Not in float16: there a scale on the queries may be what keeps the scores from overflowing.
     """
     factor = 1.0
     while tensor_of(operand.node).dtype != torch.float16:
-        below = below_views(operand)
-        found = factor_of(gm, below.node)
+        source = below_views(operand) if below else operand
+        found = factor_of(gm, source.node)
         if found is None:
             break
-        operand = replace(below, node=found[0])
+        operand = replace(source, node=found[0])
         factor *= found[1]
     return operand, factor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.fx import GraphModule, Node
@@ -133,16 +134,19 @@ def touching(root: Node) -> list[Node]:
 
 def in_op_terms(gm: GraphModule, found: Attention, mutated: Collection[Node]) -> Attention:
     """Four dims, the whole scale as one number, keys and values with as many heads as they have."""
-    found = four_dims(found)
-    q, q_scale = peeled(found.q, mutated, lambda operand: unscaled(gm, operand))
-    k, k_scale = peeled(found.k, mutated, lambda operand: unscaled(gm, operand))
-    fewer_k, more_scale = peeled(k, mutated, lambda operand: unscaled(gm, unrepeated(operand)))
+    scale = found.scale
+    for below in (False, True):  # first what hides a fold of the heads, then what lies under it
+        peel = partial(unscaled, gm, below=below)
+        q, q_scale = peeled(found.q, mutated, peel)
+        k, k_scale = peeled(found.k, mutated, peel)
+        scale *= q_scale * k_scale
+        found = four_dims(replace(found, q=q, k=k))
+    fewer_k, more_scale = peeled(found.k, mutated, lambda operand: unscaled(gm, unrepeated(operand), below=True))
     fewer_v, _ = peeled(found.v, mutated, lambda operand: (unrepeated(operand), 1.0))
     if same_sizes(fewer_k.shape[1:2], fewer_v.shape[1:2]):
-        k, v, k_scale = fewer_k, fewer_v, k_scale * more_scale
-    else:
-        v = found.v
-    found = replace(found, q=q, k=k, v=v, scale=found.scale * q_scale * k_scale)
+        found = replace(found, k=fewer_k, v=fewer_v)
+        scale *= more_scale
+    found = replace(found, scale=scale)
     check_shapes(found)
     return found
 
@@ -160,7 +164,7 @@ def four_dims(found: Attention) -> Attention:
     """Operands as [b, h, s, d]: unfolded from [b * h, s, d] where the graph folded them, else with one head."""
     ranks = {len(operand.shape) for operand in (found.q, found.k, found.v)}
     if ranks == {4}:
-        return found
+        return found  # as it is, or unfolded before
     if ranks != {3}:
         raise Refused(f"queries, keys and values have {sorted(ranks)} dims; the op takes [b, h, s, d] or [b, s, d]")
     q, k, v = (lifted(operand) for operand in (found.q, found.k, found.v))

@@ -47,6 +47,7 @@ class FuseAttention(BaseTransform):
         if not anchors:
             return Outcome(reason=nothing_to_do(gm))
         evaluator, editor = SizeEvaluator(gm), Editor(gm, self.name)
+        masks: dict[str, Node | None] = {}
         records: list[MatchRecord] = []
         misses: list[NearMiss] = []
         for anchor in anchors:
@@ -58,7 +59,7 @@ class FuseAttention(BaseTransform):
             except Refused as refused:
                 misses.append(NearMiss(self.name, where(anchor), f"%{anchor.name}", str(refused), 1, 1))
             else:
-                records.append(fuse(editor, found, plan, evaluator.mutated))
+                records.append(fuse(editor, found, plan, evaluator.mutated, masks))
         if records:
             return Outcome(tuple(records), tuple(misses))
         return Outcome((), tuple(misses), no_match_reason(misses) if misses else nothing_to_do(gm))
@@ -82,20 +83,27 @@ def decide(evaluator: SizeEvaluator, anchor: Node, out: Node) -> tuple[Attention
     return found, plan_masks(found, evaluator)
 
 
-def fuse(editor: Editor, found: Attention, plan: MaskPlan, mutated: Collection[Node]) -> MatchRecord:
-    """Puts the op where the result was, points the readers at it, and erases what is dead."""
+def fuse(
+    editor: Editor, found: Attention, plan: MaskPlan, mutated: Collection[Node], masks: dict[str, Node | None]
+) -> MatchRecord:
+    """Puts the op where the result was, points the readers at it, and erases what is dead.
+
+    masks: those that were made for layers above, which this one can read too.
+    """
     made: list[Node] = []
     inputs = []
     for operand in (found.q, found.k, found.v):
         views = emit(editor, operand.node, operand.steps, found.out, found.anchor)
         inputs.append(views[-1] if views else operand.node)
         made += views
-    mask, mask_nodes = emit_mask(editor, plan, found)
+    if plan.tensor not in masks or mutated:
+        masks[plan.tensor], mask_nodes = emit_mask(editor, plan, found)
+        made += mask_nodes
     options = (found.scale, plan.is_causal, plan.window, found.softcap, found.sinks, plan.nan_rows)
-    args = (*inputs, mask, *options)
+    args = (*inputs, masks[plan.tensor], *options)
     attention = editor.call(ops.attention.default, args, before=found.out, like=found.anchor)
     normalize_arguments(attention)
-    made += [*mask_nodes, attention]
+    made.append(attention)
     replaced = [*found.inner, found.out]
     steps = result_steps(found.order, found.folded)
     made += settle(editor, found.out, attention, steps, replaced, cancel=storage_root(found.out) not in mutated)

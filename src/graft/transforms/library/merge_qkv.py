@@ -13,7 +13,10 @@ from graft.transforms.registry import TransformRegistry
 aten, ops = torch.ops.aten, torch.ops.graft
 # what may lie between a projection and attention
 BETWEEN = frozenset(
-    {aten.reshape.default, aten.transpose.int, aten.slice.Tensor, ops.rope.default, ops.rms_norm.default}
+    {
+        *(aten.reshape.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.slice.Tensor),
+        *(ops.rope.default, ops.rms_norm.default),
+    }
 )
 
 
