@@ -192,7 +192,7 @@ def leads_to_product(node: Any, steps: int = FAR) -> bool:
     while isinstance(node, Node) and node.op == "call_function" and steps:
         steps -= 1
         if node.target in PRODUCTS:
-            return True
+            return len({tensor_of(n).dim() for n in operands(node) or (node,)}) == 1
         sides = node.args[:2] if is_op(node, *ADDS) else node.args[1:3] if is_op(node, *WHERES) else ()
         if sides:
             return any(leads_to_product(side, steps // 2) for side in sides)
