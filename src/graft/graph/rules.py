@@ -187,12 +187,15 @@ def as_piece(node: Node) -> None:
 
 
 def as_transpose(node: Node) -> None:
-    """`t` and a permutation that swaps two dims are `transpose`."""
+    """`t`, `mT` and a permutation that swaps two dims are `transpose`."""
     tensor = tensor_val(node.args[0])
     if tensor is None:
         return
     rank = tensor.dim()
-    order = [1, 0] if node.target is aten.t.default else [d % rank for d in node.args[1]]
+    if node.target is aten.permute.default:
+        order = [d % rank for d in node.args[1]]
+    else:
+        order = [*range(rank - 2), rank - 1, rank - 2]
     moved = [i for i, d in enumerate(order) if i != d]
     if rank >= 2 and len(order) == rank and len(moved) == 2:
         spell(node, aten.transpose.int, node.args[0], moved[0] - rank, moved[1] - rank)
@@ -254,7 +257,8 @@ SPELLINGS: dict[Any, Callable[[Node], None]] = {
         op: as_cast
         for op in (aten.type_as.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default)
     },
-    **{op: as_transpose for op in (aten.t.default, aten.permute.default)},
+    **{op: as_transpose for op in (aten.t.default, aten.mT.default, aten.permute.default)},
+    **{op: other_name(aten.transpose.int) for op in (aten.swapaxes.default, aten.swapdims.default)},
     **{op: as_square for op in (aten.square.default, aten.mul.Tensor)},
     **{op: as_correction(aten.var.correction) for op in (aten.var.dim, aten.var.correction)},
     **{op: as_correction(aten.std.correction) for op in (aten.std.dim, aten.std.correction)},
@@ -306,6 +310,12 @@ def if_contiguous(node: Node) -> Node | None:
     return node.args[0] if given.is_contiguous() else None
 
 
+def if_undone(node: Node) -> Node | None:
+    """A transpose of the same transpose."""
+    source = node.args[0]
+    return source.args[0] if is_op(source, aten.transpose.int) and source.args[1:] == node.args[1:] else None
+
+
 def if_inference_dropout(node: Node) -> Node | None:
     _, probability, train = node.args
     return node.args[0] if probability == 0 or train is False else None
@@ -332,6 +342,7 @@ SHORTCUTS: dict[Any, Callable[[Node], Node | None]] = {
     aten.to.dtype: lambda node: if_same(node) if len(node.args) == 2 else None,
     **{op: first_argument for op in (aten.alias.default, aten.detach.default, aten.lift_fresh.default)},
     aten.contiguous.default: if_contiguous,
+    aten.transpose.int: if_undone,
     aten.dropout.default: if_inference_dropout,
     aten.cat.default: if_one_piece,
     aten.add.Tensor: if_neutral(0),

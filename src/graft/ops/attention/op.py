@@ -1,7 +1,8 @@
-"""graft::attention: what Hugging Face's attention hook becomes in a captured graph."""
+"""graft::attention: what Hugging Face's attention hook, and spelled-out attention, become in a captured graph."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from graft.ops.attention.reference import attention, attention_sdpa
@@ -10,17 +11,19 @@ from graft.ops.spec import Kernel, OpSpec, define
 
 def fake(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = True,
-    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, nan_rows: bool = False,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
 def sdpa_supports(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = True,
-    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, nan_rows: bool = False,
 ) -> str | None:  # fmt: skip
     if softcap is not None:
         return "scaled_dot_product_attention has no soft cap"
+    if mask is not None and mask.dtype not in (torch.bool, q.dtype):
+        return f"scaled_dot_product_attention takes no {mask.dtype} mask beside {q.dtype}"
     return "scaled_dot_product_attention has no sinks" if sinks is not None else None
 
 
@@ -28,7 +31,7 @@ SPEC = define(
     OpSpec(
         name="attention",
         schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool is_causal=True, int? window=None,"
-        " float? softcap=None, Tensor? sinks=None) -> Tensor",
+        " float? softcap=None, Tensor? sinks=None, bool nan_rows=False) -> Tensor",
         reference=attention,
         fake=fake,
         kernels=(Kernel("sdpa", "existing_kernel", attention_sdpa, sdpa_supports),),

@@ -9,12 +9,14 @@ from torch import Tensor
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = True,
-    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, nan_rows: bool = False,
 ) -> Tensor:  # fmt: skip
     """q: [b, h, s, d], k and v: [b, kv, t, d] → [b, s, h, d]. Explicit softmax; supports everything in the schema.
 
     mask: boolean (True = attend) or additive, broadcastable to [b, h, s, t]; on top of it `is_causal` and `window`
-    count positions from the end, so the last query sees the last key.
+    count positions from the end, so the last query sees the last key. `nan_rows`: what booleans and positions close
+    is -inf, and a row that is -inf throughout gives NaN, as plain softmax does; without it such a row is the kernel's
+    own matter (zeros from scaled_dot_product_attention).
     """
     groups = q.shape[1] // k.shape[1]
     k, v = repeat_heads(k, groups), repeat_heads(v, groups)
@@ -23,7 +25,7 @@ def attention(
         scores = torch.tanh(scores / softcap) * softcap
     for part in (mask, positions_mask(q.shape[2], k.shape[2], is_causal, window, q.device)):
         if part is not None:
-            scores = scores + additive(part, scores.dtype)
+            scores = scores + additive(part, scores.dtype, nan_rows)
     if sinks is None:
         weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     else:
@@ -34,19 +36,22 @@ def attention(
 def attention_sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = True,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,  # noqa: ARG001
+    nan_rows: bool = False,
 ) -> Tensor:  # fmt: skip
     """The same through torch's scaled_dot_product_attention; no soft cap, no sinks."""
     s, t = q.shape[2], k.shape[2]
     plain = mask is None and (window is None or t < window) and (not is_causal or s == t or s == 1)
     if not plain:
         positions = positions_mask(s, t, is_causal, window, q.device)
-        mask = combine(mask, positions)
+        mask = combine(mask, positions, nan_rows)
     groups = q.shape[1] // k.shape[1]
     grouped = groups > 1 and mask is None and k.shape[-1] == v.shape[-1] <= 256
     if groups > 1 and not grouped:
         k, v = repeat_heads(k, groups), repeat_heads(v, groups)
     causal = is_causal and mask is None and s > 1
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=grouped)
+    if nan_rows and mask is not None:
+        out = out.masked_fill(closed_rows(mask), torch.nan)
     return out.transpose(1, 2).contiguous()
 
 
@@ -68,18 +73,24 @@ def positions_mask(s: int, t: int, is_causal: bool, window: int | None, device: 
     return allowed[None, None]
 
 
-def combine(mask: Tensor | None, positions: Tensor | None) -> Tensor | None:
+def combine(mask: Tensor | None, positions: Tensor | None, nan_rows: bool = False) -> Tensor | None:
     if mask is None or positions is None:
         return positions if mask is None else mask
     if mask.dtype == torch.bool:
         return mask & positions
-    return mask + additive(positions, mask.dtype)
+    return mask + additive(positions, mask.dtype, nan_rows)
 
 
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(mask: Tensor, dtype: torch.dtype, nan_rows: bool = False) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
-    return torch.where(mask, torch.tensor(0.0, device=mask.device, dtype=dtype), torch.finfo(dtype).min)
+    closed = -torch.inf if nan_rows else torch.finfo(dtype).min
+    return torch.where(mask, torch.tensor(0.0, device=mask.device, dtype=dtype), closed)
+
+
+def closed_rows(mask: Tensor) -> Tensor:
+    """[…, s, 1], True for a query that the mask lets see nothing."""
+    return ~mask.any(-1, keepdim=True) if mask.dtype == torch.bool else (mask == -torch.inf).all(-1, keepdim=True)
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:

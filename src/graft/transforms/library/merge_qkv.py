@@ -16,6 +16,8 @@ BETWEEN = frozenset(
     {
         aten.reshape.default,
         aten.transpose.int,
+        aten.permute.default,
+        aten.unsqueeze.default,
         aten.slice.Tensor,
         ops.rope.default,
         ops.rms_norm.default,

@@ -1,0 +1,1 @@
+"""Spelled-out attention: how fuse_attention reads it."""
