@@ -1,4 +1,20 @@
-"""Mutating calls back into Inductor's functional graph, where that is proven to be right."""
+"""Mutating calls back into Inductor's functional graph, where that is proven to be right.
+
+What runs when, in torch 2.11 and 2.13 (torch/_inductor/fx_passes/post_grad.py, post_grad_passes), for inference:
+
+1. `reorder_for_locality` moves pure reads down to their users, past functional calls that are to write in place.
+   A stacked cache written layer by layer then has readers of the old value behind every write, and each write clones
+   the whole cache. It runs before every post-grad hook, so its work is undone afterwards.
+2. `post_grad_custom_pre_pass`, then `remove_noop_ops`, which removes clones: of a view, of a value that is written
+   later. That is right as long as the graph is functional.
+3. `post_grad_custom_post_pass`: **the fix runs here**, where no pass removes a clone any more.
+4. `reinplace_inplaceable_ops` makes `index_put` and scatters write in place. It writes into a graph input as soon as
+   some `copy_` at the end overwrites that input, although the result may still be returned (wrong values), and never
+   asks whether the call reads what it overwrites (`x[1:] = x[:-1].clone()`, wrong values).
+5. `decompose_auto_functionalized` turns the functional calls that are left into clones and the mutating op.
+
+So both faults, for custom and for ATen ops, are mended in one place, 3.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +22,127 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
+from torch._higher_order_ops.auto_functionalize import (
+    AsStridedViewInfo,
+    SliceViewInfo,
+    get_mutable_args,
+    read_view_information_from_args,
+)
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
+from graft.graph.nodes import OpOverload, is_op, leaves, output_node
+from graft.state.aliases import Aliases, refresh_views
+from graft.state.guards import finish_inputs, guard_outputs, guard_writes, is_inplaceable, make_room
+from graft.state.inplace import FunctionalCall, View, Work, functional_results, restore
 from graft.state.report import FunctionalizationReport
 
-SOURCES = ("functionalization.py", "report.py")
+aten = torch.ops.aten
+V1 = torch.ops.higher_order.auto_functionalized
+V2 = torch.ops.higher_order.auto_functionalized_v2
 
 # At module level: AOTInductor deep-copies pass objects, so a list on the object would stay empty.
 _REPORTS: list[FunctionalizationReport] = []
 
 
-def fix_functionalization(graph: Graph) -> FunctionalizationReport:  # noqa: ARG001
-    return FunctionalizationReport()
+def fix_functionalization(graph: Graph) -> FunctionalizationReport:
+    """Rewrites Inductor's post-grad graph, before its own reinplacing. Forward: above the call at hand the graph
+    writes in place already, below it is functional still, so that pure reads may move up to it."""
+    refresh_views(graph.nodes)  # remove_noop_ops exchanged sources without telling the views of them
+    work = Work(graph, Aliases(graph, trusted=True))
+    outputs = {n for n in leaves(output_node(graph).args[0]) if isinstance(n, Node)}
+    known = {node for node in outputs if work.aliases.inputs(node)}
+    homes: dict[Node, Node] = {}
+    for node in list(graph.nodes):
+        if is_op(node, V1, V2):
+            call = read_call(node)
+            if isinstance(call, str):
+                work.left.append((node.name, call))
+            else:
+                restore(work, call)
+        elif is_inplaceable(node):
+            make_room(work, homes, node)
+    homes = guard_writes(work)
+    guard_outputs(work, homes, fresh_outputs(graph), known)
+    finish_inputs(work)
+    return work.report()
+
+
+def read_call(node: Node) -> FunctionalCall | str:
+    """A functional call taken apart, or why it cannot be."""
+    op = node.args[0]
+    if not isinstance(op, OpOverload):
+        return f"{op} is not a plain op"
+    if not functional_results(node):
+        return "its results are used as a whole"
+    names, types = get_mutable_args(op)
+    first = max(len(op._schema.returns), 1)  # an op without results gives None
+    arguments = dict(node.kwargs)
+    if node.target is V1:
+        written = [(place, name) for place, name in enumerate(names) if arguments[name] is not None]
+        bases = tuple(arguments[name] for _, name in written)
+        positions = tuple(first + place for place, _ in written)
+        arguments |= {name: View(index) for index, (_, name) in enumerate(written)}
+    elif "_all_bases" not in arguments:
+        return "an out= op, whose results Inductor allocates"
+    else:
+        bases = tuple(arguments.pop("_all_bases"))
+        positions = tuple(range(first, first + len(bases)))
+        views = read_view_information_from_args(names, types, arguments, list(bases))
+        arguments |= {name: as_views(view) for name, view in views.items()}
+    if not all(isinstance(base, Node) for base in bases):
+        return "it writes a list of tensors"
+    return FunctionalCall(node, op, arguments, bases, positions, eager_arguments(node, op))
+
+
+def as_views(info: Any) -> Any:
+    """torch's description of how an argument is a view of its base, as ours."""
+    if info is None:
+        return None
+    if isinstance(info, list):
+        return [as_views(item) for item in info]
+    if isinstance(info, SliceViewInfo):
+        return View(info.base_index, aten.slice.Tensor, (info.dim, info.start, info.end))
+    if isinstance(info, AsStridedViewInfo):
+        layout = (list(info.size), list(info.stride), info.storage_offset)
+        return View(info.base_index, aten.as_strided.default, layout)
+    return View(info.base_index)
+
+
+def eager_arguments(node: Node, op: Any) -> dict[str, Any] | None:
+    """The abstract arguments that eager saw, by name of the op's schema: Inductor keeps the op's strides to them."""
+    recorded = node.meta.get("eager_input_vals")
+    if recorded is None:
+        return None
+    arguments = dict(recorded[1])
+    if node.target is V2:
+        bases = list(arguments.pop("_all_bases"))
+        views = read_view_information_from_args(*get_mutable_args(op), arguments, bases)
+
+        def rebuilt(info: Any) -> Any:
+            if isinstance(info, list):
+                return [rebuilt(item) for item in info]
+            return None if info is None else info.regenerate_view(bases)
+
+        arguments |= {name: rebuilt(info) for name, info in views.items()}
+    return arguments
+
+
+def fresh_outputs(graph: Graph) -> set[int] | None:
+    """The places of outputs that share no memory with inputs in eager, or None when this is not the graph known."""
+    context = TracingContext.try_get()
+    meta = context.fw_metadata if context is not None else None
+    outputs = list(leaves(output_node(graph).args[0]))
+    if meta is None or len(outputs) != meta.num_forward_returns:
+        return None
+    first = meta.num_mutated_inp_runtime_indices
+    aliases = {
+        first + place
+        for place, info in enumerate(meta.output_info)
+        if info.output_type.name in ("is_input", "alias_of_input")
+    }
+    return set(range(len(outputs))) - aliases
 
 
 class FixFunctionalization(CustomGraphPass):
@@ -29,8 +153,9 @@ class FixFunctionalization(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Inductor keys its caches by this: another source or another torch compiles anew."""
-        folder = Path(__file__).parent
-        return get_hash_for_files(tuple(str(folder / name) for name in SOURCES), torch.__version__)
+        here = Path(__file__).parent
+        sources = (*sorted(here.glob("*.py")), *(here.parent / "graph" / name for name in ("nodes.py", "edit.py")))
+        return get_hash_for_files(tuple(str(path) for path in sources), torch.__version__)
 
 
 def inductor_options() -> dict[str, Any]:
@@ -39,7 +164,7 @@ def inductor_options() -> dict[str, Any]:
 
 
 def reports() -> list[FunctionalizationReport]:
-    """The reports of all graphs compiled since the last call. A hit in Inductor's cache runs no pass and adds none."""
+    """The reports of all graphs compiled since the last call; a hit in Inductor's cache runs no pass, adds none."""
     drained = list(_REPORTS)
     _REPORTS.clear()
     return drained
