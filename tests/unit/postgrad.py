@@ -20,6 +20,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from graft.graph.nodes import is_op
 from graft.state.functionalization import fix_functionalization
 from graft.state.report import FunctionalizationReport
 
@@ -42,7 +43,9 @@ class Compiled:
             return self.run(*args)
 
 
-def compile_passes(fn: Callable, args: tuple, kinds: tuple[str, ...] = ("stock", "fixed"), v2: bool = True) -> Compiled:
+def compile_passes(
+    fn: Callable, args: tuple, kinds: tuple[str, ...] = ("stock", "fixed"), *, v2: bool = True, dynamic: bool = False
+) -> Compiled:
     """AOTAutograd once, then Inductor's passes for each kind on a copy of its graph."""
     compiled = Compiled(lambda *_: None)
 
@@ -63,7 +66,7 @@ def compile_passes(fn: Callable, args: tuple, kinds: tuple[str, ...] = ("stock",
                 passes(compiled.graphs[kind], kind)
         return make_boxed_func(lambda *inputs: compiled.graphs[compiled.which](*inputs))
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode = FakeTensorMode(shape_env=ShapeEnv() if dynamic else None)
     v1 = contextlib.nullcontext() if v2 else config.patch(enable_auto_functionalized_v2=False)
     with torch.no_grad(), tracing(TracingContext(mode)), v1:
         compiled.run = aot_function(
@@ -83,6 +86,8 @@ def copies(gm: torch.fx.GraphModule) -> int:
     targets = (aten.clone.default, aten.index_put.default, aten._unsafe_index_put.default)
     count = 0
     for node in gm.graph.nodes:
-        count += node.op == "call_function" and node.target in targets
-        count += node.op == "call_function" and node.target is aten.copy_.default and node.args[0] is not node.args[1]
+        count += is_op(node, *targets)
+        count += (
+            is_op(node, aten.copy_.default) and node.args[0].op == "placeholder" and node.args[0] is not node.args[1]
+        )
     return count

@@ -32,15 +32,15 @@ from torch._higher_order_ops.auto_functionalize import (
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from graft.graph.nodes import OpOverload, is_op, leaves, output_node
+from graft.graph.nodes import OpOverload, is_op, leaves, output_node, static_int, tensor_of, val
 from graft.state.aliases import Aliases, refresh_views
-from graft.state.guards import finish_inputs, guard_outputs, guard_writes, is_inplaceable, make_room
-from graft.state.inplace import FunctionalCall, View, Work, functional_results, restore
+from graft.state.guards import finish_inputs, guard_writes, is_inplaceable, make_room
+from graft.state.inplace import FUNCTIONAL, FunctionalCall, View, Work, functional_results, restore
+from graft.state.outputs import Outputs, keep_outputs_apart, mend_removed_clones
 from graft.state.report import FunctionalizationReport
 
 aten = torch.ops.aten
-V1 = torch.ops.higher_order.auto_functionalized
-V2 = torch.ops.higher_order.auto_functionalized_v2
+V1, V2 = FUNCTIONAL
 
 # At module level: AOTInductor deep-copies pass objects, so a list on the object would stay empty.
 _REPORTS: list[FunctionalizationReport] = []
@@ -51,11 +51,12 @@ def fix_functionalization(graph: Graph) -> FunctionalizationReport:
     writes in place already, below it is functional still, so that pure reads may move up to it."""
     refresh_views(graph.nodes)  # remove_noop_ops exchanged sources without telling the views of them
     work = Work(graph, Aliases(graph, trusted=True))
-    outputs = {n for n in leaves(output_node(graph).args[0]) if isinstance(n, Node)}
-    known = {node for node in outputs if work.aliases.inputs(node)}
+    outputs = outputs_in_eager(graph)
+    mend_removed_clones(work, outputs)
+    known = {node for node in output_node(graph).all_input_nodes if work.aliases.inputs(node)}
     homes: dict[Node, Node] = {}
     for node in list(graph.nodes):
-        if is_op(node, V1, V2):
+        if is_op(node, *FUNCTIONAL):
             call = read_call(node)
             if isinstance(call, str):
                 work.left.append((node.name, call))
@@ -64,7 +65,7 @@ def fix_functionalization(graph: Graph) -> FunctionalizationReport:
         elif is_inplaceable(node):
             make_room(work, homes, node)
     homes = guard_writes(work)
-    guard_outputs(work, homes, fresh_outputs(graph), known)
+    keep_outputs_apart(work, homes, outputs, known)
     finish_inputs(work)
     return work.report()
 
@@ -89,23 +90,36 @@ def read_call(node: Node) -> FunctionalCall | str:
     else:
         bases = tuple(arguments.pop("_all_bases"))
         positions = tuple(range(first, first + len(bases)))
+        shift = [moved(base, val(node)[first + index]) for index, base in enumerate(bases)]
+        if None in shift:
+            return "a base starts at another, symbolic place than its views count from"
         views = read_view_information_from_args(names, types, arguments, list(bases))
-        arguments |= {name: as_views(view) for name, view in views.items()}
+        arguments |= {name: as_views(view, shift) for name, view in views.items()}
     if not all(isinstance(base, Node) for base in bases):
         return "it writes a list of tensors"
     return FunctionalCall(node, op, arguments, bases, positions, eager_arguments(node, op))
 
 
-def as_views(info: Any) -> Any:
+def moved(base: Any, traced: Any) -> int | None:
+    """How far a base starts from where the views of it count: remove_noop_ops puts `x[1:]` for `x[1:].clone()`."""
+    now, then = tensor_of(base).storage_offset(), traced.storage_offset()
+    if str(now) == str(then):
+        return 0
+    return now - then if static_int(now) is not None and static_int(then) is not None else None
+
+
+def as_views(info: Any, shift: list[int | None]) -> Any:
     """torch's description of how an argument is a view of its base, as ours."""
     if info is None:
         return None
     if isinstance(info, list):
-        return [as_views(item) for item in info]
+        return [as_views(item, shift) for item in info]
     if isinstance(info, SliceViewInfo):
         return View(info.base_index, aten.slice.Tensor, (info.dim, info.start, info.end))
     if isinstance(info, AsStridedViewInfo):
-        layout = (list(info.size), list(info.stride), info.storage_offset)
+        # a symbolic offset is a node, which takes no sum; with one, nothing was moved
+        offset = info.storage_offset + shift[info.base_index] if shift[info.base_index] else info.storage_offset
+        layout = (list(info.size), list(info.stride), offset)
         return View(info.base_index, aten.as_strided.default, layout)
     return View(info.base_index)
 
@@ -129,20 +143,18 @@ def eager_arguments(node: Node, op: Any) -> dict[str, Any] | None:
     return arguments
 
 
-def fresh_outputs(graph: Graph) -> set[int] | None:
-    """The places of outputs that share no memory with inputs in eager, or None when this is not the graph known."""
+def outputs_in_eager(graph: Graph) -> Outputs:
+    """How AOTAutograd saw eager's results lie in memory; nothing for a graph that it does not know (a subgraph)."""
     context = TracingContext.try_get()
     meta = context.fw_metadata if context is not None else None
-    outputs = list(leaves(output_node(graph).args[0]))
-    if meta is None or len(outputs) != meta.num_forward_returns:
-        return None
+    count = len(list(leaves(output_node(graph).args[0])))
+    if meta is None or count != meta.num_forward_returns:
+        return Outputs()
     first = meta.num_mutated_inp_runtime_indices
-    aliases = {
-        first + place
-        for place, info in enumerate(meta.output_info)
-        if info.output_type.name in ("is_input", "alias_of_input")
-    }
-    return set(range(len(outputs))) - aliases
+    kinds = {first + place: info.output_type.name for place, info in enumerate(meta.output_info)}
+    in_inputs = {place for place, kind in kinds.items() if kind in ("is_input", "alias_of_input")}
+    alone = {place for place, kind in kinds.items() if kind == "non_alias"}
+    return Outputs(frozenset(set(range(count)) - in_inputs), frozenset(alone))
 
 
 class FixFunctionalization(CustomGraphPass):

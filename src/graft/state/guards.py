@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Node, map_arg
 
-from graft.graph.nodes import is_op, leaves, output_node, same_sizes, tensor_val, val
-from graft.state.inplace import Work, write_back
+from graft.graph.nodes import is_op, leaves, same_sizes, tensor_val, val
+from graft.state.inplace import INPLACEABLE, Work, write_back
 from graft.state.moves import lift, lift_plan
 from graft.state.regions import disjoint
 from graft.state.report import KeptCopy, MovedRead
 
 aten = torch.ops.aten
-
-# what reinplace_inplaceable_ops may write in place (its argument 0), and the view through which it then writes
-INPLACEABLE: dict[Any, Any] = {
-    aten.index_put.default: None,
-    aten._unsafe_index_put.default: None,
-    aten.slice_scatter.default: aten.slice.Tensor,
-    aten.select_scatter.default: aten.select.int,
-    aten.as_strided_scatter.default: aten.as_strided.default,
-    aten.diagonal_scatter.default: aten.diagonal.default,
-}
 
 
 def is_inplaceable(node: Node) -> bool:
@@ -124,18 +112,3 @@ def finish_inputs(work: Work) -> None:
             work.graph.erase_node(node)
         elif work.aliases.same(source, owner) and not same_layout(source, owner):
             keep(work, node, source, f"it is in %{owner.name}, which is overwritten")
-
-
-def guard_outputs(work: Work, homes: dict[Node, Node], fresh: set[int] | None, known: set[Node]) -> None:
-    """A returned value that eager keeps apart from the graph inputs is copied where it now ends in one.
-
-    `op(c); return c.clone()` has lost its clone by now: the caller would get its own input back. `fresh` are the
-    places of outputs that are no aliases in eager (None: not known, so all), `known` the ones in an input before.
-    """
-    output = output_node(work.graph)
-    for place, value in enumerate(leaves(output.args[0])):
-        if not isinstance(value, Node) or value in known or (fresh is not None and place not in fresh):
-            continue
-        owners = work.aliases.inputs(value) or [homes[n] for n in work.aliases.group(value) if n in homes]
-        if owners and tensor_val(value) is not None and value in output.all_input_nodes:
-            work.protect(value, output, output, f"it is in the memory of graph input %{owners[0].name}")

@@ -17,6 +17,16 @@ from graft.state.regions import disjoint
 from graft.state.report import FunctionalizationReport, KeptCopy, MovedRead
 
 aten = torch.ops.aten
+FUNCTIONAL = (torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2)
+# what Inductor's reinplace_inplaceable_ops may write in place (argument 0), and the view through which it then writes
+INPLACEABLE: dict[Any, Any] = {
+    aten.index_put.default: None,
+    aten._unsafe_index_put.default: None,
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.as_strided_scatter.default: aten.as_strided.default,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+}
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,7 @@ class Plan:
     """What makes a write in place right."""
 
     lift: tuple[Node, ...] = ()
+    detach: tuple[Read, ...] = ()  # readers that get a copy of the old value
     protect_old: Node | None = None
     protect_new: Node | None = None
 
@@ -111,20 +122,33 @@ def plan_write(work: Work, call: FunctionalCall, index: int) -> Plan | str:
             return f"graph input %{base.name} must not change"
     old = [r for r in work.aliases.reads(base, node, end) if overlaps(call, index, r.through)]
     returned = {read.through for read in old if read.reader.op == "output"}
-    lifted, stuck = lift_plan([read.reader for read in old if read.reader.op != "output"], node)
-    if stuck is not None:
-        reads = next((r for r in old if r.reader is stuck), next(r for r in old if r.reader.op != "output"))
-        why = "" if reads.reader is stuck else f" and needs %{stuck.name}"
-        return f"{reads.text()} after the write{why}"
+    inner = [read for read in old if read.reader.op != "output"]
+    stuck = [read for read in inner if lift_plan([read.reader], node)[1] is not None]
+    if stuck and not (written_back(call, index, end) and copied_alone({r.through for r in stuck}, node)):
+        return f"{stuck[0].text()} after the write"
     protect_old = protectable(returned, node)
     if isinstance(protect_old, str):
         return f"{protect_old} with its old value"
-    protect_new = None
-    if end is not None:
-        protect_new = left_after(work, call, index, end)
-        if isinstance(protect_new, str):
-            return protect_new
-    return Plan(tuple(lifted), protect_old, protect_new)
+    protect_new = left_after(work, call, index, end) if end is not None else None
+    if isinstance(protect_new, str):
+        return protect_new
+    lifted, _ = lift_plan([read.reader for read in inner if read not in stuck], node)
+    return Plan(tuple(lifted), tuple(stuck), protect_old, protect_new)
+
+
+def written_back(call: FunctionalCall, index: int, end: Node | None) -> bool:
+    """The new value of base `index`, or what later writes make of it, is what the caller sees in the end.
+
+    Then the input is its place: a reader of the old value gets a copy, rather than the call a copy and the input a
+    write-back.
+    """
+    reached = call.results(index) if end is not None else []
+    for node in reached:
+        if end is not None and end.args[1] is node:
+            return True
+        further = [user for user in node.users if is_op(user, getitem, *FUNCTIONAL, *INPLACEABLE)]
+        reached += [user for user in further if user not in reached]
+    return False
 
 
 def left_after(work: Work, call: FunctionalCall, index: int, end: Node) -> Node | str | None:
@@ -141,13 +165,16 @@ def left_after(work: Work, call: FunctionalCall, index: int, end: Node) -> Node 
 
 
 def protectable(returned: set[Node], place: Node) -> Node | str | None:
-    """The one returned value, when a copy of it (rather than of the base) is enough; several are not worth it."""
-    if not returned:
-        return None
-    first = min(returned)
-    if len(returned) > 1 or not keeps_layout(first) or (first is not place and lift_plan([first], place)[1]):
-        return Read(output_node(first.graph), first).text()
-    return first
+    """The one returned value that is to be copied above `place`, rather than the base; a text when that cannot be."""
+    if not returned or copied_alone(returned, place):
+        return min(returned, default=None)
+    return Read(output_node(min(returned).graph), min(returned)).text()
+
+
+def copied_alone(values: set[Node], place: Node) -> bool:
+    """One value, which a clone above `place` can stand for; copies of several may cost more than one of the base."""
+    first = min(values)
+    return len(values) == 1 and keeps_layout(first) and (first is place or lift_plan([first], place)[1] is None)
 
 
 def overlaps(call: FunctionalCall, index: int, value: Node) -> bool:
@@ -196,6 +223,14 @@ def shared_base(work: Work, taken: list[Node], base: Node) -> str | None:
 
 def carry_out(work: Work, call: FunctionalCall, index: int, plan: Plan) -> None:
     node = call.node
+    if plan.detach:
+        value = plan.detach[0].through
+        lift(lift_plan([value], node)[0], node)
+        copied = work.copy(value, node)
+        for read in plan.detach:
+            read.reader.replace_input_with(value, copied)
+            target, reason = str(read.reader.target), f"%{node.name} overwrites it"
+            work.kept.append(KeptCopy(read.reader.name, target, value.name, reason))
     lift(plan.lift, node)
     work.moved += [MovedRead(moved.name, node.name) for moved in plan.lift]
     if plan.protect_old is not None:
