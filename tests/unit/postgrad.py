@@ -21,7 +21,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graft.graph.nodes import is_op
-from graft.state.functionalization import fix_functionalization
+from graft.state.functionalization import fix_functionalization, record_outputs
+from graft.state.inplace import INPLACEABLE
 from graft.state.report import FunctionalizationReport
 
 aten = torch.ops.aten
@@ -59,7 +60,8 @@ def compile_passes(
 
     def compiler(gm: torch.fx.GraphModule, examples: list) -> Callable:
         with V.set_fake_mode(detect_fake_mode(examples)):
-            joint_graph_passes(gm)
+            with config.patch(joint_custom_pre_pass=record_outputs):
+                joint_graph_passes(gm)
             view_to_reshape(gm)
             for kind in kinds:
                 compiled.graphs[kind] = copy.deepcopy(gm) if kind != kinds[-1] else gm
@@ -83,7 +85,7 @@ def compile_passes(
 
 def copies(gm: torch.fx.GraphModule) -> int:
     """Calls that copy a whole value: clones, writes out of place, write-backs of inputs."""
-    targets = (aten.clone.default, aten.index_put.default, aten._unsafe_index_put.default)
+    targets = (aten.clone.default, *INPLACEABLE)
     count = 0
     for node in gm.graph.nodes:
         count += is_op(node, *targets)

@@ -99,9 +99,10 @@ class Aliases:
         self._group[node] = [node]
         for source in self.sources(node):
             self.join(source, node)
-        if self.trusted:
-            for storage in storages(val(node)):
-                self.join(self._owner.setdefault(storage, node), node)
+        tensor = tensor_val(node) if self.trusted else None  # several results are not one memory
+        storage = storage_id(tensor) if tensor is not None else None
+        if storage is not None:
+            self.join(self._owner.setdefault(storage, node), node)
 
     def sources(self, node: Node) -> list[Node]:
         """What `node` is a view of, or may be."""

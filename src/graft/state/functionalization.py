@@ -1,19 +1,21 @@
 """Mutating calls back into Inductor's functional graph, where that is proven to be right.
 
-What runs when, in torch 2.11 and 2.13 (torch/_inductor/fx_passes/post_grad.py, post_grad_passes), for inference:
+What runs when, in torch 2.11 and 2.13 (torch/_inductor/fx_passes/{joint_graph,post_grad}.py), for inference:
 
-1. `reorder_for_locality` moves pure reads down to their users, past functional calls that are to write in place.
+1. `joint_custom_pre_pass`: here it is noted which outputs share memory, on the graph as AOTAutograd made it.
+2. `remove_noop_ops` (once more in 4) removes clones: of a view, of a value written later, between two outputs.
+   That is right as long as the graph is functional and nobody outside sees what shares memory.
+3. `reorder_for_locality` moves pure reads down to their users, past functional calls that are to write in place.
    A stacked cache written layer by layer then has readers of the old value behind every write, and each write clones
    the whole cache. It runs before every post-grad hook, so its work is undone afterwards.
-2. `post_grad_custom_pre_pass`, then `remove_noop_ops`, which removes clones: of a view, of a value that is written
-   later. That is right as long as the graph is functional.
-3. `post_grad_custom_post_pass`: **the fix runs here**, where no pass removes a clone any more.
-4. `reinplace_inplaceable_ops` makes `index_put` and scatters write in place. It writes into a graph input as soon as
+4. `post_grad_custom_pre_pass`, left to others, and Inductor's own patterns.
+5. `post_grad_custom_post_pass`: **the fix runs here**, where no pass removes a clone any more.
+6. `reinplace_inplaceable_ops` makes `index_put` and scatters write in place. It writes into a graph input as soon as
    some `copy_` at the end overwrites that input, although the result may still be returned (wrong values), and never
    asks whether the call reads what it overwrites (`x[1:] = x[:-1].clone()`, wrong values).
-5. `decompose_auto_functionalized` turns the functional calls that are left into clones and the mutating op.
+7. `decompose_auto_functionalized` turns the functional calls that are left into clones and the mutating op.
 
-So both faults, for custom and for ATen ops, are mended in one place, 3.
+So all faults, for custom and for ATen ops, are mended in one place, 5.
 """
 
 from __future__ import annotations
@@ -36,11 +38,12 @@ from graft.graph.nodes import OpOverload, is_op, leaves, output_node, static_int
 from graft.state.aliases import Aliases, refresh_views
 from graft.state.guards import finish_inputs, guard_writes, is_inplaceable, make_room
 from graft.state.inplace import FUNCTIONAL, FunctionalCall, View, Work, functional_results, restore
-from graft.state.outputs import Outputs, keep_outputs_apart, mend_removed_clones
+from graft.state.outputs import Outputs, keep_outputs_apart, mend_removed_clones, output_groups
 from graft.state.report import FunctionalizationReport
 
 aten = torch.ops.aten
 V1, V2 = FUNCTIONAL
+GROUPS = "graft_output_groups"
 
 # At module level: AOTInductor deep-copies pass objects, so a list on the object would stay empty.
 _REPORTS: list[FunctionalizationReport] = []
@@ -118,7 +121,8 @@ def as_views(info: Any, shift: list[int | None]) -> Any:
         return View(info.base_index, aten.slice.Tensor, (info.dim, info.start, info.end))
     if isinstance(info, AsStridedViewInfo):
         # a symbolic offset is a node, which takes no sum; with one, nothing was moved
-        offset = info.storage_offset + shift[info.base_index] if shift[info.base_index] else info.storage_offset
+        by = shift[info.base_index]
+        offset = info.storage_offset + by if by else info.storage_offset
         layout = (list(info.size), list(info.stride), offset)
         return View(info.base_index, aten.as_strided.default, layout)
     return View(info.base_index)
@@ -148,20 +152,23 @@ def outputs_in_eager(graph: Graph) -> Outputs:
     context = TracingContext.try_get()
     meta = context.fw_metadata if context is not None else None
     count = len(list(leaves(output_node(graph).args[0])))
+    groups = output_node(graph).meta.get(GROUPS)
+    groups = groups if groups is not None and len(groups) == count else None  # a joint graph was split
     if meta is None or count != meta.num_forward_returns:
-        return Outputs()
+        return Outputs(groups=groups)
     first = meta.num_mutated_inp_runtime_indices
     kinds = {first + place: info.output_type.name for place, info in enumerate(meta.output_info)}
     in_inputs = {place for place, kind in kinds.items() if kind in ("is_input", "alias_of_input")}
-    alone = {place for place, kind in kinds.items() if kind == "non_alias"}
-    return Outputs(frozenset(set(range(count)) - in_inputs), frozenset(alone))
+    return Outputs(frozenset(set(range(count)) - in_inputs), groups)
 
 
-class FixFunctionalization(CustomGraphPass):
-    """The fix as an Inductor pass. One object, because torch 2.11 takes no list."""
+def record_outputs(graph: Graph) -> None:
+    """Notes which outputs share memory, before remove_noop_ops makes one value of two: `return v, v.clone()`."""
+    output_node(graph).meta[GROUPS] = output_groups(graph)
 
-    def __call__(self, graph: Graph) -> None:
-        _REPORTS.append(fix_functionalization(graph))
+
+class SourcePass(CustomGraphPass):
+    """A pass that depends on graft's source alone. One object a hook, because torch 2.11 takes no list."""
 
     def uuid(self) -> bytes:
         """Inductor keys its caches by this: another source or another torch compiles anew."""
@@ -170,9 +177,19 @@ class FixFunctionalization(CustomGraphPass):
         return get_hash_for_files(tuple(str(path) for path in sources), torch.__version__)
 
 
+class RecordOutputs(SourcePass):
+    def __call__(self, graph: Graph) -> None:
+        record_outputs(graph)
+
+
+class FixFunctionalization(SourcePass):
+    def __call__(self, graph: Graph) -> None:
+        _REPORTS.append(fix_functionalization(graph))
+
+
 def inductor_options() -> dict[str, Any]:
     """What `torch.compile(fn, options=…)` needs for the fix."""
-    return {"post_grad_custom_post_pass": FixFunctionalization()}
+    return {"joint_custom_pre_pass": RecordOutputs(), "post_grad_custom_post_pass": FixFunctionalization()}
 
 
 def reports() -> list[FunctionalizationReport]:

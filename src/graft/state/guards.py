@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node, map_arg
 
-from graft.graph.nodes import is_op, leaves, same_sizes, tensor_val, val
-from graft.state.inplace import INPLACEABLE, Work, write_back
+from graft.graph.nodes import is_op, leaves, tensor_val, val
+from graft.state.inplace import INPLACEABLE, Work, same_nodes, write_back
 from graft.state.moves import lift, lift_plan
-from graft.state.regions import disjoint
+from graft.state.regions import disjoint, same_layout
 from graft.state.report import KeptCopy, MovedRead
 
 aten = torch.ops.aten
@@ -18,12 +18,24 @@ def is_inplaceable(node: Node) -> bool:
     return is_op(node, *INPLACEABLE)
 
 
+def written_part(node: Node) -> torch.Tensor | None:
+    """The view of its argument 0 that `node` writes through, when it is a scatter."""
+    view, base = INPLACEABLE[node.target], tensor_val(node.args[0])
+    if view is None or base is None:
+        return None
+    return view(base, *map_arg(node.args[2:], val), **map_arg(node.kwargs, val))
+
+
 def overlaps(node: Node, value: Node) -> bool:
     """False when `node`, written in place, leaves the memory of `value` alone."""
-    view, base, tensor = INPLACEABLE[node.target], tensor_val(node.args[0]), tensor_val(value)
-    if view is None or base is None or tensor is None:
-        return True
-    return not disjoint(view(base, *map_arg(node.args[2:], val), **map_arg(node.kwargs, val)), tensor)
+    part, tensor = written_part(node), tensor_val(value)
+    return part is None or tensor is None or not disjoint(part, tensor)
+
+
+def in_place(node: Node, value: Node) -> bool:
+    """A scatter that writes every element of `value` where it is already: `x[0] = x[0].clone()`."""
+    part, tensor = written_part(node), tensor_val(value)
+    return part is not None and tensor is not None and same_layout(part, tensor)
 
 
 def home(work: Work, homes: dict[Node, Node], value: Node) -> Node | None:
@@ -55,11 +67,13 @@ def guard_writes(work: Work) -> dict[Node, Node]:
         # Inductor asks who reads `value` after the call, not whether the call itself does: `x[1:] = x[:-1].clone()`
         # has lost its clone by now (remove_noop_ops) and would become one kernel that reads x[i - 1] and writes x[i].
         # A clone from here on stays: nothing removes it any more, and lowering realizes it before the write.
-        for other in {n for n in leaves((node.args[1:], node.kwargs)) if isinstance(n, Node)}:
-            if work.aliases.same(other, value) and overlaps(node, other):
-                keep(work, node, other, f"the call reads it while it overwrites %{value.name}")
         owner = home(work, homes, value)
         end = write_back(owner) if owner is not None else None
+        if work.aliases.inputs(value) and (end is None or end < node):
+            continue  # a graph input that nobody overwrites is never written
+        for other in {n for n in leaves((node.args[1:], node.kwargs)) if isinstance(n, Node)}:
+            if work.aliases.same(other, value) and overlaps(node, other) and not in_place(node, other):
+                keep(work, node, other, f"the call reads it while it overwrites %{value.name}")
         if owner is None or end is None or end < node:
             continue
         # Inductor sees that `end` overwrites the input anyway and writes there, whoever still reads the result
@@ -76,17 +90,12 @@ def spoiled(work: Work, node: Node, end: Node) -> str | None:
     source = end.args[1]
     if source is node:
         return None
-    if work.aliases.same(source, node) and not same_layout(source, node):
+    if work.aliases.same(source, node):
+        if same_nodes(node, node.args[0]) and same_nodes(source, end.args[0]):
+            return None
         return f"%{end.name} writes back %{source.name}, another view of it"
     late = work.aliases.reads(node, end)
     return f"{late[0].text()} after %{end.name} overwrites graph input %{end.args[0].name}" if late else None
-
-
-def same_layout(left: Node, right: Node) -> bool:
-    a, b = tensor_val(left), tensor_val(right)
-    if a is None or b is None:
-        return False
-    return same_sizes((*a.shape, *a.stride(), a.storage_offset()), (*b.shape, *b.stride(), b.storage_offset()))
 
 
 def keep(work: Work, node: Node, value: Node, reason: str) -> None:
@@ -106,9 +115,9 @@ def finish_inputs(work: Work) -> None:
     """
     for node in [n for n in work.graph.nodes if is_op(n, aten.copy_.default)]:
         owner, source = node.args[:2]
-        if source is owner:
+        if source is owner or (work.aliases.same(source, owner) and same_nodes(source, owner)):
             work.aliases.forget(node)
             node.replace_all_uses_with(owner)
             work.graph.erase_node(node)
-        elif work.aliases.same(source, owner) and not same_layout(source, owner):
+        elif work.aliases.same(source, owner):
             keep(work, node, source, f"it is in %{owner.name}, which is overwritten")

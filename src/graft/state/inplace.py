@@ -13,7 +13,7 @@ from graft.graph.edit import INHERITED
 from graft.graph.nodes import is_op, leaves, output_node, tensor_of, tensor_val, val
 from graft.state.aliases import Aliases, Read, refresh_views
 from graft.state.moves import copy_node, insert, keeps_layout, lift, lift_plan
-from graft.state.regions import disjoint
+from graft.state.regions import disjoint, same_layout
 from graft.state.report import FunctionalizationReport, KeptCopy, MovedRead
 
 aten = torch.ops.aten
@@ -93,6 +93,12 @@ def write_back(value: Node) -> Node | None:
     return found[0] if len(found) == 1 else None
 
 
+def same_nodes(left: Node, right: Node) -> bool:
+    """Both are tensors of one layout."""
+    a, b = tensor_val(left), tensor_val(right)
+    return a is not None and b is not None and same_layout(a, b)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What makes a write in place right."""
@@ -157,6 +163,8 @@ def left_after(work: Work, call: FunctionalCall, index: int, end: Node) -> Node 
     if source in results or not results:
         return None
     if any(work.aliases.same(source, result) for result in results):
+        if same_nodes(results[0], call.bases[index]) and same_nodes(source, end.args[0]):
+            return None
         return f"%{end.name} writes back %{source.name}, a view of the result"
     late = [read for result in results for read in work.aliases.reads(result, end)]
     if any(read.reader.op != "output" for read in late):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from graft.graph.nodes import is_op, leaves, output_node, tensor_val
+from graft.state.aliases import Aliases
 from graft.state.inplace import Work
 from graft.state.report import KeptCopy
 
@@ -19,10 +21,24 @@ class Outputs:
     """How eager's results lie in memory, by place among the graph's outputs; None where that is not known."""
 
     apart: frozenset[int] | None = None  # in no graph input
-    alone: frozenset[int] | None = None  # in no other output either
+    groups: tuple[int, ...] | None = None  # equal numbers share memory
 
     def is_apart(self, place: int) -> bool | None:
         return None if self.apart is None else place in self.apart
+
+    def share(self, left: int, right: int) -> bool:
+        return self.groups is None or self.groups[left] == self.groups[right]
+
+
+def output_groups(graph: Graph) -> tuple[int, ...]:
+    """A number for each output, equal for those that share memory."""
+    aliases = Aliases(graph, trusted=True)
+    values = [value for value in leaves(output_node(graph).args[0])]
+    first: dict[int, int] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, Node):
+            first.setdefault(id(aliases.group(value)), place)
+    return tuple(first[id(aliases.group(v))] if isinstance(v, Node) else place for place, v in enumerate(values))
 
 
 def mend_removed_clones(work: Work, outputs: Outputs) -> None:
@@ -40,10 +56,8 @@ def mend_removed_clones(work: Work, outputs: Outputs) -> None:
         if inputs and outputs.is_apart(place):
             reason = f"eager returns it apart from graph input %{inputs[0].name}"
             return_copy(work, place, after_definition(value), reason)
-        elif outputs.alone is not None and place in outputs.alone:
-            other = next((n for n in returned[:place] if isinstance(n, Node) and work.aliases.same(n, value)), None)
-            if other is not None:
-                return_copy(work, place, output_node(work.graph), f"eager returns it apart from %{other.name}")
+        elif not inputs and (other := merged(work, outputs, returned, place)) is not None:
+            return_copy(work, place, output_node(work.graph), f"eager returns it apart from %{other.name}")
     written: list[Node] = []  # graph inputs that are overwritten above
     for node in [n for n in work.graph.nodes if is_op(n, aten.copy_.default)]:
         owner, source = node.args[:2]
@@ -54,6 +68,14 @@ def mend_removed_clones(work: Work, outputs: Outputs) -> None:
             reason = f"graph input %{stale[0].name} is overwritten before %{node.name} reads it"
             work.kept.append(KeptCopy(node.name, str(node.target), source.name, reason))
         written.append(owner)
+
+
+def merged(work: Work, outputs: Outputs, returned: list[Any], place: int) -> Node | None:
+    """An output above `place` with which it shares memory now, but not in eager: `return v, v.clone()`."""
+    for other, value in enumerate(returned[:place]):
+        if isinstance(value, Node) and work.aliases.same(value, returned[place]) and not outputs.share(other, place):
+            return value
+    return None
 
 
 def after_definition(value: Node) -> Node:

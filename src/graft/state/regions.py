@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from graft.graph.nodes import static_int
+from graft.graph.nodes import same_sizes, static_int
 
 
 @dataclass(frozen=True)
@@ -84,3 +84,8 @@ def box(region: Region, strides: list[int]) -> list[tuple[int, int]] | None:
         found.append((place, size))
         room = stride
     return found
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal sizes, strides and offset, symbolic ones too: every element is at the same place of its storage."""
+    return same_sizes((*a.shape, *a.stride(), a.storage_offset()), (*b.shape, *b.stride(), b.storage_offset()))
