@@ -133,7 +133,7 @@ def eager_arguments(node: Node, op: Any) -> dict[str, Any] | None:
     recorded = node.meta.get("eager_input_vals")
     if recorded is None:
         return None
-    arguments = dict(recorded[1])
+    arguments = {name: as_eager(value, recorded[1].get(name)) for name, value in node.kwargs.items()}
     if node.target is V2:
         bases = list(arguments.pop("_all_bases"))
         views = read_view_information_from_args(*get_mutable_args(op), arguments, bases)
@@ -145,6 +145,16 @@ def eager_arguments(node: Node, op: Any) -> dict[str, Any] | None:
 
         arguments |= {name: rebuilt(info) for name, info in views.items()}
     return arguments
+
+
+def as_eager(value: Any, recorded: Any) -> Any:
+    """The arguments of a node with eager's abstract tensors for its inputs; literals are not recorded, but ours."""
+    if isinstance(value, Node):
+        return val(value) if recorded is None else recorded
+    if isinstance(value, (list, tuple)):
+        parts = recorded if recorded is not None else [None] * len(value)
+        return [as_eager(item, part) for item, part in zip(value, parts, strict=True)]
+    return value
 
 
 def outputs_in_eager(graph: Graph) -> Outputs:

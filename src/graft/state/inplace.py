@@ -264,15 +264,15 @@ def rewrite(work: Work, call: FunctionalCall, bases: list[Node]) -> None:
             return [argument(item) for item in value]
         return unshared(work, call, bases, value) if isinstance(value, Node) else value
 
-    arguments = {name: argument(value) for name, value in call.arguments.items()}
+    args, kwargs = positional(call.op, {name: argument(value) for name, value in call.arguments.items()})
     with graph.inserting_before(node):
-        new = graph.call_function(call.op, (), arguments)
+        new = graph.call_function(call.op, args, kwargs)
     new.meta = {key: node.meta[key] for key in INHERITED if key in node.meta}
     count = len(call.op._schema.returns)
     own = (val(node) or (None,))[: max(count, 1)]
     new.meta["val"] = own[0] if count <= 1 else tuple(own)
     if call.eager is not None:
-        new.meta["eager_input_vals"] = ((), call.eager)
+        new.meta["eager_input_vals"] = positional(call.op, call.eager)
     work.aliases.add(new)
     for user in list(node.users):
         position = user.args[1]
@@ -284,6 +284,16 @@ def rewrite(work: Work, call: FunctionalCall, bases: list[Node]) -> None:
             adopt(work, user, new)
     work.aliases.forget(node)
     graph.erase_node(node)
+
+
+def positional(op: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by name as a call has them: Inductor's `normalize_function` takes no positional one by name."""
+    rest, args = dict(arguments), []
+    for argument in op._schema.arguments:
+        if argument.kwarg_only or argument.name not in rest:
+            break
+        args.append(rest.pop(argument.name))
+    return tuple(args), rest
 
 
 def unshared(work: Work, call: FunctionalCall, bases: list[Node], value: Node) -> Node:
