@@ -1,0 +1,123 @@
+"""Calls that Inductor's own reinplacing makes writes of, later: kept right, and given room to be written in place."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node, map_arg
+
+from graft.graph.nodes import is_op, leaves, tensor_val, val
+from graft.state.inplace import INPLACEABLE, Work, same_nodes, write_back
+from graft.state.moves import lift, lift_plan
+from graft.state.regions import disjoint, same_layout
+from graft.state.report import KeptCopy, MovedRead
+
+aten = torch.ops.aten
+
+
+def is_inplaceable(node: Node) -> bool:
+    return is_op(node, *INPLACEABLE)
+
+
+def written_part(node: Node) -> torch.Tensor | None:
+    """The view of its argument 0 that `node` writes through, when it is a scatter."""
+    view, base = INPLACEABLE[node.target], tensor_val(node.args[0])
+    if view is None or base is None:
+        return None
+    return view(base, *map_arg(node.args[2:], val), **map_arg(node.kwargs, val))
+
+
+def overlaps(node: Node, value: Node) -> bool:
+    """False when `node`, written in place, leaves the memory of `value` alone."""
+    part, tensor = written_part(node), tensor_val(value)
+    return part is None or tensor is None or not disjoint(part, tensor)
+
+
+def in_place(node: Node, value: Node) -> bool:
+    """A scatter that writes every element of `value` where it is already: `x[0] = x[0].clone()`."""
+    part, tensor = written_part(node), tensor_val(value)
+    return part is not None and tensor is not None and same_layout(part, tensor)
+
+
+def home(work: Work, homes: dict[Node, Node], value: Node) -> Node | None:
+    """The graph input in whose memory `value` may end, when that input is written back at the end."""
+    inputs = work.aliases.inputs(value) or [homes[n] for n in work.aliases.group(value) if n in homes]
+    return inputs[0] if inputs and write_back(inputs[0]) is not None else None
+
+
+def make_room(work: Work, homes: dict[Node, Node], node: Node) -> None:
+    """Moves reads of the old value above `node`, when that is all that keeps Inductor from writing in place."""
+    value = node.args[0]
+    owner = home(work, homes, value)
+    end = write_back(owner) if owner is not None else None
+    if owner is None or end is None or end < node:
+        return
+    old = [read for read in work.aliases.reads(value, node, end) if overlaps(node, read.through)]
+    plan, stuck = lift_plan([read.reader for read in old], node)
+    if stuck is None:
+        homes[node] = owner
+        lift(plan, node)
+        work.moved += [MovedRead(moved.name, node.name) for moved in plan]
+
+
+def guard_writes(work: Work) -> dict[Node, Node]:
+    """Copies what a later write in place would spoil. Returns the graph input in whose memory each result may end."""
+    homes: dict[Node, Node] = {}
+    for node in [n for n in work.graph.nodes if is_inplaceable(n)]:
+        value = node.args[0]
+        # Inductor asks who reads `value` after the call, not whether the call itself does: `x[1:] = x[:-1].clone()`
+        # has lost its clone by now (remove_noop_ops) and would become one kernel that reads x[i - 1] and writes x[i].
+        # A clone from here on stays: nothing removes it any more, and lowering realizes it before the write.
+        owner = home(work, homes, value)
+        end = write_back(owner) if owner is not None else None
+        if work.aliases.inputs(value) and (end is None or end < node):
+            continue  # a graph input that nobody overwrites is never written
+        for other in {n for n in leaves((node.args[1:], node.kwargs)) if isinstance(n, Node)}:
+            if work.aliases.same(other, value) and overlaps(node, other) and not in_place(node, other):
+                keep(work, node, other, f"the call reads it while it overwrites %{value.name}")
+        if owner is None or end is None or end < node:
+            continue
+        # Inductor sees that `end` overwrites the input anyway and writes there, whoever still reads the result
+        reason = spoiled(work, node, end)
+        if reason is None:
+            homes[node] = owner
+        else:
+            keep(work, node, value, reason)
+    return homes
+
+
+def spoiled(work: Work, node: Node, end: Node) -> str | None:
+    """Why the result of `node` may not be in the input that `end` overwrites."""
+    source = end.args[1]
+    if source is node:
+        return None
+    if work.aliases.same(source, node):
+        if same_nodes(node, node.args[0]) and same_nodes(source, end.args[0]):
+            return None
+        return f"%{end.name} writes back %{source.name}, another view of it"
+    late = work.aliases.reads(node, end)
+    return f"{late[0].text()} after %{end.name} overwrites graph input %{end.args[0].name}" if late else None
+
+
+def keep(work: Work, node: Node, value: Node, reason: str) -> None:
+    copied = work.copy(value, node, any_layout=True)
+    if copied is not None:
+        if value is node.args[0]:
+            node.args = (copied, *node.args[1:])
+        else:
+            node.replace_input_with(value, copied)
+        work.kept.append(KeptCopy(node.name, str(node.target), value.name, reason))
+
+
+def finish_inputs(work: Work) -> None:
+    """Drops a `copy_` of an input onto itself; copies the source of one that reads the input it overwrites.
+
+    The first must go: Inductor takes the input for scratch memory as long as some `copy_` overwrites it.
+    """
+    for node in [n for n in work.graph.nodes if is_op(n, aten.copy_.default)]:
+        owner, source = node.args[:2]
+        if source is owner or (work.aliases.same(source, owner) and same_nodes(source, owner)):
+            work.aliases.forget(node)
+            node.replace_all_uses_with(owner)
+            work.graph.erase_node(node)
+        elif work.aliases.same(source, owner):
+            keep(work, node, source, f"it is in %{owner.name}, which is overwritten")
