@@ -289,6 +289,25 @@ def test_decoding_with_a_static_cache_r24(inductor):
     assert counts(report) == {"fuse_rms_norm": 5, "fuse_swiglu": 2, "fuse_rope": 4, "fuse_add_rms_norm": 4}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ops_give_the_strides_that_inductor_plans_with_r24(dtype):
+    x = torch.randn(2, 3, 4, 8).to(dtype).transpose(1, 2)
+    weight, angle = torch.rand(8).to(dtype), x[:, :1]
+    ops = torch.ops.graft
+    calls = [
+        (ops.rms_norm, (x, weight, 1e-5)),
+        (ops.rms_norm, (x, weight, 1e-5, 1.0, True)),
+        (ops.add_rms_norm, (x, x, weight, 1e-5)),
+        (ops.swiglu, (x, x)),
+        (ops.rope, (x, angle, angle)),
+    ]
+    for op, args in calls:
+        real = op(*args)
+        planned = op(*(arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args))
+        pairs = zip(real, planned, strict=True) if isinstance(real, tuple) else [(real, planned)]
+        assert all(a.stride() == b.stride() for a, b in pairs), op
+
+
 # ── what goes to stock Inductor ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -394,6 +413,23 @@ def test_a_higher_order_op_is_left_to_inductor_r24():
     with pytest.warns(UserWarning, match="subgraph|higher-order"):
         got, _ = run(chosen, torch.ones(3))
     assert torch.equal(got, torch.full((3,), 2.0))
+
+
+def test_a_value_known_at_run_time_only_is_left_to_inductor_r24():
+    def scaled(x):
+        return x * x.max().item()
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), pytest.warns(UserWarning, match="run time only"):
+        got, _ = run(scaled, torch.tensor([1.0, 3.0]))
+    assert torch.equal(got, torch.tensor([3.0, 9.0]))
+
+
+def test_inference_mode_r24():
+    module, x = Block(), torch.randn(3, 8)
+    backend = eager_backend()
+    with torch.inference_mode():
+        assert torch.equal(torch.compile(module, backend=backend)(x), module(x))
+    assert counts(backend.reports[0]) == FUSED
 
 
 def test_a_failing_transform_raises_or_is_reported_r24(monkeypatch):

@@ -83,11 +83,14 @@ def placeholders(graph: Graph) -> list[Node]:
 
 
 def fake_mode_of(sources: Sequence[Node]) -> Any:
-    for node in sources:
-        mode = getattr(node.meta.get("example_value"), "fake_mode", None)
-        if mode is not None:
-            return mode
-    raise GraphRefused("no input of the graph is a tensor")
+    values = [node.meta.get("example_value") for node in sources]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    strange = next((value for value in tensors if not hasattr(value, "fake_mode")), None)
+    if strange is not None:
+        raise GraphRefused(f"an input is a {type(strange).__name__}, a tensor class of its own")
+    if not tensors:
+        raise GraphRefused("no input of the graph is a tensor")
+    return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
 
 
 def fresh(value: Any) -> Any:
@@ -119,6 +122,8 @@ def refuse_modes(graph: Graph, inputs: Sequence[Any]) -> None:
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
             raise GraphRefused(f"{where(node)} is a tensor or a subgraph of the graph itself ({node.target})")
+        if node.meta.get("unbacked_bindings"):
+            raise GraphRefused(f"{where(node)} gives a number or a size that is known at run time only")
         if node.op == "call_function":
             refuse_target(node, needs_grad)
 

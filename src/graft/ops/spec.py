@@ -41,10 +41,15 @@ class OpSpec:
 
 
 def define(spec: OpSpec) -> OpSpec:
-    """Registers the op with torch; calls go to the first kernel that supports them."""
+    """Registers the op with torch; calls go to the first kernel that supports them.
+
+    Results are contiguous, as `fake` says: Inductor plans with the recorded strides, and references keep those of
+    their inputs.
+    """
 
     def dispatch(*args: Any) -> Any:
-        return choose(spec, *args).run(*args)
+        result = choose(spec, *args).run(*args)
+        return tuple(t.contiguous() for t in result) if isinstance(result, tuple) else result.contiguous()
 
     LIBRARY.define(f"{spec.name}{spec.schema}")
     LIBRARY.impl(spec.name, dispatch, "CompositeExplicitAutograd")

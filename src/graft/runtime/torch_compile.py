@@ -9,6 +9,7 @@ Dynamo calls a backend once for each graph it captures; a graph break gives two 
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -89,7 +90,8 @@ class Backend:
 
     def transform(self, gm: GraphModule, inputs: Sequence[Any], name: str) -> tuple[GraphModule, Report]:
         transformed = trace_dynamo(gm, inputs)
-        folder = Path(self.dump_dir) / name if self.dump_dir else None
+        base = self.dump_dir or os.environ.get("GRAFT_DUMP_GRAPHS_DIR")
+        folder = Path(base) / name if base else None
         with apart_from_dynamo():
             report = run_pipeline(transformed, self.config, Context(route="module"), model=name, dump_dir=folder)
         return transformed, report
