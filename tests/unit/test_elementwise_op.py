@@ -204,6 +204,7 @@ MASKS = [
     " t5 = where(t4, t3, t1); t6 = to(t5, int64); t7 = to(i0, bool); t8 = exp(i0); return t5, t6, t7, t8",
     "t0 = eq(i2, True); t1 = lt(i2, t0); t2 = logical_or(t0, i0); t3 = to(t1, int32); t4 = ne(i1, 2.0);"
     " return t0, t1, t2, t3, t4",
+    "t0 = gt(i0, i1); t1 = where(i2, t0, False); t2 = bitwise_not(t1); t3 = logical_not(t2); return t1, t2, t3",
     "t0 = relu(i0); t1 = rsub(t0, 2); t2 = minimum(t1, i1); t3 = logical_and(t2, i2); return t0, t1, t2, t3",
 ]
 

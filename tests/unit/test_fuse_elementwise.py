@@ -337,6 +337,24 @@ def test_a_write_that_does_not_come_between_is_kept_in_order_r20():
             assert torch.equal(got, wanted)
 
 
+def test_a_place_at_a_write_is_above_it_r20():
+    """Between last input and first reader lies the very node that writes; the call must not slip below it."""
+
+    def write(state, x, w):
+        h = state * 2.0
+        y = x @ w
+        state.add_(1.0)
+        m = h @ w
+        return m, h * y + x
+
+    module, other = Wrap(write, X), Wrap(write, X)
+    gm, record, _ = fused(module, (X, W))
+    assert sizes(record) == [3]
+    for _ in range(2):
+        for got, wanted in zip(run_with(gm, elementwise, X, W), other(X, W), strict=True):
+            assert torch.equal(got, wanted)
+
+
 def test_values_that_are_written_to_are_left_alone_r20():
     def write(x):
         a = x.exp() * 2.0

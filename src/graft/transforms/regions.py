@@ -8,7 +8,7 @@ by one node looks at the region's own edges alone, and regions are limited in si
 
 from __future__ import annotations
 
-from bisect import bisect
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -116,7 +116,8 @@ class Grower:
         for node in joined.nodes:
             for argument in node.all_input_nodes:
                 written = self.writes.get(storage_root(argument)) if argument not in inside else None
-                if written and bisect(written, self.order[node]) != bisect(written, place):
+                # a call at the position of some node stands above it
+                if written and bisect_left(written, self.order[node]) != bisect_left(written, place):
                     return f"{where(argument)} is written in place between {where(node)} and the rest"
         return None
 

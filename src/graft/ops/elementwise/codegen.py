@@ -134,6 +134,8 @@ def expression(call: Call, names: dict[Ref, torch.dtype], result: torch.dtype, f
     args = [operand(call, argument, names, compute) for argument in given]
     if call.op == "where":
         args[0] = str(given[0])
+        if result is torch.bool:  # a number beside it makes it an integer
+            return f"{TEMPLATES['where'].format(*args)} != 0"
     return rounded(TEMPLATES[call.op].format(*args), result)
 
 

@@ -6,7 +6,7 @@ import linecache
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -83,6 +83,9 @@ def inductor_problem(inputs: Sequence[Tensor], program: str) -> str | None:  # n
     other = next((t for t in inputs if t.device.type != "cpu"), None)
     if other is not None:
         return f"compiled for a CPU, but a tensor is on {other.device}"
-    if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
-        return "Inductor needs a C++ compiler, and none is found"
-    return None
+    return None if has_compiler() else "Inductor needs a C++ compiler, and none is found"
+
+
+@cache
+def has_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))

@@ -42,7 +42,7 @@ class FuseElementwise(BaseTransform):
     become further results. Views end a region; results are contiguous.
 
     Numerics: every value is rounded to the dtype that it has in eager, so results are bitwise with the reference and
-    with Inductor's kernel on a CPU; the generated Triton kernel differs in the last bit of exp, tanh and their like.
+    with Inductor's kernel on a CPU; the generated Triton kernel may be 2 units off in exp, tanh and their like.
     """
 
     def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
