@@ -21,6 +21,7 @@ from graft.errors import UsageError
 from graft.graph.nodes import is_op
 from graft.ops.elementwise.program import Ref, parse
 from graft.ops.elementwise.reference import FUNCTIONS
+from graft.state.functionalization import inductor_options
 
 # A custom pass under this key runs after decomposition and functionalization, before Inductor's own patterns.
 FUSION_PASS = "post_grad_custom_pre_pass"
@@ -34,7 +35,7 @@ def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) ->
     if count:
         gm = with_programs_inlined(gm)
         notes.append(f"inductor: {count} graft::elementwise are taken apart again; Inductor fuses them itself")
-    compiled = torch.compile(gm, dynamic=True, options=inductor_settings() or None)
+    compiled = torch.compile(gm, dynamic=True, options=inductor_settings())
     return Lowered(compiled, "inductor", {}, tuple(notes))
 
 
@@ -57,8 +58,8 @@ def trust_instruction_sets() -> None:
 
 
 def inductor_settings() -> dict[str, Any]:
-    """What graft changes in Inductor's configuration wherever it compiles. torch 2.11 takes one pass a key."""
-    return {}
+    """What graft changes in Inductor's configuration wherever it compiles: writes in place that are right."""
+    return inductor_options()
 
 
 def compile_with_inductor(

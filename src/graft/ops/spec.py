@@ -49,7 +49,9 @@ def define(spec: OpSpec) -> OpSpec:
 
     def dispatch(*args: Any) -> Any:
         result = choose(spec, *args).run(*args)
-        return tuple(t.contiguous() for t in result) if isinstance(result, tuple) else result.contiguous()
+        if isinstance(result, torch.Tensor):
+            return result.contiguous()
+        return type(result)(tensor.contiguous() for tensor in result)
 
     LIBRARY.define(f"{spec.name}{spec.schema}")
     LIBRARY.impl(spec.name, dispatch, "CompositeExplicitAutograd")
