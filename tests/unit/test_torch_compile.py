@@ -95,8 +95,9 @@ def test_fusions_on_hugging_face_models_r24(family, dtype, lengths):
     assert len(backend.reports) == 1, "another length compiled another graph"
     (report,) = backend.reports
     expected = model.family.expected_matches(model.layers)
-    fusions = ("fuse_rms_norm", "fuse_swiglu", "fuse_rope", "fuse_add_rms_norm")
-    assert counts(report) == {name: expected[name] for name in fusions if expected[name]}
+    fusions = ("fuse_layer_norm", "fuse_rms_norm", "fuse_swiglu", "fuse_rope", "fuse_add_rms_norm")
+    found = {name: expected[name] for name in fusions if expected[name]}
+    assert counts(report) == {**found, "fuse_attention": model.layers}
     assert all(r.matches or r.reason or r.status == "disabled" for r in report.transforms.values())
     if family != "gpt2":
         assert "stays the model's" in report.transforms["merge_gate_up"].reason
@@ -286,7 +287,8 @@ def test_decoding_with_a_static_cache_r24(inductor):
         torch.testing.assert_close(layer, eager, rtol=1e-5, atol=1e-5)
         assert layer[0][:, :, :4].any() and not layer[0][:, :, 4:].any()
     (report,) = backend.reports
-    assert counts(report) == {"fuse_rms_norm": 5, "fuse_swiglu": 2, "fuse_rope": 4, "fuse_add_rms_norm": 4}
+    found = {"fuse_rms_norm": 5, "fuse_swiglu": 2, "fuse_rope": 4, "fuse_add_rms_norm": 4, "fuse_attention": 2}
+    assert counts(report) == found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

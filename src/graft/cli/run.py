@@ -57,14 +57,7 @@ def run(
         outputs = [] if live else llm.generate(asked, params)
     if live:
         stream(llm, asked[0], params)
-    stats = llm.stats
-    speeds = {"graft": stats.decode_rate}
-    if compare:
-        from graft.workbench.compare import hugging_face_rate
-
-        with progress_bar() as progress:
-            progress("timing Hugging Face eager", 0, 1)
-            speeds["hugging_face_eager"] = hugging_face_rate(loaded, llm.encode(asked[0]), stats.new_tokens)
+    speeds = measure(llm, asked[0], compare)
     if as_json:
         print_json(llm, outputs, speeds)
         return
@@ -78,6 +71,20 @@ def run(
         for op, kernel in llm.report.kernels.items():
             out.print(f"{op}: {kernel}", markup=False)
     show_speeds(loaded.name, llm, speeds)
+
+
+def measure(llm: LLM, prompt: Any, compare: bool) -> dict[str, float]:
+    """Decoding rates of this run; `compare` adds Hugging Face eager on the same prompt."""
+    stats = llm.stats
+    speeds = {"graft": stats.decode_rate}
+    if compare:
+        from graft.cli.show import progress_bar
+        from graft.workbench.compare import hugging_face_rate
+
+        with progress_bar() as progress:
+            progress("timing Hugging Face eager", 0, 1)
+            speeds["hugging_face_eager"] = hugging_face_rate(llm.model, llm.encode(prompt), stats.new_tokens)
+    return speeds
 
 
 def read_prompts(prompts: list[str] | None, token_ids: str | None) -> list[Any]:

@@ -23,6 +23,7 @@ from graft.backends.dynamo import hand_back, trace_dynamo
 from graft.backends.eager import lower_eager
 from graft.backends.inductor import INDUCTOR_NOTE, apart_from_dynamo, compile_with_inductor, refuse_named_kernels
 from graft.errors import GraftError, GraphRefused, UsageError
+from graft.state import functionalization as mutations
 from graft.transforms.base import Context
 from graft.transforms.config import PipelineConfig, load_config
 from graft.transforms.pipeline import run_pipeline
@@ -85,8 +86,11 @@ class Backend:
             lowered = lower_eager(transformed, self.config.kernels)
             self.reports.append(replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes)))
             return lowered.call
-        self.reports.append(replace(report, notes=(*report.notes, INDUCTOR_NOTE)))
-        return compile_with_inductor(hand_back(gm, transformed), inputs, mode, options)
+        mutations.reports()  # what another compilation left
+        compiled = compile_with_inductor(hand_back(gm, transformed), inputs, mode, options)
+        writes = [line for fixed in mutations.reports() for line in fixed.lines()]
+        self.reports.append(replace(report, notes=(*report.notes, INDUCTOR_NOTE, *writes)))
+        return compiled
 
     def transform(self, gm: GraphModule, inputs: Sequence[Any], name: str) -> tuple[GraphModule, Report]:
         transformed = trace_dynamo(gm, inputs)

@@ -33,11 +33,14 @@ class FunctionalizationReport:
     moved: tuple[MovedRead, ...] = ()
     left: tuple[tuple[str, str], ...] = ()  # calls left to Inductor, with the reason
 
-    def text(self) -> str:
-        """One line for each thing done."""
+    def lines(self) -> list[str]:
+        """One for each thing done."""
         lines = [f"%{name}: writes in place" for name in self.restored]
         lines += [f"%{move.reader}: moved above %{move.above}, which overwrites what it reads" for move in self.moved]
         lines += [f"%{c.node} ({c.op}): copies %{c.value}: {c.reason}" for c in self.kept]
         lines += [f"%{c.value}: returned as a copy: {c.reason}" for c in self.protected]
         lines += [f"%{name}: left to Inductor: {reason}" for name, reason in self.left]
-        return "\n".join(lines) or "nothing writes in place"
+        return lines
+
+    def text(self) -> str:
+        return "\n".join(self.lines()) or "nothing writes in place"
