@@ -615,6 +615,7 @@ def test_a_result_that_is_written_to_keeps_its_layout():
 TRANSPOSES = {
     "twice": (lambda x: x.transpose(1, 2).transpose(2, 1).exp(), 0),
     "twice, as permute": (lambda x: x.permute(0, 2, 1).transpose(-1, -2).exp(), 0),
+    "other names": (lambda x: x.mT.swapaxes(1, 2).swapdims(0, 1).transpose(0, 1).exp(), 0),
     "three times": (lambda x: x.mT.mT.mT.exp(), 1),
     "other dims": (lambda x: x.transpose(0, 1).transpose(1, 2).exp(), 2),
 }

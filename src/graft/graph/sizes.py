@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from graft.graph.edit import attribute
-from graft.graph.nodes import is_op, leaves, mutated_args, mutated_roots, storage_root, val
+from graft.graph.nodes import is_mutating, is_op, leaves, mutated_args, storage_root, val
 
 aten = torch.ops.aten
 MAX_ELEMENTS = 2**26  # a larger tensor is not evaluated: 64 MiB as booleans
@@ -60,11 +60,8 @@ class SizeEvaluator:
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
-        harmless = aten.detach_.default  # changes no value
-        writers = [n for n in gm.graph.nodes if n.target is not harmless and n.op == "call_function"]
-        self.mutated = (
-            {storage_root(a) for n in writers for a in mutated_args(n)} if mutated_roots(gm.graph) else set()
-        )
+        writers = [n for n in gm.graph.nodes if is_mutating(n) and n.target is not aten.detach_.default]
+        self.mutated = {storage_root(a) for n in writers for a in mutated_args(n)}  # detach_ changes no value
         self.parts: dict[Node, list[Node] | None] = {}
         self.kept: dict[Any, Any] = {}  # what callers found out, by what they asked
 
@@ -139,8 +136,8 @@ def constant(gm: GraphModule, node: Any) -> torch.Tensor | None:
     if not str(node.target).rpartition(".")[2].startswith("lifted_tensor_"):
         return None
     value = attribute(gm, str(node.target))
-    plain = isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
-    return value if plain else None
+    plain = type(value) is torch.Tensor and value.dim() == 0 and not value.is_meta
+    return value.cpu() if plain else None
 
 
 def number(gm: GraphModule, value: Any) -> float | None:

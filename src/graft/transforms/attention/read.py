@@ -179,12 +179,16 @@ def four_dims(found: Attention) -> Attention:
 
 
 def check_shapes(found: Attention) -> None:
-    b, h, _, d = found.q.shape
+    b, h, s, d = found.q.shape
     kv, t = found.k.shape[1:3]
     if not same_sizes(found.k.shape, (b, kv, t, d)) or not same_sizes(found.v.shape[:3], (b, kv, t)):
         raise Refused(f"queries {text(found.q)}, keys {text(found.k)} and values {text(found.v)} do not fit the op")
     if static_int(h) is None or static_int(kv) is None or h % kv:
         raise Refused(f"{h} heads cannot share {kv} heads of keys and values")
+    result = (b, h, s, found.v.shape[-1])
+    given = tensor_of(found.out).shape
+    if len(given) == 4 and not same_sizes(given, [result[i] for i in found.order]):
+        raise Refused(f"{where(found.out)} gives {list(given)}, attention over these inputs gives {list(result)}")
     for node in found.inner:
         tensor = tensor_val(node)
         rank = tensor.dim() if tensor is not None else 3
