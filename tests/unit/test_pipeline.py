@@ -228,9 +228,10 @@ def test_report_survives_json_r4(qwen):
 def test_dumps_are_readable_and_load_back_r8(qwen):
     gm, report, folder = qwen
     names = sorted(p.name for p in folder.glob("*.txt"))
-    assert names[0] == "000_capture_captured.txt" and "004_fuse_fuse_add_rms_norm.txt" in names
+    assert names[0] == "000_capture_captured.txt"
+    assert any(name.endswith("_fuse_fuse_add_rms_norm.txt") for name in names)
     assert Report.from_json((folder / "report.json").read_text()) == report
-    last = folder / "008_state_insert_kv_cache.txt"
+    (last,) = folder.glob("*_state_insert_kv_cache.txt")
     text = last.read_text()
     assert "graft.add_rms_norm(" in text and "model.layers.1" in text and "f32[" in text and "fuse_rope" in text
     loaded = graft.load_dump(last, module_state(gm))
