@@ -11,56 +11,48 @@ from dataclasses import replace
 import pytest
 import torch
 
+from graft.graph.nodes import calls
 from graft.graph.text import graph_text
 from graft.testing.negatives import negatives, positive
-from graft.transforms.config import PipelineConfig, load_config
-from graft.transforms.pipeline import run_pipeline
+from graft.transforms.base import Context, PatternTransform, Rewrite, Stage, TransformConfig
+from graft.transforms.config import load_config
+from graft.transforms.pipeline import run_one
 from graft.transforms.registry import TransformRegistry, load_all
 
 load_all()
 CONFIG = load_config()
-PATTERNS = [
-    (name, rewrite)
-    for name in TransformRegistry.names()
-    for rewrite in getattr(TransformRegistry.get(name)(CONFIG.transforms[name]), "rewrites", lambda: [])()
-]
-IDS = [f"{name}:{rewrite.pattern.__name__}" for name, rewrite in PATTERNS]
+TRANSFORMS = [TransformRegistry.get(name)(CONFIG.transforms[name]) for name in TransformRegistry.names()]
+PATTERNS = [(t, rewrite) for t in TRANSFORMS if isinstance(t, PatternTransform) for rewrite in t.rewrites()]
+IDS = [f"{transform.name}:{rewrite.pattern.__name__}" for transform, rewrite in PATTERNS]
 READERS = ("second reader", "returned")
 
 
-def alone(name):
-    return PipelineConfig({name: replace(CONFIG.transforms[name], enabled=True, after=(), before=())})
-
-
-def attempt(name, case):
+def attempt(transform, case):
     """The record of the transform on a case, after the checks that hold for every case."""
     text, expected = graph_text(case.module.graph), case.run()
-    record = run_pipeline(case.module, alone(name)).transforms[name]
+    settings = replace(transform.config, enabled=True)
+    record = run_one(case.module, transform, settings, Context())  # the pipeline, without its recompiling
     if not record.matches:
         assert record.reason, f"{case.name}: refused without a reason"
         assert graph_text(case.module.graph) == text, f"{case.name}: refused, and yet the graph changed"
         return record
-    exact = all(by_name(name, match.pattern).exact for match in record.matches)
+    exact = {rewrite.pattern.__name__: rewrite.exact for rewrite in transform.rewrites()}
     for got, wanted in zip(case.run(), expected, strict=True):
-        bound = 0 if exact else 2 * torch.finfo(wanted.dtype).eps
+        bound = 0 if all(exact[m.pattern] for m in record.matches) else 2 * torch.finfo(wanted.dtype).eps
         torch.testing.assert_close(got, wanted, rtol=bound, atol=bound, msg=lambda m: f"{case.name}: {m}")
     return record
 
 
-def by_name(name, pattern):
-    return next(r for n, r in PATTERNS if n == name and r.pattern.__name__ == pattern)
-
-
-@pytest.mark.parametrize(("name", "rewrite"), PATTERNS, ids=IDS)
-def test_changed_patterns_are_refused_or_harmless_r26(name, rewrite):
-    plain = attempt(name, positive(rewrite))
+@pytest.mark.parametrize(("transform", "rewrite"), PATTERNS, ids=IDS)
+def test_changed_patterns_are_refused_or_harmless_r26(transform, rewrite):
+    plain = attempt(transform, positive(rewrite))
     if rewrite.refuse:
         assert not plain.matches and rewrite.refuse in plain.reason
         return
     assert rewrite.pattern.__name__ in [match.pattern for match in plain.matches], f"refused as it is: {plain.reason}"
     tried, refused = Counter(), Counter()
     for case in negatives(rewrite):
-        record = attempt(name, case)
+        record = attempt(transform, case)
         tried[case.kind] += 1
         refused[case.kind] += not record.matches
         if case.kind == "dropout":
@@ -71,3 +63,33 @@ def test_changed_patterns_are_refused_or_harmless_r26(name, rewrite):
             assert record.matches or record.near_misses, f"{case.name}: refused without a near miss"
     assert tried["dtype"] or len(rewrite.shapes) == 1
     assert all(refused[kind] for kind in READERS if tried[kind])
+
+
+def test_every_kind_of_change_is_made_r26():
+    rewrite = next(r for _, r in PATTERNS if r.pattern.__name__ == "gemma")
+    kinds = Counter(case.kind for case in negatives(rewrite))
+    assert set(kinds) == {*READERS, "dropout", "dim", "dtype", "computed weight", "broadcast"}
+    inner = len(list(calls(positive(rewrite).module.graph))) - 1
+    assert kinds["second reader"] == kinds["returned"] == kinds["dropout"] == inner
+
+
+def test_the_cases_catch_a_rewrite_that_is_wrong_when_broadcast_r26():
+    """As it is the rewrite is right; one of the changed graphs shows that it is not."""
+
+    def wave(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x) * y
+
+    def wrong(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x) * y * float(y.shape[0] > 1)
+
+    class Wave(PatternTransform):
+        name = "wave"
+
+        def rewrites(self):
+            return [Rewrite(wave, wrong, {"x": "b d", "y": "b d"})]
+
+    transform = Wave(TransformConfig(Stage.MATCH))
+    assert attempt(transform, positive(transform.rewrites()[0])).matches
+    with pytest.raises(AssertionError, match="wave: broadcast y"):
+        for case in negatives(transform.rewrites()[0]):
+            attempt(transform, case)

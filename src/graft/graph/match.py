@@ -84,7 +84,8 @@ class Attempt:
         return sum(1 for p in self.bound if p.op == "call_function")
 
     def stop(self, node: Any, reason: str) -> bool:
-        if self.matched() >= self.deepest:
+        further = self.matched() - self.deepest
+        if further > 0 or (further == 0 and not is_op(self.stopped[0], aten.dropout.default)):
             self.deepest, self.stopped = self.matched(), (node if isinstance(node, Node) else None, reason)
         return False
 

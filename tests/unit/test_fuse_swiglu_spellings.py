@@ -1,0 +1,244 @@
+"""Gated MLPs in the spellings that models use, and the merging of their projections."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graft.graph.nodes import calls, is_op
+from graft.graph.text import graph_text
+from graft.graph.trace import export_graph
+from graft.transforms.config import load_config
+from graft.transforms.pipeline import run_pipeline
+from graft.transforms.registry import TransformRegistry, load_all
+
+load_all()
+NAMES = ("fuse_swiglu", "merge_gate_up", "merge_qkv")
+CONFIG = load_config({"transforms": {n: {"enabled": n in NAMES} for n in TransformRegistry.names()}})
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+D, WIDE = 8, 12
+SWIGLU, LINEAR = torch.ops.graft.swiglu.default, torch.ops.aten.linear.default
+
+
+def fuse(module, *args):
+    gm = export_graph(module, args)
+    before = graph_text(gm.graph)
+    return before, gm, run_pipeline(gm, CONFIG).transforms
+
+
+def data(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+class Merged(nn.Module):
+    """One projection to gate and up, taken apart by `halves`."""
+
+    def __init__(self, halves):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_up, self.halves = nn.Linear(D, 2 * WIDE, bias=False), halves
+
+    def forward(self, x):
+        gate, up = self.halves(self.gate_up(x))
+        return F.silu(gate) * up
+
+
+HALVES = {
+    "chunk": lambda h: h.chunk(2, -1),
+    "split": lambda h: h.split(WIDE, -1),
+    "split sizes": lambda h: torch.split(h, [WIDE, WIDE], dim=-1),
+    "slices": lambda h: (h[..., :WIDE], h[..., WIDE:]),
+    "gate in the second half": lambda h: h.chunk(2, -1)[::-1],
+    "unflatten and unbind": lambda h: h.unflatten(-1, (2, -1)).unbind(-2),
+    "interleaved": lambda h: (h[..., ::2], h[..., 1::2]),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_halves_of_a_merged_projection_fuse_r13(name):
+    module, x = Merged(HALVES[name]), data(2, 3, D)
+    _, gm, report = fuse(module, x)
+    assert len(report["fuse_swiglu"].matches) == 1, report["fuse_swiglu"].reason
+    assert "come from one linear layer already" in report["merge_gate_up"].reason
+    assert torch.equal(gm(x), module(x))
+
+
+EXACT = {
+    "silu": lambda g, u: F.silu(g) * u,
+    "up first": lambda g, u: u * F.silu(g),
+    "gelu": lambda g, u: F.gelu(g) * u,
+    "gelu tanh": lambda g, u: F.gelu(g, approximate="tanh") * u,
+    "silu in float32": lambda g, u: (F.silu(g.float()) * u.float()).to(g.dtype),
+    "gelu in float32": lambda g, u: (F.gelu(g.float()) * u.float()).to(g.dtype),
+    "gelu tanh in float32": lambda g, u: (F.gelu(g.float(), approximate="tanh") * u.float()).to(g.dtype),
+}
+ROUNDED = {
+    "silu from float32": lambda g, u: F.silu(g.float()).to(g.dtype) * u,
+    "gelu from float32": lambda g, u: F.gelu(g.float()).to(g.dtype) * u,
+    "gelu tanh from float32": lambda g, u: F.gelu(g.float(), approximate="tanh").to(g.dtype) * u,
+    "x * sigmoid(x)": lambda g, u: g * torch.sigmoid(g) * u,
+    "up * (sigmoid(x) * x)": lambda g, u: u * (g.sigmoid() * g),
+}
+BY_HAND = {
+    "gelu tanh": lambda g, u: (
+        0.5 * g * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (g + 0.044715 * torch.pow(g, 3.0)))) * u
+    ),
+    "gelu erf, division": lambda g, u: g * 0.5 * (1.0 + torch.erf(g / math.sqrt(2.0))) * u,
+    "gelu erf, product": lambda g, u: u * (0.5 * g * (torch.erf(g * math.sqrt(0.5)) + 1)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", EXACT)
+def test_gated_activation_fuses_to_the_same_bits_r13(name, dtype):
+    module, args = Function(EXACT[name]), [data(2, 3, 33, dtype=DTYPES[dtype], seed=s) for s in (0, 1)]
+    _, gm, report = fuse(module, *args)
+    assert len(report["fuse_swiglu"].matches) == 1 and not report["fuse_swiglu"].near_misses
+    assert [n.target for n in calls(gm.graph)] == [SWIGLU]
+    assert torch.equal(gm(*args), module(*args))
+
+
+def assert_close(got, wanted, roundings):
+    bound = roundings * torch.finfo(wanted.dtype).eps
+    torch.testing.assert_close(got, wanted, rtol=bound, atol=bound)
+    with pytest.raises(AssertionError):  # the tolerance rejects a slightly wrong result
+        torch.testing.assert_close(got * (1 + 8 * bound), wanted, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_gated_activation_by_hand_or_from_float32_fuses_to_a_rounding_r13(name, dtype):
+    module, args = Function(ROUNDED[name]), [data(2, 3, 33, dtype=DTYPES[dtype], seed=s) for s in (0, 1)]
+    _, gm, report = fuse(module, *args)
+    assert len(report["fuse_swiglu"].matches) == 1, report["fuse_swiglu"].reason
+    assert [n.target for n in calls(gm.graph)] == [SWIGLU]
+    assert_close(gm(*args), module(*args), 2)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_gelu_by_hand_fuses_in_float32_alone_r13_r26(name):
+    module, args = Function(BY_HAND[name]), [data(2, 3, 33, seed=s) for s in (0, 1)]
+    _, gm, report = fuse(module, *args)
+    assert len(report["fuse_swiglu"].matches) == 1, report["fuse_swiglu"].reason
+    assert_close(gm(*args), module(*args), 8)
+    before, gm, report = fuse(module, *(a.bfloat16() for a in args))
+    assert "rounds after every step" in report["fuse_swiglu"].reason
+    assert graph_text(gm.graph) == before
+
+
+def silu_twice(g, u):
+    a = F.silu(g)
+    return a * u, a.sin()
+
+
+NEGATIVES = {
+    "quick_gelu": (lambda g, u: g * torch.sigmoid(1.702 * g) * u, "is quick_gelu"),
+    "relu squared": (lambda g, u: F.relu(g).square() * u, "relu squared"),
+    "other constants": (
+        lambda g, u: 0.5 * g * (1 + torch.tanh(0.79788456 * (g + 0.044715 * g**3))) * u,
+        "expected the value 0.7978845608028654, found 0.79788456",
+    ),
+    "second reader": (silu_twice, "has a second reader"),
+    "activation returned": (lambda g, u: (F.silu(g) * u, F.silu(g)), "has a second reader"),
+    "dropout in training": (lambda g, u: F.dropout(F.silu(g), 0.5, True) * u, "is aten.dropout"),
+    "broadcast up": (lambda g, u: F.silu(g) * u[0, 0], "one is broadcast"),
+    "broadcast gate": (lambda g, u: F.silu(g[:1]) * u, "one is broadcast"),
+    "float32 gate": (lambda g, u: F.silu(g) * u.half(), "gate is torch.float32 and up is torch.float16"),
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVES)
+def test_what_is_no_gated_activation_is_left_alone_r13_r26(name):
+    function, reason = NEGATIVES[name]
+    before, gm, report = fuse(Function(function), data(2, 3, D), data(2, 3, D, seed=1))
+    record = report["fuse_swiglu"]
+    assert not record.matches and record.near_misses, record.reason
+    assert reason in record.reason, record.reason
+    assert graph_text(gm.graph) == before
+
+
+# ── merging ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Attention(nn.Module):
+    """Grouped heads: query, key and value differ in size."""
+
+    def __init__(self, bias=(False, False, False), dtypes=(torch.float32,) * 3, tie=False, other_input=False):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = (4 * D, 2 * D, 2 * D)
+        self.q, self.k, self.v = (nn.Linear(D, s, b).to(t) for s, b, t in zip(sizes, bias, dtypes, strict=True))
+        self.other_input, self.tie = other_input, tie
+
+    def forward(self, x):
+        b, s, _ = x.shape
+        y = x.sin() if self.other_input else x
+        parts = (lin(z.to(lin.weight.dtype)).float() for lin, z in ((self.q, x), (self.k, x), (self.v, y)))
+        q, k, v = (p.view(b, s, -1, D).transpose(1, 2) for p in parts)
+        out = torch.ops.graft.attention(q, k, v, None, 0.5, True)
+        return (out, F.linear(x.sin(), self.k.weight)) if self.tie else out
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_query_key_and_value_of_unequal_sizes_merge_r16(bias):
+    module, x = Attention((bias,) * 3), data(2, 3, D)
+    expected = module(x)
+    _, gm, report = fuse(module, x)
+    assert len(report["merge_qkv"].matches) == 1, report["merge_qkv"].reason
+    assert sum(is_op(n, LINEAR) for n in calls(gm.graph)) == 1
+    torch.testing.assert_close(gm(x), expected)
+    weights = [module.q.weight, module.k.weight, module.v.weight]
+    assert len({w.untyped_storage().data_ptr() for w in weights}) == 1
+    assert weights[0].untyped_storage().nbytes() == 4 * sum(w.numel() for w in weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"bias": (True, False, True)}, "some of query, key and value have a bias"),
+        ({"tie": True}, "is tied"),
+        ({"other_input": True}, "read different inputs"),
+        ({"dtypes": (torch.float32, torch.bfloat16, torch.float32)}, "do not all come from linear layers"),
+    ],
+)
+def test_merging_of_query_key_and_value_is_refused_r16_r26(options, reason):
+    module, x = Attention(**options), data(2, 3, D)
+    expected = module(x)
+    before, gm, report = fuse(module, x)
+    record = report["merge_qkv"]
+    assert not record.matches and reason in record.reason, record.reason
+    assert graph_text(gm.graph) == before
+    torch.testing.assert_close(gm(x), expected, rtol=0, atol=0)
+
+
+class Gated(nn.Module):
+    """The gate's weight is bfloat16 and widened in the graph."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = nn.Linear(D, WIDE, False).to(torch.bfloat16), nn.Linear(D, WIDE, False)
+
+    def forward(self, x):
+        return F.silu(F.linear(x, self.gate.weight.to(x.dtype))) * self.up(x)
+
+
+def test_weights_of_different_dtypes_stay_apart_r16_r26():
+    module, x = Gated(), data(2, 3, D)
+    _, gm, report = fuse(module, x)
+    record = report["merge_gate_up"]
+    assert not record.matches and "is not a parameter" in record.reason, record.reason
+    assert torch.equal(gm(x), module(x))
