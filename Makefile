@@ -11,8 +11,9 @@ PROMPT ?= The capital of France is
 run: $(READY)
 	$(BIN)/graft run "$(PROMPT)" --table --compare
 
+# one process a core, each with one thread: most tests are many small calls
 test: check
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff check .
