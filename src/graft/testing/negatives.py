@@ -29,7 +29,7 @@ from graft.graph.trace import quiet, trace_function
 from graft.transforms.base import Rewrite
 
 aten = torch.ops.aten
-WEIGHTS = ("weight", "bias")
+WEIGHTS = ("weight", "bias")  # how the names of such arguments begin
 DROPOUT = (aten.dropout.default, 0.5, True)
 SIZE = 8  # one size for all letters: another dim then often still gives a graph that runs
 
@@ -60,7 +60,7 @@ def positive(rewrite: Rewrite, dtype: torch.dtype = torch.bfloat16) -> Negative:
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for name, node in zip(tensors, inputs, strict=True):
         node.meta["pattern_input"] = name
-        node.meta["weight"] = name in WEIGHTS
+        node.meta["weight"] = name.startswith(WEIGHTS)
     return Negative(rewrite.pattern.__name__, gm, tuple(tensors.values()), "positive")
 
 
