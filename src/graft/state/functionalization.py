@@ -32,6 +32,7 @@ from torch._higher_order_ops.auto_functionalize import (
     read_view_information_from_args,
 )
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.virtualized import V
 from torch.fx import Graph, Node
 
 from graft.graph.nodes import OpOverload, is_op, leaves, output_node, static_int, tensor_of, val
@@ -53,7 +54,7 @@ def fix_functionalization(graph: Graph) -> FunctionalizationReport:
     """Rewrites Inductor's post-grad graph, before its own reinplacing. Forward: above the call at hand the graph
     writes in place already, below it is functional still, so that pure reads may move up to it."""
     refresh_views(graph.nodes)  # remove_noop_ops exchanged sources without telling the views of them
-    work = Work(graph, Aliases(graph, trusted=True))
+    work = Work(graph, Aliases(graph, trusted=True), settle)
     outputs = outputs_in_eager(graph)
     mend_removed_clones(work, outputs)
     known = {node for node in output_node(graph).all_input_nodes if work.aliases.inputs(node)}
@@ -69,8 +70,27 @@ def fix_functionalization(graph: Graph) -> FunctionalizationReport:
             make_room(work, homes, node)
     homes = guard_writes(work)
     keep_outputs_apart(work, homes, outputs, known)
-    finish_inputs(work)
+    finish_inputs(work, homes)
     return work.report()
+
+
+def settle(value: Any) -> Any:
+    """The value itself. While Inductor lowers, whoever reads its memory so far is computed here, above the write.
+
+    Inductor's call of a mutating op does that too, but after it took its own place in the schedule: `v = x.sin();
+    op(x); return v` computes v from what op left (2.11, 2.13). `reorder_for_locality` hides it, for the price of a
+    clone, by moving the read below the op.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    value.realize()
+    for reader in list(V.graph.name_to_users.get(value.get_name(), ())):
+        reader.realize()
+    return value
+
+
+# the first for alias_sources, the second makes Inductor call it with what it lowers
+vars(settle).update(returns_argument=True, _inductor_lowering_function=True)
 
 
 def read_call(node: Node) -> FunctionalCall | str:
@@ -93,7 +113,9 @@ def read_call(node: Node) -> FunctionalCall | str:
     else:
         bases = tuple(arguments.pop("_all_bases"))
         positions = tuple(range(first, first + len(bases)))
-        shift = [moved(base, val(node)[first + index]) for index, base in enumerate(bases)]
+        recorded = node.meta.get("eager_input_vals")
+        traced = recorded[1]["_all_bases"] if recorded is not None else val(node)[first:]
+        shift = [moved(base, traced[index]) for index, base in enumerate(bases)]
         if None in shift:
             return "a base starts at another, symbolic place than its views count from"
         views = read_view_information_from_args(names, types, arguments, list(bases))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -12,7 +13,7 @@ from torch.fx import Graph, Node, map_arg
 from graft.graph.edit import INHERITED
 from graft.graph.nodes import is_op, leaves, output_node, tensor_of, tensor_val, val
 from graft.state.aliases import Aliases, Read, refresh_views
-from graft.state.moves import copy_node, insert, keeps_layout, lift, lift_plan
+from graft.state.moves import copy_node, insert, keeps_layout, lift, lift_plan, opaque_copy
 from graft.state.regions import disjoint, same_layout
 from graft.state.report import FunctionalizationReport, KeptCopy, MovedRead
 
@@ -59,6 +60,7 @@ class Work:
 
     graph: Graph
     aliases: Aliases
+    settle: Callable[[Any], Any]  # put in front of a write: who reads the old value later has it by then
     restored: list[str] = field(default_factory=list)
     kept: list[KeptCopy] = field(default_factory=list)
     protected: list[KeptCopy] = field(default_factory=list)
@@ -70,9 +72,12 @@ class Work:
             tuple(self.restored), tuple(self.kept), tuple(self.protected), tuple(self.moved), tuple(self.left)
         )
 
-    def copy(self, value: Node, before: Node, *, any_layout: bool = False) -> Node | None:
+    def copy(self, value: Node, before: Node, *, any_layout: bool = False, opaque: bool = False) -> Node | None:
         first = before.prev
-        copied = copy_node(self.graph, value, before=before, any_layout=any_layout)
+        if opaque:
+            copied = opaque_copy(self.graph, value, before=before)
+        else:
+            copied = copy_node(self.graph, value, before=before, any_layout=any_layout)
         while (first := first.next) is not before:
             self.aliases.add(first)
         return copied
@@ -251,10 +256,11 @@ def carry_out(work: Work, call: FunctionalCall, index: int, plan: Plan) -> None:
 def rewrite(work: Work, call: FunctionalCall, bases: list[Node]) -> None:
     """The op itself on `bases`; who read a result reads the base."""
     node, graph = call.node, work.graph
+    settled = [settled_base(work, call, index, base) for index, base in enumerate(bases)]
 
     def argument(value: Any) -> Any:
         if isinstance(value, View):
-            base = bases[value.base]
+            base = settled[value.base]
             if value.target is None:
                 return base
             view = insert(graph, value.target, (base, *value.args), before=node, like=node)
@@ -284,6 +290,15 @@ def rewrite(work: Work, call: FunctionalCall, bases: list[Node]) -> None:
             adopt(work, user, new)
     work.aliases.forget(node)
     graph.erase_node(node)
+
+
+def settled_base(work: Work, call: FunctionalCall, index: int, base: Node) -> Node:
+    """The base as the op takes it. A copy has no other readers; a base written in place may have."""
+    if base is not call.bases[index]:
+        return base
+    settled = insert(work.graph, work.settle, (base,), before=call.node, like=call.node)
+    work.aliases.add(settled)
+    return settled
 
 
 def positional(op: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
