@@ -37,7 +37,7 @@ from torch.fx import Graph, Node
 
 from graft.graph.nodes import OpOverload, is_op, leaves, output_node, static_int, tensor_of, val
 from graft.state.aliases import Aliases, refresh_views
-from graft.state.guards import finish_inputs, guard_writes, is_inplaceable, make_room
+from graft.state.guards import drop_self_copies, guard_write_backs, guard_writes, is_inplaceable, make_room
 from graft.state.inplace import FUNCTIONAL, FunctionalCall, View, Work, functional_results, restore
 from graft.state.outputs import Outputs, keep_outputs_apart, mend_removed_clones, output_groups
 from graft.state.report import FunctionalizationReport
@@ -68,9 +68,10 @@ def fix_functionalization(graph: Graph) -> FunctionalizationReport:
                 restore(work, call)
         elif is_inplaceable(node):
             make_room(work, homes, node)
+    drop_self_copies(work)
     homes = guard_writes(work)
     keep_outputs_apart(work, homes, outputs, known)
-    finish_inputs(work, homes)
+    guard_write_backs(work, homes)
     return work.report()
 
 

@@ -144,6 +144,8 @@ def spoiled(work: Work, node: Node, end: Node) -> str | None:
     source = end.args[1]
     if source is node:
         return None
+    if work.aliases.same(source, node.args[0]):
+        return f"%{end.name} writes back %{source.name}, its old value"
     if work.aliases.same(source, node):
         if same_nodes(node, node.args[0]) and same_nodes(source, end.args[0]):
             return None
@@ -162,21 +164,26 @@ def keep(work: Work, node: Node, value: Node, reason: str, *, opaque: bool = Fal
         work.kept.append(KeptCopy(node.name, str(node.target), value.name, reason))
 
 
-def finish_inputs(work: Work, homes: dict[Node, Node]) -> None:
-    """Drops a `copy_` of an input onto itself; copies the source of one that reads the input it overwrites.
+def drop_self_copies(work: Work) -> None:
+    """Erases each `copy_` of an input onto itself.
 
-    The first must go: Inductor takes the input for scratch memory as long as some `copy_` overwrites it.
+    They cost a pass over it, and Inductor takes an input for scratch memory as long as some `copy_` overwrites it.
     """
-    writes = memory_writes(work)
     for node in [n for n in work.graph.nodes if is_op(n, aten.copy_.default)]:
         owner, source = node.args[:2]
         if source is owner or (work.aliases.same(source, owner) and same_nodes(source, owner)):
             work.aliases.forget(node)
             node.replace_all_uses_with(owner)
             work.graph.erase_node(node)
-            continue
+
+
+def guard_write_backs(work: Work, homes: dict[Node, Node]) -> None:
+    """Copies the source of a `copy_` that reads, elsewhere, the input that it overwrites (see guard_sources)."""
+    writes = memory_writes(work)
+    for node in [n for n in work.graph.nodes if is_op(n, aten.copy_.default)]:
+        owner, source = node.args[:2]
         if homes.get(source) is owner:
-            continue  # is written in place
+            continue  # written in place
         since = last_write(work, writes, {}, owner, node)
         shifted = since is not None and reads_elsewhere(work, source, owner, tensor_val(owner), since)
         if work.aliases.same(source, owner) or shifted:

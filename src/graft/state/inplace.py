@@ -132,6 +132,8 @@ def plan_write(work: Work, call: FunctionalCall, index: int) -> Plan | str:
         if end is None or end < node:
             return f"graph input %{base.name} must not change"
     old = [r for r in work.aliases.reads(base, node, end) if overlaps(call, index, r.through)]
+    if end is not None and work.aliases.same(end.args[1], base):
+        old.append(Read(end, end.args[1]))  # the caller is to see the old value
     returned = {read.through for read in old if read.reader.op == "output"}
     inner = [read for read in old if read.reader.op != "output"]
     stuck = [read for read in inner if lift_plan([read.reader], node)[1] is not None]
