@@ -92,7 +92,7 @@ TRAPS = {
     "a chain": ("v = p @ q.t(); {scale}(v, 2.); {scale}(v, 3.); {scale}(v[0], 2.); return v", 0, True),
     "input chain with copy_ at the end": ("{scale}(p, 2.); {scale}(p, 3.); p.add_(1); return q + p", 1, True),
     "input to input": ("q.copy_(p); p.mul_(2); return p + q", 3, False),
-    "input to input, written there": ("{scale}(p, 2.); r.copy_(p); v = {blend}(r, q); return v, p + 0", 2, False),
+    "input to input, written there": ("{scale}(p, 2.); r.copy_(p); v = {blend}(r, q); return v, p + 0", 2, True),
     "two results, one value": ("v = p.sin(); return v, v.clone()", 1, True),
     "a clone behind a view": ("v = p.clone(); w = v[1:].clone(); {scale}(p, 2.); return w", 1, False),
     "reads of another row": ("v = p.sin(); w = v[0] * 2; {scale}(v[1], 2.); return w, v", 0, True),

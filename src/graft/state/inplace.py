@@ -238,6 +238,8 @@ def shared_base(work: Work, taken: list[Node], base: Node) -> str | None:
 
 def carry_out(work: Work, call: FunctionalCall, index: int, plan: Plan) -> None:
     node = call.node
+    lift(plan.lift, node)
+    work.moved += [MovedRead(moved.name, node.name) for moved in plan.lift]
     if plan.detach:
         value = plan.detach[0].through
         lift(lift_plan([value], node)[0], node)
@@ -246,8 +248,6 @@ def carry_out(work: Work, call: FunctionalCall, index: int, plan: Plan) -> None:
             read.reader.replace_input_with(value, copied)
             target, reason = str(read.reader.target), f"%{node.name} overwrites it"
             work.kept.append(KeptCopy(read.reader.name, target, value.name, reason))
-    lift(plan.lift, node)
-    work.moved += [MovedRead(moved.name, node.name) for moved in plan.lift]
     if plan.protect_old is not None:
         work.protect(plan.protect_old, node, node, f"%{node.name} overwrites it")
     if plan.protect_new is not None:
