@@ -89,6 +89,7 @@ TRAPS = {
     "the same tensor twice": ("v = p.sin(); w = {blend}(v, v.clone()); return v, w", 1, False),
     "views of views": ("v = p.sin(); {scale}(v.t()[1:].unsqueeze(0)[0], 2.); return v", 0, True),
     "as_strided": ("{scale}(p.as_strided((2, 6), (6, 1), 6), 2.); return p.sum()", 0, True),
+    "as_strided of a clone": ("v = p[1:].clone(); w = v.as_strided((2, 6), (6, 1), 6); return w + 0", 0, False),
     "a chain": ("v = p @ q.t(); {scale}(v, 2.); {scale}(v, 3.); {scale}(v[0], 2.); return v", 0, True),
     "input chain with copy_ at the end": ("{scale}(p, 2.); {scale}(p, 3.); p.add_(1); return q + p", 1, True),
     "input to input": ("q.copy_(p); p.mul_(2); return p + q", 3, False),

@@ -6,10 +6,10 @@ import torch
 from torch.fx import Node, map_arg
 
 from graft.graph.nodes import OpOverload, is_mutating, is_op, leaves, mutated_args, same_sizes, tensor_val, val
-from graft.state.inplace import INPLACEABLE, Work, same_nodes, write_back
 from graft.state.moves import lift, lift_plan
 from graft.state.regions import disjoint, same_layout
 from graft.state.report import KeptCopy, MovedRead
+from graft.state.work import INPLACEABLE, Work, same_nodes, write_back
 
 aten = torch.ops.aten
 EXTERN = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default)
