@@ -21,9 +21,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graft.graph.nodes import is_op
-from graft.state.functionalization import fix_functionalization, record_outputs
-from graft.state.inplace import INPLACEABLE
+from graft.state.functionalization import fix_functionalization, record_memory
 from graft.state.report import FunctionalizationReport
+from graft.state.work import INPLACEABLE
 
 aten = torch.ops.aten
 DECOMPOSITIONS = select_decomp_table()
@@ -60,7 +60,7 @@ def compile_passes(
 
     def compiler(gm: torch.fx.GraphModule, examples: list) -> Callable:
         with V.set_fake_mode(detect_fake_mode(examples)):
-            with config.patch(joint_custom_pre_pass=record_outputs):
+            with config.patch(joint_custom_pre_pass=record_memory):
                 joint_graph_passes(gm)
             view_to_reshape(gm)
             for kind in kinds:

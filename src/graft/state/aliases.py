@@ -43,7 +43,7 @@ def alias_sources(node: Node) -> list[Node]:
         return alias_sources(node.args[0]) if isinstance(node.args[0], Node) else []
     schema = schema_of(node)
     if schema is None:
-        return []
+        return list(node.args[:1]) if getattr(node.target, "returns_argument", False) else []
     returned = {name for result in schema.returns if result.alias_info for name in result.alias_info.before_set}
     sources = []
     for argument, value in arg_values(node):

@@ -2,7 +2,7 @@
 
 What runs when, in torch 2.11 and 2.13 (torch/_inductor/fx_passes/{joint_graph,post_grad}.py), for inference:
 
-1. `joint_custom_pre_pass`: here it is noted which outputs share memory, on the graph as AOTAutograd made it.
+1. `joint_custom_pre_pass`: here it is noted what shares memory, on the graph as AOTAutograd made it.
 2. `remove_noop_ops` (once more in 4) removes clones: of a view, of a value written later, between two outputs.
    That is right as long as the graph is functional and nobody outside sees what shares memory.
 3. `reorder_for_locality` moves pure reads down to their users, past functional calls that are to write in place.
@@ -32,18 +32,21 @@ from torch._higher_order_ops.auto_functionalize import (
     read_view_information_from_args,
 )
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.virtualized import V
 from torch.fx import Graph, Node
 
+from graft.graph.edit import abstract_call
 from graft.graph.nodes import OpOverload, is_op, leaves, output_node, static_int, tensor_of, val
 from graft.state.aliases import Aliases, refresh_views
-from graft.state.guards import finish_inputs, guard_writes, is_inplaceable, make_room
-from graft.state.inplace import FUNCTIONAL, FunctionalCall, View, Work, functional_results, restore
+from graft.state.guards import drop_self_copies, guard_write_backs, guard_writes, is_inplaceable, make_room
 from graft.state.outputs import Outputs, keep_outputs_apart, mend_removed_clones, output_groups
 from graft.state.report import FunctionalizationReport
+from graft.state.restore import restore
+from graft.state.work import FUNCTIONAL, FunctionalCall, View, Work, functional_results
 
 aten = torch.ops.aten
 V1, V2 = FUNCTIONAL
-GROUPS = "graft_output_groups"
+GROUPS, START = "graft_output_groups", "graft_start"
 
 # At module level: AOTInductor deep-copies pass objects, so a list on the object would stay empty.
 _REPORTS: list[FunctionalizationReport] = []
@@ -52,8 +55,9 @@ _REPORTS: list[FunctionalizationReport] = []
 def fix_functionalization(graph: Graph) -> FunctionalizationReport:
     """Rewrites Inductor's post-grad graph, before its own reinplacing. Forward: above the call at hand the graph
     writes in place already, below it is functional still, so that pure reads may move up to it."""
+    mend_offsets(graph)
     refresh_views(graph.nodes)  # remove_noop_ops exchanged sources without telling the views of them
-    work = Work(graph, Aliases(graph, trusted=True))
+    work = Work(graph, Aliases(graph, trusted=True), settle)
     outputs = outputs_in_eager(graph)
     mend_removed_clones(work, outputs)
     known = {node for node in output_node(graph).all_input_nodes if work.aliases.inputs(node)}
@@ -67,10 +71,30 @@ def fix_functionalization(graph: Graph) -> FunctionalizationReport:
                 restore(work, call)
         elif is_inplaceable(node):
             make_room(work, homes, node)
+    drop_self_copies(work)
     homes = guard_writes(work)
     keep_outputs_apart(work, homes, outputs, known)
-    finish_inputs(work)
+    guard_write_backs(work, homes)
     return work.report()
+
+
+def settle(value: Any) -> Any:
+    """The value itself. While Inductor lowers, whoever reads its memory so far is computed here, above the write.
+
+    Inductor's call of a mutating op does that too, but after it took its own place in the schedule: `v = x.sin();
+    op(x); return v` computes v from what op left (2.11, 2.13). `reorder_for_locality` hides it, for the price of a
+    clone, by moving the read below the op.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    value.realize()
+    for reader in list(V.graph.name_to_users.get(value.get_name(), ())):
+        reader.realize()
+    return value
+
+
+# the first for alias_sources, the second makes Inductor call it with what it lowers
+vars(settle).update(returns_argument=True, _inductor_lowering_function=True)
 
 
 def read_call(node: Node) -> FunctionalCall | str:
@@ -93,7 +117,9 @@ def read_call(node: Node) -> FunctionalCall | str:
     else:
         bases = tuple(arguments.pop("_all_bases"))
         positions = tuple(range(first, first + len(bases)))
-        shift = [moved(base, val(node)[first + index]) for index, base in enumerate(bases)]
+        recorded = node.meta.get("eager_input_vals")
+        traced = recorded[1]["_all_bases"] if recorded is not None else val(node)[first:]
+        shift = [moved(base, traced[index]) for index, base in enumerate(bases)]
         if None in shift:
             return "a base starts at another, symbolic place than its views count from"
         views = read_view_information_from_args(names, types, arguments, list(bases))
@@ -172,9 +198,22 @@ def outputs_in_eager(graph: Graph) -> Outputs:
     return Outputs(frozenset(set(range(count)) - in_inputs), groups)
 
 
-def record_outputs(graph: Graph) -> None:
-    """Notes which outputs share memory, before remove_noop_ops makes one value of two: `return v, v.clone()`."""
+def record_memory(graph: Graph) -> None:
+    """Notes what remove_noop_ops forgets: which outputs share memory (`return v, v.clone()` becomes one value), and
+    where the source of an `as_strided` starts (`x[1:].clone()` becomes `x[1:]`, which starts elsewhere)."""
     output_node(graph).meta[GROUPS] = output_groups(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        node.meta[START] = val(node.args[0])
+
+
+def mend_offsets(graph: Graph) -> None:
+    """Moves `as_strided` views, which count from the start of a storage, along with their source."""
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        by = moved(node.args[0], node.meta[START]) if START in node.meta else 0
+        if by and len(node.args) > 3 and node.args[3] is not None:
+            node.args = (*node.args[:3], node.args[3] + by)
+            node.meta["val"] = abstract_call(node)
+        node.meta.pop(START, None)
 
 
 class SourcePass(CustomGraphPass):
@@ -187,9 +226,9 @@ class SourcePass(CustomGraphPass):
         return get_hash_for_files(tuple(str(path) for path in sources), torch.__version__)
 
 
-class RecordOutputs(SourcePass):
+class RecordMemory(SourcePass):
     def __call__(self, graph: Graph) -> None:
-        record_outputs(graph)
+        record_memory(graph)
 
 
 class FixFunctionalization(SourcePass):
@@ -199,7 +238,7 @@ class FixFunctionalization(SourcePass):
 
 def inductor_options() -> dict[str, Any]:
     """What `torch.compile(fn, options=…)` needs for the fix."""
-    return {"joint_custom_pre_pass": RecordOutputs(), "post_grad_custom_post_pass": FixFunctionalization()}
+    return {"joint_custom_pre_pass": RecordMemory(), "post_grad_custom_post_pass": FixFunctionalization()}
 
 
 def reports() -> list[FunctionalizationReport]:

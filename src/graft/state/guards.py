@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch.fx import Node, map_arg
 
-from graft.graph.nodes import is_op, leaves, tensor_val, val
-from graft.state.inplace import INPLACEABLE, Work, same_nodes, write_back
+from graft.graph.nodes import OpOverload, is_mutating, is_op, leaves, mutated_args, same_sizes, tensor_val, val
 from graft.state.moves import lift, lift_plan
 from graft.state.regions import disjoint, same_layout
 from graft.state.report import KeptCopy, MovedRead
+from graft.state.work import INPLACEABLE, Work, same_nodes, write_back
 
 aten = torch.ops.aten
+EXTERN = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default)
 
 
 def is_inplaceable(node: Node) -> bool:
@@ -62,18 +63,14 @@ def make_room(work: Work, homes: dict[Node, Node], node: Node) -> None:
 def guard_writes(work: Work) -> dict[Node, Node]:
     """Copies what a later write in place would spoil. Returns the graph input in whose memory each result may end."""
     homes: dict[Node, Node] = {}
+    writes = memory_writes(work)
     for node in [n for n in work.graph.nodes if is_inplaceable(n)]:
         value = node.args[0]
-        # Inductor asks who reads `value` after the call, not whether the call itself does: `x[1:] = x[:-1].clone()`
-        # has lost its clone by now (remove_noop_ops) and would become one kernel that reads x[i - 1] and writes x[i].
-        # A clone from here on stays: nothing removes it any more, and lowering realizes it before the write.
         owner = home(work, homes, value)
         end = write_back(owner) if owner is not None else None
         if work.aliases.inputs(value) and (end is None or end < node):
             continue  # a graph input that nobody overwrites is never written
-        for other in {n for n in leaves((node.args[1:], node.kwargs)) if isinstance(n, Node)}:
-            if work.aliases.same(other, value) and overlaps(node, other) and not in_place(node, other):
-                keep(work, node, other, f"the call reads it while it overwrites %{value.name}")
+        guard_sources(work, node, last_write(work, writes, homes, value, node))
         if owner is None or end is None or end < node:
             continue
         # Inductor sees that `end` overwrites the input anyway and writes there, whoever still reads the result
@@ -85,11 +82,70 @@ def guard_writes(work: Work) -> dict[Node, Node]:
     return homes
 
 
+def guard_sources(work: Work, node: Node, since: Node | None) -> None:
+    """Copies arguments of `node` that read, elsewhere, the memory that it overwrites.
+
+    Inductor asks who reads it after the call, not whether the call itself does: `x[1:] = x[:-1].clone()` has lost its
+    clone by now (remove_noop_ops) and would become one kernel that reads x[i - 1] and writes x[i]. A value computed
+    from it (`x[:-1] + 1`) is right, unless the memory was written before (`since`): then the scheduler knows it by
+    another name and fuses the read with the write all the same. An opaque copy stays in both cases.
+    """
+    value, part = node.args[0], written_part(node)
+    for other in {n for n in leaves((node.args[1:], node.kwargs)) if isinstance(n, Node)}:
+        view = work.aliases.same(other, value) and overlaps(node, other) and not in_place(node, other)
+        if view or (since is not None and reads_elsewhere(work, other, value, part, since)):
+            reason = f"the call reads %{value.name} while it overwrites it"
+            keep(work, node, other, reason, opaque=True)
+
+
+def memory_writes(work: Work) -> list[tuple[Node, Node]]:
+    """(call, what it writes) for every mutating call, in order."""
+    return [(node, arg) for node in work.graph.nodes if is_mutating(node) for arg in mutated_args(node)]
+
+
+def last_write(
+    work: Work, writes: list[tuple[Node, Node]], homes: dict[Node, Node], value: Node, node: Node
+) -> Node | None:
+    """The last call above `node` that writes, or is to write, the memory of `value`."""
+    found = [call for call, arg in writes if call < node and work.aliases.same(arg, value)]
+    found += [other for other in work.aliases.group(value) if other in homes]
+    return max(found, default=None)
+
+
+def reads_elsewhere(work: Work, source: Node, value: Node, part: torch.Tensor | None, since: Node) -> bool:
+    """`source` is computed, below `since`, from other elements of the memory of `value` than it is written to."""
+    seen, stack = set(), [(source, part is not None)]
+    while stack:
+        node, aligned = stack.pop()
+        if (node, aligned) in seen:
+            continue
+        seen.add((node, aligned))
+        tensor = tensor_val(node)
+        if work.aliases.same(node, value):
+            if not (aligned and part is not None and tensor is not None and same_layout(tensor, part)):
+                return True
+        elif node.op == "call_function" and since < node and not is_extern(node):
+            # element by element, of one shape: reads the place that it writes
+            pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+            same = tensor is not None and part is not None and same_sizes(tensor.shape, part.shape)
+            stack += [(argument, aligned and pointwise and same) for argument in node.all_input_nodes]
+    return False
+
+
+def is_extern(node: Node) -> bool:
+    """Calls a kernel that Inductor does not write, and so does not fuse with others."""
+    return isinstance(node.target, OpOverload) and (
+        node.target in EXTERN or node.target.namespace not in ("aten", "prims")
+    )
+
+
 def spoiled(work: Work, node: Node, end: Node) -> str | None:
     """Why the result of `node` may not be in the input that `end` overwrites."""
     source = end.args[1]
     if source is node:
         return None
+    if work.aliases.same(source, node.args[0]):
+        return f"%{end.name} writes back %{source.name}, its old value"
     if work.aliases.same(source, node):
         if same_nodes(node, node.args[0]) and same_nodes(source, end.args[0]):
             return None
@@ -98,8 +154,8 @@ def spoiled(work: Work, node: Node, end: Node) -> str | None:
     return f"{late[0].text()} after %{end.name} overwrites graph input %{end.args[0].name}" if late else None
 
 
-def keep(work: Work, node: Node, value: Node, reason: str) -> None:
-    copied = work.copy(value, node, any_layout=True)
+def keep(work: Work, node: Node, value: Node, reason: str, *, opaque: bool = False) -> None:
+    copied = work.copy(value, node, any_layout=True, opaque=opaque)
     if copied is not None:
         if value is node.args[0]:
             node.args = (copied, *node.args[1:])
@@ -108,10 +164,10 @@ def keep(work: Work, node: Node, value: Node, reason: str) -> None:
         work.kept.append(KeptCopy(node.name, str(node.target), value.name, reason))
 
 
-def finish_inputs(work: Work) -> None:
-    """Drops a `copy_` of an input onto itself; copies the source of one that reads the input it overwrites.
+def drop_self_copies(work: Work) -> None:
+    """Erases each `copy_` of an input onto itself.
 
-    The first must go: Inductor takes the input for scratch memory as long as some `copy_` overwrites it.
+    They cost a pass over it, and Inductor takes an input for scratch memory as long as some `copy_` overwrites it.
     """
     for node in [n for n in work.graph.nodes if is_op(n, aten.copy_.default)]:
         owner, source = node.args[:2]
@@ -119,5 +175,16 @@ def finish_inputs(work: Work) -> None:
             work.aliases.forget(node)
             node.replace_all_uses_with(owner)
             work.graph.erase_node(node)
-        elif work.aliases.same(source, owner):
-            keep(work, node, source, f"it is in %{owner.name}, which is overwritten")
+
+
+def guard_write_backs(work: Work, homes: dict[Node, Node]) -> None:
+    """Copies the source of a `copy_` that reads, elsewhere, the input that it overwrites (see guard_sources)."""
+    writes = memory_writes(work)
+    for node in [n for n in work.graph.nodes if is_op(n, aten.copy_.default)]:
+        owner, source = node.args[:2]
+        if homes.get(source) is owner:
+            continue  # written in place
+        since = last_write(work, writes, {}, owner, node)
+        shifted = since is not None and reads_elsewhere(work, source, owner, tensor_val(owner), since)
+        if work.aliases.same(source, owner) or shifted:
+            keep(work, node, source, f"it is read from %{owner.name}, which is overwritten", opaque=True)

@@ -61,6 +61,13 @@ def keeps_layout(value: Node) -> bool:
     return static_int(tensor.storage_offset()) == 0 and same_sizes(torch.empty_like(tensor).stride(), tensor.stride())
 
 
+def opaque_copy(graph: Graph, value: Node, *, before: Node) -> Node:
+    """A copy that Inductor neither inlines nor fuses, as a call of ATen's own clone."""
+    copied = insert(graph, aten.clone.default, (value,), before=before, like=value)
+    copied.meta["should_fallback"] = True
+    return copied
+
+
 def copy_node(graph: Graph, value: Node, *, before: Node, any_layout: bool = False) -> Node | None:
     """A copy of `value` with its strides and offset, or None when `clone` would change them and they are symbolic."""
     if any_layout or keeps_layout(value):

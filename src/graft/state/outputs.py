@@ -10,8 +10,8 @@ from torch.fx import Graph, Node
 
 from graft.graph.nodes import is_op, leaves, output_node, tensor_val
 from graft.state.aliases import Aliases
-from graft.state.inplace import Work
 from graft.state.report import KeptCopy
+from graft.state.work import Work
 
 aten = torch.ops.aten
 

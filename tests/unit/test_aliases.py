@@ -1,0 +1,148 @@
+"""Which nodes share memory, which parts of it, and who reads it later (R23)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graft.graph.nodes import calls, is_op, output_node
+from graft.state.aliases import Aliases, alias_sources
+from graft.state.moves import lift, lift_plan
+from graft.state.regions import disjoint
+
+aten = torch.ops.aten
+
+
+def traced(fn, *args):
+    """FakeTensors on every node, each with its own storage, as Inductor has them."""
+    return make_fx(fn, tracing_mode="fake")(*args).graph
+
+
+def node(graph, target, nth=0):
+    return [n for n in calls(graph) if is_op(n, target)][nth]
+
+
+@torch.library.custom_op("alias_test::add_", mutates_args=("x",))
+def add_(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.add_(y)
+    return y.sum()
+
+
+add_.register_fake(lambda x, y: y.new_empty(()))
+
+
+def test_views_in_place_ops_and_results_of_split_share_memory_r23():
+    def f(x):
+        a, b = x.split(2)
+        c = a.t().unsqueeze(0)
+        d = x.mul_(2)
+        return b + 1, c, d
+
+    graph = traced(f, torch.ones(4, 6))
+    aliases = Aliases(graph)
+    (x,) = (n for n in graph.nodes if n.op == "placeholder")
+    for target in (aten.t.default, aten.unsqueeze.default, aten.mul_.Tensor):
+        assert aliases.may_alias(x, node(graph, target)), target
+    assert not aliases.may_alias(x, node(graph, aten.add.Tensor))
+    assert aliases.inputs(node(graph, aten.unsqueeze.default)) == [x]
+
+
+def test_a_fresh_result_of_a_mutating_op_is_no_alias_r23():
+    graph = traced(lambda x, y: torch.ops.alias_test.add_(x, y) * 2, torch.ones(3), torch.ones(3))
+    call = node(graph, torch.ops.alias_test.add_.default)
+    assert alias_sources(call) == []
+    assert not Aliases(graph).same(call, call.args[0])
+
+
+def test_reshape_is_a_view_where_the_storage_says_so_r23():
+    def f(x):
+        return x.reshape(-1) + 1, x.t().reshape(-1) + 1  # the second copies
+
+    graph = traced(f, torch.ones(2, 3))
+    (x,) = (n for n in graph.nodes if n.op == "placeholder")
+    fresh = node(graph, aten.add.Tensor, 1).args[0]
+    assert not Aliases(graph, trusted=True).may_alias(x, fresh)
+    view = node(graph, aten.add.Tensor).args[0]
+    assert Aliases(graph, trusted=True).may_alias(x, view) and Aliases(graph).may_alias(x, view)
+
+
+def test_nodes_of_one_storage_are_joined_only_when_trusted_r23():
+    graph = traced(lambda x: (x.sin(), x.cos()), torch.ones(3))
+    sin, cos = node(graph, aten.sin.default), node(graph, aten.cos.default)
+    cos.meta["val"] = sin.meta["val"]
+    assert Aliases(graph, trusted=True).may_alias(sin, cos)
+    assert not Aliases(graph).may_alias(sin, cos)
+
+
+BASE = torch.empty(4, 5, 6, 7)
+PAIRS = [
+    (lambda b: b[0], lambda b: b[1], True),
+    (lambda b: b[:2], lambda b: b[1:], False),
+    (lambda b: b[:, 0], lambda b: b[:, 1], True),  # interleaved in memory
+    (lambda b: b[:, :, 1:3], lambda b: b[:, :, 3:], True),
+    (lambda b: b[:, :, 1:4], lambda b: b[:, :, 3:], False),
+    (lambda b: b[..., ::2], lambda b: b[..., 1::2], False),  # apart, but the proof does not see it
+    (lambda b: b.transpose(0, 1)[0], lambda b: b[:, 1], True),
+    (lambda b: b, lambda b: b[3, 4, 5, 6], False),
+    (lambda b: b.as_strided((2, 3), (1, 1), 0), lambda b: b.as_strided((2,), (1,), 3), False),
+    (lambda b: b[0], lambda b: b.clone()[1], False),  # another storage: not for this proof
+]
+
+
+@pytest.mark.parametrize(("left", "right", "apart"), PAIRS)
+def test_disjoint_is_a_proof_r23(left, right, apart):
+    a, b = left(BASE), right(BASE)
+    assert disjoint(a, b) is disjoint(b, a) is apart
+    if apart:  # the proof against memory itself
+        BASE.zero_()
+        a.add_(1)
+        assert b.sum() == 0
+
+
+def test_reads_of_the_old_value_come_with_their_names_r23():
+    def f(x):
+        v = x[0]
+        a = x.sin()
+        b = v.cos()
+        return a, b, x.size(0), v
+
+    graph = traced(f, torch.ones(3, 4))
+    aliases = Aliases(graph)
+    (x,) = (n for n in graph.nodes if n.op == "placeholder")
+    select, sin = node(graph, aten.select.int), node(graph, aten.sin.default)
+    assert [r.text() for r in aliases.reads(x, select)] == [
+        "%sin reads %x_1",
+        "%cos reads %select",
+        "%select is returned",
+    ]
+    assert [r.text() for r in aliases.reads(x, sin, before=output_node(graph))] == ["%cos reads %select"]
+    assert aliases.reads(sin, select) == [r for r in aliases.reads(sin, select) if r.reader.op == "output"]
+
+
+def test_overwriting_is_no_read_r23():
+    graph = traced(lambda x, y: (x.copy_(y), y.sin())[1], torch.ones(3), torch.ones(3))
+    x, y = (n for n in graph.nodes if n.op == "placeholder")
+    aliases = Aliases(graph)
+    assert [r.reader.name for r in aliases.reads(x, y)] == []
+    assert [r.reader.name for r in aliases.reads(y, y)] == ["copy_", "sin"]
+
+
+def test_pure_reads_move_with_what_they_need_and_others_do_not_r23():
+    def f(x):
+        a = x.sin()
+        b = x[0].cos() * 2
+        c = a + 1
+        d = torch.rand_like(x)
+        return b, c, d
+
+    graph = traced(f, torch.ones(3, 4))
+    sin, mul = node(graph, aten.sin.default), node(graph, aten.mul.Tensor)
+    plan, stuck = lift_plan([mul], sin)
+    assert [n.name for n in plan] == ["select", "cos", "mul"] and stuck is None
+    assert lift_plan([node(graph, aten.add.Tensor)], sin) == ([], sin)  # needs the call itself
+    rand = node(graph, aten.rand_like.default)
+    assert lift_plan([rand], sin) == ([], rand)
+    lift(plan, sin)
+    graph.lint()
+    assert mul < sin
