@@ -8,6 +8,7 @@ A ratio above 1 says that the fused op is faster. To measure another fusion, add
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import time
@@ -19,8 +20,6 @@ import torch
 
 from graft.ops import OPS, choose
 from graft.ops.cases import Case
-from graft.ops.rms_norm_rope.cases import CASES as RMS_NORM_ROPE
-from graft.ops.rope.cases import CASES as ROPE
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,14 @@ def norm_then_rope(x: Any, weight: Any, cos: Any, sin: Any, eps: float, *options
     return lambda: turn(norm(), cos, sin, interleaved)
 
 
+def cases(name: str) -> list[Case]:
+    return importlib.import_module(f"graft.ops.{name}.cases").CASES
+
+
+SPELLED_OUT = ("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "rope", "attention", "moe_route", "moe_experts")
 ROWS = [
-    Row("rope", op("rope"), spelled_out("rope"), ROPE),
-    Row("rms_norm_rope", op("rms_norm_rope"), norm_then_rope, RMS_NORM_ROPE),
+    *(Row(name, op(name), spelled_out(name), cases(name)) for name in SPELLED_OUT),
+    Row("rms_norm_rope", op("rms_norm_rope"), norm_then_rope, cases("rms_norm_rope")),
 ]
 
 
