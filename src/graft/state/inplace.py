@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import getitem
 
+import torch
 from torch.fx import Node, map_arg
 
 from graft.graph.nodes import is_op, leaves, output_node, tensor_of, tensor_val, val
@@ -41,7 +42,8 @@ def plan_write(work: Work, call: FunctionalCall, index: int) -> Plan | str:
         end = write_back(base)
         if end is None or end < node:
             return f"graph input %{base.name} must not change"
-    old = [r for r in work.aliases.reads(base, node, end) if overlaps(call, index, r.through)]
+    parts = written_parts(call, index)
+    old = [read for read in work.aliases.reads(base, node, end) if overlaps(parts, read.through)]
     if end is not None and work.aliases.same(end.args[1], base):
         old.append(Read(end, end.args[1]))  # the caller is to see the old value
     returned = {read.through for read in old if read.reader.op == "output"}
@@ -102,12 +104,16 @@ def copied_alone(values: set[Node], place: Node) -> bool:
     return len(values) == 1 and keeps_layout(first) and (first is place or lift_plan([first], place)[1] is None)
 
 
-def overlaps(call: FunctionalCall, index: int, value: Node) -> bool:
-    """False when the op writes base `index` only where `value` is proven not to be."""
-    tensor = tensor_val(value)
+def written_parts(call: FunctionalCall, index: int) -> list[torch.Tensor] | None:
+    """The views through which the op writes base `index`; None when it writes all of it."""
     views = [leaf for leaf in leaves(call.arguments) if isinstance(leaf, View) and leaf.base == index]
-    if tensor is None or any(leaf.target is None for leaf in views):
-        return True
+    if any(leaf.target is None for leaf in views):
+        return None
     base = tensor_of(call.bases[index])
-    written = [view.target(base, *map_arg(view.args, val)) for view in views]
-    return not all(disjoint(part, tensor) for part in written)
+    return [view.target(base, *map_arg(view.args, val)) for view in views]
+
+
+def overlaps(parts: list[torch.Tensor] | None, value: Node) -> bool:
+    """False when `value` is proven to be in none of the `parts` that are written."""
+    tensor = tensor_val(value)
+    return parts is None or tensor is None or not all(disjoint(part, tensor) for part in parts)

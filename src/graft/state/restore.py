@@ -10,7 +10,7 @@ from torch.fx import Node
 from graft.graph.edit import INHERITED
 from graft.graph.nodes import leaves, val
 from graft.state.aliases import refresh_views
-from graft.state.inplace import Plan, overlaps, plan_write
+from graft.state.inplace import Plan, overlaps, plan_write, written_parts
 from graft.state.moves import insert, lift, lift_plan
 from graft.state.report import KeptCopy, MovedRead
 from graft.state.work import FunctionalCall, View, Work
@@ -131,7 +131,11 @@ def positional(op: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dic
 def unshared(work: Work, call: FunctionalCall, bases: list[Node], value: Node) -> Node:
     """An argument that the op only reads, copied when the op overwrites its memory."""
     for index, base in enumerate(bases):
-        if base is call.bases[index] and work.aliases.same(value, base) and overlaps(call, index, value):
+        if (
+            base is call.bases[index]
+            and work.aliases.same(value, base)
+            and overlaps(written_parts(call, index), value)
+        ):
             reason = f"the op reads it while it overwrites %{base.name}"
             work.kept.append(KeptCopy(call.node.name, str(call.op), value.name, reason))
             return work.copy(value, call.node, any_layout=True) or value
