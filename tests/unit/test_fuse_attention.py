@@ -671,7 +671,7 @@ class Block(nn.Module):
 def test_projections_merge_behind_a_fused_attention_r16_r17(kind, bias, kv, dynamic):
     module = Block(kind, bias, kv).eval()
     x, other = torch.randn(2, 5, 24), torch.randn(3, 9, 24)
-    sizes = {0: torch.export.Dim("b"), 1: torch.export.Dim("s")}
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     gm = export_graph(module, (x,), dynamic_shapes=(sizes,) if dynamic else None)
     inputs = (other, x) if dynamic else (x,)
     with torch.no_grad():

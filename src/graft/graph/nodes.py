@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from operator import getitem
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.fx import Graph, Node
 
 from graft.errors import VerificationError
 
+TORCH = f"{Path(torch.__file__).parent}/"
 OpOverload = type(torch.ops.aten.add.Tensor)
 
 
@@ -142,7 +144,7 @@ def module_path(node: Node) -> str:
 def source_line(node: Node) -> str:
     """`file.py:123` of the innermost line outside torch that made this node, or ''."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    outside = [frame for frame in frames if "/torch/" not in frame[0]]
+    outside = [frame for frame in frames if not frame[0].startswith(TORCH)]
     return f"{outside[-1][0].rsplit('/', 1)[-1]}:{outside[-1][1]}" if outside else ""
 
 

@@ -133,7 +133,8 @@ def read_gated(walk: Walk, hidden: Any, reader: Node) -> tuple[Node, str, Node]:
     """activation(gate) * up, with gate and up the halves of one product: the call, the activation, the product."""
     hidden = walk.call(hidden, reader, aten.mul.Tensor, ops.swiglu.default)
     if is_op(hidden, ops.swiglu.default):
-        gate, up, activation = (value for _, value in arg_values(hidden))
+        gate, up, activation, upcast = (value for _, value in arg_values(hidden))
+        require(not upcast, hidden, f"{where(hidden)} computes in float32, the op in the model's dtype")
     else:
         activated, up = sorted(hidden.args, key=lambda half: is_op(half, aten.slice.Tensor))
         activation = activation_of(activated, hidden)
