@@ -71,7 +71,7 @@ def test_errors_are_one_line_with_their_exit_code_r63(args, code, message):
 
 def test_transforms_config_and_models_list_r61():
     rows = json.loads(graft("transforms", "--json").stdout)
-    assert [r["order"] for r in rows] == list(range(1, len(rows) + 1)) and rows[0]["name"] == "fuse_rms_norm"
+    assert [r["order"] for r in rows] == list(range(1, len(rows) + 1)) and rows[0]["name"] == "fuse_layer_norm"
     assert "RMSNorm becomes one op" in graft("transforms").stdout
     config = json.loads(graft("config", "--json", "--set", "transforms.fuse_rope.enabled=false").stdout)
     assert config["transforms"]["fuse_rope"]["enabled"] is False
@@ -84,7 +84,8 @@ def test_transforms_config_and_models_list_r61():
 def test_dump_writes_graphs_and_refuses_foreign_folders(tmp_path):
     result = graft("dump", "tiny-gemma-2", "-o", str(tmp_path / "d"))
     assert result.returncode == 0, result.stderr
-    assert "9 graphs in" in result.stdout
+    graphs = len(list((tmp_path / "d").glob("0*.txt")))
+    assert f"{graphs} graphs in" in result.stdout and graphs > 8
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("x")
     refused = graft("dump", "tiny-gemma-2", "-o", str(tmp_path / "mine"))
@@ -97,7 +98,7 @@ def test_explain_tells_matches_and_reasons_r52():
     assert "5 matches" in told.stdout and "layer 1" in told.stdout and "outside the layers" in told.stdout
     assert "modeling_llama.py:" in told.stdout and "error" in told.stdout
     document = json.loads(graft("explain", "tiny-gpt2", "fuse_rope", "--json").stdout)
-    assert document["matches"] == [] and "the graph has no" in document["reason"]
+    assert document["matches"] == [] and "nothing in the graph turns parts of a head" in document["reason"]
     unknown = graft("explain", "tiny-llama", "fuse_ropes")
     assert unknown.returncode == 2 and "did you mean 'fuse_rope'" in unknown.stderr
 

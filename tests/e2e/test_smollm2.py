@@ -21,10 +21,12 @@ def llm():
     return graft.LLM("smollm2-135m", dtype="float32", device="cpu")
 
 
-def test_every_enabled_transform_matches(llm):
-    counts = {name: len(r.matches) for name, r in llm.report.transforms.items()}
+def test_every_transform_matches_or_says_why(llm):
+    records = llm.report.transforms
+    counts = {name: len(r.matches) for name, r in records.items()}
     assert counts == llm.model.family.expected_matches(30)
-    assert all(counts.values())
+    assert sum(count > 0 for count in counts.values()) == 8
+    assert all(r.matches or r.reason or r.status == "disabled" for r in records.values())
 
 
 def test_it_says_paris(llm):

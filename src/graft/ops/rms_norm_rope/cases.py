@@ -30,7 +30,7 @@ def make_pairs(
 
 CASES = [
     Case("qwen3-0.6b decode q", partial(make, 1, 16, 1, 128, 128, 0.0, False), 128),
-    Case("qwen3-8b decode q, 32 sequences", partial(make, 1, 32, 32, 128, 128, 0.0, False), 128),
+    Case("qwen3-8b decode q, 4 sequences", partial(make, 1, 32, 4, 128, 128, 0.0, False), 128),
     Case("qwen3-8b prefill k", partial(make, 1, 8, 17, 128, 128, 0.0, False), 128),
     Case("gemma-3-1b k", partial(make, 2, 1, 5, 256, 256, 1.0, True), 256),
     Case("partial, 64 of 128", partial(make, 2, 4, 3, 128, 64, 0.0, False), 128),
