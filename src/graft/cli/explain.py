@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,7 +46,7 @@ def show(explanation: Explanation) -> None:
     from graft.cli.show import out
 
     misses = explanation.closest()
-    counts = f"{len(explanation.matches)} matches, {len(misses)} near misses"
+    counts = f"{counted(explanation.matches, 'match')}, {counted(misses, 'near miss')}"
     out.print(f"{explanation.transform} on {explanation.model}: {counts}", style="bold", markup=False, soft_wrap=True)
     for text in (explanation.note, explanation.reason):
         if text:
@@ -66,6 +67,11 @@ def show(explanation: Explanation) -> None:
             markup=False,
             soft_wrap=True,
         )
+
+
+def counted(things: Sequence[object], name: str) -> str:
+    """`1 match`, `2 matches`."""
+    return f"{len(things)} {name}{'' if len(things) == 1 else 'es'}"
 
 
 def place_text(place: Place) -> str:

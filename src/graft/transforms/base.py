@@ -115,14 +115,14 @@ class PatternTransform(BaseTransform):
         records: list[MatchRecord] = []
         misses: list[NearMiss] = []
         lacking: list[str] = []
-        tried = 0
+        tried: list[str] = []
         for rewrite in self.rewrites():
             present = {node.target for node in gm.graph.nodes}
             absent = next((op for op in rewrite.needs if op not in present and current_dialect().keeps(op)), None)
             if absent is not None:
                 lacking.append(target_text(absent))
                 continue
-            tried += 1
+            tried.append(rewrite.pattern.__name__)
             matches, near = rewrite.finder().find(gm.graph)
             misses += near
             renamed: dict[Node, Node] = {}
@@ -138,15 +138,15 @@ class PatternTransform(BaseTransform):
                     records.append(apply_rewrite(editor, rewrite, match, renamed))
         taken = {f"%{name}" for record in records for name in record.replaced}
         left = tuple(miss for miss in misses if miss.anchor.split()[0] not in taken)
-        return Outcome(tuple(records), left, "" if records else no_match_reason(left, [] if tried else lacking))
+        return Outcome(tuple(records), left, "" if records else no_match_reason(left, lacking, tried))
 
 
-def no_match_reason(misses: Sequence[NearMiss], lacking: Sequence[str] = ()) -> str:
+def no_match_reason(misses: Sequence[NearMiss], lacking: Sequence[str] = (), tried: Sequence[str] = ()) -> str:
     """The nearest miss, or what the graph lacks for the patterns that were not even tried."""
-    if not misses and lacking:
-        return f"the graph has no {' and no '.join(dict.fromkeys(lacking))}"
     if not misses:
-        return "nothing in the graph looks like the pattern"
+        without = f"the graph has no {' and no '.join(dict.fromkeys(lacking))}" if lacking else ""
+        alike = f"nothing in the graph looks like {', '.join(dict.fromkeys(tried)) or 'the pattern'}"
+        return "; ".join(part for part in (alike if tried or not lacking else "", without) if part)
     closest = max(misses, key=lambda miss: (miss.matched / max(miss.size, 1), miss.size))
     return f"{len(misses)} near misses; closest at {closest.anchor}: {closest.reason}"
 
