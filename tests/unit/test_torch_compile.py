@@ -511,3 +511,14 @@ def test_the_string_form_and_its_reports_r24():
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     (report,) = graft.backend_reports()[before:]
     assert counts(report) == FUSED and "inductor" in report.notes[0]
+
+
+def test_the_installed_package_brings_the_backend_r24():
+    from importlib.metadata import entry_points
+
+    from graft.runtime.torch_compile import graft_backend
+
+    found = entry_points(group="torch_dynamo_backends", name="graft")
+    if not found:
+        pytest.skip("graft is on the path, but not installed")
+    assert all(entry.load() is graft_backend for entry in found)
