@@ -10,7 +10,7 @@ the graph is covered; a node that reads something else without a match to accoun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,9 +21,10 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from graft.errors import ProofError
+from graft.graph.canonical import is_random
 from graft.graph.edit import attribute
 from graft.graph.evaluate import INPUT_KINDS, Call, Inputs, Piece
-from graft.graph.nodes import OpOverload, where
+from graft.graph.nodes import OpOverload, leaves, tensor_val, val, where
 from graft.graph.verify import Snapshot
 from graft.ops import OPS
 from graft.ops.cases import UNIT, tolerance
@@ -47,6 +48,7 @@ class Sides:
     new: Mapping[Node, Call]
     successors: Mapping[Node, Node]  # old node → what its readers read now
     owners: Mapping[Node, MatchRecord]  # old node with a successor → the match that replaced it
+    fixed: Set[Node]  # what follows from sizes alone is computed on both sides: a made-up arange would be no arange
 
     @staticmethod
     def of(gm: GraphModule, before: Snapshot, records: Sequence[MatchRecord]) -> Sides:
@@ -68,7 +70,7 @@ class Sides:
                 if name not in maker:
                     raise ProofError(f"{where(names[name])} was replaced by %{last}, but no match says so")
                 owners[names[name]] = maker[name]
-        return Sides(gm, before.state, old, new, successors, owners)
+        return Sides(gm, before.state, old, new, successors, owners, fixed_values(old) | fixed_values(new))
 
     def check_rewiring(self) -> None:
         """Nodes that are in both graphs call what they called, on what took the place of what they read."""
@@ -82,7 +84,7 @@ class Sides:
 
     def pieces(self, record: MatchRecord) -> tuple[Piece, Piece]:
         """The nodes that a match replaced, and those that took their place, cut at nodes that both graphs share."""
-        inside = set(record.replaced)
+        inside = {*record.replaced, *(node.name for node in self.fixed)}
         outputs = [node for node, owner in self.owners.items() if owner is record]
         others = {new for old, new in self.successors.items() if self.owners[old] is not record}
 
@@ -98,6 +100,17 @@ class Sides:
         old = Piece(tuple(outputs), self.old, self.state.__getitem__, old_boundary)
         successors = tuple(self.successors[node] for node in outputs)
         return old, Piece(successors, self.new, partial(attribute, self.gm), new_boundary)
+
+
+def fixed_values(graph: Mapping[Node, Call]) -> set[Node]:
+    """The tensors that a graph makes from numbers and sizes alone: masks, positions, angles."""
+    fixed: set[Node] = set()
+    for node, made in graph.items():
+        sources = [leaf for leaf in leaves((made.args, made.kwargs)) if isinstance(leaf, Node)]
+        settled = all(source in fixed or isinstance(val(source), (int, torch.SymInt)) for source in sources)
+        if made.op == "call_function" and settled and tensor_val(node) is not None and not is_random(node):
+            fixed.add(node)
+    return fixed
 
 
 def is_value(node: Node) -> bool:
