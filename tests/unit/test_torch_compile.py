@@ -77,9 +77,9 @@ def run(function, *args, backend=None, dynamic=None):
     ],
 )
 def test_fusions_on_hugging_face_models_r24(family, dtype, lengths):
-    """Counts of the registry, numbers of eager, one graph for every length."""
+    """Counts of the registry, numbers of eager, one graph for every length, every match proven."""
     model = tiny(family, dtype)
-    backend = eager_backend()
+    backend = eager_backend(config={"verify": "matches"})
     compiled = torch.compile(model.module, backend=backend)
     limits = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
     for length in lengths:
@@ -99,6 +99,7 @@ def test_fusions_on_hugging_face_models_r24(family, dtype, lengths):
     found = {name: expected[name] for name in fusions if expected[name]}
     assert counts(report) == {**found, "fuse_attention": model.layers}
     assert all(r.matches or r.reason or r.status == "disabled" for r in report.transforms.values())
+    assert all(match.proof for r in report.transforms.values() for match in r.matches)
     if family != "gpt2":
         assert "stays the model's" in report.transforms["merge_gate_up"].reason
         match = report.transforms["fuse_rms_norm"].matches[0]
