@@ -254,3 +254,19 @@ def test_sizes_that_depend_on_data_cannot_be_proven():
     node = next(n for n in calls(gm.graph) if is_op(n, aten.exp.default))
     with pytest.raises(ProofError, match="depends on data"):
         Inputs("random").at(node)
+
+
+def test_what_follows_from_sizes_is_computed_and_not_made_up():
+    """The positions are read elsewhere too; as made-up numbers they would give another mask than the causal one."""
+
+    class Causal(nn.Module):
+        def forward(self, q, k, v):
+            positions = torch.arange(q.shape[2])
+            mask = positions[None, :] <= positions[:, None]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask), positions * 2
+
+    heads = tuple(torch.randn(1, 2, 6, 8) for _ in range(3))
+    gm = export_graph(Causal(), heads)
+    (match,) = run_pipeline(gm, load_config({"verify": "matches"})).transforms["fuse_attention"].matches
+    (node,) = (n for n in calls(gm.graph) if is_op(n, ops.attention.default))
+    assert node.args[3] is None and match.proof is not None and match.proof.error <= match.proof.limit
