@@ -318,6 +318,9 @@ def test_inductor_compiles_once_for_all_sizes_and_rounds_as_eager_does_r20():
     from torch._dynamo.utils import counters
 
     program = LITERALS
+    problem = inductor_problem([torch.ones(1).bfloat16()], program)
+    if problem:
+        pytest.skip(problem)
     counters.clear()
     for shape in ((4, 4), (2, 3, 8), (7, 64), (5, 1, 3), (9, 33)):
         inputs = [torch.randn(shape).bfloat16(), torch.randn(shape[-1]).bfloat16()]

@@ -215,7 +215,7 @@ def test_a_failing_transform_is_rolled_back_or_raised_r24(monkeypatch):
     module, x = Block(), torch.randn(3, 8)
     lab = Lab({"transforms": {"fuse_swiglu": {"on_error": "skip"}}})
     with torch.no_grad():
-        assert torch.equal(lab.compile(module)(x), module(x))
+        torch.testing.assert_close(lab.compile(module)(x), module(x), rtol=1e-5, atol=1e-5)
     assert lab.reports[0].transforms["fuse_swiglu"].status == "rolled_back"
     assert counts(lab.reports[0]) == {"fuse_rms_norm": 2, "fuse_add_rms_norm": 1}
     assert not any("swiglu" in str(node.target) for node in lab.graphs[0].nodes)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graft.errors import ProofError, TransformError
+from graft.errors import TransformError
 from graft.graph.edit import Editor
-from graft.graph.evaluate import INPUT_KINDS, fill
+from graft.graph.evaluate import INPUT_KINDS, Call, Inputs, Piece, fill
 from graft.graph.nodes import calls, is_op
 from graft.graph.text import graph_text
 from graft.graph.trace import export_graph
@@ -243,17 +243,33 @@ def test_input_kinds_are_what_they_say():
         assert values["small"].abs().max() < 0.01 < values["random"].abs().max()
 
 
-def test_sizes_that_depend_on_data_cannot_be_proven():
-    from graft.graph.evaluate import Inputs
-
+def test_sizes_that_depend_on_data_are_made_up():
     class Picks(nn.Module):
         def forward(self, x):
-            return x[x > 0].exp()
+            y = x[x[:, 0] > 0]
+            return F.silu(y[:, :4]) * y[:, 4:]
 
-    gm = export_graph(Picks(), (torch.randn(7),))
-    node = next(n for n in calls(gm.graph) if is_op(n, aten.exp.default))
-    with pytest.raises(ProofError, match="depends on data"):
-        Inputs("random").at(node)
+    gm = export_graph(Picks(), (torch.randn(7, 8),))
+    (match,) = run_pipeline(gm, load_config({"verify": "matches"})).transforms["fuse_swiglu"].matches
+    assert match.proof is not None and match.proof.error <= match.proof.limit
+
+
+def test_a_proof_leaves_the_state_of_the_model_alone():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("c", torch.ones(8))
+
+        def forward(self, x):
+            self.c.mul_(2)
+            return self.c * x
+
+    gm = export_graph(Counts(), (torch.randn(8),))
+    output = next(n for n in calls(gm.graph) if is_op(n, aten.mul.Tensor))
+    made = {n: Call(n.op, n.target, n.args, n.kwargs, i) for i, n in enumerate(gm.graph.nodes)}
+    piece = Piece((output,), made, gm.get_buffer, lambda node: node if node.op == "placeholder" else None)
+    piece.run(Inputs("random"), lambda target, args, kwargs: target(*args, **kwargs), lambda value: value)
+    assert torch.equal(gm.get_buffer("c"), torch.ones(8))
 
 
 def test_what_follows_from_sizes_is_computed_and_not_made_up():

@@ -111,7 +111,8 @@ def is_state(source: Node, value: Any) -> bool:
 
 def refuse_modes(graph: Graph, inputs: Sequence[Any]) -> None:
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    if any(torch.is_autocast_enabled(kind) for kind in {t.device.type for t in tensors}):
+    kinds = {t.device.type for t in tensors if torch.amp.is_autocast_available(t.device.type)}
+    if any(torch.is_autocast_enabled(kind) for kind in kinds):
         raise GraphRefused("autocast is on around the call; its casts are not in the graph")
     needs_grad = any(t.requires_grad for t in tensors)
     if needs_grad and torch.is_grad_enabled():

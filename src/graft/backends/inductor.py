@@ -72,6 +72,11 @@ def compile_with_inductor(
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
+    clash = sorted(set(options or {}) & set(inductor_settings()))
+    if clash:
+        raise UsageError(
+            f"options.{clash[0]} would take the place of graft's own pass, which keeps writes in place right"
+        )
     trust_instruction_sets()
     patches = {**inductor_settings(), **(list_mode_options(mode) if mode else {}), **(options or {})}
     compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
@@ -104,8 +109,8 @@ def static_inputs() -> list[int]:
 
 
 def cache_hits() -> int:
-    """How many graphs of this process came from Inductor's caches."""
-    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    """How many graphs of this process came from Inductor's caches; a hit of the outer cache counts in both."""
+    return max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def sort_graph(graph: Graph) -> None:

@@ -15,6 +15,10 @@ def models(
     as_json: Json = False,
 ) -> None:
     """List the models of the registry."""
+    if markdown and as_json:
+        from graft.errors import UsageError
+
+        raise UsageError("--markdown and --json are two forms of output; choose one")
     if markdown:
         from graft.workbench.families import families_markdown
 

@@ -90,6 +90,8 @@ def measure(llm: LLM, prompt: Any, compare: bool) -> dict[str, float]:
 def read_prompts(prompts: list[str] | None, token_ids: str | None) -> list[Any]:
     from graft.errors import UsageError
 
+    if token_ids is not None and prompts:
+        raise UsageError("give a prompt or --token-ids, not both")
     if token_ids is not None:
         try:
             return [[int(part) for part in token_ids.split(",")]]
@@ -105,6 +107,8 @@ def read_prompts(prompts: list[str] | None, token_ids: str | None) -> list[Any]:
 def as_chat(llm: LLM, prompt: Any) -> Any:
     from graft.errors import TokenizerMissing, UsageError
 
+    if not isinstance(prompt, str):
+        raise UsageError("--chat wraps a text, not token ids; leave out one of the two")
     if llm.tokenizer is None:
         raise TokenizerMissing(llm.model.name)
     if not llm.tokenizer.chat_template:

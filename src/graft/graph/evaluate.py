@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node, map_arg
 from torch.fx.node import map_aggregate
@@ -21,6 +22,8 @@ from graft.graph.nodes import is_mutating, is_weight, leaves, val, where
 # How each kind of input differs from standard normal values. Small ones show what eps does, zeros and subnormal ones
 # divisions, large ones overflow; 1e15 squares to what float32 can still hold, 100 to what float16 can.
 INPUT_KINDS = ("random", "small", "zeros", "large", "subnormal")
+
+DATA_SIZE = 5  # what a size is made up as that depends on data
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,15 @@ def made_up(value: Any, kind: str, generator: torch.Generator, node: Node) -> An
 
 
 def example_size(size: Any, node: Node) -> int:
-    if isinstance(size, torch.SymInt):
-        hint = size.node.hint
-        if hint is None:
-            raise ProofError(f"{where(node)} has the size {size}, which depends on data; no input can be made up")
-        return int(hint)
-    return int(size)
+    """The size that the example had; one that depends on data is made up."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    if size.node.hint is not None:
+        return int(size.node.hint)
+    symbols = size.node.expr.free_symbols
+    if not all(str(symbol).startswith("u") for symbol in symbols):
+        raise ProofError(f"{where(node)} has the size {size}, which depends on data and on other sizes")
+    return int(size.node.expr.xreplace(dict.fromkeys(symbols, sympy.Integer(DATA_SIZE))))
 
 
 def fill(sizes: Iterable[int], dtype: torch.dtype, kind: str, generator: torch.Generator) -> torch.Tensor:
@@ -131,7 +137,8 @@ class Piece:
                 given = map_aggregate(inputs.at(shared), convert)
                 values[node] = map_aggregate(given, copied) if writes else given
             elif made.op == "get_attr":
-                values[node] = convert(inputs.state(self.attributes(str(made.target))))
+                held = convert(inputs.state(self.attributes(str(made.target))))
+                values[node] = copied(held) if writes else held
             else:
                 args, kwargs = map_arg(made.args, values.__getitem__), map_arg(made.kwargs, values.__getitem__)
                 values[node] = call(made.target, args, kwargs)

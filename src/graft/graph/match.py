@@ -290,7 +290,9 @@ def check_writes(match: Match, order: dict[Node, int], mutated: set[Node]) -> Ma
 def written_inside(root: Node, match: Match, order: dict[Node, int]) -> bool:
     first, last = (f(order.get(n, 0) for n in match.nodes) for f in (min, max))
     writers = (n for n in order if is_mutating(n) and first < order[n] < last)
-    return any(storage_root(a) is root for n in writers for a in n.all_input_nodes)
+    roots = {storage_root(argument) for writer in writers for argument in writer.all_input_nodes}
+    # another attribute may lie in the same memory
+    return root in roots or (root.op == "get_attr" and any(other.op == "get_attr" for other in roots))
 
 
 def is_anchor(loose: Pattern, node: Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from operator import getitem
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +126,19 @@ def storage_root(node: Node) -> Node:
 
 
 def mutated_roots(graph: Graph) -> set[Node]:
-    """Storage owners that some node of the graph writes to."""
-    return {storage_root(arg) for node in graph.nodes if is_mutating(node) for arg in mutated_args(node)}
+    """Storage owners that some node of the graph writes to, and attributes that share memory with one of them."""
+    written = {storage_root(arg) for node in graph.nodes if is_mutating(node) for arg in mutated_args(node)}
+    owners = [node for node in written if node.op == "get_attr"]
+    if owners and graph.owning_module is not None:
+        memory = {address(graph, node) for node in owners}
+        written |= {node for node in graph.nodes if node.op == "get_attr" and address(graph, node) in memory}
+    return written
+
+
+def address(graph: Graph, node: Node) -> int:
+    """What two attributes that share memory have in common."""
+    tensor = attrgetter(str(node.target))(graph.owning_module)
+    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else -id(tensor)
 
 
 def is_mutating(node: Node) -> bool:

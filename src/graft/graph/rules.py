@@ -202,6 +202,9 @@ def as_transpose(node: Node) -> None:
 
 
 def as_square(node: Node) -> None:
+    source = tensor_val(node.args[0])
+    if source is not None and source.dtype is torch.bool:
+        return  # pow counts, so it gives whole numbers
     if node.target is aten.square.default or (
         len(node.args) == 2 and node.args[0] is node.args[1] and isinstance(node.args[0], Node)
     ):
@@ -240,8 +243,15 @@ def without_cudnn_flag(node: Node) -> None:
 
 
 def other_name(target: Any) -> Callable[[Node], None]:
-    """The same call under another name, or with a number where a tensor may stand."""
-    return lambda node: spell(node, target, *node.args, **node.kwargs)
+    """The same call under another name, or with a number where a tensor may stand; alpha is by name there."""
+
+    def rule(node: Node) -> None:
+        args, kwargs = node.args, dict(node.kwargs)
+        if node.target in (aten.add.Scalar, aten.sub.Scalar) and len(args) == 3:
+            args, kwargs = args[:2], {"alpha": args[2]}
+        spell(node, target, *args, **kwargs)
+
+    return rule
 
 
 RESHAPES = {

@@ -65,8 +65,8 @@ def inductor_reports() -> list[Report]:
     """
     hits = cache_hits()
     note = (
-        f"{hits} graphs came from Inductor's caches, where passes do not run; their fusions were made, and reported,"
-        " when they were first compiled (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles them anew)"
+        f"{hits} graphs of this process came from Inductor's caches, where passes do not run; what graft fused in"
+        " them was reported when they were first compiled (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles them anew)"
     )
     return [*_reports, Report("cache", notes=(note,))] if hits else list(_reports)
 

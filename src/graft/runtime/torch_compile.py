@@ -21,7 +21,13 @@ from torch.fx import GraphModule
 
 from graft.backends.dynamo import hand_back, trace_dynamo
 from graft.backends.eager import lower_eager
-from graft.backends.inductor import INDUCTOR_NOTE, apart_from_dynamo, compile_with_inductor, refuse_named_kernels
+from graft.backends.inductor import (
+    INDUCTOR_NOTE,
+    apart_from_dynamo,
+    cache_hits,
+    compile_with_inductor,
+    refuse_named_kernels,
+)
 from graft.errors import GraftError, GraphRefused, UsageError
 from graft.state import functionalization as mutations
 from graft.transforms.base import Context
@@ -76,20 +82,18 @@ class Backend:
         name = f"graph_{len(self.reports)}"
         try:
             transformed, report = self.transform(gm, inputs, name)
+            lowered = None if self.inductor else lower_eager(transformed, self.config.kernels)
         except GraphRefused as refusal:
             return self.fall_back(gm, inputs, mode, options, name, str(refusal))
         except GraftError as error:
             if self.on_error == "raise":
                 raise
             return self.fall_back(gm, inputs, mode, options, name, f"{type(error).__name__}: {error}")
-        if not self.inductor:
-            lowered = lower_eager(transformed, self.config.kernels)
+        if lowered is not None:
             self.reports.append(replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes)))
             return lowered.call
-        mutations.reports()  # what another compilation left
-        compiled = compile_with_inductor(hand_back(gm, transformed), inputs, mode, options)
-        writes = [line for fixed in mutations.reports() for line in fixed.lines()]
-        self.reports.append(replace(report, notes=(*report.notes, INDUCTOR_NOTE, *writes)))
+        compiled, notes = with_notes(hand_back(gm, transformed), inputs, mode, options)
+        self.reports.append(replace(report, notes=(*report.notes, INDUCTOR_NOTE, *notes)))
         return compiled
 
     def transform(self, gm: GraphModule, inputs: Sequence[Any], name: str) -> tuple[GraphModule, Report]:
@@ -110,13 +114,29 @@ class Backend:
         reason: str,
     ) -> Compiled:
         """The graph as Dynamo gave it. Each reason is a warning once, and a note in every report."""
-        instead = "stock Inductor compiles it" if self.inductor else "it runs as Dynamo captured it"
+        instead = "Inductor compiles it as it is" if self.inductor else "it runs as Dynamo captured it"
         note = f"no transform ran on this graph, {instead}: {reason}"
         if reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(f"graft: {name}: {note}", stacklevel=2)
-        self.reports.append(Report(name, notes=(note,)))
-        return compile_with_inductor(gm, inputs, mode, options) if self.inductor else gm.forward
+        compiled, notes = with_notes(gm, inputs, mode, options) if self.inductor else (gm.forward, ())
+        self.reports.append(Report(name, notes=(note, *notes)))
+        return compiled
+
+
+def with_notes(
+    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | None
+) -> tuple[Compiled, tuple[str, ...]]:
+    """The compiled graph, and what was written in place in it, or that a cache holds that knowledge."""
+    mutations.reports()  # what another compilation left
+    before = cache_hits()
+    compiled = compile_with_inductor(gm, inputs, mode, options)
+    lines = [line for fixed in mutations.reports() for line in fixed.lines()]
+    if cache_hits() > before:
+        lines.append(
+            "it came from Inductor's cache; what is written in place in it was told when it was first compiled"
+        )
+    return compiled, tuple(lines)
 
 
 @cache

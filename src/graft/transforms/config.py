@@ -66,7 +66,8 @@ def load_config(
 
 def read_yaml(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text()) or {}
+        read = yaml.safe_load(path.read_text())
+        return {} if read is None else read
     except FileNotFoundError as error:
         raise ConfigError(f"config file {path} does not exist") from error
     except OSError as error:
@@ -82,6 +83,8 @@ def flatten(tree: Any, where: str, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
+        if not prefix and key not in DEPTH:
+            raise UnknownKey(str(key), where, DEPTH)
         deep = name.count(".") < DEPTH.get(name.partition(".")[0], 2)
         if deep and not isinstance(value, Mapping):
             raise WrongType(name, value, "a mapping", where)
@@ -136,8 +139,11 @@ def check_kernel(key: str, value: Any, where: str) -> tuple[str, str]:
 def split_key(key: str, where: str) -> tuple[str, str]:
     """'transforms.fuse_rope.enabled' → ('fuse_rope', 'enabled'), checked."""
     parts = key.split(".")
+    if parts[0] in ("kernels", "verify"):
+        form = "kernels.<op>=<kernel>" if parts[0] == "kernels" else "verify=structure or verify=matches"
+        raise ConfigError(f"{where}: {key!r} is not a key; write {form}")
     if parts[0] != "transforms":
-        raise UnknownKey(parts[0], where, ["kernels", "transforms", "verify"])
+        raise UnknownKey(parts[0], where, DEPTH)
     if len(parts) != 3:
         raise ConfigError(f"{where}: {key!r} is not a key; write transforms.<name>.<option>")
     if parts[1] not in TransformRegistry.names():

@@ -24,7 +24,7 @@ from graft.errors import ProofError
 from graft.graph.canonical import is_random
 from graft.graph.edit import attribute
 from graft.graph.evaluate import INPUT_KINDS, Call, Inputs, Piece
-from graft.graph.nodes import OpOverload, leaves, tensor_val, val, where
+from graft.graph.nodes import OpOverload, is_view_of, leaves, tensor_val, val, where
 from graft.graph.verify import Snapshot
 from graft.ops import OPS
 from graft.ops.cases import UNIT, tolerance
@@ -48,7 +48,9 @@ class Sides:
     new: Mapping[Node, Call]
     successors: Mapping[Node, Node]  # old node → what its readers read now
     owners: Mapping[Node, MatchRecord]  # old node with a successor → the match that replaced it
-    fixed: Set[Node]  # what follows from sizes alone is computed on both sides: a made-up arange would be no arange
+    # computed on both sides: what follows from sizes alone (a made-up arange would be no arange), and views (two of
+    # one value, each made up for itself, would be strangers)
+    computed: Set[Node]
 
     @staticmethod
     def of(gm: GraphModule, before: Snapshot, records: Sequence[MatchRecord]) -> Sides:
@@ -70,7 +72,8 @@ class Sides:
                 if name not in maker:
                     raise ProofError(f"{where(names[name])} was replaced by %{last}, but no match says so")
                 owners[names[name]] = maker[name]
-        return Sides(gm, before.state, old, new, successors, owners, fixed_values(old) | fixed_values(new))
+        computed = {node for graph in (old, new) for node in (*fixed_values(graph), *views(graph))}
+        return Sides(gm, before.state, old, new, successors, owners, computed)
 
     def check_rewiring(self) -> None:
         """Nodes that are in both graphs call what they called, on what took the place of what they read."""
@@ -84,7 +87,7 @@ class Sides:
 
     def pieces(self, record: MatchRecord) -> tuple[Piece, Piece]:
         """The nodes that a match replaced, and those that took their place, cut at nodes that both graphs share."""
-        inside = {*record.replaced, *(node.name for node in self.fixed)}
+        inside = {*record.replaced, *(node.name for node in self.computed)}
         outputs = [node for node, owner in self.owners.items() if owner is record]
         others = {new for old, new in self.successors.items() if self.owners[old] is not record}
 
@@ -111,6 +114,10 @@ def fixed_values(graph: Mapping[Node, Call]) -> set[Node]:
         if made.op == "call_function" and settled and tensor_val(node) is not None and not is_random(node):
             fixed.add(node)
     return fixed
+
+
+def views(graph: Mapping[Node, Call]) -> set[Node]:
+    return {node for node, made in graph.items() if made.op == "call_function" and is_view_of(node) is not None}
 
 
 def is_value(node: Node) -> bool:

@@ -53,5 +53,5 @@ def load_all(plugins: tuple[str, ...] = ()) -> None:
     for name in plugins:
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError as error:
+        except (ImportError, ValueError, TypeError) as error:  # "", ".relative" and names that lead nowhere
             raise UsageError(f"plugin module {name!r} cannot be imported: {error}") from error

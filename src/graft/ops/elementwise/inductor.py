@@ -83,7 +83,12 @@ def inductor_problem(inputs: Sequence[Tensor], program: str) -> str | None:  # n
     other = next((t for t in inputs if t.device.type != "cpu"), None)
     if other is not None:
         return f"compiled for a CPU, but a tensor is on {other.device}"
+    if VERSION < (2, 13) and any(t.dtype in (torch.float16, torch.bfloat16) for t in inputs):
+        return f"Inductor of torch {torch.__version__} rounds 16-bit values elsewhere than eager"
     return None if has_compiler() else "Inductor needs a C++ compiler, and none is found"
+
+
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @cache

@@ -11,7 +11,18 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import Match, NearMiss, check_outside
-from graft.graph.nodes import calls, is_op, module_path, mutated_roots, same_sizes, static_int, tensor_of, val, where
+from graft.graph.nodes import (
+    calls,
+    is_op,
+    module_path,
+    mutated_roots,
+    same_sizes,
+    static_int,
+    storage_root,
+    tensor_of,
+    val,
+    where,
+)
 from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
@@ -67,7 +78,7 @@ def find_plans(gm: GraphModule, name: str) -> tuple[list[Plan], list[NearMiss]]:
         turn = find_turn(node)
         if turn is None:
             continue
-        plan = turn if isinstance(turn, Refusal) else make_plan(turn)
+        plan = turn if isinstance(turn, Refusal) else written_angle(turn, mutated) or make_plan(turn)
         if isinstance(plan, Plan):
             checked = check_outside(plan.match, order, mutated)
             plan = plan if isinstance(checked, Match) else Refusal(checked[0] or node, checked[1])
@@ -77,6 +88,12 @@ def find_plans(gm: GraphModule, name: str) -> tuple[list[Plan], list[NearMiss]]:
             fitted = 1 if isinstance(turn, Refusal) else 2
             misses.append(NearMiss(name, where(node), f"%{plan.node.name}", plan.reason, fitted, 2))
     return plans, misses
+
+
+def written_angle(turn: Turn, mutated: Collection[Node]) -> Refusal | None:
+    """The op reads cos and sin where they are made; a write to them in between would be lost."""
+    angle = next((node for node in (turn.cos, turn.sin) if mutated and storage_root(node) in mutated), None)
+    return Refusal(angle, f"{where(angle)} is written in place") if angle is not None else None
 
 
 def make_plan(turn: Turn) -> Plan | Refusal:
