@@ -13,7 +13,7 @@ from graft.errors import ProgramError, UsageError
 from graft.ops import OPS, choose
 from graft.ops.cases import UNIT
 from graft.ops.elementwise.codegen import COMPARISONS, triton_problem, triton_source
-from graft.ops.elementwise.inductor import elementwise_inductor, python_source
+from graft.ops.elementwise.inductor import elementwise_inductor, inductor_problem, python_source
 from graft.ops.elementwise.layout import loop_of
 from graft.ops.elementwise.program import DTYPES, SIGNATURES, Call, Program, Ref, parse
 from graft.ops.elementwise.reference import elementwise, kinds_of
