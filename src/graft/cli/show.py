@@ -47,13 +47,13 @@ def quiet_libraries() -> None:
 def pipeline_table(report: Report) -> Table:
     table = Table(title=f"Pipeline of {report.model}", title_justify="left")
     for name, justify in (("stage", "left"), ("transform", "left"), ("status", "left"), ("matches", "right")):
-        table.add_column(name, justify=justify)  # pyrefly: ignore
-    table.add_column("nodes", justify="right")
-    table.add_column("seconds", justify="right")
+        table.add_column(name, justify=justify, no_wrap=True)  # pyrefly: ignore
+    table.add_column("nodes", justify="right", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
     proven = any(match.proof for record in report.transforms.values() for match in record.matches)
     if proven:
-        table.add_column("proof")
-    table.add_column("why")
+        table.add_column("proof", overflow="fold")
+    table.add_column("why", overflow="fold")
     for record in report.transforms.values():
         nodes = f"{record.nodes_before} → {record.nodes_after}" if record.nodes_before else ""
         seconds = f"{record.seconds:.3f}" if record.nodes_before else ""
