@@ -20,7 +20,7 @@ def dump(
     as_json: Json = False,
 ) -> None:
     """Capture and transform a model, and write the graph after every step as text and JSON."""
-    from graft.cli.show import out, pipeline_table, progress_bar
+    from graft.cli.show import out, print_pipeline, progress_bar
     from graft.transforms.config import load_config
     from graft.workbench.dump import dump_model
 
@@ -30,5 +30,5 @@ def dump(
     if as_json:
         print(report.to_json())
         return
-    out.print(pipeline_table(report))
+    print_pipeline(report)
     out.print(f"{len(list(output.glob('*.txt'))) - 1} graphs in {output}", markup=False)

@@ -37,7 +37,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Complete prompts with a model."""
-    from graft.cli.show import out, pipeline_table, progress_bar
+    from graft.cli.show import out, print_pipeline, progress_bar
     from graft.models.load import load_model
     from graft.runtime.core import SamplingParams
     from graft.runtime.llm import LLM, overlay
@@ -67,7 +67,7 @@ def run(
     if verify and not table:
         show_proofs(llm)
     if table:
-        out.print(pipeline_table(llm.report))
+        print_pipeline(llm.report)
         for op, kernel in llm.report.kernels.items():
             out.print(f"{op}: {kernel}", markup=False)
     show_speeds(loaded.name, llm, speeds)

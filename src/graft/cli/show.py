@@ -44,22 +44,26 @@ def quiet_libraries() -> None:
     hf_logging.set_verbosity_error()
 
 
+def print_pipeline(report: Report) -> None:
+    """The table, then for each transform the proof of its matches or why there are none, a line each."""
+    out.print(pipeline_table(report))
+    for record in report.transforms.values():
+        for text in (proof_text(record), record.reason):
+            if text:
+                out.print(f"{record.name}: {text}", markup=False, soft_wrap=True)
+
+
 def pipeline_table(report: Report) -> Table:
     table = Table(title=f"Pipeline of {report.model}", title_justify="left")
-    for name, justify in (("stage", "left"), ("transform", "left"), ("status", "left"), ("matches", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)  # pyrefly: ignore
-    table.add_column("nodes", justify="right", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
-    proven = any(match.proof for record in report.transforms.values() for match in record.matches)
-    if proven:
-        table.add_column("proof", overflow="fold")
-    table.add_column("why", overflow="fold")
+    for name in ("stage", "transform", "status"):
+        table.add_column(name, no_wrap=True)
+    for name in ("matches", "nodes", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
     for record in report.transforms.values():
         nodes = f"{record.nodes_before} → {record.nodes_after}" if record.nodes_before else ""
         seconds = f"{record.seconds:.3f}" if record.nodes_before else ""
         matches = str(len(record.matches)) if record.nodes_before else ""
-        proof = [proof_text(record)] if proven else []
-        table.add_row(record.stage, record.name, record.status, matches, nodes, seconds, *proof, record.reason)
+        table.add_row(record.stage, record.name, record.status, matches, nodes, seconds)
     return table
 
 
