@@ -350,18 +350,18 @@ def test_a_mask_that_is_written_to_is_not_evaluated():
 
 # what looks causal or open in small sizes, and is not; (i, j, s, t) → True where a query may look
 FAR_OFF = {
-    "a large window": lambda i, j, s, t: (j <= i) & (i - j <= 5000),  # noqa: ARG005
-    "a float": lambda i, j, s, t: (i - j).float() < 16.5,  # noqa: ARG005
-    "a tensor": lambda i, j, s, t: i - j < torch.tensor(16),  # noqa: ARG005
-    "sums": lambda i, j, s, t: i - j - 10 - 10 - 10 < 0,  # noqa: ARG005
-    "products": lambda i, j, s, t: i - j < torch.full((), 4) * 4 * 4,  # noqa: ARG005
-    "doubled": lambda i, j, s, t: i - j - doubled(doubled(torch.full((), 9))) < 0,  # noqa: ARG005
-    "the last keys": lambda i, j, s, t: (j <= i) & ((j >= t - 64) | (j == i)),  # noqa: ARG005
-    "a part of the size": lambda i, j, s, t: j <= i + s // 16,  # noqa: ARG005
-    "a part of the size, less": lambda i, j, s, t: (j <= i) | (j + 5 < s // 16),  # noqa: ARG005
-    "a smaller size": lambda i, j, s, t: (j >= i - torch.sym_min(s, 64)) & (j <= i),  # noqa: ARG005
-    "rounded": lambda i, j, s, t: j.bfloat16() <= i.bfloat16(),  # noqa: ARG005
-    "overflowing": lambda i, j, s, t: (i - j).to(torch.int8) >= 0,  # noqa: ARG005
+    "a large window": lambda i, j, s, t: (j <= i) & (i - j <= 5000),
+    "a float": lambda i, j, s, t: (i - j).float() < 16.5,
+    "a tensor": lambda i, j, s, t: i - j < torch.tensor(16),
+    "sums": lambda i, j, s, t: i - j - 10 - 10 - 10 < 0,
+    "products": lambda i, j, s, t: i - j < torch.full((), 4) * 4 * 4,
+    "doubled": lambda i, j, s, t: i - j - doubled(doubled(torch.full((), 9))) < 0,
+    "the last keys": lambda i, j, s, t: (j <= i) & ((j >= t - 64) | (j == i)),
+    "a part of the size": lambda i, j, s, t: j <= i + s // 16,
+    "a part of the size, less": lambda i, j, s, t: (j <= i) | (j + 5 < s // 16),
+    "a smaller size": lambda i, j, s, t: (j >= i - torch.sym_min(s, 64)) & (j <= i),
+    "rounded": lambda i, j, s, t: j.bfloat16() <= i.bfloat16(),
+    "overflowing": lambda i, j, s, t: (i - j).to(torch.int8) >= 0,
 }
 
 

@@ -62,7 +62,8 @@ def number_bounds(nodes: Sequence[Node], constants: Mapping[Node, torch.Tensor],
             bounds[node] = magnitude(value, multiplied, lowest=floating and isinstance(value, float))
         else:
             own = own_numbers(node, multiplied, floating)
-            bounds[node] = together([*own, *(bounds[n] for n in node.all_input_nodes)], multiplied)
+            inputs = [n for n in leaves((node.args, node.kwargs)) if isinstance(n, Node)]  # twice in x + x
+            bounds[node] = together([*own, *(bounds[n] for n in inputs)], multiplied)
             seen.update(own)
         seen.add(bounds[node])
     total = together([bounds[nodes[-1]], *(size_bound(size, multiplied) for size in sizes)], multiplied)
