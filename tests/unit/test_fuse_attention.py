@@ -599,17 +599,54 @@ def test_both_layouts_can_be_read():
         close(got, expected)
 
 
-def test_a_result_that_is_written_to_keeps_its_layout():
-    def written(q, k, v):
-        out = plain(q, k, v)
-        turned = out.transpose(1, 2)
-        out.add_(1)
-        return turned * 2
+def changed_number(q, k, v):
+    c = torch.full((1,), 1.0)
+    c[0] = 0.1
+    return attend(q @ k.transpose(2, 3) * c, v)
 
+
+def changed_fill(q, k, v):
+    c = torch.full((), INF)
+    c.fill_(-1.0)
+    return attend(torch.where(causal(S), q @ k.transpose(2, 3), c), v)
+
+
+def weights_as(*dtypes):
+    def fn(q, k, v):
+        weights = torch.softmax(q @ k.transpose(2, 3) * SCALE, -1)
+        for dtype in dtypes:
+            weights = weights.to(dtype)
+        return weights @ v
+
+    return fn
+
+
+def result_written(q, k, v):
+    out = plain(q, k, v)
+    out.view(B, H, S * D).add_(1)
+    return out * 2
+
+
+def result_strided(q, k, v):
+    return plain(q, k, v).as_strided((B, S * H * D), (H * S * D, 1))
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (changed_number, "multiplied by a tensor"),
+        (changed_fill, "not a number"),
+        (weights_as(torch.int32, torch.float32), "become torch.int32"),
+        (weights_as(torch.bfloat16, torch.float32), "become torch.bfloat16"),
+        (result_written, "written to in place"),
+        (result_strided, "by its strides"),
+    ],
+)
+def test_writes_casts_and_strides_that_the_op_would_lose_r17(fn, reason):
     inputs = tensors()
-    gm, record, _ = fuse(Fn(written), inputs)
-    assert len(record.matches) == 1
-    close(gm(*inputs), written(*inputs))
+    gm, record, _ = fuse(Fn(fn), inputs)
+    assert record.matches == () and reason in record.reason
+    close(gm(*inputs), fn(*inputs))
 
 
 TRANSPOSES = {

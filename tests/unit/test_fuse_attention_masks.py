@@ -181,7 +181,9 @@ def test_lowest_float16_in_the_scores_is_refused():
     seen = torch.ones(B, S, dtype=torch.bool)
     _, record, _ = fuse(Fn(padding_lowest), (*tensors(torch.float16), seen))
     assert record.matches == () and "lowest float16" in record.reason
-    assert fuse(Fn(padding_added_lowest), (*tensors(torch.float16), seen))[1].matches
+    _, record, _ = fuse(Fn(padding_added_lowest), (*tensors(torch.float16), seen))
+    assert record.matches == () and "lowest float16" in record.reason
+    assert fuse(Fn(padding_added_inf), (*tensors(torch.float16), seen))[1].matches
 
 
 @pytest.mark.parametrize("nan_rows", [False, True])
@@ -232,6 +234,21 @@ def test_layers_share_one_mask():
     assert len(record.matches) == 3
     assert len({n.args[3] for n in calls(gm.graph) if is_op(n, torch.ops.graft.attention.default)}) == 1
     close(gm(*inputs), layers(*inputs))
+
+
+def test_a_mask_is_shared_only_with_what_comes_after_it():
+    def fn(q, k, v, seen):
+        x = scores(q, k).masked_fill(~seen[:, None, None, :], lowest(q))
+        y = scores(k, q).masked_fill(~seen[:, None, None, :], lowest(q))
+        first, second = torch.softmax(x, -1), torch.softmax(y, -1)
+        later = second @ v  # the second softmax is done first
+        return (first @ v) * later
+
+    inputs = (*tensors(), torch.rand(B, S) > 0.4)
+    gm, record, _ = fuse(Fn(fn), inputs)
+    gm.graph.lint()
+    assert len(record.matches) == 2
+    close(gm(*inputs), fn(*inputs))
 
 
 # ── positions ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -329,6 +346,92 @@ def test_a_mask_that_is_written_to_is_not_evaluated():
     gm, record, _ = fuse(Fn(fn), inputs)
     assert len(record.matches) == 1 and options(gm)["mask"] is not None
     close(gm(*inputs), fn(*inputs))
+
+
+# what looks causal or open in small sizes, and is not; (i, j, s, t) → True where a query may look
+FAR_OFF = {
+    "a large window": lambda i, j, s, t: (j <= i) & (i - j <= 5000),
+    "a float": lambda i, j, s, t: (i - j).float() < 16.5,
+    "a tensor": lambda i, j, s, t: i - j < torch.tensor(16),
+    "sums": lambda i, j, s, t: i - j - 10 - 10 - 10 < 0,
+    "products": lambda i, j, s, t: i - j < torch.full((), 4) * 4 * 4,
+    "doubled": lambda i, j, s, t: i - j - doubled(doubled(torch.full((), 9))) < 0,
+    "the last keys": lambda i, j, s, t: (j <= i) & ((j >= t - 64) | (j == i)),
+    "a part of the size": lambda i, j, s, t: j <= i + s // 16,
+    "a part of the size, less": lambda i, j, s, t: (j <= i) | (j + 5 < s // 16),
+    "a smaller size": lambda i, j, s, t: (j >= i - torch.sym_min(s, 64)) & (j <= i),
+    "rounded": lambda i, j, s, t: j.bfloat16() <= i.bfloat16(),
+    "overflowing": lambda i, j, s, t: (i - j).to(torch.int8) >= 0,
+}
+
+
+def doubled(x):
+    return x + x
+
+
+@pytest.mark.parametrize("kind", FAR_OFF)
+@pytest.mark.parametrize("apart", [False, True])
+def test_masks_of_dynamic_sizes_are_right_at_every_size_r17(kind, apart):
+    """Whatever they become, the numbers hold in sizes beyond every literal."""
+
+    def fn(q, k, v):
+        s, t = q.shape[2], k.shape[2]
+        mask = FAR_OFF[kind](torch.arange(s)[:, None], torch.arange(t)[None], s, t)
+        return attend(scores(q, k).masked_fill(~mask, lowest(q)), v)
+
+    s, t = torch.export.Dim("s", min=2, max=9000), torch.export.Dim("t", min=2, max=9000)
+    shapes = (({2: s}, {2: t}, {2: t}),) if apart else (({2: s}, {2: s}, {2: s}),)
+    gm, record, _ = fuse(Fn(fn), tensors(s=9, t=11 if apart else 9), dynamic_shapes=shapes)
+    assert len(record.matches) == 1
+    if kind == "a large window":
+        assert options(gm)["mask"] is not None
+        return
+    for sizes in ((9, 9), (90, 90), (300, 300), (40, 90), (90, 40)) if apart else ((9, 9), (90, 90), (300, 300)):
+        other = tensors(s=sizes[0], t=sizes[1], seed=3)
+        close(gm(*other), fn(*other))
+
+
+@pytest.mark.parametrize("window", [600, 1001])
+def test_large_windows_of_dynamic_sizes_are_proven(window):
+    def fn(q, k, v):
+        i = torch.arange(q.shape[2])
+        mask = (i[None] <= i[:, None]) & (i[:, None] - i[None] < window)
+        return attend(scores(q, k).masked_fill(~mask, lowest(q)), v)
+
+    s = torch.export.Dim("s", min=2, max=9000)
+    gm, _, _ = fuse(Fn(fn), tensors(), dynamic_shapes=(({2: s}, {2: s}, {2: s}),))
+    assert (options(gm)["is_causal"], options(gm)["window"], options(gm)["mask"]) == (True, window, None)
+
+
+@pytest.mark.parametrize("kind", ["third size", "rows of the batch", "expanded", "ones"])
+def test_sizes_of_something_else_are_not_fixed(kind):
+    def fn(q, k, v, w):
+        b, s = q.shape[0], q.shape[2]
+        i, j = torch.arange(s)[:, None], torch.arange(s)[None]
+        mask = {
+            "third size": lambda: i - j < w.shape[0],
+            "rows of the batch": lambda: (j <= i) & ~((torch.arange(b) >= 2)[:, None, None, None] & (j > 0)),
+            "expanded": lambda: (j <= i)[None, None].expand(b, 1, s, s),
+            "ones": lambda: (j <= i) & torch.ones(b, 1, 1, s, dtype=torch.bool),
+        }[kind]()
+        return attend(scores(q, k).masked_fill(~mask, lowest(q)), v)
+
+    b, s, n = (torch.export.Dim(name, min=2, max=900) for name in "bsn")
+    shapes = (({0: b, 2: s}, {0: b, 2: s}, {0: b, 2: s}, {0: n}),)
+    gm, record, _ = fuse(Fn(fn), (*tensors(), torch.randn(20)), dynamic_shapes=shapes)
+    assert len(record.matches) == 1
+    assert (options(gm)["mask"] is None) == (kind in ("expanded", "ones"))
+    other = (*(torch.cat([x, x]) for x in tensors(s=30, t=30)), torch.randn(3))
+    close(gm(*other), fn(*other))
+
+
+def test_an_empty_sequence_is_refused():
+    for s, t in ((0, 3), (3, 0)):
+        _, record, _ = fuse(
+            Fn(lambda q, k, v, s=s, t=t: attend(scores(q, k).masked_fill(~causal(s).new_ones(s, t), INF), v)),
+            tensors(s=s, t=t),
+        )
+        assert record.matches == () and "nothing to attend to" in record.reason
 
 
 def test_evaluator_knows_its_limits():
@@ -435,10 +538,13 @@ def test_the_comparison_sees_planted_mistakes(name):
 # ── sinks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sink(q, k, v, sinks, *, first=False, drop=True, shift=False, spread=None):
+def sink(q, k, v, sinks, *, first=False, drop=True, shift=False, spread=None, late=False):
     x = scores(q, k)
+    sinks = sinks.clone() if late else sinks
     column = sinks.view(1, H, 1, 1).expand(B, H, S, 1) if spread is None else spread(sinks)
     x = torch.cat([column, x] if first else [x, column], -1)
+    if late:
+        sinks.add_(1)
     x = x - x.amax(-1, keepdim=True) if shift else x
     weights = F.softmax(x, -1)
     if not drop:
@@ -456,6 +562,7 @@ def test_sinks_before_and_behind_the_scores_r17(how):
 
 def test_sinks_that_the_op_has_not():
     inputs, narrow = (*tensors(), torch.randn(H)), (*tensors(torch.bfloat16), torch.randn(H).bfloat16())
+    square = (*tensors(s=H, t=H), torch.randn(H))
     table = [
         (inputs, {"drop": False}, "is not dropped"),
         (
@@ -464,6 +571,8 @@ def test_sinks_that_the_op_has_not():
             "one logit",
         ),
         (narrow, {}, "takes the row's maximum away"),
+        (square, {"spread": lambda x: x.reshape(1, 1, -1, 1).expand(B, H, H, 1)}, "one logit"),
+        (inputs, {"late": True}, "writes to"),
     ]
     for given_inputs, how, reason in table:
         _, record, _ = fuse(Fn(lambda *args, h=how: sink(*args, **h)), given_inputs)

@@ -1,8 +1,8 @@
 """Tensors that follow from sizes alone (masks made of arange, tril, comparisons…): evaluated without any input.
 
 A subgraph qualifies when every node is one of the listed ops and every leaf is a size, a literal or a scalar constant
-of the program. Static sizes are evaluated as they are; dynamic ones at several sample sizes, around every integer
-that the subgraph holds, because a band or an offset shows only in sizes larger than it.
+of the program. Static sizes are evaluated as they are; dynamic ones at several sample sizes, around every number
+that the subgraph holds and beyond all that they combine to, because a band or an offset shows only in larger sizes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from graft.graph.edit import attribute
-from graft.graph.nodes import is_mutating, is_op, leaves, mutated_args, storage_root, val
+from graft.graph.nodes import is_mutating, is_op, mutated_args, storage_root, val
+from graft.graph.size_bounds import number_bounds, values_depend_on
 
 aten = torch.ops.aten
-MAX_ELEMENTS = 2**26  # a larger tensor is not evaluated: 64 MiB as booleans
-MAX_LITERAL = 4096  # a mask with a larger integer would need larger samples than that
+MAX_SIZE = 8300  # of a sample: a window of 4096 shows in it; numbers that need more are not decided
+MAX_ELEMENTS = MAX_SIZE**2  # a larger tensor is not evaluated: 66 MiB as booleans
 SMALL_SIZES = (2, 3, 5, 8)
 
 POSITION_OPS = frozenset(
@@ -71,7 +72,11 @@ class SizeEvaluator:
         if nodes is None:
             return None
         symbols, others = free_symbols(sizes), free_symbols([val(n) for n in nodes])
-        points = list(sample_points(symbols, [s for s in others if s not in symbols], int_literals(nodes)))
+        others = [symbol for symbol in others if symbol not in symbols]
+        if others and values_depend_on(nodes, others):
+            return None
+        bounds = number_bounds(nodes, self.constants(nodes), sizes) if symbols or others else set()
+        points = list(sample_points(symbols, others, bounds))
         largest = max((elements(n, p) for n in nodes for p in points), default=0)
         if not points or largest > MAX_ELEMENTS:
             return None
@@ -79,6 +84,9 @@ class SizeEvaluator:
             return [Sample(tuple(size_at(s, p) for s in sizes), self.run(nodes, p)) for p in points]
         except (RuntimeError, IndexError, ValueError, TypeError):  # sizes that these ops refuse: nothing is known
             return None
+
+    def constants(self, nodes: Sequence[Node]) -> dict[Node, torch.Tensor]:
+        return {node: value for node in nodes if (value := constant(self.gm, node)) is not None}
 
     def subgraph(self, root: Node) -> list[Node] | None:
         """The nodes that `root` is made of, in graph order, or None when one is not of the listed kind."""
@@ -99,9 +107,11 @@ class SizeEvaluator:
         return sorted(found)
 
     def qualifies(self, node: Node) -> bool:
-        if is_size(node) or constant(self.gm, node) is not None:
+        if is_size(node):
             return True
-        return node.op == "call_function" and node.target in POSITION_OPS and storage_root(node) not in self.mutated
+        if storage_root(node) in self.mutated:
+            return False
+        return constant(self.gm, node) is not None or (node.op == "call_function" and node.target in POSITION_OPS)
 
     def run(self, nodes: Sequence[Node], point: Mapping[Any, int]) -> torch.Tensor:
         values: dict[Node, Any] = {}
@@ -140,12 +150,28 @@ def constant(gm: GraphModule, node: Any) -> torch.Tensor | None:
     return value.cpu() if plain else None
 
 
+def writers(root: Node) -> list[Node]:
+    """Every node that writes to a storage; detach_ changes no value."""
+    aliases, found = [root], []
+    for alias in aliases:
+        for user in alias.users:
+            if user.target is not aten.detach_.default and any(written is alias for written in mutated_args(user)):
+                found.append(user)
+            if user not in aliases and storage_root(user) is root:
+                aliases.append(user)
+    return found
+
+
 def number(gm: GraphModule, value: Any) -> float | None:
     """The Python number that an argument stands for: itself, or a tensor that holds it everywhere."""
     while is_op(value, *SAME_NUMBER):
+        if writers(storage_root(value)):
+            return None
         value = value.args[0]
     if not isinstance(value, Node):
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if writers(storage_root(value)):
+        return None
     held = None
     if is_op(value, aten.full.default, aten.full_like.default):
         held = value.args[1]
@@ -173,7 +199,8 @@ def size_at(size: Any, point: Mapping[Any, int]) -> int:
 def elements(node: Node, point: Mapping[Any, int]) -> int:
     """How many elements a node has at a sample; symbols that are not sampled come from values nobody evaluates."""
     value = val(node)
-    return math.prod(size_at(s, point) for s in value.shape) if isinstance(value, torch.Tensor) else 0
+    plain = isinstance(value, torch.Tensor) and not is_op(node, aten.expand.default)  # an expanded one has no memory
+    return math.prod(size_at(s, point) for s in value.shape) if plain else 0
 
 
 def free_symbols(values: Sequence[Any]) -> list[Any]:
@@ -182,31 +209,23 @@ def free_symbols(values: Sequence[Any]) -> list[Any]:
     return sorted(symbols, key=str)
 
 
-def int_literals(nodes: Sequence[Node]) -> set[int]:
-    """Integers among the arguments that could be an offset or a band; an open end of a slice is none."""
-    given = (leaf for n in nodes for leaf in leaves((n.args, n.kwargs)) if not is_size(n))
-    plain = {abs(leaf) for leaf in given if isinstance(leaf, int) and not isinstance(leaf, bool)}
-    return {literal for literal in plain if 1 < literal < 2**62}
+def sample_points(symbols: Sequence[Any], others: Sequence[Any], bounds: set[int]) -> Iterator[dict[Any, int]]:
+    """Values for the symbols: all equal, growing and falling, around every bound and beyond twice the largest.
 
-
-def sample_points(symbols: Sequence[Any], others: Sequence[Any], literals: set[int]) -> Iterator[dict[Any, int]]:
-    """Values for the symbols: all equal, growing and falling, below and above every literal; `others` stay small.
-
-    Nothing at all where a literal is too large to sample around: nothing is known then.
+    `others`, which only spread values, stay one. Nothing at all where that takes too large a sample.
     """
-    if not symbols and not others:
-        yield {}
+    ones = dict.fromkeys(others, 1)
+    if not symbols:
+        yield ones
         return
-    if any(literal > MAX_LITERAL for literal in literals):
+    beyond = 2 * max(bounds, default=0) + 4
+    if beyond + 3 * len(symbols) > MAX_SIZE:
         return
-    small_ones, large_ones = (
-        {n for n in literals if n <= MAX_LITERAL // 8},
-        {n for n in literals if n > MAX_LITERAL // 8},
-    )
-    around = {size for n in small_ones for size in (n - 1, n, n + 1, n + 3)} | {n + 1 for n in large_ones}
-    for size in sorted({*SMALL_SIZES, *(s for s in around if s > 1)}):
-        small = dict.fromkeys(others, 2)
-        yield {**small, **dict.fromkeys(symbols, size)}
-        if len(symbols) > 1 and size <= 2 * max(SMALL_SIZES):
-            yield {**small, **{symbol: size + 3 * i for i, symbol in enumerate(symbols)}}
-            yield {**small, **{symbol: size + 3 * i for i, symbol in enumerate(reversed(symbols))}}
+    around = {size for n in bounds for size in (n - 1, n, n + 1, n + 3)}
+    for size in sorted({*SMALL_SIZES, *(s for s in around if s > 1), beyond, beyond + 3}):
+        yield {**ones, **dict.fromkeys(symbols, size)}
+        if len(symbols) > 1:
+            yield {**ones, **{symbol: size + 3 * i for i, symbol in enumerate(symbols)}}
+            yield {**ones, **{symbol: size + 3 * i for i, symbol in enumerate(reversed(symbols))}}
+            for small in symbols:
+                yield {**ones, **dict.fromkeys(symbols, size), small: 2}

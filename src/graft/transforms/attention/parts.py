@@ -45,6 +45,7 @@ class Walk:
     softcap: float | None = None
     sinks: Node | None = None
     sinks_first: bool = False
+    sinks_at: Node | None = None  # where they join the scores
     shifted: bool = False  # the row's maximum is taken away before softmax
     scaled: bool = False  # past the masks: a factor was read
 

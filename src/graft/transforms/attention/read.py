@@ -12,7 +12,6 @@ from torch.fx import GraphModule, Node
 from graft.graph.nodes import (
     arg_values,
     is_op,
-    mutated_args,
     same_sizes,
     static_int,
     storage_root,
@@ -20,6 +19,7 @@ from graft.graph.nodes import (
     tensor_val,
     where,
 )
+from graft.graph.sizes import writers
 from graft.transforms.attention.operands import Operand, lifted, unrepeated, unscaled
 from graft.transforms.attention.parts import Attention, Piece, Refused, Walk
 from graft.transforms.attention.products import scores_product, values_product
@@ -43,9 +43,12 @@ def read_softmax(gm: GraphModule, softmax: Node, out: Node, mutated: Collection[
         *(tuple(walk.pieces), walk.softcap, walk.sinks),
     )
     check_dtypes(found)
+    check_casts(path, tensor_of(out).dtype)
     check_sink_dtypes(walk, found)
     check_readers(found)
-    readers = ((scores.q.node, product), (scores.k.node, product), *((p.node, p.at) for p in found.pieces))
+    readers = [(scores.q.node, product), (scores.k.node, product), *((p.node, p.at) for p in found.pieces)]
+    if walk.sinks is not None and walk.sinks_at is not None:
+        readers.append((walk.sinks, walk.sinks_at))
     check_writes(found, readers, mutated)
     return in_op_terms(gm, found, mutated)
 
@@ -89,6 +92,13 @@ def check_dtypes(found: Attention) -> None:
         raise Refused(f"softmax runs in {tensor_of(found.anchor).dtype}")
 
 
+def check_casts(path: Collection[Node], dtype: torch.dtype) -> None:
+    """The weights are rounded to the inputs' dtype and to no other."""
+    for node in path:
+        if is_op(node, aten.to.dtype) and tensor_of(node).dtype not in (dtype, torch.float32):
+            raise Refused(f"the weights become {tensor_of(node).dtype} at {where(node)}; the op keeps them {dtype}")
+
+
 def check_sink_dtypes(walk: Walk, found: Attention) -> None:
     dtype, softmax = tensor_of(found.out).dtype, found.anchor
     if walk.sinks is None or dtype == torch.float32:
@@ -112,21 +122,9 @@ def check_writes(found: Attention, readers: Collection[tuple[Node, Node]], mutat
     inside = set(found.inner)
     for source, reader in readers:
         root = storage_root(source)
-        for writer in touching(root) if root in mutated else ():
+        for writer in writers(root) if root in mutated else ():
             if reader < writer < found.out and writer not in inside:
                 raise Refused(f"{where(writer)} writes to {where(source)} before attention is done")
-
-
-def touching(root: Node) -> list[Node]:
-    """Every node that writes to a storage."""
-    aliases, writers = [root], []
-    for alias in aliases:
-        for user in alias.users:
-            if any(written is alias for written in mutated_args(user)):
-                writers.append(user)
-            if user not in aliases and storage_root(user) is root:
-                aliases.append(user)
-    return writers
 
 
 # ── the op's terms ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,6 +179,8 @@ def four_dims(found: Attention) -> Attention:
 def check_shapes(found: Attention) -> None:
     b, h, s, d = found.q.shape
     kv, t = found.k.shape[1:3]
+    if 0 in (static_int(s), static_int(t)):
+        raise Refused(f"{s} queries meet {t} keys: there is nothing to attend to")
     if not same_sizes(found.k.shape, (b, kv, t, d)) or not same_sizes(found.v.shape[:3], (b, kv, t)):
         raise Refused(f"queries {text(found.q)}, keys {text(found.k)} and values {text(found.v)} do not fit the op")
     if static_int(h) is None or static_int(kv) is None or h % kv:

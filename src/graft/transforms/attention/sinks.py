@@ -28,6 +28,7 @@ def read_sinks(walk: Walk, node: Node) -> Node:
     first = columns[0] == 1
     sinks, scores = joined.args[0] if first else reversed(joined.args[0])
     walk.sinks, walk.sinks_first, walk.shifted = one_logit_a_head(sinks, joined), first, joined is not node
+    walk.sinks_at = joined
     walk.inner += [joined] if joined is node else [node, *maximum_nodes(node.args[1]), joined]
     return scores
 
@@ -51,20 +52,42 @@ def maximum_nodes(node: Any) -> list[Node]:
 
 
 def one_logit_a_head(sinks: Node, joined: Node) -> Node:
-    """The [h] or [1, h, 1, 1] tensor that was spread over batch and queries."""
-    source = sinks
+    """The [h] or [1, h, 1, 1] tensor that was spread over batch and queries, its heads in dim 1 of the scores."""
+    source, axis, heads = sinks, 1 if tensor_of(joined).dim() == 4 else None, tensor_of(joined).shape[1]
     while (
         is_op(source, aten.expand.default, aten.reshape.default, aten.unsqueeze.default)
         and tensor_of(source).dim() > 1
     ):
+        axis = axis_below(source, axis)
         source = source.args[0]
-    heads = tensor_of(joined).shape[1]
-    sizes = [size for size in tensor_of(source).shape if size != 1] or [1]
-    if tensor_of(joined).dim() != 4 or not same_sizes(sizes, [heads]):
+    if axis is None or not only_axis(source, axis, heads):
         raise Refused(f"{where(sinks)} joins the scores, but is not one logit a head")
     if tensor_of(source).dtype != tensor_of(joined).dtype:
         raise Refused(f"the sinks {where(source)} are {tensor_of(source).dtype}, the scores are not")
     return source
+
+
+def axis_below(node: Node, axis: int | None) -> int | None:
+    """Where `axis` of a view lies in what is viewed; None where it does not, or cannot be told."""
+    shape, below = tensor_of(node).shape, tensor_of(node.args[0]).shape
+    if axis is None:
+        return None
+    if is_op(node, aten.expand.default):
+        axis -= len(shape) - len(below)
+        return axis if axis >= 0 else None
+    if is_op(node, aten.unsqueeze.default):
+        new = node.args[1] % len(shape)
+        return None if new == axis else axis - (axis > new)
+    if same_sizes(shape, below):
+        return axis
+    places = [i for i, size in enumerate(below) if static_int(size) != 1] or [0]
+    return places[0] if len(places) == 1 and only_axis(node, axis, shape[axis]) else None
+
+
+def only_axis(node: Node, axis: int, size: Any) -> bool:
+    """Whether a tensor is one in every dim but `axis`, and `size` there."""
+    shape = tensor_of(node).shape
+    return same_sizes(shape, [size if i == axis else 1 for i in range(len(shape))])
 
 
 def check_columns(walk: Walk, softmax: Node, path: Collection[Node]) -> None:

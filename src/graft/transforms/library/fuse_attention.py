@@ -80,7 +80,21 @@ def decide(evaluator: SizeEvaluator, anchor: Node, out: Node) -> tuple[Attention
         found = read_sdpa(evaluator.gm, anchor, evaluator.mutated)
     else:
         found = read_softmax(evaluator.gm, anchor, out, evaluator.mutated)
+    check_result(out, evaluator.mutated)
     return found, plan_masks(found, evaluator)
+
+
+def check_result(out: Node, mutated: Collection[Node]) -> None:
+    """The op's result lies in memory in another way: nobody may write through its views or read its strides."""
+    if storage_root(out) in mutated:
+        raise Refused(f"the result {where(out)} is written to in place")
+    aliases = [out]
+    for alias in aliases:
+        for user in alias.users:
+            if is_op(user, aten.as_strided.default):
+                raise Refused(f"{where(user)} reads the result {where(out)} by its strides")
+            if user not in aliases and storage_root(user) is storage_root(out):
+                aliases.append(user)
 
 
 def fuse(
@@ -96,7 +110,8 @@ def fuse(
         views = emit(editor, operand.node, operand.steps, found.out, found.anchor)
         inputs.append(views[-1] if views else operand.node)
         made += views
-    if plan.tensor not in masks or mutated:
+    known = masks.get(plan.tensor)
+    if plan.tensor not in masks or mutated or (known is not None and not known < found.out):
         masks[plan.tensor], mask_nodes = emit_mask(editor, plan, found)
         made += mask_nodes
     options = (found.scale, plan.is_causal, plan.window, found.softcap, found.sinks, plan.nan_rows)
@@ -106,7 +121,7 @@ def fuse(
     made.append(attention)
     replaced = [*found.inner, found.out]
     steps = result_steps(found.order, found.folded)
-    made += settle(editor, found.out, attention, steps, replaced, cancel=storage_root(found.out) not in mutated)
+    made += settle(editor, found.out, attention, steps, replaced, cancel=True)
     record = MatchRecord(
         where(found.anchor),
         module_path(found.anchor),
