@@ -149,12 +149,22 @@ def values_depend_on(nodes: Sequence[Node], symbols: Collection[Any]) -> bool:
         elif node.target in SHAPED:
             given = [value for _, value in arg_values(node)]
             depends = any(given[index] in reached for index in SHAPED[node.target] if isinstance(given[index], Node))
+        elif is_op(node, aten.index.Tensor):
+            depends = node.args[0] in reached or picks_by(node, reached, symbols)
         else:
             depends = any(n in reached for n in node.all_input_nodes) and not spreads(node, reached)
             depends = depends or runs_along(node, symbols)
         if depends:
             reached.add(node)
     return nodes[-1] in reached
+
+
+def picks_by(node: Node, reached: Collection[Node], symbols: Collection[Any]) -> bool:
+    """Whether places are picked by such a value. Along a dim of such a size what is not reached is one value
+    repeated, because anything else that makes such a dim is reached; there it does not matter what is picked."""
+    source, places = node.args[:2]
+    chosen = [dim for dim, place in enumerate(places) if place in reached]
+    return any(not has_symbol([tensor_of(source).shape[dim]], symbols) for dim in chosen)
 
 
 def spreads(node: Node, reached: Collection[Node]) -> bool:
