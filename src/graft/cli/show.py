@@ -72,5 +72,5 @@ def proof_text(record: TransformRecord) -> str:
     proofs = [match.proof for match in record.matches if match.proof is not None]
     if not proofs:
         return f"not proven: {record.unproven}" if record.unproven else ""
-    worst = max(proofs, key=lambda proof: proof.error / proof.limit if proof.limit else 0.0)
+    worst = max(proofs, key=lambda proof: proof.share)
     return f"{len(proofs)} proven, worst {worst.error:.1e} of {worst.limit:.1e} allowed ({worst.inputs} inputs)"

@@ -7,7 +7,7 @@ them. For each anchor that fails, the deepest point reached and what stopped it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from graft.graph.pattern import (
     outline,
     tensor_names,
 )
-from graft.graph.text import target_text, value_text
+from graft.graph.text import op_text, target_text, value_text
 from graft.graph.trace import current_dialect
 
 aten = torch.ops.aten
@@ -123,8 +123,7 @@ class Attempt:
         if not self.exact and is_op(wanted, aten.to.dtype):
             return self.unify_cast(wanted, found)
         if found.op != "call_function" or found.target is not wanted.target:
-            kind = target_text(found.target) if found.op == "call_function" else found.op
-            return self.stop(found, f"{where(found)} is {kind}, expected {target_text(wanted.target)}")
+            return self.stop(found, f"{where(found)} is {op_text(found)}, expected {target_text(wanted.target)}")
         return self.unify_call(wanted, found)
 
     def bind_input(self, wanted: Node, found: Node) -> bool:
@@ -264,12 +263,17 @@ class Finder:
 
 def check_readers(match: Match) -> Match | tuple[Node | None, str]:
     """What is inside a match and not returned by it may not be read from outside."""
-    inside = set(match.nodes)
-    for node in match.nodes:
+    return second_reader(match.nodes, match.outputs) or match
+
+
+def second_reader(nodes: Collection[Node], outputs: Collection[Node]) -> tuple[Node, str] | None:
+    """The first of `nodes` that is read from outside and is no output, and how to say so."""
+    inside = set(nodes)
+    for node in nodes:
         reader = next((user for user in node.users if user not in inside), None)
-        if reader is not None and node not in match.outputs:
+        if reader is not None and node not in outputs:
             return node, f"{where(node)} has a second reader {where(reader)}"
-    return match
+    return None
 
 
 def check_outside(match: Match, order: dict[Node, int], mutated: set[Node]) -> Match | tuple[Node | None, str]:

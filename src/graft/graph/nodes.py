@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from graft.errors import VerificationError
 
 TORCH = f"{Path(torch.__file__).parent}/"
+DETACH = torch.ops.aten.detach_.default  # in place by its schema, but it changes no value
 OpOverload = type(torch.ops.aten.add.Tensor)
 
 
@@ -127,12 +128,25 @@ def storage_root(node: Node) -> Node:
 
 def mutated_roots(graph: Graph) -> set[Node]:
     """Storage owners that some node of the graph writes to, and attributes that share memory with one of them."""
-    written = {storage_root(arg) for node in graph.nodes if is_mutating(node) for arg in mutated_args(node)}
+    writes = (node for node in graph.nodes if is_mutating(node) and node.target is not DETACH)
+    written = {storage_root(arg) for node in writes for arg in mutated_args(node)}
     owners = [node for node in written if node.op == "get_attr"]
     if owners and graph.owning_module is not None:
         memory = {address(graph, node) for node in owners}
         written |= {node for node in graph.nodes if node.op == "get_attr" and address(graph, node) in memory}
     return written
+
+
+def writers(root: Node) -> list[Node]:
+    """Every node that writes to a storage; detach_ changes no value."""
+    aliases, found = [root], []
+    for alias in aliases:
+        for user in alias.users:
+            if user.target is not DETACH and any(written is alias for written in mutated_args(user)):
+                found.append(user)
+            if user not in aliases and storage_root(user) is root:
+                aliases.append(user)
+    return found
 
 
 def address(graph: Graph, node: Node) -> int:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from graft.graph.edit import attribute
-from graft.graph.nodes import is_mutating, is_op, mutated_args, storage_root, val
+from graft.graph.nodes import is_op, mutated_roots, storage_root, val, writers
 from graft.graph.size_bounds import number_bounds, values_depend_on
 
 aten = torch.ops.aten
@@ -61,8 +61,7 @@ class SizeEvaluator:
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
-        writers = [n for n in gm.graph.nodes if is_mutating(n) and n.target is not aten.detach_.default]
-        self.mutated = {storage_root(a) for n in writers for a in mutated_args(n)}  # detach_ changes no value
+        self.mutated = mutated_roots(gm.graph)
         self.parts: dict[Node, list[Node] | None] = {}
         self.kept: dict[Any, Any] = {}  # what callers found out, by what they asked
 
@@ -148,18 +147,6 @@ def constant(gm: GraphModule, node: Any) -> torch.Tensor | None:
     value = attribute(gm, str(node.target))
     plain = type(value) is torch.Tensor and value.dim() == 0 and not value.is_meta
     return value.cpu() if plain else None
-
-
-def writers(root: Node) -> list[Node]:
-    """Every node that writes to a storage; detach_ changes no value."""
-    aliases, found = [root], []
-    for alias in aliases:
-        for user in alias.users:
-            if user.target is not aten.detach_.default and any(written is alias for written in mutated_args(user)):
-                found.append(user)
-            if user not in aliases and storage_root(user) is root:
-                aliases.append(user)
-    return found
 
 
 def number(gm: GraphModule, value: Any) -> float | None:

@@ -48,6 +48,11 @@ def call_text(node: Node) -> str:
     return f"%{node.name} = {target_text(node.target)}({', '.join(arguments)})"
 
 
+def op_text(node: Node) -> str:
+    """What a node calls, or what else it is: `aten.mul.Tensor`, `placeholder`."""
+    return target_text(node.target) if node.op == "call_function" else node.op
+
+
 def target_text(target: Any) -> str:
     """`aten.mul.Tensor`, `graft.rms_norm` (default overloads without their suffix), `operator.mul`."""
     if isinstance(target, OpOverload):

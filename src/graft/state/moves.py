@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from graft.graph.canonical import is_random
 from graft.graph.edit import INHERITED, abstract_call
 from graft.graph.nodes import OpOverload, is_mutating, same_sizes, static_int, tensor_of
 from graft.state.regions import region_of
@@ -21,7 +22,7 @@ def is_pure(node: Node) -> bool:
     if node.op != "call_function" or is_mutating(node) or node.is_impure():
         return False
     if isinstance(node.target, OpOverload):
-        return torch.Tag.nondeterministic_seeded not in node.target.tags
+        return not is_random(node)
     return getattr(operator, getattr(node.target, "__name__", ""), None) is node.target  # getitem, sums of sizes
 
 

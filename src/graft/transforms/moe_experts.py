@@ -12,9 +12,9 @@ import torch
 from torch.fx import Node
 
 from graft.graph.nodes import arg_values, is_op, same_sizes, tensor_of, where
-from graft.graph.text import target_text
+from graft.graph.text import op_text, target_text
 from graft.transforms.moe_routing import Routing
-from graft.transforms.walk import NoFit, Walk, expect, kind_of, readers_text, require, unexpected
+from graft.transforms.walk import NoFit, Walk, expect, readers_text, require, unexpected
 
 aten, ops = torch.ops.aten, torch.ops.graft
 GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback")  # by name: the second comes with transformers
@@ -153,7 +153,7 @@ def activation_of(node: Any, reader: Node) -> str:
         return "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
     if not isinstance(node, Node):
         raise NoFit(reader, f"{where(reader)} is no product of an activation and a projection")
-    raise NoFit(node, f"the experts' activation {where(node)} is {kind_of(node)}, known are silu, gelu and gelu_tanh")
+    raise NoFit(node, f"the experts' activation {where(node)} is {op_text(node)}, known are silu, gelu and gelu_tanh")
 
 
 def unmasked(walk: Walk, value: Any, by_expert: Node, e: int) -> Any:

@@ -130,12 +130,7 @@ def prove(sides: Sides, record: MatchRecord) -> Proof:
     old, new = sides.pieces(record)
     if not old.outputs:
         raise ProofError(f"the match at {record.anchor} replaced nothing that the graph reads")
-    worst = Proof(0.0, 0.0, "")
-    for kind in INPUT_KINDS:
-        proof = compare(old, new, kind, record.anchor)
-        if proof.error * (worst.limit or 1.0) >= worst.error * (proof.limit or 1.0):
-            worst = proof
-    return worst
+    return max((compare(old, new, kind, record.anchor) for kind in INPUT_KINDS), key=lambda proof: proof.share)
 
 
 def compare(old: Piece, new: Piece, kind: str, anchor: str) -> Proof:
@@ -144,7 +139,7 @@ def compare(old: Piece, new: Piece, kind: str, anchor: str) -> Proof:
         exact = old.run(inputs, in_float64, widened)
         was = old.run(inputs, lengths.call, unchanged)
         now = new.run(inputs, on_cpu, unchanged)
-    worst = Proof(0.0, 0.0, kind)
+    proofs = [Proof(0.0, 0.0, kind)]  # of no tensor at all
     for reference, before, after in zip(exact, was, now, strict=True):
         for right, first, second in zip(tensors(reference), tensors(before), tensors(after), strict=True):
             error, limit = errors(right, first, second, lengths)
@@ -153,9 +148,8 @@ def compare(old: Piece, new: Piece, kind: str, anchor: str) -> Proof:
                     f"the replacement at {anchor} is off by {error:.2e} on {kind} inputs, where {limit:.2e} is"
                     f" allowed ({first.dtype}, reductions of {lengths.longest})"
                 )
-            if error * (worst.limit or 1.0) >= worst.error * (limit or 1.0):
-                worst = Proof(error, limit, kind)
-    return worst
+            proofs.append(Proof(error, limit, kind))
+    return max(reversed(proofs), key=lambda proof: proof.share)
 
 
 def errors(right: torch.Tensor, before: torch.Tensor, after: torch.Tensor, lengths: Lengths) -> tuple[float, float]:

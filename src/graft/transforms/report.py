@@ -20,6 +20,11 @@ class Proof:
     limit: float
     inputs: str
 
+    @property
+    def share(self) -> float:
+        """How much of what is allowed was used."""
+        return self.error / self.limit if self.limit else 0.0
+
 
 @dataclass(frozen=True)
 class MatchRecord:

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Node
 
 from graft.graph.nodes import arg_values, is_op, where
-from graft.graph.text import target_text, value_text
+from graft.graph.text import op_text, target_text, value_text
 
 
 class NoFit(Exception):
@@ -63,16 +63,12 @@ def require(truth: bool, node: Node, reason: str) -> None:
 def unexpected(value: Any, reader: Node, wanted: str) -> tuple[Node, str]:
     """The node to name, and `%x (place) is aten.add, expected aten.mul`."""
     if isinstance(value, Node):
-        return value, f"{where(value)} is {kind_of(value)}, expected {wanted}"
+        return value, f"{where(value)} is {op_text(value)}, expected {wanted}"
     return reader, f"{where(reader)} takes {value_text(value)}, expected {wanted}"
 
 
-def kind_of(node: Node) -> str:
-    return target_text(node.target) if node.op == "call_function" else node.op
-
-
 def readers_text(node: Node) -> str:
-    return ", ".join(dict.fromkeys(kind_of(user) for user in node.users)) or "nothing"
+    return ", ".join(dict.fromkeys(op_text(user) for user in node.users)) or "nothing"
 
 
 def any_of(targets: Iterable[Any]) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch.fx import GraphModule, Node
 
+from graft.graph.match import second_reader
 from graft.graph.nodes import (
     arg_values,
     is_op,
@@ -18,8 +19,8 @@ from graft.graph.nodes import (
     tensor_of,
     tensor_val,
     where,
+    writers,
 )
-from graft.graph.sizes import writers
 from graft.transforms.attention.operands import Operand, lifted, unrepeated, unscaled
 from graft.transforms.attention.parts import Attention, Piece, Refused, Walk
 from graft.transforms.attention.products import scores_product, values_product
@@ -110,11 +111,9 @@ def check_sink_dtypes(walk: Walk, found: Attention) -> None:
 
 
 def check_readers(found: Attention) -> None:
-    inside = {*found.inner, found.out}
-    for node in found.inner:
-        reader = next((user for user in node.users if user not in inside), None)
-        if reader is not None:
-            raise Refused(f"{where(node)} has a second reader {where(reader)}")
+    stopped = second_reader((*found.inner, found.out), (found.out,))
+    if stopped is not None:
+        raise Refused(stopped[1])
 
 
 def check_writes(found: Attention, readers: Collection[tuple[Node, Node]], mutated: Collection[Node]) -> None:

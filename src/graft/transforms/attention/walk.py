@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.nodes import is_op, same_shape, same_sizes, tensor_of, tensor_val, where
 from graft.graph.sizes import number
-from graft.graph.text import target_text
+from graft.graph.text import op_text
 from graft.transforms.attention.operands import factor_of
 from graft.transforms.attention.parts import Piece, Refused, Walk
 from graft.transforms.attention.products import PRODUCTS, operands, scores_product
@@ -68,9 +68,9 @@ def weights_path(softmax: Node, product: Node) -> list[Node]:
                 f"{where(reader)} is training-mode dropout (p={reader.args[1]}); call eval() before capture"
             )
         if not is_op(reader, *PLAIN):
-            called = target_text(reader.target) if reader.op == "call_function" else reader.op
             raise Refused(
-                f"the weights go through {where(reader)} ({called}) after the softmax; the op has no such step"
+                f"the weights go through {where(reader)} ({op_text(reader)}) after the softmax;"
+                " the op has no such step"
             )
         if is_op(reader, aten.reshape.default) and not same_sizes(
             tensor_of(reader).shape[-2:], tensor_of(node).shape[-2:]
@@ -118,8 +118,7 @@ def read_step(walk: Walk, node: Node) -> Node:
         )
     if is_op(node, aten.to.dtype):
         raise Refused(f"the scores become {tensor_of(node).dtype} at {where(node)}; the op keeps the inputs' dtype")
-    called = target_text(node.target) if node.op == "call_function" else node.op
-    raise Refused(f"the scores come from {where(node)} ({called}), which is not q·kᵀ")
+    raise Refused(f"the scores come from {where(node)} ({op_text(node)}), which is not q·kᵀ")
 
 
 def read_factor(walk: Walk, source: Node, factor: float) -> Node:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from operator import getitem
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
-from graft.graph.match import NearMiss
+from graft.graph.match import NearMiss, second_reader
 from graft.graph.nodes import (
     calls,
-    is_mutating,
     is_op,
     is_weight,
     module_path,
-    mutated_args,
     storage_root,
     tensor_of,
     where,
+    writers,
 )
 from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
 from graft.transforms.moe_experts import Experts, read_experts
@@ -55,7 +52,6 @@ class FuseMoE(BaseTransform):
         anchors = [node for node in calls(gm.graph) if is_op(node, aten.topk.default)]
         if not anchors:
             return Outcome(reason=no_match_reason((), ["aten.topk"]))
-        writers = writers_of(gm.graph)
         editor = Editor(gm, self.name)
         records, misses = [], []
         for topk in anchors:
@@ -64,23 +60,13 @@ class FuseMoE(BaseTransform):
                 routing = read_routing(walk, topk)
                 experts = read_experts(walk, routing)
                 check_weights(routing, experts)
-                check_readers(walk, routing, experts, writers)
+                check_readers(walk, routing, experts)
             except NoFit as stop:
                 place, found = f"%{stop.node.name}", len(walk.nodes)
                 misses.append(NearMiss("moe", where(topk), place, stop.reason, found, max(SIZE, found)))
             else:
                 records.append(rewrite(editor, walk, topk, routing, experts))
         return Outcome(tuple(records), tuple(misses), "" if records else no_match_reason(misses))
-
-
-def writers_of(graph: Graph) -> dict[Node, list[Node]]:
-    """Who writes in place to which storage."""
-    writers: dict[Node, list[Node]] = defaultdict(list)
-    for node in calls(graph):
-        if is_mutating(node):
-            for argument in mutated_args(node):
-                writers[storage_root(argument)].append(node)
-    return writers
 
 
 def check_weights(routing: Routing, experts: Experts) -> None:
@@ -98,15 +84,14 @@ def check_weights(routing: Routing, experts: Experts) -> None:
     require(result.dtype == x.dtype, experts.result, f"{where(experts.result)} is not cast back to {x.dtype}")
 
 
-def check_readers(walk: Walk, routing: Routing, experts: Experts, writers: Mapping[Node, Sequence[Node]]) -> None:
+def check_readers(walk: Walk, routing: Routing, experts: Experts) -> None:
     """Inner values have no reader outside, and nobody else writes to what the two ops read."""
     outputs = (routing.weights, routing.ids, experts.result)
-    for node in walk.nodes:
-        reader = next((user for user in node.users if user not in walk.nodes), None)
-        if reader is not None and node not in outputs:
-            raise NoFit(node, f"{where(node)} has a second reader {where(reader)}")
+    stopped = second_reader(walk.nodes, outputs)
+    if stopped is not None:
+        raise NoFit(*stopped)
     for node in (*walk.nodes, routing.logits, experts.x, experts.gate_up, experts.down):
-        writer = next((w for w in writers.get(storage_root(node), ()) if w not in walk.nodes), None)
+        writer = next((w for w in writers(storage_root(node)) if w not in walk.nodes), None)
         if writer is not None:
             raise NoFit(node, f"{where(node)} is written in place by {where(writer)}")
 
