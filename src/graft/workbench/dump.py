@@ -7,26 +7,21 @@ from pathlib import Path
 import torch
 from torch.fx import GraphModule
 
-from graft.capture.decoder import capture_decoder
 from graft.errors import DumpError
 from graft.graph.serial import graph_from_json
 from graft.models.files import Progress
-from graft.models.load import load_model
-from graft.models.registry import entries
 from graft.transforms.base import Context
 from graft.transforms.config import PipelineConfig
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.report import Report
+from graft.workbench.model import captured
 
 
 def dump_model(
     name: str, folder: Path, config: PipelineConfig, dtype: str = "auto", progress: Progress | None = None
 ) -> Report:
     """Captures and transforms a model, writing every step to `folder`. Random-weight models stay without weights."""
-    entry = entries().get(name)
-    device = "meta" if entry is not None and entry.kind == "random" else "cpu"
-    model = load_model(name, dtype=dtype, device=device, progress=progress)
-    gm = capture_decoder(model.module)
+    model, gm = captured(name, dtype, progress)
     return run_pipeline(gm, config, Context(route="decoder"), model=model.name, dump_dir=folder)
 
 

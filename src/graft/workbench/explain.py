@@ -9,17 +9,15 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from graft.capture.decoder import capture_decoder
 from graft.errors import UnknownTransform
 from graft.graph.match import NearMiss
 from graft.graph.nodes import module_path, source_line
 from graft.models.files import Progress
-from graft.models.load import load_model
-from graft.models.registry import entries
 from graft.transforms.base import Context
 from graft.transforms.config import PipelineConfig
 from graft.transforms.pipeline import order_transforms, run_pipeline
 from graft.transforms.report import MatchRecord, Proof, TransformRecord
+from graft.workbench.model import captured
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,7 @@ def explain_model(
     """Captures a model, runs the pipeline up to `transform`, and explains what that one did."""
     if transform not in config.transforms:
         raise UnknownTransform(transform, config.transforms)
-    entry = entries().get(name)
-    device = "meta" if entry is not None and entry.kind == "random" else "cpu"
-    model = load_model(name, dtype=dtype, device=device, progress=progress)
-    if progress:
-        progress("capturing the graph", 0, 1)
-    gm = capture_decoder(model.module)
+    model, gm = captured(name, dtype, progress)
     return explain_graph(gm, transform, config, Context(route="decoder"), model.name)
 
 

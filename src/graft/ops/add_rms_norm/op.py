@@ -54,7 +54,7 @@ def run_triton(
     return add_rms_norm_triton(x, residual, weight, eps, offset, cast_last)
 
 
-SPEC = define(
+define(
     OpSpec(
         name="add_rms_norm",
         schema="(Tensor x, Tensor residual, Tensor weight, float eps, float offset=0.0, bool cast_last=False)"

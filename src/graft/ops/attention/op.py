@@ -27,7 +27,7 @@ def sdpa_supports(
     return "scaled_dot_product_attention has no sinks" if sinks is not None else None
 
 
-SPEC = define(
+define(
     OpSpec(
         name="attention",
         schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool is_causal=True, int? window=None,"

@@ -33,7 +33,7 @@ def run_triton(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
     return elementwise_triton(inputs, program)
 
 
-SPEC = define(
+define(
     OpSpec(
         name="elementwise",
         schema="(Tensor[] inputs, str program) -> Tensor[]",

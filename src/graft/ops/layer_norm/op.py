@@ -58,7 +58,7 @@ def run_triton(
     return layer_norm_triton(x, weight, bias, eps)
 
 
-SPEC = define(
+define(
     OpSpec(
         name="layer_norm",
         schema='(Tensor x, Tensor? weight, Tensor? bias, float eps, str form="fused", bool upcast=False) -> Tensor',

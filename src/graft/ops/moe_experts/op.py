@@ -72,7 +72,7 @@ def run_triton(
     return moe_experts_triton(x, weights, ids, gate_up, down, activation)
 
 
-SPEC = define(
+define(
     OpSpec(
         name="moe_experts",
         schema='(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, str activation="silu") -> Tensor',

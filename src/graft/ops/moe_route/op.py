@@ -34,7 +34,7 @@ def run_triton(
     return moe_route_triton(logits, top_k, normalize, dtype, select_first)
 
 
-SPEC = define(
+define(
     OpSpec(
         name="moe_route",
         schema="(Tensor logits, int top_k, bool normalize, ScalarType dtype, bool select_first=False)"

@@ -32,7 +32,7 @@ def run_triton(*args: Any) -> Tensor:
     return paged_attention_triton(*args)
 
 
-SPEC = define(
+define(
     OpSpec(
         name="paged_attention",
         schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor rows,"

@@ -36,7 +36,7 @@ def run_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_
     return rms_norm_triton(x, weight, eps, offset, cast_last)
 
 
-SPEC = define(
+define(
     OpSpec(
         name="rms_norm",
         schema="(Tensor x, Tensor weight, float eps, float offset=0.0, bool cast_last=False) -> Tensor",

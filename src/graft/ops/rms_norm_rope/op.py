@@ -69,7 +69,7 @@ def run_triton(
     return rms_norm_rope_triton(x, weight, cos, sin, eps, offset, cast_last, interleaved)
 
 
-SPEC = define(
+define(
     OpSpec(
         name="rms_norm_rope",
         schema="(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps, float offset=0.0, bool cast_last=False,"

@@ -32,7 +32,7 @@ def run_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
     return rope_triton(x, cos, sin, interleaved)
 
 
-SPEC = define(
+define(
     OpSpec(
         name="rope",
         schema="(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor",

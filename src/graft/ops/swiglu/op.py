@@ -26,7 +26,7 @@ def run_triton(gate: Tensor, up: Tensor, activation: str = "silu", upcast: bool 
     return swiglu_triton(gate, up, activation, upcast)
 
 
-SPEC = define(
+define(
     OpSpec(
         name="swiglu",
         schema='(Tensor gate, Tensor up, str activation="silu", bool upcast=False) -> Tensor',

@@ -1,0 +1,19 @@
+"""A model captured for inspection: without weights where they would be random anyway."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from graft.capture.decoder import capture_decoder
+from graft.models.files import Progress
+from graft.models.load import LoadedModel, load_model
+from graft.models.registry import entries
+
+
+def captured(name: str, dtype: str = "auto", progress: Progress | None = None) -> tuple[LoadedModel, GraphModule]:
+    entry = entries().get(name)
+    device = "meta" if entry is not None and entry.kind == "random" else "cpu"
+    model = load_model(name, dtype=dtype, device=device, progress=progress)
+    if progress:
+        progress("capturing the graph", 0, 1)
+    return model, capture_decoder(model.module)
