@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from graft.graph.memory import alias_sources
 from graft.graph.nodes import calls, is_op, output_node
-from graft.state.aliases import Aliases, alias_sources
+from graft.state.aliases import Aliases
 from graft.state.moves import lift, lift_plan
 from graft.state.regions import disjoint
 

@@ -21,7 +21,8 @@ from graft.backends.inductor import python_dispatcher
 from graft.errors import CaptureError, GraphRefused
 from graft.graph.canonical import ASSERTS, canonicalize
 from graft.graph.edit import attribute
-from graft.graph.nodes import OpOverload, is_op, leaves, mutated_roots, output_node, where
+from graft.graph.memory import mutated_roots
+from graft.graph.nodes import OpOverload, is_op, leaves, output_node, where
 from graft.graph.trace import fill_values, quiet
 
 aten = torch.ops.aten

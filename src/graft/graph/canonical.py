@@ -18,18 +18,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.graph import rules
-from graft.graph.nodes import (
-    OpOverload,
-    is_mutating,
-    is_view_of,
-    leaves,
-    mutated_args,
-    mutated_roots,
-    output_node,
-    storage_root,
-    tensor_val,
-    val,
-)
+from graft.graph.memory import alias_sources, is_mutating, mutated_args, mutated_roots, storage_root
+from graft.graph.nodes import OpOverload, leaves, output_node, tensor_val, val
 
 aten = torch.ops.aten
 
@@ -100,7 +90,7 @@ def sweep(graph: Graph) -> bool:
             rules.normalize_arguments(node)
         rules.respell(node, mutated)
         same = rules.shortcut(node)
-        fresh_result = node in returned and is_view_of(node) is None  # the caller gets a tensor of its own
+        fresh_result = node in returned and not alias_sources(node)  # the caller gets a tensor of its own
         if same is not None and not fresh_result and may_share(node, same, mutated):
             node.replace_all_uses_with(same)
             graph.erase_node(node)

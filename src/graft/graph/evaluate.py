@@ -17,7 +17,8 @@ from torch.fx import Node, map_arg
 from torch.fx.node import map_aggregate
 
 from graft.errors import ProofError
-from graft.graph.nodes import is_mutating, is_weight, leaves, val, where
+from graft.graph.memory import is_mutating
+from graft.graph.nodes import is_weight, leaves, val, where
 
 # How each kind of input differs from standard normal values. Small ones show what eps does, zeros and subnormal ones
 # divisions, large ones overflow; 1e15 squares to what float32 can still hold, 100 to what float16 can.

@@ -15,15 +15,8 @@ import torch
 from torch.fx import Graph, Node
 
 from graft.errors import PatternError
-from graft.graph.nodes import (
-    is_mutating,
-    is_op,
-    mutated_roots,
-    static_int,
-    storage_root,
-    tensor_val,
-    where,
-)
+from graft.graph.memory import is_mutating, mutated_roots, storage_root
+from graft.graph.nodes import is_op, static_int, tensor_val, where
 from graft.graph.pattern import (
     WORKING_DTYPE,
     Capture,

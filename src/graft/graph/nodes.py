@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.fx import Graph, Node
 from graft.errors import VerificationError
 
 TORCH = f"{Path(torch.__file__).parent}/"
-DETACH = torch.ops.aten.detach_.default  # in place by its schema, but it changes no value
 OpOverload = type(torch.ops.aten.add.Tensor)
 
 
@@ -84,79 +82,6 @@ def leaves(value: Any) -> Iterator[Any]:
         yield from leaves(list(value.values()))
     else:
         yield value
-
-
-def mutated_args(node: Node) -> list[Node]:
-    """The argument nodes that this call writes to, from its schema."""
-    written = []
-    for argument, value in arg_values(node):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += [leaf for leaf in leaves(value) if isinstance(leaf, Node)]
-    return written
-
-
-def is_view_of(node: Node) -> Node | None:
-    """The node whose storage this call's result may share, or None when it is fresh."""
-    if is_op(node, getitem):  # one result of several: a view where its op returns views (split, chunk), else fresh
-        return is_view_of(node.args[0]) if isinstance(node.args[0], Node) else None
-    for argument, value in arg_values(node):
-        if argument.alias_info is not None and isinstance(value, Node):
-            return value
-    schema = schema_of(node)
-    # reshape and contiguous may return their input although their schema does not say so
-    if schema is not None and schema.name in MAYBE_VIEWS and isinstance(node.args[0], Node):
-        return node.args[0]
-    return None
-
-
-MAYBE_VIEWS = {
-    "aten::reshape",
-    "aten::contiguous",
-    "aten::to",
-    "aten::flatten",
-    "aten::dropout",
-    "aten::type_as",
-}
-
-
-def storage_root(node: Node) -> Node:
-    """Follows views upward to the node that owns the storage."""
-    while (base := is_view_of(node)) is not None:
-        node = base
-    return node
-
-
-def mutated_roots(graph: Graph) -> set[Node]:
-    """Storage owners that some node of the graph writes to, and attributes that share memory with one of them."""
-    writes = (node for node in graph.nodes if is_mutating(node) and node.target is not DETACH)
-    written = {storage_root(arg) for node in writes for arg in mutated_args(node)}
-    owners = [node for node in written if node.op == "get_attr"]
-    if owners and graph.owning_module is not None:
-        memory = {address(graph, node) for node in owners}
-        written |= {node for node in graph.nodes if node.op == "get_attr" and address(graph, node) in memory}
-    return written
-
-
-def writers(root: Node) -> list[Node]:
-    """Every node that writes to a storage; detach_ changes no value."""
-    aliases, found = [root], []
-    for alias in aliases:
-        for user in alias.users:
-            if user.target is not DETACH and any(written is alias for written in mutated_args(user)):
-                found.append(user)
-            if user not in aliases and storage_root(user) is root:
-                aliases.append(user)
-    return found
-
-
-def address(graph: Graph, node: Node) -> int:
-    """What two attributes that share memory have in common."""
-    tensor = attrgetter(str(node.target))(graph.owning_module)
-    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else -id(tensor)
-
-
-def is_mutating(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def module_path(node: Node) -> str:

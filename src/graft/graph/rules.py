@@ -12,17 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graft.graph.nodes import (
-    arg_values,
-    is_op,
-    same_shape,
-    schema_of,
-    static_int,
-    storage_root,
-    tensor_of,
-    tensor_val,
-    val,
-)
+from graft.graph.memory import storage_root
+from graft.graph.nodes import arg_values, is_op, same_shape, schema_of, static_int, tensor_of, tensor_val, val
 
 aten = torch.ops.aten
 END = 2**63 - 1  # how export writes an open slice

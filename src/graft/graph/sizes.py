@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from graft.graph.edit import attribute
-from graft.graph.nodes import is_op, mutated_roots, storage_root, val, writers
+from graft.graph.memory import mutated_roots, storage_root, writers
+from graft.graph.nodes import is_op, val
 from graft.graph.size_bounds import number_bounds, values_depend_on
 
 aten = torch.ops.aten

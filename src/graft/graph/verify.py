@@ -10,7 +10,8 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.errors import VerificationError
 from graft.graph.edit import AbstractCalls, attach_state
-from graft.graph.nodes import is_mutating, mutated_args, storage_root, val, where
+from graft.graph.memory import is_mutating, mutated_args, storage_root
+from graft.graph.nodes import val, where
 from graft.graph.text import abstract_text
 
 

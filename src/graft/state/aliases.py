@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import getitem
 
 import torch
 from torch.fx import Graph, Node
 
 from graft.graph.edit import abstract_call
-from graft.graph.nodes import MAYBE_VIEWS, arg_values, is_mutating, is_op, leaves, schema_of, tensor_val, val
+from graft.graph.memory import address, alias_sources, is_maybe_view, is_mutating
+from graft.graph.nodes import is_op, leaves, tensor_val, val
 from graft.state.regions import disjoint, storage_id
 
 aten = torch.ops.aten
@@ -37,35 +37,10 @@ class Read:
         return f"%{self.through.name} is returned" if returned else f"%{self.reader.name} reads %{self.through.name}"
 
 
-def alias_sources(node: Node) -> list[Node]:
-    """The arguments whose memory a call's result may share, from the call's schema."""
-    if is_op(node, getitem):
-        return alias_sources(node.args[0]) if isinstance(node.args[0], Node) else []
-    schema = schema_of(node)
-    if schema is None:
-        return list(node.args[:1]) if getattr(node.target, "returns_argument", False) else []
-    returned = {name for result in schema.returns if result.alias_info for name in result.alias_info.before_set}
-    sources = []
-    for argument, value in arg_values(node):
-        info = argument.alias_info
-        # of a mutating op only what it also returns: `add_rms_norm(x!, y!) -> ()` has no result that aliases
-        if info is not None and (not schema.is_mutable or info.before_set & returned):
-            sources += [leaf for leaf in leaves(value) if isinstance(leaf, Node)]
-    if not sources and schema.name in MAYBE_VIEWS and node.args and isinstance(node.args[0], Node):
-        sources = [node.args[0]]
-    return sources
-
-
 def storages(value: object) -> set[int]:
     """The storages of a recorded value; several for a call with several results."""
     found = {storage_id(item) for item in leaves(value) if isinstance(item, torch.Tensor)}
     return {item for item in found if item is not None}
-
-
-def is_maybe_view(node: Node) -> bool:
-    """Returns its input or a copy of it, as sizes and strides allow."""
-    schema = schema_of(node)
-    return schema is not None and schema.name in MAYBE_VIEWS
 
 
 def refresh_views(nodes: Iterable[Node]) -> None:
@@ -91,6 +66,8 @@ class Aliases:
         self.trusted = trusted
         self._group: dict[Node, list[Node]] = {}
         self._owner: dict[int, Node] = {}  # storage -> a node of it
+        self._attribute: dict[int, Node] = {}  # address -> an attribute there
+        self._graph = graph
         for node in graph.nodes:
             self.add(node)
 
@@ -99,6 +76,8 @@ class Aliases:
         self._group[node] = [node]
         for source in self.sources(node):
             self.join(source, node)
+        if node.op == "get_attr" and self._graph.owning_module is not None:
+            self.join(self._attribute.setdefault(address(self._graph, node), node), node)
         tensor = tensor_val(node) if self.trusted else None  # several results are not one memory
         storage = storage_id(tensor) if tensor is not None else None
         if storage is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node, map_arg
 
-from graft.graph.nodes import OpOverload, is_mutating, is_op, leaves, mutated_args, same_sizes, tensor_val, val
+from graft.graph.memory import is_mutating, mutated_args
+from graft.graph.nodes import OpOverload, is_op, leaves, same_sizes, tensor_val, val
 from graft.state.moves import lift, lift_plan
 from graft.state.regions import disjoint, same_layout
 from graft.state.report import KeptCopy, MovedRead

@@ -11,7 +11,8 @@ from torch.fx import Graph, Node
 
 from graft.graph.canonical import is_random
 from graft.graph.edit import INHERITED, abstract_call
-from graft.graph.nodes import OpOverload, is_mutating, same_sizes, static_int, tensor_of
+from graft.graph.memory import is_mutating
+from graft.graph.nodes import OpOverload, same_sizes, static_int, tensor_of
 from graft.state.regions import region_of
 
 aten = torch.ops.aten

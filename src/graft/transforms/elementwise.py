@@ -11,7 +11,8 @@ import torch
 from torch.fx import Node
 
 from graft.graph.canonical import is_random
-from graft.graph.nodes import OpOverload, is_mutating, tensor_of, tensor_val, where
+from graft.graph.memory import is_mutating
+from graft.graph.nodes import OpOverload, tensor_of, tensor_val, where
 from graft.graph.text import target_text
 from graft.ops.elementwise.codegen import triton_problem
 from graft.ops.elementwise.program import DTYPES, KINDS, SIGNATURES, Call, Program, Ref

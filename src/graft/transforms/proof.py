@@ -24,7 +24,8 @@ from graft.errors import ProofError
 from graft.graph.canonical import is_random
 from graft.graph.edit import attribute
 from graft.graph.evaluate import INPUT_KINDS, Call, Inputs, Piece
-from graft.graph.nodes import OpOverload, is_view_of, leaves, tensor_val, val, where
+from graft.graph.memory import alias_sources
+from graft.graph.nodes import OpOverload, leaves, tensor_val, val, where
 from graft.graph.verify import Snapshot
 from graft.ops import OPS
 from graft.ops.cases import UNIT, tolerance
@@ -117,7 +118,7 @@ def fixed_values(graph: Mapping[Node, Call]) -> set[Node]:
 
 
 def views(graph: Mapping[Node, Call]) -> set[Node]:
-    return {node for node, made in graph.items() if made.op == "call_function" and is_view_of(node) is not None}
+    return {node for node, made in graph.items() if made.op == "call_function" and alias_sources(node)}
 
 
 def is_value(node: Node) -> bool:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from graft.graph.match import NearMiss
-from graft.graph.nodes import is_mutating, mutated_args, storage_root, where
+from graft.graph.memory import is_mutating, mutated_args, storage_root
+from graft.graph.nodes import where
 
 MAX_NODES, MAX_INPUTS = 64, 16
 

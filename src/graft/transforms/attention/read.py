@@ -10,17 +10,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.match import second_reader
-from graft.graph.nodes import (
-    arg_values,
-    is_op,
-    same_sizes,
-    static_int,
-    storage_root,
-    tensor_of,
-    tensor_val,
-    where,
-    writers,
-)
+from graft.graph.memory import storage_root, writers
+from graft.graph.nodes import arg_values, is_op, same_sizes, static_int, tensor_of, tensor_val, where
 from graft.transforms.attention.operands import Operand, lifted, unrepeated, unscaled
 from graft.transforms.attention.parts import Attention, Piece, Refused, Walk
 from graft.transforms.attention.products import scores_product, values_product

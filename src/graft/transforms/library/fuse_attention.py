@@ -9,7 +9,8 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import NearMiss
-from graft.graph.nodes import calls, is_op, module_path, same_sizes, storage_root, tensor_of, where
+from graft.graph.memory import storage_root
+from graft.graph.nodes import calls, is_op, module_path, same_sizes, tensor_of, where
 from graft.graph.rules import normalize_arguments
 from graft.graph.sizes import SizeEvaluator
 from graft.transforms.attention.masks import MaskPlan, emit_mask, plan_masks

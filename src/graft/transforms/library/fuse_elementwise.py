@@ -10,16 +10,8 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import NearMiss
-from graft.graph.nodes import (
-    is_op,
-    module_path,
-    mutated_roots,
-    same_sizes,
-    storage_root,
-    tensor_of,
-    tensor_val,
-    where,
-)
+from graft.graph.memory import mutated_roots, storage_root
+from graft.graph.nodes import is_op, module_path, same_sizes, tensor_of, tensor_val, where
 from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
 from graft.transforms.elementwise import Step, is_pointwise, program_of, steps_of
 from graft.transforms.regions import Grower, Region, insertion_nodes

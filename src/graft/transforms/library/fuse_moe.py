@@ -9,16 +9,8 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import NearMiss, second_reader
-from graft.graph.nodes import (
-    calls,
-    is_op,
-    is_weight,
-    module_path,
-    storage_root,
-    tensor_of,
-    where,
-    writers,
-)
+from graft.graph.memory import storage_root, writers
+from graft.graph.nodes import calls, is_op, is_weight, module_path, tensor_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
 from graft.transforms.moe_experts import Experts, read_experts
 from graft.transforms.moe_routing import Routing, read_routing

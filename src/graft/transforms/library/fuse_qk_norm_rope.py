@@ -9,7 +9,8 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import Match, NearMiss, check_outside
-from graft.graph.nodes import arg_values, calls, is_op, module_path, mutated_roots, where
+from graft.graph.memory import mutated_roots
+from graft.graph.nodes import arg_values, calls, is_op, module_path, where
 from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord

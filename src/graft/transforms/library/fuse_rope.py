@@ -11,18 +11,8 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import Match, NearMiss, check_outside
-from graft.graph.nodes import (
-    calls,
-    is_op,
-    module_path,
-    mutated_roots,
-    same_sizes,
-    static_int,
-    storage_root,
-    tensor_of,
-    val,
-    where,
-)
+from graft.graph.memory import mutated_roots, storage_root
+from graft.graph.nodes import calls, is_op, module_path, same_sizes, static_int, tensor_of, val, where
 from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord

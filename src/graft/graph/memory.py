@@ -1,0 +1,155 @@
+"""What the calls of a graph do to memory: whose memory a result may be in, and what is written. Read off the schemas.
+
+The facts about one node are here, where everything that reads a graph can ask them; `graft.state` builds the analysis
+of a whole graph on them (groups of nodes, regions, order).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter, getitem
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from graft.graph.nodes import OpOverload, is_op, leaves
+
+DETACH = torch.ops.aten.detach_.default  # in place by its schema, but it changes no value
+
+# may return an input, or a view of it, although their schemas do not say so, or not in every case
+MAYBE_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("reshape", "contiguous", "to", "flatten", "ravel", "type_as", "lift", "sum_to_size", "conj_physical"),
+        *("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+        *("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "meshgrid", "cartesian_prod", "einsum"),
+        *("_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a schema argument stands in a call; `index` is None where it goes by name alone."""
+
+    index: int | None
+    name: str
+
+    def of(self, node: Node) -> Any:
+        if self.index is not None and self.index < len(node.args):
+            return node.args[self.index]
+        return node.kwargs.get(self.name)
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What an op does to memory: the arguments it writes, and for each result those whose memory it may be in.
+
+    No op of ATen gives a result that may be in one of several arguments (a test holds that).
+    """
+
+    written: tuple[Place, ...] = ()
+    results: tuple[tuple[Place, ...], ...] = ()
+    maybe_view: bool = False
+
+
+@cache
+def effects(target: Any) -> Effects:
+    """Of an op overload, from its schema; a plain function has none."""
+    schema = target._schema if isinstance(target, OpOverload) else None
+    if schema is None:
+        returned = (Place(0, ""),) if getattr(target, "returns_argument", False) else ()
+        return Effects(results=(returned,))
+    places = [(a, Place(None if a.kwarg_only else i, a.name)) for i, a in enumerate(schema.arguments)]
+    aliased = [(a.alias_info, place) for a, place in places if a.alias_info is not None]
+    written = tuple(place for info, place in aliased if info.is_write and target is not DETACH)
+    maybe = schema.name in MAYBE_VIEWS
+    results = []
+    for result in schema.returns:
+        names = result.alias_info.before_set if result.alias_info else set()
+        # a list of views (`split(Tensor(a -> *)) -> Tensor(a)[]`) carries no alias info of its own
+        found = tuple(place for info, place in aliased if info.before_set & names or not schema.is_mutable)
+        if maybe and not found:  # the first tensor, or list of tensors
+            found = tuple(place for a, place in places if "Tensor" in str(a.type))[:1]
+        results.append(found)
+    return Effects(written, tuple(results), maybe)
+
+
+def mutated_args(node: Node) -> list[Node]:
+    """The argument nodes that this call writes to."""
+    if node.op != "call_function":
+        return []
+    return [
+        leaf for place in effects(node.target).written for leaf in leaves(place.of(node)) if isinstance(leaf, Node)
+    ]
+
+
+def is_mutating(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def is_maybe_view(node: Node) -> bool:
+    """Returns its input or a copy of it, as sizes and strides allow."""
+    return node.op == "call_function" and effects(node.target).maybe_view
+
+
+def alias_sources(node: Node) -> list[Node]:
+    """The arguments whose memory the result may be in. Of a tuple of several results, ask the items."""
+    if node.op != "call_function":
+        return []
+    if is_op(node, getitem):
+        call, item = node.args[:2]
+        return item_sources(call, item) if isinstance(call, Node) and isinstance(item, int) else []
+    results = effects(node.target).results
+    return nodes_in([place.of(node) for place in results[0]]) if len(results) == 1 else []
+
+
+def item_sources(call: Node, item: int) -> list[Node]:
+    """The same for one result of several, or one item of a list."""
+    results = effects(call.target).results if call.op == "call_function" else ()
+    if len(results) > 1:
+        return nodes_in([place.of(call) for place in results[item]])
+    found = [place.of(call) for place in results[0]] if results else []
+    # views of a list (broadcast_tensors) are one of each
+    return nodes_in([value[item] if isinstance(value, (list, tuple)) else value for value in found])
+
+
+def nodes_in(value: Any) -> list[Node]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Node)]
+
+
+def storage_root(node: Node) -> Node:
+    """Follows views upward to the node that owns the storage."""
+    while sources := alias_sources(node):
+        node = sources[0]
+    return node
+
+
+def mutated_roots(graph: Graph) -> set[Node]:
+    """Storage owners that some node of the graph writes to, and attributes that share memory with one of them."""
+    written = {storage_root(arg) for node in graph.nodes for arg in mutated_args(node)}
+    owners = [node for node in written if node.op == "get_attr"]
+    if owners and graph.owning_module is not None:
+        memory = {address(graph, node) for node in owners}
+        written |= {node for node in graph.nodes if node.op == "get_attr" and address(graph, node) in memory}
+    return written
+
+
+def writers(root: Node) -> list[Node]:
+    """Every node that writes to a storage."""
+    aliases, found = [root], []
+    for alias in aliases:
+        for user in alias.users:
+            if alias in mutated_args(user):
+                found.append(user)
+            if user not in aliases and storage_root(user) is root:
+                aliases.append(user)
+    return found
+
+
+def address(graph: Graph, node: Node) -> int:
+    """What two attributes that share memory have in common."""
+    tensor = attrgetter(str(node.target))(graph.owning_module)
+    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else -id(tensor)
