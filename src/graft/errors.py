@@ -153,6 +153,28 @@ class DumpError(GraftError):
     """A dump folder cannot be written or read."""
 
 
+class PositionError(UsageError):
+    """A write to a place that the cache does not have. Nothing was written."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; nothing was written. Pass a longer cache or a smaller position")
+
+
+class SharedMemoryError(UsageError):
+    """Inputs that share memory, at least one of which the program writes."""
+
+    def __init__(self, written: str, other: str) -> None:
+        super().__init__(
+            f"{written} is written and shares memory with {other}, so that a write to one changes the other."
+            " Nothing was written. Pass tensors of their own (clone one of them)"
+        )
+
+
+class ReadOnlyInput(UsageError):
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} is written by the program but {problem}; nothing was written. Pass {name}.clone()")
+
+
 class OutOfCache(GraftError):
     """The key-value cache has no room for the requests."""
 

@@ -84,7 +84,7 @@ def attribute(module: torch.nn.Module, name: str) -> Any:
     return value
 
 
-def attach_state(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+def attach_state(module: torch.nn.Module, name: str, tensor: torch.Tensor, *, persistent: bool = True) -> None:
     """Puts a parameter or buffer at a dotted name; missing parents are made."""
     *parents, leaf = name.split(".")
     for parent in parents:
@@ -94,7 +94,7 @@ def attach_state(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> No
     if isinstance(tensor, torch.nn.Parameter):
         module.register_parameter(leaf, tensor)
     else:
-        module.register_buffer(leaf, tensor)
+        module.register_buffer(leaf, tensor, persistent=persistent)
 
 
 def symbolic_sizes(like: Node, count: int) -> list[torch.SymInt]:

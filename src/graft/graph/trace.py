@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graft.errors import CaptureError
 from graft.graph.canonical import canonicalize, drop_unused_state
 from graft.graph.edit import attribute, fake_mode
+from graft.graph.indexing import TensorPositions
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,17 @@ def export_graph(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
+    *,
+    exact_sizes: bool = False,
 ) -> GraphModule:
-    """Exports, turns lifted state back into attributes, and canonicalizes. State is shared with `module`."""
+    """Exports, turns lifted state back into attributes, and canonicalizes. State is shared with `module`.
+
+    torch takes it for granted that a dynamic size is neither 0 nor 1, and keeps no guard. With `exact_sizes` it does
+    not: whatever the program decided by a size is among the guards (graph/signature.py).
+    """
+    sizes = torch.fx.experimental._config.patch(backed_size_oblivious=exact_sizes)
     try:
-        with torch.no_grad(), quiet("torch._subclasses.fake_tensor"):
+        with sizes, torch.no_grad(), TensorPositions(), quiet("torch._subclasses.fake_tensor"):
             program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
             exported = program.module()
     except Exception as error:  # torch.export raises whatever the model raises; nothing is swallowed

@@ -1,89 +1,145 @@
-"""graft.compile: any nn.Module through the pipeline, with the signature and results it had."""
+"""graft.compile: any nn.Module through the pipeline, with the signature, the results and the effects it had."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graft.backends import lower
+from graft.capture.dynamic import flat, in_order
+from graft.capture.module import capture_module
+from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack
 from graft.errors import CaptureError, UsageError
-from graft.graph.nodes import leaves, static_int
-from graft.graph.text import abstract_text
-from graft.graph.trace import export_graph
-from graft.transforms.base import Context
+from graft.graph.signature import GuardFailed
+from graft.runtime.variant import Settings, Variant, build_variant
+from graft.state.alias_map import Alias
+from graft.state.initial import Initial, initial_values
 from graft.transforms.config import PipelineConfig, load_config
-from graft.transforms.pipeline import run_pipeline
 from graft.transforms.report import Report
 
-
-@dataclass(frozen=True)
-class Inputs:
-    """What the graph was captured with: abstract tensors, and values that are fixed in it."""
-
-    examples: tuple[Any, ...]
-    keywords: tuple[str, ...]
-
-    @staticmethod
-    def of(gm: torch.fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        given = list(leaves((args, kwargs)))
-        recorded = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
-        if len(given) != len(recorded):
-            raise CaptureError("inputs in containers other than list, tuple and dict cannot be checked; pass tensors")
-        examples = [v if isinstance(g, torch.Tensor) else g for g, v in zip(given, recorded, strict=True)]
-        return Inputs(tuple(examples), tuple(kwargs))
-
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises UsageError for inputs that the graph was not captured for; it would compute something else."""
-        if set(kwargs) != set(self.keywords):
-            raise UsageError(f"compiled with the keyword arguments {list(self.keywords)}, called with {list(kwargs)}")
-        given = list(leaves((args, {name: kwargs[name] for name in self.keywords})))
-        if len(given) != len(self.examples):
-            raise UsageError(f"compiled with {len(self.examples)} inputs, called with {len(given)}")
-        for index, (value, example) in enumerate(zip(given, self.examples, strict=True)):
-            problem = input_problem(value, example)
-            if problem:
-                raise UsageError(f"input {index} {problem}; compile again, with dynamic_shapes where sizes vary")
-
-
-def input_problem(value: Any, example: Any) -> str | None:
-    if not isinstance(example, torch.Tensor):
-        return None if value == example else f"is {value!r}, but {example!r} is fixed in the graph"
-    if not isinstance(value, torch.Tensor):
-        return f"is {type(value).__name__}, but was a tensor"
-    if value.dtype != example.dtype or value.device != example.device:
-        return f"is {value.dtype} on {value.device}, but was {example.dtype} on {example.device}"
-    sizes = [static_int(size) for size in example.shape]
-    if value.dim() != len(sizes) or any(s is not None and s != v for s, v in zip(sizes, value.shape, strict=True)):
-        return f"has the shape {tuple(value.shape)}, but was captured as {abstract_text(example)}"
-    return None
+log = logging.getLogger("graft")
+MOST_VARIANTS = 16  # a program with more branches on sizes recompiles for ever
 
 
 class CompiledModule(torch.nn.Module):
-    """A module that calls its transformed graph. State is shared with the module it was made from."""
+    """A module that calls its transformed graph. State is shared with the module it was made from.
 
-    def __init__(
-        self, graph_module: torch.fx.GraphModule, call: Any, report: Report, backend: str, inputs: Inputs
-    ) -> None:
+    A program may branch on the sizes that were left dynamic (`if x.shape[1] == 1`). The graph holds one way through
+    it; a call that takes another way is captured when it is first made, and the report says so.
+    """
+
+    def __init__(self, variants: Sequence[Variant], initial: Mapping[str, Initial], settings: Settings) -> None:
         super().__init__()
-        self._inputs = inputs
-        self.graph_module = graph_module
-        self.report = report
-        self.backend = backend
-        self._call = call
+        self.graph_module = variants[0].graph_module
+        self.variants = list(variants)
+        self.settings = settings
+        self.initial = dict(initial)
+        self.keywords: tuple[str, ...] = ()
+        self._source: tuple[torch.nn.Module, Any] | None = None  # the module and its dynamic_shapes; a tuple, so that
+        self._caches: list[Any] = []  # it is not registered as a submodule
+
+    @property
+    def report(self) -> Report:
+        """The first variant's, with a note for each one that was captured later."""
+        return self.variants[0].report
+
+    @property
+    def aliases(self) -> tuple[Alias, ...]:
+        return tuple(dict.fromkeys(alias for variant in self.variants for alias in variant.aliases))
+
+    @property
+    def backend(self) -> str:
+        return self.variants[0].backend
+
+    def __getattr__(self, name: str) -> Any:
+        """State under the names that it has in the module: `compiled.cache_k`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "graph_module":
+                raise
+            return getattr(super().__getattr__("graph_module"), name)
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._inputs.check(args, kwargs)
-        return self._call(*args, **kwargs)
+        if torch.compiler.is_compiling():  # torch.export and torch.compile trace graft's ops, not their kernels
+            return self.graph_module(*args, **kwargs)
+        caches = find_caches((args, kwargs)) if self._caches else []
+        kwargs = self.named(kwargs)
+        if caches:
+            self.prepare(caches)
+            args, kwargs = pack(args, caches), pack(kwargs, caches)
+        values = flat(args, kwargs)
+        variant = self.choose(args, kwargs, values)
+        variant.check(values)
+        if not caches:
+            return variant.call(*args, **kwargs)
+        return hand_back(variant.call(args, kwargs), caches, variant.returned)
+
+    def named(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments in the order of the graph's."""
+        if kwargs.keys() != set(self.keywords):
+            raise UsageError(f"compiled with the keyword arguments {list(self.keywords)}, called with {list(kwargs)}")
+        return {name: kwargs[name] for name in self.keywords}
+
+    def prepare(self, caches: list[Any]) -> None:
+        if len(caches) != len(self._caches):
+            raise UsageError(f"compiled with {len(self._caches)} caches, called with {len(caches)}")
+        for cache, known in zip(caches, self._caches, strict=True):
+            allocate(cache, known)
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
+        """The variant for these inputs, captured now if the program takes a way that none holds."""
+        first: UsageError | None = None
+        for variant in self.variants:
+            if len(values) != len(variant.signature.leaves):
+                raise UsageError(f"compiled with {len(variant.signature.leaves)} inputs, called with {len(values)}")
+            try:
+                variant.signature.check(values)
+            except UsageError as error:
+                first = first or error
+            else:
+                return variant
+        assert first is not None
+        if not isinstance(first, GuardFailed):
+            raise first
+        return self.capture(args, kwargs, first)
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: GuardFailed) -> Variant:
+        if self._source is None:
+            raise UsageError(
+                f"{why}; a loaded module cannot be captured again. Call it with such sizes before saving"
+            )
+        if len(self.variants) == MOST_VARIANTS:
+            raise UsageError(f"{why}, and {MOST_VARIANTS} variants are captured already; make the size static")
+        module, dynamic_shapes = self._source
+        try:
+            captured = capture_module(module, args, kwargs, dynamic_shapes, caches=self._caches, branch=True)
+        except CaptureError as error:
+            raise UsageError(f"{why}, and the program cannot be captured for these inputs: {error}") from error
+        variant = build_variant(captured, self.settings, self.report.model)
+        self.variants.append(variant)
+        note = f"variant {len(self.variants)} was captured when it was called: {why}"
+        log.info(note)
+        report = replace(self.report, notes=(*self.report.notes, note))
+        self.variants[0] = replace(self.variants[0], report=report)
+        self.initial |= initial_values(variant.graph_module, self.initial)
+        return variant
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Gives every buffer that the program writes the value it had when the module was compiled."""
+        for name, value in self.initial.items():
+            value.put(self.graph_module.get_buffer(name))
 
 
 def compile(
     module: torch.nn.Module,
-    args: tuple[Any, ...],
+    args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
@@ -93,12 +149,18 @@ def compile(
 ) -> CompiledModule:
     """Captures `module` with example inputs, transforms the graph and lowers it.
 
-    Sizes are fixed to the example's unless `dynamic_shapes` (as for torch.export) frees them.
+    Sizes are fixed to the example's unless `dynamic_shapes` (as for torch.export) frees them. The length of a cache
+    that the caller passes and the program writes at a position is free in any case, where the program allows it.
     """
-    settings = config if isinstance(config, PipelineConfig) else load_config(config)
-    gm = export_graph(module, args, kwargs, dynamic_shapes)
-    inputs = Inputs.of(gm, args, kwargs or {})
-    report = run_pipeline(gm, settings, Context(route="module"), model=type(module).__name__, dump_dir=dump_dir)
-    lowered = lower(gm, backend, settings.kernels)
-    report = replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes))
-    return CompiledModule(gm, lowered.call, report, lowered.backend, inputs)
+    loaded = config if isinstance(config, PipelineConfig) else load_config(config)
+    settings = Settings(loaded, backend, dump_dir)
+    args, kwargs = tuple(args), in_order(module, kwargs or {})
+    caches = find_caches((args, kwargs))
+    initialize(module, args, kwargs, caches)
+    packed = pack(args, caches), pack(kwargs, caches)
+    captured = capture_module(module, *packed, dynamic_shapes, caches=caches)
+    variant = build_variant(captured, settings, type(module).__name__)
+    compiled = CompiledModule([variant], initial_values(variant.graph_module), settings)
+    compiled.keywords = tuple(kwargs)
+    compiled._source, compiled._caches = (module, dynamic_shapes), caches
+    return compiled

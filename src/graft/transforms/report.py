@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from graft.graph.match import NearMiss
+from graft.state.alias_map import StateRecord
 
 Status = Literal["applied", "no_match", "skipped", "disabled", "rolled_back"]
 
@@ -73,6 +74,7 @@ class Report:
     transforms: Mapping[str, TransformRecord] = field(default_factory=dict)
     kernels: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    state: tuple[StateRecord, ...] = ()  # every input and buffer that the graph writes
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -81,7 +83,13 @@ class Report:
     def from_json(text: str) -> Report:
         data = json.loads(text)
         records = {name: read_record(entry) for name, entry in data["transforms"].items()}
-        return Report(data["model"], records, data["kernels"], tuple(data["notes"]))
+        state = tuple(read_state(entry) for entry in data["state"])
+        return Report(data["model"], records, data["kernels"], tuple(data["notes"]), state)
+
+
+def read_state(entry: dict[str, Any]) -> StateRecord:
+    plain: dict[str, Any] = {**entry, "writes": tuple(entry["writes"])}
+    return StateRecord(**plain)
 
 
 def read_match(entry: dict[str, Any]) -> MatchRecord:

@@ -1,0 +1,91 @@
+"""`dynamic_shapes` of torch.export, spelled out for every input, and what graft adds to it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from graft.graph.nodes import leaves
+
+Spec = Any  # of one input: None, {dim: Dim…}, a sequence of them, or a Dim for a number
+
+
+def spread(spec: Any, value: Any) -> Any:
+    """`spec` in the structure of `value`, so that every input has its own entry."""
+    if isinstance(value, dict):
+        return {key: spread(spec.get(key) if isinstance(spec, dict) else None, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        given = spec if isinstance(spec, (list, tuple)) else [None] * len(value)
+        return type(value)(spread(entry, item) for entry, item in zip(given, value, strict=True))
+    return spec
+
+
+def spread_call(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> dict[str, Any]:
+    """The specs by parameter of `module.forward`, as torch.export wants them."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    if isinstance(dynamic_shapes, (list, tuple)):
+        dynamic_shapes = dict(zip(bound, dynamic_shapes, strict=True))
+    return spread(dynamic_shapes or {}, dict(bound))
+
+
+def map_specs(specs: Any, value: Any, change: Callable[[str, Spec, Any], Spec], name: str = "") -> Any:
+    """Every input's spec through `change(name, spec, value)`; `specs` has the structure of `value`."""
+    if isinstance(value, dict):
+        return {key: map_specs(specs[key], item, change, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        pairs = enumerate(zip(specs, value, strict=True))
+        return type(value)(map_specs(spec, item, change, f"{name}[{i}]") for i, (spec, item) in pairs)
+    return change(name.removeprefix("."), specs, value)
+
+
+def relaxed(spec: Spec, value: Any) -> Spec:
+    """The spec with every dim free to become static, as a program that branches on a size makes it.
+
+    0 and 1 are static at once: the branches that there are on sizes are nearly all on those.
+    """
+    if spec is None or isinstance(spec, int):
+        return spec
+    if not isinstance(value, torch.Tensor):
+        return None if value in (0, 1) else Dim.AUTO
+    dims = spec if isinstance(spec, dict) else dict(enumerate(spec))
+    return {
+        dim: Dim.STATIC if value.shape[dim] in (0, 1) else Dim.AUTO
+        for dim, entry in dims.items()
+        if entry is not None
+    }
+
+
+def with_dims(spec: Spec, dims: Sequence[int]) -> Spec:
+    """The spec with more dims free."""
+    return {**(spec or {}), **dict.fromkeys(dims, Dim.AUTO)}
+
+
+def input_names(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """`cache`, `caches[0]`, `state.k`: the inputs as the user wrote them, in the order of the graph's."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    positional: list[str] = []
+    for parameter, value in bound.items():
+        if inspect.signature(module.forward).parameters[parameter].kind is inspect.Parameter.VAR_POSITIONAL:
+            positional += [f"{parameter}[{index}]" for index in range(len(value))]
+        else:
+            positional.append(parameter)
+    named = dict(zip(positional, args, strict=False)) | kwargs
+    found: list[str] = []
+    map_specs(named, named, lambda name, _, __: found.append(name))
+    return found
+
+
+def in_order(module: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in the order of the signature; what `**kwargs` takes comes after them."""
+    known = [name for name in inspect.signature(module.forward).parameters if name in kwargs]
+    return {name: kwargs[name] for name in (*known, *(n for n in kwargs if n not in known))}
+
+
+def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return list(leaves((args, kwargs)))

@@ -1,0 +1,146 @@
+"""Any module as a graph, with the length of its caches left free."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.export import Dim
+from torch.fx import GraphModule, Node
+
+from graft.capture.dynamic import Spec, flat, input_names, map_specs, relaxed, spread_call, with_dims
+from graft.capture.static_cache import COUNTERS, PREFIX, WithCaches
+from graft.errors import CaptureError
+from graft.graph.nodes import static_int, tensor_of
+from graft.graph.prefix import drop_prefix
+from graft.graph.signature import Signature, read_signature
+from graft.graph.trace import export_graph
+from graft.state.positions import written_dims
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph that takes the packed arguments, and what it may be called with."""
+
+    graph_module: GraphModule
+    signature: Signature
+    returned: tuple[tuple[str, int], ...] = ()  # where the result held which cache
+    notes: tuple[str, ...] = ()
+
+
+def capture_module(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any = None,
+    *,
+    caches: Sequence[Any] = (),
+    branch: bool = False,
+) -> Captured:
+    """Captures `module` for `args` and `kwargs`, in which `caches` (static_cache.py) are packed.
+
+    `branch`: the program is captured once more because it branches on a size, which may then become static.
+    """
+    specs = spread_call(module, args, kwargs, dynamic_shapes)
+    names = input_names(module, args, kwargs)
+    call = Call(module, args, kwargs, names)
+    if caches:
+        specs = map_specs(specs, call.bound, counters_free)
+        named = specs | next((v for k, v in specs.items() if k not in kwargs and isinstance(v, dict)), {})
+        specs = {"args": tuple(specs.values())[: len(args)], "kwargs": {name: named[name] for name in kwargs}}
+        call = Call(WithCaches(module, list(caches)), (args, kwargs), {}, names)
+    if branch:
+        specs = map_specs(specs, call.bound, lambda _, spec, value: relaxed(spec, value))
+    gm, notes = call.export_free(specs)
+    signature = read_signature(gm, flat(args, kwargs), names)
+    if isinstance(call.module, WithCaches):
+        counted = tuple(replace(leaf, counts=leaf.name.rpartition(".")[2] in COUNTERS) for leaf in signature.leaves)
+        signature = replace(signature, leaves=counted)
+        gm = drop_prefix(gm, PREFIX, copy.copy(gm.graph._codegen), type(module).__name__)
+        return Captured(gm, signature, call.module.results.returned, notes)
+    return Captured(gm, signature, (), notes)
+
+
+def counters_free(name: str, spec: Spec, value: Any) -> Spec:
+    """The counters of caches are numbers that change from call to call."""
+    counter = name.rpartition(".")[2] in COUNTERS and isinstance(value, int) and value not in (0, 1)
+    return Dim.AUTO if counter else spec
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is captured, with which arguments."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    names: list[str]
+
+    @property
+    def bound(self) -> dict[str, Any]:
+        return dict(inspect.signature(self.module.forward).bind(*self.args, **self.kwargs).arguments)
+
+    def export(self, specs: Any) -> GraphModule:
+        return export_graph(self.module, self.args, self.kwargs, specs, exact_sizes=True)
+
+    def export_free(self, specs: Any) -> tuple[GraphModule, tuple[str, ...]]:
+        """The graph with the lengths of caller-owned caches dynamic, where the program allows it.
+
+        A cache is known only once there is a graph, so this captures up to three times: as asked; with the lengths
+        of the caches it writes free; and, if that fixed a length, with equal sizes of other inputs (masks) free too.
+        """
+        gm = self.export(specs)
+        wanted = self.fixed_lengths(gm)
+        if not wanted:
+            return gm, ()
+        sizes = {size for dims in wanted.values() for size in dims.values()}
+        for masks_too in (False, True):
+            trial = self.try_export(self.freed(specs, wanted, sizes if masks_too else set()))
+            if isinstance(trial, CaptureError):
+                return gm, (f"cache lengths are fixed: {str(trial).splitlines()[0]}",)
+            left = self.fixed_lengths(trial)
+            if not left:
+                return trial, ()
+        notes = [
+            f"the length of {name} (dim {dim}) is fixed at {size}: other sizes of the program depend on it"
+            for name, dims in left.items()
+            for dim, size in dims.items()
+        ]
+        return trial, tuple(notes)
+
+    def try_export(self, specs: Any) -> GraphModule | CaptureError:
+        try:
+            return self.export(specs)
+        except CaptureError as error:
+            return error
+
+    def fixed_lengths(self, gm: GraphModule) -> dict[str, dict[int, int]]:
+        """Input → {dim: size} of written caches whose length is a number in the graph."""
+        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        names: dict[Node, str] = dict(zip(inputs, self.names, strict=True))
+        found: dict[str, dict[int, int]] = {}
+        for owner, dims in written_dims(gm).items():
+            sizes = {dim: static_int(tensor_of(owner).shape[dim]) for dim in sorted(dims)}
+            fixed = {dim: size for dim, size in sizes.items() if size is not None}
+            if fixed:
+                found[names[owner]] = fixed
+        return found
+
+    def freed(self, specs: Any, wanted: dict[str, dict[int, int]], sizes: set[int]) -> Any:
+        """`specs` with the wanted dims free, and in inputs that have no spec every dim of one of `sizes`."""
+        order = iter(self.names)
+
+        def free(_: str, spec: Spec, value: Any) -> Spec:
+            name = next(order)
+            if name in wanted and (spec is None or isinstance(spec, dict)):
+                return with_dims(spec, [dim for dim in wanted[name] if dim not in (spec or {})])
+            if spec is None and isinstance(value, torch.Tensor):
+                equal = [dim for dim, size in enumerate(value.shape) if size in sizes]
+                return with_dims(None, equal) if equal else None
+            return spec
+
+        return map_specs(specs, self.bound, free)

@@ -1,0 +1,67 @@
+"""Writes at a position that is a 0-d tensor, as a graph can hold them.
+
+    eager:  cache[:, :, pos] = x            pos: a 0-d integer tensor; eager reads its value, which tracing cannot
+    here:   cache.index_put_([None, None, pos], x)
+
+Slice bounds that are 0-d tensors (`cache[:, :, pos : pos + 1] = x`) are read with `item()`: a size known at run time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def is_scalar_index(item: object) -> bool:
+    integral = isinstance(item, Tensor) and item.dim() == 0 and not item.is_floating_point() and not item.is_complex()
+    return integral and item.dtype != torch.bool
+
+
+class TensorPositions(TorchFunctionMode):
+    """Within it, `tensor[index] = value` takes 0-d tensors in `index` without reading them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__setitem__:
+            target, index, value = args
+            items = list(index) if isinstance(index, tuple) else [index]
+            if any(isinstance(item, slice) and bounds_in_tensors(item) for item in items):
+                items = [read_bounds(item) if isinstance(item, slice) else item for item in items]
+                args = (target, tuple(items), value)
+            if any(is_scalar_index(item) for item in items) and not mixed(items):
+                return write_at(target, items, value)
+        return func(*args, **(kwargs or {}))
+
+
+def bounds_in_tensors(item: slice) -> bool:
+    return any(is_scalar_index(bound) for bound in (item.start, item.stop, item.step))
+
+
+def read_bounds(item: slice) -> slice:
+    start, stop, step = (b.item() if is_scalar_index(b) else b for b in (item.start, item.stop, item.step))
+    return slice(start, stop, step)
+
+
+def mixed(items: list[Any]) -> bool:
+    """Beside other tensors or lists, eager takes a 0-d tensor for a number; index_put_ would broadcast it instead."""
+    return any(isinstance(item, list) or (isinstance(item, Tensor) and not is_scalar_index(item)) for item in items)
+
+
+def write_at(target: Tensor, items: list[Any], value: Any) -> None:
+    """The numbers, slices and new dims of an index as a view of `target`, then one write at the tensors."""
+    if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
+        place = next(i for i, item in enumerate(items) if item is Ellipsis)
+        missing = target.dim() - sum(item is not None and item is not Ellipsis for item in items)
+        items = [*items[:place], *[slice(None)] * missing, *items[place + 1 :]]
+    view = target[tuple(slice(None) if isinstance(item, Tensor) else item for item in items)]
+    # numbers are gone from the view's dims, new dims are in it
+    positions: list[Tensor | None] = [
+        item if isinstance(item, Tensor) else None for item in items if not isinstance(item, (int, torch.SymInt))
+    ]
+    given = torch.as_tensor(value, device=target.device).to(target.dtype)
+    sizes = [*(s for s, p in zip(view.shape, positions, strict=False) if p is None), *view.shape[len(positions) :]]
+    while given.dim() > len(sizes) and given.shape[0] == 1:  # as eager does
+        given = given[0]
+    torch.ops.aten.index_put_(view, positions, given)

@@ -1,0 +1,99 @@
+"""One captured way through a module: its graph, what it may be called with, and what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from graft.backends import lower
+from graft.capture.module import Captured
+from graft.graph.signature import Signature
+from graft.runtime.checks import check_memory
+from graft.state.alias_map import Alias, state_records
+from graft.state.initial import written_buffers
+from graft.state.positions import PositionChecks, position_checks
+from graft.state.writes import state_writes
+from graft.transforms.base import Context
+from graft.transforms.config import PipelineConfig
+from graft.transforms.pipeline import run_pipeline
+from graft.transforms.report import Report
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every variant of a module is made."""
+
+    config: PipelineConfig
+    backend: str
+    dump_dir: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    graph_module: GraphModule  # after the pipeline, before lowering
+    signature: Signature
+    call: Callable[..., Any]
+    backend: str
+    report: Report
+    aliases: tuple[Alias, ...]
+    positions: PositionChecks
+    returned: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        return [leaf.name for leaf in self.signature.leaves]
+
+    @cached_property
+    def written(self) -> list[int]:
+        """Which inputs the graph writes."""
+        inputs = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
+        owners = {write.owner for write in state_writes(self.graph_module)}
+        return [index for index, node in enumerate(inputs) if node in owners]
+
+    @cached_property
+    def state(self) -> list[torch.Tensor]:
+        return list(written_buffers(self.graph_module).values())
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Raises before anything is written when the call would write where it cannot."""
+        if self.written:
+            check_memory(values, self.names, self.written, self.state)
+        self.positions(values)
+
+
+def build_variant(captured: Captured, settings: Settings, model: str) -> Variant:
+    """The pipeline over a captured graph, then the backend."""
+    gm = captured.graph_module
+    report = run_pipeline(gm, settings.config, Context(route="module"), model=model, dump_dir=settings.dump_dir)
+    return lower_variant(gm, captured.signature, report, settings, captured.returned, captured.notes)
+
+
+def lower_variant(
+    gm: GraphModule,
+    signature: Signature,
+    report: Report,
+    settings: Settings,
+    returned: tuple[tuple[str, int], ...] = (),
+    notes: Sequence[str] = (),
+) -> Variant:
+    """A transformed graph on its backend, with its alias map and checks."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    names = dict(zip(inputs, (leaf.name for leaf in signature.leaves), strict=True))
+    positions = position_checks(gm, names)
+    aliases, state = state_records(gm, names, missed_updates(report))
+    lowered = lower(gm, settings.backend, settings.config.kernels)
+    notes = (*report.notes, *notes, *positions.unchecked, *lowered.notes)
+    report = replace(report, kernels=lowered.kernels, notes=notes, state=state)
+    return Variant(gm, signature, lowered.call, lowered.backend, report, aliases, positions, returned)
+
+
+def missed_updates(report: Report) -> Mapping[str, str]:
+    """Node → why update_state_in_place left it."""
+    record = report.transforms.get("update_state_in_place")
+    return {miss.anchor.split()[0].lstrip("%"): miss.reason for miss in record.near_misses} if record else {}
