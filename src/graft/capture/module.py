@@ -84,8 +84,27 @@ class Call:
     def bound(self) -> dict[str, Any]:
         return dict(inspect.signature(self.module.forward).bind(*self.args, **self.kwargs).arguments)
 
-    def export(self, specs: Any) -> GraphModule:
-        return export_graph(self.module, self.args, self.kwargs, specs, exact_sizes=True)
+    def export(self, specs: Any, freed: Sequence[tuple[int, int]] = ()) -> GraphModule:
+        """`freed`: (input, dim) of lengths that graft made dynamic; those that are equal here have to stay equal.
+
+        Otherwise keys and values would have a length each, and attention over them would fit no fused op.
+        """
+        given = flat(self.args, self.kwargs)
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for index, dim in freed:
+            groups.setdefault(given[index].shape[dim], []).append((index, dim))
+
+        def tie(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            values = flat(args, kwargs)
+            for (first, dim), *others in groups.values():
+                for other, place in others:
+                    torch._check(values[first].shape[dim] == values[other].shape[place])
+
+        hook = self.module.register_forward_pre_hook(tie, with_kwargs=True)
+        try:
+            return export_graph(self.module, self.args, self.kwargs, specs, exact_sizes=True)
+        finally:
+            hook.remove()
 
     def export_free(self, specs: Any) -> tuple[GraphModule, tuple[str, ...]]:
         """The graph with the lengths of caller-owned caches dynamic, where the program allows it.
@@ -99,7 +118,7 @@ class Call:
             return gm, ()
         sizes = {size for dims in wanted.values() for size in dims.values()}
         for masks_too in (False, True):
-            trial = self.try_export(self.freed(specs, wanted, sizes if masks_too else set()))
+            trial = self.try_export(*self.freed(specs, wanted, sizes if masks_too else set()))
             if isinstance(trial, CaptureError):
                 return gm, (f"cache lengths are fixed: {str(trial).splitlines()[0]}",)
             left = self.fixed_lengths(trial)
@@ -112,9 +131,9 @@ class Call:
         ]
         return trial, tuple(notes)
 
-    def try_export(self, specs: Any) -> GraphModule | CaptureError:
+    def try_export(self, specs: Any, freed: Sequence[tuple[int, int]]) -> GraphModule | CaptureError:
         try:
-            return self.export(specs)
+            return self.export(specs, freed)
         except CaptureError as error:
             return error
 
@@ -130,17 +149,22 @@ class Call:
                 found[names[owner]] = fixed
         return found
 
-    def freed(self, specs: Any, wanted: dict[str, dict[int, int]], sizes: set[int]) -> Any:
-        """`specs` with the wanted dims free, and in inputs that have no spec every dim of one of `sizes`."""
-        order = iter(self.names)
+    def freed(
+        self, specs: Any, wanted: dict[str, dict[int, int]], sizes: set[int]
+    ) -> tuple[Any, list[tuple[int, int]]]:
+        """`specs` with the wanted dims free, and every dim of one of `sizes` where there is no spec; and which."""
+        order = iter(enumerate(self.names))
+        places: list[tuple[int, int]] = []
 
         def free(_: str, spec: Spec, value: Any) -> Spec:
-            name = next(order)
+            index, name = next(order)
             if name in wanted and (spec is None or isinstance(spec, dict)):
-                return with_dims(spec, [dim for dim in wanted[name] if dim not in (spec or {})])
-            if spec is None and isinstance(value, torch.Tensor):
-                equal = [dim for dim, size in enumerate(value.shape) if size in sizes]
-                return with_dims(None, equal) if equal else None
-            return spec
+                dims = [dim for dim in wanted[name] if dim not in (spec or {})]
+            elif spec is None and isinstance(value, torch.Tensor):
+                dims = [dim for dim, size in enumerate(value.shape) if size in sizes]
+            else:
+                return spec
+            places.extend((index, dim) for dim in dims)
+            return with_dims(spec, dims) if dims else spec
 
-        return map_specs(specs, self.bound, free)
+        return map_specs(specs, self.bound, free), places

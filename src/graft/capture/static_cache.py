@@ -88,7 +88,7 @@ def allocate(cache: StaticCache, like: StaticCache) -> None:
 
 @dataclass
 class Results:
-    """Where the result holds which cache; known once the model ran. (Attributes of the module are put back by export.)"""
+    """Where the result holds which cache, once the model ran. Not on the module: export puts attributes back."""
 
     returned: tuple[tuple[str, int], ...] = ()
 

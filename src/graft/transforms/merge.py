@@ -71,6 +71,15 @@ def stack_state(editor: Editor, parts: Sequence[Node], name: str, leaf: str, bef
     """The tensors of `parts` below each other in one new parameter. The old ones become views of it, so that memory
     grows by one layer at most while merging, and not at all after it."""
     tensors = [editor.gm.get_parameter(str(part.target)) for part in parts]
+    stacked = stacked_already(tensors)
+    if stacked is None:
+        stacked = stack(tensors)
+    # model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn.qkv_proj.weight
+    prefix = "".join(f"{part}." for part in str(parts[0].target).split(".")[:-2])
+    return editor.parameter(f"{prefix}{name}.{leaf}", stacked, before=before, like=before)
+
+
+def stack(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     rows = sum(t.shape[0] for t in tensors)
     stacked = torch.empty((rows, *tensors[0].shape[1:]), dtype=tensors[0].dtype, device=tensors[0].device)
     start = 0
@@ -80,9 +89,18 @@ def stack_state(editor: Editor, parts: Sequence[Node], name: str, leaf: str, bef
             view.copy_(tensor.data)
         tensor.data = view
         start += tensor.shape[0]
-    # model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn.qkv_proj.weight
-    prefix = "".join(f"{part}." for part in str(parts[0].target).split(".")[:-2])
-    return editor.parameter(f"{prefix}{name}.{leaf}", stacked, before=before, like=before)
+    return stacked
+
+
+def stacked_already(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
+    """The tensors as one, where an earlier graph of the same module has stacked them: it shares that memory."""
+    first = tensors[0]
+    one = all(t.untyped_storage()._cdata == first.untyped_storage()._cdata and t.is_contiguous() for t in tensors)
+    ends = [t.storage_offset() + t.numel() for t in tensors]
+    if not one or first.is_meta or ends[:-1] != [t.storage_offset() for t in tensors[1:]]:
+        return None
+    shape = (sum(t.shape[0] for t in tensors), *first.shape[1:])
+    return first.data.as_strided(shape, first.stride(), first.storage_offset())
 
 
 def merge_groups(

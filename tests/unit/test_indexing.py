@@ -1,0 +1,61 @@
+"""Writes at 0-d tensor positions: captured without reading them, with eager's results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import graft
+
+POSITIONS = {
+    "one dim": lambda c, p, x: c.__setitem__((slice(None), slice(None), p), x),
+    "after an ellipsis": lambda c, p, x: c.__setitem__((..., p, slice(None)), x),
+    "first": lambda c, p, x: c.__setitem__(p % 2, x[0, 0]),
+    "with a number and a new dim": lambda c, p, x: c.__setitem__((0, ..., p, None, slice(None)), x[0][:, None]),
+    "two of them": lambda c, p, x: c.__setitem__((p % 2, slice(None), p), x[0]),
+    "slice bounds": lambda c, p, x: c.__setitem__((slice(None), slice(None), slice(p, p + 1)), x[:, :, None]),
+    "a number": lambda c, p, x: c.__setitem__((slice(None), 1, p), 2.5),
+    "leading ones": lambda c, p, x: c.__setitem__((0, 1, p), x[None, :1, :1]),
+    "other dtype": lambda c, p, x: c.__setitem__((slice(None), slice(None), p), x.double()),
+}
+
+
+class Write(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, cache, position, x):
+        POSITIONS[self.name](cache, position, x)
+        return cache.sum()
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_0d_positions_write_as_eager_does_r30(name):
+    module, x = Write(name), torch.randn(2, 3, 4)
+    compiled = graft.compile(module, (torch.zeros(2, 3, 8, 4), torch.tensor(3), x))
+    for position in (0, 5, 7):
+        got, expected = torch.zeros(2, 3, 8, 4), torch.zeros(2, 3, 8, 4)
+        compiled(got, torch.tensor(position), x)
+        module(expected, torch.tensor(position), x)
+        assert torch.equal(got, expected) and expected.any()
+
+
+def test_a_0d_tensor_beside_other_indices_stays_torch_s_business_r30():
+    """Eager takes it for a number there; index_put_ would broadcast it, so the rewrite must not touch it."""
+
+    class Mixed(nn.Module):
+        def forward(self, cache, position, x):
+            cache[torch.tensor([0, 1]), :, position] = x
+            return cache.sum()
+
+    module, x = Mixed(), torch.randn(2, 3, 4)
+    got, expected = torch.zeros(2, 3, 8, 4), torch.zeros(2, 3, 8, 4)
+    try:
+        compiled = graft.compile(module, (got.clone(), torch.tensor(3), x))
+    except graft.errors.CaptureError:
+        return  # refused, with torch's reason
+    compiled(got, torch.tensor(5), x)
+    module(expected, torch.tensor(5), x)
+    assert torch.equal(got, expected)

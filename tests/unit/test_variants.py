@@ -1,0 +1,107 @@
+"""Sizes that were left dynamic: what the program decided by them holds at every call, or is captured again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import graft
+from graft.errors import CaptureError, UsageError
+from graft.graph.signature import GuardFailed, Leaf, Signature
+
+
+class Branches(nn.Module):
+    """What torch.export takes for granted is wrong here: that a dynamic size is never 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        if x.shape[0] == 1:
+            return x * 3 + self.calls
+        if x.shape[0] > 10:
+            return x * 7
+        return x * 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_each_branch_on_a_size_is_captured_when_it_is_met_r39(backend):
+    module, twin = Branches(), Branches()
+    compiled = graft.compile(module, (torch.randn(3, 4),), dynamic_shapes={"x": {0: Dim.DYNAMIC}}, backend=backend)
+    for size in (3, 5, 1, 12, 1, 20, 4):
+        x = torch.randn(size, 4)
+        assert torch.equal(compiled(x), twin(x))
+        assert compiled.calls == twin.calls  # one state, whichever variant wrote it
+    assert len(compiled.variants) == 3
+    notes = [note for note in compiled.report.notes if note.startswith("variant")]
+    assert len(notes) == 2 and "dim 0 of x" in notes[0]
+    compiled.reset()
+    assert compiled.calls == 0
+
+
+def test_without_branches_one_graph_serves_all_sizes_r39():
+    class Plain(nn.Module):
+        def forward(self, x, y):
+            return x[:, None] * y
+
+    compiled = graft.compile(
+        Plain(), (torch.randn(3), torch.randn(3, 4)), dynamic_shapes={"x": {0: Dim.AUTO}, "y": {0: Dim.AUTO}}
+    )
+    for size in (0, 1, 2, 9):
+        x, y = torch.randn(size), torch.randn(size, 4)
+        assert torch.equal(compiled(x, y), Plain()(x, y))
+    assert len(compiled.variants) == 1
+
+
+def test_sizes_that_no_capture_allows_are_refused_r39():
+    class Adds(nn.Module):
+        def forward(self, x, y):
+            return x * 2 + y
+
+    dynamic = {"x": {0: Dim.DYNAMIC(max=16)}, "y": {0: Dim.DYNAMIC(max=16)}}
+    compiled = graft.compile(Adds(), (torch.randn(3), torch.randn(3)), dynamic_shapes=dynamic)
+    with pytest.raises(UsageError, match=r"cannot be captured for these inputs|must be"):
+        compiled(torch.randn(3), torch.randn(4))
+    with pytest.raises(UsageError, match="sizes from 0 to 16"):
+        compiled(torch.randn(40), torch.randn(40))
+
+
+def test_too_many_branches_are_an_error_r39(monkeypatch):
+    monkeypatch.setattr("graft.runtime.compile.MOST_VARIANTS", 2)
+    compiled = graft.compile(Branches(), (torch.randn(3, 4),), dynamic_shapes={"x": {0: Dim.DYNAMIC}})
+    compiled(torch.randn(1, 4))
+    with pytest.raises(UsageError, match="2 variants are captured already"):
+        compiled(torch.randn(12, 4))
+
+
+def test_signatures_bind_symbols_and_check_expressions_r39():
+    signature = Signature(
+        (Leaf("x", "float32", "cpu", ("s0", 4)), Leaf("y", "float32", "cpu", ("2*s0 + 1",)), Leaf("n", value=3)),
+        guards=("Ne(s0, 5)", "Eq(Mod(s0, 2), 1)", "s0 + 1 <= Max(8, s0)"),
+        ranges={"s0": (1, 100)},
+    )
+    signature.check([torch.zeros(3, 4), torch.zeros(7), 3])
+    for values, error, message in (
+        ([torch.zeros(3, 4), torch.zeros(8), 3], GuardFailed, "dim 0 of y is 8, but must be"),
+        ([torch.zeros(5, 4), torch.zeros(11), 3], GuardFailed, r"Ne\(s0, 5\) \(s0 = 5, dim 0 of x\)"),
+        ([torch.zeros(4, 4), torch.zeros(9), 3], GuardFailed, "Mod"),
+        ([torch.zeros(9, 4), torch.zeros(19), 3], GuardFailed, "Max"),
+        ([torch.zeros(3, 5), torch.zeros(7), 3], UsageError, "input x has the shape"),
+        ([torch.zeros(3, 4), torch.zeros(7), 4], UsageError, "3 is fixed in the graph"),
+        ([torch.zeros(3, 4), torch.zeros(7), 3.0], UsageError, "3 is fixed in the graph"),
+        ([torch.zeros(3, 4).int(), torch.zeros(7), 3], UsageError, "int32"),
+    ):
+        with pytest.raises(error, match=message):
+            signature.check(values)
+
+
+def test_a_guard_that_is_not_understood_is_an_error_r39():
+    from graft.graph.signature import known
+
+    with pytest.raises(CaptureError, match="is not understood"):
+        list(known(["Mystery(s0) > 1"], {"s0"}))
+    assert list(known(["u0 > 1", "s0 > 1", "s3 > 1"], {"s0"})) == ["s0 > 1"]
