@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graft.errors import CaptureError
 from graft.graph.canonical import canonicalize, drop_unused_state
-from graft.graph.edit import attribute, fake_mode
+from graft.graph.edit import attach_state, attribute, fake_mode
 from graft.graph.indexing import TensorPositions
 
 
@@ -72,11 +72,42 @@ def export_graph(
             f"torch.export could not capture {type(module).__name__}: {type(error).__name__}: {error}"
         ) from error
     gm = GraphModule(exported, exported.graph)  # drops export's call hooks, keeps its pytree code
+    name_constants(gm, module)
     fill_values(gm)
     canonicalize(gm)
     drop_unused_state(gm)
     gm.recompile()
     return gm
+
+
+def name_constants(gm: GraphModule, module: torch.nn.Module) -> None:
+    """Tensors that export took for constants, under the names that the module has for them.
+
+    A cache that is a plain attribute, or an attribute of some object that the module holds (as Hugging Face's
+    StaticCache is), becomes `lifted_tensor_0`, even where the same tensor is registered as a buffer.
+    """
+    known: dict[tuple[Any, ...], str] = {}
+    for path, part in reversed(list(module.named_modules())):
+        plain = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        for name, tensor in {**plain, **part._buffers}.items():
+            if tensor is not None:
+                known[identity(tensor)] = f"{path}.{name}" if path else name
+    for node in gm.graph.nodes:
+        leaf = str(node.target).rpartition(".")[2]
+        if node.op != "get_attr" or not leaf.startswith("lifted_tensor"):
+            continue
+        tensor = attribute(gm, str(node.target))
+        name = known.get(identity(tensor)) if isinstance(tensor, torch.Tensor) else None
+        if name is not None:
+            if attribute(gm, name) is not tensor:
+                attach_state(gm, name, tensor, persistent=False)
+            node.target = name
+
+
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Two names with one of these are one tensor."""
+    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from graft.errors import CaptureError, UsageError
 from graft.graph.signature import GuardFailed
 from graft.runtime.variant import Settings, Variant, build_variant
 from graft.state.alias_map import Alias
-from graft.state.initial import Initial, initial_values
+from graft.state.initial import Initial, initial_values, written_buffers
 from graft.transforms.config import PipelineConfig, load_config
 from graft.transforms.report import Report
 
@@ -133,8 +133,9 @@ class CompiledModule(torch.nn.Module):
     @torch.no_grad()
     def reset(self) -> None:
         """Gives every buffer that the program writes the value it had when the module was compiled."""
-        for name, value in self.initial.items():
-            value.put(self.graph_module.get_buffer(name))
+        for variant in self.variants:
+            for name, tensor in written_buffers(variant.graph_module).items():
+                self.initial[name].put(tensor)
 
 
 def compile(
