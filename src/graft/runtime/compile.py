@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graft.backends import lower
+from graft.backends.replay import Replays
 from graft.errors import CaptureError, UsageError
 from graft.graph.nodes import leaves, static_int
 from graft.graph.text import abstract_text
@@ -75,6 +76,11 @@ class CompiledModule(torch.nn.Module):
         self.backend = backend
         self._call = call
 
+    @property
+    def replays(self) -> Replays | None:
+        """What the backend `cuda_graph` recorded, how often and why; None for other backends."""
+        return getattr(self._call, "replays", None)
+
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._inputs.check(args, kwargs)
@@ -90,15 +96,17 @@ def compile(
     config: str | Path | Mapping[str, Any] | PipelineConfig | None = None,
     backend: str = "auto",
     dump_dir: str | Path | None = None,
+    reuse_outputs: bool = False,
 ) -> CompiledModule:
     """Captures `module` with example inputs, transforms the graph and lowers it.
 
-    Sizes are fixed to the example's unless `dynamic_shapes` (as for torch.export) frees them.
+    Sizes are fixed to the example's unless `dynamic_shapes` (as for torch.export) frees them. `reuse_outputs` lets
+    the backend `cuda_graph` return its own buffers, which the next call overwrites.
     """
     settings = config if isinstance(config, PipelineConfig) else load_config(config)
     gm = export_graph(module, args, kwargs, dynamic_shapes)
     inputs = Inputs.of(gm, args, kwargs or {})
     report = run_pipeline(gm, settings, Context(route="module"), model=type(module).__name__, dump_dir=dump_dir)
-    lowered = lower(gm, backend, settings.kernels)
+    lowered = lower(gm, backend, settings.kernels, reuse_outputs=reuse_outputs)
     report = replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes))
     return CompiledModule(gm, lowered.call, report, lowered.backend, inputs)
