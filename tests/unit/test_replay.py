@@ -7,14 +7,19 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
 
 import graft
 from cuda_graph_cases import CASES, Attend, OwnCaches, at, caches, compiled_attend, seeded, token
 from graft.backends import lower
 from graft.backends.buffers import elements_are_apart, memory
+from graft.backends.capturable import recording_device
 from graft.backends.keys import Arguments, State
 from graft.errors import CaptureRefused, UsageError
 from graft.graph.trace import export_graph
+
+aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -164,6 +169,36 @@ def test_constants_in_host_memory_are_part_of_the_key_by_value_r37():
     assert first != second and arguments.changes(first, second) == "state scale: new value 3.0, was 2.0"
     module.scale = torch.tensor(2.0)
     assert arguments.key(state.read()) == first
+
+
+def test_host_memory_in_a_graph_of_a_gpu_is_refused_r37():
+    """Recorded values are enough to see it: the tensors are fake."""
+    graph = Graph()
+    with FakeTensorMode():
+        x, scale, rows = torch.empty(4, device="cuda"), torch.empty(()), torch.empty(4)
+    nodes = [graph.placeholder("x"), graph.get_attr("scale")]
+    nodes.append(graph.call_function(aten.mul.Tensor, tuple(nodes)))
+    for node, value in zip(nodes, (x, scale, x), strict=True):
+        node.meta["val"] = value
+    assert recording_device(graph) == torch.device("cuda", 0)  # a constant number is part of the launch
+    moved = graph.call_function(aten._to_copy.default, (nodes[1],), {"device": torch.device("cuda")})
+    moved.meta["val"] = x
+    with pytest.raises(CaptureRefused, match=r"%_to_copy.* copies %scale from CPU memory"):
+        recording_device(graph)
+    graph.erase_node(moved)
+    fetched = graph.call_function(aten._to_copy.default, (nodes[2],), {"device": torch.device("cpu")})
+    fetched.meta["val"] = rows
+    with pytest.raises(CaptureRefused, match=r"%_to_copy.* moves values to CPU memory"):
+        recording_device(graph)
+    graph.erase_node(fetched)
+    nodes[1].meta["val"] = rows
+    with pytest.raises(CaptureRefused, match="%scale lies in CPU memory"):
+        recording_device(graph)
+    nodes[1].meta["val"] = scale
+    with graph.inserting_after(nodes[0]):
+        graph.placeholder("position").meta["val"] = scale
+    with pytest.raises(CaptureRefused, match="%position is a CPU tensor"):
+        recording_device(graph)
 
 
 def test_nested_and_moved_state_is_found_r37():

@@ -15,6 +15,8 @@ from graft.errors import CaptureRefused
 Run = Callable[..., Sequence[Any]]
 # The first run compiles, tunes and allocates workspaces; the second runs the kernels that the tuning chose.
 WARM_UPS = 2
+# torch's allocator goes on asking the graph of a failed capture for its id, so that must not be freed.
+FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,12 @@ def capture(graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream, run: Run, args
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             return run(*args)
     except RuntimeError as error:  # what CUDA and the operators raise; the first one is the cause
+        FAILED.append(graph)
         cause = error.__context__ or error
-        raise CaptureRefused(f"a call of the graph cannot be captured: {type(cause).__name__}: {cause}") from error
+        raise CaptureRefused(
+            f"a call of the graph cannot be captured: {type(cause).__name__}: {cause}. State is as it was, but torch"
+            " does not undo a failed capture: start a new process, with backend='eager' or 'inductor'"
+        ) from error
 
 
 @contextmanager
