@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,6 +14,8 @@ import graft
 
 DIM, LENGTH = 8, 16
 BATCH = {0: torch.export.Dim.DYNAMIC}
+# compiled graphs may run other kernels than the module: a few roundings of float32, far below a lost write
+assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
 
 
 class Attend(nn.Module):
@@ -104,8 +107,8 @@ def compiled_attend(device, **options):
 def check_steps(module, compiled, ours, theirs, steps, device, batch=2):
     for step in steps:
         x, pos = token(step, device, batch), at(step, device)
-        torch.testing.assert_close(compiled(x, *ours, pos), module(x, *theirs, pos))
-        torch.testing.assert_close(ours, theirs)
+        assert_close(compiled(x, *ours, pos), module(x, *theirs, pos))
+        assert_close(ours, theirs)
 
 
 def caller_owned_caches(device):
@@ -126,10 +129,10 @@ def module_owned_buffers(device):
     state = compiled.graph_module
     for step in range(10):
         x = token(step, device)
-        torch.testing.assert_close(compiled(x), module(x))
+        assert_close(compiled(x), module(x))
         # after the first call too: warm-up and recording counted for nothing
         assert state.pos.item() == module.pos.item() == step + 1
-        torch.testing.assert_close((state.k, state.v), (module.k, module.v))
+        assert_close((state.k, state.v), (module.k, module.v))
     assert compiled.replays.count == 1
 
 
@@ -138,7 +141,7 @@ def alternating_caches(device):
     ours, theirs = [caches(device) for _ in range(2)], [caches(device) for _ in range(2)]
     for step in range(10):
         check_steps(module, compiled, ours[step % 2], theirs[step % 2], [step], device)
-        torch.testing.assert_close(ours, theirs)  # the other pair was not written
+        assert_close(ours, theirs)  # the other pair was not written
     assert compiled.replays.events == (
         "recording 1: first call",
         "recording 2: input k: another tensor; input v: another tensor",
@@ -181,7 +184,7 @@ def results_as_in_eager(device):
     for step in range(10):
         x = torch.full((2, 4), float(step), device=device)
         got, expected = compiled(x, ours), module(x, theirs)
-        torch.testing.assert_close(got, expected)
+        assert_close(got, expected)
         kept.append((got["new"], [part.clone() for part in expected["new"]]))
         assert got["cache"] is ours and got["x"] is x
         assert got["row"].data_ptr() == ours[:, 1].data_ptr()
@@ -191,7 +194,7 @@ def results_as_in_eager(device):
         product, first, _ = got["new"]
         assert product.data_ptr() == first.data_ptr() != got["new"][2].data_ptr()  # they share memory, as in eager
     for got, expected in kept:  # nine replays later
-        torch.testing.assert_close(list(got), expected)
+        assert_close(list(got), expected)
     assert compiled.replays.count == 1
 
 
@@ -214,9 +217,9 @@ def reused_outputs_are_overwritten(device):
     kept = first.clone()
     module(token(0, device), *theirs, at(0, device))
     second = compiled(token(1, device), *ours, at(1, device))
-    torch.testing.assert_close(second, module(token(1, device), *theirs, at(1, device)))
+    assert_close(second, module(token(1, device), *theirs, at(1, device)))
     assert first.data_ptr() == second.data_ptr() and not torch.equal(first, kept)
-    torch.testing.assert_close(ours, theirs)
+    assert_close(ours, theirs)
 
 
 @torch.no_grad()
@@ -228,8 +231,8 @@ def replaced_buffer(device):
             old, before = compiled.graph_module.k, compiled.graph_module.k.clone()
             compiled.graph_module.k, module.k = torch.ones_like(old), torch.ones_like(old)
         x = token(step, device)
-        torch.testing.assert_close(compiled(x), module(x))
-        torch.testing.assert_close(compiled.graph_module.k, module.k)
+        assert_close(compiled(x), module(x))
+        assert_close(compiled.graph_module.k, module.k)
     assert torch.equal(old, before)
     assert compiled.replays.events[1:] == ("recording 2: state k: buffer was replaced",)
 
@@ -291,7 +294,7 @@ def containers_and_layouts(device):
         row.fill_(step + 1)
         got = compiled(*args, **kwargs)
         assert isinstance(got, list)
-        torch.testing.assert_close(got, Windows()(*args, **kwargs))
+        assert_close(got, Windows()(*args, **kwargs))
     assert compiled.replays.count == 1
     assert compiled.replays.staged_bytes == 3 * 4 * (3 + 8 + 9)  # memory, not elements
 

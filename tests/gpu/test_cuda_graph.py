@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graft
-from cuda_graph_cases import CASES, LENGTH, Returns, at, caches, check_steps, compiled_attend, token
+from cuda_graph_cases import CASES, LENGTH, Returns, assert_close, at, caches, check_steps, compiled_attend, token
 from graft.errors import CaptureRefused
 
 
@@ -88,8 +88,8 @@ def test_replays_on_two_streams_without_any_wait_r37():
             torch.cuda._sleep(5_000_000 if step % 2 == 0 else 0)
             got.append(compiled(x, *ours, pos))
     torch.cuda.synchronize()
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(ours, theirs)
+    assert_close(got, expected)
+    assert_close(ours, theirs)
 
 
 class GatedBlock(nn.Module):
@@ -136,7 +136,7 @@ def test_recording_needs_no_wait_of_the_caller_r37():
     ours[0].add_(1)
     theirs[0].add_(1)
     moved = x * 2
-    torch.testing.assert_close(compiled(moved, *ours, at(0, "cuda")), module(moved, *theirs, at(0, "cuda")))
+    assert_close(compiled(moved, *ours, at(0, "cuda")), module(moved, *theirs, at(0, "cuda")))
     check_steps(module, compiled, ours, theirs, range(1, 5), "cuda")
 
 

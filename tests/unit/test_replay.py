@@ -208,6 +208,12 @@ def test_nested_and_moved_state_is_found_r37():
     first = arguments.key(state.read())
     module[0].weight.data = module[0].weight.data.clone()  # the same parameter at another address
     assert arguments.changes(first, arguments.key(state.read())) == "state 0.weight: buffer was replaced"
+    moved = arguments.key(state.read())
+    module[0] = nn.Linear(2, 2)
+    assert arguments.changes(moved, arguments.key(state.read())).count("buffer was replaced") == 2
+    del module[0].bias
+    with pytest.raises(UsageError, match=r"state 0.bias is not in the module any more"):
+        state.read()
 
 
 @pytest.mark.parametrize(

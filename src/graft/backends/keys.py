@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graft.backends.buffers import place
+from graft.errors import UsageError
 
 BOUND, STAGED, VALUE = "bound", "staged", "value"
 Token = tuple[str, Any, Any]  # how it is passed, address or value, layout
@@ -43,30 +44,46 @@ class StateKey:
 
 
 class State:
-    """The tensors of a module that a graph reads, by name; they are looked up at every call."""
+    """The tensors of a module that a graph reads, by name; they are looked up at every call.
+
+    That is done in the tables of the modules, because `getattr` along a path takes several times as long.
+    """
 
     def __init__(self, module: torch.nn.Module, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
         self._module = module
-        self._paths = [tuple(name.split(".")) for name in names]
         self._device = device
+        self._submodules: list[tuple[dict[str, Any], str, Any]] = []  # table, name, what was found
+        self._tensors: list[tuple[dict[str, Any], str]] = []
         self._seen: list[tuple[Any, int]] = []
         self._key = StateKey(())
         self._constants: list[int] = []
+        self._resolve()
 
     def read(self) -> list[Any]:
-        """The tensors as they are now; some may have been replaced since the last call.
+        """The tensors as they are now; some may have been replaced since the last call."""
+        moved = any(table.get(name) is not found for table, name, found in self._submodules)
+        if moved or any(leaf not in table for table, leaf in self._tensors):
+            self._resolve()
+        return [table[leaf] for table, leaf in self._tensors]
 
-        The tables of modules are read directly: `getattr` takes five times as long.
-        """
-        found = []
-        for *owners, leaf in self._paths:
+    def _resolve(self) -> None:
+        submodules, self._tensors = {}, []
+        for name in self.names:
+            *owners, leaf = name.split(".")
             module: Any = self._module
             for owner in owners:
-                module = module._modules[owner]
-            table = module._parameters if leaf in module._parameters else module._buffers
-            found.append(table[leaf] if leaf in table else getattr(module, leaf))
-        return found
+                table = module._modules
+                if owner not in table:
+                    raise UsageError(f"state {name}: the module has no {owner!r} any more; compile it again")
+                submodules[id(module), owner] = (table, owner, table[owner])
+                module = table[owner]
+            tables = (module._parameters, module._buffers, vars(module))
+            holder = next((table for table in tables if leaf in table), None)
+            if holder is None:
+                raise UsageError(f"state {name} is not in the module any more; compile it again")
+            self._tensors.append((holder, leaf))
+        self._submodules = list(submodules.values())
 
     def key(self, tensors: Sequence[Any]) -> tuple[StateKey, tuple[Token, ...]]:
         """Same tensors at the same addresses: same key. Their shapes are fixed in the graph."""
