@@ -181,3 +181,7 @@ class OutOfCache(GraftError):
 
 class GraphRefused(GraftError):
     """A graph of torch.compile that graft leaves to stock Inductor; the message says why."""
+
+
+class CaptureRefused(GraftError):
+    """What a CUDA graph cannot hold; the message names the node, and nothing was written."""

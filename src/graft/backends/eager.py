@@ -14,6 +14,12 @@ from graft.ops.spec import Kernel, OpSpec
 
 
 def lower_eager(gm: GraphModule, named: Mapping[str, str] | None = None) -> Lowered:
+    graph, kernels = bind_kernels(gm, named)
+    return Lowered(GraphModule(gm, graph, class_name="EagerGraph"), "eager", kernels)
+
+
+def bind_kernels(gm: GraphModule, named: Mapping[str, str] | None = None) -> tuple[Graph, dict[str, str]]:
+    """A copy of the graph that calls kernels in place of graft's ops, and which one each op got."""
     graph = Graph()
     outputs = graph.graph_copy(gm.graph, {})
     graph.output(outputs)
@@ -27,7 +33,7 @@ def lower_eager(gm: GraphModule, named: Mapping[str, str] | None = None) -> Lowe
             kernel = choose(spec, *values, named=named.get(spec.name))
             node.target, node.args, node.kwargs = kernel.run, tuple(given), {}
             kernels[f"graft::{spec.name}"] = describe(spec, kernel, values, spec.name in named)
-    return Lowered(GraphModule(gm, graph, class_name="EagerGraph"), "eager", kernels)
+    return graph, kernels
 
 
 def spec_of(node: Node) -> OpSpec | None:

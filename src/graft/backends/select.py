@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from graft.errors import UnknownBackend
+from graft.errors import UnknownBackend, UsageError
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,28 @@ class Lowered:
     notes: tuple[str, ...] = ()
 
 
-BACKENDS = ("auto", "eager", "inductor")
+BACKENDS = ("auto", "eager", "inductor", "cuda_graph")
 
 
-def lower(gm: GraphModule, backend: str = "auto", kernels: Mapping[str, str] | None = None) -> Lowered:
-    """`kernels` names the kernel that an op must run; the others get the first that applies."""
+def lower(
+    gm: GraphModule,
+    backend: str = "auto",
+    kernels: Mapping[str, str] | None = None,
+    *,
+    reuse_outputs: bool = False,
+) -> Lowered:
+    """`kernels` names the kernel that an op must run; the others get the first that applies.
+
+    `reuse_outputs` lets a CUDA graph return its own result buffers, which the next call overwrites.
+    """
     if backend not in BACKENDS:
         raise UnknownBackend(backend, BACKENDS)
+    if reuse_outputs and backend != "cuda_graph":
+        raise UsageError(f"reuse_outputs is for backend='cuda_graph'; {backend!r} returns new tensors at every call")
+    if backend == "cuda_graph":
+        from graft.backends.cuda_graph import lower_cuda_graph
+
+        return lower_cuda_graph(gm, kernels, reuse_outputs=reuse_outputs)
     if backend == "inductor":
         from graft.backends.inductor import lower_inductor
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graft.backends.replay import Replays
 from graft.capture.dynamic import flat, in_order
 from graft.capture.module import capture_module
 from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack
@@ -54,6 +55,11 @@ class CompiledModule(torch.nn.Module):
     @property
     def backend(self) -> str:
         return self.variants[0].backend
+
+    @property
+    def replays(self) -> Replays | None:
+        """The recordings of the first variant on the cuda_graph backend: how many, why, and what is copied for them."""
+        return getattr(self.variants[0].call, "replays", None)
 
     def __getattr__(self, name: str) -> Any:
         """State under the names that it has in the module: `compiled.cache_k`."""
@@ -146,15 +152,17 @@ def compile(
     dynamic_shapes: Any = None,
     config: str | Path | Mapping[str, Any] | PipelineConfig | None = None,
     backend: str = "auto",
+    reuse_outputs: bool = False,
     dump_dir: str | Path | None = None,
 ) -> CompiledModule:
     """Captures `module` with example inputs, transforms the graph and lowers it.
 
     Sizes are fixed to the example's unless `dynamic_shapes` (as for torch.export) frees them. The length of a cache
     that the caller passes and the program writes at a position is free in any case, where the program allows it.
+    `reuse_outputs` (cuda_graph only): results stay in the graph's own memory, which the next call overwrites.
     """
     loaded = config if isinstance(config, PipelineConfig) else load_config(config)
-    settings = Settings(loaded, backend, dump_dir)
+    settings = Settings(loaded, backend, reuse_outputs, dump_dir)
     args, kwargs = tuple(args), in_order(module, kwargs or {})
     caches = find_caches((args, kwargs))
     initialize(module, args, kwargs, caches)

@@ -31,6 +31,7 @@ class Settings:
 
     config: PipelineConfig
     backend: str
+    reuse_outputs: bool = False
     dump_dir: str | Path | None = None
 
 
@@ -87,7 +88,7 @@ def lower_variant(
     names = dict(zip(inputs, (leaf.name for leaf in signature.leaves), strict=True))
     positions = position_checks(gm, names)
     aliases, state = state_records(gm, names, missed_updates(report))
-    lowered = lower(gm, settings.backend, settings.config.kernels)
+    lowered = lower(gm, settings.backend, settings.config.kernels, reuse_outputs=settings.reuse_outputs)
     notes = (*report.notes, *notes, *positions.unchecked, *lowered.notes)
     report = replace(report, kernels=lowered.kernels, notes=notes, state=state)
     return Variant(gm, signature, lowered.call, lowered.backend, report, aliases, positions, returned)

@@ -1,0 +1,94 @@
+"""The CUDA graph backend: the eager graph recorded once and replayed, with caches bound by address.
+
+    before:  compiled(x, k, pos) ─▶ index_copy_(k, 1, pos, x); …; mul         one launch a node
+    after:   compiled(x, k, pos) ─▶ x, pos ─copy─▶ staging; one replay; mul ─copy─▶ caller
+
+On a CPU the same code runs with direct calls in place of the replay.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from operator import getitem
+
+import torch
+from torch.fx import Graph, GraphModule, Node, map_arg
+
+from graft.backends.capturable import recording_device
+from graft.backends.eager import bind_kernels
+from graft.backends.keys import Arguments, State
+from graft.backends.recorders import DIRECT, cuda_recorder
+from graft.backends.replay import Replays
+from graft.backends.select import Lowered
+from graft.graph.nodes import leaves, mutated_roots, output_node
+
+
+def lower_cuda_graph(
+    gm: GraphModule, named: Mapping[str, str] | None = None, *, reuse_outputs: bool = False
+) -> Lowered:
+    """`Lowered.call.replays` counts and explains the recordings."""
+    device = recording_device(gm.graph)
+    graph, kernels = bind_kernels(gm, named)
+    state = tuple(dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr"))
+    arguments = arguments_of(gm, state, device)
+    recorder = cuda_recorder(device) if device.type == "cuda" else DIRECT
+    replays = Replays(body_of(graph, state).forward, arguments, recorder, reuse_outputs=reuse_outputs)
+    return Lowered(shell_of(gm, replays), "cuda_graph", kernels, notes(arguments, reuse_outputs))
+
+
+def arguments_of(gm: GraphModule, state: tuple[str, ...], device: torch.device) -> Arguments:
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    roots = mutated_roots(gm.graph)
+    written = {index for index, node in enumerate(inputs) if node in roots}
+    written |= {len(inputs) + state.index(str(node.target)) for node in roots if node.op == "get_attr"}
+    names = tuple(node.name for node in inputs)
+    return Arguments(names, State(gm, state, device), frozenset(written), device)
+
+
+def results(graph: Graph) -> list[Node]:
+    """What the recorded function returns: every node in the output, once, that is not an input anyway."""
+    nodes = dict.fromkeys(leaf for leaf in leaves(output_node(graph).args) if isinstance(leaf, Node))
+    return [node for node in nodes if node.op != "placeholder"]
+
+
+def body_of(graph: Graph, state: Sequence[str]) -> GraphModule:
+    """The graph as a function of flat inputs, then state; it holds no tensor itself."""
+    body, table = Graph(), {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            table[node] = body.placeholder(node.name)
+    tensors = {name: body.placeholder(f"graft_state_{index}") for index, name in enumerate(state)}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            table[node] = tensors[str(node.target)]
+        elif node.op == "call_function":
+            table[node] = body.node_copy(node, table.__getitem__)
+    body.output(tuple(table[node] for node in results(graph)))
+    return GraphModule(torch.nn.Module(), body, class_name="RecordedGraph")
+
+
+def shell_of(gm: GraphModule, replays: Replays) -> GraphModule:
+    """Takes and returns what the graph does, in the same structure, with one call inside."""
+    graph, table = Graph(), {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            table[node] = graph.node_copy(node)
+    replayed = graph.call_function(replays.call, tuple(table.values()))
+    for index, node in enumerate(results(gm.graph)):
+        table[node] = graph.call_function(getitem, (replayed, index))
+    graph.output(map_arg(output_node(gm.graph).args[0], table.__getitem__))
+    graph.set_codegen(copy.copy(gm.graph._codegen))
+    shell = GraphModule(torch.nn.Module(), graph, class_name="ReplayedGraph")
+    shell.replays = replays
+    return shell
+
+
+def notes(arguments: Arguments, reuse_outputs: bool) -> tuple[str, ...]:
+    bound = [arguments.name(index) for index in sorted(arguments.written)]
+    lines = [f"cuda_graph: written in place, bound by address: {', '.join(bound) or 'nothing'}"]
+    if reuse_outputs:
+        lines.append("cuda_graph: the next replay overwrites the outputs (reuse_outputs)")
+    if arguments.device.type == "cpu":
+        lines.append("cuda_graph: the graph is on the CPU, where nothing is captured; each replay is a direct call")
+    return tuple(lines)

@@ -1,0 +1,104 @@
+"""How a function on fixed memory is recorded: as a CUDA graph, or on a CPU by keeping the function itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graft.backends.buffers import storage_bytes
+from graft.errors import CaptureRefused
+
+Run = Callable[..., Sequence[Any]]
+# The first run compiles, tunes and allocates workspaces; the second runs the kernels that the tuning chose.
+WARM_UPS = 2
+# torch's allocator goes on asking the graph of a failed capture for its id, so that must not be freed.
+FAILED: list[torch.cuda.CUDAGraph] = []
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """`replay(args, kept)` computes the results again, into the memory of `kept`. A call runs inside `turn`."""
+
+    replay: Callable[[Sequence[Any], Mapping[int, torch.Tensor]], None]
+    turn: Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """`record` warms a function up, records it, and gives the results in its memory; `check` comes before a call."""
+
+    record: Callable[[Run, Sequence[Any]], tuple[Recorded, Sequence[Any]]]
+    check: Callable[[], None]
+
+
+def record_direct(run: Run, args: Sequence[Any]) -> tuple[Recorded, Sequence[Any]]:
+    """Nothing is captured: a replay calls `run` and copies its results to where the first ones are."""
+
+    def replay(args: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> None:
+        results = run(*args)
+        for position, tensor in kept.items():
+            storage_bytes(tensor).copy_(storage_bytes(results[position]))  # whole storages: results may be expanded
+
+    for _ in range(WARM_UPS):
+        run(*args)
+    return Recorded(replay, nullcontext), run(*args)
+
+
+DIRECT = Recorder(record_direct, lambda: None)
+
+
+def cuda_recorder(device: torch.device) -> Recorder:
+    """Records on a side stream. Each recording has a memory pool of its own.
+
+    With one pool for all, a replay would overwrite the results of another recording that the caller still reads
+    (`reuse_outputs`), and replays on two streams would overwrite each other's intermediate values.
+    """
+
+    def record(run: Run, args: Sequence[Any]) -> tuple[Recorded, Sequence[Any]]:
+        graph, side, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+        side.wait_stream(here)
+        try:
+            # warm-up and capture on one stream: libraries keep a workspace for each
+            with torch.cuda.device(device), torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    run(*args)
+                outputs = capture(graph, side, run, args)
+        finally:
+            here.wait_stream(side)
+        done = torch.cuda.Event()
+        done.record(here)
+        return Recorded(lambda _args, _kept: graph.replay(), lambda: in_turn(device, done)), outputs
+
+    return Recorder(record, refuse_inside_capture)
+
+
+def capture(graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream, run: Run, args: Sequence[Any]) -> Sequence[Any]:
+    try:
+        # thread_local: a recording may fall into the middle of serving, where other threads allocate memory
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            return run(*args)
+    except RuntimeError as error:  # what CUDA and the operators raise; the first one is the cause
+        FAILED.append(graph)
+        cause = error.__context__ or error
+        raise CaptureRefused(
+            f"a call of the graph cannot be captured: {type(cause).__name__}: {cause}. State is as it was, but torch"
+            " does not undo a failed capture: start a new process, with backend='eager' or 'inductor'"
+        ) from error
+
+
+@contextmanager
+def in_turn(device: torch.device, done: torch.cuda.Event) -> Iterator[None]:
+    """Calls on different streams wait for each other: they share the staging buffers and results of a recording."""
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(done)
+    yield
+    done.record(stream)
+
+
+def refuse_inside_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureRefused("the call is inside another capture, which cannot hold a replay; compile for 'eager'")
