@@ -21,7 +21,8 @@ from graft.backends.keys import Arguments, State
 from graft.backends.recorders import DIRECT, cuda_recorder
 from graft.backends.replay import Replays
 from graft.backends.select import Lowered
-from graft.graph.nodes import leaves, mutated_roots, output_node
+from graft.graph.memory import mutated_roots
+from graft.graph.nodes import leaves, output_node
 
 
 def lower_cuda_graph(

@@ -58,7 +58,7 @@ class CompiledModule(torch.nn.Module):
 
     @property
     def replays(self) -> Replays | None:
-        """The recordings of the first variant on the cuda_graph backend: how many, why, and what is copied for them."""
+        """On the cuda_graph backend, the recordings of the first variant: how many, why, what is copied for them."""
         return getattr(self.variants[0].call, "replays", None)
 
     def __getattr__(self, name: str) -> Any:
@@ -76,7 +76,7 @@ class CompiledModule(torch.nn.Module):
             return self.graph_module(*args, **kwargs)
         caches = find_caches((args, kwargs)) if self._caches else []
         kwargs = self.named(kwargs)
-        if caches:
+        if self._caches:
             self.prepare(caches)
             args, kwargs = pack(args, caches), pack(kwargs, caches)
         values = flat(args, kwargs)
