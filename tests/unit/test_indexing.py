@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import graft
+from graft.errors import CaptureError
 
 POSITIONS = {
     "one dim": lambda c, p, x: c.__setitem__((slice(None), slice(None), p), x),
@@ -34,6 +35,10 @@ class Write(nn.Module):
 @pytest.mark.parametrize("name", POSITIONS)
 def test_0d_positions_write_as_eager_does_r30(name):
     module, x = Write(name), torch.randn(2, 3, 4)
+    if name == "slice bounds" and torch.__version__ < "2.12":
+        with pytest.raises(CaptureError, match="data-dependent"):  # refused there, not captured for one position
+            graft.compile(module, (torch.zeros(2, 3, 8, 4), torch.tensor(3), x))
+        return
     compiled = graft.compile(module, (torch.zeros(2, 3, 8, 4), torch.tensor(3), x))
     for position in (0, 5, 7):
         got, expected = torch.zeros(2, 3, 8, 4), torch.zeros(2, 3, 8, 4)
@@ -54,7 +59,7 @@ def test_a_0d_tensor_beside_other_indices_stays_torch_s_business_r30():
     got, expected = torch.zeros(2, 3, 8, 4), torch.zeros(2, 3, 8, 4)
     try:
         compiled = graft.compile(module, (got.clone(), torch.tensor(3), x))
-    except graft.errors.CaptureError:
+    except CaptureError:
         return  # refused, with torch's reason
     compiled(got, torch.tensor(5), x)
     module(expected, torch.tensor(5), x)

@@ -103,6 +103,9 @@ class Call:
         hook = self.module.register_forward_pre_hook(tie, with_kwargs=True)
         try:
             return export_graph(self.module, self.args, self.kwargs, specs, exact_sizes=True)
+        except CaptureError:
+            # torch 2.11 cannot slice at a symbolic place so; without, 0 and 1 are outside of what the graph is for
+            return export_graph(self.module, self.args, self.kwargs, specs)
         finally:
             hook.remove()
 

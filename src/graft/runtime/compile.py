@@ -24,6 +24,12 @@ from graft.transforms.report import Report
 
 log = logging.getLogger("graft")
 MOST_VARIANTS = 16  # a program with more branches on sizes recompiles for ever
+MOST_KINDS = 1024  # combinations of sizes that are remembered as checked
+
+
+def kind(value: Any) -> Any:
+    """All of an input that decides which graph is right for it."""
+    return (value.dtype, value.device, value.shape) if isinstance(value, torch.Tensor) else (type(value), value)
 
 
 class CompiledModule(torch.nn.Module):
@@ -42,6 +48,7 @@ class CompiledModule(torch.nn.Module):
         self.keywords: tuple[str, ...] = ()
         self._source: tuple[torch.nn.Module, Any] | None = None  # the module and its dynamic_shapes; a tuple, so that
         self._caches: list[Any] = []  # it is not registered as a submodule
+        self._known: dict[tuple[Any, ...], Variant] = {}  # kinds of inputs that were checked
 
     @property
     def report(self) -> Report:
@@ -100,6 +107,15 @@ class CompiledModule(torch.nn.Module):
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
         """The variant for these inputs, captured now if the program takes a way that none holds."""
+        kinds = tuple(map(kind, values))
+        known = self._known.get(kinds)
+        if known is None:
+            if len(self._known) >= MOST_KINDS:
+                self._known.clear()
+            known = self._known[kinds] = self.find(args, kwargs, values)
+        return known
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
         first: UsageError | None = None
         for variant in self.variants:
             if len(values) != len(variant.signature.leaves):

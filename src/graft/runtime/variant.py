@@ -8,13 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from graft.backends import lower
 from graft.capture.module import Captured
 from graft.graph.signature import Signature
-from graft.runtime.checks import check_memory
+from graft.runtime.checks import MemoryCheck
 from graft.state.alias_map import Alias, state_records
 from graft.state.initial import written_buffers
 from graft.state.positions import PositionChecks, position_checks
@@ -58,13 +57,13 @@ class Variant:
         return [index for index, node in enumerate(inputs) if node in owners]
 
     @cached_property
-    def state(self) -> list[torch.Tensor]:
-        return list(written_buffers(self.graph_module).values())
+    def memory(self) -> MemoryCheck:
+        return MemoryCheck(self.names, self.written, list(written_buffers(self.graph_module).values()))
 
     def check(self, values: Sequence[Any]) -> None:
         """Raises before anything is written when the call would write where it cannot."""
         if self.written:
-            check_memory(values, self.names, self.written, self.state)
+            self.memory(values)
         self.positions(values)
 
 

@@ -88,7 +88,7 @@ class Check:
         if isinstance(first, torch.Tensor):
             if first.numel() == 0:
                 return None
-            low, high = (int(v) for v in torch.aminmax(first))
+            low, high = (first.item(),) * 2 if first.numel() == 1 else map(int, torch.aminmax(first))
         elif last is None:
             low = high = int(first)
         else:
@@ -118,7 +118,7 @@ class PositionChecks:
         """Raises PositionError for a place that does not exist; `inputs` are those of the graph, in its order."""
         if self.graph_module is None:
             return
-        values = self.graph_module(*inputs)
+        values = self.graph_module.forward(*inputs)
         for index, check in enumerate(self.checks):
             problem = check.problem(*values[3 * index : 3 * index + 3])
             if problem:
@@ -127,7 +127,7 @@ class PositionChecks:
 
 def position_checks(gm: GraphModule, names: dict[Node, str]) -> PositionChecks:
     """Reads the places of every write into state, except those that are proven by fixed sizes."""
-    found: list[tuple[Place, Check]] = []
+    found: dict[tuple[Any, ...], tuple[Place, Check]] = {}
     unchecked: list[str] = []
     needed: set[Node] = set()
     for write in state_writes(gm):
@@ -143,11 +143,13 @@ def position_checks(gm: GraphModule, names: dict[Node, str]) -> PositionChecks:
             if static_int(tensor.shape[place.dim]) is None:
                 sources |= views(place.into, write.owner)
             needed |= sources
-            found.append((place, Check(where(write.node), name, place.dim, place.negative)))
+            # keys and values of one layer are written at one position: one check is enough for both
+            alike = (place.first, place.last, str(tensor.shape[place.dim]), place.negative)
+            found.setdefault(alike, (place, Check(where(write.node), name, place.dim, place.negative)))
     if not found:
         return PositionChecks(None, (), tuple(dict.fromkeys(unchecked)))
-    small = small_graph(gm, needed, [place for place, _ in found])
-    return PositionChecks(small, tuple(check for _, check in found), tuple(dict.fromkeys(unchecked)))
+    small = small_graph(gm, needed, [place for place, _ in found.values()])
+    return PositionChecks(small, tuple(check for _, check in found.values()), tuple(dict.fromkeys(unchecked)))
 
 
 def views(node: Node, owner: Node) -> set[Node]:
