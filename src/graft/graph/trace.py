@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graft.errors import CaptureError
 from graft.graph.canonical import canonicalize, drop_unused_state
-from graft.graph.edit import attribute, fake_mode
+from graft.graph.edit import attach_state, attribute, fake_mode
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,19 @@ def export_graph(
     try:
         with torch.no_grad(), quiet("torch._subclasses.fake_tensor"):
             program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
-            exported = program.module()
     except Exception as error:  # torch.export raises whatever the model raises; nothing is swallowed
         raise CaptureError(
             f"torch.export could not capture {type(module).__name__}: {type(error).__name__}: {error}"
         ) from error
+    return program_graph(program)
+
+
+def program_graph(program: torch.export.ExportedProgram) -> GraphModule:
+    """The canonical graph of an exported program, decomposed or not; writes that it keeps apart become `copy_`."""
+    exported = program.module()
     gm = GraphModule(exported, exported.graph)  # drops export's call hooks, keeps its pytree code
+    for name, buffer in list(gm.named_buffers(remove_duplicate=False)):
+        attach_state(gm, name, buffer, persistent=name in program.state_dict)
     fill_values(gm)
     canonicalize(gm)
     drop_unused_state(gm)

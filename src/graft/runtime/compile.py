@@ -11,7 +11,7 @@ import torch
 
 from graft.backends import lower
 from graft.errors import CaptureError, UsageError
-from graft.graph.nodes import leaves, static_int
+from graft.graph.nodes import leaves, mutated_roots, static_int
 from graft.graph.text import abstract_text
 from graft.graph.trace import export_graph
 from graft.transforms.base import Context
@@ -66,9 +66,20 @@ class CompiledModule(torch.nn.Module):
     """A module that calls its transformed graph. State is shared with the module it was made from."""
 
     def __init__(
-        self, graph_module: torch.fx.GraphModule, call: Any, report: Report, backend: str, inputs: Inputs
+        self,
+        graph_module: torch.fx.GraphModule,
+        call: Any,
+        report: Report,
+        backend: str,
+        inputs: Inputs,
+        aliases: tuple[Any, ...] = (),
+        kernels: Mapping[str, str] | None = None,
+        initial: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
+        self.aliases = aliases
+        self.kernels = dict(kernels or {})
+        self.initial = dict(initial or {})
         self._inputs = inputs
         self.graph_module = graph_module
         self.report = report
@@ -78,7 +89,20 @@ class CompiledModule(torch.nn.Module):
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._inputs.check(args, kwargs)
-        return self._call(*args, **kwargs)
+        # an exported program keeps graft's ops, which trace; kernels that were chosen for this machine do not
+        call = self.graph_module if torch.compiler.is_exporting() else self._call
+        return call(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Gives every state buffer its initial value."""
+        for name, value in self.initial.items():
+            self.graph_module.get_buffer(name).copy_(value)
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Writes a folder that `graft.load` reads in a new process; state is saved as it is now."""
+        from graft.runtime.artifacts import save_compiled
+
+        save_compiled(self, path, overwrite=overwrite)
 
 
 def compile(
@@ -101,4 +125,6 @@ def compile(
     report = run_pipeline(gm, settings, Context(route="module"), model=type(module).__name__, dump_dir=dump_dir)
     lowered = lower(gm, backend, settings.kernels)
     report = replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes))
-    return CompiledModule(gm, lowered.call, report, lowered.backend, inputs)
+    written = {str(node.target) for node in mutated_roots(gm.graph) if node.op == "get_attr"}
+    initial = {name: gm.get_buffer(name).clone() for name in sorted(written)}
+    return CompiledModule(gm, lowered.call, report, lowered.backend, inputs, (), settings.kernels, initial)
