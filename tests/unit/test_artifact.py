@@ -23,7 +23,8 @@ from graft.graph.text import graph_text
 from graft.graph.trace import export_graph
 from graft.graph.verify import verify
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(graft.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+PATHS = [str(Path(graft.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, PATHS)), "OMP_NUM_THREADS": "1"}
 
 
 def assert_same(got, expected):
@@ -195,6 +196,11 @@ def test_torch_export_of_a_compiled_module_keeps_its_state_r36(tmp_path, backend
     eager.load_state_dict(module.state_dict())
     compiled = graft.compile(module, counter_call(), backend=backend)
     program = torch.export.export(compiled, counter_call())
+    targets = [spec.target for spec in program.graph_signature.input_specs if spec.target]
+    assert sorted(targets) == ["graph_module.inner.count", "graph_module.weight"]  # each once
+    assert list(program.run_decompositions().graph_signature.buffers_to_mutate.values()) == [
+        "graph_module.inner.count"
+    ]
     torch.export.save(program, tmp_path / "program.pt2")
     loaded = torch.export.load(tmp_path / "program.pt2").module()
     recompiled = graft.compile(torch.export.load(tmp_path / "program.pt2").module(), counter_call())
@@ -210,6 +216,25 @@ def test_torch_export_of_a_compiled_module_keeps_its_state_r36(tmp_path, backend
     assert_same(dict(loaded.named_buffers()).popitem()[1], eager.inner.count)
     again.reset()
     assert again.graph_module.get_buffer(next(iter(again.initial))).count_nonzero() == 0
+
+
+def test_torch_export_of_a_compiled_module_may_be_dynamic_r36():
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(4))
+
+        def forward(self, x):
+            self.total.add_(x.sum(0))
+            return x - self.total
+
+    rows = {0: torch.export.Dim.DYNAMIC}
+    compiled = graft.compile(Sums(), (torch.randn(3, 4),), dynamic_shapes={"x": rows})
+    program = torch.export.export(compiled, (torch.randn(3, 4),), dynamic_shapes={"args": (rows,)})
+    loaded, eager = program.module(), Sums()
+    for count in (3, 8, 5):
+        x = torch.randn(count, 4)
+        assert_same(loaded(x), eager(x))
 
 
 def test_an_artifact_is_plain_data_r36(tmp_path):

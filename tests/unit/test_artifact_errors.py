@@ -18,6 +18,7 @@ from graft.artifact import Artifact, read_artifact, save, write_artifact
 from graft.artifact.format import FILES, FORMAT, MANIFEST, checksum
 from graft.artifact.tensors import pack
 from graft.errors import ArtifactError, DiskFull, DumpError
+from graft.graph.serial import graph_from_json, graph_to_json
 from graft.graph.trace import export_graph
 
 
@@ -237,3 +238,24 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written_r36(tmp_pat
     with pytest.raises(ArtifactError, match=r"cannot be written: .*meta"):
         write_artifact(tmp_path / "c", Artifact(export_graph(Counter().to("meta"), (torch.ones(3, device="meta"),))))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["nodes"][2].update(target="x, y=print('run')"), "where a name must stand"),
+        (lambda d: d["nodes"][0].update(target='weight"+print("run")+"'), "where a name must stand"),
+        (lambda d: d["nesting"].update(names=["x=print('run')"]), "not all names"),
+        (lambda d: d["nodes"][-2].update(target="_operator.call"), r"calls _operator\.call, which is neither"),
+        (lambda d: d["nodes"][-2].update(target="os.system"), r"calls os\.system, which is neither"),
+        (lambda d: d["nodes"][2]["val"]["tensor"].update(shape=["print('run')"]), "cannot be read"),
+        (lambda d: d["nodes"][2]["val"]["tensor"].update(dtype="no_such"), "no_such"),
+    ],
+)
+def test_a_stored_graph_runs_no_code_when_it_is_read_r36(capsys, change, message):
+    data = json.loads(graph_to_json(captured().graph_module, exact=True))
+    assert [node["op"] for node in data["nodes"][:3]] == ["get_attr", "get_attr", "placeholder"]
+    change(data)
+    with pytest.raises(DumpError, match=message):
+        graph_from_json(json.dumps(data))
+    assert capsys.readouterr().out == ""

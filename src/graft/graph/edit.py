@@ -104,6 +104,8 @@ def second_module(gm: GraphModule) -> GraphModule:
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.set_codegen(copy.copy(gm.graph._codegen))
     twin = GraphModule(gm, graph)
+    for name, parameter in gm.named_parameters(remove_duplicate=False):
+        attach_state(twin, name, parameter)
     for name, buffer in gm.named_buffers(remove_duplicate=False):
         attach_state(twin, name, buffer, persistent=is_persistent(gm, name))
     return twin

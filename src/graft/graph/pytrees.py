@@ -78,6 +78,8 @@ def dump_spec(spec: Any, what: str) -> str:
 def decode_nesting(entry: dict[str, Any] | None) -> CodeGen:
     if entry is None:
         return CodeGen()
+    if not all(name.isidentifier() for name in entry["names"]):
+        raise DumpError(f"the dump names its inputs {entry['names']}, which are not all names; it is damaged")
     inputs, outputs = load_spec(entry["inputs"]), entry["outputs"] and load_spec(entry["outputs"])
     return _PyTreeCodeGen(_PyTreeInfo(entry["names"], inputs, outputs))
 

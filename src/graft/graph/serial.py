@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,17 @@ from graft.graph.values import ValueReader, ValueWriter, encode_symbols
 
 FORMAT = 2
 KEPT_META = ("stack_trace", "made_by")
-FUNCTION_HOMES: Mapping[str, Any] = {"_operator": operator, "operator": operator, "math": math}
+# All that a stored graph may call besides ops: what symbolic numbers are computed with.
+FUNCTIONS: Mapping[str, Any] = {
+    **{f"_operator.{name}": getattr(operator, name) for name in (
+        "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg", "pos", "abs",
+        "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor", "not_", "invert", "lshift", "rshift",
+    )},
+    **{f"math.{name}": getattr(math, name) for name in ("floor", "ceil", "trunc", "sqrt", "log2")},
+    **{f"torch.{name}": getattr(torch, name) for name in (
+        "sym_max", "sym_min", "sym_int", "sym_float", "sym_not", "sym_ite", "sym_sqrt", "sym_sum",
+    ) if hasattr(torch, name)},
+}  # fmt: skip
 
 
 def graph_to_json(gm: GraphModule, *, exact: bool = False) -> str:
@@ -113,6 +124,7 @@ def graph_from_json(text: str, state: Mapping[str, torch.Tensor] | None = None) 
     reader = ValueReader(data["symbols"]) if "symbols" in data else None
     graph, nodes = Graph(), {}
     for entry in data["nodes"]:
+        check_names(entry)
         node = graph.create_node(
             entry["op"],
             decode_target(entry["op"], entry["target"]),
@@ -174,10 +186,17 @@ def decode_target(op: str, text: str) -> Any:
 
 def plain_function(text: str) -> Any:
     """A function of Python or torch on symbolic numbers, by its name, or None."""
-    module, _, name = text.rpartition(".")
-    if module in FUNCTION_HOMES:
-        return getattr(FUNCTION_HOMES[module], name, None)
-    return getattr(torch, name, None) if module == "torch" and name.startswith("sym_") else None
+    return FUNCTIONS.get(text) or FUNCTIONS.get(f"_{text}")
+
+
+def check_names(entry: dict[str, Any]) -> None:
+    """Names become Python code when the graph is compiled, so a stored one must be nothing but a name."""
+    names = list(entry["kwargs"])
+    names += [entry["target"]] if entry["op"] == "placeholder" else []
+    names += entry["target"].split(".") if entry["op"] == "get_attr" else []
+    for name in names:
+        if not re.fullmatch(r"\w+", name):
+            raise DumpError(f"the dump holds {name!r} where a name must stand; it is damaged")
 
 
 def decode(value: Any, nodes: dict[str, Node]) -> Any:

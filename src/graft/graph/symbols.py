@@ -134,7 +134,10 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 
 def evaluate(text: str, names: Mapping[str, Any]) -> Any:
-    """The value of an expression as torch prints it: `2*s0 + 1`, `(s0//2)`, `Max(1, s0)`. Nothing else is run."""
+    """The value of an expression as torch prints it: `2*s0 + 1`, `(s0//2)`, `Max(1, s0)`. Nothing else is run.
+
+    torch may simplify by ranges that were not known yet when it was printed: `PythonMod(s1, 4)` becomes `Mod(s1, 4)`.
+    """
     try:
         return walk(ast.parse(text, mode="eval").body, names)
     except (SyntaxError, KeyError, TypeError) as error:

@@ -64,7 +64,9 @@ class ValueReader:
     def __init__(self, symbols: list[dict[str, Any]]) -> None:
         self.mode = fresh_mode()
         self.names = declare([Symbol(**entry) for entry in symbols], self.mode)
-        self.bases: dict[int, torch.Tensor] = {}
+        self.bases: dict[int, torch.Tensor] = {}  # storage → a tensor that covers all of it
+        self.sizes: dict[str, Any] = {}
+        self.made: dict[str, torch.Tensor] = {}
 
     def decode(self, entry: Any) -> Any:
         if isinstance(entry, list):
@@ -72,24 +74,43 @@ class ValueReader:
         if isinstance(entry, dict) and "tensor" in entry:
             return self.tensor(entry["tensor"])
         if isinstance(entry, dict) and "size" in entry:
-            return evaluate(entry["size"], self.names)
+            return self.size(entry["size"])
         if isinstance(entry, dict) and "tuple" in entry:
             return tuple(self.decode(item) for item in entry["tuple"])
         return decode_literal(entry)
 
     def size(self, entry: Any) -> Any:
-        return evaluate(entry, self.names) if isinstance(entry, str) else entry
+        if not isinstance(entry, str):
+            return entry
+        if entry not in self.sizes:
+            self.sizes[entry] = evaluate(entry, self.names)
+        return self.sizes[entry]
 
     def tensor(self, entry: dict[str, Any]) -> torch.Tensor:
-        dtype, device = getattr(torch, entry["dtype"]), torch.device(entry["device"])
+        """Equal entries are one fake tensor, as they are for equal layers in a graph that was just transformed."""
+        key = str(entry)
+        if key not in self.made:
+            with self.mode, torch.no_grad():
+                self.made[key] = self.make(entry)
+        return self.made[key]
+
+    def make(self, entry: dict[str, Any]) -> torch.Tensor:
+        kind: dict[str, Any] = {
+            "dtype": decode_literal({"dtype": entry["dtype"]}),
+            "device": torch.device(entry["device"]),
+        }
         shape, stride = [self.size(s) for s in entry["shape"]], [self.size(s) for s in entry["stride"]]
-        with self.mode, torch.no_grad():
-            base = self.bases.get(entry["storage"])
-            if base is None:
-                count = self.size(entry["bytes"]) // dtype.itemsize
-                base = self.bases[entry["storage"]] = torch.empty([count], dtype=dtype, device=device)
-            viewed = base if base.dtype == dtype else base.view(dtype)
-            return viewed.as_strided(shape, stride, self.size(entry["offset"]))
+        base = self.bases.get(entry["storage"])
+        if base is None and entry["offset"] == 0:
+            whole = torch.empty_strided(shape, stride, **kind)
+            if str(whole.untyped_storage().nbytes()) == str(entry["bytes"]):
+                self.bases[entry["storage"]] = whole
+                return whole
+        if base is None:
+            count = self.size(entry["bytes"]) // kind["dtype"].itemsize
+            base = self.bases[entry["storage"]] = torch.empty([count], **kind)
+        viewed = base if base.dtype == kind["dtype"] else base.view(kind["dtype"])
+        return viewed.as_strided(shape, stride, self.size(entry["offset"]))
 
     def state(self, tensor: torch.Tensor) -> torch.Tensor:
         """The abstract value of a parameter or buffer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ def input_problem(value: Any, example: Any) -> str | None:
 class CompiledModule(torch.nn.Module):
     """A module that calls its transformed graph. State is shared with the module it was made from."""
 
+    _call: Callable[..., Any]
+
     def __init__(
         self,
         graph_module: torch.fx.GraphModule,
@@ -84,7 +86,8 @@ class CompiledModule(torch.nn.Module):
         self.graph_module = graph_module
         self.report = report
         self.backend = backend
-        self._call = call
+        # no submodule: it shares the state of graph_module, which would be in state_dict and exports a second time
+        self.__dict__["_call"] = call
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
