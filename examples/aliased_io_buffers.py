@@ -1,6 +1,6 @@
 """The module owns its state: two caches, a counter and a rolling window, kept on the compiled module.
 
-    python examples/aliased_io_buffers.py [--backend eager|inductor|cuda_graph] [--device cpu|cuda]
+python examples/aliased_io_buffers.py [--backend eager|inductor|cuda_graph] [--device cpu|cuda]
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import tempfile
 
 import torch
-from shared import arguments, measured, show
 from torch import Tensor, nn
 
 import graft
+from shared import arguments, measured, show
 
 HEADS, DIM, LENGTH, WINDOW = 8, 64, 256, 4
 
@@ -53,7 +53,9 @@ def main() -> None:
     torch.testing.assert_close(loaded(*token), reference(*token))
     print(f"saved, loaded and gone on with: steps = {int(loaded.steps)}")
     loaded.reset()
-    print(f"after reset: steps = {int(loaded.steps)}, cache_k is {'zero' if not loaded.cache_k.any() else 'not zero'}")
+    print(
+        f"after reset: steps = {int(loaded.steps)}, cache_k is {'zero' if not loaded.cache_k.any() else 'not zero'}"
+    )
     compiled.reset()
     measured(compiled, tuple(token), [compiled.cache_k, compiled.cache_v])
 

@@ -1,17 +1,17 @@
 """A decode loop over one attention block: prefill, then tokens at run-time positions, with a causal mask.
 
-    python examples/aliased_io_kv_attention.py [--backend eager|inductor|cuda_graph] [--device cpu|cuda]
+python examples/aliased_io_kv_attention.py [--backend eager|inductor|cuda_graph] [--device cpu|cuda]
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from shared import arguments, measured, show
 from torch import Tensor, nn
 from torch.export import Dim
 
 import graft
+from shared import arguments, measured, show
 
 WIDTH, HEADS = 256, 4
 DIM = WIDTH // HEADS

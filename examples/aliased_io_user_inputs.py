@@ -1,15 +1,15 @@
 """The caller owns the caches: they are written in place, at a position known only at run time.
 
-    python examples/aliased_io_user_inputs.py [--backend eager|inductor|cuda_graph] [--device cpu|cuda]
+python examples/aliased_io_user_inputs.py [--backend eager|inductor|cuda_graph] [--device cpu|cuda]
 """
 
 from __future__ import annotations
 
 import torch
-from shared import arguments, measured, show
 from torch import Tensor, nn
 
 import graft
+from shared import arguments, measured, show
 
 HEADS, DIM = 8, 64
 

@@ -6,11 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graft.runtime.artifacts import load
     from graft.runtime.compile import CompiledModule, compile
     from graft.runtime.core import Output, SamplingParams
     from graft.runtime.inductor_passes import inductor_reports, passes_for_inductor
     from graft.runtime.llm import LLM
     from graft.runtime.torch_compile import Backend, backend_reports
+    from graft.state.lifting import Binding, Lifted, inline_buffers, lift_buffers
     from graft.transforms.base import BaseTransform, PatternTransform, Rewrite, TransformConfig
     from graft.transforms.registry import TransformRegistry
     from graft.transforms.report import Report
@@ -25,6 +27,7 @@ _HOMES = {
     "Output": "graft.runtime.core",
     "compile": "graft.runtime.compile",
     "CompiledModule": "graft.runtime.compile",
+    "load": "graft.runtime.artifacts",
     "Backend": "graft.runtime.torch_compile",
     "backend_reports": "graft.runtime.torch_compile",
     "passes_for_inductor": "graft.runtime.inductor_passes",
@@ -35,13 +38,19 @@ _HOMES = {
     "TransformConfig": "graft.transforms.base",
     "TransformRegistry": "graft.transforms.registry",
     "Report": "graft.transforms.report",
+    "lift_buffers": "graft.state.lifting",
+    "inline_buffers": "graft.state.lifting",
+    "Lifted": "graft.state.lifting",
+    "Binding": "graft.state.lifting",
     "load_dump": "graft.workbench.dump",
 }
 __all__ = [
     "LLM",
     "Backend",
     "BaseTransform",
+    "Binding",
     "CompiledModule",
+    "Lifted",
     "Output",
     "PatternTransform",
     "Report",
@@ -52,6 +61,9 @@ __all__ = [
     "backend_reports",
     "compile",
     "inductor_reports",
+    "inline_buffers",
+    "lift_buffers",
+    "load",
     "load_dump",
     "passes_for_inductor",
 ]

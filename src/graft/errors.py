@@ -175,6 +175,17 @@ class ReadOnlyInput(UsageError):
         super().__init__(f"{name} is written by the program but {problem}; nothing was written. Pass {name}.clone()")
 
 
+class LiftError(GraftError):
+    """A buffer cannot be made an input of the graph, or put back."""
+
+
+class ArtifactError(GraftError):
+    """A saved module cannot be written, or what is there is not one that can be loaded."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+
+
 class OutOfCache(GraftError):
     """The key-value cache has no room for the requests."""
 

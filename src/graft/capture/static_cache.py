@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from graft.errors import CaptureError
+from graft.errors import CaptureError, UsageError
 
 PREFIX = "module"
 COUNTERS = ("cumulative_length_int",)
@@ -79,11 +79,18 @@ def initialize(
         allocate(cache, trials[id(cache)])
 
 
-def allocate(cache: StaticCache, like: StaticCache) -> None:
+def allocate(cache: StaticCache, like: StaticCache | None) -> None:
     """Gives the layers of `cache` that have no tensors those that the layers of `like` have, empty."""
-    for layer, known in zip(cache.layers, like.layers, strict=True):
-        if not layer.is_initialized:
-            layer.lazy_initialization(known.keys[:, :, :0], known.values[:, :, :0])
+    for index, layer in enumerate(cache.layers):
+        if layer.is_initialized:
+            continue
+        if like is None:
+            raise UsageError(
+                "the StaticCache has no tensors yet, and a loaded module does not know their sizes;"
+                " call cache.early_initialization(batch_size, num_heads, head_dim, dtype, device) first"
+            )
+        known = like.layers[index]
+        layer.lazy_initialization(known.keys[:, :, :0], known.values[:, :, :0])
 
 
 @dataclass

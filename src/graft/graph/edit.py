@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.errors import VerificationError
 from graft.graph.nodes import tensor_val, val, where
@@ -95,6 +96,25 @@ def attach_state(module: torch.nn.Module, name: str, tensor: torch.Tensor, *, pe
         module.register_parameter(leaf, tensor)
     else:
         module.register_buffer(leaf, tensor, persistent=persistent)
+
+
+def second_module(gm: GraphModule) -> GraphModule:
+    """Another module over a copy of the graph; parameters and buffers are shared."""
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.set_codegen(copy.copy(gm.graph._codegen))
+    twin = GraphModule(gm, graph)
+    for name, parameter in gm.named_parameters(remove_duplicate=False):
+        attach_state(twin, name, parameter)
+    for name, buffer in gm.named_buffers(remove_duplicate=False):
+        attach_state(twin, name, buffer, persistent=is_persistent(gm, name))
+    return twin
+
+
+def is_persistent(module: torch.nn.Module, name: str) -> bool:
+    """Whether a buffer belongs to the module's state_dict."""
+    owner, _, leaf = name.rpartition(".")
+    return leaf not in module.get_submodule(owner)._non_persistent_buffers_set
 
 
 def symbolic_sizes(like: Node, count: int) -> list[torch.SymInt]:

@@ -1,47 +1,92 @@
-"""A graph as JSON without loss, and back. Parameters and buffers are referred to by name, not stored."""
+"""A graph as JSON without loss, and back. Parameters and buffers are referred to by name, not stored.
+
+With `exact` the text also holds the nesting of inputs and outputs and every node's abstract value, so that the loaded
+graph can be transformed and lowered like one that was just captured.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import operator
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.errors import DumpError
-from graft.graph.edit import attach_state
-from graft.graph.nodes import OpOverload, val
+from graft.graph.edit import attach_state, attribute
+from graft.graph.literals import decode_literal, encode_literal
+from graft.graph.nodes import OpOverload, val, where
+from graft.graph.pytrees import decode_nesting, encode_nesting
 from graft.graph.text import abstract_text
+from graft.graph.values import ValueReader, ValueWriter, encode_symbols
 
-FORMAT = 1
+FORMAT = 2
 KEPT_META = ("stack_trace", "made_by")
+# All that a stored graph may call besides ops: what symbolic numbers are computed with.
+FUNCTIONS: Mapping[str, Any] = {
+    **{f"_operator.{name}": getattr(operator, name) for name in (
+        "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg", "pos", "abs",
+        "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor", "not_", "invert", "lshift", "rshift",
+    )},
+    **{f"math.{name}": getattr(math, name) for name in ("floor", "ceil", "trunc", "sqrt", "log2")},
+    **{f"torch.{name}": getattr(torch, name) for name in (
+        "sym_max", "sym_min", "sym_int", "sym_float", "sym_not", "sym_ite", "sym_sqrt", "sym_sum",
+    ) if hasattr(torch, name)},
+}  # fmt: skip
 
 
-def graph_to_json(gm: GraphModule) -> str:
-    nodes = [encode_node(node) for node in gm.graph.nodes]
-    state = {name: encode_tensor(t) for name, t in gm.state_dict(keep_vars=True).items()}
-    constants = {n: encode_tensor(t) for n, t in gm.named_buffers() if n not in state}
-    return json.dumps({"format": FORMAT, "nodes": nodes, "state": state | constants}, indent=0)
+def graph_to_json(gm: GraphModule, *, exact: bool = False) -> str:
+    writer = ValueWriter() if exact else None
+    nodes = [encode_node(node, writer) for node in gm.graph.nodes]
+    persistent = gm.state_dict(keep_vars=True)
+    state = {name: encode_tensor(t, True) for name, t in persistent.items()}
+    state |= {n: encode_tensor(t, False) for n, t in gm.named_buffers(remove_duplicate=False) if n not in state}
+    data: dict[str, Any] = {"format": FORMAT, "nodes": nodes, "state": state}
+    if exact:
+        data |= {"symbols": encode_symbols(gm.graph), "nesting": encode_nesting(gm.graph)}
+    return json.dumps(data, indent=0)
 
 
-def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+def encode_tensor(tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-    return {"kind": kind, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"kind": kind, "shape": list(tensor.shape), "dtype": dtype, "persistent": persistent}
 
 
-def encode_node(node: Node) -> dict[str, Any]:
+def encode_node(node: Node, writer: ValueWriter | None) -> dict[str, Any]:
     stack = node.meta.get("nn_module_stack") or {}
-    return {
+    entry = {
         "name": node.name,
         "op": node.op,
         "target": encode_target(node.target),
-        "args": encode(node.args),
+        "args": [encode(argument) for argument in node.args],
         "kwargs": {key: encode(value) for key, value in node.kwargs.items()},
         "value": abstract_text(val(node)) if "val" in node.meta else None,
         "modules": [[key, path, str(cls)] for key, (path, cls) in stack.items()],
         **{key: node.meta[key] for key in KEPT_META if node.meta.get(key)},
     }
+    if writer is not None:
+        check_storable(node)
+        if "val" in node.meta and node.op != "get_attr":  # an attribute's value follows from its tensor
+            entry["val"] = writer.encode(node.meta["val"])
+    return entry
+
+
+def check_storable(node: Node) -> None:
+    """Raises DumpError for a node that could not be loaded again."""
+    if node.op in ("call_module", "call_method"):
+        raise DumpError(f"{where(node)} is a {node.op}, which cannot be stored; capture the module with graft first")
+    target = encode_target(node.target)
+    known = node.op != "call_function" or isinstance(node.target, OpOverload) or plain_function(target) is not None
+    if not known:
+        raise DumpError(f"{where(node)} calls {target}, which is neither an op nor an operator")
+    module = node.graph.owning_module
+    if node.op == "get_attr" and not isinstance(attribute(module, target), torch.Tensor):
+        raise DumpError(f"{where(node)} reads self.{target}, which is not a tensor, so it cannot be stored")
 
 
 def encode_target(target: Any) -> str:
@@ -49,28 +94,23 @@ def encode_target(target: Any) -> str:
         return target
     if isinstance(target, OpOverload):
         return f"torch.ops.{target}"
-    return f"{target.__module__}.{target.__name__}"
+    return f"{getattr(target, '__module__', type(target).__module__)}.{getattr(target, '__name__', target)}"
 
 
 def encode(value: Any) -> Any:
-    """JSON values stand for themselves; all else is a one-key object that names its kind."""
+    """JSON values and lists stand for themselves; all else is a one-key object that names its kind."""
     if isinstance(value, Node):
         return {"node": value.name}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, tuple):
+        return {"tuple": [encode(item) for item in value]}
+    if isinstance(value, list):
         return [encode(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return {"float": repr(value)}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    for kind, types in (("dtype", torch.dtype), ("device", torch.device), ("layout", torch.layout)):
-        if isinstance(value, types):
-            return {kind: str(value).removeprefix("torch.")}
-    if isinstance(value, torch.memory_format):
-        return {"memory_format": str(value).removeprefix("torch.")}
-    raise DumpError(f"a graph holds the value {value!r} of type {type(value).__name__}, which dumps cannot store")
+    if isinstance(value, slice):
+        return {"slice": [encode(value.start), encode(value.stop), encode(value.step)]}
+    return encode_literal(value)
 
 
-def graph_from_json(text: str, state: dict[str, torch.Tensor] | None = None) -> GraphModule:
+def graph_from_json(text: str, state: Mapping[str, torch.Tensor] | None = None) -> GraphModule:
     """Rebuilds the module. Without `state`, parameters are on the meta device: the graph can be read, not run."""
     try:
         data = json.loads(text)
@@ -81,20 +121,38 @@ def graph_from_json(text: str, state: dict[str, torch.Tensor] | None = None) -> 
     root = torch.nn.Module()
     for name, spec in data["state"].items():
         attach(root, name, spec, (state or {}).get(name))
+    reader = ValueReader(data["symbols"]) if "symbols" in data else None
     graph, nodes = Graph(), {}
     for entry in data["nodes"]:
+        check_names(entry)
         node = graph.create_node(
             entry["op"],
             decode_target(entry["op"], entry["target"]),
-            decode(entry["args"], nodes, top=True),
+            tuple(decode(argument, nodes) for argument in entry["args"]),
             {key: decode(value, nodes) for key, value in entry["kwargs"].items()},
             name=entry["name"],
         )
         node.meta = {key: entry[key] for key in KEPT_META if key in entry}
         node.meta["nn_module_stack"] = {key: (path, cls) for key, path, cls in entry["modules"]}
         node.meta["value_text"] = entry["value"]
+        if reader is not None:
+            restore_value(node, entry, reader, root)
         nodes[entry["name"]] = node
-    return GraphModule(root, graph)
+    if "nesting" in data:
+        graph.set_codegen(decode_nesting(data["nesting"]))
+    gm = GraphModule(root, graph)
+    for name, spec in data[
+        "state"
+    ].items():  # also what no node reads; GraphModule registers every buffer as persistent
+        attach_state(gm, name, attribute(root, name), persistent=spec["persistent"])
+    return gm
+
+
+def restore_value(node: Node, entry: dict[str, Any], reader: ValueReader, root: torch.nn.Module) -> None:
+    if node.op == "get_attr":
+        node.meta["val"] = reader.state(attribute(root, str(node.target)))
+    elif "val" in entry:
+        node.meta["val"] = reader.decode(entry["val"])
 
 
 def attach(root: torch.nn.Module, name: str, spec: dict[str, Any], given: torch.Tensor | None) -> None:
@@ -103,31 +161,51 @@ def attach(root: torch.nn.Module, name: str, spec: dict[str, Any], given: torch.
     )
     if list(tensor.shape) != spec["shape"]:
         raise DumpError(f"{name} has shape {list(tensor.shape)}, the dump expects {spec['shape']}")
-    parameter = spec["kind"] == "parameter"
-    attach_state(root, name, torch.nn.Parameter(tensor.detach(), requires_grad=False) if parameter else tensor)
+    if spec["kind"] == "parameter" and not isinstance(tensor, torch.nn.Parameter):
+        tensor = torch.nn.Parameter(tensor.detach(), requires_grad=False)
+    attach_state(root, name, tensor, persistent=spec["persistent"])
 
 
 def decode_target(op: str, text: str) -> Any:
     if op != "call_function":
         return text
-    if text.startswith("torch.ops."):
-        namespace, name, overload = text.removeprefix("torch.ops.").split(".")
+    if not text.startswith("torch.ops."):
+        function = plain_function(text)
+        if function is None:
+            raise DumpError(f"the dump calls {text}, which is neither a torch op nor an operator")
+        return function
+    namespace, name, overload = text.removeprefix("torch.ops.").split(".")
+    try:
         return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    module, _, name = text.rpartition(".")
-    if module in ("_operator", "operator"):
-        return getattr(operator, name)
-    raise DumpError(f"the dump calls {text}, which is neither a torch op nor an operator")
+    except AttributeError as error:
+        raise DumpError(
+            f"the graph calls {text.removeprefix('torch.ops.')}, which is not registered here; import the library"
+            f" that defines {namespace}::{name}, or use a torch that has it"
+        ) from error
 
 
-def decode(value: Any, nodes: dict[str, Node], top: bool = False) -> Any:
+def plain_function(text: str) -> Any:
+    """A function of Python or torch on symbolic numbers, by its name, or None."""
+    return FUNCTIONS.get(text) or FUNCTIONS.get(f"_{text}")
+
+
+def check_names(entry: dict[str, Any]) -> None:
+    """Names become Python code when the graph is compiled, so a stored one must be nothing but a name."""
+    names = list(entry["kwargs"])
+    names += [entry["target"]] if entry["op"] == "placeholder" else []
+    names += entry["target"].split(".") if entry["op"] == "get_attr" else []
+    for name in names:
+        if not re.fullmatch(r"\w+", name):
+            raise DumpError(f"the dump holds {name!r} where a name must stand; it is damaged")
+
+
+def decode(value: Any, nodes: dict[str, Node]) -> Any:
     if isinstance(value, list):
-        items = [decode(item, nodes) for item in value]
-        return tuple(items) if top else items
-    if not isinstance(value, dict):
-        return value
-    (kind, text), *_ = value.items()
-    if kind == "node":
-        return nodes[text]
-    if kind == "float":
-        return float(text)
-    return torch.device(text) if kind == "device" else getattr(torch, text)
+        return [decode(item, nodes) for item in value]
+    if isinstance(value, dict):
+        (kind, content), *_ = value.items()
+        if kind == "node":
+            return nodes[content]
+        if kind in ("tuple", "slice"):
+            return (tuple if kind == "tuple" else lambda items: slice(*items))([decode(i, nodes) for i in content])
+    return decode_literal(value)

@@ -6,9 +6,10 @@ the guards then say whether the graph is right for them. All of it is text and n
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import ceil, floor, inf
 from typing import Any
@@ -18,6 +19,7 @@ from torch.fx import GraphModule
 
 from graft.errors import CaptureError, UsageError
 from graft.graph.edit import fake_mode
+from graft.graph.literals import decode_literal, encode_literal
 from graft.graph.nodes import static_int, val
 
 SYMBOL = re.compile(r"[A-Za-z_]\w*")
@@ -52,6 +54,13 @@ FUNCTIONS: dict[str, Any] = {
     "False": False,
     "int_oo": inf,
 }
+
+
+# what an expression may hold besides calls of these and numbers; `~` is not in it: of a truth value it is no negation
+PLAIN = (
+    *(ast.Expression, ast.Name, ast.Load, ast.Tuple, ast.BinOp, ast.Compare, ast.BoolOp, ast.UnaryOp),
+    *(ast.operator, ast.cmpop, ast.boolop, ast.USub, ast.UAdd, ast.Not),
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,20 @@ class Signature:
     leaves: tuple[Leaf, ...]
     guards: tuple[str, ...] = ()
     ranges: dict[str, tuple[int, int | None]] = field(default_factory=dict)  # symbol -> smallest, largest
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        leaves = [asdict(leaf) | {"value": encode_literal(leaf.value)} for leaf in self.leaves]
+        return {"leaves": leaves, "guards": list(self.guards), "ranges": dict(self.ranges)}
+
+    @staticmethod
+    def from_data(data: dict[str, Any]) -> Signature:
+        leaves = [
+            Leaf(**entry | {"shape": tuple(entry["shape"]), "value": decode_literal(entry["value"])})
+            for entry in data["leaves"]
+        ]
+        ranges = {symbol: (low, high) for symbol, (low, high) in data["ranges"].items()}
+        return Signature(tuple(leaves), tuple(data["guards"]), ranges)
 
     @cached_property
     def code(self) -> dict[str, Any]:
@@ -175,7 +198,17 @@ def free_sizes(leaf: Leaf, value: Any) -> Iterable[tuple[str, str, int]]:
 
 
 def compile_expression(text: str) -> Callable[[dict[str, int]], Any]:
-    code = compile(text, "<guard>", "eval")
+    """Arithmetic, comparisons and FUNCTIONS over symbols. Anything else is refused: the text may come from a file."""
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError as error:
+        raise CaptureError(f"the expression {text!r} cannot be read: {error.msg}") from error
+    for node in ast.walk(tree):
+        call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS
+        number = isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
+        if not (call or number or isinstance(node, PLAIN)):
+            raise CaptureError(f"the expression {text!r} of a size is not understood; make the size static")
+    code = compile(tree, "<size>", "eval")
     return lambda bound: eval(code, {"__builtins__": {}, **FUNCTIONS}, bound)
 
 

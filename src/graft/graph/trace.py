@@ -66,13 +66,21 @@ def export_graph(
     try:
         with sizes, torch.no_grad(), TensorPositions(), quiet("torch._subclasses.fake_tensor"):
             program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
-            exported = program.module()
     except Exception as error:  # torch.export raises whatever the model raises; nothing is swallowed
         raise CaptureError(
             f"torch.export could not capture {type(module).__name__}: {type(error).__name__}: {error}"
         ) from error
+    return program_graph(program, module)
+
+
+def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module | None = None) -> GraphModule:
+    """The canonical graph of an exported program, decomposed or not; writes that it keeps apart become `copy_`."""
+    exported = program.module()
     gm = GraphModule(exported, exported.graph)  # drops export's call hooks, keeps its pytree code
-    name_constants(gm, module)
+    if module is not None:
+        name_constants(gm, module)
+    for name, buffer in list(gm.named_buffers(remove_duplicate=False)):
+        attach_state(gm, name, buffer, persistent=name in program.state_dict)
     fill_values(gm)
     canonicalize(gm)
     drop_unused_state(gm)

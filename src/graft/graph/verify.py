@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.errors import VerificationError
-from graft.graph.edit import AbstractCalls, attach_state
+from graft.graph.edit import AbstractCalls, attach_state, is_persistent
 from graft.graph.memory import is_mutating, mutated_args, storage_root
 from graft.graph.nodes import val, where
 from graft.graph.text import abstract_text
@@ -23,12 +23,15 @@ class Snapshot:
     calls: dict[str, tuple[Any, Any, Any]]
     codegen: Any
     state: dict[str, torch.Tensor]
+    transient: frozenset[str]  # buffers that are not in the state_dict
 
     @staticmethod
     def take(gm: GraphModule) -> Snapshot:
         nodes = tuple((n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in gm.graph.nodes)
         calls = {n.name: (n.target, n.args, n.kwargs) for n in gm.graph.nodes}
-        return Snapshot(nodes, calls, gm.graph._codegen, module_state(gm))
+        state = module_state(gm)
+        transient = frozenset(name for name in state if not is_persistent(gm, name))
+        return Snapshot(nodes, calls, gm.graph._codegen, state, transient)
 
     def unchanged(self, node: Node) -> bool:
         """FX replaces the argument tuple whenever it rewires a node, so identity is enough."""
@@ -43,7 +46,7 @@ class Snapshot:
             delattr(gm.get_submodule(owner), leaf)
         for name, tensor in self.state.items():
             if current.get(name) is not tensor:
-                attach_state(gm, name, tensor)
+                attach_state(gm, name, tensor, persistent=name not in self.transient)
         graph = Graph()
         copies: dict[Node, Node] = {}
         for node, name, op, target, args, kwargs, meta in self.nodes:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from graft.errors import CheckpointError
-from graft.models.files import Progress, atomic_folder, cache_dir, check_folder, sha256
+from graft.files import Progress, atomic_folder, sha256
+from graft.models.files import cache_dir, check_folder
 from graft.models.gguf import MANIFEST, convert_gguf
 
 

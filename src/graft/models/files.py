@@ -1,20 +1,13 @@
-"""Files that are whole or not there: atomic folders, checksums, and checks that a checkpoint is complete."""
+"""Checks that a checkpoint is complete, and where converted ones are kept."""
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import os
-import shutil
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from graft.errors import CheckpointError, DiskFull
-
-Progress = Callable[[str, int, int], None]  # what is going on, how much is done, how much there is
+from graft.errors import CheckpointError
 
 
 def cache_dir() -> Path:
@@ -24,54 +17,6 @@ def cache_dir() -> Path:
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "graft"
-
-
-@contextmanager
-def atomic_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill; it appears at `target` when the block ends well, and nothing remains when it does not."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        remove_stale(target)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-    except OSError as error:
-        raise DiskFull(str(target), str(error)) from error
-    try:
-        yield temporary
-        if target.exists():
-            shutil.rmtree(target)
-        temporary.rename(target)
-    except BaseException as error:  # Ctrl-C included: what was half written goes, and the error goes on
-        shutil.rmtree(temporary, ignore_errors=True)
-        if is_disk_full(error):
-            raise DiskFull(str(target), str(error)) from error
-        raise
-
-
-def remove_stale(target: Path) -> None:
-    """Takes away what a killed process left behind."""
-    for path in target.parent.glob(f".{target.name}.*.partial"):
-        pid = path.name.split(".")[-2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def is_disk_full(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    return "No space left on device" in str(error)  # safetensors wraps the error of the system as text
-
-
-def sha256(path: Path, progress: Progress | None = None) -> str:
-    digest, done, size = hashlib.sha256(), 0, path.stat().st_size
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-            done += len(chunk)
-            if progress:
-                progress(f"checking {path.name}", done, size)
-    return digest.hexdigest()
 
 
 def check_safetensors(path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from graft.errors import CheckpointError
-from graft.models.files import Progress, atomic_folder, cache_dir, check_folder, sha256
+from graft.files import Progress, atomic_folder, sha256
+from graft.models.files import cache_dir, check_folder
 
 MANIFEST = "graft.json"
 STORED_DTYPE = torch.bfloat16

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from graft.errors import CheckpointError, UnknownModel, UsageError, near
+from graft.files import Progress
 from graft.models.embedded import embedded_folder
-from graft.models.files import Progress, check_folder
+from graft.models.files import check_folder
 from graft.models.gguf import convert_gguf
 from graft.models.registry import Entry, Family, entries, family_of
 

@@ -48,6 +48,7 @@ class CompiledModule(torch.nn.Module):
         self.keywords: tuple[str, ...] = ()
         self._source: tuple[torch.nn.Module, Any] | None = None  # the module and its dynamic_shapes; a tuple, so that
         self._caches: list[Any] = []  # it is not registered as a submodule
+        self.cache_count = 0  # StaticCaches among the arguments
         self._known: dict[tuple[Any, ...], Variant] = {}  # kinds of inputs that were checked
 
     @property
@@ -81,9 +82,9 @@ class CompiledModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.export and torch.compile trace graft's ops, not their kernels
             return self.graph_module(*args, **kwargs)
-        caches = find_caches((args, kwargs)) if self._caches else []
+        caches = find_caches((args, kwargs)) if self.cache_count else []
         kwargs = self.named(kwargs)
-        if self._caches:
+        if self.cache_count:
             self.prepare(caches)
             args, kwargs = pack(args, caches), pack(kwargs, caches)
         values = flat(args, kwargs)
@@ -100,10 +101,10 @@ class CompiledModule(torch.nn.Module):
         return {name: kwargs[name] for name in self.keywords}
 
     def prepare(self, caches: list[Any]) -> None:
-        if len(caches) != len(self._caches):
-            raise UsageError(f"compiled with {len(self._caches)} caches, called with {len(caches)}")
-        for cache, known in zip(caches, self._caches, strict=True):
-            allocate(cache, known)
+        if len(caches) != self.cache_count:
+            raise UsageError(f"compiled with {self.cache_count} caches, called with {len(caches)}")
+        for index, cache in enumerate(caches):
+            allocate(cache, self._caches[index] if self._caches else None)
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
         """The variant for these inputs, captured now if the program takes a way that none holds."""
@@ -159,6 +160,12 @@ class CompiledModule(torch.nn.Module):
             for name, tensor in written_buffers(variant.graph_module).items():
                 self.initial[name].put(tensor)
 
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Writes a folder that `graft.load` reads in a new process; state is saved as it is now."""
+        from graft.runtime.artifacts import save_compiled
+
+        save_compiled(self, path, overwrite=overwrite)
+
 
 def compile(
     module: torch.nn.Module,
@@ -187,5 +194,5 @@ def compile(
     variant = build_variant(captured, settings, type(module).__name__)
     compiled = CompiledModule([variant], initial_values(variant.graph_module), settings)
     compiled.keywords = tuple(kwargs)
-    compiled._source, compiled._caches = (module, dynamic_shapes), caches
+    compiled._source, compiled._caches, compiled.cache_count = (module, dynamic_shapes), caches, len(caches)
     return compiled

@@ -10,8 +10,8 @@ from typing import Any
 from graft.backends import lower
 from graft.capture.decoder import capture_decoder
 from graft.errors import EmptyPrompt, PromptTooLong, TokenizerMissing, UsageError
+from graft.files import Progress
 from graft.kvcache.blocks import KVCache, LayerShape, memory_limit
-from graft.models.files import Progress
 from graft.models.load import LoadedModel, load_model
 from graft.runtime.core import Output, Request, SamplingParams, Stats
 from graft.runtime.detokenize import Detokenizer

@@ -8,8 +8,8 @@ import torch
 from torch.fx import GraphModule
 
 from graft.errors import DumpError
+from graft.files import Progress
 from graft.graph.serial import graph_from_json
-from graft.models.files import Progress
 from graft.transforms.base import Context
 from graft.transforms.config import PipelineConfig
 from graft.transforms.pipeline import run_pipeline

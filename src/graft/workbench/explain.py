@@ -10,9 +10,9 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from graft.errors import UnknownTransform
+from graft.files import Progress
 from graft.graph.match import NearMiss
 from graft.graph.nodes import module_path, source_line
-from graft.models.files import Progress
 from graft.transforms.base import Context
 from graft.transforms.config import PipelineConfig
 from graft.transforms.pipeline import order_transforms, run_pipeline

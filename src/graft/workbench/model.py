@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from graft.capture.decoder import capture_decoder
-from graft.models.files import Progress
+from graft.files import Progress
 from graft.models.load import LoadedModel, load_model
 from graft.models.registry import entries
 

@@ -1,0 +1,77 @@
+"""Files that are whole or not there: atomic folders and checksums."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from graft.errors import DiskFull
+
+Progress = Callable[[str, int, int], None]  # what is going on, how much is done, how much there is
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill; it appears at `target` when the block ends well, and nothing remains when it does not."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(target)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    except OSError as error:
+        raise DiskFull(str(target), str(error)) from error
+    try:
+        yield temporary
+        put_in_place(temporary, target)
+    except BaseException as error:  # Ctrl-C included: what was half written goes, and the error goes on
+        shutil.rmtree(temporary, ignore_errors=True)
+        if is_disk_full(error):
+            raise DiskFull(str(target), str(error)) from error
+        raise
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """What was at `target` is moved aside first and comes back if the new folder cannot take its place."""
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    replaced = target.exists()
+    if replaced:
+        target.rename(old)
+    try:
+        temporary.rename(target)
+    except BaseException:
+        if replaced:
+            old.rename(target)
+        raise
+    if replaced:
+        shutil.rmtree(old)
+
+
+def remove_stale(target: Path) -> None:
+    """Takes away what a killed process left behind."""
+    for path in target.parent.glob(f".{target.name}.*.partial"):
+        pid = path.name.split(".")[-2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return "No space left on device" in str(error)  # safetensors wraps the error of the system as text
+
+
+def sha256(path: Path, progress: Progress | None = None) -> str:
+    digest, done, size = hashlib.sha256(), 0, path.stat().st_size
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            done += len(chunk)
+            if progress:
+                progress(f"checking {path.name}", done, size)
+    return digest.hexdigest()
