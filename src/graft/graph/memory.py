@@ -130,6 +130,13 @@ def storage_root(node: Node) -> Node:
     return node
 
 
+def written_value(node: Node) -> Node:
+    """What an in-place call returns is its argument, in the same layout; any other node is itself."""
+    while is_mutating(node) and torch.Tag.inplace_view not in node.target.tags and (sources := alias_sources(node)):
+        node = sources[0]
+    return node
+
+
 def mutated_roots(graph: Graph) -> set[Node]:
     """Storage owners that some node of the graph writes to, and attributes that share memory with one of them."""
     written = {storage_root(arg) for node in graph.nodes for arg in mutated_args(node)}
