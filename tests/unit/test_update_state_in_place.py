@@ -14,6 +14,7 @@ import graft
 from graft.graph.nodes import calls, is_op
 from graft.graph.trace import export_graph
 from graft.transforms.config import load_config
+from graft.transforms.library.update_state_in_place import StateMemory, kind_problem
 from graft.transforms.pipeline import run_pipeline
 
 aten = torch.ops.aten
@@ -33,11 +34,11 @@ class Program(nn.Module):
         return self.function(self, cache, pos, row)
 
 
-def run(function, *, cache=None):
+def run(function, *, cache=None, config=None):
     """Eager and compiled, two steps each: results, caches and buffers agree. Returns the record and the graph."""
     first = torch.arange(48.0).reshape(SHAPE) if cache is None else cache
     eager, module = Program(function), Program(function)
-    compiled = graft.compile(module, (empty_like(first), POS, ROW), backend="eager")
+    compiled = graft.compile(module, (empty_like(first), POS, ROW), backend="eager", config=config)
     module.state.copy_(eager.state)
     caches = [empty_like(first) for _ in range(2)]
     for step in range(2):
@@ -256,35 +257,53 @@ def test_a_cache_with_gaps_in_memory_stays_right_r30():
     assert "another way" in record.near_misses[0].reason
 
 
-STEPS = st.lists(st.integers(0, 9), min_size=1, max_size=9)
+STEPS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9)
 
 
-@settings(max_examples=60, deadline=None)
-@given(STEPS)
-def test_random_programs_agree_with_eager_r33(steps):
+def random_program(steps):
+    """Updates, copies back, assignments, reads and plain writes of values that are picked at random."""
+
     def program(self, cache, pos, row):
         values, results = [cache, self.state], []
-        for step, choice in enumerate(steps):
-            value = values[step * 7 % len(values)]
+        for step, (choice, pick) in enumerate(steps):
+            value = values[pick % len(values)] if pick % 3 else values[-1]
             if choice < 2:
                 values.append(value.index_copy(1, pos, row + step))
             elif choice == 2:
                 values.append(torch.slice_scatter(value, row * step, 1, step % 6, step % 6 + 1))
-            elif choice == 3:
-                cache.copy_(values[-1])
-            elif choice == 4:
-                self.state.copy_(values[-1])
-            elif choice == 5:
-                if len(values) > 2:  # export cannot capture an assignment of what is there already
-                    self.state = values[-1]
+            elif choice in (3, 4):
+                (cache if choice == 3 else self.state).copy_(value)
+            elif choice == 5 and len(values) > 2:  # export cannot capture an assignment of what is there already
+                self.state = values[-1]
             elif choice == 6:
                 results.append(value[:, step % 6].sum(-1))
             elif choice == 7:
                 value[:, step % 6].add_(step)
             elif choice == 8:
-                values.append(values[-1].index_add(1, pos, row))
-            else:
+                values.append(value.index_add(1, pos, row))
+            elif choice == 9:
                 results.append(value.sum())
         return [*results, row + 1]
 
-    run(program)
+    return program
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_random_programs_agree_with_eager_r33(steps):
+    run(random_program(steps))
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_the_check_of_order_refuses_what_the_transform_would_let_pass_r33(steps):
+    """With the transform's own conditions off, unsafe updates are rolled back and the results stay right."""
+    checked = StateMemory.problem
+
+    def unchecked(self, update):
+        checked(self, update)
+        return kind_problem(update)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateMemory, "problem", unchecked)
+        run(random_program(steps), config={"transforms": {"update_state_in_place": {"on_error": "skip"}}})
