@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graft.graph.memory import alias_sources
+from graft.graph.memory import alias_sources, effects, storage_root
 from graft.graph.nodes import calls, is_op, output_node
+from graft.graph.trace import export_graph
 from graft.state.aliases import Aliases
 from graft.state.moves import lift, lift_plan
 from graft.state.regions import disjoint
@@ -147,3 +148,79 @@ def test_pure_reads_move_with_what_they_need_and_others_do_not_r23():
     lift(plan, sin)
     graph.lint()
     assert mul < sin
+
+
+def test_no_result_is_in_one_of_several_arguments():
+    """`storage_root` follows one source: no tensor op of ATen may give a result with more."""
+    wrong = []
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        for overload in getattr(packet, "overloads", list)():
+            target = getattr(packet, overload)
+            tensors = any("Tensor" in str(r.type) for r in target._schema.returns)
+            wrong += [str(target)] if tensors and any(len(places) > 1 for places in effects(target).results) else []
+    assert wrong == []
+
+
+def test_items_of_several_results_are_told_apart():
+    def f(x, y):
+        a, b = x.split(2)
+        values, places = y.topk(2)
+        one, two = torch.broadcast_tensors(x, y)
+        low, high = torch.aminmax(x, dim=0, out=(torch.empty(6), torch.empty(6)))
+        return a, b, values, places, one, two, low, high
+
+    graph = make_fx(f, tracing_mode="fake", pre_dispatch=True)(torch.ones(4, 6), torch.ones(4, 6)).graph
+    x, y = (n for n in graph.nodes if n.op == "placeholder")
+    roots = [storage_root(n) for n in output_node(graph).args[0]]
+    assert roots[:2] == [x, x] and roots[2] not in (x, y) and roots[3] not in (x, y)
+    assert roots[4:6] == [x, y] and roots[6] is not roots[7]
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: torch.ops.aten.atleast_1d(x),
+        lambda x: torch.ops.aten._unsafe_view(x, [6, 4]),
+        lambda x: torch.ops.aten.einsum("ij->ji", [x]),
+        lambda x: torch.ops.aten.unsafe_chunk(x, 2)[0],
+        lambda x: torch.ops.aten.sum_to_size(x, [4, 6]),
+        lambda x: torch.ops.aten.conj_physical(x),
+        lambda x: torch.ops.aten.alpha_dropout(x, 0.5, False),
+    ],
+)
+def test_ops_that_return_views_and_do_not_say_so(f):
+    x = torch.ones(4, 6)
+    assert f(x).untyped_storage()._cdata == x.untyped_storage()._cdata
+    graph = make_fx(f, tracing_mode="fake", pre_dispatch=True)(x).graph
+    (given,) = (n for n in graph.nodes if n.op == "placeholder")
+    assert given in Aliases(graph).inputs(output_node(graph).args[0])
+
+
+def test_a_product_of_several_is_no_view():
+    graph = make_fx(lambda x, y: torch.ops.aten.einsum("ij,ij->i", [x, y]), tracing_mode="fake", pre_dispatch=True)(
+        torch.ones(2, 3), torch.ones(2, 3)
+    ).graph
+    x, y = (n for n in graph.nodes if n.op == "placeholder")
+    assert not Aliases(graph).same(x, y)
+
+
+def test_tied_attributes_are_one_memory_and_only_what_is_asked_for_is_read():
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            memory = torch.zeros(4, 6)
+            self.register_buffer("a", memory)
+            self.register_buffer("b", memory[1])
+            self.register_buffer("c", torch.zeros(6))
+
+        def forward(self, x):
+            self.a.add_(1)
+            return self.b.view(2, 3) + x, self.c.view(2, 3) + x
+
+    gm = export_graph(Tied(), (torch.ones(2, 3),))
+    a, b, c = (next(n for n in gm.graph.nodes if n.target == name) for name in "abc")
+    aliases = Aliases(gm.graph)
+    assert aliases.same(a, b) and not aliases.same(a, c)
+    part = Aliases(gm.graph, within=[a])
+    assert a in part and b in part and c not in part and len(part.group(a)) == len(aliases.group(a))

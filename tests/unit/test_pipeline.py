@@ -179,7 +179,7 @@ BREAKS = {
     lose_metadata: "lost its metadata",
     change_shape: "is recorded as",
     use_before_definition: "malformed",
-    overwrite_a_live_value: "overwrites a value",
+    overwrite_a_live_value: "overwrites %linear, which %relu",
 }
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.graph import rules
-from graft.graph.memory import alias_sources, is_mutating, mutated_args, mutated_roots, storage_root
+from graft.graph.memory import alias_sources, is_mutating, mutated_args, mutated_roots, storage_root, written_value
 from graft.graph.nodes import OpOverload, leaves, output_node, tensor_val, val
 
 aten = torch.ops.aten
@@ -37,6 +37,7 @@ def canonicalize(gm: GraphModule) -> None:
     """Brings the graph into normal form, in place. The caller recompiles when the module is to be run."""
     inline_grad_regions(gm)
     drop_asserts(gm.graph)
+    drop_self_copies(gm.graph)
     while sweep(gm.graph):
         pass
     merge_equal(gm.graph)
@@ -75,6 +76,15 @@ def drop_asserts(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
         guard_call = node.op == "call_module" and str(node.target).split(".")[-1].startswith("_guards_fn")
         if not node.users and (node.target in ASSERTS or guard_call):
+            graph.erase_node(node)
+
+
+def drop_self_copies(graph: Graph) -> None:
+    """`copy_(%n, %add_)` after `%add_ = add_(%n, 1)`: export writes back what is written already."""
+    for node in [node for node in graph.nodes if node.target is aten.copy_.default]:
+        into, source = node.args[:2]
+        if written_value(source) is written_value(into):
+            node.replace_all_uses_with(into)
             graph.erase_node(node)
 
 

@@ -6,6 +6,7 @@ of a whole graph on them (groups of nodes, regions, order).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter, getitem
@@ -103,7 +104,9 @@ def alias_sources(node: Node) -> list[Node]:
         call, item = node.args[:2]
         return item_sources(call, item) if isinstance(call, Node) and isinstance(item, int) else []
     results = effects(node.target).results
-    return nodes_in([place.of(node) for place in results[0]]) if len(results) == 1 else []
+    found = [place.of(node) for place in results[0]] if len(results) == 1 else []
+    # one tensor made of a list of several (einsum) is computed; of a list of one it may be a view
+    return nodes_in([value for value in found if not isinstance(value, (list, tuple)) or len(value) == 1])
 
 
 def item_sources(call: Node, item: int) -> list[Node]:
@@ -127,6 +130,13 @@ def storage_root(node: Node) -> Node:
     return node
 
 
+def written_value(node: Node) -> Node:
+    """What an in-place call returns is its argument, in the same layout; any other node is itself."""
+    while is_mutating(node) and torch.Tag.inplace_view not in node.target.tags and (sources := alias_sources(node)):
+        node = sources[0]
+    return node
+
+
 def mutated_roots(graph: Graph) -> set[Node]:
     """Storage owners that some node of the graph writes to, and attributes that share memory with one of them."""
     written = {storage_root(arg) for node in graph.nodes for arg in mutated_args(node)}
@@ -137,16 +147,23 @@ def mutated_roots(graph: Graph) -> set[Node]:
     return written
 
 
+def with_views(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes and everything that may be a view of them, sources first."""
+    found = dict.fromkeys(nodes)
+    queue = list(found)
+    for node in queue:
+        # of a call with several results, the items are views, whatever it is itself
+        items = (item for user in node.users for item in user.users if item.target is getitem)
+        views = [user for user in (*node.users, *items) if user not in found and node in alias_sources(user)]
+        queue += dict.fromkeys(views)
+        found |= dict.fromkeys(views)
+    return queue
+
+
 def writers(root: Node) -> list[Node]:
     """Every node that writes to a storage."""
-    aliases, found = [root], []
-    for alias in aliases:
-        for user in alias.users:
-            if alias in mutated_args(user):
-                found.append(user)
-            if user not in aliases and storage_root(user) is root:
-                aliases.append(user)
-    return found
+    found = (user for alias in with_views([root]) for user in alias.users if alias in mutated_args(user))
+    return list(dict.fromkeys(found))
 
 
 def address(graph: Graph, node: Node) -> int:

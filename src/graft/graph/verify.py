@@ -10,7 +10,6 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.errors import VerificationError
 from graft.graph.edit import AbstractCalls, attach_state, is_persistent
-from graft.graph.memory import is_mutating, mutated_args, storage_root
 from graft.graph.nodes import val, where
 from graft.graph.text import abstract_text
 
@@ -65,10 +64,10 @@ def module_state(gm: GraphModule) -> dict[str, torch.Tensor]:
 
 
 def verify(gm: GraphModule, before: Snapshot | None = None) -> None:
-    """Raises VerificationError when `gm` is malformed, lost metadata, or writes where it must not.
+    """Raises VerificationError when `gm` is malformed or lost metadata. What it writes, `state/verify.py` checks.
 
     Abstract values are recomputed for the nodes that are new, or whose arguments changed kind, since `before` (all
-    of them without it) and compared with what is recorded. New writes are checked against later readers.
+    of them without it) and compared with what is recorded.
     """
     abstract = AbstractCalls.of(gm)
     try:
@@ -82,8 +81,6 @@ def verify(gm: GraphModule, before: Snapshot | None = None) -> None:
             raise VerificationError(f"{where(node)} lost its metadata 'val'")
         if node.op == "call_function" and (before is None or not before.unchanged(node)):
             check_value(node, abstract(node))
-        if before is not None and node.name not in before.calls and is_mutating(node):
-            check_write(node)
 
 
 def check_value(node: Node, computed: Any) -> None:
@@ -103,23 +100,3 @@ def kind(value: Any) -> Any:
     if isinstance(value, torch.SymInt):
         return str(value)
     return value
-
-
-def check_write(node: Node) -> None:
-    """A new in-place write may not be seen by a later reader of the old value, nor change a parameter."""
-    for target in mutated_args(node):
-        owner = storage_root(target)
-        if owner.op == "get_attr" and isinstance(owner.meta.get("val"), torch.nn.Parameter):
-            raise VerificationError(f"{where(node)} writes to the parameter {owner.target}")
-        for reader in aliases_of(owner):
-            late = [u for u in reader.users if node < u and not is_mutating(u)]
-            if late and owner.op == "call_function":
-                raise VerificationError(f"{where(node)} overwrites a value that {where(late[0])} still reads")
-
-
-def aliases_of(owner: Node) -> list[Node]:
-    """The owner and every view of it."""
-    found = [owner]
-    for node in found:
-        found += [user for user in node.users if user not in found and storage_root(user) is owner]
-    return found

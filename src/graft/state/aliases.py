@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graft.graph.edit import abstract_call
-from graft.graph.memory import address, alias_sources, is_maybe_view, is_mutating
+from graft.graph.memory import address, alias_sources, is_maybe_view, is_mutating, storage_root, with_views
 from graft.graph.nodes import is_op, leaves, tensor_val, val
 from graft.state.regions import disjoint, storage_id
 
@@ -54,21 +54,32 @@ def refresh_views(nodes: Iterable[Node]) -> None:
             node.meta["val"] = abstract_call(node)
 
 
+def sharing(graph: Graph, nodes: Iterable[Node]) -> list[Node]:
+    """What may share memory with one of `nodes`, sources before their views."""
+    found = dict.fromkeys(storage_root(node) for node in nodes)
+    if graph.owning_module is not None and any(node.op == "get_attr" for node in found):
+        memory = {address(graph, node) for node in found if node.op == "get_attr"}
+        attributes = (node for node in graph.nodes if node.op == "get_attr")
+        found |= dict.fromkeys(node for node in attributes if address(graph, node) in memory)
+    return with_views(found)
+
+
 class Aliases:
     """Groups of nodes that may share memory.
 
     Two nodes are in one group when a chain of views joins them. With `trusted`, recorded FakeTensors count too: nodes
     of one storage are joined, and `reshape` and its like are views only where the storage says so. Values that are
-    shared between calls (graph/edit.py does that) must not be trusted.
+    shared between calls (graph/edit.py does that) must not be trusted. Attributes in one memory are one group. With
+    `within`, only what shares memory with these nodes is looked at.
     """
 
-    def __init__(self, graph: Graph, *, trusted: bool = False) -> None:
+    def __init__(self, graph: Graph, *, trusted: bool = False, within: Iterable[Node] | None = None) -> None:
         self.trusted = trusted
         self._group: dict[Node, list[Node]] = {}
         self._owner: dict[int, Node] = {}  # storage -> a node of it
         self._attribute: dict[int, Node] = {}  # address -> an attribute there
         self._graph = graph
-        for node in graph.nodes:
+        for node in graph.nodes if within is None else sharing(graph, within):
             self.add(node)
 
     def add(self, node: Node) -> None:
@@ -107,6 +118,9 @@ class Aliases:
                 self._owner.pop(storage)
                 if group:
                     self._owner[storage] = group[0]
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._group
 
     def group(self, node: Node) -> list[Node]:
         """All that may share memory with `node`, itself included."""

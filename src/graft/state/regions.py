@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import torch
 
@@ -49,10 +50,22 @@ def region_of(tensor: torch.Tensor) -> Region | None:
 
 def disjoint(left: torch.Tensor, right: torch.Tensor) -> bool:
     """True when the two are proven to cover different elements of one storage."""
-    a, b = region_of(left), region_of(right)
+    return apart(region_of(left), region_of(right))
+
+
+def apart(a: Region | None, b: Region | None) -> bool:
+    """The same of regions; None is a region that is not known."""
     if a is None or b is None or a.storage != b.storage or a.itemsize != b.itemsize:
         return False
     return a.end <= b.offset or b.end <= a.offset or apart_on_grid(a, b)
+
+
+def covers(a: Region | None, b: Region | None) -> bool:
+    """True when every element of `b` is known to be in `a`: they are equal, or `a` is a stretch without gaps."""
+    if a is None or b is None or a.storage != b.storage or a.itemsize != b.itemsize:
+        return False
+    dense = prod(size for _, size in a.steps) == a.end - a.offset and len({s for s, _ in a.steps}) == len(a.steps)
+    return a == b or (dense and a.offset <= b.offset and b.end <= a.end)
 
 
 def apart_on_grid(a: Region, b: Region) -> bool:

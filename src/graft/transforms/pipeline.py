@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from graft.errors import GraftError, OrderError, TransformError
 from graft.graph.canonical import drop_dead, drop_unused_state
 from graft.graph.verify import Snapshot, verify
+from graft.state.verify import Uses, check_memory
 from graft.transforms.base import BaseTransform, Context, Outcome, Stage, TransformConfig
 from graft.transforms.config import PipelineConfig, Verify
 from graft.transforms.dumps import DumpWriter
@@ -113,7 +114,7 @@ def run_one(
     if not settings.enabled:
         return TransformRecord(transform.name, stage, "disabled")
     nodes_before, started = len(gm.graph.nodes), time.perf_counter()
-    before = Snapshot.take(gm)
+    before, uses = Snapshot.take(gm), Uses.take(gm.graph)
     outputs_before = dict(context.outputs)
     common: dict[str, Any] = {"name": transform.name, "stage": stage, "nodes_before": nodes_before}
     gm.meta["graft_replaced"] = []  # the editor notes here what took the place of what
@@ -122,6 +123,7 @@ def run_one(
         if outcome.matches:
             drop_dead(gm)
             verify(gm, before)
+            check_memory(gm, before, uses, [(match.replaced, match.made) for match in outcome.matches])
             if checked == "matches" and not transform.unprovable:
                 outcome = replace(outcome, matches=prove_matches(gm, before, outcome.matches))
     except Exception as error:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from graft.graph.match import NearMiss
-from graft.graph.memory import is_mutating, mutated_args, storage_root
+from graft.graph.memory import mutated_args
 from graft.graph.nodes import where
+from graft.state.aliases import Aliases
 
 MAX_NODES, MAX_INPUTS = 64, 16
 
@@ -51,10 +52,11 @@ class Grower:
     def __post_init__(self) -> None:
         self.order = {node: index for index, node in enumerate(self.graph.nodes)}
         self.inputs_end = max((i for n, i in self.order.items() if n.op == "placeholder"), default=-1)
-        self.writes: dict[Node, list[int]] = {}
-        for node in self.graph.nodes:
-            for argument in mutated_args(node) if is_mutating(node) else []:
-                self.writes.setdefault(storage_root(argument), []).append(self.order[node])
+        writes = [(node, argument) for node in self.graph.nodes for argument in mutated_args(node)]
+        self.aliases = Aliases(self.graph, within=[argument for _, argument in writes])
+        self.writes: dict[int, list[int]] = {}  # memory → places of its writers
+        for node, argument in writes:
+            self.writes.setdefault(id(self.aliases.group(argument)), []).append(self.order[node])
 
     def grow(self) -> list[Region]:
         """All regions of two nodes or more, in the order in which their calls stand."""
@@ -115,8 +117,8 @@ class Grower:
             return None
         inside = set(joined.nodes)
         for node in joined.nodes:
-            for argument in node.all_input_nodes:
-                written = self.writes.get(storage_root(argument)) if argument not in inside else None
+            for argument in (a for a in node.all_input_nodes if a in self.aliases and a not in inside):
+                written = self.writes.get(id(self.aliases.group(argument)))
                 # a call at the position of some node stands above it
                 if written and bisect_left(written, self.order[node]) != bisect_left(written, place):
                     return f"{where(argument)} is written in place between {where(node)} and the rest"

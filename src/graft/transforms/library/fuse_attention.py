@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import NearMiss
-from graft.graph.memory import storage_root
+from graft.graph.memory import storage_root, with_views
 from graft.graph.nodes import calls, is_op, module_path, same_sizes, tensor_of, where
 from graft.graph.rules import normalize_arguments
 from graft.graph.sizes import SizeEvaluator
@@ -89,13 +89,9 @@ def check_result(out: Node, mutated: Collection[Node]) -> None:
     """The op's result lies in memory in another way: nobody may write through its views or read its strides."""
     if storage_root(out) in mutated:
         raise Refused(f"the result {where(out)} is written to in place")
-    aliases = [out]
-    for alias in aliases:
-        for user in alias.users:
-            if is_op(user, aten.as_strided.default):
-                raise Refused(f"{where(user)} reads the result {where(out)} by its strides")
-            if user not in aliases and storage_root(user) is storage_root(out):
-                aliases.append(user)
+    for user in (user for alias in with_views([out]) for user in alias.users):
+        if is_op(user, aten.as_strided.default):
+            raise Refused(f"{where(user)} reads the result {where(out)} by its strides")
 
 
 def fuse(
