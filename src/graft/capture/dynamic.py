@@ -88,4 +88,6 @@ def in_order(module: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    return list(leaves((args, kwargs)))
+    """The inputs in the order of the graph's."""
+    values = [*args, *kwargs.values()]
+    return list(leaves(values)) if any(isinstance(value, (list, tuple, dict)) for value in values) else values

@@ -28,7 +28,7 @@ class Captured:
 
     graph_module: GraphModule
     signature: Signature
-    returned: tuple[tuple[str, int], ...] = ()  # where the result held which cache
+    returned: tuple[tuple[str, int], ...] | None = None  # where the result held which cache, if it takes any
     notes: tuple[str, ...] = ()
 
 
@@ -62,7 +62,7 @@ def capture_module(
         signature = replace(signature, leaves=counted)
         gm = drop_prefix(gm, PREFIX, copy.copy(gm.graph._codegen), type(module).__name__)
         return Captured(gm, signature, call.module.results.returned, notes)
-    return Captured(gm, signature, (), notes)
+    return Captured(gm, signature, None, notes)
 
 
 def counters_free(name: str, spec: Spec, value: Any) -> Spec:

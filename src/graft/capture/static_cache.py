@@ -142,13 +142,13 @@ def counters(cache: StaticCache) -> list[list[int]]:
     return [[vars(layer)[name] for name in COUNTERS if name in vars(layer)] for layer in cache.layers]
 
 
-def hand_back(result: Any, caches: list[StaticCache], returned: tuple[tuple[str, int], ...]) -> Any:
+def hand_back(result: Any, caches: list[StaticCache], returned: tuple[tuple[str, int], ...] | None) -> Any:
     """What the model would have returned: the caller's caches in their places, with their counters set."""
     result, counts = result
     for cache, known in zip(caches, counts, strict=True):
         for layer, values in zip(cache.layers, known, strict=True):
             vars(layer).update(zip((name for name in COUNTERS if name in vars(layer)), values, strict=True))
-    for path, number in returned:
+    for path, number in returned or ():
         result = put(result, path.split(".")[1:], caches[number])
     return result
 

@@ -31,7 +31,7 @@ def save_compiled(compiled: CompiledModule, path: str | Path, *, overwrite: bool
 
 def saved_graph(variant: Variant) -> SavedGraph:
     aliases = tuple(astuple(alias) for alias in variant.aliases)
-    extra = {"returned": [list(place) for place in variant.returned]}
+    extra = {"returned": None if variant.returned is None else [list(place) for place in variant.returned]}
     return SavedGraph(variant.graph_module, variant.signature, aliases, variant.report.to_json(), extra)
 
 
@@ -49,7 +49,8 @@ def load_compiled(path: str | Path) -> CompiledModule:
 
 def load_graph(saved: SavedGraph, settings: Settings, notes: tuple[str, ...]) -> Variant:
     before = Report.from_json(saved.report)
-    returned = tuple((path, number) for path, number in saved.extra["returned"])
+    places = saved.extra["returned"]
+    returned = None if places is None else tuple((path, number) for path, number in places)
     variant = lower_variant(saved.graph_module, saved.signature, before, settings, returned)
     kernels = variant.report.kernels
     changed = {op: kernel for op, kernel in kernels.items() if before.kernels.get(op, kernel) != kernel}

@@ -78,24 +78,32 @@ class CompiledModule(torch.nn.Module):
                 raise
             return getattr(super().__getattr__("graph_module"), name)
 
-    @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.export and torch.compile trace graft's ops, not their kernels
-            return self.graph_module(*args, **kwargs)
-        caches = find_caches((args, kwargs)) if self.cache_count else []
+            with torch.no_grad():
+                return self.graph_module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.run(args, kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = self.named(kwargs)
+        caches: list[Any] = []
         if self.cache_count:
+            caches = find_caches((args, kwargs))
             self.prepare(caches)
             args, kwargs = pack(args, caches), pack(kwargs, caches)
         values = flat(args, kwargs)
         variant = self.choose(args, kwargs, values)
         variant.check(values)
-        if not caches:
-            return variant.call(*args, **kwargs)
-        return hand_back(variant.call(args, kwargs), caches, variant.returned)
+        result = variant.run(values, args, kwargs)
+        return hand_back(result, caches, variant.returned) if caches else result
 
     def named(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments in the order of the graph's."""
+        if tuple(kwargs) == self.keywords:
+            return kwargs
         if kwargs.keys() != set(self.keywords):
             raise UsageError(f"compiled with the keyword arguments {list(self.keywords)}, called with {list(kwargs)}")
         return {name: kwargs[name] for name in self.keywords}

@@ -8,10 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
+from torch.utils._pytree import tree_unflatten
 
 from graft.backends import lower
 from graft.capture.module import Captured
+from graft.graph.pytrees import nesting
 from graft.graph.signature import Signature
 from graft.runtime.checks import MemoryCheck
 from graft.state.alias_map import Alias, state_records
@@ -43,7 +45,7 @@ class Variant:
     report: Report
     aliases: tuple[Alias, ...]
     positions: PositionChecks
-    returned: tuple[tuple[str, int], ...] = ()
+    returned: tuple[tuple[str, int], ...] | None = None  # where the result held which StaticCache, if it takes any
 
     @property
     def names(self) -> list[str]:
@@ -59,6 +61,16 @@ class Variant:
     @cached_property
     def memory(self) -> MemoryCheck:
         return MemoryCheck(self.names, self.written, list(written_buffers(self.graph_module).values()))
+
+    @cached_property
+    def plain(self) -> Callable[[Sequence[Any]], Any] | None:
+        return plain_call(self.call)
+
+    def run(self, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`values` are what is in `args` and `kwargs`. A graph with StaticCaches takes those two as they are."""
+        if self.plain is not None:
+            return self.plain(values)
+        return self.call(args, kwargs) if self.returned is not None else self.call(*args, **kwargs)
 
     def check(self, values: Sequence[Any]) -> None:
         """Raises before anything is written when the call would write where it cannot."""
@@ -79,7 +91,7 @@ def lower_variant(
     signature: Signature,
     report: Report,
     settings: Settings,
-    returned: tuple[tuple[str, int], ...] = (),
+    returned: tuple[tuple[str, int], ...] | None = None,
     notes: Sequence[str] = (),
 ) -> Variant:
     """A transformed graph on its backend, with its alias map and checks."""
@@ -91,6 +103,18 @@ def lower_variant(
     notes = (*report.notes, *notes, *positions.unchecked, *lowered.notes)
     report = replace(report, kernels=lowered.kernels, notes=notes, state=state)
     return Variant(gm, signature, lowered.call, lowered.backend, report, aliases, positions, returned)
+
+
+def plain_call(call: Callable[..., Any]) -> Callable[[Sequence[Any]], Any] | None:
+    """A graph that runs as Python, with its inputs flat: taking nested ones apart costs as much as ten small ops."""
+    if not isinstance(call, GraphModule) or (info := nesting(call.graph)) is None:
+        return None
+    graph = Graph()
+    graph.output(graph.graph_copy(call.graph, {}))
+    run, spec = GraphModule(call, graph).forward, info.out_spec
+    if spec.is_leaf():
+        return lambda values: run(*values)[0]
+    return lambda values: tree_unflatten(run(*values), spec)
 
 
 def missed_updates(report: Report) -> Mapping[str, str]:
