@@ -47,6 +47,7 @@ def canonicalize(gm: GraphModule) -> None:
     """Brings the graph into normal form, in place. The caller recompiles when the module is to be run."""
     inline_grad_regions(gm)
     drop_asserts(gm.graph)
+    drop_self_copies(gm.graph)
     while sweep(gm.graph):
         pass
     merge_equal(gm.graph)
@@ -85,6 +86,17 @@ def drop_asserts(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
         guard_call = node.op == "call_module" and str(node.target).split(".")[-1].startswith("_guards_fn")
         if not node.users and (node.target in ASSERTS or guard_call):
+            graph.erase_node(node)
+
+
+def drop_self_copies(graph: Graph) -> None:
+    """`copy_(x, x)` writes nothing, nor does `copy_(x, copy_(x, y))` a second time; export adds such a one for each
+    buffer that graph/assignments.py writes."""
+    for node in list(graph.find_nodes(op="call_function", target=aten.copy_.default)):
+        target, source = node.args[:2]
+        again = isinstance(source, Node) and source.target is aten.copy_.default and source.args[0] is target
+        if source is target or again:
+            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
 
