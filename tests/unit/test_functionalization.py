@@ -200,7 +200,17 @@ def reads_and_writes(p, q):
     return old * 2, p + 0, q + 0
 
 
+def shifted_after_a_scatter(p, q, index):
+    """The scatter is written into p, and what is shifted is read from there."""
+    p.index_copy_(1, index, q[:, :2])
+    p.copy_(torch.roll(p, 1, 0))
+    q.index_put_((index,), p[:2])
+    q.mul_(2)
+    return p.sum()
+
+
 REAL = [
+    (shifted_after_a_scatter, lambda: (torch.rand(8, 16), torch.rand(8, 16), torch.tensor([2, 0]))),
     (forks, lambda: (torch.arange(64.0), torch.tensor([1]), torch.tensor([9.0]), torch.arange(64.0))),
     (reads_and_writes, lambda: (torch.rand(8, 16), torch.rand(8, 16))),
     (stacked, lambda: (torch.zeros(4, 2, 8, 16), torch.rand(2, 2, 16), torch.tensor([1, 5]))),
@@ -219,6 +229,8 @@ def test_compiled_code_is_right_r23(fn, inputs):
     assert difference(eager, eager_args, got, got_args) is None
     (report,) = reports()
     assert reports() == []
+    if fn is shifted_after_a_scatter:
+        assert len(report.kept) == 1 and "overwritten" in report.kept[0].reason, report.text()
     if fn is stacked:
         assert len(report.restored) == 4 and not report.kept and not report.protected
 

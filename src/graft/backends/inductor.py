@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.select import Lowered
 from graft.errors import UsageError
-from graft.graph.nodes import is_op
+from graft.graph.memory import mutated_roots
+from graft.graph.nodes import is_op, leaves, val
 from graft.ops.elementwise.program import Ref, parse
 from graft.ops.elementwise.reference import FUNCTIONS
 from graft.state.functionalization import inductor_options
@@ -35,8 +37,45 @@ def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) ->
     if count:
         gm = with_programs_inlined(gm)
         notes.append(f"inductor: {count} graft::elementwise are taken apart again; Inductor fuses them itself")
-    compiled = torch.compile(gm, dynamic=True, options=inductor_settings())
-    return Lowered(compiled, "inductor", {}, tuple(notes))
+    compiled = torch.compile(gm, dynamic=has_symbols(gm.graph), options=inductor_settings())
+    return Lowered(with_right_artifacts(compiled, gm), "inductor", {}, tuple(notes))
+
+
+def has_symbols(graph: Graph) -> bool:
+    """Some input varies in size, or is a number that varies. Without one, code for fixed sizes is faster, and proofs
+    that two parts of a cache are apart succeed."""
+    values = (val(node) for node in graph.nodes if node.op == "placeholder")
+    sizes = (size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else (value,)))
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def with_right_artifacts(compiled: Callable[..., Any], gm: GraphModule) -> Callable[..., Any]:
+    """`compiled`, which takes nothing from AOTAutograd's cache when its inputs share memory and some are written.
+
+    That cache (on disk, 2.11 and 2.13) does not ask which inputs share memory, although code for `f(a, b)` is wrong
+    for `f(c[:4], c[1:5])` where f writes: what one process compiled for the first, another would run for the second.
+    """
+    if not mutated_roots(gm.graph):
+        return compiled
+    state = {memory(tensor) for tensor in (*gm.parameters(), *gm.buffers())}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with autograd_cache(leaves((args, kwargs)), state):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def autograd_cache(inputs: Iterable[Any], state: Set[int] = frozenset()) -> AbstractContextManager[Any]:
+    """Switches AOTAutograd's cache off where two inputs, or an input and `state`, share memory."""
+    found = [memory(value) for value in inputs if isinstance(value, torch.Tensor)]
+    if len(set(found)) == len(found) and state.isdisjoint(found):
+        return nullcontext()
+    return functorch_config.patch(enable_autograd_cache=False)
+
+
+def memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 INDUCTOR_NOTE = "inductor: compiled at the first call; graft ops run as custom ops inside it"
@@ -79,7 +118,8 @@ def compile_with_inductor(
         )
     trust_instruction_sets()
     patches = {**inductor_settings(), **(list_mode_options(mode) if mode else {}), **(options or {})}
-    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
+    with autograd_cache(inputs):
+        compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
     return compiled
 
 

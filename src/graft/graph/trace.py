@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graft.errors import CaptureError
+from graft.graph.assignments import assignments_as_writes
 from graft.graph.canonical import canonicalize, drop_unused_state
 from graft.graph.edit import attach_state, attribute, fake_mode
 from graft.graph.indexing import TensorPositions
@@ -31,6 +32,7 @@ class Dialect:
         return op not in self.decompositions
 
 
+FAKE_TENSOR = "torch._subclasses.fake_tensor"  # a logger
 EXPORT = Dialect("export")
 _dialect: ContextVar[Dialect] = ContextVar("dialect", default=EXPORT)
 
@@ -64,7 +66,7 @@ def export_graph(
     """
     sizes = torch.fx.experimental._config.patch(backed_size_oblivious=exact_sizes)
     try:
-        with sizes, torch.no_grad(), TensorPositions(), quiet("torch._subclasses.fake_tensor"):
+        with sizes, torch.no_grad(), TensorPositions(), assignments_as_writes(module), quiet(FAKE_TENSOR):
             program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # torch.export raises whatever the model raises; nothing is swallowed
         raise CaptureError(
@@ -137,7 +139,7 @@ def trace_function(function: Callable[..., Any], examples: Sequence[torch.Tensor
     (14 ms instead of 35 ms a pattern), which a test holds for every pattern of the library.
     """
     table = dict(current_dialect().decompositions)
-    with torch.no_grad(), quiet("torch._subclasses.fake_tensor"):
+    with torch.no_grad(), quiet(FAKE_TENSOR):
         gm = make_fx(function, decomposition_table=table, tracing_mode="fake", pre_dispatch=not table)(*examples)
     canonicalize(gm)
     return gm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.fx import Node, map_arg
 
@@ -113,8 +115,18 @@ def last_write(
     return max(found, default=None)
 
 
-def reads_elsewhere(work: Work, source: Node, value: Node, part: torch.Tensor | None, since: Node) -> bool:
-    """`source` is computed, below `since`, from other elements of the memory of `value` than it is written to."""
+def reads_elsewhere(
+    work: Work,
+    source: Node,
+    value: Node,
+    part: torch.Tensor | None,
+    since: Node,
+    moved_in: Sequence[Node] = (),
+) -> bool:
+    """`source` is computed, below `since`, from other elements of the memory of `value` than it is written to.
+
+    `moved_in` are results that will be in that memory too, laid out as `value` is.
+    """
     seen, stack = set(), [(source, part is not None)]
     while stack:
         node, aligned = stack.pop()
@@ -122,8 +134,10 @@ def reads_elsewhere(work: Work, source: Node, value: Node, part: torch.Tensor | 
             continue
         seen.add((node, aligned))
         tensor = tensor_val(node)
-        if work.aliases.same(node, value):
-            if not (aligned and part is not None and tensor is not None and same_layout(tensor, part)):
+        inside = next((other for other in moved_in if work.aliases.same(node, other)), None)
+        place = tensor_val(inside) if inside is not None else part
+        if inside is not None or work.aliases.same(node, value):
+            if not (aligned and place is not None and tensor is not None and same_layout(tensor, place)):
                 return True
         elif node.op == "call_function" and since < node and not is_extern(node):
             # element by element, of one shape: reads the place that it writes
@@ -179,13 +193,17 @@ def drop_self_copies(work: Work) -> None:
 
 
 def guard_write_backs(work: Work, homes: dict[Node, Node]) -> None:
-    """Copies the source of a `copy_` that reads, elsewhere, the input that it overwrites (see guard_sources)."""
+    """Copies the source of a `copy_` that reads, elsewhere, the input that it overwrites (see guard_sources).
+
+    `x.index_copy_(0, i, v); x.copy_(x.roll(1, 0))`: the first is written into x, where the second reads it shifted.
+    """
     writes = memory_writes(work)
     for node in [n for n in work.graph.nodes if is_op(n, aten.copy_.default)]:
         owner, source = node.args[:2]
         if homes.get(source) is owner:
             continue  # written in place
-        since = last_write(work, writes, {}, owner, node)
-        shifted = since is not None and reads_elsewhere(work, source, owner, tensor_val(owner), since)
+        moved_in = [other for other, place in homes.items() if place is owner and other < node]
+        since = max([*moved_in, *filter(None, [last_write(work, writes, {}, owner, node)])], default=None)
+        shifted = since is not None and reads_elsewhere(work, source, owner, tensor_val(owner), since, moved_in)
         if work.aliases.same(source, owner) or shifted:
             keep(work, node, source, f"it is read from %{owner.name}, which is overwritten", opaque=True)

@@ -1,0 +1,112 @@
+"""`self.buffer = …` in a forward becomes a write into the buffer, in submodules too (R31)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from graft.errors import CaptureError
+from graft.graph.assignments import assignments_as_writes
+from graft.graph.canonical import canonicalize
+from graft.graph.memory import is_mutating
+
+
+class Swap(nn.Module):
+    """Swaps its buffers; returns a view of one before and one after."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("a", torch.arange(6.0))
+        self.register_buffer("b", -torch.arange(6.0))
+
+    def forward(self, x):
+        old = self.a[1:]
+        self.a, self.b = self.b + x, self.a
+        return old, self.a[:2], self.b
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Swap()
+
+    def forward(self, x, *, scale=1):
+        return [value * scale for value in self.inner(x)]
+
+
+def exported(module):
+    with torch.no_grad():
+        return torch.export.export(module, (torch.ones(6),), strict=False).module()
+
+
+@pytest.mark.parametrize("kind", [Swap, Outer])
+def test_assigned_buffers_are_written_r31(kind):
+    module, expected = kind(), kind()
+    with assignments_as_writes(module):
+        graph = exported(module)
+    for _ in range(3):
+        for got, wanted in zip(graph(torch.ones(6)), expected(torch.ones(6)), strict=True):
+            assert torch.equal(got, wanted)
+        for got, wanted in zip(graph.buffers(), expected.buffers(), strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_torch_export_alone_loses_them_r31():
+    """When this fails torch has mended it, and graph/assignments.py may go."""
+    graph, expected = exported(Outer()), Outer()
+    graph(torch.ones(6)), expected(torch.ones(6))
+    assert not all(torch.equal(a, b) for a, b in zip(graph.buffers(), expected.buffers(), strict=True))
+
+
+def test_the_module_is_left_as_it_was_r31():
+    module = Swap()
+    first = module.a
+    with assignments_as_writes(module):
+        exported(module)
+    assert "forward" not in vars(module) and module.a is first and torch.equal(first, torch.arange(6.0))
+    module.forward = lambda x: x
+    own = module.forward
+    with assignments_as_writes(module):
+        pass
+    assert module.forward is own
+
+
+def test_a_copy_onto_itself_is_dropped_r31():
+    module = Swap()
+    with assignments_as_writes(module):
+        graph = exported(module)
+    before = sum(is_mutating(node) for node in graph.graph.nodes)
+    canonicalize(graph)
+    assert (before, sum(is_mutating(node) for node in graph.graph.nodes)) == (4, 2)
+
+
+class Wrong(Swap):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, x):
+        self.a = self.value(self, x)
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda self, x: torch.cat((self.a, x)), r"assigns torch.float32 \(12,\) on cpu to the buffer 0.a"),
+        (lambda self, x: x.to(torch.bfloat16), "assigns torch.bfloat16"),
+        (lambda self, x: None, "takes away the buffer 0.a"),
+    ],
+)
+def test_what_is_no_write_is_refused_r31(value, message):
+    module = nn.Sequential(Wrong(value))
+    with assignments_as_writes(module), pytest.raises(CaptureError, match=message):
+        exported(module)
+
+
+def test_a_tied_buffer_is_refused_r31():
+    module = Wrong(lambda self, x: x * 2)
+    module.register_buffer("c", module.a)
+    with assignments_as_writes(module), pytest.raises(CaptureError, match=r"shares its memory .* \(c\)"):
+        exported(module)

@@ -1,0 +1,47 @@
+"""What the Inductor backend asks of a graph and of each call before Inductor sees them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch.export import Dim
+
+from graft.backends.inductor import has_symbols, with_right_artifacts
+from graft.graph.trace import export_graph
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("b", torch.ones(4))
+
+    def forward(self, x, n):
+        self.b.add_(x.sum())
+        return x * n
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"), [(None, False), (({0: Dim.DYNAMIC}, None), True), ((None, Dim.DYNAMIC), True)]
+)
+def test_sizes_and_numbers_that_vary_are_symbols_r30(shapes, expected):
+    graph = export_graph(Scale(), (torch.ones(4), 3), dynamic_shapes=shapes).graph
+    assert has_symbols(graph) is expected
+
+
+def test_inputs_that_share_memory_take_nothing_from_the_cache_r33():
+    module = Scale()
+    gm = export_graph(module, (torch.ones(4), 3))
+    call = with_right_artifacts(lambda *args: functorch_config.enable_autograd_cache, gm)
+    x = torch.ones(8)
+    usual = functorch_config.enable_autograd_cache
+    assert call(x[:4], x.clone()) is usual
+    assert call(x[:4], {"more": [x[4:]]}) is False
+    assert call(module.b[1:]) is False
+    assert functorch_config.enable_autograd_cache is usual
+
+
+def test_a_graph_that_writes_nothing_is_called_directly_r33():
+    gm = export_graph(nn.ReLU(), (torch.ones(4),))
+    assert with_right_artifacts(print, gm) is print
