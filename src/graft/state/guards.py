@@ -125,7 +125,7 @@ def reads_elsewhere(
 ) -> bool:
     """`source` is computed, below `since`, from other elements of the memory of `value` than it is written to.
 
-    `moved_in` are results that will be in that memory too, laid out as `value` is.
+    `moved_in` are results that will be in that memory too.
     """
     seen, stack = set(), [(source, part is not None)]
     while stack:
@@ -135,9 +135,9 @@ def reads_elsewhere(
         seen.add((node, aligned))
         tensor = tensor_val(node)
         inside = next((other for other in moved_in if work.aliases.same(node, other)), None)
-        place = tensor_val(inside) if inside is not None else part
         if inside is not None or work.aliases.same(node, value):
-            if not (aligned and place is not None and tensor is not None and same_layout(tensor, place)):
+            known = inside is None or keeps_places(work, inside, moved_in)
+            if not (aligned and known and part is not None and tensor is not None and same_layout(tensor, part)):
                 return True
         elif node.op == "call_function" and since < node and not is_extern(node):
             # element by element, of one shape: reads the place that it writes
@@ -145,6 +145,13 @@ def reads_elsewhere(
             same = tensor is not None and part is not None and same_sizes(tensor.shape, part.shape)
             stack += [(argument, aligned and pointwise and same) for argument in node.all_input_nodes]
     return False
+
+
+def keeps_places(work: Work, node: Node, moved_in: Sequence[Node]) -> bool:
+    """The recorded layout of `node` is the one that it has when it is written into its argument 0."""
+    value = node.args[0]
+    below = next((other for other in moved_in if other < node and work.aliases.same(value, other)), None)
+    return same_nodes(node, value) and (below is None or keeps_places(work, below, moved_in))
 
 
 def is_extern(node: Node) -> bool:
