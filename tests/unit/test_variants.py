@@ -57,6 +57,43 @@ def test_without_branches_one_graph_serves_all_sizes_r39():
     assert len(compiled.variants) == 1
 
 
+@pytest.mark.parametrize("spec", [None, {}])
+def test_the_length_of_a_cache_is_free_unless_it_is_fixed_r39(spec):
+    class Cached(nn.Module):
+        def forward(self, cache, mask, x, position):
+            cache.index_copy_(1, position, x)
+            return (cache * mask).sum()  # the mask is as long as the cache
+
+    def args(length):
+        return torch.zeros(2, length), torch.ones(2, length), torch.ones(2, 1), torch.tensor([3])
+
+    dynamic = {"cache": spec, "mask": None, "x": None, "position": None}
+    compiled = graft.compile(Cached(), args(8), dynamic_shapes=dynamic)
+    if spec is None:
+        for length in (8, 16, 5):
+            assert compiled(*args(length)) == 2
+        assert len(compiled.variants) == 1 and compiled.report.notes == ()
+    else:
+        with pytest.raises(UsageError, match="input cache has the shape"):
+            compiled(*args(16))
+
+
+def test_a_length_that_the_program_fixes_is_in_the_report_r39():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.ones(8))
+
+        def forward(self, cache, x, position):
+            cache.index_copy_(1, position, x)
+            return (cache * self.mask).sum()
+
+    compiled = graft.compile(Fixed(), (torch.zeros(2, 8), torch.ones(2, 1), torch.tensor([3])))
+    assert [n for n in compiled.report.notes if "the length of cache (dim 1) is fixed at 8" in n]
+    with pytest.raises(UsageError, match="input cache has the shape"):
+        compiled(torch.zeros(2, 16), torch.ones(2, 1), torch.tensor([3]))
+
+
 def test_sizes_that_no_capture_allows_are_refused_r39():
     class Adds(nn.Module):
         def forward(self, x, y):

@@ -15,9 +15,9 @@ from torch.fx import GraphModule, Node
 from graft.capture.dynamic import Spec, flat, input_names, map_specs, relaxed, spread_call, with_dims
 from graft.capture.static_cache import COUNTERS, PREFIX, WithCaches
 from graft.errors import CaptureError
-from graft.graph.nodes import static_int, tensor_of
+from graft.graph.nodes import tensor_of
 from graft.graph.prefix import drop_prefix
-from graft.graph.signature import Signature, read_signature
+from graft.graph.signature import Signature, fixed_size, read_signature
 from graft.graph.trace import export_graph
 from graft.state.positions import written_dims
 
@@ -116,7 +116,8 @@ class Call:
         of the caches it writes free; and, if that fixed a length, with equal sizes of other inputs (masks) free too.
         """
         gm = self.export(specs)
-        wanted = self.fixed_lengths(gm)
+        fixed = self.fixed_by_user(specs)
+        wanted = {name: dims for name, dims in self.fixed_lengths(gm).items() if name not in fixed}
         if not wanted:
             return gm, ()
         sizes = {size for dims in wanted.values() for size in dims.values()}
@@ -124,15 +125,16 @@ class Call:
             trial = self.try_export(*self.freed(specs, wanted, sizes if masks_too else set()))
             if isinstance(trial, CaptureError):
                 return gm, (f"cache lengths are fixed: {str(trial).splitlines()[0]}",)
-            left = self.fixed_lengths(trial)
+            left = {name: dims for name, dims in self.fixed_lengths(trial).items() if name in wanted}
             if not left:
                 return trial, ()
+        # sizes of other inputs were freed in vain, and a length that a guard fixes would only be captured again
         notes = [
             f"the length of {name} (dim {dim}) is fixed at {size}: other sizes of the program depend on it"
             for name, dims in left.items()
             for dim, size in dims.items()
         ]
-        return trial, tuple(notes)
+        return gm, tuple(notes)
 
     def try_export(self, specs: Any, freed: Sequence[tuple[int, int]]) -> GraphModule | CaptureError:
         try:
@@ -140,13 +142,25 @@ class Call:
         except CaptureError as error:
             return error
 
+    def fixed_by_user(self, specs: Any) -> set[str]:
+        """Inputs for which `dynamic_shapes` says `{}`: every size stays as it is."""
+        order, found = iter(self.names), set()
+
+        def look(_: str, spec: Spec, __: Any) -> None:
+            name = next(order)
+            if spec == {}:
+                found.add(name)
+
+        map_specs(specs, self.bound, look)
+        return found
+
     def fixed_lengths(self, gm: GraphModule) -> dict[str, dict[int, int]]:
         """Input → {dim: size} of written caches whose length is a number in the graph."""
         inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
         names: dict[Node, str] = dict(zip(inputs, self.names, strict=True))
         found: dict[str, dict[int, int]] = {}
         for owner, dims in written_dims(gm).items():
-            sizes = {dim: static_int(tensor_of(owner).shape[dim]) for dim in sorted(dims)}
+            sizes = {dim: fixed_size(gm, tensor_of(owner).shape[dim]) for dim in sorted(dims)}
             fixed = {dim: size for dim, size in sizes.items() if size is not None}
             if fixed:
                 found[names[owner]] = fixed

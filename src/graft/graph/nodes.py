@@ -41,7 +41,10 @@ def tensor_of(node: object) -> torch.Tensor:
 
 
 def static_int(value: object) -> int | None:
-    """A plain int, or None for anything symbolic."""
+    """A plain int, or None for anything symbolic. A symbol that a guard fixed is the number that it was fixed to."""
+    if isinstance(value, torch.SymInt):
+        text = str(value)
+        return int(text) if text.isdigit() else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

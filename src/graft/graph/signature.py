@@ -219,18 +219,40 @@ def read_signature(gm: GraphModule, given: Sequence[Any], names: Sequence[str]) 
         raise CaptureError("inputs in containers other than list, tuple and dict cannot be checked; pass tensors")
     leaves = tuple(read_leaf(name, val(n), value) for n, name, value in zip(nodes, names, given, strict=True))
     symbols = set(SYMBOL.findall(" ".join(str(dim) for leaf in leaves for dim in (*leaf.shape, leaf.value))))
-    environment = next((m.shape_env for n in nodes if (m := fake_mode(n)) is not None and m.shape_env), None)
+    environment = environment_of(gm)
     if environment is None:
         return Signature(leaves)
-    asserts = [item.expr for items in environment.deferred_runtime_asserts.values() for item in items]
-    exprs = [environment.simplify(expr) for expr in (*(guard.expr for guard in environment.guards), *asserts)]
-    guards = [guard for guard in dict.fromkeys(map(str, exprs)) if guard != "True"]
+    guards = guard_texts(environment)
     ranges = {
         str(symbol): (bound_of(limits.lower) or 0, bound_of(limits.upper))
         for symbol, limits in environment.var_to_range.items()
         if str(symbol) in symbols
     }
     return Signature(leaves, tuple(known(guards, symbols)), ranges)
+
+
+def environment_of(gm: GraphModule) -> Any:
+    inputs = (node for node in gm.graph.nodes if node.op == "placeholder")
+    return next((mode.shape_env for n in inputs if (mode := fake_mode(n)) is not None and mode.shape_env), None)
+
+
+def guard_texts(environment: Any) -> list[str]:
+    """What was decided by sizes, and what has to hold of them for ops to be possible."""
+    asserts = [item.expr for items in environment.deferred_runtime_asserts.values() for item in items]
+    exprs = [environment.simplify(expr) for expr in (*(guard.expr for guard in environment.guards), *asserts)]
+    return [guard for guard in dict.fromkeys(map(str, exprs)) if guard != "True"]
+
+
+def fixed_size(gm: GraphModule, size: Any) -> int | None:
+    """The number that a size is or, by a guard, has to be."""
+    if (number := static_int(size)) is not None:
+        return number
+    environment = environment_of(gm)
+    for guard in guard_texts(environment) if environment is not None else []:
+        found = re.fullmatch(rf"Eq\({size}, (\d+)\)|Eq\((\d+), {size}\)", guard)
+        if found:
+            return int(found[1] or found[2])
+    return None
 
 
 def known(guards: Iterable[str], symbols: set[str]) -> Iterable[str]:
@@ -253,7 +275,7 @@ def bound_of(limit: Any) -> int | None:
 
 def read_leaf(name: str, recorded: Any, given: Any) -> Leaf:
     if isinstance(given, torch.Tensor):
-        shape = tuple(size if static_int(size) is not None else str(size) for size in recorded.shape)
+        shape = tuple(number if (number := static_int(s)) is not None else str(s) for s in recorded.shape)
         return Leaf(name, str(given.dtype).removeprefix("torch."), str(given.device), shape)
     if isinstance(recorded, torch.SymInt) and static_int(recorded) is None:
         return Leaf(name, value=str(recorded), symbolic=True)

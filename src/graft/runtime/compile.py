@@ -189,7 +189,8 @@ def compile(
     """Captures `module` with example inputs, transforms the graph and lowers it.
 
     Sizes are fixed to the example's unless `dynamic_shapes` (as for torch.export) frees them. The length of a cache
-    that the caller passes and the program writes at a position is free in any case, where the program allows it.
+    that the caller passes and the program writes at a position is free as well, where the program allows it, unless
+    its entry is `{}`.
     `reuse_outputs` (cuda_graph only): results stay in the graph's own memory, which the next call overwrites.
     """
     loaded = config if isinstance(config, PipelineConfig) else load_config(config)

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.errors import PositionError
-from graft.graph.memory import is_mutating, mutated_args
+from graft.graph.memory import is_mutating, mutated_args, written_value
 from graft.graph.nodes import is_op, leaves, static_int, tensor_val, val, where
 from graft.state.aliases import META_ONLY
 from graft.state.writes import Write, owner_of, state_writes
@@ -130,12 +130,14 @@ def position_checks(gm: GraphModule, names: dict[Node, str]) -> PositionChecks:
     found: dict[tuple[Any, ...], tuple[Place, Check]] = {}
     unchecked: list[str] = []
     needed: set[Node] = set()
-    for write in state_writes(gm):
+    writes = state_writes(gm)
+    for write in writes:
         for place in places(write):
             tensor = tensor_val(place.into)
             if tensor is None or is_fixed(place, tensor):
                 continue
-            sources = computation(gm, [n for n in (place.first, place.last) if isinstance(n, Node)], write.node)
+            earlier = [other for other in writes if other.node < write.node]
+            sources = computation([n for n in (place.first, place.last) if isinstance(n, Node)], earlier)
             name = names.get(write.owner, str(write.owner.target))
             if isinstance(sources, str):
                 unchecked.append(f"{where(write.node)}: its position in {name} is not checked: {sources}")
@@ -155,7 +157,7 @@ def position_checks(gm: GraphModule, names: dict[Node, str]) -> PositionChecks:
 def views(node: Node, owner: Node) -> set[Node]:
     """The views that lead from the owner of a memory to `node`."""
     found = {owner}
-    while node is not owner:
+    while (node := written_value(node)) is not owner:
         found.add(node)
         node = node.args[0]
     return found
@@ -167,9 +169,8 @@ def is_fixed(place: Place, tensor: torch.Tensor) -> bool:
     return all(bound is None or static_int(bound) is not None for bound in bounds)
 
 
-def computation(gm: GraphModule, results: list[Node], before: Node) -> set[Node] | str:
-    """The nodes that compute `results`, or why they cannot run on their own ahead of the graph."""
-    writes = [write for write in state_writes(gm) if write.node < before]
+def computation(results: list[Node], writes: list[Write]) -> set[Node] | str:
+    """The nodes that compute `results` after `writes`, or why they cannot run on their own ahead of the graph."""
     needed: set[Node] = set()
     todo = list(results)
     while todo:
@@ -208,9 +209,14 @@ def small_graph(gm: GraphModule, needed: set[Node], wanted: Sequence[Place]) -> 
     graph = Graph()
     copies: dict[Node, Node] = {}
     written = {owner_of(leaf) for node in needed if is_mutating(node) for leaf in mutated_args(node)}
+
+    def copied(node: Node) -> Node:
+        """A tensor whose size alone is asked for is there without the writes into it."""
+        return copies[node] if node in copies else copies[written_value(node)]
+
     for node in gm.graph.nodes:
         if node.op == "placeholder" or node in needed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = graph.node_copy(node, copied)
     for node in [n for n in copies if n in written and n.op in ("placeholder", "get_attr")]:
         with graph.inserting_before(next(n for n in graph.nodes if n.op == "call_function")):
             fresh = graph.call_function(aten.clone.default, (copies[node],))
@@ -221,7 +227,7 @@ def small_graph(gm: GraphModule, needed: set[Node], wanted: Sequence[Place]) -> 
         tensor = tensor_val(place.into)
         size = tensor.shape[place.dim] if tensor is not None else 0
         if static_int(size) is None:
-            size = graph.call_function(aten.sym_size.int, (copies[place.into], place.dim))
+            size = graph.call_function(aten.sym_size.int, (copied(place.into), place.dim))
         results += [copies[n] if isinstance(n, Node) else n for n in (place.first, place.last)]
         results.append(size)
     graph.output(results)
