@@ -170,6 +170,14 @@ class SharedMemoryError(UsageError):
         )
 
 
+class ReplacedBuffer(UsageError):
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the buffer {name} was replaced after compiling, and the graph would go on with the old one;"
+            f" write into it ({name}.copy_(…), load_state_dict), or compile the module again"
+        )
+
+
 class ReadOnlyInput(UsageError):
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name} is written by the program but {problem}; nothing was written. Pass {name}.clone()")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.export import Dim
 
 import graft
-from graft.errors import PositionError, ReadOnlyInput, SharedMemoryError, UsageError
+from graft.errors import PositionError, ReadOnlyInput, ReplacedBuffer, SharedMemoryError, UsageError
 
 
 class Cached(nn.Module):
@@ -128,3 +128,21 @@ def test_a_position_that_is_known_too_late_is_in_the_report_r33():
     assert any("is not checked: it is computed from" in note for note in compiled.report.notes)
     with pytest.raises((IndexError, RuntimeError)):  # the op's own check
         compiled(torch.zeros(1, 2, 4, 4), X)
+
+
+def test_a_replaced_buffer_is_never_ignored_r29():
+    module = Cached()
+    compiled = graft.compile(module, (*caches(), X, torch.tensor([3])))
+    with pytest.raises(ReplacedBuffer, match="the buffer steps was replaced"):
+        compiled.steps = torch.tensor(5)
+    compiled.steps.fill_(5)
+    compiled(*caches(), X, torch.tensor([1]))
+    assert compiled.steps == 6 == module.steps
+    compiled.load_state_dict({**compiled.state_dict(), "graph_module.steps": torch.tensor(9)})
+    compiled(*caches(), X, torch.tensor([1]))
+    assert compiled.steps == 10
+    compiled.graph_module.steps = torch.tensor(5)
+    k, v = caches()
+    with pytest.raises(ReplacedBuffer, match="compile the module again"):
+        compiled(k, v, X, torch.tensor([1]))
+    assert not k.any()

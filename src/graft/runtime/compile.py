@@ -14,7 +14,7 @@ from graft.backends.replay import Replays
 from graft.capture.dynamic import flat, in_order
 from graft.capture.module import capture_module
 from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack
-from graft.errors import CaptureError, UsageError
+from graft.errors import CaptureError, ReplacedBuffer, UsageError
 from graft.graph.signature import GuardFailed
 from graft.runtime.variant import Settings, Variant, build_variant
 from graft.state.alias_map import Alias
@@ -77,6 +77,12 @@ class CompiledModule(torch.nn.Module):
             if name == "graph_module":
                 raise
             return getattr(super().__getattr__("graph_module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        graph_module = self.__dict__.get("_modules", {}).get("graph_module")
+        if graph_module is not None and name in {**graph_module._buffers, **graph_module._parameters}:
+            raise ReplacedBuffer(name)
+        super().__setattr__(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.export and torch.compile trace graft's ops, not their kernels

@@ -15,7 +15,7 @@ from graft.backends import lower
 from graft.capture.module import Captured
 from graft.graph.pytrees import nesting
 from graft.graph.signature import Signature
-from graft.runtime.checks import MemoryCheck
+from graft.runtime.checks import BufferCheck, MemoryCheck
 from graft.state.alias_map import Alias, state_records
 from graft.state.initial import written_buffers
 from graft.state.positions import PositionChecks, position_checks
@@ -59,6 +59,10 @@ class Variant:
         return [index for index, node in enumerate(inputs) if node in owners]
 
     @cached_property
+    def buffers(self) -> BufferCheck:
+        return BufferCheck(self.graph_module)
+
+    @cached_property
     def memory(self) -> MemoryCheck:
         return MemoryCheck(self.names, self.written, list(written_buffers(self.graph_module).values()))
 
@@ -74,6 +78,8 @@ class Variant:
 
     def check(self, values: Sequence[Any]) -> None:
         """Raises before anything is written when the call would write where it cannot."""
+        if self.backend != "cuda_graph":  # which looks up its buffers at every call
+            self.buffers()
         if self.written:
             self.memory(values)
         self.positions(values)
