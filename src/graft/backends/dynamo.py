@@ -23,6 +23,7 @@ from graft.graph.canonical import ASSERTS, canonicalize
 from graft.graph.edit import attribute
 from graft.graph.memory import mutated_roots
 from graft.graph.nodes import OpOverload, is_op, leaves, output_node, where
+from graft.graph.storage import storage_id
 from graft.graph.trace import fill_values, quiet
 
 aten = torch.ops.aten
@@ -150,7 +151,7 @@ def refuse_calls(graph: Graph, inputs: Sequence[Any]) -> None:
         if node.target in ASSERTS and node.target is not aten._assert_tensor_metadata.default:
             raise GraphRefused(f"{where(node)} checks a value at run time ({node.target})")
     written = mutated_roots(graph)
-    owners = [value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None for value in inputs]
+    owners = [storage_id(value) if isinstance(value, torch.Tensor) else None for value in inputs]
     for node, owner in zip(placeholders(graph), owners, strict=True):
         if node in written and owner is not None and owners.count(owner) > 1:
             raise GraphRefused(f"{where(node)} is written in place and shares its memory with another input")

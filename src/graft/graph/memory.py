@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graft.graph.nodes import OpOverload, is_op, leaves
+from graft.graph.storage import storage_id
 
 DETACH = torch.ops.aten.detach_.default  # in place by its schema, but it changes no value
 
@@ -169,4 +170,5 @@ def writers(root: Node) -> list[Node]:
 def address(graph: Graph, node: Node) -> int:
     """What two attributes that share memory have in common."""
     tensor = attrgetter(str(node.target))(graph.owning_module)
-    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else -id(tensor)
+    storage = storage_id(tensor) if isinstance(tensor, torch.Tensor) else None
+    return -id(tensor) if storage is None else storage

@@ -11,7 +11,8 @@ from torch.fx import Graph, Node
 from graft.graph.edit import abstract_call
 from graft.graph.memory import address, alias_sources, is_maybe_view, is_mutating, storage_root, with_views
 from graft.graph.nodes import is_op, leaves, tensor_val, val
-from graft.state.regions import disjoint, storage_id
+from graft.graph.storage import storage_id
+from graft.state.regions import disjoint
 
 aten = torch.ops.aten
 

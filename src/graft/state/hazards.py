@@ -10,8 +10,9 @@ from torch.fx import Graph, Node
 
 from graft.graph.memory import alias_sources, is_mutating, mutated_args, storage_root
 from graft.graph.nodes import output_node, tensor_val, where
+from graft.graph.storage import storage_id
 from graft.state.aliases import Aliases
-from graft.state.regions import Region, apart, covers, region_of, storage_id
+from graft.state.regions import Region, apart, covers, region_of
 
 Kind = Literal["read after write", "write after read", "write after write"]
 

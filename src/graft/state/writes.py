@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.memory import alias_sources, is_maybe_view, mutated_args
 from graft.graph.nodes import arg_values, is_op, tensor_val
-from graft.state.regions import storage_id
+from graft.graph.storage import storage_id
 
 aten = torch.ops.aten
 
