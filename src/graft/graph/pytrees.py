@@ -21,12 +21,6 @@ def nesting(graph: Graph) -> Any:
     return getattr(graph._codegen, "pytree_info", None)
 
 
-def keyword_names(graph: Graph) -> tuple[str, ...]:
-    """The inputs that are given by keyword."""
-    info = nesting(graph)
-    return tuple(info.in_spec.child(1).context) if info is not None and takes_keywords(info.in_spec) else ()
-
-
 def takes_keywords(spec: Any) -> bool:
     """`(args, kwargs)`, as torch.export nests inputs."""
     return spec.type is tuple and spec.num_children == 2 and spec.child(1).type is dict

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch.fx import Graph, Node
 
-from graft.graph.memory import alias_sources, is_mutating, mutated_args, storage_root
+from graft.graph.memory import alias_sources, is_mutating, mutated_args, storage_root, written_args
 from graft.graph.nodes import output_node, tensor_val, where
 from graft.graph.storage import storage_id
 from graft.state.aliases import Aliases
@@ -89,7 +89,7 @@ def hides(write: Access, other: Access) -> bool:
 
 def accesses(graph: Graph) -> Iterator[Access]:
     """Every access, in graph order, to memory that some call writes."""
-    writes = [(node, arg) for node in graph.nodes if is_mutating(node) for arg in mutated_args(node)]
+    writes = written_args(graph)
     if not writes:
         return
     memory = Memory(Aliases(graph, within=[arg for _, arg in writes]))
