@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from graft.backends.select import Lowered
 from graft.errors import UsageError
 from graft.graph.memory import mutated_roots
-from graft.graph.nodes import is_op, leaves, val
+from graft.graph.nodes import is_op, leaves, placeholders, val
 from graft.graph.storage import storage_id
 from graft.ops.elementwise.program import Ref, parse
 from graft.ops.elementwise.reference import FUNCTIONS
@@ -45,7 +45,7 @@ def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) ->
 def has_symbols(graph: Graph) -> bool:
     """Some input varies in size, or is a number that varies. Without one, code for fixed sizes is faster, and proofs
     that two parts of a cache are apart succeed."""
-    values = (val(node) for node in graph.nodes if node.op == "placeholder")
+    values = (val(node) for node in placeholders(graph))
     sizes = (size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else (value,)))
     return any(isinstance(size, torch.SymInt) for size in sizes)
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from graft.capture.dynamic import Spec, flat, input_names, map_specs, relaxed, spread_call, with_dims
 from graft.capture.static_cache import COUNTERS, PREFIX, WithCaches
 from graft.errors import CaptureError
-from graft.graph.nodes import tensor_of
+from graft.graph.nodes import placeholders, tensor_of
 from graft.graph.prefix import drop_prefix
 from graft.graph.signature import Signature, fixed_size, read_signature
 from graft.graph.trace import export_graph
@@ -156,7 +156,7 @@ class Call:
 
     def fixed_lengths(self, gm: GraphModule) -> dict[str, dict[int, int]]:
         """Input → {dim: size} of written caches whose length is a number in the graph."""
-        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        inputs = placeholders(gm.graph)
         names: dict[Node, str] = dict(zip(inputs, self.names, strict=True))
         found: dict[str, dict[int, int]] = {}
         for owner, dims in written_dims(gm).items():

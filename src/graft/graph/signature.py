@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from graft.errors import CaptureError, GuardFailed, UsageError
 from graft.graph.edit import fake_mode
 from graft.graph.literals import decode_literal, encode_literal
-from graft.graph.nodes import static_int, val
+from graft.graph.nodes import placeholders, static_int, val
 
 SYMBOL = re.compile(r"[A-Za-z_]\w*")
 # what sympy and torch write in guards
@@ -208,7 +208,7 @@ def compile_expression(text: str) -> Callable[[dict[str, int]], Any]:
 
 def read_signature(gm: GraphModule, given: Sequence[Any], names: Sequence[str]) -> Signature:
     """The signature of a captured graph, from the abstract values of its inputs."""
-    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    nodes = placeholders(gm.graph)
     if len(nodes) != len(given):
         raise CaptureError("inputs in containers other than list, tuple and dict cannot be checked; pass tensors")
     leaves = tuple(read_leaf(name, val(n), value) for n, name, value in zip(nodes, names, given, strict=True))
@@ -226,7 +226,7 @@ def read_signature(gm: GraphModule, given: Sequence[Any], names: Sequence[str]) 
 
 
 def environment_of(gm: GraphModule) -> Any:
-    inputs = (node for node in gm.graph.nodes if node.op == "placeholder")
+    inputs = placeholders(gm.graph)
     return next((mode.shape_env for n in inputs if (mode := fake_mode(n)) is not None and mode.shape_env), None)
 
 

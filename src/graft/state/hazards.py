@@ -9,7 +9,7 @@ from typing import Literal
 from torch.fx import Graph, Node
 
 from graft.graph.memory import alias_sources, is_mutating, mutated_args, storage_root, written_args
-from graft.graph.nodes import output_node, tensor_val, where
+from graft.graph.nodes import outlives_call, output_node, tensor_val, where
 from graft.graph.storage import storage_id
 from graft.state.aliases import Aliases
 from graft.state.regions import Region, apart, covers, region_of
@@ -103,7 +103,7 @@ def accesses(graph: Graph) -> Iterator[Access]:
     end = output_node(graph)
     returned = set(end.all_input_nodes)
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr") and node in memory.aliases and node not in returned:
+        if outlives_call(node) and node in memory.aliases and node not in returned:
             yield memory.access(end, node, writes=False)
 
 

@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from graft.errors import LiftError, UsageError
 from graft.graph.edit import attach_state, attribute, is_persistent, second_module
 from graft.graph.memory import mutated_args, storage_root
-from graft.graph.nodes import where
+from graft.graph.nodes import placeholders, where
 from graft.graph.pytrees import add_keywords, drop_keywords, nesting
 from graft.graph.storage import share_storage
 from graft.graph.trace import export_graph, program_graph
@@ -91,7 +91,7 @@ def lift_buffers(
 def inline_buffers(graph_module: GraphModule, bindings: Sequence[Binding]) -> GraphModule:
     """Puts lifted buffers back as module state, under all their names; the signature is the user's again."""
     gm = second_module(graph_module)
-    inputs = {node.name: node for node in gm.graph.nodes if node.op == "placeholder"}
+    inputs = {node.name: node for node in placeholders(gm.graph)}
     for binding in bindings:
         node = inputs.get(binding.input)
         if node is None:
@@ -187,10 +187,10 @@ def make_input(graph: Graph, members: list[Node], lifted: list[Node]) -> str:
     first, after = members[0], members[0].next
     while after in lifted:
         after = after.next
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    if nesting(graph) is None and any(node.args for node in placeholders):
+    inputs = placeholders(graph)
+    if nesting(graph) is None and any(node.args for node in inputs):
         raise LiftError("the graph has inputs with default values, which lifted buffers cannot follow")
-    anchor = placeholders[-1] if placeholders else graph._root
+    anchor = inputs[-1] if inputs else graph._root
     with graph.inserting_after(anchor):
         node = graph.placeholder(free_name(graph, str(first.target)))
     node.meta = {**first.meta, "lifted_from": (first.name, after.name)}
