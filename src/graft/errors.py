@@ -153,6 +153,10 @@ class DumpError(GraftError):
     """A dump folder cannot be written or read."""
 
 
+class GuardFailed(UsageError):
+    """The inputs take another way through the program than the one that was captured."""
+
+
 class PositionError(UsageError):
     """A write to a place that the cache does not have. Nothing was written."""
 

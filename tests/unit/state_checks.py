@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from state_cases import Together
 from state_programs import STEPS, Caller, Program
 from torch import Tensor, nn
 
@@ -39,17 +40,6 @@ class World:
         return found
 
 
-class Many(nn.Module):
-    """Programs as submodules of one graph: one compilation for all of them."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.programs = nn.ModuleList(modules)
-
-    def forward(self, inputs: list[tuple[Tensor, ...]]) -> list[Any]:
-        return [module(*args) for module, args in zip(self.programs, inputs, strict=True)]
-
-
 def worlds(programs: Sequence[Program]) -> list[World]:
     return [World(program.module(), program.caller()) for program in programs]
 
@@ -73,7 +63,7 @@ Step = Callable[[list[World], int], None]
 
 def compiled(these: list[World], backend: str, edit: Callable[[torch.fx.Graph], None] | None = None) -> Step:
     """`graft.compile` for all of them at once. `edit` spoils the graph, to see that the comparison notices."""
-    module, inputs = Many([world.module for world in these]), [world.caller.args(0) for world in these]
+    module, inputs = Together([world.module for world in these]), [world.caller.args(0) for world in these]
     fixed = {"inputs": [tuple({} for _ in args) for args in inputs]}  # one capture: no cache is to grow here
     call: Any = graft.compile(module, (inputs,), dynamic_shapes=fixed, backend=backend)
     if edit is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graft
-from graft.errors import CaptureError
+from graft.errors import CaptureError, PositionError
 
 POSITIONS = {
     "one dim": lambda c, p, x: c.__setitem__((slice(None), slice(None), p), x),
@@ -45,6 +45,34 @@ def test_0d_positions_write_as_eager_does_r30(name):
         compiled(got, torch.tensor(position), x)
         module(expected, torch.tensor(position), x)
         assert torch.equal(got, expected) and expected.any()
+
+
+NUMBERS = {
+    "one dim": lambda c, p, x: c.__setitem__((slice(None), slice(None), p), x),
+    "after an ellipsis": lambda c, p, x: c.__setitem__((..., p, slice(None)), x),
+    "two of them": lambda c, p, x: c.__setitem__((p - p, slice(None), p), x[0]),
+    "with a slice": lambda c, p, x: c.__setitem__((slice(1, None), slice(None), p, slice(p - p, 2)), x[1:, :, :2]),
+    "a number": lambda c, p, x: c.__setitem__((slice(None), 1, p), 2.5),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_vary_write_as_eager_does_r30(name):
+    class Number(nn.Module):
+        def forward(self, cache, position, x):
+            NUMBERS[name](cache, position, x)
+            return cache.sum()
+
+    dynamic = {"cache": None, "position": torch.export.Dim.DYNAMIC, "x": None}
+    x = torch.randn(2, 3, 4)
+    compiled = graft.compile(Number(), (torch.zeros(2, 3, 8, 4), 3, x), dynamic_shapes=dynamic)
+    for position in (2, 5, 7):
+        got, expected = torch.zeros(2, 3, 8, 4), torch.zeros(2, 3, 8, 4)
+        compiled(got, position, x)
+        Number()(expected, position, x)
+        assert torch.equal(got, expected) and expected.any()
+    with pytest.raises(PositionError, match="position 8 of cache"):
+        compiled(torch.zeros(2, 3, 8, 4), 8, x)
 
 
 def test_a_0d_tensor_beside_other_indices_stays_torch_s_business_r30():

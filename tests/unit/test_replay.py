@@ -13,7 +13,7 @@ from torch.fx import Graph
 import graft
 from cuda_graph_cases import CASES, Attend, OwnCaches, at, caches, compiled_attend, seeded, token
 from graft.backends import lower
-from graft.backends.buffers import elements_are_apart, memory
+from graft.backends.buffers import elements_are_apart, row_of
 from graft.backends.capturable import recording_device
 from graft.backends.keys import Arguments, State
 from graft.errors import CaptureRefused, UsageError
@@ -229,7 +229,7 @@ def test_nested_and_moved_state_is_found_r37():
     ],
 )
 def test_layouts(tensor, apart, reach):
-    assert elements_are_apart(tensor) is apart and memory(tensor).shape == (reach,)
+    assert elements_are_apart(tensor) is apart and row_of(tensor).shape == (reach,)
 
 
 @torch.no_grad()

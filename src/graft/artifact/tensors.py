@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from graft.errors import DumpError
 from graft.graph.edit import attribute
 from graft.graph.memory import mutated_roots
-from graft.graph.trace import identity
+from graft.graph.storage import extent, identity
 from graft.graph.verify import module_state
 
 
@@ -96,13 +96,6 @@ def clusters(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
             found.append([tensor])
             end, device = stop, tensor.device
     return found
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """How many elements of memory lie between the first and the last, both included."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def first_offset(members: list[torch.Tensor]) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from graft.graph.storage import extent
+
 # Gives one result of a replay from the call's arguments and the recording's own results, by their position.
 Take = Callable[[Sequence[Any], Mapping[int, torch.Tensor]], Any]
 
@@ -31,7 +33,7 @@ class Staging:
 
     def fill(self, given: torch.Tensor) -> int:
         """Copies `given` in; the number of bytes."""
-        source, target = (memory(given), memory(self.buffer)) if self.flat else (given, self.buffer)
+        source, target = (row_of(given), row_of(self.buffer)) if self.flat else (given, self.buffer)
         target.copy_(source)
         return source.numel() * source.itemsize
 
@@ -46,12 +48,9 @@ def elements_are_apart(tensor: torch.Tensor) -> bool:
     return True
 
 
-def memory(tensor: torch.Tensor) -> torch.Tensor:
+def row_of(tensor: torch.Tensor) -> torch.Tensor:
     """The places from the first element to the last, gaps included, as one row."""
-    if tensor.numel() == 0:
-        return tensor.reshape(-1)
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((reach + 1,), (1,))
+    return tensor.as_strided((extent(tensor),), (1,))
 
 
 # ── written state ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -64,7 +63,7 @@ def untouched(written: Sequence[torch.Tensor], devices: Sequence[torch.device]) 
     The copies need as much free memory as what is written, for the time of a recording only.
     """
     places = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in written}
-    rows = [t if elements_are_apart(t) else memory(t) for t in places.values()]
+    rows = [t if elements_are_apart(t) else row_of(t) for t in places.values()]
     saved = [(row, row.clone()) for row in rows]  # all before any is put back: they may overlap
     with torch.random.fork_rng(devices=devices):
         try:

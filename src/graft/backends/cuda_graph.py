@@ -22,7 +22,7 @@ from graft.backends.recorders import DIRECT, cuda_recorder
 from graft.backends.replay import Replays
 from graft.backends.select import Lowered
 from graft.graph.memory import mutated_roots
-from graft.graph.nodes import leaves, output_node
+from graft.graph.nodes import leaves, output_node, placeholders
 
 
 def lower_cuda_graph(
@@ -39,7 +39,7 @@ def lower_cuda_graph(
 
 
 def arguments_of(gm: GraphModule, state: tuple[str, ...], device: torch.device) -> Arguments:
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = placeholders(gm.graph)
     roots = mutated_roots(gm.graph)
     written = {index for index, node in enumerate(inputs) if node in roots}
     written |= {len(inputs) + state.index(str(node.target)) for node in roots if node.op == "get_attr"}
@@ -56,9 +56,8 @@ def results(graph: Graph) -> list[Node]:
 def body_of(graph: Graph, state: Sequence[str]) -> GraphModule:
     """The graph as a function of flat inputs, then state; it holds no tensor itself."""
     body, table = Graph(), {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            table[node] = body.placeholder(node.name)
+    for node in placeholders(graph):
+        table[node] = body.placeholder(node.name)
     tensors = {name: body.placeholder(f"graft_state_{index}") for index, name in enumerate(state)}
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -72,9 +71,8 @@ def body_of(graph: Graph, state: Sequence[str]) -> GraphModule:
 def shell_of(gm: GraphModule, replays: Replays) -> GraphModule:
     """Takes and returns what the graph does, in the same structure, with one call inside."""
     graph, table = Graph(), {}
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            table[node] = graph.node_copy(node)
+    for node in placeholders(gm.graph):
+        table[node] = graph.node_copy(node)
     replayed = graph.call_function(replays.call, tuple(table.values()))
     for index, node in enumerate(results(gm.graph)):
         table[node] = graph.call_function(getitem, (replayed, index))

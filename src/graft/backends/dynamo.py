@@ -22,7 +22,8 @@ from graft.errors import CaptureError, GraphRefused
 from graft.graph.canonical import ASSERTS, canonicalize
 from graft.graph.edit import attribute
 from graft.graph.memory import mutated_roots
-from graft.graph.nodes import OpOverload, is_op, leaves, output_node, where
+from graft.graph.nodes import OpOverload, is_op, leaves, output_node, placeholders, where
+from graft.graph.storage import storage_id
 from graft.graph.trace import fill_values, quiet
 
 aten = torch.ops.aten
@@ -38,7 +39,7 @@ def trace_dynamo(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     Sizes stay as symbolic as Dynamo made them. Raises GraphRefused, or CaptureError when tracing fails.
     """
     refuse_modes(gm.graph, inputs)
-    sources = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    sources = placeholders(gm.graph)
     mode = fake_mode_of(sources)
     try:
         with mode, torch.no_grad(), python_dispatcher(), preserve_node_meta(), quiet("torch._subclasses.fake_tensor"):
@@ -77,10 +78,6 @@ def drop_detach(graph: Graph) -> None:
         if is_op(node, aten.detach_.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-
-
-def placeholders(graph: Graph) -> list[Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def fake_mode_of(sources: Sequence[Node]) -> Any:
@@ -150,7 +147,7 @@ def refuse_calls(graph: Graph, inputs: Sequence[Any]) -> None:
         if node.target in ASSERTS and node.target is not aten._assert_tensor_metadata.default:
             raise GraphRefused(f"{where(node)} checks a value at run time ({node.target})")
     written = mutated_roots(graph)
-    owners = [value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None for value in inputs]
+    owners = [storage_id(value) if isinstance(value, torch.Tensor) else None for value in inputs]
     for node, owner in zip(placeholders(graph), owners, strict=True):
         if node in written and owner is not None and owners.count(owner) > 1:
             raise GraphRefused(f"{where(node)} is written in place and shares its memory with another input")

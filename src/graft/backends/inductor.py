@@ -20,7 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 from graft.backends.select import Lowered
 from graft.errors import UsageError
 from graft.graph.memory import mutated_roots
-from graft.graph.nodes import is_op, leaves, val
+from graft.graph.nodes import is_op, leaves, placeholders, val
+from graft.graph.storage import storage_id
 from graft.ops.elementwise.program import Ref, parse
 from graft.ops.elementwise.reference import FUNCTIONS
 from graft.state.functionalization import inductor_options
@@ -44,7 +45,7 @@ def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) ->
 def has_symbols(graph: Graph) -> bool:
     """Some input varies in size, or is a number that varies. Without one, code for fixed sizes is faster, and proofs
     that two parts of a cache are apart succeed."""
-    values = (val(node) for node in graph.nodes if node.op == "placeholder")
+    values = (val(node) for node in placeholders(graph))
     sizes = (size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else (value,)))
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
@@ -57,7 +58,7 @@ def with_right_artifacts(compiled: Callable[..., Any], gm: GraphModule) -> Calla
     """
     if not mutated_roots(gm.graph):
         return compiled
-    state = {memory(tensor) for tensor in (*gm.parameters(), *gm.buffers())}
+    state = {storage_id(tensor) for tensor in (*gm.parameters(), *gm.buffers())}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with autograd_cache(leaves((args, kwargs)), state):
@@ -66,16 +67,12 @@ def with_right_artifacts(compiled: Callable[..., Any], gm: GraphModule) -> Calla
     return call
 
 
-def autograd_cache(inputs: Iterable[Any], state: Set[int] = frozenset()) -> AbstractContextManager[Any]:
+def autograd_cache(inputs: Iterable[Any], state: Set[int | None] = frozenset()) -> AbstractContextManager[Any]:
     """Switches AOTAutograd's cache off where two inputs, or an input and `state`, share memory."""
-    found = [memory(value) for value in inputs if isinstance(value, torch.Tensor)]
+    found = [storage_id(value) for value in inputs if isinstance(value, torch.Tensor)]
     if len(set(found)) == len(found) and state.isdisjoint(found):
         return nullcontext()
     return functorch_config.patch(enable_autograd_cache=False)
-
-
-def memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 INDUCTOR_NOTE = "inductor: compiled at the first call; graft ops run as custom ops inside it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from graft.capture.dynamic import Spec, flat, input_names, map_specs, relaxed, spread_call, with_dims
 from graft.capture.static_cache import COUNTERS, PREFIX, WithCaches
 from graft.errors import CaptureError
-from graft.graph.nodes import tensor_of
+from graft.graph.nodes import placeholders, tensor_of
 from graft.graph.prefix import drop_prefix
 from graft.graph.signature import Signature, fixed_size, read_signature
 from graft.graph.trace import export_graph
@@ -55,7 +55,8 @@ def capture_module(
         call = Call(WithCaches(module, list(caches)), (args, kwargs), {}, names)
     if branch:
         specs = map_specs(specs, call.bound, lambda _, spec, value: relaxed(spec, value))
-    gm, notes = call.export_free(specs)
+    gm, lengths = call.export_free(specs)
+    notes = (*call.notes, *lengths)
     signature = read_signature(gm, flat(args, kwargs), names)
     if isinstance(call.module, WithCaches):
         counted = tuple(replace(leaf, counts=leaf.name.rpartition(".")[2] in COUNTERS) for leaf in signature.leaves)
@@ -79,6 +80,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     names: list[str]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def bound(self) -> dict[str, Any]:
@@ -104,8 +106,12 @@ class Call:
         try:
             return export_graph(self.module, self.args, self.kwargs, specs, exact_sizes=True)
         except CaptureError:
-            # torch 2.11 cannot slice at a symbolic place so; without, 0 and 1 are outside of what the graph is for
-            return export_graph(self.module, self.args, self.kwargs, specs)
+            if torch.__version__ >= "2.12":
+                raise
+            # 2.11 cannot slice at a symbolic place so; without, 0 and 1 are outside of what the graph is for
+            gm = export_graph(self.module, self.args, self.kwargs, specs)
+            self.notes[:] = ["captured for dynamic sizes of 2 and more: torch 2.11 cannot capture it for all sizes"]
+            return gm
         finally:
             hook.remove()
 
@@ -156,7 +162,7 @@ class Call:
 
     def fixed_lengths(self, gm: GraphModule) -> dict[str, dict[int, int]]:
         """Input → {dim: size} of written caches whose length is a number in the graph."""
-        inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        inputs = placeholders(gm.graph)
         names: dict[Node, str] = dict(zip(inputs, self.names, strict=True))
         found: dict[str, dict[int, int]] = {}
         for owner, dims in written_dims(gm).items():

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graft.errors import CaptureError
+from graft.graph.storage import share_storage, storage_id
 
 Key = tuple[torch.nn.Module, str]
 
@@ -54,23 +55,20 @@ def buffers(module: torch.nn.Module) -> dict[Key, Tensor]:
     return {(m, name): b for m in module.modules() for name, b in m._buffers.items() if b is not None}
 
 
-def memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def write_back(result: Any, old: dict[Key, Tensor], new: dict[Key, Tensor]) -> Any:
     """Copies each new value into the old buffer. What was read from an old buffer, and is needed later, is copied."""
-    saved: dict[int, Tensor] = {}
+    saved: dict[int | None, Tensor] = {}
 
     def apart(value: Any) -> Any:
         """The same view, of a copy of the old buffer's memory."""
-        owner = next((b for b in old.values() if memory(b) == memory(value)), None) if is_tensor(value) else None
+        owner = next((b for b in old.values() if isinstance(value, Tensor) and share_storage(b, value)), None)
         if owner is None:
             return value
-        if memory(owner) not in saved:
+        place = storage_id(owner)
+        if place not in saved:
             size = owner.untyped_storage().nbytes() // owner.element_size()
-            saved[memory(owner)] = owner.as_strided((size,), (1,), 0).clone()
-        return saved[memory(owner)].as_strided(value.shape, value.stride(), value.storage_offset())
+            saved[place] = owner.as_strided((size,), (1,), 0).clone()
+        return saved[place].as_strided(value.shape, value.stride(), value.storage_offset())
 
     result = pytree.tree_map(apart, result)
     sources = {key: apart(value) for key, value in new.items()}
@@ -78,10 +76,6 @@ def write_back(result: Any, old: dict[Key, Tensor], new: dict[Key, Tensor]) -> A
         tensor.copy_(sources[owner, name])
         setattr(owner, name, tensor)  # torch's own hook then adds a copy of it onto itself, which is dropped
     return result
-
-
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def refuse_unequal(module: torch.nn.Module, key: Key, before: dict[Key, Tensor], now: dict[Key, Tensor]) -> None:
@@ -96,7 +90,7 @@ def refuse_unequal(module: torch.nn.Module, key: Key, before: dict[Key, Tensor],
             f"forward assigns {new.dtype} {tuple(new.shape)} on {new.device} to the buffer {path}, which is"
             f" {old.dtype} {tuple(old.shape)} on {old.device}; a buffer keeps its shape, dtype and device"
         )
-    tied = next((k for k, b in before.items() if k != key and memory(b) == memory(old)), None)
+    tied = next((k for k, b in before.items() if k != key and share_storage(b, old)), None)
     if tied is not None:
         raise CaptureError(
             f"forward assigns the buffer {path}, which shares its memory with another buffer ({tied[1]}); eager would"

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graft.graph import rules
 from graft.graph.memory import alias_sources, is_mutating, mutated_args, mutated_roots, storage_root, written_value
-from graft.graph.nodes import OpOverload, leaves, output_node, tensor_val, val
+from graft.graph.nodes import OpOverload, leaves, output_node, placeholders, tensor_val, val
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def inline_grad_regions(gm: GraphModule) -> None:
             body = gm.get_submodule(str(body_attr.target))
             inline_grad_regions(body)
             with gm.graph.inserting_before(node):
-                environment = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+                environment = dict(zip(placeholders(body.graph), inputs, strict=True))
                 outputs = gm.graph.graph_copy(body.graph, environment)
             replace_outputs(gm.graph, node, outputs)
             gm.graph.erase_node(node)

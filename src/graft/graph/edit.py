@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.errors import VerificationError
-from graft.graph.nodes import tensor_val, val, where
+from graft.graph.nodes import placeholders, tensor_val, val, where
 
 INHERITED = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn")
 
@@ -57,7 +57,7 @@ class Editor:
     def placeholder(self, name: str, value: torch.Tensor) -> Node:
         """Adds a graph input after the existing ones."""
         if self.last_input is None:
-            self.last_input = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            self.last_input = placeholders(self.graph)[-1]
         with self.graph.inserting_after(self.last_input):
             node = self.graph.placeholder(name)
         self.last_input = node

@@ -3,6 +3,7 @@
     eager:  cache[:, :, pos] = x            pos: a 0-d integer tensor; eager reads its value, which tracing cannot
     here:   cache.index_put_([None, None, pos], x)
 
+The same for a number that varies (`Dim.DYNAMIC` for an int), which torch would fix: it becomes a `select`.
 Slice bounds that are 0-d tensors (`cache[:, :, pos : pos + 1] = x`) are read with `item()`: a size known at run time.
 """
 
@@ -30,7 +31,8 @@ class TensorPositions(TorchFunctionMode):
             if any(isinstance(item, slice) and bounds_in_tensors(item) for item in items):
                 items = [read_bounds(item) if isinstance(item, slice) else item for item in items]
                 args = (target, tuple(items), value)
-            if any(is_scalar_index(item) for item in items) and not mixed(items):
+            varies = any(is_scalar_index(item) or isinstance(item, torch.SymInt) for item in items)
+            if varies and not mixed(items):
                 return write_at(target, items, value)
         return func(*args, **(kwargs or {}))
 
@@ -55,7 +57,7 @@ def write_at(target: Tensor, items: list[Any], value: Any) -> None:
         place = next(i for i, item in enumerate(items) if item is Ellipsis)
         missing = target.dim() - sum(item is not None and item is not Ellipsis for item in items)
         items = [*items[:place], *[slice(None)] * missing, *items[place + 1 :]]
-    view = target[tuple(slice(None) if isinstance(item, Tensor) else item for item in items)]
+    view = view_at(target, items)
     # numbers are gone from the view's dims, new dims are in it
     positions: list[Tensor | None] = [
         item if isinstance(item, Tensor) else None for item in items if not isinstance(item, (int, torch.SymInt))
@@ -64,4 +66,22 @@ def write_at(target: Tensor, items: list[Any], value: Any) -> None:
     sizes = [*(s for s, p in zip(view.shape, positions, strict=False) if p is None), *view.shape[len(positions) :]]
     while given.dim() > len(sizes) and given.shape[0] == 1:  # as eager does
         given = given[0]
-    torch.ops.aten.index_put_(view, positions, given)
+    if any(position is not None for position in positions):
+        torch.ops.aten.index_put_(view, positions, given)
+    else:
+        view.copy_(given)
+
+
+def view_at(target: Tensor, items: list[Any]) -> Tensor:
+    """`target` at the numbers, slices and new dims of an index; whole in the dims where a tensor stands."""
+    view, dim = target, 0
+    for item in items:
+        if isinstance(item, (int, torch.SymInt)):
+            view = torch.select(view, dim, item)
+            continue
+        if item is None:
+            view = view.unsqueeze(dim)
+        elif isinstance(item, slice) and item != slice(None):
+            view = view[(slice(None),) * dim + (item,)]
+        dim += 1
+    return view

@@ -1,4 +1,4 @@
-"""Python values that stand in graphs (numbers, dtypes, devices, slices) as JSON and back."""
+"""Python values that stand in graphs (numbers, texts, dtypes, devices) as JSON and back."""
 
 from __future__ import annotations
 

@@ -116,5 +116,15 @@ def calls(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if node.op == "call_function")
 
 
+def placeholders(graph: Graph) -> list[Node]:
+    """The inputs, in order."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def outlives_call(node: Node) -> bool:
+    """An input or an attribute: its memory is there before the call and after it."""
+    return node.op in ("placeholder", "get_attr")
+
+
 def output_node(graph: Graph) -> Node:
     return next(node for node in reversed(graph.nodes) if node.op == "output")

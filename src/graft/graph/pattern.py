@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 
 from graft.errors import PatternError
-from graft.graph.nodes import leaves, output_node
+from graft.graph.nodes import leaves, output_node, placeholders
 from graft.graph.trace import Dialect, current_dialect, trace_function
 
 WORKING_DTYPE = torch.bfloat16  # makes every cast of a pattern visible; matches any floating dtype
@@ -267,7 +267,7 @@ def trace(function: Callable[..., Any], specs: Mapping[str, TensorSpec], literal
     gm = trace_function(lambda *tensors: function(*tensors, **literals), examples)
     results = output_node(gm.graph).args[0]
     outputs = tuple(results) if isinstance(results, (list, tuple)) else (results,)
-    inputs = tuple(node for node in gm.graph.nodes if node.op == "placeholder")
+    inputs = tuple(placeholders(gm.graph))
     for node, name in zip(inputs, names, strict=True):
         node.meta["pattern_input"] = name
     if not all(isinstance(o, Node) and o.op == "call_function" for o in outputs):

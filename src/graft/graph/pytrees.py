@@ -21,10 +21,9 @@ def nesting(graph: Graph) -> Any:
     return getattr(graph._codegen, "pytree_info", None)
 
 
-def keyword_names(graph: Graph) -> tuple[str, ...]:
-    """The inputs that are given by keyword."""
-    info = nesting(graph)
-    return tuple(info.in_spec.child(1).context) if info is not None and takes_keywords(info.in_spec) else ()
+def unflatten(values: Sequence[Any], spec: Any) -> Any:
+    """Flat results in the structure of `spec`."""
+    return pytree.tree_unflatten(values, spec)
 
 
 def takes_keywords(spec: Any) -> bool:

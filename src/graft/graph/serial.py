@@ -141,9 +141,8 @@ def graph_from_json(text: str, state: Mapping[str, torch.Tensor] | None = None) 
     if "nesting" in data:
         graph.set_codegen(decode_nesting(data["nesting"]))
     gm = GraphModule(root, graph)
-    for name, spec in data[
-        "state"
-    ].items():  # also what no node reads; GraphModule registers every buffer as persistent
+    # GraphModule takes over what nodes read alone, and registers every buffer as persistent
+    for name, spec in data["state"].items():
         attach_state(gm, name, attribute(root, name), persistent=spec["persistent"])
     return gm
 

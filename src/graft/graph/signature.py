@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graft.errors import CaptureError, UsageError
+from graft.errors import CaptureError, GuardFailed, UsageError
 from graft.graph.edit import fake_mode
 from graft.graph.literals import decode_literal, encode_literal
-from graft.graph.nodes import static_int, val
+from graft.graph.nodes import placeholders, static_int, val
 
 SYMBOL = re.compile(r"[A-Za-z_]\w*")
 # what sympy and torch write in guards
@@ -73,9 +73,7 @@ class Leaf:
     shape: tuple[int | str, ...] = ()
     value: Any = None
     symbolic: bool = False  # `value` is an expression over symbols
-    counts: bool = (
-        False  # a number that changes from call to call: another value takes another way, and is no mistake
-    )
+    counts: bool = False  # changes from call to call: another value takes another way, and is no mistake
 
     @property
     def is_tensor(self) -> bool:
@@ -85,10 +83,6 @@ class Leaf:
         if self.is_tensor:
             return f"{self.dtype}[{', '.join(map(str, self.shape))}] on {self.device}"
         return str(self.value)
-
-
-class GuardFailed(UsageError):
-    """The inputs take another way through the program than the one that was captured."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +208,7 @@ def compile_expression(text: str) -> Callable[[dict[str, int]], Any]:
 
 def read_signature(gm: GraphModule, given: Sequence[Any], names: Sequence[str]) -> Signature:
     """The signature of a captured graph, from the abstract values of its inputs."""
-    nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    nodes = placeholders(gm.graph)
     if len(nodes) != len(given):
         raise CaptureError("inputs in containers other than list, tuple and dict cannot be checked; pass tensors")
     leaves = tuple(read_leaf(name, val(n), value) for n, name, value in zip(nodes, names, given, strict=True))
@@ -228,11 +222,11 @@ def read_signature(gm: GraphModule, given: Sequence[Any], names: Sequence[str]) 
         for symbol, limits in environment.var_to_range.items()
         if str(symbol) in symbols
     }
-    return Signature(leaves, tuple(known(guards, symbols)), ranges)
+    return Signature(leaves, tuple(guards_over(symbols, guards)), ranges)
 
 
 def environment_of(gm: GraphModule) -> Any:
-    inputs = (node for node in gm.graph.nodes if node.op == "placeholder")
+    inputs = placeholders(gm.graph)
     return next((mode.shape_env for n in inputs if (mode := fake_mode(n)) is not None and mode.shape_env), None)
 
 
@@ -255,8 +249,8 @@ def fixed_size(gm: GraphModule, size: Any) -> int | None:
     return None
 
 
-def known(guards: Iterable[str], symbols: set[str]) -> Iterable[str]:
-    """Guards over symbols of inputs; a function that is not understood is an error, not a guard less."""
+def guards_over(symbols: set[str], guards: Iterable[str]) -> Iterable[str]:
+    """The guards over symbols of inputs; a function that is not understood is an error, not a guard less."""
     for guard in guards:
         names = set(SYMBOL.findall(guard)) - set(FUNCTIONS)
         if names <= symbols:

@@ -18,6 +18,7 @@ from graft.graph.assignments import assignments_as_writes
 from graft.graph.canonical import canonicalize, drop_unused_state
 from graft.graph.edit import attach_state, attribute, fake_mode
 from graft.graph.indexing import TensorPositions
+from graft.graph.storage import identity
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,6 @@ def name_constants(gm: GraphModule, module: torch.nn.Module) -> None:
             if attribute(gm, name) is not tensor:
                 attach_state(gm, name, tensor, persistent=False)
             node.target = name
-
-
-def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Two names with one of these are one tensor."""
-    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
-    return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 @contextmanager

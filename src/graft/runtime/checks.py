@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graft.errors import ReadOnlyInput, ReplacedBuffer, SharedMemoryError
+from graft.graph.storage import storage_id
 from graft.state.regions import disjoint
 
 
@@ -38,7 +39,7 @@ class MemoryCheck:
         self.names, self.written, self.state = names, written, state
         self.others = [index for index in range(len(names)) if index not in set(written)]
         self.seen: tuple[Any, ...] = ()
-        self.ranges: list[tuple[int, int]] = []  # first and last byte of what the known caches are in
+        self.ranges: list[tuple[int, int]] = []  # addresses of what the known caches are in
 
     def __call__(self, values: Sequence[Any]) -> None:
         caches = tuple(layout(values[index]) for index in self.written)
@@ -47,7 +48,7 @@ class MemoryCheck:
         self.seen = ()
         check_memory(values, self.names, self.written, self.state)
         self.seen = caches
-        self.ranges = [extent(values[index]) for index in self.written]
+        self.ranges = [storage_range(values[index]) for index in self.written]
 
     def apart(self, values: Sequence[Any]) -> bool:
         pointers = [v.data_ptr() for i in self.others if isinstance(v := values[i], torch.Tensor)]
@@ -58,7 +59,8 @@ def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_inference()
 
 
-def extent(tensor: torch.Tensor) -> tuple[int, int]:
+def storage_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its storage's first byte, and of the one after its last."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
@@ -66,25 +68,21 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 def check_memory(
     values: Sequence[Any], names: Sequence[str], written: Sequence[int], state: Sequence[torch.Tensor]
 ) -> None:
-    owners: dict[int, list[int]] = {}
+    owners: dict[int | None, list[int]] = {}
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            owners.setdefault(storage(value), []).append(index)
-    kept = {storage(tensor) for tensor in state}
+            owners.setdefault(storage_id(value), []).append(index)
+    kept = {storage_id(tensor) for tensor in state}
     for index in written:
         tensor = values[index]
         problem = write_problem(tensor)
         if problem:
             raise ReadOnlyInput(names[index], problem)
-        for other in owners[storage(tensor)]:
+        for other in owners[storage_id(tensor)]:
             if other != index and overlap(tensor, values[other]):
                 raise SharedMemoryError(names[index], names[other])
-        if storage(tensor) in kept and tensor.numel():
+        if storage_id(tensor) in kept and tensor.numel():
             raise SharedMemoryError(names[index], "a buffer of the module")
-
-
-def storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def write_problem(tensor: torch.Tensor) -> str | None:

@@ -14,8 +14,7 @@ from graft.backends.replay import Replays
 from graft.capture.dynamic import flat, in_order
 from graft.capture.module import capture_module
 from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack
-from graft.errors import CaptureError, ReplacedBuffer, UsageError
-from graft.graph.signature import GuardFailed
+from graft.errors import CaptureError, GuardFailed, ReplacedBuffer, UsageError
 from graft.runtime.variant import Settings, Variant, build_variant
 from graft.state.alias_map import Alias
 from graft.state.initial import Initial, initial_values, written_buffers
@@ -86,6 +85,8 @@ class CompiledModule(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.export and torch.compile trace graft's ops, not their kernels
+            if self.cache_count:
+                raise UsageError("a module compiled with a StaticCache is not traced again; trace the model itself")
             with torch.no_grad():
                 return self.graph_module(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -160,12 +161,19 @@ class CompiledModule(torch.nn.Module):
             raise UsageError(f"{why}, and the program cannot be captured for these inputs: {error}") from error
         variant = build_variant(captured, self.settings, self.report.model)
         self.variants.append(variant)
-        note = f"variant {len(self.variants)} was captured when it was called: {why}"
-        log.info(note)
-        report = replace(self.report, notes=(*self.report.notes, note))
-        self.variants[0] = replace(self.variants[0], report=report)
+        self.variants[0] = replace(self.variants[0], report=self.joined_report(variant, why))
         self.initial |= initial_values(variant.graph_module, self.initial)
         return variant
+
+    def joined_report(self, variant: Variant, why: GuardFailed) -> Report:
+        """The report with what the latest variant adds to it."""
+        first, number = self.report, len(self.variants)
+        note = f"variant {number} was captured when it was called: {why}"
+        log.info(note)
+        others = [f"variant {number}: {text}" for text in variant.report.notes if text not in first.notes]
+        known = {(record.input, record.kind, record.how) for record in first.state}
+        state = [record for record in variant.report.state if (record.input, record.kind, record.how) not in known]
+        return replace(first, notes=(*first.notes, note, *others), state=(*first.state, *state))
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -32,6 +32,7 @@ from graft.backends.inductor import (
     static_inputs,
 )
 from graft.graph.canonical import sweep
+from graft.graph.nodes import placeholders
 from graft.graph.trace import Dialect, use_dialect
 from graft.transforms.base import Context
 from graft.transforms.config import PipelineConfig, load_config
@@ -127,7 +128,7 @@ def canonical_copy(graph: Graph) -> GraphModule:
         copies[node] = copy.node_copy(node, copies.__getitem__)
         copies[node].meta.setdefault("val", None)
         shorten_module_names(copies[node])
-    inputs = [node for node in copy.nodes if node.op == "placeholder"]
+    inputs = placeholders(copy)
     if not any(node.name.startswith("tangents") for node in inputs):  # a backward graph has other inputs
         for index in static_inputs():
             inputs[index].meta["weight"] = True

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from torch.fx import Graph, GraphModule
-from torch.utils._pytree import tree_unflatten
 
 from graft.backends import lower
 from graft.capture.module import Captured
-from graft.graph.pytrees import nesting
+from graft.graph.nodes import placeholders
+from graft.graph.pytrees import nesting, unflatten
 from graft.graph.signature import Signature
 from graft.runtime.checks import BufferCheck, MemoryCheck
 from graft.state.alias_map import Alias, state_records
@@ -54,9 +54,8 @@ class Variant:
     @cached_property
     def written(self) -> list[int]:
         """Which inputs the graph writes."""
-        inputs = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
         owners = {write.owner for write in state_writes(self.graph_module)}
-        return [index for index, node in enumerate(inputs) if node in owners]
+        return [index for index, node in enumerate(placeholders(self.graph_module.graph)) if node in owners]
 
     @cached_property
     def buffers(self) -> BufferCheck:
@@ -101,8 +100,7 @@ def lower_variant(
     notes: Sequence[str] = (),
 ) -> Variant:
     """A transformed graph on its backend, with its alias map and checks."""
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    names = dict(zip(inputs, (leaf.name for leaf in signature.leaves), strict=True))
+    names = dict(zip(placeholders(gm.graph), (leaf.name for leaf in signature.leaves), strict=True))
     positions = position_checks(gm, names)
     aliases, state = state_records(gm, names, missed_updates(report))
     lowered = lower(gm, settings.backend, settings.config.kernels, reuse_outputs=settings.reuse_outputs)
@@ -120,7 +118,7 @@ def plain_call(call: Callable[..., Any]) -> Callable[[Sequence[Any]], Any] | Non
     run, spec = GraphModule(call, graph).forward, info.out_spec
     if spec.is_leaf():
         return lambda values: run(*values)[0]
-    return lambda values: tree_unflatten(run(*values), spec)
+    return lambda values: unflatten(run(*values), spec)
 
 
 def missed_updates(report: Report) -> Mapping[str, str]:

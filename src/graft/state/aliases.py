@@ -10,8 +10,9 @@ from torch.fx import Graph, Node
 
 from graft.graph.edit import abstract_call
 from graft.graph.memory import address, alias_sources, is_maybe_view, is_mutating, storage_root, with_views
-from graft.graph.nodes import is_op, leaves, tensor_val, val
-from graft.state.regions import disjoint, storage_id
+from graft.graph.nodes import is_op, leaves, outlives_call, tensor_val, val
+from graft.graph.storage import storage_id
+from graft.state.regions import disjoint
 
 aten = torch.ops.aten
 
@@ -138,7 +139,7 @@ class Aliases:
 
     def inputs(self, node: Node) -> list[Node]:
         """Graph inputs and constants in whose memory `node` may be."""
-        return sorted(n for n in self.group(node) if n.op in ("placeholder", "get_attr"))
+        return sorted(n for n in self.group(node) if outlives_call(n))
 
     def is_read(self, user: Node, value: Node) -> bool:
         """True when `user` takes data from `value`, rather than making a view, asking its size, or overwriting it."""

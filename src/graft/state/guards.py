@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node, map_arg
 
-from graft.graph.memory import is_mutating, mutated_args
+from graft.graph.memory import written_args
 from graft.graph.nodes import OpOverload, is_op, leaves, same_sizes, tensor_val, val
 from graft.state.moves import lift, lift_plan
 from graft.state.regions import disjoint, same_layout
@@ -66,7 +66,7 @@ def make_room(work: Work, homes: dict[Node, Node], node: Node) -> None:
 def guard_writes(work: Work) -> dict[Node, Node]:
     """Copies what a later write in place would spoil. Returns the graph input in whose memory each result may end."""
     homes: dict[Node, Node] = {}
-    writes = memory_writes(work)
+    writes = written_args(work.graph)
     for node in [n for n in work.graph.nodes if is_inplaceable(n)]:
         value = node.args[0]
         owner = home(work, homes, value)
@@ -99,11 +99,6 @@ def guard_sources(work: Work, node: Node, since: Node | None) -> None:
         if view or (since is not None and reads_elsewhere(work, other, value, part, since)):
             reason = f"the call reads %{value.name} while it overwrites it"
             keep(work, node, other, reason, opaque=True)
-
-
-def memory_writes(work: Work) -> list[tuple[Node, Node]]:
-    """(call, what it writes) for every mutating call, in order."""
-    return [(node, arg) for node in work.graph.nodes if is_mutating(node) for arg in mutated_args(node)]
 
 
 def last_write(
@@ -204,7 +199,7 @@ def guard_write_backs(work: Work, homes: dict[Node, Node]) -> None:
 
     `x.index_copy_(0, i, v); x.copy_(x.roll(1, 0))`: the first is written into x, where the second reads it shifted.
     """
-    writes = memory_writes(work)
+    writes = written_args(work.graph)
     for node in [n for n in work.graph.nodes if is_op(n, aten.copy_.default)]:
         owner, source = node.args[:2]
         if homes.get(source) is owner:

@@ -8,10 +8,11 @@ from typing import Literal
 
 from torch.fx import Graph, Node
 
-from graft.graph.memory import alias_sources, is_mutating, mutated_args, storage_root
-from graft.graph.nodes import output_node, tensor_val, where
+from graft.graph.memory import alias_sources, is_mutating, mutated_args, storage_root, written_args
+from graft.graph.nodes import outlives_call, output_node, tensor_val, where
+from graft.graph.storage import storage_id
 from graft.state.aliases import Aliases
-from graft.state.regions import Region, apart, covers, region_of, storage_id
+from graft.state.regions import Region, apart, covers, region_of
 
 Kind = Literal["read after write", "write after read", "write after write"]
 
@@ -88,7 +89,7 @@ def hides(write: Access, other: Access) -> bool:
 
 def accesses(graph: Graph) -> Iterator[Access]:
     """Every access, in graph order, to memory that some call writes."""
-    writes = [(node, arg) for node in graph.nodes if is_mutating(node) for arg in mutated_args(node)]
+    writes = written_args(graph)
     if not writes:
         return
     memory = Memory(Aliases(graph, within=[arg for _, arg in writes]))
@@ -102,7 +103,7 @@ def accesses(graph: Graph) -> Iterator[Access]:
     end = output_node(graph)
     returned = set(end.all_input_nodes)
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr") and node in memory.aliases and node not in returned:
+        if outlives_call(node) and node in memory.aliases and node not in returned:
             yield memory.access(end, node, writes=False)
 
 

@@ -20,11 +20,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from graft.errors import LiftError, UsageError
 from graft.graph.edit import attach_state, attribute, is_persistent, second_module
-from graft.graph.memory import DETACH, is_mutating, mutated_args, storage_root
-from graft.graph.nodes import where
+from graft.graph.memory import mutated_args, storage_root
+from graft.graph.nodes import placeholders, where
 from graft.graph.pytrees import add_keywords, drop_keywords, nesting
+from graft.graph.storage import share_storage
 from graft.graph.trace import export_graph, program_graph
-from graft.state.regions import disjoint, same_layout, storage_id
+from graft.state.regions import disjoint, same_layout
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def lift_buffers(
 def inline_buffers(graph_module: GraphModule, bindings: Sequence[Binding]) -> GraphModule:
     """Puts lifted buffers back as module state, under all their names; the signature is the user's again."""
     gm = second_module(graph_module)
-    inputs = {node.name: node for node in gm.graph.nodes if node.op == "placeholder"}
+    inputs = {node.name: node for node in placeholders(gm.graph)}
     for binding in bindings:
         node = inputs.get(binding.input)
         if node is None:
@@ -140,9 +141,8 @@ def lifted_nodes(gm: GraphModule) -> list[Node]:
     attributes = [n for n in gm.graph.nodes if n.op == "get_attr" and isinstance(tensor_at(gm, n), torch.Tensor)]
     writers: dict[Node, Node] = {}
     for node in gm.graph.nodes:
-        if is_mutating(node) and node.target is not DETACH:
-            for argument in mutated_args(node):
-                writers.setdefault(storage_root(argument), node)
+        for argument in mutated_args(node):
+            writers.setdefault(storage_root(argument), node)
     written = [n for n in attributes if n in writers]
     found = [n for n in attributes if any(overlap(tensor_at(gm, n), tensor_at(gm, w)) for w in written)]
     for node in found:
@@ -175,16 +175,11 @@ def tensor_at(gm: GraphModule, node: Node) -> torch.Tensor:
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     """One tensor, or two that cover the same elements in the same way."""
     same_kind = left.dtype == right.dtype and left.device == right.device
-    return left is right or (shared(left, right) and same_kind and same_layout(left, right))
+    return left is right or (share_storage(left, right) and same_kind and same_layout(left, right))
 
 
 def overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left is right or (shared(left, right) and not disjoint(left, right))
-
-
-def shared(left: torch.Tensor, right: torch.Tensor) -> bool:
-    storage = storage_id(left)
-    return storage is not None and storage == storage_id(right)
+    return left is right or (share_storage(left, right) and not disjoint(left, right))
 
 
 def make_input(graph: Graph, members: list[Node], lifted: list[Node]) -> str:
@@ -192,10 +187,10 @@ def make_input(graph: Graph, members: list[Node], lifted: list[Node]) -> str:
     first, after = members[0], members[0].next
     while after in lifted:
         after = after.next
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    if nesting(graph) is None and any(node.args for node in placeholders):
+    inputs = placeholders(graph)
+    if nesting(graph) is None and any(node.args for node in inputs):
         raise LiftError("the graph has inputs with default values, which lifted buffers cannot follow")
-    anchor = placeholders[-1] if placeholders else graph._root
+    anchor = inputs[-1] if inputs else graph._root
     with graph.inserting_after(anchor):
         node = graph.placeholder(free_name(graph, str(first.target)))
     node.meta = {**first.meta, "lifted_from": (first.name, after.name)}

@@ -9,6 +9,7 @@ from math import prod
 import torch
 
 from graft.graph.nodes import same_sizes, static_int
+from graft.graph.storage import storage_id
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,6 @@ class Region:
     @property
     def end(self) -> int:
         return self.offset + sum(stride * (size - 1) for stride, size in self.steps) + 1
-
-
-def storage_id(tensor: torch.Tensor) -> int | None:
-    """Equal for tensors of one storage; None where a tensor has none (sparse, functorch wrappers)."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 def region_of(tensor: torch.Tensor) -> Region | None:

@@ -30,7 +30,7 @@ def restore(work: Work, call: FunctionalCall) -> None:
             carry_out(work, call, index, plan)
             bases.append(base)
             continue
-        loose = all(not is_op_view(leaf, index) for leaf in leaves(call.arguments))
+        loose = all(not is_strided_view(leaf, index) for leaf in leaves(call.arguments))
         copied = work.copy(base, node, any_layout=loose)
         if copied is None:
             work.left.append((node.name, f"%{base.name} has symbolic strides; {plan}"))
@@ -41,7 +41,7 @@ def restore(work: Work, call: FunctionalCall) -> None:
     work.restored.append(node.name)
 
 
-def is_op_view(leaf: object, index: int) -> bool:
+def is_strided_view(leaf: object, index: int) -> bool:
     return isinstance(leaf, View) and leaf.base == index and leaf.target is aten.as_strided.default
 
 

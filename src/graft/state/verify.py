@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from graft.errors import VerificationError
 from graft.graph.edit import attribute
 from graft.graph.memory import effects
-from graft.graph.nodes import leaves, where
+from graft.graph.nodes import leaves, outlives_call, where
 from graft.graph.verify import Snapshot
 from graft.state.hazards import Access, Hazard, accesses, conflicts
 
@@ -97,7 +97,7 @@ class Change:
     def check_written(self) -> None:
         """Inputs and attributes that nobody wrote belong to the caller or are constants; others are state."""
         for access in self.was.all():
-            if access.writes and is_state(access.owner) and not list(self.stand_ins(access, writes=True)):
+            if access.writes and outlives_call(access.owner) and not list(self.stand_ins(access, writes=True)):
                 raise VerificationError(f"the write of {where(access.node)} to %{access.owner.name} is lost")
         known = {key(access.owner) for access in self.was.all()}
         of_group: dict[int, set[Node]] = {}
@@ -112,7 +112,7 @@ class Change:
     def check_owner(self, node: Node, owner: Node) -> None:
         if owner.op == "get_attr" and isinstance(attribute(self.gm, str(owner.target)), torch.nn.Parameter):
             raise VerificationError(f"{where(node)} writes to the parameter {owner.target}")
-        if is_state(owner) and owner.name in self.order:
+        if outlives_call(owner) and owner.name in self.order:
             raise VerificationError(f"{where(node)} writes to %{owner.name}, which the graph did not write before")
 
     def check_kept(self, kept: Hazard) -> None:
@@ -146,7 +146,7 @@ class Change:
         return any(a.through is through and not a.writes for a in self.now.of(node.name)) or not overwrites(node)
 
     def check_seen(self, found: Hazard) -> None:
-        if is_state(found.memory) and found.memory.name not in self.order:
+        if outlives_call(found.memory) and found.memory.name not in self.order:
             return  # a new input: nobody knew another value of it
         writes = self.olds(found.first)
         for reader in self.olds(found.second):
@@ -189,10 +189,6 @@ class Change:
             if not (follows and args and isinstance(args[0], Node)):
                 return False
             value = args[0]
-
-
-def is_state(owner: Node) -> bool:
-    return owner.op in ("placeholder", "get_attr")
 
 
 def key(owner: Node) -> str:

@@ -8,8 +8,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.memory import alias_sources, is_maybe_view, mutated_args
-from graft.graph.nodes import arg_values, is_op, tensor_val
-from graft.state.regions import storage_id
+from graft.graph.nodes import arg_values, is_op, outlives_call, tensor_val
+from graft.graph.storage import storage_id
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def state_writes(gm: GraphModule) -> list[Write]:
     for node in gm.graph.nodes:
         for into in dict.fromkeys(mutated_args(node)):
             owner = owner_of(into)
-            if owner.op in ("placeholder", "get_attr"):
+            if outlives_call(owner):
                 found.append(Write(node, owner, into, is_positional(node, into, owner)))
     return found
 

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from graft.graph.canonical import canonicalize
 from graft.graph.edit import AbstractCalls, fake_mode
-from graft.graph.nodes import calls, output_node, tensor_of, tensor_val
+from graft.graph.nodes import calls, output_node, placeholders, tensor_of, tensor_val
 from graft.graph.pattern import literal_names, size_of, tensor_names
 from graft.graph.rules import DIMS
 from graft.graph.trace import quiet, trace_function
@@ -57,7 +57,7 @@ def positive(rewrite: Rewrite, dtype: torch.dtype = torch.bfloat16) -> Negative:
     tensors = examples(rewrite, dtype)
     literals = {name: literal_of(rewrite.pattern, name) for name in literal_names(rewrite.pattern)}
     gm = trace_function(lambda *args: rewrite.pattern(*args, **literals), tuple(tensors.values()))
-    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = placeholders(gm.graph)
     for name, node in zip(tensors, inputs, strict=True):
         node.meta["pattern_input"] = name
         node.meta["weight"] = name.startswith(WEIGHTS)
@@ -127,7 +127,7 @@ def changes(graph: Graph) -> Iterator[tuple[str, str, Change]]:
 
 
 def argument_changes(graph: Graph) -> Iterator[tuple[str, str, Change]]:
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = placeholders(graph)
     for index, node in enumerate(inputs):
         name, tensor = node.meta["pattern_input"], tensor_of(node)
         others = [i for i in range(len(inputs)) if i != index]

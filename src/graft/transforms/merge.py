@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from graft.graph.edit import Editor, attribute
 from graft.graph.match import NearMiss
 from graft.graph.nodes import is_op, is_weight, module_path, tensor_of, where
+from graft.graph.storage import share_storage
 from graft.transforms.base import Outcome
 from graft.transforms.report import MatchRecord
 
@@ -95,7 +96,7 @@ def stack(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 def stacked_already(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
     """The tensors as one, where an earlier graph of the same module has stacked them: it shares that memory."""
     first = tensors[0]
-    one = all(t.untyped_storage()._cdata == first.untyped_storage()._cdata and t.is_contiguous() for t in tensors)
+    one = all(share_storage(t, first) and t.is_contiguous() for t in tensors)
     ends = [t.storage_offset() + t.numel() for t in tensors]
     if not one or first.is_meta or ends[:-1] != [t.storage_offset() for t in tensors[1:]]:
         return None

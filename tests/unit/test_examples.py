@@ -1,0 +1,42 @@
+"""The example programs run on this machine, agree with eager (they assert it themselves) and copy no cache."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "examples"
+EXAMPLES = sorted(FOLDER.glob("aliased_io_*.py"))
+
+
+def test_the_three_cases_of_aliased_io_have_an_example_r45():
+    assert [path.stem for path in EXAMPLES] == [f"aliased_io_{n}" for n in ("buffers", "kv_attention", "user_inputs")]
+
+
+@pytest.mark.parametrize("backend", ["eager", "cuda_graph"])
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run_and_copy_no_cache_r45(path, backend, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(sys, "argv", [str(path), "--backend", backend, "--device", "cpu"])
+    runpy.run_path(str(path), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "alias map, decided at compile time:" in printed and "kv_cache_update" in printed
+    assert "bytes of caches copied in a step: 0 of " in printed
+    assert ("bytes staged for a replay" in printed) is (backend == "cuda_graph")
+
+
+def test_the_counter_of_the_examples_sees_copies_r45(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from shared import Copies
+
+    cache, at, x = torch.zeros(2, 8), torch.tensor([1]), torch.ones(2, 1)
+    with Copies([cache]) as copies:
+        cache.index_copy_(1, at, x)
+    assert copies.bytes == 0
+    with Copies([cache]) as copies:
+        cache.copy_(cache.index_copy(1, at, x))  # a new cache, and all of it written back
+    assert copies.bytes == 2 * cache.nbytes
