@@ -103,7 +103,7 @@ def test_unknown_names_of_the_package_are_errors():
         (lambda c: c(torch.randn(4, 6).half(), 3), "is torch.float16"),
         (lambda c: c(torch.randn(4, 6), 5), "3 is fixed in the graph"),
         (lambda c: c(torch.randn(4, 6)), "compiled with 2 inputs"),
-        (lambda c: c(torch.randn(4, 6), n=3), "keyword arguments"),
+        (lambda c: c(torch.randn(4, 6), m=3), "keyword arguments"),
         (lambda c: c(1.0, 3), "was a tensor"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from graft.errors import UsageError
 from graft.graph.nodes import leaves
 
 Spec = Any  # of one input: None, {dim: Dim…}, a sequence of them, or a Dim for a number
@@ -20,8 +21,41 @@ def spread(spec: Any, value: Any) -> Any:
         return {key: spread(spec.get(key) if isinstance(spec, dict) else None, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         given = spec if isinstance(spec, (list, tuple)) else [None] * len(value)
-        return type(value)(spread(entry, item) for entry, item in zip(given, value, strict=True))
+        return like(value, [spread(entry, item) for entry, item in zip(given, value, strict=True)])
     return spec
+
+
+def like(value: Any, items: list[Any]) -> Any:
+    """`items` in a container of the kind of `value`; a named tuple takes them one by one."""
+    return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+
+def structure(value: Any) -> Any:
+    """How inputs are nested, as JSON holds it: None for one input."""
+    if isinstance(value, dict):
+        return {"dict": {key: structure(item) for key, item in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return {type(value).__name__: [structure(item) for item in value]}
+    return None
+
+
+def conform(value: Any, known: Any, name: str) -> Any:
+    """`value` with its keys in the order of `known`; raises UsageError where it is nested otherwise."""
+    if known is None:
+        if isinstance(value, (list, tuple, dict)):
+            raise UsageError(f"input {name} is a {type(value).__name__}, but was one value when it was compiled")
+        return value
+    ((kind, parts),) = known.items()
+    if kind == "dict":
+        if not isinstance(value, dict) or value.keys() != parts.keys():
+            given = list(value) if isinstance(value, dict) else type(value).__name__
+            raise UsageError(f"input {name} was a dict of {list(parts)} when it was compiled, and is {given}")
+        return {key: conform(value[key], part, f"{name}.{key}") for key, part in parts.items()}
+    if type(value).__name__ != kind or len(value) != len(parts):
+        raise UsageError(f"input {name} was a {kind} of {len(parts)} when it was compiled, and is {value!r:.60}")
+    return like(
+        value, [conform(v, part, f"{name}[{i}]") for i, (v, part) in enumerate(zip(value, parts, strict=True))]
+    )
 
 
 def spread_call(
@@ -40,7 +74,7 @@ def map_specs(specs: Any, value: Any, change: Callable[[str, Spec, Any], Spec], 
         return {key: map_specs(specs[key], item, change, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         pairs = enumerate(zip(specs, value, strict=True))
-        return type(value)(map_specs(spec, item, change, f"{name}[{i}]") for i, (spec, item) in pairs)
+        return like(value, [map_specs(spec, item, change, f"{name}[{i}]") for i, (spec, item) in pairs])
     return change(name.removeprefix("."), specs, value)
 
 

@@ -15,9 +15,11 @@ from torch.fx import GraphModule, Node
 from graft.capture.dynamic import Spec, flat, input_names, map_specs, relaxed, spread_call, with_dims
 from graft.capture.static_cache import COUNTERS, PREFIX, WithCaches
 from graft.errors import CaptureError
-from graft.graph.nodes import placeholders, tensor_of
+from graft.graph.indexing import TensorPositions
+from graft.graph.nodes import leaves, placeholders, tensor_of
 from graft.graph.prefix import drop_prefix
 from graft.graph.signature import Signature, fixed_size, read_signature
+from graft.graph.storage import storage_id
 from graft.graph.trace import export_graph
 from graft.state.positions import written_dims
 
@@ -57,7 +59,11 @@ def capture_module(
         specs = map_specs(specs, call.bound, lambda _, spec, value: relaxed(spec, value))
     gm, lengths = call.export_free(specs)
     notes = (*call.notes, *lengths)
-    signature = read_signature(gm, flat(args, kwargs), names)
+    given = flat(args, kwargs)
+    signature = read_signature(gm, given, names)
+    asked = {index: given[index].is_contiguous() for index in call.positions.layouts}
+    laid = tuple(replace(leaf, contiguous=asked.get(i)) for i, leaf in enumerate(signature.leaves))
+    signature = replace(signature, leaves=laid)
     if isinstance(call.module, WithCaches):
         counted = tuple(replace(leaf, counts=leaf.name.rpartition(".")[2] in COUNTERS) for leaf in signature.leaves)
         signature = replace(signature, leaves=counted)
@@ -81,6 +87,7 @@ class Call:
     kwargs: dict[str, Any]
     names: list[str]
     notes: list[str] = field(default_factory=list)
+    positions: TensorPositions = field(default_factory=TensorPositions)
 
     @property
     def bound(self) -> dict[str, Any]:
@@ -98,18 +105,25 @@ class Call:
 
         def tie(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             values = flat(args, kwargs)
+            found = {storage_id(v): i for i, v in enumerate(values) if isinstance(v, torch.Tensor)}
+            self.positions.inputs = {memory: index for memory, index in found.items() if memory is not None}
             for (first, dim), *others in groups.values():
                 for other, place in others:
                     torch._check(values[first].shape[dim] == values[other].shape[place])
 
+        if not any(spec for spec in leaves(specs)):
+            specs = None  # torch takes no specs at all for what `**kwargs` takes
+        given_call = self.module, self.args, self.kwargs, specs
         hook = self.module.register_forward_pre_hook(tie, with_kwargs=True)
         try:
-            return export_graph(self.module, self.args, self.kwargs, specs, exact_sizes=True)
+            return export_graph(
+                self.module, self.args, self.kwargs, specs, exact_sizes=True, positions=self.positions
+            )
         except CaptureError:
             if torch.__version__ >= "2.12":
                 raise
             # 2.11 cannot slice at a symbolic place so; without, 0 and 1 are outside of what the graph is for
-            gm = export_graph(self.module, self.args, self.kwargs, specs)
+            gm = export_graph(*given_call, positions=self.positions)
             self.notes[:] = ["captured for dynamic sizes of 2 and more: torch 2.11 cannot capture it for all sizes"]
             return gm
         finally:

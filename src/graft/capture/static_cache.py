@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from graft.capture.dynamic import like
 from graft.errors import CaptureError, UsageError
 
 PREFIX = "module"
@@ -46,7 +47,7 @@ def replace(value: Any, change: Callable[[StaticCache, str], Any], path: str = "
         changed = {key: replace(item, change, f"{path}.{key}") for key, item in value.items()}
         return type(value)(**changed) if type(value) is not dict else changed
     if isinstance(value, (list, tuple)):
-        return type(value)(replace(item, change, f"{path}.{index}") for index, item in enumerate(value))
+        return like(value, [replace(item, change, f"{path}.{index}") for index, item in enumerate(value)])
     return value
 
 
@@ -79,18 +80,24 @@ def initialize(
         allocate(cache, trials[id(cache)])
 
 
-def allocate(cache: StaticCache, like: StaticCache | None) -> None:
-    """Gives the layers of `cache` that have no tensors those that the layers of `like` have, empty."""
-    for index, layer in enumerate(cache.layers):
-        if layer.is_initialized:
-            continue
-        if like is None:
+def allocate(cache: StaticCache, example: StaticCache | None) -> list[Any]:
+    """Gives the layers of `cache` that have no tensors those that the layers of `example` have, empty; which ones."""
+    fresh = [(layer, index) for index, layer in enumerate(cache.layers) if not layer.is_initialized]
+    for layer, index in fresh:
+        if example is None:
             raise UsageError(
                 "the StaticCache has no tensors yet, and a loaded module does not know their sizes;"
                 " call cache.early_initialization(batch_size, num_heads, head_dim, dtype, device) first"
             )
-        known = like.layers[index]
+        known = example.layers[index]
         layer.lazy_initialization(known.keys[:, :, :0], known.values[:, :, :0])
+    return [layer for layer, _ in fresh]
+
+
+def release(layers: list[Any]) -> None:
+    """Takes back what `allocate` gave, for a call that was refused."""
+    for layer in layers:
+        layer.keys, layer.values, layer.is_initialized = None, None, False
 
 
 @dataclass
@@ -134,7 +141,7 @@ class WithCaches(torch.nn.Module):
         if isinstance(value, dict):
             return {key: self.unpack(item, caches) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self.unpack(item, caches) for item in value)
+            return like(value, [self.unpack(item, caches) for item in value])
         return value
 
 
@@ -160,7 +167,7 @@ def put(value: Any, path: list[str], cache: StaticCache) -> Any:
         value[path[0]] = put(value.get(path[0]), path[1:], cache)
         return value
     index = int(path[0])
-    return type(value)(put(item, path[1:], cache) if i == index else item for i, item in enumerate(value))
+    return like(value, [put(item, path[1:], cache) if i == index else item for i, item in enumerate(value)])
 
 
 def rebuild(cache: StaticCache, layers: list[dict[str, Any]]) -> StaticCache:

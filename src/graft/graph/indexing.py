@@ -9,11 +9,15 @@ Slice bounds that are 0-d tensors (`cache[:, :, pos : pos + 1] = x`) are read wi
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from graft.graph.nodes import TORCH
+from graft.graph.storage import storage_id
 
 
 def is_scalar_index(item: object) -> bool:
@@ -22,9 +26,19 @@ def is_scalar_index(item: object) -> bool:
 
 
 class TensorPositions(TorchFunctionMode):
-    """Within it, `tensor[index] = value` takes 0-d tensors in `index` without reading them."""
+    """Within it, `tensor[index] = value` takes 0-d tensors in `index` without reading them.
+
+    It also notes in whose memory `contiguous()` and `is_contiguous()` were asked for: the answer is not in the graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: dict[int | None, int] = {}  # memory → number of the input
+        self.layouts: set[int] = set()  # inputs whose layout the program has asked for
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in LAYOUT and self.inputs and asked_by_program():
+            self.layouts |= {self.inputs[m] for m in (storage_id(args[0]),) if m in self.inputs}
         if func is Tensor.__setitem__:
             target, index, value = args
             items = list(index) if isinstance(index, tuple) else [index]
@@ -35,6 +49,18 @@ class TensorPositions(TorchFunctionMode):
             if varies and not mixed(items):
                 return write_at(target, items, value)
         return func(*args, **(kwargs or {}))
+
+
+LAYOUT = (Tensor.contiguous, Tensor.is_contiguous)
+MODES = ("non_strict_utils.py", "proxy_tensor.py", "overrides.py")  # what torch puts between a program and this mode
+
+
+def asked_by_program() -> bool:
+    """The call comes from the program and not from torch, which asks whenever it computes strides."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(MODES):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(TORCH)
 
 
 def bounds_in_tensors(item: slice) -> bool:

@@ -73,6 +73,7 @@ class Leaf:
     shape: tuple[int | str, ...] = ()
     value: Any = None
     symbolic: bool = False  # `value` is an expression over symbols
+    contiguous: bool | None = None  # whether it was, where the program has asked
     counts: bool = False  # changes from call to call: another value takes another way, and is no mistake
 
     @property
@@ -127,6 +128,9 @@ class Signature:
             if problem:
                 advice = "" if leaf.counts else "; compile again, with dynamic_shapes where sizes vary"
                 raise (GuardFailed if leaf.counts else UsageError)(f"input {leaf.name} {problem}{advice}")
+            if leaf.contiguous is not None and value.is_contiguous() != leaf.contiguous:
+                now = "contiguous" if value.is_contiguous() else "not contiguous"
+                raise GuardFailed(f"input {leaf.name} is {now}, which the program asks for")
             for place, expression, size in free_sizes(leaf, value):
                 if SYMBOL.fullmatch(expression) and expression not in bound:
                     bound[expression] = size

@@ -59,6 +59,7 @@ def export_graph(
     dynamic_shapes: Any = None,
     *,
     exact_sizes: bool = False,
+    positions: TensorPositions | None = None,
 ) -> GraphModule:
     """Exports, turns lifted state back into attributes, and canonicalizes. State is shared with `module`.
 
@@ -67,7 +68,13 @@ def export_graph(
     """
     sizes = torch.fx.experimental._config.patch(backed_size_oblivious=exact_sizes)
     try:
-        with sizes, torch.no_grad(), TensorPositions(), assignments_as_writes(module), quiet(FAKE_TENSOR):
+        with (
+            sizes,
+            torch.no_grad(),
+            positions or TensorPositions(),
+            assignments_as_writes(module),
+            quiet(FAKE_TENSOR),
+        ):
             program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:  # torch.export raises whatever the model raises; nothing is swallowed
         raise CaptureError(

@@ -6,6 +6,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 from graft.artifact import Artifact, SavedGraph, read_artifact, write_artifact
+from graft.runtime.call_form import CallForm
 from graft.runtime.compile import CompiledModule
 from graft.runtime.variant import Settings, Variant, lower_variant
 from graft.state.initial import Initial
@@ -21,7 +22,7 @@ def save_compiled(compiled: CompiledModule, path: str | Path, *, overwrite: bool
         compiled.settings.config.kernels,
         {name: initial.value for name, initial in compiled.initial.items()},
         {
-            "keywords": list(compiled.keywords),
+            "form": compiled.form.to_data(),
             "caches": compiled.cache_count,
             "reuse_outputs": compiled.settings.reuse_outputs,
         },
@@ -41,8 +42,8 @@ def load_compiled(path: str | Path) -> CompiledModule:
     config = load_config({"kernels": dict(artifact.kernels)} if artifact.kernels else None)
     settings = Settings(config, artifact.backend, artifact.extra["reuse_outputs"])
     variants = [load_graph(saved, settings, artifact.notes) for saved in artifact.graphs]
-    compiled = CompiledModule(variants, {name: Initial(value) for name, value in artifact.initial.items()}, settings)
-    compiled.keywords = tuple(artifact.extra["keywords"])
+    initial = {name: Initial(value) for name, value in artifact.initial.items()}
+    compiled = CompiledModule(variants, CallForm.from_data(artifact.extra["form"]), initial, settings)
     compiled.cache_count = artifact.extra["caches"]
     return compiled
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from graft.backends.buffers import elements_are_apart
 from graft.errors import ReadOnlyInput, ReplacedBuffer, SharedMemoryError
 from graft.graph.storage import storage_id
 from graft.state.regions import disjoint
@@ -56,7 +57,8 @@ class MemoryCheck:
 
 
 def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_inference()
+    inference = tensor.is_inference() and not torch.is_inference_mode_enabled()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), inference
 
 
 def storage_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -86,8 +88,8 @@ def check_memory(
 
 
 def write_problem(tensor: torch.Tensor) -> str | None:
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        return "is expanded: several of its elements are one place in memory"
+    if not elements_are_apart(tensor):
+        return "is expanded or overlaps itself: several of its elements are one place in memory"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in torch.inference_mode(), which forbids writes outside of it"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from graft.backends.replay import Replays
 from graft.capture.dynamic import flat, in_order
 from graft.capture.module import capture_module
-from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack
+from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack, release
 from graft.errors import CaptureError, GuardFailed, ReplacedBuffer, UsageError
+from graft.runtime.call_form import CallForm
+from graft.runtime.checks import BufferCheck
 from graft.runtime.variant import Settings, Variant, build_variant
 from graft.state.alias_map import Alias
 from graft.state.initial import Initial, initial_values, written_buffers
@@ -23,12 +26,15 @@ from graft.transforms.report import Report
 
 log = logging.getLogger("graft")
 MOST_VARIANTS = 16  # a program with more branches on sizes recompiles for ever
+CAPTURING = threading.Lock()  # torch.export swaps parts of the module while it traces
 MOST_KINDS = 1024  # combinations of sizes that are remembered as checked
 
 
 def kind(value: Any) -> Any:
     """All of an input that decides which graph is right for it."""
-    return (value.dtype, value.device, value.shape) if isinstance(value, torch.Tensor) else (type(value), value)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.device, value.shape, value.is_contiguous()
+    return type(value), value
 
 
 class CompiledModule(torch.nn.Module):
@@ -38,15 +44,19 @@ class CompiledModule(torch.nn.Module):
     it; a call that takes another way is captured when it is first made, and the report says so.
     """
 
-    def __init__(self, variants: Sequence[Variant], initial: Mapping[str, Initial], settings: Settings) -> None:
+    def __init__(
+        self, variants: Sequence[Variant], form: CallForm, initial: Mapping[str, Initial], settings: Settings
+    ) -> None:
         super().__init__()
         self.graph_module = variants[0].graph_module
         self.variants = list(variants)
         self.settings = settings
         self.initial = dict(initial)
-        self.keywords: tuple[str, ...] = ()
+        self.form = form
+        self._outside = torch.compiler.disable(self.run)
         self._source: tuple[torch.nn.Module, Any] | None = None  # the module and its dynamic_shapes; a tuple, so that
         self._caches: list[Any] = []  # it is not registered as a submodule
+        self._sources: BufferCheck | None = None  # the state that is shared with the module stays the same tensors
         self.cache_count = 0  # StaticCaches among the arguments
         self._known: dict[tuple[Any, ...], Variant] = {}  # kinds of inputs that were checked
 
@@ -73,7 +83,7 @@ class CompiledModule(torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "graph_module":
+            if name == "graph_module" or name.startswith("__"):
                 raise
             return getattr(super().__getattr__("graph_module"), name)
 
@@ -83,43 +93,61 @@ class CompiledModule(torch.nn.Module):
             raise ReplacedBuffer(name)
         super().__setattr__(name, value)
 
+    def __deepcopy__(self, memo: Any) -> CompiledModule:
+        raise UsageError("a compiled module is bound to its state and cannot be copied; save and load it, or compile")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("a compiled module cannot be pickled; compiled.save(path) writes a folder for graft.load")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> CompiledModule:  # noqa: ARG002
+        raise UsageError("a compiled module keeps its dtype and device; convert the module and compile it again")
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # torch.export and torch.compile trace graft's ops, not their kernels
-            if self.cache_count:
-                raise UsageError("a module compiled with a StaticCache is not traced again; trace the model itself")
-            with torch.no_grad():
-                return self.graph_module(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return self._outside(args, kwargs)  # a graph break: what runs here checks its inputs, in Python
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.run(args, kwargs)
         return self.run(args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kwargs = self.named(kwargs)
-        caches: list[Any] = []
+        caches, fresh = [], []
         if self.cache_count:
             caches = find_caches((args, kwargs))
-            self.prepare(caches)
+            fresh = self.prepare(caches)
             args, kwargs = pack(args, caches), pack(kwargs, caches)
-        values = flat(args, kwargs)
-        variant = self.choose(args, kwargs, values)
-        variant.check(values)
+        try:
+            args, kwargs = self.form.apply(args, kwargs)
+            values = flat(args, kwargs)
+            if torch.compiler.is_exporting():  # traces graft's ops, not their kernels
+                return self.traced(args, kwargs, values)
+            if self._sources is not None and self.backend != "cuda_graph":
+                self._sources()
+            variant = self.choose(args, kwargs, values)
+            variant.check(values)
+        except UsageError:
+            release(fresh)
+            raise
         result = variant.run(values, args, kwargs)
         return hand_back(result, caches, variant.returned) if caches else result
 
-    def named(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments in the order of the graph's."""
-        if tuple(kwargs) == self.keywords:
-            return kwargs
-        if kwargs.keys() != set(self.keywords):
-            raise UsageError(f"compiled with the keyword arguments {list(self.keywords)}, called with {list(kwargs)}")
-        return {name: kwargs[name] for name in self.keywords}
+    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Any:
+        """The graph for inputs of these sizes, for torch.export; its guards become those of the trace."""
+        if self.cache_count:
+            raise UsageError("a module compiled with a StaticCache is not traced again; trace the model itself")
+        found = self.fitting(values)
+        if isinstance(found, GuardFailed):
+            raise UsageError(f"{found}; call the compiled module with such sizes before it is traced")
+        if isinstance(found, UsageError):
+            raise found
+        return found.graph_module(*args, **kwargs)
 
-    def prepare(self, caches: list[Any]) -> None:
+    def prepare(self, caches: list[Any]) -> list[Any]:
+        """Allocates caches that have no tensors yet; the layers that got some."""
         if len(caches) != self.cache_count:
             raise UsageError(f"compiled with {self.cache_count} caches, called with {len(caches)}")
-        for index, cache in enumerate(caches):
-            allocate(cache, self._caches[index] if self._caches else None)
+        examples = self._caches or [None] * len(caches)
+        return [layer for cache, known in zip(caches, examples, strict=True) for layer in allocate(cache, known)]
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
         """The variant for these inputs, captured now if the program takes a way that none holds."""
@@ -132,20 +160,26 @@ class CompiledModule(torch.nn.Module):
         return known
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
-        first: UsageError | None = None
+        found = self.fitting(values)
+        if isinstance(found, GuardFailed):
+            return self.capture(args, kwargs, found)
+        if isinstance(found, UsageError):
+            raise found
+        return found
+
+    def fitting(self, values: list[Any]) -> Variant | UsageError:
+        """The variant that was captured for such inputs, or what is against the first one."""
+        problems: list[UsageError] = []
         for variant in self.variants:
             if len(values) != len(variant.signature.leaves):
-                raise UsageError(f"compiled with {len(variant.signature.leaves)} inputs, called with {len(values)}")
+                return UsageError(f"compiled with {len(variant.signature.leaves)} inputs, called with {len(values)}")
             try:
                 variant.signature.check(values)
             except UsageError as error:
-                first = first or error
+                problems.append(error)
             else:
                 return variant
-        assert first is not None
-        if not isinstance(first, GuardFailed):
-            raise first
-        return self.capture(args, kwargs, first)
+        return problems[0]
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: GuardFailed) -> Variant:
         if self._source is None:
@@ -156,7 +190,8 @@ class CompiledModule(torch.nn.Module):
             raise UsageError(f"{why}, and {MOST_VARIANTS} variants are captured already; make the size static")
         module, dynamic_shapes = self._source
         try:
-            captured = capture_module(module, args, kwargs, dynamic_shapes, caches=self._caches, branch=True)
+            with CAPTURING:
+                captured = capture_module(module, args, kwargs, dynamic_shapes, caches=self._caches, branch=True)
         except CaptureError as error:
             raise UsageError(f"{why}, and the program cannot be captured for these inputs: {error}") from error
         variant = build_variant(captured, self.settings, self.report.model)
@@ -215,7 +250,8 @@ def compile(
     packed = pack(args, caches), pack(kwargs, caches)
     captured = capture_module(module, *packed, dynamic_shapes, caches=caches)
     variant = build_variant(captured, settings, type(module).__name__)
-    compiled = CompiledModule([variant], initial_values(variant.graph_module), settings)
-    compiled.keywords = tuple(kwargs)
+    form = CallForm.of(module, *packed)
+    compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
+    compiled._sources = BufferCheck(module)
     compiled._source, compiled._caches, compiled.cache_count = (module, dynamic_shapes), caches, len(caches)
     return compiled

@@ -15,16 +15,28 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.errors import PositionError
-from graft.graph.memory import is_mutating, mutated_args, written_value
-from graft.graph.nodes import is_op, leaves, static_int, tensor_val, val, where
+from graft.graph.memory import address, is_mutating, mutated_args, written_value
+from graft.graph.nodes import is_op, leaves, outlives_call, static_int, tensor_val, val, where
 from graft.state.aliases import META_ONLY
 from graft.state.writes import Write, owner_of, state_writes
 
 aten = torch.ops.aten
 OPEN_END = 2**62  # a slice without an end has the largest int64
 LARGEST_COUNTER = 4096  # elements of a tensor that is copied to compute positions
-BY_INDEX = (aten.index_copy_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
-SCATTERS = (aten.scatter_.src, aten.scatter_.value)
+# (target, dim, index, …)
+BY_INDEX = (
+    aten.index_copy_.default,
+    aten.index_add_.default,
+    aten.index_reduce_.default,
+    aten.index_fill_.int_Scalar,
+    aten.index_fill_.int_Tensor,
+    aten.scatter_.src,
+    aten.scatter_.value,
+    aten.scatter_.reduce,
+    aten.scatter_.value_reduce,
+    aten.scatter_add_.default,
+    aten.scatter_reduce_.two,
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,8 @@ def places(write: Write) -> Iterator[Place]:
     while node is not write.owner:
         if is_op(node, aten.slice.Tensor):
             source, dim, start, end = (*node.args, None, None)[:4]
-            yield Place(source, rank_dim(source, dim), start, OPEN_END if end is None else end, negative=True)
+            last = OPEN_END if end is None or (static_int(end) or 0) > OPEN_END else end
+            yield Place(source, rank_dim(source, dim), start, last, negative=True)
         elif is_op(node, aten.select.int):
             source, dim, index = node.args
             yield Place(source, rank_dim(source, dim), index, negative=True)
@@ -52,7 +65,7 @@ def places(write: Write) -> Iterator[Place]:
             return
         node = node.args[0]
     into, call = write.into, write.node
-    if is_op(call, *BY_INDEX, *SCATTERS):
+    if is_op(call, *BY_INDEX):
         yield Place(into, rank_dim(into, call.args[1]), call.args[2])
     elif is_op(call, aten.index_put_.default):
         for dim, index in enumerate(call.args[1]):
@@ -118,7 +131,10 @@ class PositionChecks:
         """Raises PositionError for a place that does not exist; `inputs` are those of the graph, in its order."""
         if self.graph_module is None:
             return
-        values = self.graph_module.forward(*inputs)
+        try:
+            values = self.graph_module.forward(*inputs)
+        except IndexError as error:  # a selection on the way to the place
+            raise PositionError(str(error)) from error
         for index, check in enumerate(self.checks):
             problem = check.problem(*values[3 * index : 3 * index + 3])
             if problem:
@@ -134,7 +150,7 @@ def position_checks(gm: GraphModule, names: dict[Node, str]) -> PositionChecks:
     for write in writes:
         for place in places(write):
             tensor = tensor_val(place.into)
-            if tensor is None or is_fixed(place, tensor):
+            if tensor is None or is_fixed(place, tensor) or place.last == OPEN_END:
                 continue
             earlier = [other for other in writes if other.node < write.node]
             sources = computation([n for n in (place.first, place.last) if isinstance(n, Node)], earlier)
@@ -186,9 +202,16 @@ def computation(results: list[Node], writes: list[Write]) -> set[Node] | str:
         else:
             todo += node.all_input_nodes
         owner = owner_of(node)
-        if owner.op in ("placeholder", "get_attr"):
+        if outlives_call(owner):
             todo += [write.node for write in writes if write.owner is owner]
+            if any(write.owner is not owner and same_memory(write.owner, owner) for write in writes):
+                return f"%{owner.name} is written through another buffer of the same memory"
     return needed
+
+
+def same_memory(left: Node, right: Node) -> bool:
+    attributes = left.op == right.op == "get_attr"
+    return attributes and address(left.graph, left) == address(right.graph, right)
 
 
 def node_problem(node: Node) -> str | None:

@@ -1,0 +1,197 @@
+"""What a compiled module may be called with, and what it makes of it: forms of arguments, layouts, copies, traces."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import graft
+from graft.errors import PositionError, ReadOnlyInput, ReplacedBuffer, UsageError
+
+
+class Nested(nn.Module):
+    def forward(self, state, pair, *, scale=1.0, last=None):
+        state["k"].add_(pair[0])
+        return state["k"] - state["v"] * pair[1][0] * scale
+
+
+def nested_call():
+    return {"k": torch.ones(3), "v": torch.zeros(3)}, (torch.ones(3), [torch.ones(3)])
+
+
+def test_nested_inputs_are_taken_by_their_keys_r33():
+    compiled = graft.compile(Nested(), nested_call())
+    state, pair = nested_call()
+    other = {"v": torch.zeros(3), "k": torch.ones(3)}  # another order, the same cache is written
+    assert torch.equal(compiled(other, pair), Nested()(state, pair))
+    assert torch.equal(other["k"], state["k"]) and not other["v"].any()
+    for call, message in (
+        (({"k": torch.ones(3), "w": torch.zeros(3)}, pair), r"was a dict of \['k', 'v'\]"),
+        ((state, (torch.ones(3), [torch.ones(3), torch.ones(3)])), r"input pair\[1\] was a list of 1"),
+        ((state, [torch.ones(3), [torch.ones(3)]]), "input pair was a tuple of 2"),
+        ((state, (torch.ones(3), torch.ones(3))), r"input pair\[1\] was a list of 1"),
+        ((torch.ones(3), pair), "input state was a dict"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            compiled(*call)
+
+
+def test_arguments_by_position_or_by_name_r33():
+    compiled = graft.compile(Nested(), nested_call())
+    state, pair = nested_call()
+    expected = Nested()(*nested_call())
+    assert torch.equal(compiled(state, pair=pair), expected)
+    assert torch.equal(compiled(**dict(zip(("pair", "state"), reversed(nested_call()), strict=True))), expected)
+    assert torch.equal(compiled(*nested_call(), scale=1.0, last=None), expected)  # their defaults
+    for kwargs in ({"scale": 2.0}, {"last": torch.ones(3)}, {"nothing": 1}):
+        with pytest.raises(UsageError, match="keyword arguments"):
+            compiled(*nested_call(), **kwargs)
+    with pytest.raises(UsageError, match="compiled with 2 inputs"):
+        compiled(state)
+
+
+def test_keywords_that_double_star_takes_and_named_tuples_r33():
+    class Pair(NamedTuple):
+        a: torch.Tensor
+        b: torch.Tensor
+
+    class Many(nn.Module):
+        def forward(self, x, **others):
+            return x * others["a"] - others["b"]
+
+    given = {"a": torch.full((3,), 2.0), "b": torch.ones(3)}
+    compiled = graft.compile(Many(), (torch.ones(3),), given)
+    assert torch.equal(compiled(torch.ones(3), b=given["b"], a=given["a"]), torch.ones(3))
+
+    class Named(nn.Module):
+        def forward(self, pair):
+            return pair.a - pair.b
+
+    pair = Pair(torch.ones(3), torch.zeros(3))
+    assert torch.equal(graft.compile(Named(), (pair,))(pair), torch.ones(3))
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor", "cuda_graph"])
+def test_a_copy_that_contiguous_makes_is_not_forgotten_r32(backend):
+    class Contiguous(nn.Module):
+        def forward(self, cache, x):
+            flat = cache.contiguous()
+            flat.add_(x)
+            return flat * 1
+
+    compiled = graft.compile(Contiguous(), (torch.zeros(3, 4), torch.ones(3, 4)), backend=backend)
+    for make in (lambda: torch.zeros(3, 4), lambda: torch.zeros(4, 3).t(), lambda: torch.zeros(3, 4)):
+        got, expected = make(), make()
+        assert torch.equal(compiled(got, torch.ones(3, 4)), Contiguous()(expected, torch.ones(3, 4)))
+        assert torch.equal(got, expected)
+    assert len(compiled.variants) == 2 and "not contiguous" in compiled.report.notes[-1]
+
+
+def test_layouts_that_nobody_asks_for_need_no_variant_r32():
+    class Plain(nn.Module):
+        def forward(self, cache, x):
+            cache.add_(x)
+            return (cache * 2).transpose(0, 1).contiguous()
+
+    compiled = graft.compile(Plain(), (torch.zeros(3, 4), torch.ones(3, 4)))
+    got = torch.zeros(4, 3).t()
+    compiled(got, torch.ones(3, 4))
+    assert got.sum() == 12 and len(compiled.variants) == 1
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.steps += 1
+        return self.linear(x) * self.steps if x.shape[0] == 1 else self.linear(x)
+
+
+def counting():
+    module = Counts().eval()
+    return module, graft.compile(module, (torch.ones(3, 3),), dynamic_shapes={"x": {0: Dim.DYNAMIC}})
+
+
+def test_what_cannot_be_kept_is_refused_r29():
+    module, compiled = counting()
+    for action in (copy.deepcopy, pickle.dumps, lambda c: c.double(), lambda c: c.to(torch.bfloat16)):
+        with pytest.raises(UsageError, match="compile"):
+            action(compiled)
+    module.steps = torch.tensor(7.0)  # the state is shared, and would be no more
+    with pytest.raises(ReplacedBuffer, match="steps"):
+        compiled(torch.ones(3, 3))
+
+
+@torch.no_grad()
+def test_a_trace_of_a_compiled_module_takes_the_way_of_its_sizes_r36():
+    module, compiled = counting()
+    with torch.no_grad():
+        with pytest.raises(UsageError, match="call the compiled module with such sizes before"):
+            torch.export.export(compiled, (torch.ones(1, 3),), strict=False)
+        compiled(torch.ones(1, 3))
+        program = torch.export.export(compiled, (torch.ones(1, 3),), strict=False).module()
+        twin = copy.deepcopy(module)
+        assert torch.equal(program(torch.ones(1, 3)), twin(torch.ones(1, 3)))
+        traced = torch.compile(compiled, backend="eager")
+        twin = copy.deepcopy(module)
+        for size in (3, 1, 2):
+            assert torch.equal(traced(torch.ones(size, 3)), twin(torch.ones(size, 3)))
+    with pytest.raises(UsageError, match="has the shape"):
+        torch.export.export(compiled, (torch.ones(3, 4),), strict=False)
+
+
+def test_positions_of_sums_are_checked_r33():
+    class Adds(nn.Module):
+        def forward(self, k, v, position, x):
+            k[0] = 7.0
+            v.index_add_(0, position, x)
+            return v.scatter_add_(0, position[:, None].expand(1, 3), x).sum()
+
+    k, v, x = torch.zeros(4, 3), torch.zeros(4, 3), torch.ones(1, 3)
+    compiled = graft.compile(Adds(), (k.clone(), v.clone(), torch.tensor([1]), x))
+    with pytest.raises(PositionError, match="position 4 of v"):
+        compiled(k, v, torch.tensor([4]), x)
+    assert not k.any() and not v.any()
+
+
+def test_counters_in_shared_memory_are_not_guessed_r33():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(2, dtype=torch.long))
+            self.register_buffer("view", self.n[:1])
+            self.register_buffer("k", torch.zeros(4, 3))
+
+        def forward(self, x):
+            self.view.add_(1)
+            self.k.index_copy_(0, self.n[:1], x)
+            return self.k * 1
+
+    compiled = graft.compile(Tied(), (torch.ones(1, 3),))
+    assert any("written through another buffer of the same memory" in note for note in compiled.report.notes)
+
+
+def test_a_cache_is_writable_where_it_is_called_r33():
+    class Writes(nn.Module):
+        def forward(self, k, v):
+            k.add_(1)
+            return v.add_(1).sum()
+
+    compiled, k = graft.compile(Writes(), (torch.zeros(3), torch.zeros(3))), torch.zeros(3)
+    with torch.inference_mode():
+        v = torch.zeros(3)
+        compiled(k, v)
+    with pytest.raises(ReadOnlyInput, match="inference_mode"):
+        compiled(k, v)
+    assert k.eq(1).all()
+    with pytest.raises(ReadOnlyInput, match="overlaps itself"):
+        compiled(torch.zeros(20).as_strided((3,), (0,)), torch.zeros(3))
