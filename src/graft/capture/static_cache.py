@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from graft.errors import CaptureError, UsageError
+from graft.graph.snapshot import Noted
 
 PREFIX = "module"
 COUNTERS = ("cumulative_length_int",)
@@ -94,7 +95,7 @@ def allocate(cache: StaticCache, like: StaticCache | None) -> None:
 
 
 @dataclass
-class Results:
+class Results(Noted):
     """Where the result holds which cache, once the model ran. Not on the module: export puts attributes back."""
 
     returned: tuple[tuple[str, int], ...] = ()
