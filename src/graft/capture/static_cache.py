@@ -20,6 +20,7 @@ import torch
 
 from graft.capture.dynamic import like
 from graft.errors import CaptureError, UsageError
+from graft.graph.snapshot import Noted
 
 PREFIX = "module"
 COUNTERS = ("cumulative_length_int",)
@@ -101,7 +102,7 @@ def release(layers: list[Any]) -> None:
 
 
 @dataclass
-class Results:
+class Results(Noted):
     """Where the result holds which cache, once the model ran. Not on the module: export puts attributes back."""
 
     returned: tuple[tuple[str, int], ...] = ()
