@@ -19,7 +19,8 @@ from torch.fx.traceback import preserve_node_meta
 
 from graft.backends.inductor import python_dispatcher
 from graft.errors import CaptureError, GraphRefused
-from graft.graph.canonical import ASSERTS, canonicalize
+from graft.graph.canonical import canonicalize
+from graft.graph.checks import METADATA, is_check
 from graft.graph.edit import attribute
 from graft.graph.memory import mutated_roots
 from graft.graph.nodes import OpOverload, is_op, leaves, output_node, placeholders, where
@@ -144,7 +145,7 @@ def refuse_calls(graph: Graph, inputs: Sequence[Any]) -> None:
     for node in graph.nodes:
         if isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags:
             raise GraphRefused(f"{where(node)} changes the shape of a tensor in place ({node.target})")
-        if node.target in ASSERTS and node.target is not aten._assert_tensor_metadata.default:
+        if is_check(node) and node.target is not METADATA:
             raise GraphRefused(f"{where(node)} checks a value at run time ({node.target})")
     written = mutated_roots(graph)
     owners = [storage_id(value) if isinstance(value, torch.Tensor) else None for value in inputs]

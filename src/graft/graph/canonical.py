@@ -18,25 +18,17 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.graph import rules
+from graft.graph.checks import checked_numbers, drop_proven_checks
 from graft.graph.memory import alias_sources, is_mutating, mutated_args, mutated_roots, storage_root, written_value
 from graft.graph.nodes import OpOverload, leaves, output_node, placeholders, tensor_val, val
 
 aten = torch.ops.aten
 
-# Checks that export writes for itself; capture has proven them or they restate recorded metadata.
-ASSERTS = {
-    aten._assert_tensor_metadata.default,
-    aten._assert_async.msg,
-    aten._assert_scalar.default,
-    aten.sym_constrain_range.default,
-    aten.sym_constrain_range_for_size.default,
-}
-
 
 def canonicalize(gm: GraphModule) -> None:
     """Brings the graph into normal form, in place. The caller recompiles when the module is to be run."""
     inline_grad_regions(gm)
-    drop_asserts(gm.graph)
+    drop_proven_checks(gm.graph)
     drop_self_copies(gm.graph)
     while sweep(gm.graph):
         pass
@@ -70,13 +62,6 @@ def replace_outputs(graph: Graph, node: Node, outputs: Any) -> None:
             raise AssertionError(f"{user} reads the tuple {node} as a whole")
         user.replace_all_uses_with(outputs[user.args[1]])
         graph.erase_node(user)
-
-
-def drop_asserts(graph: Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        guard_call = node.op == "call_module" and str(node.target).split(".")[-1].startswith("_guards_fn")
-        if not node.users and (node.target in ASSERTS or guard_call):
-            graph.erase_node(node)
 
 
 def drop_self_copies(graph: Graph) -> None:
@@ -122,7 +107,7 @@ def may_share(node: Node, same: Node, mutated: set[Node]) -> bool:
 
 def merge_equal(graph: Graph) -> None:
     """Common subexpressions: the second of two equal pure calls becomes the first. Symbolic ints merge by value."""
-    mutated, returned = mutated_roots(graph), returned_roots(graph)
+    mutated, returned, checked = mutated_roots(graph), returned_roots(graph), checked_numbers(graph)
     first: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if node.target is aten.mul.Tensor:
@@ -131,7 +116,7 @@ def merge_equal(graph: Graph) -> None:
         if key is None:
             continue
         seen = first.setdefault(key, node)
-        if seen is not node and not (node in returned and seen in returned):
+        if seen is not node and node not in checked and not (node in returned and seen in returned):
             node.replace_all_uses_with(seen)
             graph.erase_node(node)
 
@@ -192,5 +177,5 @@ def dead_write(node: Node) -> bool:
 
 
 def is_effect(node: Node) -> bool:
-    """A call without tensor result that is kept for what it does (asserts that are not ours, prints)."""
+    """A call without tensor result that is kept for what it does (checks of data, prints)."""
     return isinstance(node.target, OpOverload) and not node.target._schema.returns

@@ -1,4 +1,5 @@
-"""What the calls of a graph do to memory: whose memory a result may be in, and what is written. Read off the schemas.
+"""What the calls of a graph do to memory: whose memory a result may be in, and what is written. Read off the schemas,
+and off a table for the ops whose schemas are silent.
 
 The facts about one node are here, where everything that reads a graph can ask them; `graft.state` builds the analysis
 of a whole graph on them (groups of nodes, regions, order).
@@ -31,6 +32,20 @@ MAYBE_VIEWS = frozenset(
     )
 )
 
+RUNNING = ("running_mean", "running_var")
+# write arguments although their schemas do not say so: what they write, and the flag without which they do not
+UNDECLARED_WRITES: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "aten::batch_norm": (RUNNING, "training"),
+    "aten::instance_norm": (RUNNING, "use_input_stats"),
+    "aten::native_batch_norm": (RUNNING, "training"),
+    "aten::cudnn_batch_norm": (RUNNING, "training"),
+    "aten::miopen_batch_norm": (RUNNING, "training"),
+    "aten::_batch_norm_impl_index": (RUNNING, "training"),
+    "aten::batch_norm_update_stats": (RUNNING, None),
+    "aten::batch_norm_gather_stats": (RUNNING, None),
+    "aten::batch_norm_gather_stats_with_counts": (RUNNING, None),
+}
+
 
 @dataclass(frozen=True)
 class Place:
@@ -49,17 +64,24 @@ class Place:
 class Effects:
     """What an op does to memory: the arguments it writes, and for each result those whose memory it may be in.
 
+    undeclared: written beside those, in calls where `flag` is not False (in all of them where there is no flag).
     No op of ATen gives a result that may be in one of several arguments (a test holds that).
     """
 
     written: tuple[Place, ...] = ()
     results: tuple[tuple[Place, ...], ...] = ()
     maybe_view: bool = False
+    undeclared: tuple[Place, ...] = ()
+    flag: Place | None = None
+
+    def written_by(self, node: Node) -> tuple[Place, ...]:
+        off = not self.undeclared or (self.flag is not None and self.flag.of(node) is False)
+        return self.written if off else self.written + self.undeclared
 
 
 @cache
 def effects(target: Any) -> Effects:
-    """Of an op overload, from its schema; a plain function has none."""
+    """Of an op overload, from its schema and `UNDECLARED_WRITES`; a plain function has none."""
     schema = target._schema if isinstance(target, OpOverload) else None
     if schema is None:
         returned = (Place(0, ""),) if getattr(target, "returns_argument", False) else ()
@@ -76,7 +98,9 @@ def effects(target: Any) -> Effects:
         if maybe and not found:  # the first tensor, or list of tensors
             found = tuple(place for a, place in places if "Tensor" in str(a.type))[:1]
         results.append(found)
-    return Effects(written, tuple(results), maybe)
+    silent, flag = UNDECLARED_WRITES.get(schema.name, ((), None))
+    undeclared = tuple(place for _, place in places if place.name in silent)
+    return Effects(written, tuple(results), maybe, undeclared, next((p for _, p in places if p.name == flag), None))
 
 
 def mutated_args(node: Node) -> list[Node]:
@@ -84,7 +108,10 @@ def mutated_args(node: Node) -> list[Node]:
     if node.op != "call_function":
         return []
     return [
-        leaf for place in effects(node.target).written for leaf in leaves(place.of(node)) if isinstance(leaf, Node)
+        leaf
+        for place in effects(node.target).written_by(node)
+        for leaf in leaves(place.of(node))
+        if isinstance(leaf, Node)
     ]
 
 
@@ -95,7 +122,11 @@ def written_args(graph: Graph) -> list[tuple[Node, Node]]:
 
 def is_mutating(node: Node) -> bool:
     """By its schema; `mutated_args` says what it writes, which for `detach_` is nothing."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    if not isinstance(node.target, OpOverload):
+        return False
+    if node.target._schema.is_mutable:
+        return True
+    return node.target._schema.name in UNDECLARED_WRITES and bool(mutated_args(node))
 
 
 def is_maybe_view(node: Node) -> bool:

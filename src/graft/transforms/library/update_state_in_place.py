@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from graft.graph.checks import is_check
 from graft.graph.edit import Editor
 from graft.graph.match import NearMiss
 from graft.graph.memory import alias_sources, is_maybe_view, mutated_args, nodes_in, with_views, written_value
@@ -61,10 +62,11 @@ class UpdateStateInPlace(BaseTransform):
     scatter_reduce, masked_fill, masked_scatter, and for chains of them. Two passes over the whole tensor go. A graph
     without the copy back stays as it is: its caller's tensors are not written.
 
-    Left alone, with the reason: the old value is read after the update, something else writes in between, the new
-    value comes from the same memory, or it is returned: the caller would hold the state itself, and the next step
-    would change what it holds. (`self.c = new; return self.c` returns the state in eager mode too, but once captured
-    it cannot be told from a value that is not to change.)
+    Left alone, with the reason: the old value is read after the update, something else writes in between, a value is
+    checked in between (the write would come before the check), the new value comes from the same memory, or it is
+    returned: the caller would hold the state itself, and the next step would change what it holds. (`self.c = new;
+    return self.c` returns the state in eager mode too, but once captured it cannot be told from a value that is not
+    to change.)
 
     Numerics: bitwise; the same call writes the same values.
     """
@@ -159,6 +161,10 @@ class StateMemory:
 def between(update: Update, touched: list[Access]) -> str | None:
     """From the first step to the copy nobody else may see or change the state."""
     state, first, last = update.state.name, update.steps[0], update.copy
+    node = first
+    while (node := node.next) is not last:
+        if is_check(node):  # the write would be done before a check that it comes after
+            return f"{where(node)} checks a value between {where(first)} and the copy back"
     for access in touched:
         node = access.node
         if node not in (*update.steps, last) and first < node < last:
