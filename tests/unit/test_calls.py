@@ -42,6 +42,16 @@ def test_nested_inputs_are_taken_by_their_keys_r33():
             compiled(*call)
 
 
+def test_one_tensor_as_two_examples_stays_two_inputs_r33():
+    class Two(nn.Module):
+        def forward(self, a, b):
+            return a + 2 * b
+
+    x, y = torch.ones(3), torch.full((3,), 5.0)
+    compiled = graft.compile(Two(), (x, x))
+    assert torch.equal(compiled(y, x), Two()(y, x)) and torch.equal(compiled(x, x), Two()(x, x))
+
+
 def test_arguments_by_position_or_by_name_r33():
     compiled = graft.compile(Nested(), nested_call())
     state, pair = nested_call()

@@ -121,6 +121,18 @@ def in_order(module: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in (*known, *(n for n in kwargs if n not in known))}
 
 
+def apart(value: Any, seen: set[int]) -> Any:
+    """Examples in which no tensor comes twice: torch.export would take two inputs for one."""
+    if isinstance(value, dict):
+        return {key: apart(item, seen) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return like(value, [apart(item, seen) for item in value])
+    if isinstance(value, torch.Tensor):
+        value = value.clone() if id(value) in seen else value
+        seen.add(id(value))
+    return value
+
+
 def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The inputs in the order of the graph's."""
     values = [*args, *kwargs.values()]

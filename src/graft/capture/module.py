@@ -12,7 +12,7 @@ import torch
 from torch.export import Dim
 from torch.fx import GraphModule, Node
 
-from graft.capture.dynamic import Spec, flat, input_names, map_specs, relaxed, spread_call, with_dims
+from graft.capture.dynamic import Spec, apart, flat, input_names, map_specs, relaxed, spread_call, with_dims
 from graft.capture.static_cache import COUNTERS, PREFIX, WithCaches
 from graft.errors import CaptureError
 from graft.graph.indexing import TensorPositions
@@ -47,6 +47,7 @@ def capture_module(
 
     `branch`: the program is captured once more because it branches on a size, which may then become static.
     """
+    args, kwargs = apart((args, kwargs), set())
     specs = spread_call(module, args, kwargs, dynamic_shapes)
     names = input_names(module, args, kwargs)
     call = Call(module, args, kwargs, names)
