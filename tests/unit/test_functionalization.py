@@ -209,7 +209,23 @@ def shifted_after_a_scatter(p, q, index):
     return p.sum()
 
 
+def transposed(x, index, cache):
+    """Loops of different ranges are fused, beside a copy that a scatter writes into."""
+    cache.transpose(1, 2).index_copy_(1, index, x.transpose(1, 2))
+    return cache.sum(2), x + 1
+
+
+def overlapping(x, c):
+    """The same with writes that overlap: the product is read behind both."""
+    y = x + 1
+    c[:3].add_(1)
+    c[1:].mul_(2)
+    return y, c[:3] * c[1:]
+
+
 REAL = [
+    (transposed, lambda: (torch.rand(2, 2, 2, 4), torch.tensor([0, 3]), torch.rand(2, 2, 8, 4))),
+    (overlapping, lambda: (torch.rand(4, 6), torch.rand(4, 6))),
     (shifted_after_a_scatter, lambda: (torch.rand(8, 16), torch.rand(8, 16), torch.tensor([2, 0]))),
     (forks, lambda: (torch.arange(64.0), torch.tensor([1]), torch.tensor([9.0]), torch.arange(64.0))),
     (reads_and_writes, lambda: (torch.rand(8, 16), torch.rand(8, 16))),

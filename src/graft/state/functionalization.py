@@ -15,11 +15,14 @@ What runs when, in torch 2.11 and 2.13 (torch/_inductor/fx_passes/{joint_graph,p
    asks whether the call reads what it overwrites (`x[1:] = x[:-1].clone()`, wrong values).
 7. `decompose_auto_functionalized` turns the functional calls that are left into clones and the mutating op.
 
-So all faults, for custom and for ATen ops, are mended in one place, 5.
+So all faults of the graph, for custom and for ATen ops, are mended in one place, 5. One of the schedule is left, in
+2.11 alone: see `keep_order`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from torch._higher_order_ops.auto_functionalize import (
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.virtualized import V
 from torch.fx import Graph, Node
+from torch.utils._ordered_set import OrderedSet
 
 from graft.graph.edit import abstract_call
 from graft.graph.nodes import OpOverload, is_op, leaves, output_node, static_int, tensor_of, val
@@ -46,6 +50,7 @@ from graft.state.work import FUNCTIONAL, FunctionalCall, View, Work, functional_
 
 aten = torch.ops.aten
 V1, V2 = FUNCTIONAL
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 GROUPS, START = "graft_output_groups", "graft_start"
 
 # At module level: AOTInductor deep-copies pass objects, so a list on the object would stay empty.
@@ -216,6 +221,29 @@ def mend_offsets(graph: Graph) -> None:
         node.meta.pop(START, None)
 
 
+def keep_order(nodes: list[Any]) -> list[Any]:
+    """Scheduler nodes, before they are fused, that stay behind the writes and reads they have to stay behind.
+
+    To fuse two loops of different ranges (`[2, 2, 8, 4]` and `[128]`), Inductor's C++ backend computes a node's loops
+    anew, and with them what the node reads: before 2.13 it forgets what came from elsewhere, its place after readers
+    of the memory that it overwrites (WeakDep, StarDep), and by which name the last writer left a value. The node is
+    then moved up freely: `y = x + 1; c[:3].add_(1); c[1:].mul_(2); return y, c[:3] * c[1:]` multiplies too early.
+    """
+    for node in (leaf for group in nodes for leaf in group.get_nodes()):
+        anew = getattr(node, "recompute_size_and_body", None)
+        if anew is not None:  # a loop, not a call of a library
+            node.recompute_size_and_body = partial(recompute_in_order, node, anew)
+    return nodes
+
+
+def recompute_in_order(node: Any, anew: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    from torch._inductor.dependencies import StarDep, WeakDep  # Inductor's own part, not needed before it runs
+
+    added = OrderedSet(dep for dep in node.read_writes.reads if isinstance(dep, (WeakDep, StarDep)))
+    anew(*args, **kwargs)
+    node.set_read_writes(node.read_writes.with_read(added).rename(node.mutation_renames))
+
+
 class SourcePass(CustomGraphPass):
     """A pass that depends on graft's source alone. One object a hook, because torch 2.11 takes no list."""
 
@@ -236,9 +264,15 @@ class FixFunctionalization(SourcePass):
         _REPORTS.append(fix_functionalization(graph))
 
 
+class KeepOrder(SourcePass):
+    def __call__(self, graph: Any) -> Any:  # scheduler nodes, in and out
+        return keep_order(graph)
+
+
 def inductor_options() -> dict[str, Any]:
     """What `torch.compile(fn, options=…)` needs for the fix."""
-    return {"joint_custom_pre_pass": RecordMemory(), "post_grad_custom_post_pass": FixFunctionalization()}
+    options = {"joint_custom_pre_pass": RecordMemory(), "post_grad_custom_post_pass": FixFunctionalization()}
+    return options | ({"_pre_fusion_custom_pass": KeepOrder()} if VERSION < (2, 13) else {})
 
 
 def reports() -> list[FunctionalizationReport]:
