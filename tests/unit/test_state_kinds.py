@@ -339,5 +339,5 @@ def test_an_assignment_that_is_no_write_is_refused_r31():
     with pytest.raises(CaptureError, match=r"assigns torch.float32 \(8, 6\) .* to the buffer h"):
         graft.compile(Stateful(grow, h=a()), X[0])
     tied = a()
-    with pytest.raises(CaptureError, match="shares its memory with another buffer"):
+    with pytest.raises(CaptureError, match="shares its memory with another tensor of the module"):
         graft.compile(Stateful(assign, h=tied, g=tied[:]), X[0])

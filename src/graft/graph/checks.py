@@ -17,6 +17,7 @@ METADATA = aten._assert_tensor_metadata.default  # restates what capture recorde
 RANGES = (aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default)  # also there as `ge` and `le`
 ASYNC = (aten._assert_async.default, aten._assert_async.msg)
 CHECKS = frozenset((METADATA, SCALAR, *RANGES, *ASYNC))
+SHAPES = (aten.slice.Tensor, aten.sym_size.int)  # read sizes and bounds; data where a bound is read off it
 # A number that was checked to be a constant has neither a symbol nor `unbacked_bindings`; the tags still tell.
 READS_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -45,6 +46,8 @@ def decided_by_data(graph: Graph) -> set[Node]:
 
 
 def reads_data(node: Node) -> bool:
+    if is_op(node, *SHAPES):  # torch 2.11 gives a slice of a dynamic size a size of its own, as if data decided it
+        return False
     tags = node.target.tags if isinstance(node.target, OpOverload) else ()
     return bool(node.meta.get("unbacked_bindings")) or any(tag in tags for tag in READS_DATA)
 

@@ -76,6 +76,8 @@ def export_graph(
             quiet(FAKE_TENSOR),
         ):
             program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
+    except CaptureError:
+        raise
     except Exception as error:  # torch.export raises whatever the model raises; nothing is swallowed
         raise CaptureError(
             f"torch.export could not capture {type(module).__name__}: {type(error).__name__}: {error}"
