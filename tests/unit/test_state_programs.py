@@ -1,6 +1,6 @@
 """Random programs over state: eager and compiled agree on results, buffers, the caller's memory and who shares it.
 
-What is proven, on each backend, for PROGRAMS programs of each dtype called three times in a row: every result of
+What is proven, on each backend, for PROGRAMS programs called three times in a row: every result of
 every step, every buffer, every tensor of the caller and the memory around it are bit for bit those of eager; nothing
 that outlives a call moves; and a write into a result afterwards shows in the same places. Programs go through
 `graft.compile` many at a time, as submodules of one module: that is one graph, so Inductor also fuses, reorders and
@@ -23,7 +23,12 @@ from state_statements import DTYPES, programs
 from graft.graph.memory import is_mutating
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the instruction sets of this machine are not tried out
-PROGRAMS = 130  # of each of the four dtypes, on each backend: 520
+# 520 on each backend; 64-bit integers are not on inductor, whose code for them takes twice as long to compile
+PROGRAMS = {
+    "eager": dict.fromkeys(DTYPES, 130),
+    "inductor": {torch.float32: 260, torch.bfloat16: 130, torch.int8: 130},
+}
+CASES = [(backend, dtype) for backend, counts in PROGRAMS.items() for dtype in counts]
 BATCH = 65
 
 
@@ -61,10 +66,9 @@ def report(batch: list[Program], found: dict[int, str], backend: str) -> str:
     return f"{len(found)} of {len(batch)} differ; {problem}{note}\n{subject.text}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(("backend", "dtype"), CASES, ids=str)
 def test_programs_agree_with_eager_r28_to_r33(backend, dtype):
-    subjects = collect(dtype, PROGRAMS)
+    subjects = collect(dtype, PROGRAMS[backend][dtype])
     with torch._inductor.config.patch({"cpp.simdlen": 1}):
         for first in range(0, len(subjects), BATCH):
             batch = subjects[first : first + BATCH]
