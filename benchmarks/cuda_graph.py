@@ -12,8 +12,6 @@ import argparse
 import copy
 import json
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graft
+from timing import step_seconds
 
 HEADS, HEAD_DIM = 8, 64
 WIDTH = HEADS * HEAD_DIM
@@ -65,18 +64,6 @@ def rivals(module: nn.Module, args: tuple[torch.Tensor, ...], names: list[str]) 
     return {name: calls[name] for name in names}
 
 
-def seconds(call: Callable[..., Any], args: tuple[torch.Tensor, ...], steps: int) -> float:
-    """One step, averaged over `steps` in a row; the host may run ahead, as in a decode loop."""
-    if args[0].is_cuda:
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(steps):
-        call(*args)
-    if args[0].is_cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - started) / steps
-
-
 def measure(length: int, args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -90,7 +77,7 @@ def measure(length: int, args: argparse.Namespace, dtype: torch.dtype) -> dict[s
     with torch.no_grad():
         for repeat in range(args.repeats + 1):  # the first one warms up
             for name, call in calls.items():
-                spent = seconds(call, given[name], args.steps)
+                spent = step_seconds(call, given[name], args.steps)
                 if repeat:
                     times[name].append(spent)
         results = {name: calls[name](*given[name]).float() for name in calls}

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import graft
+from timing import step_seconds
 
 HEADS, DIM = 8, 64
 
@@ -51,16 +51,10 @@ def inputs(length: int, device: str) -> tuple[Tensor, ...]:
 
 
 def step_time(call: Callable[..., Any], args: tuple[Tensor, ...], steps: int) -> float:
+    """In µs, after a few calls that do not count."""
     for _ in range(3):
         call(*args)
-    if args[0].is_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
-        call(*args)
-    if args[0].is_cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / steps * 1e6
+    return step_seconds(call, args, steps) * 1e6
 
 
 def bytes_taken(call: Callable[..., Any], args: tuple[Tensor, ...]) -> int:

@@ -58,14 +58,19 @@ def conform(value: Any, known: Any, name: str) -> Any:
     )
 
 
+def bound_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by parameter of `module.forward`."""
+    return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+
+
 def spread_call(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> dict[str, Any]:
     """The specs by parameter of `module.forward`, as torch.export wants them."""
-    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    bound = bound_arguments(module, args, kwargs)
     if isinstance(dynamic_shapes, (list, tuple)):
         dynamic_shapes = dict(zip(bound, dynamic_shapes, strict=True))
-    return spread(dynamic_shapes or {}, dict(bound))
+    return spread(dynamic_shapes or {}, bound)
 
 
 def map_specs(specs: Any, value: Any, change: Callable[[str, Spec, Any], Spec], name: str = "") -> Any:
@@ -102,9 +107,8 @@ def with_dims(spec: Spec, dims: Sequence[int]) -> Spec:
 
 def input_names(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """`cache`, `caches[0]`, `state.k`: the inputs as the user wrote them, in the order of the graph's."""
-    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     positional: list[str] = []
-    for parameter, value in bound.items():
+    for parameter, value in bound_arguments(module, args, kwargs).items():
         if inspect.signature(module.forward).parameters[parameter].kind is inspect.Parameter.VAR_POSITIONAL:
             positional += [f"{parameter}[{index}]" for index in range(len(value))]
         else:
@@ -121,16 +125,17 @@ def in_order(module: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in (*known, *(n for n in kwargs if n not in known))}
 
 
-def apart(value: Any, seen: set[int]) -> Any:
+def apart(value: Any) -> Any:
     """Examples in which no tensor comes twice: torch.export would take two inputs for one."""
-    if isinstance(value, dict):
-        return {key: apart(item, seen) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return like(value, [apart(item, seen) for item in value])
-    if isinstance(value, torch.Tensor):
-        value = value.clone() if id(value) in seen else value
-        seen.add(id(value))
-    return value
+    seen: set[int] = set()
+
+    def once(_: str, __: Any, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            item = item.clone() if id(item) in seen else item
+            seen.add(id(item))
+        return item
+
+    return map_specs(value, value, once)
 
 
 def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

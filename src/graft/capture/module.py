@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,13 +11,23 @@ import torch
 from torch.export import Dim
 from torch.fx import GraphModule, Node
 
-from graft.capture.dynamic import Spec, apart, flat, input_names, map_specs, relaxed, spread_call, with_dims
+from graft.capture.dynamic import (
+    Spec,
+    apart,
+    bound_arguments,
+    flat,
+    input_names,
+    map_specs,
+    relaxed,
+    spread_call,
+    with_dims,
+)
 from graft.capture.static_cache import COUNTERS, PREFIX, WithCaches
 from graft.errors import CaptureError
 from graft.graph.indexing import TensorPositions
 from graft.graph.nodes import leaves, placeholders, tensor_of
 from graft.graph.prefix import drop_prefix
-from graft.graph.signature import Signature, fixed_size, read_signature
+from graft.graph.signature import Signature, fixed_size, guard_texts, read_signature
 from graft.graph.storage import storage_id
 from graft.graph.trace import export_graph
 from graft.state.positions import written_dims
@@ -47,7 +56,7 @@ def capture_module(
 
     `branch`: the program is captured once more because it branches on a size, which may then become static.
     """
-    args, kwargs = apart((args, kwargs), set())
+    args, kwargs = apart((args, kwargs))
     specs = spread_call(module, args, kwargs, dynamic_shapes)
     names = input_names(module, args, kwargs)
     call = Call(module, args, kwargs, names)
@@ -63,11 +72,12 @@ def capture_module(
     given = flat(args, kwargs)
     signature = read_signature(gm, given, names)
     asked = {index: given[index].is_contiguous() for index in call.positions.layouts}
-    laid = tuple(replace(leaf, contiguous=asked.get(i)) for i, leaf in enumerate(signature.leaves))
-    signature = replace(signature, leaves=laid)
+    known = tuple(
+        replace(leaf, contiguous=asked.get(index), counts=bool(caches) and is_counter(leaf.name))
+        for index, leaf in enumerate(signature.leaves)
+    )
+    signature = replace(signature, leaves=known)
     if isinstance(call.module, WithCaches):
-        counted = tuple(replace(leaf, counts=leaf.name.rpartition(".")[2] in COUNTERS) for leaf in signature.leaves)
-        signature = replace(signature, leaves=counted)
         gm = drop_prefix(gm, PREFIX, copy.copy(gm.graph._codegen), type(module).__name__)
         return Captured(gm, signature, call.module.results.returned, notes)
     return Captured(gm, signature, None, notes)
@@ -75,8 +85,12 @@ def capture_module(
 
 def counters_free(name: str, spec: Spec, value: Any) -> Spec:
     """The counters of caches are numbers that change from call to call."""
-    counter = name.rpartition(".")[2] in COUNTERS and isinstance(value, int) and value not in (0, 1)
-    return Dim.AUTO if counter else spec
+    free = is_counter(name) and isinstance(value, int) and value not in (0, 1)
+    return Dim.AUTO if free else spec
+
+
+def is_counter(name: str) -> bool:
+    return name.rpartition(".")[2] in COUNTERS
 
 
 @dataclass(frozen=True)
@@ -92,7 +106,7 @@ class Call:
 
     @property
     def bound(self) -> dict[str, Any]:
-        return dict(inspect.signature(self.module.forward).bind(*self.args, **self.kwargs).arguments)
+        return bound_arguments(self.module, self.args, self.kwargs)
 
     def export(self, specs: Any, freed: Sequence[tuple[int, int]] = ()) -> GraphModule:
         """`freed`: (input, dim) of lengths that graft made dynamic; those that are equal here have to stay equal.
@@ -117,9 +131,7 @@ class Call:
         given_call = self.module, self.args, self.kwargs, specs
         hook = self.module.register_forward_pre_hook(tie, with_kwargs=True)
         try:
-            return export_graph(
-                self.module, self.args, self.kwargs, specs, exact_sizes=True, positions=self.positions
-            )
+            return export_graph(*given_call, exact_sizes=True, positions=self.positions)
         except CaptureError:
             if torch.__version__ >= "2.12":
                 raise
@@ -177,11 +189,11 @@ class Call:
 
     def fixed_lengths(self, gm: GraphModule) -> dict[str, dict[int, int]]:
         """Input → {dim: size} of written caches whose length is a number in the graph."""
-        inputs = placeholders(gm.graph)
-        names: dict[Node, str] = dict(zip(inputs, self.names, strict=True))
+        names: dict[Node, str] = dict(zip(placeholders(gm.graph), self.names, strict=True))
+        guards = guard_texts(gm)
         found: dict[str, dict[int, int]] = {}
         for owner, dims in written_dims(gm).items():
-            sizes = {dim: fixed_size(gm, tensor_of(owner).shape[dim]) for dim in sorted(dims)}
+            sizes = {dim: fixed_size(tensor_of(owner).shape[dim], guards) for dim in sorted(dims)}
             fixed = {dim: size for dim, size in sizes.items() if size is not None}
             if fixed:
                 found[names[owner]] = fixed

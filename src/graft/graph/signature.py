@@ -21,6 +21,7 @@ from graft.errors import CaptureError, GuardFailed, UsageError
 from graft.graph.edit import fake_mode
 from graft.graph.literals import decode_literal, encode_literal
 from graft.graph.nodes import placeholders, static_int, val
+from graft.graph.symbols import finite
 
 SYMBOL = re.compile(r"[A-Za-z_]\w*")
 # what sympy and torch write in guards
@@ -220,13 +221,12 @@ def read_signature(gm: GraphModule, given: Sequence[Any], names: Sequence[str]) 
     environment = environment_of(gm)
     if environment is None:
         return Signature(leaves)
-    guards = guard_texts(environment)
     ranges = {
-        str(symbol): (bound_of(limits.lower) or 0, bound_of(limits.upper))
+        str(symbol): (finite(limits.lower) or 0, finite(limits.upper))
         for symbol, limits in environment.var_to_range.items()
         if str(symbol) in symbols
     }
-    return Signature(leaves, tuple(guards_over(symbols, guards)), ranges)
+    return Signature(leaves, tuple(guards_over(symbols, guard_texts(gm))), ranges)
 
 
 def environment_of(gm: GraphModule) -> Any:
@@ -234,19 +234,21 @@ def environment_of(gm: GraphModule) -> Any:
     return next((mode.shape_env for n in inputs if (mode := fake_mode(n)) is not None and mode.shape_env), None)
 
 
-def guard_texts(environment: Any) -> list[str]:
+def guard_texts(gm: GraphModule) -> list[str]:
     """What was decided by sizes, and what has to hold of them for ops to be possible."""
+    environment = environment_of(gm)
+    if environment is None:
+        return []
     asserts = [item.expr for items in environment.deferred_runtime_asserts.values() for item in items]
     exprs = [environment.simplify(expr) for expr in (*(guard.expr for guard in environment.guards), *asserts)]
     return [guard for guard in dict.fromkeys(map(str, exprs)) if guard != "True"]
 
 
-def fixed_size(gm: GraphModule, size: Any) -> int | None:
-    """The number that a size is or, by a guard, has to be."""
+def fixed_size(size: Any, guards: Iterable[str]) -> int | None:
+    """The number that a size is or, by one of the guards, has to be."""
     if (number := static_int(size)) is not None:
         return number
-    environment = environment_of(gm)
-    for guard in guard_texts(environment) if environment is not None else []:
+    for guard in guards:
         found = re.fullmatch(rf"Eq\({size}, (\d+)\)|Eq\((\d+), {size}\)", guard)
         if found:
             return int(found[1] or found[2])
@@ -261,14 +263,6 @@ def guards_over(symbols: set[str], guards: Iterable[str]) -> Iterable[str]:
             yield guard
         elif not all(re.fullmatch(r"[su]\d+", name) for name in names - symbols):
             raise CaptureError(f"the guard {guard} of the captured sizes is not understood; make the size static")
-
-
-def bound_of(limit: Any) -> int | None:
-    try:
-        value = int(limit)
-    except (TypeError, OverflowError, ValueError, AttributeError):
-        return None
-    return value if value < 2**62 else None
 
 
 def read_leaf(name: str, recorded: Any, given: Any) -> Leaf:

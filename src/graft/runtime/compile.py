@@ -121,7 +121,7 @@ class CompiledModule(torch.nn.Module):
             values = flat(args, kwargs)
             if torch.compiler.is_exporting():  # traces graft's ops, not their kernels
                 return self.traced(args, kwargs, values)
-            if self._sources is not None and self.backend != "cuda_graph":
+            if self._sources is not None:
                 self._sources()
             variant = self.choose(args, kwargs, values)
             variant.check(values)
@@ -252,6 +252,7 @@ def compile(
     variant = build_variant(captured, settings, type(module).__name__)
     form = CallForm.of(module, *packed)
     compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
-    compiled._sources = BufferCheck(module)
+    if variant.backend != "cuda_graph":  # which looks up its buffers at every call
+        compiled._sources = BufferCheck(module)
     compiled._source, compiled._caches, compiled.cache_count = (module, dynamic_shapes), caches, len(caches)
     return compiled

@@ -197,7 +197,7 @@ def computation(results: list[Node], writes: list[Write]) -> set[Node] | str:
         if problem:
             return problem
         needed.add(node)
-        if is_op(node, *META_ONLY) and node.args[0].op in ("placeholder", "get_attr"):
+        if is_op(node, *META_ONLY) and outlives_call(node.args[0]):
             needed.add(node.args[0])  # its size, not what is in it
         else:
             todo += node.all_input_nodes
@@ -240,7 +240,7 @@ def small_graph(gm: GraphModule, needed: set[Node], wanted: Sequence[Place]) -> 
     for node in gm.graph.nodes:
         if node.op == "placeholder" or node in needed:
             copies[node] = graph.node_copy(node, copied)
-    for node in [n for n in copies if n in written and n.op in ("placeholder", "get_attr")]:
+    for node in [n for n in copies if n in written and outlives_call(n)]:
         with graph.inserting_before(next(n for n in graph.nodes if n.op == "call_function")):
             fresh = graph.call_function(aten.clone.default, (copies[node],))
         copies[node].replace_all_uses_with(fresh, delete_user_cb=lambda user, fresh=fresh: user is not fresh)
