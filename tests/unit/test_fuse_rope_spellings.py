@@ -1,10 +1,25 @@
-"""Rotary embeddings in every spelling: Hugging Face's own functions, Meta's complex form, and what must not match."""
+"""fuse_rope: every spelling of a rotation becomes the op."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from rope_cases import (
+    DTYPES,
+    B,
+    D,
+    H,
+    R,
+    S,
+    angles,
+    every_two,
+    fuse,
+    llama,
+    meta_heads_first,
+    randn,
+    ropes,
+    unbound_parts,
+)
 from torch.export import Dim
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.cohere import modeling_cohere
@@ -26,48 +41,10 @@ from transformers.models.stablelm import modeling_stablelm
 
 from graft.capture.decoder import capture_decoder
 from graft.graph.nodes import calls, is_op
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
 from graft.ops.cases import tolerance
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry, load_all
-
-load_all()
-B, H, S, D, R = 2, 3, 5, 16, 8
-DTYPES = [torch.float32, torch.bfloat16]
-
-
-class Module(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
-
-
-def fuse(function, args, dynamic_shapes=None):
-    known = TransformRegistry.names()
-    config = load_config({"transforms": {n: {"enabled": n == "fuse_rope"} for n in known}})
-    gm = export_graph(Module(function), args, dynamic_shapes=dynamic_shapes)
-    before = graph_text(gm.graph)
-    record = run_pipeline(gm, config).transforms["fuse_rope"]
-    return gm, record, before
-
-
-def ropes(gm):
-    return [node for node in calls(gm.graph) if is_op(node, torch.ops.graft.rope.default)]
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(shape))).to(dtype)
-
-
-def angles(*shape, dtype=torch.float32):
-    angle = randn(*shape, seed=7)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
+from graft.transforms.registry import TransformRegistry
 
 # ── Hugging Face's functions: name → (function of q, k, cos, sin; r; float32 angles beside 16-bit heads; in pairs)
 
@@ -148,23 +125,9 @@ def test_whole_models_fuse_every_query_and_key_r14(kind):
 # ── other spellings: name → (function of x, cos, sin; shape of x; shape of cos; in pairs) ───────────────────────
 
 
-def llama(x, cos, sin):
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
-
-
-def every_two(x):
-    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-
-
 def unbound(x, cos, sin):
     x1, x2 = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
     return x * cos + torch.stack((-x2, x1), -1).reshape(x.shape) * sin
-
-
-def unbound_parts(x, cos, sin):
-    x1, x2 = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
-    return torch.stack((x1 * cos - x2 * sin, x1 * sin + x2 * cos), -1).flatten(-2)
 
 
 def selected_parts(x, cos, sin):
@@ -261,11 +224,6 @@ def meta(x, freqs):
     return torch.view_as_real(turned).flatten(3).type_as(x)
 
 
-def meta_heads_first(x, freqs):
-    turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * freqs
-    return torch.view_as_real(turned).flatten(-2).type_as(x)
-
-
 def meta_projected(x, freqs):
     return meta(x.view(*x.shape[:2], H, D), freqs)
 
@@ -323,155 +281,3 @@ def test_two_rotations_in_a_row_both_fuse_r14():
     gm, record, _ = fuse(lambda x, c, s: llama(llama(x, c, s), c, s), args)
     assert len(record.matches) == 2
     assert torch.equal(gm(*args), llama(llama(*args), *args[1:]))
-
-
-# ── what must not match ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def backwards(x, cos, sin):
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((x[..., half:], -x[..., :half]), -1) * sin
-
-
-def backwards_parts(x, cos, sin):
-    x1, x2 = x.chunk(2, -1)
-    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), -1)
-
-
-def uneven(x, cos, sin):
-    return x * cos + torch.cat((-x[..., 6:], x[..., :6]), -1) * sin
-
-
-def not_swapped(x, cos, sin):
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., :half], x[..., half:]), -1) * sin
-
-
-def other_slice(x, cos, sin):
-    a, b = x[..., :R], x[..., 4 : 4 + R]
-    half = R // 2
-    return a * cos + torch.cat((-b[..., half:], b[..., :half]), -1) * sin
-
-
-def two_tensors(x, cos, sin):
-    half, y = x.shape[-1] // 2, x.exp()
-    return x * cos + torch.cat((-x[..., half:], y[..., :half]), -1) * sin
-
-
-def swapped(x, angle):
-    return llama(x, angle.sin(), angle.cos())
-
-
-def swapped_parts(x, angle):
-    return unbound_parts(x, angle.sin(), angle.cos())
-
-
-def other_angles(x, cos, sin):
-    x1, x2 = x.chunk(2, -1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * sin + x1 * cos), -1)
-
-
-def halves_as_pairs(x, cos, sin):
-    x1, x2 = x.chunk(2, -1)
-    return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).flatten(-2)
-
-
-def second_reader(x, cos, sin):
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos + turned * sin, turned.exp()
-
-
-def returned_inside(x, cos, sin):
-    product = x * cos
-    return product + every_two(x) * sin, product
-
-
-def stays_wide(x, cos, sin):
-    return x * cos + every_two(x) * sin
-
-
-def one_wide(x, cos, sin):
-    return (x * cos.to(x.dtype) + every_two(x) * sin).to(x.dtype)
-
-
-def written(x, cos, sin):
-    y = x.clone()
-    a, b = y * cos, every_two(y)
-    y.add_(1)
-    return a + b * sin
-
-
-WHOLE, HALF = (B, 1, S, D), (B, 1, S, D // 2)
-REFUSED = {
-    "turns backwards": (backwards, WHOLE, "turns backwards"),
-    "turns backwards, minus": (lambda x, c, s: x * c - every_two(x) * s, WHOLE, "turns backwards"),
-    "turns backwards, parts": (backwards_parts, HALF, "turns backwards"),
-    "uneven halves": (uneven, WHOLE, "is no half of a head"),
-    "parts not swapped": (not_swapped, WHOLE, "does not swap"),
-    "another slice": (other_slice, (B, 1, S, R), "does not read"),
-    "two tensors": (two_tensors, WHOLE, "parts of different tensors"),
-    "other angles for the second half": (other_angles, HALF, "different angles"),
-    "halves as pairs": (halves_as_pairs, HALF, "joins halves as pairs"),
-    "an angle a head": (llama, (B, H, S, D), "differ between heads"),
-    "an angle a head, pairs": (stays_wide, (1, H, S, D), "differ between heads"),
-    "one angle for the head": (llama, (B, 1, S, 1), "broadcast over the head"),
-    "x is broadcast": (lambda x, c, s: llama(x[:1], c, s), WHOLE, "which is broadcast"),
-    "a second reader": (second_reader, WHOLE, "has a second reader"),
-    "an inner value returned": (returned_inside, WHOLE, "has a second reader"),
-    "three dims": (lambda x, c, s: llama(x[0], c[0], s[0]), WHOLE, "the op takes x"),
-    "written in between": (written, WHOLE, "is written in place"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_rotation_is_refused_byte_for_byte_r14(name):
-    function, angle_shape, reason = REFUSED[name]
-    gm, record, before = fuse(function, (randn(B, H, S, D), *angles(*angle_shape)))
-    assert record.status == "no_match" and reason in record.reason, record
-    assert graph_text(gm.graph) == before
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"), [(stays_wide, "stays torch.float32"), (one_wide, "what it is added to is torch.float32")]
-)
-def test_mixed_dtypes_that_the_op_would_round_elsewhere_are_refused_r14(function, reason):
-    gm, record, before = fuse(function, (randn(B, H, S, D, dtype=torch.bfloat16), *angles(*WHOLE)))
-    assert record.status == "no_match" and reason in record.reason, record
-    assert graph_text(gm.graph) == before
-
-
-@pytest.mark.parametrize(("function", "shape"), [(swapped, WHOLE), (swapped_parts, HALF)])
-def test_swapped_cos_and_sin_are_refused_r14(function, shape):
-    gm, record, before = fuse(function, (randn(B, H, S, D), randn(*shape)))
-    assert record.status == "no_match" and "cos and sin are swapped" in record.reason, record
-    assert graph_text(gm.graph) == before
-
-
-def test_an_odd_number_of_values_is_refused_r14():
-    gm, record, before = fuse(llama, (randn(B, H, S, 7), *angles(B, 1, S, 7)))
-    assert record.status == "no_match" and "an odd number" in record.reason, record
-    assert graph_text(gm.graph) == before
-
-
-@pytest.mark.parametrize(
-    ("freqs", "function", "reason"),
-    [
-        (
-            torch.polar(torch.ones(S, D // 2), torch.ones(S, D // 2)),
-            lambda x, f: meta_heads_first(x, f.conj()),
-            "conj",
-        ),
-        (torch.ones(S, D // 2, dtype=torch.complex128), meta_heads_first, "complex128"),
-        (torch.ones(H, S, D // 2, dtype=torch.complex64), meta_heads_first, "differ between heads"),
-    ],
-)
-def test_complex_spellings_that_the_op_cannot_say_are_refused_r14(freqs, function, reason):
-    gm, record, before = fuse(function, (randn(B, H, S, D), freqs))
-    assert record.status == "no_match" and reason in record.reason, record
-    assert graph_text(gm.graph) == before
-
-
-def test_a_graph_without_rotation_says_so_r14():
-    _, record, _ = fuse(lambda x: x.exp() + x * 2, (randn(2, 3),))
-    assert record.reason == "nothing in the graph turns parts of a head by cos and sin"

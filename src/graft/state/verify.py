@@ -154,6 +154,8 @@ class Change:
                 return
             if any(self.derives(old, writes) for old in self.old_arguments(reader, found)):
                 return
+            if any(self.derives(old, writes) for old in self.copied_before(reader, found)):
+                return
         raise VerificationError(
             f"{where(found.first)} overwrites %{found.memory.name}, which {where(found.second)} still reads"
         )
@@ -178,6 +180,14 @@ class Change:
         for index, value in enumerate(old):
             if isinstance(value, Node) and (not same_call or new[index] is found.through):
                 yield value
+
+    def copied_before(self, reader: str, found: Hazard) -> Iterator[Node]:
+        """What had been copied into the memory in question when `reader`, before, looked at it."""
+        for was in self.was.hazards:
+            if was.second.name == reader and was.kind == "read after write" and key(was.memory) == key(found.memory):
+                target, args, _ = self.before.calls[was.first.name]
+                if target is aten.copy_.default and isinstance(args[1], Node):
+                    yield args[1]
 
     def derives(self, value: Node, writes: set[str]) -> bool:
         """`value` was, or was a view or an update of, the result of one of `writes`."""
