@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graft.runtime.artifacts import load
     from graft.runtime.compile import CompiledModule, compile
-    from graft.runtime.core import Output, SamplingParams
+    from graft.runtime.core import Output
     from graft.runtime.inductor_passes import inductor_reports, passes_for_inductor
     from graft.runtime.llm import LLM
+    from graft.runtime.params import SamplingParams
     from graft.runtime.torch_compile import Backend, backend_reports
     from graft.state.lifting import Binding, Lifted, inline_buffers, lift_buffers
     from graft.transforms.base import BaseTransform, PatternTransform, Rewrite, TransformConfig
@@ -23,7 +24,7 @@ __version__ = "0.1.0"
 # Loaded on first use: `import graft` must not import torch.
 _HOMES = {
     "LLM": "graft.runtime.llm",
-    "SamplingParams": "graft.runtime.core",
+    "SamplingParams": "graft.runtime.params",
     "Output": "graft.runtime.core",
     "compile": "graft.runtime.compile",
     "CompiledModule": "graft.runtime.compile",

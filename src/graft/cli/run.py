@@ -12,8 +12,9 @@ import typer
 from graft.cli.options import DEFAULT_MODEL, ConfigFile, Device, DType, Json, Plugins, Sets
 
 if TYPE_CHECKING:
-    from graft.runtime.core import Output, SamplingParams
+    from graft.runtime.core import Output
     from graft.runtime.llm import LLM
+    from graft.runtime.params import SamplingParams
 
 
 def run(
@@ -39,8 +40,8 @@ def run(
     """Complete prompts with a model."""
     from graft.cli.show import out, print_pipeline, progress_bar
     from graft.models.load import load_model
-    from graft.runtime.core import SamplingParams
     from graft.runtime.llm import LLM, overlay
+    from graft.runtime.params import SamplingParams
     from graft.transforms.config import load_config
 
     sets = [*(sets or ()), *(["verify=matches"] if verify else [])]

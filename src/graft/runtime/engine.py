@@ -12,7 +12,8 @@ from torch import Tensor
 
 from graft.kvcache.blocks import KVCache
 from graft.runtime.batch import pack
-from graft.runtime.core import Request, SamplingParams, Stats
+from graft.runtime.core import Request, Stats
+from graft.runtime.params import SamplingParams
 from graft.runtime.sampling import make_generator, sample
 from graft.runtime.scheduler import Scheduler
 

@@ -13,9 +13,10 @@ from graft.errors import EmptyPrompt, PromptTooLong, TokenizerMissing, UsageErro
 from graft.files import Progress
 from graft.kvcache.blocks import KVCache, LayerShape, memory_limit
 from graft.models.load import LoadedModel, load_model
-from graft.runtime.core import Output, Request, SamplingParams, Stats
+from graft.runtime.core import Output, Request, Stats
 from graft.runtime.detokenize import Detokenizer
 from graft.runtime.engine import Engine
+from graft.runtime.params import SamplingParams
 from graft.transforms.base import Context
 from graft.transforms.config import Layer, PipelineConfig, flatten, load_config
 from graft.transforms.pipeline import run_pipeline
