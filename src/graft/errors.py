@@ -95,6 +95,11 @@ class EmptyPrompt(UsageError):
         )
 
 
+class NotText(UsageError):
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"the prompt is not valid text: {detail}; decode it as UTF-8 first, or pass token ids")
+
+
 class DiskFull(GraftError):
     def __init__(self, path: str, detail: str) -> None:
         super().__init__(f"writing {path} failed: {detail}; nothing was left behind. Free space and run again")
@@ -147,6 +152,10 @@ class ProgramError(GraftError):
     def __init__(self, text: str, position: int, problem: str) -> None:
         pointer = f"{text[:position]}⟨here⟩{text[position:]}"
         super().__init__(f"bad elementwise program at position {position}: {problem}; {pointer}")
+
+
+class OutOfMemory(GraftError):
+    """Memory is not there for what was asked; the message has the numbers."""
 
 
 class DumpError(GraftError):

@@ -21,4 +21,12 @@ Plugins = Annotated[
 ]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens that make up this share.")]
+TopK = Annotated[int, typer.Option(help="Draw among this many of the likeliest tokens; 0 is all.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string. Repeatable.")]
+CacheMemory = Annotated[
+    str | None, typer.Option(help="Size of the key-value cache: 2GiB. From free memory if left out.", metavar="SIZE")
+]
 DEFAULT_MODEL = "smollm2-135m"

@@ -9,7 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graft.cli.options import DEFAULT_MODEL, ConfigFile, Device, DType, Json, Plugins, Sets
+from graft.cli.options import (
+    DEFAULT_MODEL,
+    CacheMemory,
+    ConfigFile,
+    Device,
+    DType,
+    Json,
+    Plugins,
+    Seed,
+    Sets,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 if TYPE_CHECKING:
     from graft.runtime.core import Output
@@ -21,19 +35,23 @@ def run(
     prompts: Annotated[list[str] | None, typer.Argument(help="What to complete; standard input if left out.")] = None,
     model: Annotated[str, typer.Option("--model", "-m", help="Registry name, folder or .gguf file.")] = DEFAULT_MODEL,
     max_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    stop: Stop = None,
     chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
     token_ids: Annotated[str | None, typer.Option(help="A prompt as token ids: 1,2,3.")] = None,
     compare: Annotated[bool, typer.Option(help="Also time plain Hugging Face eager, in this run.")] = False,
     table: Annotated[bool, typer.Option(help="Print the pipeline table.")] = False,
     dtype: DType = "auto",
     device: Device = "auto",
-    backend: Annotated[str, typer.Option(help="auto, eager or inductor.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, eager, inductor or cuda_graph.")] = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
     verify: Annotated[bool, typer.Option(help="Prove every match: run it beside what it replaced.")] = False,
+    kv_cache_memory: CacheMemory = None,
     dump: Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:
@@ -45,13 +63,15 @@ def run(
     from graft.transforms.config import load_config
 
     sets = [*(sets or ()), *(["verify=matches"] if verify else [])]
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+    )
     given = read_prompts(prompts, token_ids)
     with progress_bar() as progress:
         load_config(config, sets=sets, plugins=tuple(plugins or ()))  # a wrong key is told before the download
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
         settings = load_config(config, model=overlay(loaded), sets=sets, plugins=tuple(plugins or ()))
-        llm = LLM(loaded, config=settings, backend=backend, dump_dir=dump, progress=progress)
+        llm = LLM(loaded, config=settings, backend=backend, dump_dir=dump, progress=progress, kv_cache_memory=kv_cache_memory)
         progress("generating", 0, 1)
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
         live = not as_json and len(asked) == 1 and llm.tokenizer is not None
@@ -90,6 +110,7 @@ def measure(llm: LLM, prompt: Any, compare: bool) -> dict[str, float]:
 
 def read_prompts(prompts: list[str] | None, token_ids: str | None) -> list[Any]:
     from graft.errors import UsageError
+    from graft.runtime.prompts import as_text
 
     if token_ids is not None and prompts:
         raise UsageError("give a prompt or --token-ids, not both")
@@ -102,21 +123,15 @@ def read_prompts(prompts: list[str] | None, token_ids: str | None) -> list[Any]:
         return list(prompts)
     if sys.stdin.isatty():
         raise UsageError('give a prompt: graft run "The capital of France is"')
-    return [sys.stdin.read().rstrip("\n")]
+    return [as_text(sys.stdin.buffer.read()).rstrip("\n")]
 
 
 def as_chat(llm: LLM, prompt: Any) -> Any:
-    from graft.errors import TokenizerMissing, UsageError
+    from graft.errors import UsageError
 
     if not isinstance(prompt, str):
         raise UsageError("--chat wraps a text, not token ids; leave out one of the two")
-    if llm.tokenizer is None:
-        raise TokenizerMissing(llm.model.name)
-    if not llm.tokenizer.chat_template:
-        raise UsageError(f"{llm.model.name} has no chat template; leave out --chat")
-    message = [{"role": "user", "content": prompt}]
-    encoded = llm.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+    return llm.chat_prompt([{"role": "user", "content": prompt}])
 
 
 def stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:
@@ -157,7 +172,7 @@ def show_speeds(name: str, llm: LLM, speeds: dict[str, float]) -> None:
         rival = speeds["hugging_face_eager"]
         rates.append(f"Hugging Face eager {rival:.1f} tokens/s ({speeds['graft'] / rival:.2f}x)" if rival else "")
     out.print(
-        f"{name}, {dtype}, {llm.engine.cache.device}: {s.prompt_tokens} prompt + {s.new_tokens} new tokens, decode: "
+        f"{name}, {dtype}, {llm.engine.tensors[0].device}: {s.prompt_tokens} prompt + {s.new_tokens} new tokens, decode: "
         + ", ".join(rates),
         markup=False,
     )

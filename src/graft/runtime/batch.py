@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from graft.runtime.core import Request
+from graft.runtime.scheduler import Plan
 
 
 @dataclass(frozen=True)
@@ -31,28 +30,31 @@ class Batch:
         ]  # fmt: skip
 
 
-def pack(requests: Sequence[Request], counts: Sequence[int], block_size: int, device: torch.device) -> Batch:
+def pack(plan: Plan, block_size: int, device: torch.device) -> Batch:
     """The next `counts[i]` tokens of requests[i], i = 0…n-1."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     rows: list[int] = []
-    starts, lengths = [0], []
-    for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
+    starts, lengths, tables = [0], [], []
+    for row, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
+        assert request.table is not None
+        blocks = request.table.blocks
         first, last = request.computed, request.computed + count
         ids += request.tokens[first:last]
         positions += range(first, last)
-        slots += [request.blocks[p // block_size] * block_size + p % block_size for p in range(first, last)]
+        slots += [blocks[p // block_size] * block_size + p % block_size for p in range(first, last)]
         rows += [row] * count
         starts.append(starts[-1] + count)
         lengths.append(last)
-    used = [-(-length // block_size) for length in lengths]
-    tables = [r.blocks[:n] + [0] * (max(used) - n) for r, n in zip(requests, used, strict=True)]
+        tables.append(blocks[: -(-last // block_size)])
+    longest = max(map(len, tables))
+    padded = [blocks + [0] * (longest - len(blocks)) for blocks in tables]
 
     def tensor(values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     return Batch(
         tensor([ids]), tensor([positions]), tensor([s - 1 for s in starts[1:]]), tensor(slots), tensor(rows),
-        tensor(tables), tensor(starts), tensor(lengths),
+        tensor(padded), tensor(starts), tensor(lengths),
     )  # fmt: skip

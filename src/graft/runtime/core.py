@@ -1,38 +1,64 @@
-"""The nouns of the engine: requests and outputs."""
+"""The nouns of the engine: requests, what they give, and what a call took."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
+from graft.errors import GraftError
+from graft.kvcache.manager import Table
+from graft.runtime.detokenize import TextStream
 from graft.runtime.params import SamplingParams
+from graft.runtime.sampling import Logprob
 
-FinishReason = Literal["length", "stop"]
+FinishReason = Literal["length", "stop", "abort", "error"]
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a request gave: its new tokens, their text, and why it ended."""
+    """What a request gave: its new tokens, their text, and why it ended.
+
+    finish_reason: `length` (max_tokens), `stop` (an end token, a stop token or a stop string, which `stop_reason`
+    names), `abort` (cancelled), `error` (`error` says why; other requests go on). `alternatives` holds the other
+    n - 1 samples of a request with n > 1.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    logprobs: None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    stop_reason: int | str | None = None
+    cached_tokens: int = 0  # of the prompt, found in the cache
+    error: GraftError | None = None
+    alternatives: tuple[Output, ...] = ()
 
 
 @dataclass(eq=False)  # a request is itself, whatever its tokens
 class Request:
-    """A prompt on its way. `computed` tokens are in the cache; the rest are fed in the next step."""
+    """A prompt on its way. `computed` tokens are in the cache; the rest are fed in the next steps."""
 
     prompt: list[int]
     params: SamplingParams
     generator: torch.Generator | None = None
+    text: TextStream | None = None
+    priority: int = 0
+    order: tuple[int, int] = (0, 0)  # the scheduler's; smaller goes first
     tokens: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    table: Table | None = None  # while it runs
     computed: int = 0
+    read: int = 0  # new tokens that `text` has been fed
+    cached: int | None = None  # prompt tokens found in the cache when it was first admitted
+    preemptions: int = 0
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    first: Request | None = None  # of the samples of n > 1, for the others
+    siblings: list[Request] = field(default_factory=list)  # the others, for the first
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None  # when it came
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -43,21 +69,51 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """How many tokens it can come to; the last one is never fed back."""
+        """How many tokens it can come to in the cache; the last one is never fed back."""
         return len(self.prompt) + self.params.max_tokens - 1
+
+    @property
+    def decoding(self) -> bool:
+        """All but one of its tokens are in the cache, and at least one of them is its own."""
+        return self.computed == len(self.tokens) - 1 and len(self.tokens) > len(self.prompt)
+
+    @property
+    def family(self) -> list[Request]:
+        return [self, *self.siblings]
+
+    def read_text(self) -> str:
+        """All text that is certain by now."""
+        if self.text is None:
+            return ""
+        tokens = self.new_tokens
+        if self.ended_by_token and not self.params.include_stop_str_in_output:
+            tokens = tokens[:-1]
+        for token in tokens[self.read :]:
+            self.text.feed(token)
+        self.read = max(self.read, len(tokens))
+        if self.finish_reason is not None:
+            self.text.finish()
+        return self.text.text
+
+    @property
+    def ended_by_token(self) -> bool:
+        return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What a generate call took, for tokens per second."""
+    """What the calls since the engine was last idle took. A step that only decodes counts as decode."""
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts, not computed again
     new_tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_tokens: int = 0
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first token of each request."""
+        """Tokens per second of the steps that only decode."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0

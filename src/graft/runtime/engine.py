@@ -3,83 +3,175 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graft.kvcache.blocks import KVCache
+from graft.errors import OutOfCache, OutOfMemory
+from graft.kvcache.manager import BlockManager
+from graft.kvcache.memory import free_memory, size_text
+from graft.kvcache.tensors import copy_blocks
 from graft.runtime.batch import pack
-from graft.runtime.core import Request, Stats
+from graft.runtime.core import FinishReason, Request, Stats
+from graft.runtime.detokenize import TextStream
 from graft.runtime.params import SamplingParams
-from graft.runtime.sampling import make_generator, sample
-from graft.runtime.scheduler import Scheduler
+from graft.runtime.sampling import Choice, make_generator, sample
+from graft.runtime.scheduler import Plan, Scheduler
 
 
 class Engine:
-    """Runs requests over one lowered graph and one cache."""
+    """Runs requests over one lowered graph and one cache. Add requests at any time; each `step` moves them on."""
 
-    def __init__(self, graph: Callable[..., Any], cache: KVCache, stop_tokens: frozenset[int]) -> None:
+    def __init__(
+        self,
+        graph: Callable[..., Any],
+        tensors: Sequence[Tensor],  # [blocks, block_size, kv_heads, head_dim] each
+        scheduler: Scheduler,
+        *,
+        end_tokens: frozenset[int] = frozenset(),
+        tokenizer: Any = None,
+    ) -> None:
         self.graph = graph
-        self.cache = cache
-        self.scheduler = Scheduler(cache)
-        self.stop_tokens = stop_tokens
+        self.tensors = tensors
+        self.scheduler = scheduler
+        self.manager: BlockManager = scheduler.manager
+        self.end_tokens = end_tokens
+        self.tokenizer = tokenizer
         self.stats = Stats()
-
-    def add(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Request]:
-        """Takes all of the requests, or none where one of them can never run."""
-        requests = [
-            Request(prompt, each, make_generator(each.seed) if each.temperature > 0 else None)
-            for prompt, each in zip(prompts, params, strict=True)
-        ]
-        self.scheduler.add(requests)
-        return requests
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Feeds the next tokens and returns the requests that got a new one."""
         started = time.perf_counter()
-        requests, counts = self.scheduler.schedule()
-        batch = pack(requests, counts, self.cache.block_size, self.cache.device)
-        (logits,) = self.graph(*batch.inputs(), *self.cache.tensors)  # [1, n, vocab]
-        grown = self.advance(requests, counts, logits[0])
-        self.count(sum(counts), len(grown), counts, time.perf_counter() - started)
+        plan = self.scheduler.schedule()
+        if not plan.requests:
+            return []
+        logits = self.run(plan)  # [n, vocab]
+        grown = self.advance(plan, logits)
+        self.count(plan, grown, time.perf_counter() - started)
         return grown
 
-    def advance(self, requests: list[Request], counts: list[int], logits: Tensor) -> list[Request]:
-        """Samples for the requests whose whole prompt is in the cache, and ends those that are done."""
-        for request, count in zip(requests, counts, strict=True):
+    def run(self, plan: Plan) -> Tensor:
+        batch = pack(plan, self.manager.block_size, self.tensors[0].device)
+        try:
+            copy_blocks(self.tensors, plan.copies)
+            (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, n, vocab]
+        except torch.OutOfMemoryError as error:
+            raise self.out_of_memory(plan) from error
+        return logits[0]
+
+    def advance(self, plan: Plan, logits: Tensor) -> list[Request]:
+        """Takes note of what is in the cache now, and gives a token to every request all of whose tokens are."""
+        rows: list[int] = []
+        grown: list[Request] = []
+        for row, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
+            assert request.table is not None
             request.computed += count
-        whole = [row for row, request in enumerate(requests) if request.computed == len(request.tokens)]
-        grown = [requests[row] for row in whole]
-        for request, token in zip(grown, sample(logits[whole], grown), strict=True):
-            request.tokens.append(token)
-            if token in self.stop_tokens and not request.params.ignore_eos:
-                request.finish_reason = "stop"
-            elif len(request.new_tokens) >= request.params.max_tokens:
-                request.finish_reason = "length"
-            if request.finish_reason:
-                self.scheduler.finish(request)
+            self.manager.commit(request.table, request.tokens, request.computed)
+            if request.computed == len(request.tokens):
+                family = [request, *self.siblings(request)]
+                grown += family
+                rows += [row] * len(family)
+        every = rows == list(range(len(plan.requests)))
+        choices = sample(logits if every else logits[rows], grown, self.end_tokens) if grown else []
+        for request, choice in zip(grown, choices, strict=True):
+            self.take(request, choice)
         return grown
 
-    def abort(self, requests: Sequence[Request]) -> None:
-        """Drops those of the requests that are still waiting or running, and frees their blocks."""
-        for request in requests:
-            if request in self.scheduler.waiting:
-                self.scheduler.waiting.remove(request)
-            elif request in self.scheduler.running:
-                self.scheduler.finish(request)
+    def take(self, request: Request, choice: Choice) -> None:
+        """The request's next token, and whether it is the last."""
+        params = request.params
+        request.tokens.append(choice.token)
+        if choice.logprobs is not None:
+            request.logprobs.append(choice.logprobs)
+        if request.first_token is None:
+            request.first_token = time.perf_counter()
+        if choice.token in params.stop_token_ids or (choice.token in self.end_tokens and not params.ignore_eos):
+            self.end(request, "stop", choice.token)
+        elif self.meets_stop_string(request):
+            self.end(request, "stop", request.text.stopped if request.text else None)
+        elif len(request.tokens) - len(request.prompt) >= params.max_tokens:
+            self.end(request, "length")
 
-    def count(self, fed: int, grown: int, counts: list[int], seconds: float) -> None:
-        decoding = max(counts) == 1 and self.stats.new_tokens > 0
-        s = self.stats
+    def meets_stop_string(self, request: Request) -> bool:
+        if not request.params.stop or request.text is None:
+            return False
+        request.read_text()
+        return request.text.stopped is not None
+
+    def end(self, request: Request, reason: FinishReason, what: int | str | None = None) -> None:
+        request.finish_reason, request.stop_reason = reason, what
+        self.scheduler.drop(request)
+
+    def add(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Request:
+        """Takes a request, or refuses one that could never run."""
+        request = Request(list(prompt), params, make_generator(params.seed), self.text(prompt, params), priority)
+        needed = -(-request.most_tokens // self.manager.block_size)
+        if needed > self.manager.blocks:
+            raise OutOfCache(
+                f"a request of up to {request.most_tokens} tokens needs {needed} blocks of the key-value cache, which has"
+                f" {self.manager.blocks} ({size_text(self.cache_bytes)}); shorten it, lower max_tokens, or raise"
+                " kv_cache_memory"
+            )
+        if self.idle:
+            self.stats, self.scheduler.preemptions = Stats(), 0
+        self.scheduler.add(request)
+        return request
+
+    def siblings(self, request: Request) -> list[Request]:
+        """The other samples of n > 1 begin when the prompt is in the cache; they share its blocks."""
+        params = request.params
+        if params.n == 1 or request.siblings or request.first_token is not None or request.first is not None:
+            return []
+        for index in range(1, params.n):
+            seed = None if params.seed is None else params.seed + index
+            text = self.text(request.prompt, params)
+            sibling = Request(request.prompt, params, make_generator(seed), text, request.priority, first=request)
+            self.scheduler.join(sibling, request)
+            request.siblings.append(sibling)
+        return request.siblings
+
+    def text(self, prompt: Sequence[int], params: SamplingParams) -> TextStream | None:
+        return None if self.tokenizer is None else TextStream(self.tokenizer, list(prompt), params)
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """Ends those that have not ended, wherever they stand; their blocks are free again."""
+        for request in requests:
+            for each in request.family:
+                if each.finish_reason is None:
+                    self.end(each, "abort")
+
+    @property
+    def idle(self) -> bool:
+        return not self.scheduler.waiting and not self.scheduler.running
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def count(self, plan: Plan, grown: list[Request], seconds: float) -> None:
+        fed, s = sum(plan.counts), self.stats
+        decoding = fed == len(grown) == len(plan.counts) and all(len(r.tokens) > len(r.prompt) + 1 for r in grown)
+        first = [r for r in grown if r.first is None and len(r.tokens) == len(r.prompt) + 1]
         self.stats = replace(
             s,
-            prompt_tokens=s.prompt_tokens + (0 if decoding else fed),
-            new_tokens=s.new_tokens + grown,
+            prompt_tokens=s.prompt_tokens + sum(len(r.prompt) for r in first),
+            cached_tokens=s.cached_tokens + sum(r.cached or 0 for r in first),
+            new_tokens=s.new_tokens + len(grown),
+            steps=s.steps + 1,
+            preemptions=self.scheduler.preemptions,
             prefill_seconds=s.prefill_seconds + (0.0 if decoding else seconds),
             decode_seconds=s.decode_seconds + (seconds if decoding else 0.0),
-            decode_tokens=s.decode_tokens + (grown if decoding else 0),
+            decode_tokens=s.decode_tokens + (len(grown) if decoding else 0),
+        )
+
+    def out_of_memory(self, plan: Plan) -> OutOfMemory:
+        device = self.tensors[0].device
+        return OutOfMemory(
+            f"no memory for a step of {sum(plan.counts)} tokens of {len(plan.requests)} requests: {size_text(free_memory(device))}"
+            f" are free on {device}, the key-value cache holds {size_text(self.cache_bytes)}. Lower kv_cache_memory,"
+            " max_num_batched_tokens or max_num_seqs"
         )

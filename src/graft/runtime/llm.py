@@ -9,24 +9,24 @@ from typing import Any
 
 from graft.backends import lower
 from graft.capture.decoder import capture_decoder
-from graft.errors import EmptyPrompt, PromptTooLong, TokenizerMissing, UsageError
+from graft.errors import GraftError, TokenizerMissing, UsageError
 from graft.files import Progress
-from graft.kvcache.blocks import KVCache, LayerShape, memory_limit
+from graft.kvcache.events import Event
+from graft.kvcache.tensors import LayerShape
 from graft.models.load import LoadedModel, load_model
+from graft.runtime.build import build_engine
 from graft.runtime.core import Output, Request, Stats
-from graft.runtime.detokenize import Detokenizer
-from graft.runtime.engine import Engine
+from graft.runtime.options import EngineOptions
 from graft.runtime.params import SamplingParams
+from graft.runtime.prompts import Prompt, as_list, chat_tokens, check_fits, encode
 from graft.transforms.base import Context
 from graft.transforms.config import Layer, PipelineConfig, flatten, load_config
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.report import Report
 
-Prompt = str | Sequence[int]
-
 
 class LLM:
-    """Loads, captures, transforms and lowers a decoder, and generates with it."""
+    """Loads, captures, transforms and lowers a decoder, and generates with it. `options`: see EngineOptions."""
 
     def __init__(
         self,
@@ -38,7 +38,9 @@ class LLM:
         backend: str = "auto",
         dump_dir: str | Path | None = None,
         progress: Progress | None = None,
+        **options: Any,
     ) -> None:
+        sizes = engine_options(options)
         given = model if isinstance(model, LoadedModel) else None
         self.model = given or load_model(model, dtype=dtype, device=device, progress=progress)  # pyrefly: ignore
         settings = config if isinstance(config, PipelineConfig) else load_config(config, model=overlay(self.model))
@@ -57,79 +59,121 @@ class LLM:
         )
         lowered = lower(self.graph_module, backend, settings.kernels)
         self.backend = lowered.backend
-        self.report: Report = replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes))
         self.tokenizer = self.model.tokenizer
-        device_ = next(self.model.module.parameters()).device
         layers = [LayerShape(c.kv_heads, c.head_dim, c.dtype) for c in context.outputs["kv_cache"]]
-        cache = KVCache(layers, context.block_size, device_, memory_limit(device_))
-        self.engine = Engine(lowered.call, cache, stop_tokens(self.model))
+        self.engine, size = build_engine(lowered.call, self.model, layers, context.block_size, sizes)
+        notes = (*report.notes, *lowered.notes, size)
+        self.report: Report = replace(report, kernels=lowered.kernels, notes=notes)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[Output]:
-        """Completes every prompt; they run together. `params` is one for all, or one each."""
-        ids = [self.encode(prompt) for prompt in as_list(prompts)]
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(ids)
-        if len(each) != len(ids):
-            raise UsageError(f"{len(ids)} prompts but {len(each)} sampling parameters; give one for all, or one each")
-        requests = self.submit(ids, each)
+        """Completes every prompt; they run together. `params` and `priority` (lower goes first) are one for all, or
+        one each.
+
+        A prompt that cannot run does not stop the others: its Output has finish_reason "error" and the error. Where
+        none can run, the first error is raised.
+        """
+        asked = as_list(prompts)
+        each = one_each("sampling parameters", params or SamplingParams(), len(asked))
+        ranks = one_each("priorities", priority, len(asked))
+        entered = [self.try_submit(*request) for request in zip(asked, each, ranks, strict=True)]
+        requests = [entry for entry in entered if isinstance(entry, Request)]
+        errors = [entry for entry in entered if isinstance(entry, GraftError)]
+        if errors and not requests:
+            raise errors[0]
         try:
-            while any(request.finish_reason is None for request in requests):
+            while any(one.finish_reason is None for request in requests for one in request.family):
                 self.engine.step()
         finally:
             self.engine.abort(requests)
-        return [self.output(request) for request in requests]
+        return [self.output(entry) for entry in entered]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Yields pieces of text as they come."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[str]:
+        """Yields pieces of text as they come; together they are the text that `generate` gives."""
         if self.tokenizer is None:
             raise TokenizerMissing(self.model.name)
-        ids = self.encode(prompt)
-        (request,) = self.submit([ids], [params or SamplingParams()])
-        text = Detokenizer(self.tokenizer, ids)
-        fed = 0
+        if params is not None and params.n > 1:
+            raise UsageError(f"a stream is one text, but n is {params.n}; use generate")
+        request = self.submit(prompt, params or SamplingParams(), priority=priority)
+        given = 0
         try:
             while request.finish_reason is None:
                 self.engine.step()
-                for token in request.new_tokens[fed:]:  # another caller's step may have added some
-                    fed += 1
-                    yield text.feed(token)
-            for token in request.new_tokens[fed:]:
-                yield text.feed(token)
-            yield text.rest()
+                text = request.read_text()  # another caller's step may have added to it
+                if len(text) > given:
+                    yield text[given:]
+                given = len(text)
         finally:
             self.engine.abort([request])
 
+    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> Output:
+        """The model's answer to a conversation: [{"role": "user", "content": "…"}, …]."""
+        return self.generate(self.chat_prompt(messages), params)[0]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The conversation in the model's own chat template, as tokens, up to where the answer begins."""
+        return chat_tokens(self.model, messages)
+
+    def kv_cache_events(self, timeout: float | None = None) -> list[Event]:
+        """What happened to the blocks of the cache since the last call; waits up to `timeout` seconds for something."""
+        return self.engine.events.drain(timeout)
+
     @property
     def stats(self) -> Stats:
-        """Times and counts of the last generate or stream call."""
+        """Times and counts since the engine was last idle."""
         return self.engine.stats
 
-    def submit(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Request]:
-        for ids, each in zip(prompts, params, strict=True):
-            if not ids:
-                raise EmptyPrompt
-            if len(ids) + each.max_tokens > self.model.context:
-                raise PromptTooLong(len(ids), each.max_tokens, self.model.context)
-        self.engine.stats = Stats()
-        return self.engine.add(prompts, params)
+    def submit(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Request:
+        """Hands a request to the engine, whose `step` moves it on; `engine.abort` ends it early."""
+        ids = self.encode(prompt)
+        check_fits(ids, params, self.model.context)
+        if params.stop and self.tokenizer is None:
+            raise TokenizerMissing(self.model.name)
+        return self.engine.add(ids, params, priority=priority)
+
+    def try_submit(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request | GraftError:
+        try:
+            return self.submit(prompt, params, priority=priority)
+        except GraftError as error:
+            return error
 
     def encode(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            vocabulary = self.model.module.config.vocab_size
-            wrong = next((t for t in prompt if not 0 <= t < vocabulary), None)
-            if wrong is not None:
-                raise UsageError(f"token id {wrong} is outside the vocabulary of {vocabulary}")
-            return list(prompt)
-        if self.tokenizer is None:
-            raise TokenizerMissing(self.model.name)
-        return list(self.tokenizer(prompt)["input_ids"])
+        return encode(self.model, prompt)
 
-    def output(self, request: Request) -> Output:
-        text = self.tokenizer.decode(request.new_tokens, skip_special_tokens=True) if self.tokenizer else ""
-        return Output(text, request.new_tokens, request.finish_reason or "length")
+    def output(self, request: Request | GraftError) -> Output:
+        if isinstance(request, GraftError):
+            return Output("", [], "error", error=request)
+        return Output(
+            request.read_text(),
+            request.new_tokens,
+            request.finish_reason or "abort",
+            None if request.params.logprobs is None else request.logprobs,
+            request.stop_reason,
+            request.cached or 0,
+            alternatives=tuple(self.output(sibling) for sibling in request.siblings),
+        )
+
+
+def engine_options(options: Mapping[str, Any]) -> EngineOptions:
+    from graft.errors import near
+
+    known = EngineOptions.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise UsageError(f"unknown option {name!r} of LLM{near(name, known)}")
+    return EngineOptions(**options)
+
+
+def one_each(what: str, given: Any, prompts: int) -> list[Any]:
+    each = list(given) if isinstance(given, Sequence) else [given] * prompts
+    if len(each) != prompts:
+        raise UsageError(f"{prompts} prompts but {len(each)} {what}; give one for all, or one each")
+    return each
 
 
 def overlay(model: LoadedModel) -> Layer | None:
@@ -148,23 +192,7 @@ def require_cache(config: PipelineConfig) -> None:
             )
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A string, a list of token ids, or a list of either."""
-    if isinstance(prompts, str):
-        return [prompts]
-    return [list(prompts)] if prompts and isinstance(prompts[0], int) else list(prompts)  # pyrefly: ignore
-
-
 def transform_progress(progress: Progress | None) -> Progress | None:
     if progress is None:
         return None
     return lambda name, done, total: progress(f"transform {name}" if name else "transforms done", done, total)
-
-
-def stop_tokens(model: LoadedModel) -> frozenset[int]:
-    """The model's end-of-text tokens, from its generation config or its config."""
-    for config in (getattr(model.module, "generation_config", None), model.module.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
-    return frozenset()

@@ -2,55 +2,148 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from bisect import insort
+from dataclasses import dataclass, field
+from itertools import count
 
-from graft.errors import OutOfCache
-from graft.kvcache.blocks import KVCache
+from graft.kvcache.manager import BlockManager, Copy, Table
 from graft.runtime.core import Request
+
+PATIENCE = 1000  # steps by which a better priority goes ahead
+
+
+@dataclass
+class Plan:
+    """One step: `counts[i]` tokens of `requests[i]`, and the blocks to be copied before it."""
+
+    budget: int  # tokens that prompts may still take
+    requests: list[Request] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+
+    def decoding_first(self) -> Plan:
+        """Single tokens side by side: attention takes a run of them in one call."""
+        pairs = sorted(zip(self.requests, self.counts, strict=True), key=lambda pair: pair[1] > 1)
+        return Plan(self.budget, [r for r, _ in pairs], [c for _, c in pairs], self.copies)
 
 
 class Scheduler:
-    """First come, first served. A request enters once all the blocks it can ever need are free, so it always ends."""
+    """Requests stand in one fixed order: by arrival, where one better priority counts as PATIENCE steps.
 
-    def __init__(self, cache: KVCache, token_budget: int = 2048) -> None:
-        self.cache = cache
-        self.token_budget = token_budget
-        self.waiting: deque[Request] = deque()
+    A step serves them in that order: tokens that decode first, then prompts, in chunks, as far as the budget goes.
+    Whoever lacks memory takes it from the last in the order, which waits and is computed again later (from the blocks
+    of it that are still there). So the first always moves on, only finitely many ever come before a request, and none
+    starves.
+    """
+
+    def __init__(self, manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.manager = manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Request] = []  # both in order
         self.running: list[Request] = []
+        self.preemptions = 0
+        self.clock = 0
+        self.serial = count()
 
-    def add(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            needed = self.cache.blocks_for(request.most_tokens)
-            if needed > self.cache.limit:
-                raise OutOfCache(
-                    f"a request of {request.most_tokens} tokens needs {needed} blocks of the key-value cache"
-                    f" ({needed * self.cache.bytes_per_block >> 20} MiB), but {self.cache.limit} fit into memory;"
-                    " shorten it or lower max_tokens"
-                )
-        self.waiting.extend(requests)
+    def add(self, request: Request) -> None:
+        """A lower priority number goes first; equal ones go as they come."""
+        request.order = (self.clock + PATIENCE * request.priority, next(self.serial))
+        insort(self.waiting, request, key=in_order)
 
-    def schedule(self) -> tuple[list[Request], list[int]]:
-        """Decoding requests first, one token each; then prompts, in chunks, while the budget lasts."""
-        if not self.running:
-            self.cache.reserve(sum(self.cache.blocks_for(r.most_tokens) for r in self.waiting))
-        while self.waiting:
-            needed = self.cache.blocks_for(self.waiting[0].most_tokens)
-            if needed > len(self.cache.free):
+    def join(self, sibling: Request, request: Request) -> None:
+        """`sibling` goes on from what `request` has in the cache, or from the start where too many run already."""
+        assert request.table is not None
+        sibling.cached, sibling.order = request.cached, (request.order[0], next(self.serial))
+        if len(self.running) >= self.max_num_seqs:
+            insort(self.waiting, sibling, key=in_order)
+            return
+        sibling.table, sibling.computed = self.manager.fork(request.table), request.computed
+        insort(self.running, sibling, key=in_order)
+
+    def schedule(self) -> Plan:
+        self.clock += 1
+        while self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
+            if not self.admit(self.waiting[0]):
                 break
-            request = self.waiting.popleft()
-            request.blocks = self.cache.allocate(needed)
-            self.running.append(request)
-        chosen, counts, budget = [], [], self.token_budget
-        for request in sorted(self.running, key=lambda r: len(r.tokens) - r.computed):
-            count = min(len(request.tokens) - request.computed, budget)
-            if count:
-                chosen.append(request)
-                counts.append(count)
-                budget -= count
-        return chosen, counts
+        decoding = sum(request.decoding for request in self.running)
+        plan = Plan(max(self.max_num_batched_tokens - decoding, 0))
+        for request in tuple(self.running):
+            if request.table is not None:  # it has not just given way
+                self.serve(request, plan)
+        while plan.budget and self.waiting and self.admit(request := self.waiting[0]):
+            self.serve(request, plan)
+        return plan.decoding_first()
 
-    def finish(self, request: Request) -> None:
+    def serve(self, request: Request, plan: Plan) -> None:
+        """Puts the request's next tokens into the plan, as many as the budget and the memory allow."""
+        assert request.table is not None
+        if request.decoding:
+            granted = 1 if len(plan.requests) < self.max_num_batched_tokens else 0
+        else:
+            granted = min(len(request.tokens) - request.computed, plan.budget)
+        if not granted:
+            return
+        copies = self.make_room(request, request.table, request.computed + granted)
+        if copies is None:
+            self.preempt(request)
+            return
+        plan.budget -= 0 if request.decoding else granted
+        plan.requests.append(request)
+        plan.counts.append(granted)
+        plan.copies += copies
+
+    def admit(self, request: Request) -> bool:
+        """Lets a waiting request in, with room for all the tokens that it has; what is in the cache is not computed."""
+        while len(self.running) >= self.max_num_seqs:
+            if not self.take_from_last(request):
+                return False
+        table = self.manager.open(request.tokens)
+        if self.make_room(request, table, len(request.tokens)) is None:
+            self.manager.close(table)
+            return False
+        request.table, request.computed = table, table.cached
+        if request.cached is None:
+            request.cached = table.cached
+        self.waiting.remove(request)
+        insort(self.running, request, key=in_order)
+        return True
+
+    def make_room(self, request: Request, table: Table, length: int) -> list[Copy] | None:
+        """Room for `length` tokens, taken from those behind `request` if need be. None: there is none to be had."""
+        while (copies := self.manager.grow(table, length)) is None:
+            if not self.take_from_last(request):
+                return None
+        return copies
+
+    def take_from_last(self, request: Request) -> bool:
+        """Sends the last of the running back to wait, if it stands behind `request`."""
+        if not self.running or self.running[-1].order <= request.order:
+            return False
+        self.preempt(self.running[-1])
+        return True
+
+    def preempt(self, request: Request) -> None:
+        self.leave(request)
+        request.computed = 0
+        request.preemptions += 1
+        self.preemptions += 1
+        insort(self.waiting, request, key=in_order)
+
+    def leave(self, request: Request) -> None:
+        """A running request gives back its blocks."""
+        assert request.table is not None
         self.running.remove(request)
-        self.cache.release(request.blocks)
-        request.blocks = []
+        self.manager.close(request.table)
+        request.table = None
+
+    def drop(self, request: Request) -> None:
+        """The request has ended, or is wanted no more, wherever it stands."""
+        if request.table is not None:
+            self.leave(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+
+def in_order(request: Request) -> tuple[int, int]:
+    return request.order

@@ -20,20 +20,26 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     """q: [1, h, T, d]; k, v: [1, kv, T, d]; caches: [blocks, block, kv, d], written at `slots` → [1, T, h, d]."""
     write_cache(k, v, k_cache, v_cache, slots)
-    decode = q.shape[2] == block_tables.shape[0]  # every sequence has at least one token: here exactly one
-    if decode and softcap is None and sinks is None:
-        return attend_decode(q, k_cache, v_cache, block_tables, lengths, scale, window)
-    outputs = []
     bounds, totals = starts.tolist(), lengths.tolist()
-    for i, total in enumerate(totals):
-        first, last = bounds[i], bounds[i + 1]
-        queries = q[:, :, first:last]
-        if total == last - first:
-            keys, values = k[:, :, first:last], v[:, :, first:last]
+    plain = softcap is None and sinks is None
+    outputs = []
+    row = 0
+    while row < len(totals):
+        first, last = bounds[row], bounds[row + 1]
+        end = row + 1
+        while plain and last - first == 1 and end < len(totals) and bounds[end + 1] - bounds[end] == 1:
+            end += 1  # sequences that decode, side by side: one call for all of them
+        if plain and last - first == 1:
+            table, seen = block_tables[row:end], lengths[row:end]
+            outputs.append(attend_decode(q[:, :, first : bounds[end]], k_cache, v_cache, table, seen, scale, window))
         else:
-            keys, values = (gather(c, block_tables[i], total) for c in (k_cache, v_cache))
-        attend = attention if softcap is not None or sinks is not None else attention_sdpa
-        outputs.append(attend(queries, keys, values, None, scale, True, window, softcap, sinks))
+            if totals[row] == last - first:
+                keys, values = k[:, :, first:last], v[:, :, first:last]
+            else:
+                keys, values = (gather(c, block_tables[row], totals[row]) for c in (k_cache, v_cache))
+            attend = attention_sdpa if plain else attention
+            outputs.append(attend(q[:, :, first:last], keys, values, None, scale, True, window, softcap, sinks))
+        row = end
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
@@ -71,7 +77,8 @@ def attend_decode(
         out = F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).contiguous()  # [1, 1, h, d]
     queries = q[0].transpose(0, 1).unsqueeze(2)  # [batch, h, 1, d]
-    keys, values = (gather_all(c, block_tables) for c in (k_cache, v_cache))
+    used = -(-int(lengths.max()) // k_cache.shape[1])  # the table may be wider, for sequences that are not here
+    keys, values = (gather_all(c, block_tables[:, :used]) for c in (k_cache, v_cache))
     place = torch.arange(keys.shape[2], device=q.device)
     seen = place < lengths[:, None]  # [batch, t]
     if window is not None:

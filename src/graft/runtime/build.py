@@ -1,0 +1,70 @@
+"""From a lowered decoder to an engine with a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from graft.errors import OutOfMemory
+from graft.kvcache.events import EventQueue
+from graft.kvcache.manager import BlockManager
+from graft.kvcache.memory import cache_size, size_text
+from graft.kvcache.tensors import LayerShape, allocate, bytes_per_block
+from graft.models.load import LoadedModel
+from graft.runtime.engine import Engine
+from graft.runtime.options import EngineOptions
+from graft.runtime.scheduler import Scheduler
+
+
+def build_engine(
+    graph: Callable[..., Any],
+    model: LoadedModel,
+    layers: Sequence[LayerShape],
+    block_size: int,
+    options: EngineOptions,
+) -> tuple[Engine, str]:
+    """The engine, and a line about the size of its cache."""
+    device = next(model.module.parameters()).device
+    size = bytes_per_block(layers, block_size)
+    most = options.max_num_seqs * -(-model.context // block_size)
+    found = cache_size(size, most, device, options.kv_cache_memory)
+    try:
+        tensors = allocate(layers, found.blocks, block_size, device)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemory(
+            f"no memory for a key-value cache of {found.blocks} blocks ({size_text(found.bytes)}) on {device}: {error}."
+            " Set kv_cache_memory to less"
+        ) from error
+    events = EventQueue(options.max_events)
+    manager = BlockManager(
+        found.blocks, block_size, fingerprint=fingerprint(model), prefix_reuse=options.prefix_caching, events=events
+    )
+    scheduler = Scheduler(manager, options.max_num_seqs, options.max_num_batched_tokens)
+    engine = Engine(graph, tensors, scheduler, end_tokens=end_tokens(model), tokenizer=model.tokenizer)
+    tokens = found.blocks * block_size
+    note = f"key-value cache: {found.blocks} blocks of {block_size} tokens, {size_text(found.bytes)} ({found.reason})"
+    if tokens < model.context:
+        note += f"; the model's context of {model.context} does not fit"
+    return engine, note
+
+
+def end_tokens(model: LoadedModel) -> frozenset[int]:
+    """The model's end-of-text tokens, from its generation config or its config."""
+    for config in (getattr(model.module, "generation_config", None), model.module.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
+    return frozenset()
+
+
+def fingerprint(model: LoadedModel) -> str:
+    """What the content of the cache depends on beside the tokens: configuration, dtype and weights (a few of each)."""
+    digest = blake2b(digest_size=16)
+    digest.update(model.module.config.to_json_string().encode())
+    for name, weight in model.module.named_parameters():
+        some = weight.detach().flatten()[:8].float().cpu()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {some.tolist()}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,70 @@
+"""From text, bytes, token ids or a conversation to tokens that the model can take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graft.errors import EmptyPrompt, NotText, PromptTooLong, TokenizerMissing, UsageError
+from graft.models.load import LoadedModel
+from graft.runtime.params import SamplingParams
+
+Prompt = str | bytes | Sequence[int]
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A text, a list of token ids, or a list of either."""
+    if isinstance(prompts, (str, bytes)):
+        return [prompts]
+    return [list(prompts)] if prompts and isinstance(prompts[0], int) else list(prompts)  # pyrefly: ignore
+
+
+def encode(model: LoadedModel, prompt: Prompt) -> list[int]:
+    if not isinstance(prompt, (str, bytes)):
+        return check_ids(prompt, model.module.config.vocab_size)
+    if model.tokenizer is None:
+        raise TokenizerMissing(model.name)
+    return list(model.tokenizer(as_text(prompt))["input_ids"])
+
+
+def as_text(prompt: str | bytes) -> str:
+    """UTF-8 bytes as text; text that UTF-8 cannot write (half of a surrogate pair) is refused."""
+    try:
+        if isinstance(prompt, bytes):
+            return prompt.decode()
+        prompt.encode()
+    except UnicodeError as error:
+        raise NotText(str(error)) from error
+    return prompt
+
+
+def check_ids(ids: Sequence[int], vocabulary: int) -> list[int]:
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise UsageError(f"token ids are whole numbers, but {token!r} is a {type(token).__name__}")
+        if not 0 <= token < vocabulary:
+            raise UsageError(f"token id {token} is outside the vocabulary of {vocabulary}")
+    return list(ids)
+
+
+def check_fits(ids: list[int], params: SamplingParams, context: int) -> None:
+    if not ids:
+        raise EmptyPrompt
+    if len(ids) + params.max_tokens > context:
+        raise PromptTooLong(len(ids), params.max_tokens, context)
+
+
+def chat_tokens(model: LoadedModel, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The conversation in the model's chat template, up to where the answer begins."""
+    if model.tokenizer is None:
+        raise TokenizerMissing(model.name)
+    if not model.tokenizer.chat_template:
+        raise UsageError(f"{model.name} has no chat template; pass the prompt as it is")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
+            raise UsageError(f'a message is {{"role": "user", "content": "…"}}, not {message!r}')
+        as_text(message["content"])
+    if not messages:
+        raise EmptyPrompt
+    encoded = model.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
