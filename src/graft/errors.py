@@ -211,6 +211,18 @@ class OutOfCache(GraftError):
     """The key-value cache has no room for the requests."""
 
 
+class CacheMisuse(GraftError):
+    """A call of the block manager that cannot be meant: a closed table, a write without room. Nothing has changed."""
+
+
+class CacheCorrupt(GraftError):
+    """An invariant of the block manager does not hold: a defect of graft."""
+
+
+class EventOrder(GraftError):
+    """A key-value cache event that cannot follow on those before it: events were lost, repeated or mixed up."""
+
+
 class GraphRefused(GraftError):
     """A graph of torch.compile that graft leaves to stock Inductor; the message says why."""
 

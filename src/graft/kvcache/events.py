@@ -1,0 +1,172 @@
+"""What happens in the cache, told to whoever wants to know: a router, a dashboard, a test.
+
+Events are numbered from 0 without gaps. The queue keeps a bounded backlog; a reader that comes too late loses
+history, never the state: it gets `Lost` and then events that build the present state from nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from graft.errors import CacheMisuse
+from graft.kvcache.hashing import Entry
+
+Record = tuple[
+    Callable[..., "Event"], Sequence[Any]
+]  # an event that nobody has asked for yet: how to make it, of what
+
+
+@dataclass(frozen=True)
+class Event:
+    event_id: int
+    time: float  # unix seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """One JSON object: `type` and the fields."""
+        return {"type": type(self).__name__.lower(), **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Created(Event):
+    """The cache is there and holds nothing."""
+
+    levels: tuple[int, ...]  # blocks of each level of memory; so far there is one, the device's
+    block_size: int
+    root: str  # the hash that first blocks follow on
+
+    @staticmethod
+    def of(event_id: int, at: float, facts: Sequence[Any]) -> Created:
+        ((blocks, block_size, root),) = facts
+        return Created(event_id, at, (blocks,), block_size, root)
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    hash: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stored(Event):
+    """Blocks that can be found now and are in use. The first follows on `parent` (None: the root), the next on it, …"""
+
+    parent: str | None
+    blocks: tuple[StoredBlock, ...]
+
+    @staticmethod
+    def of(event_id: int, at: float, entries: Sequence[Entry]) -> Stored:
+        parent = entries[0].parent
+        blocks = tuple(StoredBlock(entry.hash, entry.tokens) for entry in entries)
+        return Stored(event_id, at, None if parent is None else parent.hash, blocks)
+
+
+@dataclass(frozen=True)
+class Removed(Event):
+    """Blocks that were evicted, children before their parents."""
+
+    hashes: tuple[str, ...]
+
+    @staticmethod
+    def of(event_id: int, at: float, entries: Sequence[Entry]) -> Removed:
+        return Removed(event_id, at, tuple(entry.hash for entry in entries))
+
+
+@dataclass(frozen=True)
+class Updated(Event):
+    """Stored blocks of which `what` went from `old` to `new`: `in_use`, whether a sequence has them."""
+
+    hashes: tuple[str, ...]
+    what: str
+    old: bool
+    new: bool
+
+    @staticmethod
+    def used(event_id: int, at: float, entries: Sequence[Entry]) -> Updated:
+        return Updated(event_id, at, tuple(entry.hash for entry in entries), "in_use", False, True)
+
+    @staticmethod
+    def unused(event_id: int, at: float, entries: Sequence[Entry]) -> Updated:
+        return Updated(event_id, at, tuple(entry.hash for entry in entries), "in_use", True, False)
+
+
+@dataclass(frozen=True)
+class Lost(Event):
+    """Events `first` to `last` were dropped because nobody took them in time. The present state follows."""
+
+    count: int
+    first: int
+    last: int
+
+
+class EventQueue:
+    """A backlog that tells of at most `limit` blocks. Any thread may drain it.
+
+    A record is a few words until it is drained. Once the limit is passed the backlog is dropped, and until the next
+    drain events are only counted: a queue that nobody reads costs next to nothing.
+    """
+
+    def __init__(self, limit: int = 65536) -> None:
+        if limit < 1:
+            raise CacheMisuse(f"an event queue with a limit of {limit}; it must be at least 1")
+        self.limit = limit
+        self.lock = threading.RLock()  # the manager holds it while it changes what is stored
+        self.filled = threading.Condition(self.lock)
+        self.snapshot: Callable[[], list[Record]] = list
+        self.backlog: deque[tuple[float, Record]] = deque()
+        self.told = 0  # blocks that the backlog tells of
+        self.next_id = 0
+        self.first_id = 0  # of those that were not drained
+        self.lost = False  # the backlog was dropped
+        self.waiting = 0  # readers
+
+    def attach(self, snapshot: Callable[[], list[Record]]) -> None:
+        """From now on the queue tells of the cache with this snapshot, beginning with `created`."""
+        with self.lock:
+            self.snapshot = snapshot
+            for make, content in snapshot():
+                self.put(make, content)
+
+    def put(self, make: Callable[..., Event], content: Sequence[Any]) -> None:
+        with self.lock:
+            self.next_id += 1
+            if self.waiting:
+                self.filled.notify_all()
+            if self.lost:
+                return
+            self.told += len(content)
+            if self.told > self.limit:
+                self.lost, self.told = True, 0
+                self.backlog.clear()
+            else:
+                self.backlog.append((time.time(), (make, content)))
+
+    def wait(self, timeout: float) -> None:
+        self.waiting += 1
+        try:
+            self.filled.wait_for(lambda: self.next_id > self.first_id, timeout)
+        finally:
+            self.waiting -= 1
+
+    def drain(self, timeout: float | None = None) -> list[Event]:
+        """All events since the last drain. With a timeout, waits up to that many seconds for at least one."""
+        with self.lock:
+            if timeout is not None:
+                self.wait(timeout)
+            events: list[Event] = []
+            records, first = list(self.backlog), self.first_id
+            if self.lost:
+                now = time.time()
+                events = [Lost(self.next_id, now, self.next_id - first, first, self.next_id - 1)]
+                first = self.next_id + 1
+                records = [(now, record) for record in self.snapshot()]
+                self.next_id = first + len(records)
+            self.first_id = self.next_id
+            self.backlog.clear()
+            self.told, self.lost = 0, False
+        events += [make(first + i, at, content) for i, (at, (make, content)) in enumerate(records)]
+        return events
