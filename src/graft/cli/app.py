@@ -9,8 +9,10 @@ from typing import Any
 
 import typer
 
+from graft.cli.chat import chat
 from graft.cli.config import config
 from graft.cli.dump import dump
+from graft.cli.events import events
 from graft.cli.explain import explain
 from graft.cli.models import models
 from graft.cli.ops import ops
@@ -44,7 +46,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-for verb in (run, transforms, explain, ops, config, models, dump):
+for verb in (run, chat, events, transforms, explain, ops, config, models, dump):
     app.command()(guarded(verb))
 
 

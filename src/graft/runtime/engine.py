@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graft.errors import OutOfCache, OutOfMemory
+from graft.kvcache.events import EventQueue
 from graft.kvcache.manager import BlockManager
 from graft.kvcache.memory import free_memory, size_text
 from graft.kvcache.tensors import copy_blocks
@@ -31,6 +32,7 @@ class Engine:
         tensors: Sequence[Tensor],  # [blocks, block_size, kv_heads, head_dim] each
         scheduler: Scheduler,
         *,
+        events: EventQueue,
         end_tokens: frozenset[int] = frozenset(),
         tokenizer: Any = None,
     ) -> None:
@@ -38,6 +40,7 @@ class Engine:
         self.tensors = tensors
         self.scheduler = scheduler
         self.manager: BlockManager = scheduler.manager
+        self.events = events
         self.end_tokens = end_tokens
         self.tokenizer = tokenizer
         self.stats = Stats()

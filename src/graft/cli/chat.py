@@ -1,0 +1,127 @@
+"""`graft chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graft.cli.options import (
+    DEFAULT_MODEL,
+    CacheMemory,
+    ConfigFile,
+    Device,
+    DType,
+    Seed,
+    Sets,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+)
+
+if TYPE_CHECKING:
+    from graft.runtime.llm import LLM
+    from graft.runtime.params import SamplingParams
+
+HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+Messages = list[dict[str, str]]
+
+
+def chat(
+    model: Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.")] = DEFAULT_MODEL,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens of an answer.")] = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = None,
+    stop: Stop = None,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    backend: Annotated[str, typer.Option(help="auto, eager, inductor or cuda_graph.")] = "auto",
+    config: ConfigFile = None,
+    sets: Sets = None,
+    kv_cache_memory: CacheMemory = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON line for each answer, and nothing else.")] = False,
+) -> None:
+    """Talk with a model. Lines from a pipe are answered one after another."""
+    from graft.cli.show import err, progress_bar
+    from graft.models.load import load_model
+    from graft.runtime.llm import LLM, overlay
+    from graft.runtime.params import SamplingParams
+    from graft.transforms.config import load_config
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+    )
+    with progress_bar() as progress:
+        load_config(config, sets=sets or ())  # a wrong key is told before the model is loaded
+        loaded = load_model(model, dtype=dtype, device=device, progress=progress)
+        settings = load_config(config, model=overlay(loaded), sets=sets or ())
+        llm = LLM(loaded, config=settings, backend=backend, progress=progress, kv_cache_memory=kv_cache_memory)
+    start: Messages = [{"role": "system", "content": system}] if system else []
+    llm.chat_prompt([*start, {"role": "user", "content": "hi"}])  # a model that cannot chat says so now
+    if sys.stdin.isatty():
+        err.print(f"{loaded.name}: {HELP}", markup=False)
+    converse(llm, params, start, as_json)
+
+
+def converse(llm: LLM, params: SamplingParams, start: Messages, as_json: bool) -> None:
+    from graft.errors import PromptTooLong
+
+    messages = list(start)
+    for line in lines():
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages = list(start)
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            answer = reply(llm, messages, params, as_json)
+        except PromptTooLong as error:
+            messages.pop()
+            print(f"graft: {error}; /reset begins anew", file=sys.stderr)
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def lines() -> Iterator[str]:
+    """What the user says, without empty lines, until the end of the input."""
+    from graft.runtime.prompts import as_text
+
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        if text := as_text(line).strip():
+            yield text
+
+
+def reply(llm: LLM, messages: Messages, params: SamplingParams, as_json: bool) -> str:
+    """Prints the answer as it comes. Ctrl-C ends the answer, not the conversation."""
+    pieces: list[str] = []
+    try:
+        for piece in llm.stream(llm.chat_prompt(messages), params):
+            pieces.append(piece)
+            if not as_json:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print(" [stopped]", end="", file=sys.stderr)
+    answer = "".join(pieces)
+    s = llm.stats
+    if as_json:
+        counts = {"prompt_tokens": s.prompt_tokens, "cached_tokens": s.cached_tokens, "new_tokens": s.new_tokens}
+        print(json.dumps({"answer": answer, **counts}), flush=True)
+    else:
+        print(flush=True)
+    if sys.stderr.isatty() and not as_json:
+        told = f"{s.prompt_tokens} prompt tokens ({s.cached_tokens} from the cache), {s.new_tokens} new"
+        print(f"[{told}, {s.decode_rate:.1f} tokens/s]", file=sys.stderr)
+    return answer

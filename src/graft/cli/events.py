@@ -1,0 +1,95 @@
+"""`graft events`: what happens in the key-value cache while prompts are answered."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graft.cli.options import DEFAULT_MODEL, CacheMemory, Device, DType, Json
+
+if TYPE_CHECKING:
+    from graft.kvcache.events import Event
+
+PREFIX = "A paged key-value cache keeps the keys and values of earlier tokens in blocks of a fixed size. "
+PROMPTS = (PREFIX + "Two prompts that begin alike", PREFIX + "The second request")
+
+
+def events(
+    model: Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.")] = DEFAULT_MODEL,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", help="Answered one after another. Repeatable; two that begin alike if left out."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.")] = 20,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    kv_cache_memory: CacheMemory = None,
+    as_json: Json = False,
+) -> None:
+    """Answer prompts and print the life cycle of the cache's blocks, as a table or (--json) as JSON lines."""
+    from graft.cli.show import out, progress_bar
+    from graft.models.load import load_model
+    from graft.runtime.llm import LLM
+    from graft.runtime.params import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    told: list[tuple[str, Event]] = []
+    with progress_bar() as progress:
+        loaded = load_model(model, dtype=dtype, device=device, progress=progress)
+        llm = LLM(loaded, progress=progress, kv_cache_memory=kv_cache_memory)
+        told += [("start", event) for event in llm.kv_cache_events()]
+        given: list[Any] = list(prompts or PROMPTS)
+        if llm.tokenizer is None and prompts is None:
+            vocabulary = loaded.module.config.vocab_size
+            shared = [3 + i % (vocabulary - 3) for i in range(40)]  # two and a half blocks
+            given = [[*shared, 5, 6], [*shared, 7]]
+        for number, prompt in enumerate(given, 1):
+            progress(f"prompt {number}", number - 1, len(given))
+            (output,) = llm.generate([prompt], params)
+            label = f"prompt {number}: {output.cached_tokens} of {len(llm.encode(prompt))} tokens from the cache"
+            told += [(label, event) for event in llm.kv_cache_events()]
+    if as_json:
+        for _, event in told:
+            print(json.dumps(event.to_json()))
+    else:
+        out.print(life_cycle(told, llm.tokenizer))
+
+
+def life_cycle(told: list[tuple[str, Event]], tokenizer: Any) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Life of the key-value cache", title_justify="left")
+    for name in ("id", "event"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("blocks")
+    before = ""
+    for label, event in told:
+        if label != before:
+            table.add_section()
+            table.add_row("", "", Text(label, style="bold"))
+            before = label
+        table.add_row(str(event.event_id), type(event).__name__.lower(), Text(describe(event, tokenizer)))
+    return table
+
+
+def describe(event: Event, tokenizer: Any) -> str:
+    from graft.kvcache.events import Created, Removed, Stored, Updated
+
+    if isinstance(event, Created):
+        return f"{event.levels[0]} blocks of {event.block_size} tokens"
+    if isinstance(event, Stored):
+        after = f"after {event.parent[:8]}" if event.parent else "at the start"
+        lines = [f"{block.hash[:8]}  {shown(block.tokens, tokenizer)}" for block in event.blocks]
+        return "\n".join([after, *lines])
+    if isinstance(event, Removed):
+        return " ".join(name[:8] for name in event.hashes)
+    if isinstance(event, Updated):
+        return f"{event.what}: {event.old} → {event.new}\n" + " ".join(name[:8] for name in event.hashes)
+    return str(event.to_json())
+
+
+def shown(tokens: tuple[int, ...], tokenizer: Any) -> str:
+    return repr(tokenizer.decode(list(tokens))) if tokenizer is not None else " ".join(map(str, tokens))

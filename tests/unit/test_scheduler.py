@@ -1,0 +1,196 @@
+"""The scheduler without a model: who runs, in which order, and that everybody gets there (R40, R42)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graft.kvcache.manager import BlockManager
+from graft.runtime import scheduler as scheduling
+from graft.runtime.core import Request
+from graft.runtime.params import SamplingParams
+from graft.runtime.scheduler import Scheduler
+
+BLOCK = 4
+
+
+def make(blocks=12, seqs=4, budget=16, **options):
+    return Scheduler(BlockManager(blocks, BLOCK, **options), seqs, budget)
+
+
+def request(length, new, priority=0, first=0):
+    """`new` tokens after a prompt of `length`; prompts with the same `first` token begin alike."""
+    return Request([first] * length, SamplingParams(max_tokens=new), priority=priority)
+
+
+def step(scheduler, rng=None):
+    """What the engine does in a step, with made-up tokens. Returns the plan."""
+    plan = scheduler.schedule()
+    check(scheduler, plan)
+    for one, count in zip(plan.requests, plan.counts, strict=True):
+        one.computed += count
+        scheduler.manager.commit(one.table, one.tokens, one.computed)
+        if one.computed == len(one.tokens):
+            one.tokens.append(rng.randrange(3) if rng else 1)
+            if len(one.new_tokens) == one.params.max_tokens:
+                one.finish_reason = "length"
+                scheduler.drop(one)
+    scheduler.manager.check()
+    return plan
+
+
+def check(scheduler, plan):
+    """A plan keeps to the budget, serves nobody twice, and writes only into blocks of its own."""
+    assert len(set(map(id, plan.requests))) == len(plan.requests)
+    assert sum(plan.counts) <= scheduler.max_num_batched_tokens
+    assert len(scheduler.running) <= scheduler.max_num_seqs
+    written = []
+    for one, count in zip(plan.requests, plan.counts, strict=True):
+        assert one in scheduler.running and 0 < count <= len(one.tokens) - one.computed
+        assert len(one.table.blocks) * BLOCK >= one.computed + count
+        written += [one.table.blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(one.computed, one.computed + count)]
+        assert all(scheduler.manager.refs[one.table.blocks[p // BLOCK]] == 1 for p in range(one.computed, one.computed + count))
+    assert len(set(written)) == len(written), "two sequences write to one place"
+    for queue in (scheduler.waiting, scheduler.running):
+        assert [r.order for r in queue] == sorted(r.order for r in queue)
+    assert all(r.table is None for r in scheduler.waiting) and all(r.table for r in scheduler.running)
+
+
+ARRIVALS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 20), st.integers(-1, 2), st.integers(0, 2)),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ARRIVALS, st.integers(10, 30), st.integers(1, 6), st.integers(1, 24), st.booleans(), st.integers(0, 99))
+def test_any_trace_ends_with_every_request_done_and_every_block_free_r40(arrivals, blocks, seqs, budget, reuse, seed):
+    """Arrivals at any time, any length, any priority, some cancelled on the way: nobody is lost, nothing leaks."""
+    scheduler, rng = make(blocks, seqs, budget, prefix_reuse=reuse), random.Random(seed)
+    requests = []
+    for pause, length, new, priority, first in arrivals:
+        for _ in range(pause):
+            step(scheduler, rng)
+        requests.append(request(length, new, priority, first))
+        scheduler.add(requests[-1])
+        if rng.random() < 0.1:
+            victim = rng.choice(requests)
+            victim.finish_reason = victim.finish_reason or "abort"
+            scheduler.drop(victim)
+    limit = 10 * sum(len(r.prompt) + r.params.max_tokens for r in requests)
+    while (scheduler.waiting or scheduler.running) and limit:
+        assert step(scheduler, rng).requests, "requests are there and none is served"
+        limit -= 1
+    assert limit and all(r.finish_reason for r in requests)
+    assert all(len(r.new_tokens) == r.params.max_tokens for r in requests if r.finish_reason == "length")
+    assert scheduler.manager.available == blocks and not scheduler.manager.tables
+
+
+def starves(steps):
+    """Better requests come in every step and fill the machine; is the worse one ever done?"""
+    scheduler = make(blocks=8, seqs=2, budget=16, prefix_reuse=False)
+    low = request(4, 3, priority=1)
+    scheduler.add(low)
+    for _ in range(steps):
+        scheduler.add(request(4, 3))
+        scheduler.add(request(4, 3))
+        step(scheduler)
+    return low.finish_reason is None
+
+
+def test_a_worse_priority_waits_but_never_starves_r42(monkeypatch):
+    monkeypatch.setattr(scheduling, "PATIENCE", 50)
+    assert starves(40), "better ones go first for a while"
+    assert not starves(300)
+    monkeypatch.setattr(scheduling, "PATIENCE", 10**9)  # a plain priority queue
+    assert starves(300)
+
+
+def test_equal_requests_are_served_as_they_come_r42():
+    scheduler = make(blocks=6, seqs=3, prefix_reuse=False)
+    requests = [request(5, 4) for _ in range(12)]
+    for one in requests:
+        scheduler.add(one)
+    done = []
+    while scheduler.waiting or scheduler.running:
+        step(scheduler)
+        done += [r for r in requests if r.finish_reason and r not in done]
+    assert done == requests
+
+
+def test_a_better_priority_takes_the_place_of_the_last_r42():
+    scheduler = make(blocks=4, seqs=2)
+    first, second = request(7, 9, first=1), request(7, 9, first=2)
+    scheduler.add(first)
+    scheduler.add(second)
+    step(scheduler)
+    urgent = request(7, 2, priority=-1, first=3)
+    scheduler.add(urgent)
+    plan = step(scheduler)
+    assert urgent in plan.requests and second in scheduler.waiting and first in scheduler.running
+    assert second.preemptions == 1 and first.preemptions == 0
+
+
+def test_who_lacks_memory_takes_it_from_the_last_and_it_is_computed_again_r40():
+    scheduler = make(blocks=5, seqs=3, prefix_reuse=False)
+    first, last = request(8, 12, first=1), request(8, 4, first=2)
+    scheduler.add(first)
+    scheduler.add(last)
+    preempted = []
+    while scheduler.waiting or scheduler.running:
+        plan = step(scheduler)
+        if last.preemptions and not preempted:
+            preempted = list(plan.requests)
+            assert last.computed == 0 and last.table is None and len(last.new_tokens) > 0
+    assert preempted == [first] and first.preemptions == 0
+    assert len(first.new_tokens) == 12 and len(last.new_tokens) == 4
+
+
+def test_decoding_goes_on_while_a_long_prompt_is_fed_in_chunks_r42():
+    scheduler = make(blocks=40, seqs=4, budget=8)
+    short = request(3, 20)
+    scheduler.add(short)
+    step(scheduler)
+    long = request(50, 2, first=1)
+    scheduler.add(long)
+    chunks = []
+    while long.first_token is None and not long.new_tokens:
+        before = len(short.new_tokens)
+        plan = step(scheduler)
+        assert len(short.new_tokens) == before + 1 and plan.requests[0] is short
+        chunks.append(plan.counts[1])
+    assert chunks == [7, 7, 7, 7, 7, 7, 7, 1]
+
+
+def test_a_request_reuses_what_another_left_r40():
+    scheduler = make(blocks=20)
+    for _ in range(2):
+        one = request(11, 1, first=5)
+        scheduler.add(one)
+        step(scheduler)
+    assert one.cached == 8 and one.finish_reason == "length"
+
+
+def test_a_cancelled_prompt_gives_back_its_blocks_in_the_middle_r42():
+    scheduler = make(blocks=20, budget=8)
+    one = request(40, 2)
+    scheduler.add(one)
+    step(scheduler)
+    assert one.computed == 8 and scheduler.manager.available < 20
+    scheduler.drop(one)
+    assert scheduler.manager.available == 20 and not scheduler.schedule().requests
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_a_budget_below_the_number_of_sequences_is_kept_r42(budget):
+    scheduler = make(blocks=40, seqs=8, budget=budget)
+    requests = [request(3, 3, first=i) for i in range(6)]
+    for one in requests:
+        scheduler.add(one)
+    for _ in range(200):
+        step(scheduler)
+    assert all(r.finish_reason == "length" for r in requests)
