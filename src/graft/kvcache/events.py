@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from graft.errors import CacheMisuse
+from graft.errors import CacheMisuse, EventOrder
 from graft.kvcache.hashing import Entry
 
 Record = tuple[
@@ -28,7 +28,7 @@ class Event:
 
     def to_json(self) -> dict[str, Any]:
         """One JSON object: `type` and the fields."""
-        return {"type": type(self).__name__.lower(), **asdict(self)}
+        return {"type": type(self).__name__.lower(), **vars(self)}
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,13 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class Stored(Event):
-    """Blocks that can be found now and are in use. The first follows on `parent` (None: the root), the next on it, …"""
+    """Blocks that can be found now and are in use. The first follows on `parent` (None: the root), the next on it."""
 
     parent: str | None
     blocks: tuple[StoredBlock, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "blocks": [vars(block) for block in self.blocks]}
 
     @staticmethod
     def of(event_id: int, at: float, entries: Sequence[Entry]) -> Stored:
@@ -101,6 +104,16 @@ class Lost(Event):
     count: int
     first: int
     last: int
+
+
+def from_json(data: dict[str, Any]) -> Event:
+    """The event that `to_json` wrote, also after a way through JSON."""
+    kinds: dict[str, type[Event]] = {"created": Created, "stored": Stored, "removed": Removed}
+    kinds |= {"updated": Updated, "lost": Lost}
+    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != "type"}
+    if "blocks" in fields:
+        fields["blocks"] = tuple(StoredBlock(block["hash"], tuple(block["tokens"])) for block in fields["blocks"])
+    return kinds[data["type"]](**fields)
 
 
 class EventQueue:
@@ -170,3 +183,76 @@ class EventQueue:
             self.told, self.lost = 0, False
         events += [make(first + i, at, content) for i, (at, (make, content)) in enumerate(records)]
         return events
+
+
+@dataclass
+class SeenBlock:
+    """A stored block as events tell of it."""
+
+    parent: str | None
+    tokens: tuple[int, ...]
+    in_use: bool = True
+
+
+class CacheView:
+    """Rebuilds what is stored from events alone. EventOrder: an event that cannot follow on those before it."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, SeenBlock] = {}
+        self.children: Counter[str | None] = Counter()  # stored blocks that follow on a block
+        self.levels: tuple[int, ...] = ()
+        self.next_id = 0
+        self.begins = True  # the next event has to be `created`
+
+    def apply(self, event: Event) -> None:
+        missing = event.count if isinstance(event, Lost) else 0
+        self.must(event, event.event_id == self.next_id + missing, f"the next id is {self.next_id + missing}")
+        if isinstance(event, Lost):
+            known = event.first == self.next_id and event.last == event.event_id - 1
+            self.must(event, known, f"the lost events begin with {self.next_id} and end just before it")
+            self.begins = True
+        elif isinstance(event, Created):
+            self.blocks, self.children, self.levels, self.begins = {}, Counter(), event.levels, False
+        else:
+            self.must(event, not self.begins, "the first event, and the one after `lost`, is `created`")
+            self.change(event)
+        self.next_id = event.event_id + 1
+
+    def change(self, event: Event) -> None:
+        if isinstance(event, Stored):
+            self.store(event)
+        elif isinstance(event, Removed):
+            for name in event.hashes:
+                block = self.known(event, name)
+                self.must(event, not block.in_use, f"{name} is in use")
+                self.must(event, not self.children[name], f"a stored block follows on {name}")
+                self.children[block.parent] -= 1
+                del self.blocks[name]
+        elif isinstance(event, Updated):
+            self.must(event, event.what == "in_use", "only `in_use` changes")
+            for name in event.hashes:
+                block = self.known(event, name)
+                self.must(event, block.in_use == event.old != event.new, f"{name} has in_use = {block.in_use}")
+                block.in_use = event.new
+        else:
+            self.must(event, False, "this kind of event is not known")
+
+    def store(self, event: Stored) -> None:
+        parent = event.parent
+        if parent is not None:
+            self.known(event, parent)
+        for block in event.blocks:
+            self.must(event, block.hash not in self.blocks, f"{block.hash} is stored already")
+            self.blocks[block.hash] = SeenBlock(parent, block.tokens)
+            self.children[parent] += 1
+            parent = block.hash
+        self.must(event, len(self.blocks) <= sum(self.levels), f"the cache has {sum(self.levels)} blocks")
+
+    def known(self, event: Event, name: str) -> SeenBlock:
+        self.must(event, name in self.blocks, f"{name} is not stored")
+        return self.blocks[name]
+
+    def must(self, event: Event, holds: bool, fact: str) -> None:
+        if not holds:
+            kind = type(event).__name__.lower()
+            raise EventOrder(f"{kind} event {event.event_id} cannot come here: {fact}; read all events, in order")
