@@ -54,7 +54,8 @@ class Engine:
             request.computed += count
         whole = [row for row, request in enumerate(requests) if request.computed == len(request.tokens)]
         grown = [requests[row] for row in whole]
-        for request, token in zip(grown, sample(logits[whole], grown), strict=True):
+        for request, choice in zip(grown, sample(logits[whole], grown, self.stop_tokens), strict=True):
+            token = choice.token
             request.tokens.append(token)
             if token in self.stop_tokens and not request.params.ignore_eos:
                 request.finish_reason = "stop"
