@@ -50,12 +50,19 @@ def serve(llm: graft.LLM, requests: list[tuple[int, list[int], graft.SamplingPar
 def hugging_face_batch(llm: graft.LLM, batch: int, prompt: int, new: int) -> float:
     """New tokens a second of one static batch of equal prompts, prefill included."""
     vocabulary = llm.model.module.config.vocab_size
-    ids = torch.tensor([[(7 * i + 100) % vocabulary for i in range(prompt)]] * batch, device=llm.engine.tensors[0].device)
+    ids = torch.tensor(
+        [[(7 * i + 100) % vocabulary for i in range(prompt)]] * batch, device=llm.engine.tensors[0].device
+    )
     generate: Any = llm.model.module.generate
     with torch.inference_mode():
         started = time.perf_counter()
         generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
         )
     return batch * new / (time.perf_counter() - started)
 
@@ -139,7 +146,9 @@ def main() -> None:
     llm.generate([[5] * 20] * 4, graft.SamplingParams(max_tokens=3, ignore_eos=True))
     many, single = [], []
     for _ in range(args.repeats):
-        single.append(statistics.mean(serve(llm, [(0, *one[1:])])["new_per_s"] for one in traffic(3, vocabulary, rng)))
+        single.append(
+            statistics.mean(serve(llm, [(0, *one[1:])])["new_per_s"] for one in traffic(3, vocabulary, rng))
+        )
         many.append(serve(llm, traffic(args.requests, vocabulary, rng))["new_per_s"])
     one, all_ = statistics.median(single), statistics.median(many)
     rival = hugging_face_batch(llm, args.requests, args.rival_prompt, args.rival_new)

@@ -100,6 +100,14 @@ class NotText(UsageError):
         super().__init__(f"the prompt is not valid text: {detail}; decode it as UTF-8 first, or pass token ids")
 
 
+class LogitsError(GraftError):
+    def __init__(self, rows: Iterable[int]) -> None:
+        super().__init__(
+            f"the logits of batch rows {', '.join(map(str, rows))} have no finite largest value (NaN, infinity, or"
+            " every token barred), so no token can be chosen; check the weights, try float32, or weaken the penalties"
+        )
+
+
 class DiskFull(GraftError):
     def __init__(self, path: str, detail: str) -> None:
         super().__init__(f"writing {path} failed: {detail}; nothing was left behind. Free space and run again")

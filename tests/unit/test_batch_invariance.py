@@ -99,5 +99,8 @@ def test_the_same_seed_gives_the_same_text_in_any_batch_r42():
     single = [llm.generate([p], one)[0].token_ids for p, one in zip(given, drawn, strict=True)]
     mixed = llm.generate([*given, *prompts()], [*drawn, *(params(i) for i in range(len(given)))])
     assert [o.token_ids for o in mixed[: len(given)]] == single
-    others = [graft.SamplingParams(max_tokens=10, temperature=1.2, top_p=0.95, seed=i + 50, ignore_eos=True) for i in range(8)]
+    others = [
+        graft.SamplingParams(max_tokens=10, temperature=1.2, top_p=0.95, seed=i + 50, ignore_eos=True)
+        for i in range(8)
+    ]
     assert [o.token_ids for o in llm.generate(given, others)] != single

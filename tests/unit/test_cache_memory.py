@@ -21,7 +21,15 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("2GiB", 2 * GIB), ("2 gb", 2 * GIB), ("0.5G", GIB // 2), ("512MiB", GIB // 2), (1234, 1234), ("7k", 7168), ("9B", 9)],
+    [
+        ("2GiB", 2 * GIB),
+        ("2 gb", 2 * GIB),
+        ("0.5G", GIB // 2),
+        ("512MiB", GIB // 2),
+        (1234, 1234),
+        ("7k", 7168),
+        ("9B", 9),
+    ],
 )
 def test_sizes_are_read_r63(text, size):
     assert parse_size(text) == size

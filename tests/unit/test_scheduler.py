@@ -51,8 +51,13 @@ def check(scheduler, plan):
     for one, count in zip(plan.requests, plan.counts, strict=True):
         assert one in scheduler.running and 0 < count <= len(one.tokens) - one.computed
         assert len(one.table.blocks) * BLOCK >= one.computed + count
-        written += [one.table.blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(one.computed, one.computed + count)]
-        assert all(scheduler.manager.refs[one.table.blocks[p // BLOCK]] == 1 for p in range(one.computed, one.computed + count))
+        written += [
+            one.table.blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(one.computed, one.computed + count)
+        ]
+        assert all(
+            scheduler.manager.refs[one.table.blocks[p // BLOCK]] == 1
+            for p in range(one.computed, one.computed + count)
+        )
     assert len(set(written)) == len(written), "two sequences write to one place"
     for queue in (scheduler.waiting, scheduler.running):
         assert [r.order for r in queue] == sorted(r.order for r in queue)

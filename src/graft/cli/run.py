@@ -71,7 +71,14 @@ def run(
         load_config(config, sets=sets, plugins=tuple(plugins or ()))  # a wrong key is told before the download
         loaded = load_model(model, dtype=dtype, device=device, progress=progress)
         settings = load_config(config, model=overlay(loaded), sets=sets, plugins=tuple(plugins or ()))
-        llm = LLM(loaded, config=settings, backend=backend, dump_dir=dump, progress=progress, kv_cache_memory=kv_cache_memory)
+        llm = LLM(
+            loaded,
+            config=settings,
+            backend=backend,
+            dump_dir=dump,
+            progress=progress,
+            kv_cache_memory=kv_cache_memory,
+        )
         progress("generating", 0, 1)
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
         live = not as_json and len(asked) == 1 and llm.tokenizer is not None

@@ -12,7 +12,9 @@ from graft.errors import OutOfMemory, UsageError
 
 GIB = 1 << 30
 UNITS = {"": 1, "B": 1} | {
-    unit: 1 << shift for shift, units in ((10, "K KB KIB"), (20, "M MB MIB"), (30, "G GB GIB"), (40, "T TB TIB")) for unit in units.split()
+    unit: 1 << shift
+    for shift, units in ((10, "K KB KIB"), (20, "M MB MIB"), (30, "G GB GIB"), (40, "T TB TIB"))
+    for unit in units.split()
 }
 CPU_SHARE, CPU_MOST = 0.5, 4 * GIB  # of what is free: other programs live there too
 CUDA_MARGIN, CUDA_LEAST_MARGIN = 0.1, GIB  # left free for activations and the library's workspaces
@@ -27,15 +29,15 @@ class CacheSize:
     reason: str
 
 
-def cache_size(
-    block_bytes: int, most_blocks: int, device: torch.device, asked: int | str | None = None
-) -> CacheSize:
+def cache_size(block_bytes: int, most_blocks: int, device: torch.device, asked: int | str | None = None) -> CacheSize:
     """As many blocks as the memory allows, and no more than the engine can ever use at once."""
     free = free_memory(device)
     if asked is not None:
         limit, reason = parse_size(asked), "as asked for"
         if limit > free:
-            raise OutOfMemory(f"a key-value cache of {size_text(limit)} was asked for, but {device} has {size_text(free)} free")
+            raise OutOfMemory(
+                f"a key-value cache of {size_text(limit)} was asked for, but {device} has {size_text(free)} free"
+            )
     elif device.type == "cuda":
         limit = free - max(int(free * CUDA_MARGIN), CUDA_LEAST_MARGIN)
         reason = f"{size_text(free)} are free on {device}; a margin of {size_text(free - limit)} is kept"

@@ -43,9 +43,7 @@ def build_engine(
         found.blocks, block_size, fingerprint=fingerprint(model), prefix_reuse=options.prefix_caching, events=events
     )
     scheduler = Scheduler(manager, options.max_num_seqs, options.max_num_batched_tokens)
-    engine = Engine(
-        graph, tensors, scheduler, events=events, end_tokens=end_tokens(model), tokenizer=model.tokenizer
-    )
+    engine = Engine(graph, tensors, scheduler, events=events, end_tokens=end_tokens(model), tokenizer=model.tokenizer)
     tokens = found.blocks * block_size
     note = f"key-value cache: {found.blocks} blocks of {block_size} tokens, {size_text(found.bytes)} ({found.reason})"
     if tokens < model.context:

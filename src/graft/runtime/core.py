@@ -11,8 +11,8 @@ import torch
 from graft.errors import GraftError
 from graft.kvcache.manager import Table
 from graft.runtime.detokenize import TextStream
+from graft.runtime.logprobs import Logprob
 from graft.runtime.params import SamplingParams
-from graft.runtime.sampling import Logprob
 
 FinishReason = Literal["length", "stop", "abort", "error"]
 
@@ -50,6 +50,7 @@ class Request:
     table: Table | None = None  # while it runs
     computed: int = 0
     read: int = 0  # new tokens that `text` has been fed
+    whole_text: bool = False  # nothing more will come
     cached: int | None = None  # prompt tokens found in the cache when it was first admitted
     preemptions: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -82,17 +83,19 @@ class Request:
         return [self, *self.siblings]
 
     def read_text(self) -> str:
-        """All text that is certain by now."""
+        """All text that is certain by now. The token that ended the request is no part of it, unless asked for."""
         if self.text is None:
             return ""
-        tokens = self.new_tokens
-        if self.ended_by_token and not self.params.include_stop_str_in_output:
-            tokens = tokens[:-1]
-        for token in tokens[self.read :]:
-            self.text.feed(token)
-        self.read = max(self.read, len(tokens))
-        if self.finish_reason is not None:
-            self.text.finish()
+        if not self.whole_text:
+            tokens = self.new_tokens
+            if self.ended_by_token and not self.params.include_stop_str_in_output:
+                tokens = tokens[:-1]
+            for token in tokens[self.read :]:
+                self.text.feed(token)
+            self.read = len(tokens)
+            if self.finish_reason is not None:
+                self.text.finish()
+                self.whole_text = True
         return self.text.text
 
     @property

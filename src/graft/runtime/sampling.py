@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from graft.errors import LogitsError
 from graft.runtime.core import Request
+from graft.runtime.draw import draw
+from graft.runtime.logprobs import Logprob, logprobs
+from graft.runtime.penalties import edit
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """One token a request. logits: [n, vocab]. Greedy rows take the largest; others draw with their own generator."""
-    tokens = logits.argmax(dim=-1).tolist()
-    for row, request in enumerate(requests):
-        if request.params.temperature > 0:
-            row_logits = logits[row].double().cpu()
-            scaled = (row_logits - row_logits.max()) / request.params.temperature  # the largest is 0: no overflow
-            tokens[row] = int(torch.multinomial(scaled.softmax(-1), 1, generator=request.generator))
-    return tokens
+@dataclass(frozen=True)
+class Choice:
+    """A token, and how likely the model held it and others, where that was asked for."""
+
+    token: int
+    logprobs: dict[int, Logprob] | None = None
+
+
+def sample(logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[int] = frozenset()) -> list[Choice]:
+    """One token a request. logits: [n, vocab].
+
+    Penalties, end tokens barred before min_tokens, temperature, min_p, top_k, top_p, draw, in this order. Greedy rows
+    take the largest logit after penalties. Of a request, `params`, `prompt`, `new_tokens` and `generator` are read.
+    """
+    edited = edit(logits, requests, end_tokens)
+    largest, tokens = edited.max(dim=-1)  # [n]; for greedy batches this and one copy to the host are all
+    drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
+    if drawn:
+        uniform = [torch.rand((), dtype=torch.float64, generator=requests[row].generator).item() for row in drawn]
+        tokens[drawn] = draw(edited[drawn], [requests[row].params for row in drawn], uniform)
+    chosen = torch.where(largest.abs() < math.inf, tokens, -1).tolist()
+    if -1 in chosen:
+        raise LogitsError([row for row, token in enumerate(chosen) if token < 0])
+    choices = [Choice(token) for token in chosen]
+    asked = [(row, r.params.logprobs) for row, r in enumerate(requests) if r.params.logprobs is not None]
+    if asked:
+        rows, counts = zip(*asked, strict=True)
+        found = logprobs(logits[list(rows)], [chosen[row] for row in rows], counts)
+        for row, each in zip(rows, found, strict=True):
+            choices[row] = Choice(chosen[row], each)
+    return choices
 
 
 def make_generator(seed: int | None) -> torch.Generator:
@@ -27,5 +55,5 @@ def make_generator(seed: int | None) -> torch.Generator:
     if seed is None:
         generator.seed()
     else:
-        generator.manual_seed(seed)
+        generator.manual_seed(seed % 2**64)  # the seeds of siblings, seed + i, may run past 64 bits
     return generator
