@@ -1,7 +1,7 @@
 """The engine under load, all measured in this run: many requests against one, against Hugging Face, and its own cost.
 
 python benchmarks/engine.py --dtype float32
-python benchmarks/engine.py --dtype bfloat16 --rival-prompt 4 --rival-new 3   # where 16-bit matrices are slow in torch
+python benchmarks/engine.py --dtype bfloat16 --rival-prompt 4 --rival-new 3  # where 16-bit matrices are slow
 """
 
 from __future__ import annotations

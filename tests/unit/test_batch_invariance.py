@@ -1,4 +1,4 @@
-"""A request's greedy tokens in float32 do not depend on what runs beside it, nor on how it got into the cache (R42)."""
+"""Greedy tokens in float32 do not depend on what runs beside a request, nor on how it got into the cache (R42)."""
 
 from __future__ import annotations
 

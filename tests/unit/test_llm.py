@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import graft
 from conftest import FAMILIES, tiny
 from graft.errors import EmptyPrompt, OutOfCache, PromptTooLong, TokenizerMissing, UnknownBackend, UsageError
-from graft.kvcache.blocks import KVCache, LayerShape
 from graft.models.load import load_model
 from graft.runtime.detokenize import Detokenizer
 
@@ -55,11 +54,11 @@ def test_chunked_prefill_gives_the_same_tokens(family):
     llm = engine(family)
     given_prompts = prompts((30, 7, 19))
     whole = [o.token_ids for o in llm.generate(given_prompts, GREEDY)]
-    llm.engine.scheduler.token_budget = 8
+    llm.engine.scheduler.max_num_batched_tokens = 8
     try:
         assert [o.token_ids for o in llm.generate(given_prompts, GREEDY)] == whole
     finally:
-        llm.engine.scheduler.token_budget = 2048
+        llm.engine.scheduler.max_num_batched_tokens = 2048
 
 
 @settings(max_examples=10, deadline=None)
@@ -70,23 +69,23 @@ def test_any_batch_gives_each_request_its_own_tokens(lengths, new, budget):
     given_prompts = prompts(lengths, seed=sum(lengths))
     params = [graft.SamplingParams(max_tokens=new + i, ignore_eos=True) for i in range(len(lengths))]
     alone = [llm.generate([p], one)[0].token_ids for p, one in zip(given_prompts, params, strict=True)]
-    llm.engine.scheduler.token_budget = max(budget, len(lengths))
+    llm.engine.scheduler.max_num_batched_tokens = max(budget, len(lengths))
     try:
         together = [o.token_ids for o in llm.generate(given_prompts, params)]
     finally:
-        llm.engine.scheduler.token_budget = 2048
+        llm.engine.scheduler.max_num_batched_tokens = 2048
     assert together == alone
-    cache = llm.engine.cache
-    assert sorted(cache.free) == list(range(cache.size))
+    assert llm.engine.manager.available == llm.engine.manager.blocks
 
 
-def test_requests_wait_when_the_cache_is_small():
-    llm = graft.LLM("tiny-llama", dtype="float32", device="cpu")
-    llm.engine.cache.limit = 4  # blocks of 16 tokens
+def test_requests_wait_when_the_cache_is_small_r40():
+    whole = engine("llama").engine
+    block = whole.cache_bytes // whole.manager.blocks
+    llm = graft.LLM("tiny-llama", dtype="float32", device="cpu", kv_cache_memory=4 * block)
+    assert llm.engine.manager.blocks == 4  # of 16 tokens
     given_prompts = prompts((20, 25, 18, 30))
     outputs = llm.generate(given_prompts, GREEDY)
     assert [o.token_ids for o in outputs] == [reference("llama", p, 24) for p in given_prompts]
-    assert llm.engine.cache.size == 4
     with pytest.raises(OutOfCache, match="needs 6 blocks"):
         llm.generate(prompts((60,)), graft.SamplingParams(max_tokens=30))
 
@@ -95,11 +94,11 @@ def test_generation_stops_at_the_end_token():
     llm = engine("llama")
     (prompt,) = prompts((9,))
     free = llm.generate([prompt], GREEDY)[0].token_ids
-    llm.engine.stop_tokens, before = frozenset({free[5]}), llm.engine.stop_tokens
+    llm.engine.end_tokens, before = frozenset({free[5]}), llm.engine.end_tokens
     try:
         output = llm.generate([prompt], graft.SamplingParams(max_tokens=24))[0]
     finally:
-        llm.engine.stop_tokens = before
+        llm.engine.end_tokens = before
     assert output.finish_reason == "stop"
     assert output.token_ids == free[: free.index(free[5]) + 1]
 
@@ -149,7 +148,7 @@ def test_clear_errors_for_bad_prompts_r63():
     with pytest.raises(PromptTooLong, match=r"250 tokens and 24 new ones .* context is 256"):
         llm.generate(prompts((250,)), GREEDY)
     with pytest.raises(EmptyPrompt):
-        llm.generate([[3], []], GREEDY)
+        llm.generate([[]], GREEDY)
     with pytest.raises(UsageError, match="token id 128 is outside the vocabulary of 128"):
         llm.generate([[128]], GREEDY)
     with pytest.raises(UsageError, match="2 prompts but 1 sampling"):
@@ -180,19 +179,6 @@ def test_report_names_the_kernel_of_every_op_r25():
     kernels = engine("llama").report.kernels
     assert kernels["graft::rms_norm"] == "aten (existing_kernel)"
     assert kernels["graft::paged_attention"].startswith("reference (not triton: Triton kernels run on a GPU")
-
-
-def test_cache_grows_only_while_empty():
-    cache = KVCache([LayerShape(2, 4, torch.float32)], 16, torch.device("cpu"), 1 << 20)
-    cache.reserve(3)
-    blocks = cache.allocate(2)
-    cache.reserve(10)
-    assert cache.size == 3, "blocks in use keep their place"
-    cache.release(blocks)
-    cache.reserve(10)
-    assert cache.size == 10 and cache.tensors[0].shape == (10, 16, 2, 4)
-    with pytest.raises(OutOfCache, match="11 blocks are needed"):
-        cache.allocate(11)
 
 
 class Bytes:
@@ -230,7 +216,7 @@ class Numbers:
 
 def test_streams_do_not_disturb_each_other(monkeypatch):
     llm = engine("llama")
-    monkeypatch.setattr(llm, "tokenizer", Numbers())
+    monkeypatch.setattr(llm.engine, "tokenizer", Numbers())
     one, two = prompts((5, 9))
     params = graft.SamplingParams(max_tokens=6, ignore_eos=True)
     alone = ["".join(llm.stream(p, params)) for p in (one, two)]
@@ -243,15 +229,29 @@ def test_streams_do_not_disturb_each_other(monkeypatch):
     pieces[0] += list(first)
     pieces[1] += list(second)
     assert ["".join(p) for p in pieces] == alone
-    assert sorted(llm.engine.cache.free) == list(range(llm.engine.cache.size))
+    assert llm.engine.idle and llm.engine.manager.available == llm.engine.manager.blocks
 
 
-def test_a_refused_batch_leaves_nothing_behind(monkeypatch):
+def test_a_wrong_request_does_not_stop_the_others_r63():
+    """Each gets its own error; what cannot run leaves nothing behind."""
     llm = engine("llama")
-    monkeypatch.setattr(llm.engine.cache, "limit", 3)
-    with pytest.raises(OutOfCache):
-        llm.generate(prompts((5, 90)), GREEDY)
-    assert not llm.engine.scheduler.waiting and not llm.engine.scheduler.running
+    asked = [[], [5, 6], [3] * 400, [999], [5, 6], "text", [1.5], b"\xff"]
+    outputs = llm.generate(asked, GREEDY)
+    kinds = [o.error and type(o.error) for o in outputs]
+    wrong = TokenizerMissing
+    assert kinds == [EmptyPrompt, None, PromptTooLong, UsageError, None, wrong, UsageError, wrong]
+    assert [o.finish_reason for o in outputs].count("error") == 6
+    assert outputs[1].token_ids == outputs[4].token_ids == llm.generate([[5, 6]], GREEDY)[0].token_ids
+    assert llm.engine.idle and llm.engine.manager.available == llm.engine.manager.blocks
+
+
+def test_unknown_options_are_errors_r63():
+    with pytest.raises(UsageError, match="unknown option 'kv_cache_size' of LLM; did you mean 'kv_cache_memory'"):
+        graft.LLM("tiny-llama", kv_cache_size=3)
+    with pytest.raises(UsageError, match="max_num_seqs must be a whole number of at least 1, but is 0"):
+        graft.LLM("tiny-llama", max_num_seqs=0)
+    with pytest.raises(UsageError, match="kv_cache_memory is a size"):
+        graft.LLM("tiny-llama", kv_cache_memory="much")
 
 
 def test_a_seed_gives_the_same_tokens_in_chunks():
@@ -259,27 +259,12 @@ def test_a_seed_gives_the_same_tokens_in_chunks():
     (prompt,) = prompts((29,))
     hot = graft.SamplingParams(max_tokens=5, temperature=1.5, seed=7, ignore_eos=True)
     whole = llm.generate([prompt], hot)[0].token_ids
-    llm.engine.scheduler.token_budget = 8
+    llm.engine.scheduler.max_num_batched_tokens = 8
     try:
         assert llm.generate([prompt], hot)[0].token_ids == whole
     finally:
-        llm.engine.scheduler.token_budget = 2048
+        llm.engine.scheduler.max_num_batched_tokens = 2048
     cold = graft.SamplingParams(max_tokens=5, temperature=1e-39, seed=7, ignore_eos=True)
     assert llm.generate([prompt], cold)[0].token_ids == llm.generate([prompt], GREEDY)[0].token_ids[:5]
     with pytest.raises(UsageError, match="64 bits"):
         graft.SamplingParams(seed=2**70)
-
-
-def test_a_cache_that_does_not_fit_is_told_and_the_engine_goes_on(monkeypatch):
-    cache = KVCache([LayerShape(2, 4, torch.float32)], 16, torch.device("cpu"), 1 << 20)
-    real = torch.zeros
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("not enough memory")
-
-    monkeypatch.setattr(torch, "zeros", fail)
-    with pytest.raises(OutOfCache, match="no memory for a key-value cache of 5 blocks"):
-        cache.reserve(5)
-    monkeypatch.setattr(torch, "zeros", real)
-    cache.reserve(2)
-    assert cache.size == 2 and len(cache.tensors) == 2

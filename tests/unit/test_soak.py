@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import cache
 
 import pytest
 import torch
@@ -14,16 +13,15 @@ from graft.kvcache.events import CacheView
 from graft.runtime.core import Request
 from graft.runtime.sampling import make_generator, sample
 
-REQUESTS = 2000
+REQUESTS, BLOCKS = 2000, 40
 SLACK = 1e-4  # logits of one batch and another differ by rounding alone: about 1e-6
 
 
-@cache
 def engine():
-    """Sliding windows of 16 tokens, a cache of 48 blocks, at most 12 requests at once."""
+    """Sliding windows of 16 tokens, a small cache, at most 12 requests at once."""
     model = tiny("mistral")
-    llm = graft.LLM(model, kv_cache_memory=48 * 16 * 512, max_num_seqs=12, max_num_batched_tokens=48)
-    assert llm.engine.manager.blocks == 48, "the size of a block of this model has changed"
+    llm = graft.LLM(model, kv_cache_memory=BLOCKS * 16 * 256, max_num_seqs=12, max_num_batched_tokens=48)
+    assert llm.engine.manager.blocks == BLOCKS, "the size of a block of this model has changed"
     return llm
 
 
@@ -136,9 +134,5 @@ def test_the_soak_would_see_a_wrong_block_r40(planted, monkeypatch):
             return name, entry or (others[0] if others else None)
 
         monkeypatch.setattr(manager, "find", wrong)
-    try:
-        requests, _ = run_all(llm, random.Random(2), 150)
-    finally:
-        for entry in list(manager.stored.values()):  # what was stored is worth nothing
-            manager.forget(entry)
+    requests, _ = run_all(llm, random.Random(2), 150)
     assert sum(wrong_tokens(one, llm.engine.end_tokens) for request in requests for one in request.family) > 0

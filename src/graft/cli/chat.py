@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graft.cli.load import load_llm
 from graft.cli.options import (
     DEFAULT_MODEL,
     CacheMemory,
@@ -50,23 +51,20 @@ def chat(
 ) -> None:
     """Talk with a model. Lines from a pipe are answered one after another."""
     from graft.cli.show import err, progress_bar
-    from graft.models.load import load_model
-    from graft.runtime.llm import LLM, overlay
     from graft.runtime.params import SamplingParams
-    from graft.transforms.config import load_config
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
     )
     with progress_bar() as progress:
-        load_config(config, sets=sets or ())  # a wrong key is told before the model is loaded
-        loaded = load_model(model, dtype=dtype, device=device, progress=progress)
-        settings = load_config(config, model=overlay(loaded), sets=sets or ())
-        llm = LLM(loaded, config=settings, backend=backend, progress=progress, kv_cache_memory=kv_cache_memory)
+        llm = load_llm(
+            model, progress, dtype=dtype, device=device, config=config, sets=sets, backend=backend,
+            kv_cache_memory=kv_cache_memory,
+        )  # fmt: skip
     start: Messages = [{"role": "system", "content": system}] if system else []
     llm.chat_prompt([*start, {"role": "user", "content": "hi"}])  # a model that cannot chat says so now
     if sys.stdin.isatty():
-        err.print(f"{loaded.name}: {HELP}", markup=False)
+        err.print(f"{llm.model.name}: {HELP}", markup=False)
     converse(llm, params, start, as_json)
 
 

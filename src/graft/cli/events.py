@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.load import load_llm
 from graft.cli.options import DEFAULT_MODEL, CacheMemory, Device, DType, Json
 
 if TYPE_CHECKING:
@@ -30,19 +31,16 @@ def events(
 ) -> None:
     """Answer prompts and print the life cycle of the cache's blocks, as a table or (--json) as JSON lines."""
     from graft.cli.show import out, progress_bar
-    from graft.models.load import load_model
-    from graft.runtime.llm import LLM
     from graft.runtime.params import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     told: list[tuple[str, Event]] = []
     with progress_bar() as progress:
-        loaded = load_model(model, dtype=dtype, device=device, progress=progress)
-        llm = LLM(loaded, progress=progress, kv_cache_memory=kv_cache_memory)
+        llm = load_llm(model, progress, dtype=dtype, device=device, kv_cache_memory=kv_cache_memory)
         told += [("start", event) for event in llm.kv_cache_events()]
         given: list[Any] = list(prompts or PROMPTS)
         if llm.tokenizer is None and prompts is None:
-            vocabulary = loaded.module.config.vocab_size
+            vocabulary = llm.model.module.config.vocab_size
             shared = [3 + i % (vocabulary - 3) for i in range(40)]  # two and a half blocks
             given = [[*shared, 5, 6], [*shared, 7]]
         for number, prompt in enumerate(given, 1):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.load import load_llm
 from graft.cli.options import (
     DEFAULT_MODEL,
     CacheMemory,
@@ -56,11 +57,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Complete prompts with a model."""
-    from graft.cli.show import out, print_pipeline, progress_bar
-    from graft.models.load import load_model
-    from graft.runtime.llm import LLM, overlay
+    from graft.cli.show import err, out, print_pipeline, progress_bar
     from graft.runtime.params import SamplingParams
-    from graft.transforms.config import load_config
 
     sets = [*(sets or ()), *(["verify=matches"] if verify else [])]
     params = SamplingParams(
@@ -68,17 +66,10 @@ def run(
     )
     given = read_prompts(prompts, token_ids)
     with progress_bar() as progress:
-        load_config(config, sets=sets, plugins=tuple(plugins or ()))  # a wrong key is told before the download
-        loaded = load_model(model, dtype=dtype, device=device, progress=progress)
-        settings = load_config(config, model=overlay(loaded), sets=sets, plugins=tuple(plugins or ()))
-        llm = LLM(
-            loaded,
-            config=settings,
-            backend=backend,
-            dump_dir=dump,
-            progress=progress,
-            kv_cache_memory=kv_cache_memory,
-        )
+        llm = load_llm(
+            model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
+            dump_dir=dump, kv_cache_memory=kv_cache_memory,
+        )  # fmt: skip
         progress("generating", 0, 1)
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
         live = not as_json and len(asked) == 1 and llm.tokenizer is not None
@@ -91,14 +82,17 @@ def run(
         return
     for prompt, output in zip(given, outputs, strict=False):
         out.print(str(prompt), end="", markup=False, style="bold")
-        out.print(output.text if llm.tokenizer else f" → {output.token_ids}", markup=False)
+        if output.error is not None:
+            err.print(f" → error: {output.error}", markup=False, soft_wrap=True)
+        else:
+            out.print(output.text if llm.tokenizer else f" → {output.token_ids}", markup=False)
     if verify and not table:
         show_proofs(llm)
     if table:
         print_pipeline(llm.report)
         for op, kernel in llm.report.kernels.items():
             out.print(f"{op}: {kernel}", markup=False)
-    show_speeds(loaded.name, llm, speeds)
+    show_speeds(llm, speeds)
 
 
 def measure(llm: LLM, prompt: Any, compare: bool) -> dict[str, float]:
@@ -153,7 +147,7 @@ def stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:
 def print_json(llm: LLM, outputs: list[Output], speeds: dict[str, float]) -> None:
     document = {
         "model": llm.model.name,
-        "outputs": [asdict(output) for output in outputs],
+        "outputs": [asdict(output) | {"error": output.error and str(output.error)} for output in outputs],
         "stats": asdict(llm.stats),
         "tokens_per_second": speeds,
         "backend": llm.backend,
@@ -170,7 +164,7 @@ def show_proofs(llm: LLM) -> None:
             out.print(f"{record.name}: {proof_text(record)}", markup=False, soft_wrap=True)
 
 
-def show_speeds(name: str, llm: LLM, speeds: dict[str, float]) -> None:
+def show_speeds(llm: LLM, speeds: dict[str, float]) -> None:
     from graft.cli.show import out
 
     s, dtype = llm.stats, str(llm.model.module.dtype).removeprefix("torch.")
@@ -179,7 +173,7 @@ def show_speeds(name: str, llm: LLM, speeds: dict[str, float]) -> None:
         rival = speeds["hugging_face_eager"]
         rates.append(f"Hugging Face eager {rival:.1f} tokens/s ({speeds['graft'] / rival:.2f}x)" if rival else "")
     out.print(
-        f"{name}, {dtype}, {llm.engine.tensors[0].device}: {s.prompt_tokens} prompt + {s.new_tokens} new tokens, decode: "
-        + ", ".join(rates),
+        f"{llm.model.name}, {dtype}, {llm.model.module.device}: {s.prompt_tokens} prompt + {s.new_tokens} new tokens,"
+        " decode: " + ", ".join(rates),
         markup=False,
     )

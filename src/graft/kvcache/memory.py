@@ -35,9 +35,8 @@ def cache_size(block_bytes: int, most_blocks: int, device: torch.device, asked: 
     if asked is not None:
         limit, reason = parse_size(asked), "as asked for"
         if limit > free:
-            raise OutOfMemory(
-                f"a key-value cache of {size_text(limit)} was asked for, but {device} has {size_text(free)} free"
-            )
+            needed, there = size_text(limit), size_text(free)
+            raise OutOfMemory(f"a key-value cache of {needed} was asked for, but {device} has {there} free")
     elif device.type == "cuda":
         limit = free - max(int(free * CUDA_MARGIN), CUDA_LEAST_MARGIN)
         reason = f"{size_text(free)} are free on {device}; a margin of {size_text(free - limit)} is kept"
@@ -50,8 +49,9 @@ def cache_size(block_bytes: int, most_blocks: int, device: torch.device, asked: 
         blocks = limit // block_bytes
     if blocks < 1:
         raise OutOfMemory(
-            f"no room for a key-value cache: one block takes {size_text(block_bytes)}, and {size_text(max(limit, 0))} may"
-            f" be used ({reason}). Free memory, use a smaller dtype, or set kv_cache_memory"
+            f"no room for a key-value cache: one block takes {size_text(block_bytes)}, and"
+            f" {size_text(max(limit, 0))} may be used ({reason}). Free memory, use a smaller dtype, or set"
+            " kv_cache_memory"
         )
     return CacheSize(blocks, blocks * block_bytes, reason)
 

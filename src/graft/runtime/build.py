@@ -35,8 +35,8 @@ def build_engine(
         tensors = allocate(layers, found.blocks, block_size, device)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemory(
-            f"no memory for a key-value cache of {found.blocks} blocks ({size_text(found.bytes)}) on {device}: {error}."
-            " Set kv_cache_memory to less"
+            f"no memory for a key-value cache of {found.blocks} blocks ({size_text(found.bytes)}) on {device}:"
+            f" {error}. Set kv_cache_memory to less"
         ) from error
     events = EventQueue(options.max_events)
     manager = BlockManager(
@@ -61,7 +61,7 @@ def end_tokens(model: LoadedModel) -> frozenset[int]:
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """What the content of the cache depends on beside the tokens: configuration, dtype and weights (a few of each)."""
+    """What the cache's content depends on beside the tokens: configuration, dtype and weights (a few of each)."""
     digest = blake2b(digest_size=16)
     digest.update(model.module.config.to_json_string().encode())
     for name, weight in model.module.named_parameters():

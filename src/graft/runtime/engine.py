@@ -92,7 +92,8 @@ class Engine:
             request.logprobs.append(choice.logprobs)
         if request.first_token is None:
             request.first_token = time.perf_counter()
-        if choice.token in params.stop_token_ids or (choice.token in self.end_tokens and not params.ignore_eos):
+        ends = frozenset() if params.ignore_eos else self.end_tokens
+        if choice.token in ends or choice.token in (params.stop_token_ids or ()):
             self.end(request, "stop", choice.token)
         elif self.meets_stop_string(request):
             self.end(request, "stop", request.text.stopped if request.text else None)
@@ -115,8 +116,8 @@ class Engine:
         needed = -(-request.most_tokens // self.manager.block_size)
         if needed > self.manager.blocks:
             raise OutOfCache(
-                f"a request of up to {request.most_tokens} tokens needs {needed} blocks of the key-value cache, which has"
-                f" {self.manager.blocks} ({size_text(self.cache_bytes)}); shorten it, lower max_tokens, or raise"
+                f"a request of up to {request.most_tokens} tokens needs {needed} blocks of the key-value cache, which"
+                f" has {self.manager.blocks} ({size_text(self.cache_bytes)}); shorten it, lower max_tokens, or raise"
                 " kv_cache_memory"
             )
         if self.idle:
@@ -174,7 +175,7 @@ class Engine:
     def out_of_memory(self, plan: Plan) -> OutOfMemory:
         device = self.tensors[0].device
         return OutOfMemory(
-            f"no memory for a step of {sum(plan.counts)} tokens of {len(plan.requests)} requests: {size_text(free_memory(device))}"
-            f" are free on {device}, the key-value cache holds {size_text(self.cache_bytes)}. Lower kv_cache_memory,"
-            " max_num_batched_tokens or max_num_seqs"
+            f"no memory for a step of {sum(plan.counts)} tokens of {len(plan.requests)} requests:"
+            f" {size_text(free_memory(device))} are free on {device}, the key-value cache holds"
+            f" {size_text(self.cache_bytes)}. Lower kv_cache_memory, max_num_batched_tokens or max_num_seqs"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from graft.backends import lower
 from graft.capture.decoder import capture_decoder
-from graft.errors import GraftError, TokenizerMissing, UsageError
+from graft.errors import GraftError, TokenizerMissing, UsageError, near
 from graft.files import Progress
 from graft.kvcache.events import Event
 from graft.kvcache.tensors import LayerShape
@@ -59,7 +59,6 @@ class LLM:
         )
         lowered = lower(self.graph_module, backend, settings.kernels)
         self.backend = lowered.backend
-        self.tokenizer = self.model.tokenizer
         layers = [LayerShape(c.kv_heads, c.head_dim, c.dtype) for c in context.outputs["kv_cache"]]
         self.engine, size = build_engine(lowered.call, self.model, layers, context.block_size, sizes)
         notes = (*report.notes, *lowered.notes, size)
@@ -100,11 +99,13 @@ class LLM:
         if params is not None and params.n > 1:
             raise UsageError(f"a stream is one text, but n is {params.n}; use generate")
         request = self.submit(prompt, params or SamplingParams(), priority=priority)
-        given = 0
+        given, ended = 0, False
         try:
-            while request.finish_reason is None:
-                self.engine.step()
-                text = request.read_text()  # another caller's step may have added to it
+            while not ended:
+                if request.finish_reason is None:  # another caller's step may have brought it to its end
+                    self.engine.step()
+                ended = request.finish_reason is not None
+                text = request.read_text()
                 if len(text) > given:
                     yield text[given:]
                 given = len(text)
@@ -120,8 +121,12 @@ class LLM:
         return chat_tokens(self.model, messages)
 
     def kv_cache_events(self, timeout: float | None = None) -> list[Event]:
-        """What happened to the blocks of the cache since the last call; waits up to `timeout` seconds for something."""
+        """What happened in the cache since the last call; waits up to `timeout` seconds for something to happen."""
         return self.engine.events.drain(timeout)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
 
     @property
     def stats(self) -> Stats:
@@ -160,8 +165,6 @@ class LLM:
 
 
 def engine_options(options: Mapping[str, Any]) -> EngineOptions:
-    from graft.errors import near
-
     known = EngineOptions.__dataclass_fields__
     for name in options:
         if name not in known:

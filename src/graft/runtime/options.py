@@ -12,9 +12,11 @@ from graft.kvcache.memory import parse_size
 class EngineOptions:
     """Names as in vLLM, where it has them.
 
-    kv_cache_memory: bytes, or text like "2GiB"; None takes what is free, with a margin. max_num_seqs: requests that run
-    at once. max_num_batched_tokens: tokens of one step; longer prompts are fed in chunks. prefix_caching: prompts that
-    begin alike share what is in the cache. max_events: key-value cache events kept for a reader.
+    kv_cache_memory: bytes, or text like "2GiB"; None takes what is free, with a margin.
+    max_num_seqs: requests that run at once.
+    max_num_batched_tokens: tokens of one step; longer prompts are fed in chunks.
+    prefix_caching: prompts that begin alike share what is in the cache.
+    max_events: blocks that events not yet read may tell of.
     """
 
     kv_cache_memory: int | str | None = None

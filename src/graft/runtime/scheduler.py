@@ -94,7 +94,7 @@ class Scheduler:
         plan.copies += copies
 
     def admit(self, request: Request) -> bool:
-        """Lets a waiting request in, with room for all the tokens that it has; what is in the cache is not computed."""
+        """Lets a waiting request in, with room for all of its tokens; those in the cache are not computed again."""
         while len(self.running) >= self.max_num_seqs:
             if not self.take_from_last(request):
                 return False

@@ -1,0 +1,33 @@
+"""From the options of a command to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graft.files import Progress
+    from graft.runtime.llm import LLM
+
+
+def load_llm(
+    model: str,
+    progress: Progress,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    config: str | None = None,
+    sets: Sequence[str] | None = None,
+    plugins: Sequence[str] | None = None,
+    **options: Any,
+) -> LLM:
+    """The model's own settings lie between the defaults and what the user gave. `options` go to LLM."""
+    from graft.models.load import load_model
+    from graft.runtime.llm import LLM, overlay
+    from graft.transforms.config import load_config
+
+    given = {"sets": tuple(sets or ()), "plugins": tuple(plugins or ())}
+    load_config(config, **given)  # a wrong key is told before the model is loaded
+    loaded = load_model(model, dtype=dtype, device=device, progress=progress)
+    settings = load_config(config, model=overlay(loaded), **given)
+    return LLM(loaded, config=settings, progress=progress, **options)
