@@ -110,7 +110,7 @@ def from_json(data: dict[str, Any]) -> Event:
     """The event that `to_json` wrote, also after a way through JSON."""
     kinds: dict[str, type[Event]] = {"created": Created, "stored": Stored, "removed": Removed}
     kinds |= {"updated": Updated, "lost": Lost}
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != "type"}
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "type"}
     if "blocks" in fields:
         fields["blocks"] = tuple(StoredBlock(block["hash"], tuple(block["tokens"])) for block in fields["blocks"])
     return kinds[data["type"]](**fields)
@@ -227,7 +227,7 @@ class CacheView:
                 self.must(event, not block.in_use, f"{name} is in use")
                 self.must(event, not self.children[name], f"a stored block follows on {name}")
                 self.children[block.parent] -= 1
-                del self.blocks[name]
+                del self.blocks[name], self.children[name]
         elif isinstance(event, Updated):
             self.must(event, event.what == "in_use", "only `in_use` changes")
             for name in event.hashes:

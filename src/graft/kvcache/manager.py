@@ -252,7 +252,8 @@ class BlockManager:
             raise CacheMisuse(f"the table {state}; open a new one")
 
     def must_follow(self, table: Table, tokens: Sequence[int], length: int) -> None:
-        """Tokens given to commit are the whole sequence, not the last part of it."""
+        """Tokens given to commit are the whole sequence of one of our tables, not the last part of it."""
+        self.must_be_open(table)
         if len(tokens) < length:
             raise CacheMisuse(f"commit of {length} tokens got {len(tokens)}; pass the sequence from its start")
         last = len(table.chain) * self.block_size

@@ -31,8 +31,11 @@ class Detokenizer:
         self.given = len(self.tokens)
 
     def context(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of the prompt, from the beginning of a character on."""
-        tails = [list(prompt[-CONTEXT - more :]) for more in range(CHARACTER)]
+        """The last tokens of the prompt: some with text, from the beginning of a character on."""
+        size = CONTEXT
+        while size < len(prompt) and not self.decode(list(prompt[-size:])):
+            size *= 2
+        tails = [list(prompt[-size - more :]) for more in range(CHARACTER)]
         return next((tail for tail in tails if not self.decode(tail).startswith(UNFINISHED)), tails[0])
 
     def feed(self, token: int) -> str:
@@ -77,6 +80,7 @@ class TextStream:
         self.held = ""
         self.pieces: list[str] = []
         self.stopped: str | None = None
+        self.ended = False
 
     @property
     def text(self) -> str:
@@ -85,16 +89,17 @@ class TextStream:
 
     def feed(self, token: int) -> str:
         """The text that is certain with this token."""
-        if self.stopped is not None:
+        if self.ended:
             return ""
         self.fed += 1
         return self.give(self.detokenizer.feed(token))
 
     def finish(self) -> str:
-        """What is left when no more tokens come."""
-        if self.stopped is not None:
+        """What is left when no more tokens come; after it, nothing more is given."""
+        if self.ended:
             return ""
         last = self.give(self.detokenizer.rest())
+        self.ended = True
         left, self.held = self.held, ""
         self.pieces.append(left)
         return last + left
@@ -105,7 +110,7 @@ class TextStream:
         if found is not None:
             end, self.stopped = found
             text = text[: len(self.held) + end - (0 if self.include_stop else len(self.stopped))]
-            certain = len(text)
+            certain, self.ended = len(text), True
         else:
             certain = len(text) - self.stops.open
         self.held = text[certain:]

@@ -62,7 +62,7 @@ def nucleus(kept: Tensor, top_p: Tensor, width: int = HEAD) -> Tensor:
     if width < kept.shape[-1]:
         wide = below[:, -1].nonzero()[:, 0]  # rows whose nucleus is larger than the head
         if len(wide):
-            result[wide] = nucleus(kept[wide], top_p[wide], kept.shape[-1])
+            result[wide] = nucleus(kept[wide], top_p[wide], 16 * width)
     return result
 
 

@@ -16,25 +16,29 @@ MOST_LOGPROBS = 20
 # field: (kind, what is allowed, the same in words). Comparisons alone, so that NaN fails each of them.
 Rule = tuple[str, Callable[[Any], bool], str]
 RULES: dict[str, Rule] = {
-    "n": ("int", lambda v: v >= 1, "at least 1"),
+    "n": ("whole number", lambda v: v >= 1, "at least 1"),
     "temperature": ("number", lambda v: 0 <= v <= LARGEST, "0 or more and finite (0 is greedy)"),
-    "top_k": ("int", lambda v: v >= -1, "at least 1, or 0 or -1 for off"),
+    "top_k": ("whole number", lambda v: v >= -1, "at least 1, or 0 or -1 for off"),
     "top_p": ("number", lambda v: 0 < v <= 1, "above 0 and at most 1 (1 is off)"),
     "min_p": ("number", lambda v: 0 <= v <= 1, "from 0 to 1 (0 is off)"),
     "repetition_penalty": ("number", lambda v: 0 < v <= LARGEST, "above 0 and finite (1 is off)"),
     "presence_penalty": ("number", lambda v: -2 <= v <= 2, "from -2 to 2 (0 is off)"),
     "frequency_penalty": ("number", lambda v: -2 <= v <= 2, "from -2 to 2 (0 is off)"),
-    "seed": ("int or None", lambda v: -(2**63) <= v < 2**64, "a whole number that fits into 64 bits"),
-    "logprobs": ("int or None", lambda v: 0 <= v <= MOST_LOGPROBS, f"from 0 to {MOST_LOGPROBS}, or None for off"),
-    "max_tokens": ("int", lambda v: v >= 1, "at least 1"),
-    "min_tokens": ("int", lambda v: v >= 0, "0 or more"),
+    "seed": ("whole number or None", lambda v: -(2**63) <= v < 2**64, "a whole number that fits into 64 bits"),
+    "logprobs": (
+        "whole number or None",
+        lambda v: 0 <= v <= MOST_LOGPROBS,
+        f"from 0 to {MOST_LOGPROBS}, or None for off",
+    ),
+    "max_tokens": ("whole number", lambda v: v >= 1, "at least 1"),
+    "min_tokens": ("whole number", lambda v: v >= 0, "0 or more"),
     "include_stop_str_in_output": ("bool", lambda v: v in (True, False), "True or False"),
     "ignore_eos": ("bool", lambda v: v in (True, False), "True or False"),
     "skip_special_tokens": ("bool", lambda v: v in (True, False), "True or False"),
 }
 KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "int or None": (int, type(None)),
+    "whole number": (int,),
+    "whole number or None": (int, type(None)),
     "number": (int, float),
     "bool": (bool,),
 }
@@ -100,7 +104,7 @@ def stop_strings(stop: object) -> tuple[str, ...]:
         if not isinstance(text, str) or not text:
             raise wrong("stop", text, "strings of at least one character")
     if len(texts) > MOST_STOPS:
-        raise wrong("stop", f"{len(texts)} strings", f"at most {MOST_STOPS} strings")
+        raise UsageError(f"stop must be at most {MOST_STOPS} strings, but is {len(texts)} of them")
     return texts
 
 

@@ -1,0 +1,408 @@
+"""The block manager: reuse, sharing, eviction, and nothing that leaks."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from cache_model import Simulation, bits, everything, random_trace
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from graft.errors import CacheCorrupt, CacheMisuse, GraftError
+from graft.kvcache.events import EventQueue
+from graft.kvcache.hashing import Entry, block_hash, root_hash
+from graft.kvcache.manager import BlockManager, Copy
+
+
+def run(manager: BlockManager, tokens: list[int]):
+    """A table with all of these tokens in the cache."""
+    table = manager.open(tokens)
+    assert manager.grow(table, len(tokens)) == []
+    manager.commit(table, tokens, len(tokens))
+    return table
+
+
+def test_a_prefix_is_reused_while_it_runs_and_after_close_r40():
+    manager = BlockManager(16, 4)
+    first = run(manager, list(range(10)))
+    second = manager.open(list(range(10)))
+    assert second.cached == 8 and second.blocks == first.blocks[:2]
+    manager.close(first)
+    manager.close(second)
+    third = manager.open([0, 1, 2, 3, 9, 9, 9, 9, 9])
+    assert third.cached == 4
+    assert manager.stats().reused_tokens == 12 and manager.stats().asked_tokens == 29
+    manager.check()
+
+
+def test_one_token_at_least_is_left_to_run_r40():
+    manager = BlockManager(16, 4)
+    manager.close(run(manager, list(range(8))))
+    assert manager.open(list(range(8))).cached == 4
+    assert manager.open(list(range(9))).cached == 8
+    assert manager.open([]).cached == 0
+
+
+def test_a_block_that_is_not_full_or_not_committed_is_not_found_r40():
+    manager = BlockManager(16, 4)
+    tokens = list(range(12))
+    table = manager.open(tokens)
+    manager.grow(table, 12)
+    assert manager.open(tokens).cached == 0
+    manager.commit(table, tokens, 7)
+    assert manager.open(tokens).cached == 4
+
+
+def test_a_block_is_found_only_after_the_same_prefix_r40():
+    manager = BlockManager(16, 2)
+    run(manager, [1, 1, 2, 2, 3, 3])
+    assert manager.open([2, 2, 3, 3, 0]).cached == 0
+    assert manager.open([1, 1, 3, 3, 0]).cached == 2
+
+
+def test_equal_blocks_are_stored_once_r40():
+    manager = BlockManager(16, 4)
+    tokens = list(range(9))
+    a, b = manager.open(tokens), manager.open(tokens)
+    for table in (a, b):
+        manager.grow(table, 9)
+    assert not set(a.blocks) & set(b.blocks)
+    for table in (a, b):
+        manager.commit(table, tokens, 9)
+    assert a.blocks[:2] == b.blocks[:2] and a.blocks[2] != b.blocks[2]
+    assert manager.available == 16 - 4
+    manager.check()
+
+
+def test_the_longest_unused_goes_first_and_free_blocks_before_it_r40():
+    manager = BlockManager(4, 1)
+    for token in (1, 2, 3):
+        manager.close(run(manager, [token]))
+    manager.close(run(manager, [1, 9]))  # uses 1 again; 9 takes the free block
+    assert [entry.tokens for entry in manager.unused.values()] == [(2,), (3,), (9,), (1,)]
+    table = manager.open([7])
+    manager.grow(table, 1)
+    assert manager.open([2, 0]).cached == 0 and manager.open([3, 0]).cached == 1
+    assert manager.evictions == 1
+    manager.check()
+
+
+def test_children_are_evicted_before_their_parents_r40():
+    manager = BlockManager(6, 1)
+    manager.close(run(manager, [1, 2, 3]))
+    manager.close(run(manager, [1, 2, 4]))
+    assert [entry.tokens[0] for entry in manager.unused.values()] == [3, 4, 2, 1]
+    table = manager.open([9, 9, 9])
+    manager.grow(table, 3)  # two free, one evicted
+    assert manager.open([1, 2, 3, 0]).cached == 2
+    manager.check()
+
+
+def test_grow_is_all_or_nothing_r40():
+    events = EventQueue()
+    manager = BlockManager(4, 2, events=events)
+    manager.close(run(manager, [1, 2, 3, 4]))
+    table = manager.open([1, 2, 9])
+    before = everything(manager)
+    assert manager.grow(table, 9) is None
+    assert everything(manager) == before
+    assert manager.grow(table, 8) == [] and manager.available == 0
+    manager.check()
+
+
+def test_a_shared_block_is_copied_before_it_is_written_r40():
+    manager = BlockManager(8, 4)
+    table = run(manager, list(range(6)))
+    other = manager.fork(table)
+    assert other.blocks == table.blocks and other.blocks is not table.blocks
+    shared = table.blocks[1]
+    copies = manager.grow(other, 7)
+    assert copies == [Copy(shared, other.blocks[1])] and other.blocks[1] != shared == table.blocks[1]
+    assert manager.grow(table, 7) == []  # it is alone now
+    manager.check()
+
+
+def test_fork_at_a_block_boundary_copies_nothing_r40():
+    manager = BlockManager(8, 4)
+    table = run(manager, list(range(8)))
+    other = manager.fork(table)
+    assert manager.grow(table, 9) == manager.grow(other, 9) == []
+    assert table.blocks[:2] == other.blocks[:2] and table.blocks[2] != other.blocks[2]
+
+
+def test_no_memory_for_the_copy_changes_nothing_r40():
+    manager = BlockManager(2, 4)
+    table = run(manager, list(range(6)))
+    other = manager.fork(table)
+    before = everything(manager)
+    assert manager.grow(other, 7) is None
+    assert everything(manager) == before
+    manager.close(other)
+    assert manager.grow(table, 7) == []
+
+
+def test_room_from_before_a_fork_is_no_permission_to_write_r40():
+    manager = BlockManager(8, 4)
+    table = run(manager, [1, 2])
+    manager.grow(table, 3)
+    manager.fork(table)
+    with pytest.raises(CacheMisuse, match="fork"):
+        manager.commit(table, [1, 2, 3], 3)
+
+
+def test_without_prefix_reuse_nothing_is_stored_r40():
+    manager = BlockManager(8, 2, prefix_reuse=False)
+    manager.close(run(manager, [1, 2, 3, 4, 5]))
+    assert manager.open([1, 2, 3, 4, 5]).cached == 0
+    assert manager.stats().cached == 0 and manager.stats().free == 8
+    manager.check()
+
+
+def test_a_hash_covers_model_block_size_order_and_prefix_r40():
+    roots = {root_hash("a", 16), root_hash("b", 16), root_hash("a", 32), root_hash("", 16), root_hash("1", 6)}
+    assert len(roots) == 5
+    names = {block_hash(root, tokens) for root in roots for tokens in [(1, 2), (2, 1), (258, 0), (1, 2, 0)]}
+    assert len(names) == 20 and all(len(name) == 32 for name in names)
+    a, b = (BlockManager(4, 2, fingerprint=name) for name in "ab")
+    run(a, [1, 2])
+    run(b, [1, 2])
+    assert not set(a.stored) & set(b.stored)
+
+
+def test_hashes_are_the_same_in_every_process_r40():
+    """Others compute them too, so they are an interface."""
+    assert root_hash("model", 16) == "1641371afc80f5c9b669b94fea8fa2ea"
+    assert block_hash("1641371afc80f5c9b669b94fea8fa2ea", range(16)) == "60ea2355bc80f5d2eeba2c2d0f4b39a4"
+
+
+def test_collisions_mean_less_reuse_never_wrong_reuse_r40():
+    manager = BlockManager(8, 2, hash_block=lambda parent, tokens: "same")
+    first = run(manager, [1, 2, 3, 4])
+    assert manager.open([1, 2, 3, 4, 5]).cached == 2  # the second block could not be stored
+    assert manager.open([3, 4, 5]).cached == 0
+    other = run(manager, [5, 6, 7, 8])
+    assert manager.open([5, 6, 0]).cached == 0
+    manager.check()
+    for table in list(manager.tables - {other}):
+        manager.close(table)
+    assert first.closed
+    table = manager.open([9] * 12)
+    assert manager.grow(table, 12) == [] and not manager.stored  # the only stored block goes: its name is free
+    manager.close(table)
+    manager.grow(other, 5)
+    manager.commit(other, [5, 6, 7, 8, 9], 5)
+    assert manager.open([5, 6, 0]).cached == 2
+    manager.check()
+
+
+@pytest.mark.parametrize("call", ["grow", "commit", "fork", "close"])
+def test_a_closed_table_cannot_be_used_r40(call):
+    manager = BlockManager(8, 2)
+    table = run(manager, [1, 2, 3])
+    manager.close(table)
+    calls = {
+        "grow": lambda t: manager.grow(t, 1),
+        "commit": lambda t: manager.commit(t, [1, 2, 3], 3),
+        "fork": manager.fork,
+        "close": manager.close,
+    }
+    with pytest.raises(CacheMisuse, match="closed"):
+        calls[call](table)
+    elsewhere = BlockManager(8, 2)
+    stranger = elsewhere.open([1, 2, 3])
+    if call == "commit":  # asks whose it is when a block is full
+        elsewhere.grow(stranger, 3)
+    with pytest.raises(CacheMisuse, match="another manager"):
+        calls[call](stranger)
+    manager.check()
+    elsewhere.check()
+
+
+def test_a_commit_that_cannot_be_meant_is_refused_and_changes_nothing_r40():
+    manager = BlockManager(8, 2)
+    tokens = [1, 2, 3, 4, 5, 6]
+    table = manager.open(tokens)
+    manager.grow(table, 6)
+    manager.commit(table, tokens, 2)
+    before = everything(manager)
+    for wrong, length in [(tokens, 1), (tokens, 7), ([3, 4], 4), ([9, 9, 3, 4], 4)]:
+        with pytest.raises(CacheMisuse):
+            manager.commit(table, wrong, length)
+        assert everything(manager) == before
+    manager.commit(table, tokens, 6)
+    manager.check()
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(0, 16), (4, 0)])
+def test_an_empty_cache_is_refused_r40(blocks, size):
+    with pytest.raises(CacheMisuse):
+        BlockManager(blocks, size)
+
+
+def test_a_table_as_long_as_a_long_context_is_no_deep_recursion_r40():
+    manager = BlockManager(1500, 1)
+    table = run(manager, list(range(1500)))
+    manager.check()
+    assert "blocks" in repr(table) and repr(table.chain)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_traces_hold_the_model_r40(seed):
+    random_trace(seed)
+
+
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_random_traces_with_a_bad_hash_hold_the_model_r40(seed):
+    random_trace(seed, hash_block=bits(seed % 3))
+
+
+@pytest.mark.parametrize("seed", range(200, 204))
+def test_random_traces_without_prefix_reuse_or_events_r40(seed):
+    sim = random_trace(seed, prefix_reuse=False, events=None)
+    assert sim.manager.stats().free == sim.manager.blocks
+
+
+def test_random_traces_meet_what_they_are_meant_to_r40():
+    sims = [random_trace(seed, sizes=(2, 3)) for seed in range(4)]
+    assert all(sim.manager.evictions > 20 and sim.manager.reused_tokens > 100 for sim in sims)
+    assert all(sim.refused > 5 for sim in sims) and sum(sim.copied for sim in sims) > 20
+
+
+def found_wrong(expected: type[BaseException] | tuple, seeds: range, **options) -> int:
+    """In how many of the traces a planted bug is seen."""
+    caught = 0
+    for seed in seeds:
+        try:
+            random_trace(seed, **options)
+        except expected:
+            caught += 1
+    return caught
+
+
+def test_the_model_sees_a_wrong_block_reused_r40(monkeypatch):
+    monkeypatch.setattr(Entry, "holds", lambda self, parent, tokens: True)
+    options = {"events": None, "check": False, "hash_block": bits(2)}
+    assert found_wrong(AssertionError, range(10), **options) == 10
+    assert found_wrong(AssertionError, range(10), **options | {"hash_block": block_hash}) == 0  # the bug is the pair
+
+
+def test_the_model_sees_a_write_to_a_shared_block_r40(monkeypatch):
+    monkeypatch.setattr(BlockManager, "is_shared", lambda self, block: False)
+    sizes = (2, 3, 4)  # a block of one token is never half full
+    assert found_wrong(AssertionError, range(10), events=None, check=False, sizes=sizes) >= 9
+    assert found_wrong(CacheCorrupt, range(10), sizes=sizes) >= 9  # the audit sees it before the write
+
+
+def close_from_the_head(self, table):
+    self.tables.remove(table)
+    for block in table.blocks:
+        self.drop(block)
+    table.room = -1
+
+
+def leak_a_block(self, table):
+    self.tables.remove(table)
+    for block in table.blocks[1:]:
+        self.drop(block)
+    table.room = -1
+
+
+def never_deduplicate(self, parent, tokens):
+    return self.hash_block(self.root if parent is None else parent.hash, tokens), None
+
+
+def always_store(self, parent, tokens):
+    """As if every block were new: an entry takes the place of the one with the same hash."""
+    name, entry = FIND(self, parent, tokens)
+    if entry is None:
+        self.stored.pop(name, None)
+    return name, entry
+
+
+FIND = BlockManager.find
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "options"),
+    [
+        ("close", close_from_the_head, {}),
+        ("close", leak_a_block, {}),
+        ("find", always_store, {"hash_block": bits(1)}),
+    ],
+)
+def test_the_audit_sees_planted_bugs_r40(monkeypatch, method, wrong, options):
+    monkeypatch.setattr(BlockManager, method, wrong)
+    assert found_wrong(CacheCorrupt, range(6), events=None, **options) >= 5
+
+
+def test_without_lookup_the_traces_reuse_nothing_r40(monkeypatch):
+    """The reuse that the traces meet comes from the lookup, not from the harness."""
+    monkeypatch.setattr(BlockManager, "find", never_deduplicate)
+    assert random_trace(0, events=None).manager.reused_tokens == 0
+
+
+class Life(RuleBasedStateMachine):
+    """Any order of calls: hypothesis finds the shortest one that breaks something."""
+
+    def __init__(self):
+        super().__init__()
+        self.sim = Simulation(BlockManager(9, 2, events=EventQueue(6)))
+
+    def pick(self, n):
+        return self.sim.running[n % len(self.sim.running)]
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def open(self, tokens):
+        self.sim.open(tokens)
+
+    @precondition(lambda self: self.sim.running)
+    @rule(n=st.integers(0, 7), count=st.integers(1, 5), token=st.integers(0, 1))
+    def write(self, n, count, token):
+        sequence = self.pick(n)
+        missing = sequence.table.length + count - len(sequence.tokens)
+        sequence.tokens += [token] * missing
+        self.sim.advance(sequence, count)
+
+    @precondition(lambda self: self.sim.running)
+    @rule(n=st.integers(0, 7), more=st.integers(0, 6))
+    def reserve(self, n, more):
+        sequence = self.pick(n)
+        self.sim.reserve(sequence, sequence.table.length + more)
+
+    @precondition(lambda self: self.sim.running)
+    @rule(n=st.integers(0, 7))
+    def fork(self, n):
+        self.sim.fork(self.pick(n))
+
+    @precondition(lambda self: self.sim.running)
+    @rule(n=st.integers(0, 7))
+    def close(self, n):
+        self.sim.close(self.pick(n))
+
+    @precondition(lambda self: self.sim.running)
+    @rule(n=st.integers(0, 7))
+    def preempt(self, n):
+        sequence = self.pick(n)
+        self.sim.close(sequence)
+        self.sim.open(sequence.tokens)
+
+    @rule()
+    def read_events(self):
+        self.sim.read_events()
+
+    @invariant()
+    def counts(self):
+        stats = self.sim.manager.stats()
+        assert stats.free + stats.cached + stats.used == stats.blocks
+
+    def teardown(self):
+        self.sim.finish()
+        self.sim.read_events()
+
+
+TestLifeR40 = Life.TestCase
+TestLifeR40.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def test_errors_are_graft_errors_r40():
+    assert issubclass(CacheMisuse, GraftError) and issubclass(CacheCorrupt, GraftError)
