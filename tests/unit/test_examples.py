@@ -40,3 +40,12 @@ def test_the_counter_of_the_examples_sees_copies_r45(monkeypatch):
     with Copies([cache]) as copies:
         cache.copy_(cache.index_copy(1, at, x))  # a new cache, and all of it written back
     assert copies.bytes == 2 * cache.nbytes
+
+
+def test_the_life_of_the_cache_has_an_example_r45(monkeypatch, capsys):
+    path = FOLDER / "kv_cache_events.py"
+    monkeypatch.setattr(sys, "argv", [str(path), "--model", "tiny-llama"])
+    runpy.run_path(str(path), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "created" in printed and "the second prompt, 42 tokens, 32 of them from the cache" in printed
+    assert "in_use False → True" in printed and "a reader of the events alone knows all" in printed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 
 import graft
@@ -56,7 +55,7 @@ def run_all(llm: graft.LLM, rng: random.Random, count: int) -> tuple[list[Reques
             prompt = (rng.choice(prefixes) if rng.random() < 0.6 else []) + tail
             requests.append(llm.submit(prompt, random_params(rng), priority=rng.choice([0, 0, 0, -1, 1])))
         llm.engine.step()
-        if rng.random() < 0.05:
+        if requests and rng.random() < 0.05:
             llm.engine.abort([rng.choice(requests)])
         if rng.random() < 0.02:
             llm.engine.manager.check()
@@ -118,21 +117,9 @@ def test_the_soak_would_see_a_wrong_token_r40():
         assert wrong_tokens(request, llm.engine.end_tokens, changed) > 0
 
 
-@pytest.mark.parametrize("planted", ["no copy on write", "another sequence's block"])
-def test_the_soak_would_see_a_wrong_block_r40(planted, monkeypatch):
-    """A cache that hands out blocks wrongly gives wrong tokens, and the check finds them."""
+def test_the_soak_would_see_a_block_that_was_not_copied_r40(monkeypatch):
+    """Samples of one prompt that write into each other's blocks give wrong tokens, and the check finds them."""
+    monkeypatch.setattr("graft.runtime.engine.copy_blocks", lambda tensors, copies: None)
     llm = engine()
-    manager = llm.engine.manager
-    if planted == "no copy on write":
-        monkeypatch.setattr("graft.runtime.engine.copy_blocks", lambda tensors, copies: None)
-    else:
-        find = manager.find
-
-        def wrong(parent, tokens):
-            name, entry = find(parent, tokens)
-            others = [e for e in manager.stored.values() if e.parent is parent]
-            return name, entry or (others[0] if others else None)
-
-        monkeypatch.setattr(manager, "find", wrong)
     requests, _ = run_all(llm, random.Random(2), 150)
     assert sum(wrong_tokens(one, llm.engine.end_tokens) for request in requests for one in request.family) > 0
