@@ -1,0 +1,128 @@
+"""The engine on the real model: the same tokens whatever runs beside, chat, stop strings, the events of two prompts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import graft
+from graft.kvcache.events import CacheView
+from graft.models.load import load_model
+
+SYSTEM = (
+    "You are a careful assistant. Answer in one short sentence, name your source where you have one, and say so"
+    " plainly when you do not know the answer. Never invent facts.\n"
+)
+PROMPTS = [
+    SYSTEM + "Question: how high is Mount Everest? Answer:",
+    "def quicksort(items):",
+    SYSTEM + "Question: who wrote Hamlet? Answer:",
+    "The chemical formula of water is",
+    SYSTEM + "Question: what is a prime number? Answer:",
+    "In 1969,",
+]
+GREEDY = [graft.SamplingParams(max_tokens=8 + 4 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("smollm2-135m", dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    return graft.LLM(model)
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """Each by itself, nothing reused."""
+    llm = graft.LLM(model, prefix_caching=False)
+    return [llm.generate(prompt, params)[0].token_ids for prompt, params in zip(PROMPTS, GREEDY, strict=True)]
+
+
+def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption_r42(model, llm, alone):
+    assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == alone
+    again = llm.generate(PROMPTS[::-1], GREEDY[::-1])
+    assert [o.token_ids for o in again[::-1]] == alone
+    assert sum(o.cached_tokens for o in again) > 64
+    small = graft.LLM(model, kv_cache_memory=7 * (llm.engine.cache_bytes // llm.engine.manager.blocks),
+                      max_num_batched_tokens=20)  # fmt: skip
+    assert [o.token_ids for o in small.generate(PROMPTS, GREEDY)] == alone
+    assert small.stats.preemptions > 0 and small.engine.manager.available == 7
+
+
+def test_a_stop_string_ends_text_and_stream_alike_r42(llm):
+    prompt = "The days of the week are: Monday, Tuesday,"
+    free = llm.generate(prompt, graft.SamplingParams(max_tokens=24))[0].text
+    assert "Friday" in free
+    params = graft.SamplingParams(max_tokens=24, stop=["Friday", "zebra"])
+    (output,) = llm.generate(prompt, params)
+    assert output.text == free[: free.index("Friday")] and output.finish_reason == "stop"
+    assert output.stop_reason == "Friday"
+    assert "".join(llm.stream(prompt, params)) == output.text
+
+
+def test_samples_of_one_prompt_share_it_and_differ_r42(llm):
+    params = graft.SamplingParams(max_tokens=10, temperature=1.0, n=3, seed=4, logprobs=2)
+    (output,) = llm.generate("My favourite animal is", params)
+    samples = [output, *output.alternatives]
+    assert len({tuple(s.token_ids) for s in samples}) == 3
+    assert all(s.text and len(s.logprobs) == len(s.token_ids) for s in samples)
+    single = graft.SamplingParams(max_tokens=10, temperature=1.0, seed=5)
+    assert llm.generate("My favourite animal is", single)[0].token_ids == samples[1].token_ids
+
+
+def test_a_conversation_reuses_what_was_said_r42(llm):
+    messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    params = graft.SamplingParams(max_tokens=12)
+    first = llm.chat(messages, params)
+    assert "Paris" in first.text
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And of Spain?"}]
+    assert llm.chat(messages, params).cached_tokens >= 32
+
+
+def test_text_that_is_none_is_refused_r63(llm):
+    outputs = llm.generate(["\udcff", "Hello", b"caf\xe9"], graft.SamplingParams(max_tokens=2))
+    assert [o.finish_reason for o in outputs] == ["error", "length", "error"]
+    assert "not valid text" in str(outputs[0].error) and "not valid text" in str(outputs[2].error)
+
+
+def graft_command(*args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "graft.cli.app", *args], input=stdin, capture_output=True, check=False
+    )
+
+
+def test_graft_events_tells_the_life_of_the_cache_r41():
+    told = graft_command("events", "tiny-llama", "--json")
+    assert told.returncode == 0, told.stderr
+    events = [json.loads(line) for line in told.stdout.splitlines()]
+    assert [e["event_id"] for e in events] == list(range(len(events)))
+    assert {e["type"] for e in events} == {"created", "stored", "updated"}
+    table = graft_command("events", "tiny-llama")
+    assert b"prompt 2: 32 of 41 tokens from the cache" in table.stdout and b"stored" in table.stdout
+
+
+def test_graft_chat_answers_lines_and_keeps_the_conversation_r42():
+    asked = b"My name is Ada. Say hello.\n\nWhat is my name?\n/reset\nHi\n/exit\nnot read\n"
+    told = graft_command("chat", "--max-tokens", "12", "--json", stdin=asked)
+    assert told.returncode == 0, told.stderr
+    answers = [json.loads(line) for line in told.stdout.splitlines()]
+    assert len(answers) == 3 and all(a["answer"] for a in answers)
+    assert answers[1]["cached_tokens"] >= 16 and answers[1]["prompt_tokens"] > answers[2]["prompt_tokens"]
+    refused = graft_command("chat", "--max-tokens", "4", stdin=b"caf\xe9\n")
+    assert refused.returncode == 2 and b"not valid text" in refused.stderr
+
+
+def test_events_from_the_command_line_rebuild_a_cache_r41(llm):
+    llm.kv_cache_events()
+    fresh = graft.LLM(llm.model)
+    view = CacheView()
+    fresh.generate(PROMPTS, GREEDY)
+    for event in fresh.kv_cache_events(timeout=1):
+        view.apply(event)
+    assert set(view.blocks) == set(fresh.engine.manager.stored) and len(view.blocks) > 8
