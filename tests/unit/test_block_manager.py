@@ -141,6 +141,15 @@ def test_no_memory_for_the_copy_changes_nothing_r40():
     assert manager.grow(table, 7) == []
 
 
+def test_a_stored_block_is_copied_even_if_no_one_else_has_it_r40():
+    """No order of calls comes to this; a table that was set back would."""
+    manager = BlockManager(4, 4)
+    table = run(manager, [1, 2, 3, 4])
+    stored = table.blocks[0]
+    table.length = table.room = 2
+    assert manager.grow(table, 3) == [Copy(stored, table.blocks[0])] and table.blocks[0] != stored
+
+
 def test_room_from_before_a_fork_is_no_permission_to_write_r40():
     manager = BlockManager(8, 4)
     table = run(manager, [1, 2])
@@ -200,6 +209,7 @@ def test_a_closed_table_cannot_be_used_r40(call):
     manager = BlockManager(8, 2)
     table = run(manager, [1, 2, 3])
     manager.close(table)
+    assert table.closed and table.blocks == []
     calls = {
         "grow": lambda t: manager.grow(t, 1),
         "commit": lambda t: manager.commit(t, [1, 2, 3], 3),
