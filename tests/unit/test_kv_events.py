@@ -186,7 +186,7 @@ def test_drain_waits_for_an_event_from_another_thread_r41():
         return wait_for(predicate, timeout)
 
     queue.filled.wait_for = note
-    reader = threading.Thread(target=lambda: got.extend(queue.drain(timeout=30)))
+    reader = threading.Thread(target=lambda: got.extend(queue.drain(timeout=600)), daemon=True)
     reader.start()
     assert waits.wait(30) and not got
     run(manager, [1])
@@ -242,6 +242,17 @@ def test_a_reader_never_sees_half_an_operation_r41():
     assert kinds(got) == ["lost", "created", "stored"] and len(got[2].blocks) == 3
 
 
+def test_a_woken_parent_is_told_before_its_new_child_r41():
+    queue = EventQueue()
+    manager = BlockManager(8, 2, events=queue)
+    slow = manager.open([1, 2, 3, 4])
+    manager.grow(slow, 4)
+    manager.close(run(manager, [1, 2]))
+    queue.drain()
+    manager.commit(slow, [1, 2, 3, 4], 4)
+    assert kinds(queue.drain()) == ["updated", "stored"]
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), limit=st.integers(1, 40), width=st.sampled_from([1, 3, 64]))
 def test_the_view_is_the_state_after_any_trace_r41(seed, limit, width):
@@ -274,6 +285,12 @@ IMPOSSIBLE = {
     "gap": [CREATED, stored(2, None, "a")],
     "backwards": [CREATED, stored(1, None, "a"), stored(1, None, "b")],
     "unknown parent": [CREATED, stored(1, "x", "a")],
+    "unused parent": [
+        CREATED,
+        stored(1, None, "a"),
+        Updated(2, 0.0, ("a",), "in_use", True, False),
+        stored(3, "a", "b"),
+    ],
     "stored twice": [CREATED, stored(1, None, "a"), stored(2, None, "a")],
     "too many": [CREATED, stored(1, None, "a", "b", "c", "d", "e")],
     "removed unknown": [CREATED, Removed(1, 0.0, ("a",))],

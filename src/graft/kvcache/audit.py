@@ -75,6 +75,10 @@ def audit_table(manager: BlockManager, table: Table) -> None:
     for i, entry in enumerate(chain):
         must(manager.entries[blocks[i]] is entry, f"block {i} of {table} is not what it is stored as")
         must(entry.parent is (chain[i - 1] if i else None), f"the stored blocks of {table} are no chain")
+    must(
+        all(manager.entries[b] is None for b in blocks[len(chain) :]),
+        f"{table} has a stored block without its parent",
+    )
     if table.room > table.length:
         for block in blocks[table.length // size :]:
             alone = manager.refs[block] == 1 and manager.entries[block] is None

@@ -240,7 +240,7 @@ class CacheView:
     def store(self, event: Stored) -> None:
         parent = event.parent
         if parent is not None:
-            self.known(event, parent)
+            self.must(event, self.known(event, parent).in_use, f"{parent}, which it follows on, is not in use")
         for block in event.blocks:
             self.must(event, block.hash not in self.blocks, f"{block.hash} is stored already")
             self.blocks[block.hash] = SeenBlock(parent, block.tokens)

@@ -182,7 +182,8 @@ class BlockManager:
     def store(self, table: Table, tokens: Sequence[int], length: int) -> None:
         """Stores the full blocks that are not yet; one whose content another sequence stored becomes that one.
 
-        Where other content has the same hash the chain ends, and the next commit tries again.
+        Where other content has the same hash the chain ends, and the next commit tries again. If a fork has such a
+        block too, it is not stored: the fork need not have the parent, which then could be evicted before it.
         """
         with self.lock:
             size, chain, blocks = self.block_size, table.chain, table.blocks
@@ -192,12 +193,12 @@ class BlockManager:
                 parent, content = chain[-1] if chain else None, tuple(tokens[i * size : (i + 1) * size])
                 name, entry = self.find(parent, content)
                 if entry is None:
-                    if name in self.stored:
+                    if name in self.stored or self.refs[blocks[i]] > 1:
                         break
                     entry = Entry(name, parent, content, blocks[i])
                     self.stored[name] = self.entries[blocks[i]] = entry
                     added.append(entry)
-                elif entry.block != blocks[i]:
+                else:
                     if self.use(entry):
                         woken.append(entry)
                     self.drop(blocks[i])
