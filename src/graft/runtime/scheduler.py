@@ -43,6 +43,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # both in order
         self.running: list[Request] = []
         self.preemptions = 0
+        self.refused: tuple[Request, int] | None = None  # who did not get in, and the blocks there were
         self.clock = 0
         self.serial = count()
 
@@ -98,10 +99,14 @@ class Scheduler:
         while len(self.running) >= self.max_num_seqs:
             if not self.take_from_last(request):
                 return False
+        if self.refused is not None and self.refused[0] is request and self.manager.available <= self.refused[1]:
+            return False  # nothing has become free since: looking a long prompt up takes milliseconds
         table = self.manager.open(request.tokens)
         if self.make_room(request, table, len(request.tokens)) is None:
             self.manager.close(table)
+            self.refused = (request, self.manager.available)
             return False
+        self.refused = None
         request.table, request.computed = table, table.cached
         if request.cached is None:
             request.cached = table.cached
