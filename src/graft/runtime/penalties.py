@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,38 +14,47 @@ from graft.runtime.core import Request
 
 def edit(logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[int]) -> Tensor:
     """Penalties, then barred end tokens. logits: [n, vocab], returned as it is where nothing changes, else a copy."""
-    penalised = [row for row, request in enumerate(requests) if request.params.penalised]
+    seen = [entry for row, request in enumerate(requests) for entry in seen_tokens(row, request)]
     barred = [
         (row, token)
         for row, request in enumerate(requests)
         if request.params.min_tokens and len(request.new_tokens) < request.params.min_tokens
-        for token in sorted(end_tokens.union(request.params.stop_token_ids or ()))
+        for token in end_tokens.union(request.params.stop_token_ids or ())
         if token < logits.shape[-1]
     ]
-    if not penalised and not barred:
+    if not seen and not barred:
         return logits
     edited = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    for row in penalised:
-        penalise(edited[row], requests[row])
+    if seen:
+        penalise(edited, seen, requests)
     if barred:
         rows, tokens = torch.tensor(barred, device=edited.device).unbind(-1)
         edited[rows, tokens] = -math.inf
     return edited
 
 
-def penalise(logits: Tensor, request: Request) -> None:
-    """Penalties of one request, in place. logits: [vocab].
+def seen_tokens(row: int, request: Request) -> Iterator[tuple[int, int, int]]:
+    """(row, token, how often it is among the new tokens) for each token that has a penalty."""
+    if request.params.penalised:
+        counts = Counter(request.new_tokens)
+        if request.params.repetition_penalty != 1:
+            counts.update(dict.fromkeys(request.prompt, 0))
+        for token, times in counts.items():
+            yield row, token, times
 
-    Repetition divides positive logits of seen tokens and multiplies negative ones; then a token that is among the new
-    ones loses `presence_penalty` once and `frequency_penalty` for each time.
+
+def penalise(logits: Tensor, seen: list[tuple[int, int, int]], requests: Sequence[Request]) -> None:
+    """Penalties for the tokens seen, in place. logits: [n, vocab].
+
+    Repetition divides positive logits and multiplies negative ones; then a token that is among the new ones loses
+    `presence_penalty` once and `frequency_penalty` for each time.
     """
-    params, counts = request.params, Counter(request.new_tokens)
-    if params.repetition_penalty != 1:
-        seen = torch.tensor(list(counts.keys() | set(request.prompt)), device=logits.device)
-        values = logits[seen]
-        penalty = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if counts and (params.presence_penalty or params.frequency_penalty):
-        tokens = torch.tensor(list(counts), device=logits.device)
-        times = torch.tensor(list(counts.values()), device=logits.device, dtype=logits.dtype)
-        logits[tokens] -= params.presence_penalty + params.frequency_penalty * times
+    rows, tokens, times = torch.tensor(seen, device=logits.device).unbind(
+        -1
+    )  # [entries] each, no token of a row twice
+    each = [(r.params.repetition_penalty, r.params.presence_penalty, r.params.frequency_penalty) for r in requests]
+    strengths = torch.tensor(each, dtype=logits.dtype, device=logits.device)[rows]
+    repetition, presence, frequency = strengths.unbind(-1)
+    values = logits[rows, tokens]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[rows, tokens] = values - presence * (times > 0) - frequency * times
