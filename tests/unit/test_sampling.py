@@ -82,11 +82,7 @@ PENALTIES = {
     "repetition over the prompt too": ({"repetition_penalty": 1.4}, {"prompt": ()}, {}),
     "repetition over the new tokens too": ({"repetition_penalty": 1.4}, {"new": ()}, {}),
     "repetition strength": ({"repetition_penalty": 1.4}, {}, {"repetition_penalty": 1.25}),
-    "repetition of negative logits": (
-        {"repetition_penalty": 1.4},
-        {"prompt": [t for t in PROMPT if LOGITS[t] > 0]},
-        {},
-    ),
+    "repetition of negative logits": ({"repetition_penalty": 2.5}, {"prompt": [3, 1, 4]}, {}),
     "presence over the new tokens alone": ({"presence_penalty": 0.8}, {"new": PROMPT + NEW}, {}),
     "presence once": ({"presence_penalty": 0.8}, {}, {"presence_penalty": 0.0, "frequency_penalty": 0.8}),
     "frequency each time": ({"frequency_penalty": 0.4}, {}, {"frequency_penalty": 0.0, "presence_penalty": 0.4}),
