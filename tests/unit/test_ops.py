@@ -96,6 +96,7 @@ WRONG = {
     "rope": lambda args: (args[0], args[1], -args[2], *args[3:]),
     "rms_norm_rope": lambda args: (*args[:3], -args[3], *args[4:]),
     "attention": lambda args: (*args[:4], args[4] * 1.05, *args[5:]),
+    "linear": lambda args: (args[0] * 1.05, *args[1:]),
     "moe_route": lambda args: (args[0] * 2, *args[1:]),
     "moe_experts": lambda args: (args[0], args[1] * 1.05, *args[2:]),
     "paged_attention": lambda args: (*args[:10], args[10] * 1.05, *args[11:]),

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graft.ops.narrow import matmul, widen_problem
+
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = True,
@@ -20,7 +22,7 @@ def attention(
     """
     groups = q.shape[1] // k.shape[1]
     k, v = repeat_heads(k, groups), repeat_heads(v, groups)
-    scores = torch.matmul(q, k.transpose(2, 3)) * scale
+    scores = matmul(q, k.transpose(2, 3)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     for part in (mask, positions_mask(q.shape[2], k.shape[2], is_causal, window, q.device)):
@@ -30,7 +32,7 @@ def attention(
         weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     else:
         weights = softmax_with_sinks(scores, sinks).to(v.dtype)
-    return torch.matmul(weights, v).transpose(1, 2).contiguous()
+    return matmul(weights, v).transpose(1, 2).contiguous()
 
 
 def attention_sdpa(
@@ -49,10 +51,24 @@ def attention_sdpa(
     if groups > 1 and not grouped:
         k, v = repeat_heads(k, groups), repeat_heads(v, groups)
     causal = is_causal and mask is None and s > 1
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=grouped)
+    out = sdpa(q, k, v, mask, scale, causal, grouped)
     if nan_rows and mask is not None:
         out = out.masked_fill(closed_rows(mask), torch.nan)
     return out.transpose(1, 2).contiguous()
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = False, grouped: bool = False
+) -> Tensor:
+    """torch's scaled_dot_product_attention, in float32 where the CPU multiplies 16-bit matrices slowly."""
+    dtype = q.dtype
+    if widen_problem(q, k, v) is None:  # 512 tokens of 9 heads in bfloat16: 40 ms instead of 6.9 s on a Neoverse-N1
+        q, k, v = (t.to(torch.float32) for t in (q, k, v))
+        mask = mask if mask is None or mask.dtype is torch.bool else mask.to(torch.float32)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scale, is_causal=is_causal, enable_gqa=grouped
+    )
+    return out.to(dtype)
 
 
 def repeat_heads(x: Tensor, groups: int) -> Tensor:

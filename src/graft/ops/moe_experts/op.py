@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graft.ops.linear.reference import linear_float32
 from graft.ops.moe_experts.reference import moe_experts, sorted_experts, weighted_sum
+from graft.ops.narrow import widen_problem
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 from graft.ops.swiglu.reference import swiglu
 
@@ -26,10 +28,11 @@ def run_aten(
     if x.shape[0] != 1:
         return moe_experts(x, weights, ids, gate_up, down, activation)
     f = down.shape[2]
+    product = linear_float32 if widen_problem(x, gate_up, down) is None else F.linear
     rows = []
     for expert in ids.reshape(-1).tolist():
-        hidden = torch.mm(x, gate_up[expert].t())  # [1, 2f]
-        rows.append(torch.mm(swiglu(hidden[:, :f], hidden[:, f:], activation), down[expert].t()))
+        hidden = product(x, gate_up[expert])  # [1, 2f]
+        rows.append(product(swiglu(hidden[:, :f], hidden[:, f:], activation), down[expert]))
     return weighted_sum(torch.cat(rows), weights, x.dtype)
 
 

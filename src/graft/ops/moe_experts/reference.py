@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from graft.ops.narrow import matmul
 from graft.ops.swiglu.reference import swiglu
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -52,6 +53,6 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     start = 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
-            torch.mm(rows[start:end], weight[expert], out=out[start:end])
+            out[start:end] = matmul(rows[start:end], weight[expert])
         start = end
     return out

@@ -7,10 +7,9 @@ lengths[i] tokens in all (the new ones included), and its block j lies at block_
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from graft.ops.attention.reference import attention, attention_sdpa
+from graft.ops.attention.reference import attention, attention_sdpa, sdpa
 
 
 def paged_attention(
@@ -74,7 +73,7 @@ def attend_decode(
         keys, values = (gather(c, block_tables[0], length) for c in (k_cache, v_cache))
         if window is not None and length > window:
             keys, values = keys[:, :, -window:], values[:, :, -window:]
-        out = F.scaled_dot_product_attention(q, keys, values, scale=scale, enable_gqa=grouped)
+        out = sdpa(q, keys, values, None, scale, grouped=grouped)
         return out.transpose(1, 2).contiguous()  # [1, 1, h, d]
     queries = q[0].transpose(0, 1).unsqueeze(2)  # [batch, h, 1, d]
     used = -(-int(lengths.max()) // k_cache.shape[1])  # the table may be wider, for sequences that are not here
@@ -83,9 +82,7 @@ def attend_decode(
     seen = place < lengths[:, None]  # [batch, t]
     if window is not None:
         seen = seen & (place >= lengths[:, None] - window)
-    out = F.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=seen[:, None, None], scale=scale, enable_gqa=grouped
-    )
+    out = sdpa(queries, keys, values, seen[:, None, None], scale, grouped=grouped)
     return out.squeeze(2).contiguous()[None]  # [batch, h, 1, d] → [1, batch, h, d]
 
 

@@ -1,0 +1,35 @@
+"""A linear layer in plain torch, and the same with 16-bit matrices widened to float32."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Values of a weight that are widened at a time, 16 MiB of float32. A 49152 x 576 weight as a whole is 4 % faster and
+# takes 108 MiB more; in pieces of 1 MiB it takes 1.4 to 1.9 times as long.
+PIECE = 2**22
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """x: [..., k], w: [n, k], b: [n] → [..., n]."""
+    return F.linear(x, w, b)
+
+
+def linear_float32(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """As `linear`, summed in float32 and rounded once. No widened weight outlives the call."""
+    n, k = w.shape
+    rows = x.numel() // k if k else 0
+    if rows == 1 and b is None and x.dtype is torch.bfloat16:
+        # torch's matrix-vector product of bfloat16 sums in float32 and reads the weight once; that of float16 is slow
+        return torch.mv(w, x.reshape(k)).view(*x.shape[:-1], n)
+    wide = x.to(torch.float32)
+    bias = None if b is None else b.to(torch.float32)
+    step = max(PIECE // max(k, 1), 1)
+    if step >= n:
+        return F.linear(wide, w.to(torch.float32), bias).to(x.dtype)
+    out = x.new_empty((*x.shape[:-1], n))
+    for first in range(0, n, step):
+        part = slice(first, first + step)
+        out[..., part] = F.linear(wide, w[part].to(torch.float32), None if bias is None else bias[part])
+    return out
