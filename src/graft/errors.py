@@ -101,10 +101,10 @@ class NotText(UsageError):
 
 
 class LogitsError(GraftError):
-    def __init__(self, rows: Iterable[int]) -> None:
+    def __init__(self) -> None:
         super().__init__(
-            f"the logits of batch rows {', '.join(map(str, rows))} have no finite largest value (NaN, infinity, or"
-            " every token barred), so no token can be chosen; check the weights, try float32, or weaken the penalties"
+            "the logits of a request have no finite largest value (NaN, infinity, or every token barred), so no token"
+            " can be chosen; check the weights, try float32, or weaken the penalties"
         )
 
 

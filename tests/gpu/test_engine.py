@@ -51,8 +51,51 @@ def test_bfloat16_logits_stay_close_to_hugging_face(family):
     llm = graft.LLM(model)
     seen = []
     advance = llm.engine.advance
-    llm.engine.advance = lambda requests, counts, logits: (seen.append(logits), advance(requests, counts, logits))[1]
+    llm.engine.advance = lambda plan, logits: (seen.append(logits), advance(plan, logits))[1]
     llm.generate([prompt], graft.SamplingParams(max_tokens=1))
     error = (seen[0][0].float() - expected).abs().max() / expected.std()
     assert error < 0.15
     assert (seen[0][0].float() - shifted).abs().max() / expected.std() > 0.5
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma-3", "qwen3-moe"])
+def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption_r42(family):
+    model = load_model(f"tiny-{family}", dtype="float32", device="cuda")
+    shared = prompts((32,))[0]
+    given = [shared + tail if i % 2 else tail for i, tail in enumerate(prompts((3, 40, 17, 33, 64, 5)))]
+    params = [graft.SamplingParams(max_tokens=NEW - i, ignore_eos=True) for i in range(len(given))]
+    single = graft.LLM(model, prefix_caching=False)
+    alone = [single.generate([p], one)[0].token_ids for p, one in zip(given, params, strict=True)]
+    llm = graft.LLM(model)
+    for _ in range(2):
+        assert [o.token_ids for o in llm.generate(given, params)] == alone
+    assert llm.stats.cached_tokens > 64
+    block = llm.engine.cache_bytes // llm.engine.manager.blocks
+    small = graft.LLM(model, kv_cache_memory=9 * block, max_num_batched_tokens=11)
+    assert [o.token_ids for o in small.generate(given, params)] == alone
+    assert small.stats.preemptions > 0 and small.engine.manager.available == 9
+
+
+def test_sampling_on_the_gpu_gives_what_it_gives_on_the_cpu_r42():
+    model = load_model("tiny-llama", dtype="float32", device="cuda")
+    params = [
+        graft.SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=30, min_p=0.01, seed=i, ignore_eos=True,
+                             repetition_penalty=1.2, presence_penalty=0.3, logprobs=3, n=1 + i % 3)
+        for i in range(8)
+    ]  # fmt: skip
+    given = prompts((5, 9, 17, 3, 30, 12, 8, 21))
+    on_gpu = graft.LLM(model).generate(given, params)
+    on_cpu = graft.LLM(load_model("tiny-llama", dtype="float32", device="cpu")).generate(given, params)
+    for a, b in zip(on_gpu, on_cpu, strict=True):
+        assert [x.token_ids for x in (a, *a.alternatives)] == [x.token_ids for x in (b, *b.alternatives)]
+        for left, right in zip(a.logprobs, b.logprobs, strict=True):
+            assert {t: round(v.logprob, 3) for t, v in left.items()} == pytest.approx(
+                {t: v.logprob for t, v in right.items()}, abs=2e-3
+            )
+
+
+def test_the_cache_takes_what_is_free_less_a_margin_r40():
+    llm = graft.LLM(load_model("llama-3.2-1b", dtype="bfloat16", device="cuda"))
+    free, total = torch.cuda.mem_get_info()
+    assert llm.engine.cache_bytes > 0.3 * total or "all that the engine can use" in llm.report.notes[-1]
+    assert free > 1 << 30

@@ -268,3 +268,22 @@ def test_a_seed_gives_the_same_tokens_in_chunks():
     assert llm.generate([prompt], cold)[0].token_ids == llm.generate([prompt], GREEDY)[0].token_ids[:5]
     with pytest.raises(UsageError, match="64 bits"):
         graft.SamplingParams(seed=2**70)
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone_r63(monkeypatch):
+    llm = engine("llama")
+    expected = llm.generate([[5, 6]], GREEDY)[0].token_ids
+    graph = llm.engine.graph
+
+    def broken(ids, *inputs):
+        (logits,) = graph(ids, *inputs)
+        starts = inputs[5].tolist()
+        for row, first in enumerate(starts[:-1]):
+            if ids[0, first] == 9:
+                logits[0, row] = torch.nan
+        return (logits,)
+
+    monkeypatch.setattr(llm.engine, "graph", broken)
+    bad, good = llm.generate([[9, 9], [5, 6]], GREEDY)
+    assert bad.finish_reason == "error" and "no finite largest value" in str(bad.error)
+    assert good.token_ids == expected and llm.engine.idle

@@ -58,6 +58,7 @@ class Request:
     siblings: list[Request] = field(default_factory=list)  # the others, for the first
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: GraftError | None = None
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None  # when it came
 

@@ -87,6 +87,10 @@ class Engine:
     def take(self, request: Request, choice: Choice) -> None:
         """The request's next token, and whether it is the last."""
         params = request.params
+        if choice.error is not None:
+            request.error = choice.error
+            self.end(request, "error")
+            return
         request.tokens.append(choice.token)
         if choice.logprobs is not None:
             request.logprobs.append(choice.logprobs)

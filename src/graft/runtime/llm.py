@@ -160,6 +160,7 @@ class LLM:
             None if request.params.logprobs is None else request.logprobs,
             request.stop_reason,
             request.cached or 0,
+            request.error,
             alternatives=tuple(self.output(sibling) for sibling in request.siblings),
         )
 

@@ -18,17 +18,19 @@ from graft.runtime.penalties import edit
 
 @dataclass(frozen=True)
 class Choice:
-    """A token, and how likely the model held it and others, where that was asked for."""
+    """A token, and how likely the model held it and others, where that was asked for; or why there is none (-1)."""
 
     token: int
     logprobs: dict[int, Logprob] | None = None
+    error: LogitsError | None = None
 
 
 def sample(logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[int] = frozenset()) -> list[Choice]:
     """One token a request. logits: [n, vocab].
 
     Penalties, end tokens barred before min_tokens, temperature, min_p, top_k, top_p, draw, in this order. Greedy rows
-    take the largest logit after penalties. Of a request, `params`, `prompt`, `new_tokens` and `generator` are read.
+    take the largest logit after penalties. A row from which nothing can be chosen has an error, the others do not.
+    Of a request, `params`, `prompt`, `new_tokens` and `generator` are read.
     """
     edited = edit(logits, requests, end_tokens)
     largest, tokens = edited.max(dim=-1)  # [n]; for greedy batches this and one copy to the host are all
@@ -37,10 +39,9 @@ def sample(logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[in
         uniform = [torch.rand((), dtype=torch.float64, generator=requests[row].generator).item() for row in drawn]
         tokens[drawn] = draw(edited[drawn], [requests[row].params for row in drawn], uniform)
     chosen = torch.where(largest.abs() < math.inf, tokens, -1).tolist()
-    if -1 in chosen:
-        raise LogitsError([row for row, token in enumerate(chosen) if token < 0])
-    choices = [Choice(token) for token in chosen]
-    asked = [(row, r.params.logprobs) for row, r in enumerate(requests) if r.params.logprobs is not None]
+    choices = [Choice(token) if token >= 0 else Choice(token, error=LogitsError()) for token in chosen]
+    wanted = [(row, request.params.logprobs) for row, request in enumerate(requests)]
+    asked = [(row, count) for row, count in wanted if count is not None and chosen[row] >= 0]
     if asked:
         rows, counts = zip(*asked, strict=True)
         found = logprobs(logits[list(rows)], [chosen[row] for row in rows], counts)
