@@ -276,6 +276,18 @@ def test_a_token_without_probability_is_never_drawn_r42():
     assert draw(torch.tensor([LOGITS]), [replace(HOT, temperature=5e-324)], [LAST]).item() == 3
 
 
+@pytest.mark.parametrize("drift", [1e-9, -1e-9])
+def test_sums_that_drift_draw_no_token_without_probability_r42(monkeypatch, drift):
+    """A device adds in an order of its own, so that the sum at a barred token may differ from the one before it."""
+    real = torch.Tensor.cumsum
+    monkeypatch.setattr(
+        torch.Tensor, "cumsum", lambda t, dim: real(t, dim) + drift * torch.arange(1.0, t.shape[-1] + 1)
+    )
+    logits = torch.tensor([[-INF, 0.0, -INF, 0.0, -INF]])
+    for uniform in (0.0, 0.5 - 1e-9, 0.5, 0.5 + 1e-9, LAST):
+        assert draw(logits, [HOT], [uniform]).item() in (1, 3)
+
+
 BAD = {"nan": [0.0, math.nan, 1.0], "infinity": [0.0, INF, 1.0], "all barred": [-INF, -INF, -INF]}
 
 

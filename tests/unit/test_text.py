@@ -118,6 +118,9 @@ def test_a_stop_string_counts_from_min_tokens_on_r42():
     assert run(tokenizer, [], range(4), stop="b", min_tokens=0)[1].text == "a"
     assert run(tokenizer, [], range(4), stop="b", min_tokens=1)[1].text == "a"
     assert run(tokenizer, [], range(4), stop="b", min_tokens=3)[1].text == "ababa"
+    assert run(Slices([b"a"]), [], [0] * 4, stop="aa", min_tokens=3)[1].text == "a", (
+        "it overlaps one that did not count"
+    )
     pieces, stream = run(tokenizer, [], range(4), stop="abc", min_tokens=4)
     assert "".join(pieces) == stream.text == "abababab"
 
@@ -331,5 +334,6 @@ def test_cleaning_up_does_not_take_back_given_text_r42():
     tokenizer = tokenizers()["wordpiece"]
     ids = tokenizer("it didn't play .")["input_ids"]
     assert tokenizer.decode(ids) != tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    pieces, stream = run(tokenizer, [], ids)
-    assert "".join(pieces) == stream.text == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    for place in range(len(ids)):
+        pieces, stream = run(tokenizer, ids[:place], ids[place:])
+        assert "".join(pieces) == stream.text == whole(tokenizer, ids[:place], ids[place:])
