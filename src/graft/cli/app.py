@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from graft.cli.bench import bench
 from graft.cli.config import config
 from graft.cli.dump import dump
 from graft.cli.explain import explain
@@ -44,7 +45,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-for verb in (run, transforms, explain, ops, config, models, dump):
+for verb in (run, bench, transforms, explain, ops, config, models, dump):
     app.command()(guarded(verb))
 
 
