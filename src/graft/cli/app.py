@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from graft.cli.bench import bench
 from graft.cli.chat import chat
 from graft.cli.config import config
 from graft.cli.dump import dump
@@ -46,7 +47,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-for verb in (run, chat, events, transforms, explain, ops, config, models, dump):
+for verb in (run, chat, bench, events, transforms, explain, ops, config, models, dump):
     app.command()(guarded(verb))
 
 

@@ -1,11 +1,13 @@
-"""The same model in plain Hugging Face eager, timed for comparison."""
+"""The same model in Hugging Face, for comparison: eager, and a static cache with torch.compile."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import StaticCache
 
 from graft.models.load import LoadedModel
 
@@ -42,3 +44,58 @@ def hugging_face_rate(model: LoadedModel, prompt: list[int], new_tokens: int, ba
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return batch * (len(clock.times) - 1) / (clock.times[-1] - clock.times[0])
+
+
+class EagerRival:
+    """`generate` as it comes: greedy, dynamic cache, the model's own attention."""
+
+    name = "hugging face eager"
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.module: Any = model.module
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+        """`new` tokens for each prompt; all prompts have one length."""
+        ids = torch.tensor(prompts, device=self.module.device)  # [batch, prompt]
+        result = self.module.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            eos_token_id=-1,  # never comes, so every sequence runs to the end
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return result[:, ids.shape[1] :].tolist()
+
+
+class CompiledRival:
+    """A static cache and torch.compile: decode steps are compiled, the prompt runs eagerly, as in `generate`.
+
+    `length`: tokens that the cache has room for. CUDA graphs are on where there is a GPU (mode reduce-overhead).
+    """
+
+    name = "hugging face compile"
+
+    def __init__(self, model: LoadedModel, length: int) -> None:
+        self.module: Any = model.module
+        self.length = length
+        self.cache: Any = None
+        self.batch = 0
+        mode = "reduce-overhead" if self.module.device.type == "cuda" else None
+        self.step: Any = torch.compile(self.module, dynamic=False, mode=mode)
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+        """As EagerRival. One cache a batch size: compiled code is bound to its tensors."""
+        ids = torch.tensor(prompts, device=self.module.device)  # [batch, prompt]
+        if self.cache is None or self.batch != len(prompts):
+            self.cache = StaticCache(config=self.module.config, max_cache_len=self.length)
+            self.batch = len(prompts)
+        self.cache.reset()
+        logits = self.module(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        tokens = [logits[:, -1].argmax(-1, keepdim=True)]  # [batch, 1] each
+        for _ in range(new - 1):
+            logits = self.step(tokens[-1], past_key_values=self.cache, use_cache=True).logits
+            tokens.append(logits[:, -1].argmax(-1, keepdim=True))
+        return torch.cat(tokens, dim=1).tolist()

@@ -19,6 +19,9 @@ define(
         schema="(Tensor x, Tensor w, Tensor? b=None) -> Tensor",
         reference=linear,
         fake=fake,
-        kernels=(Kernel("float32", "existing_kernel", linear_float32, widen_problem),),
+        kernels=(
+            Kernel("float32", "existing_kernel", linear_float32, widen_problem),
+            Kernel("aten", "existing_kernel", linear, lambda *_: None),
+        ),
     )
 )

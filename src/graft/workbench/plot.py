@@ -1,0 +1,59 @@
+"""Throughput and latency over batch sizes as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from graft.errors import DiskFull, UsageError
+from graft.workbench.bench import Bench
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def check_plot(path: Path) -> None:
+    """What would keep the picture from being written, told before anything is measured."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise UsageError(f"--plot {path}: the name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: the folder {path.parent} does not exist")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib, which is not installed: pip install 'graft[bench]'")
+
+
+def write_plot(bench: Bench, path: Path) -> None:
+    """Two panels, one line an engine. The file is whole or not there."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for engine in dict.fromkeys(row.engine for row in bench.rows):
+        rows = [row for row in bench.rows if row.engine == engine and row.token_ms]
+        label = engine if rows else f"{engine} (failed)"  # in the legend all the same
+        left.plot([r.batch for r in rows], [r.decode_tokens_per_s for r in rows], marker="o", label=label)
+        right.plot([r.batch for r in rows], [r.token_ms for r in rows], marker="o", label=label)
+    for axes, title in ((left, "decode, tokens/s"), (right, "time per output token, ms")):
+        axes.set_xscale("log", base=2)
+        ticks = sorted({row.batch for row in bench.rows})
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("batch")
+        axes.set_title(title)
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.suptitle(headline(bench))
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        figure.savefig(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise DiskFull(str(path), str(error)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def headline(bench: Bench) -> str:
+    s = bench.setup
+    cut = ", interrupted" if bench.interrupted else ""
+    return f"{s['model']}, {s['dtype']}, {s['device_name']}: prompt {s['prompt']}, new {s['new']}{cut}"
