@@ -77,8 +77,8 @@ def resolve_device(device: str) -> torch.device:
 
 def resolve_dtype(dtype: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
     """`auto` keeps the checkpoint's dtype on a GPU and is float32 on a CPU, where torch's 16-bit matrix-vector
-    kernels are slower: SmolLM2, batch 1, 2 cores: float32 is 1.1 x as fast with AVX-512 BF16, and 13 x without
-    16-bit instructions."""
+    kernels are slower: SmolLM2, batch 1: float32 is 1.1 x as fast with AVX-512 BF16 (2 cores), and 1.6 x without
+    16-bit instructions (1 core, widen_linear on)."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else stored
     if dtype not in DTYPES:
