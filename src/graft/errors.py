@@ -162,6 +162,14 @@ class ProgramError(GraftError):
         super().__init__(f"bad elementwise program at position {position}: {problem}; {pointer}")
 
 
+class EngineStuck(GraftError):
+    def __init__(self, waiting: int, running: int, available: int) -> None:
+        super().__init__(
+            f"{waiting} requests wait and {running} run, but none can be served with {available} blocks at hand; this"
+            " is a defect of the scheduler. Please report it with the requests that led to it"
+        )
+
+
 class OutOfMemory(GraftError):
     """Memory is not there for what was asked; the message has the numbers."""
 

@@ -10,8 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graft
+import graft.runtime.engine as engine_module
 from conftest import FAMILIES, tiny
-from graft.errors import EmptyPrompt, OutOfCache, PromptTooLong, TokenizerMissing, UnknownBackend, UsageError
+from graft.errors import (
+    EmptyPrompt,
+    EngineStuck,
+    OutOfCache,
+    PromptTooLong,
+    TokenizerMissing,
+    UnknownBackend,
+    UsageError,
+)
 from graft.models.load import load_model
 from graft.runtime.detokenize import Detokenizer
 
@@ -287,3 +296,51 @@ def test_logits_that_are_no_numbers_end_their_request_alone_r63(monkeypatch):
     bad, good = llm.generate([[9, 9], [5, 6]], GREEDY)
     assert bad.finish_reason == "error" and "no finite largest value" in str(bad.error)
     assert good.token_ids == expected and llm.engine.idle
+
+
+@pytest.mark.parametrize("at", ["graph", "sample"])
+def test_a_step_that_fails_is_done_again_for_those_who_go_on_r63(at, monkeypatch):
+    """Three samples of one prompt are about to copy the block that they share when the step fails."""
+    llm = engine("llama")
+    params = graft.SamplingParams(max_tokens=9, temperature=1.1, n=3, seed=3, ignore_eos=True)
+    (prompt,) = prompts((21,))
+    (first,) = llm.generate([prompt], params)
+    expected = [sample.token_ids for sample in (first, *first.alternatives)]
+    for steps in (0, 1, 2):
+        request = llm.submit(prompt, params)
+        for _ in range(steps):
+            llm.engine.step()
+        with monkeypatch.context() as patch:
+            broken = lambda *args: 1 / 0  # noqa: E731
+            patch.setattr(*((llm.engine, "graph") if at == "graph" else (engine_module, "sample")), broken)
+            with pytest.raises(ZeroDivisionError):
+                llm.engine.step()
+        llm.engine.manager.check()
+        while not llm.engine.idle:
+            llm.engine.step()
+        assert [one.new_tokens for one in request.family] == expected
+
+
+def test_a_request_cancelled_in_the_middle_of_its_prompt_leaves_the_others_alone_r42():
+    llm = graft.LLM(tiny("llama"), max_num_batched_tokens=8)
+    long, short = prompts((60, 7))
+    expected = llm.generate([short], GREEDY)[0].token_ids
+    cancelled, kept = llm.submit(long, GREEDY), llm.submit(short, GREEDY)
+    for _ in range(3):
+        llm.engine.step()
+    assert 0 < cancelled.computed < len(long)
+    llm.engine.abort([cancelled])
+    while not llm.engine.idle:
+        llm.engine.step()
+    assert cancelled.finish_reason == "abort" and cancelled.new_tokens == [] and kept.new_tokens == expected
+    assert llm.engine.manager.available == llm.engine.manager.blocks
+
+
+def test_an_engine_that_cannot_go_on_says_so_r63(monkeypatch):
+    llm = graft.LLM(tiny("llama"))
+    request = llm.submit([5, 6], GREEDY)
+    monkeypatch.setattr(llm.engine.scheduler, "admit", lambda request: False)
+    with pytest.raises(EngineStuck, match="1 requests wait and 0 run"):
+        llm.engine.step()
+    llm.engine.abort([request])
+    assert llm.engine.step() == []

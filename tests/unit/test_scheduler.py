@@ -199,3 +199,17 @@ def test_a_budget_below_the_number_of_sequences_is_kept_r42(budget):
     for _ in range(200):
         step(scheduler)
     assert all(r.finish_reason == "length" for r in requests)
+
+
+def test_a_request_that_comes_back_with_one_token_left_counts_in_the_budget_r42():
+    scheduler = make(blocks=20, budget=10)
+    running, back, new = request(1, 9), request(8, 9, first=1), request(1, 9, first=2)
+    for one in (running, back):
+        scheduler.add(one)
+    step(scheduler)
+    scheduler.preempt(back)
+    scheduler.add(new)
+    scheduler.max_num_batched_tokens = 2
+    plan = step(scheduler)
+    assert plan.requests == [running, back] and plan.counts == [1, 1] and back.table.cached == 8
+    assert new in scheduler.waiting

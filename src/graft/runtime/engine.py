@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.errors import OutOfCache, OutOfMemory
+from graft.errors import EngineStuck, OutOfCache, OutOfMemory
 from graft.kvcache.events import EventQueue
 from graft.kvcache.manager import BlockManager
 from graft.kvcache.memory import free_memory, size_text
@@ -51,9 +51,14 @@ class Engine:
         started = time.perf_counter()
         plan = self.scheduler.schedule()
         if not plan.requests:
-            return []
-        logits = self.run(plan)  # [n, vocab]
-        grown = self.advance(plan, logits)
+            return self.nothing_to_do()
+        try:
+            logits = self.run(plan)  # [n, vocab]
+            grown, choices = self.choose(plan, logits)
+        except BaseException:
+            self.scheduler.undo(plan)
+            raise
+        self.advance(plan, grown, choices)
         self.count(plan, grown, time.perf_counter() - started)
         return grown
 
@@ -66,23 +71,32 @@ class Engine:
             raise self.out_of_memory(plan) from error
         return logits[0]
 
-    def advance(self, plan: Plan, logits: Tensor) -> list[Request]:
-        """Takes note of what is in the cache now, and gives a token to every request all of whose tokens are."""
+    def choose(self, plan: Plan, logits: Tensor) -> tuple[list[Request], list[Choice]]:
+        """A token for every request all of whose tokens are in the cache now, new samples of n > 1 among them."""
         rows: list[int] = []
         grown: list[Request] = []
         for row, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
-            assert request.table is not None
-            request.computed += count
-            self.manager.commit(request.table, request.tokens, request.computed)
-            if request.computed == len(request.tokens):
+            if request.computed + count == len(request.tokens):
                 family = [request, *self.siblings(request)]
                 grown += family
                 rows += [row] * len(family)
+        if not grown:
+            return [], []
         every = rows == list(range(len(plan.requests)))
-        choices = sample(logits if every else logits[rows], grown, self.end_tokens) if grown else []
+        return grown, sample(logits if every else logits[rows], grown, self.end_tokens)
+
+    def advance(self, plan: Plan, grown: list[Request], choices: list[Choice]) -> None:
+        """Takes note of what is in the cache now, then of the new tokens."""
+        for request, count in zip(plan.requests, plan.counts, strict=True):
+            assert request.table is not None
+            request.computed += count
+            self.manager.commit(request.table, request.tokens, request.computed)
+        for request in grown:
+            if request.first is not None and request not in request.first.siblings:
+                request.first.siblings.append(request)
+                self.scheduler.join(request, request.first)
         for request, choice in zip(grown, choices, strict=True):
             self.take(request, choice)
-        return grown
 
     def take(self, request: Request, choice: Choice) -> None:
         """The request's next token, and whether it is the last."""
@@ -130,17 +144,16 @@ class Engine:
         return request
 
     def siblings(self, request: Request) -> list[Request]:
-        """The other samples of n > 1 begin when the prompt is in the cache; they share its blocks."""
+        """The other samples of n > 1: they begin when the prompt is in the cache, and share its blocks."""
         params = request.params
-        if params.n == 1 or request.siblings or request.first_token is not None or request.first is not None:
+        if request.first is not None or request.first_token is not None:
             return []
+        made = []
         for index in range(1, params.n):
             seed = None if params.seed is None else params.seed + index
             text = self.text(request.prompt, params)
-            sibling = Request(request.prompt, params, make_generator(seed), text, request.priority, first=request)
-            self.scheduler.join(sibling, request)
-            request.siblings.append(sibling)
-        return request.siblings
+            made.append(Request(request.prompt, params, make_generator(seed), text, request.priority, first=request))
+        return made
 
     def text(self, prompt: Sequence[int], params: SamplingParams) -> TextStream | None:
         return None if self.tokenizer is None else TextStream(self.tokenizer, list(prompt), params)
@@ -151,6 +164,11 @@ class Engine:
             for each in request.family:
                 if each.finish_reason is None:
                     self.end(each, "abort")
+
+    def nothing_to_do(self) -> list[Request]:
+        if not self.idle:
+            raise EngineStuck(len(self.scheduler.waiting), len(self.scheduler.running), self.manager.available)
+        return []
 
     @property
     def idle(self) -> bool:

@@ -21,6 +21,12 @@ class Plan:
     counts: list[int] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
 
+    def take(self, request: Request) -> int:
+        """As many of the request's next tokens as the budget allows."""
+        granted = min(len(request.tokens) - request.computed, self.budget)
+        self.budget -= granted
+        return granted
+
     def decoding_first(self) -> Plan:
         """Single tokens side by side: attention takes a run of them in one call."""
         pairs = sorted(zip(self.requests, self.counts, strict=True), key=lambda pair: pair[1] > 1)
@@ -70,26 +76,25 @@ class Scheduler:
         decoding = sum(request.decoding for request in self.running)
         plan = Plan(max(self.max_num_batched_tokens - decoding, 0))
         for request in tuple(self.running):
-            if request.table is not None:  # it has not just given way
-                self.serve(request, plan)
+            if request.table is None:
+                continue  # it has just given way
+            if request.decoding:  # a budget below their number serves the first of them
+                self.serve(request, plan, min(1, self.max_num_batched_tokens - len(plan.requests)))
+            else:
+                self.serve(request, plan, plan.take(request))
         while plan.budget and self.waiting and self.admit(request := self.waiting[0]):
-            self.serve(request, plan)
+            self.serve(request, plan, plan.take(request))
         return plan.decoding_first()
 
-    def serve(self, request: Request, plan: Plan) -> None:
-        """Puts the request's next tokens into the plan, as many as the budget and the memory allow."""
+    def serve(self, request: Request, plan: Plan, granted: int) -> None:
+        """Puts the request's next tokens into the plan. Without memory for them it waits again."""
         assert request.table is not None
-        if request.decoding:
-            granted = 1 if len(plan.requests) < self.max_num_batched_tokens else 0
-        else:
-            granted = min(len(request.tokens) - request.computed, plan.budget)
         if not granted:
             return
         copies = self.make_room(request, request.table, request.computed + granted)
         if copies is None:
             self.preempt(request)
             return
-        plan.budget -= 0 if request.decoding else granted
         plan.requests.append(request)
         plan.counts.append(granted)
         plan.copies += copies
@@ -134,6 +139,11 @@ class Scheduler:
         request.preemptions += 1
         self.preemptions += 1
         insort(self.waiting, request, key=in_order)
+
+    def undo(self, plan: Plan) -> None:
+        """The step failed: what it may have left half written or not copied is computed again."""
+        for request in plan.requests:
+            self.preempt(request)
 
     def leave(self, request: Request) -> None:
         """A running request gives back its blocks."""
