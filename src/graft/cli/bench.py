@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graft.cli.options import DEFAULT_MODEL, ConfigFile, Device, DType, Json, Plugins, Sets
+from graft.cli.load import load_llm
+from graft.cli.options import DEFAULT_MODEL, CacheMemory, ConfigFile, Device, DType, Json, Plugins, Sets
 
 if TYPE_CHECKING:
     from graft.workbench.bench import Bench
@@ -29,6 +30,7 @@ def bench(
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
+    kv_cache_memory: CacheMemory = None,
     plot: Annotated[str | None, typer.Option(help="Also draw it: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> None:
@@ -36,9 +38,7 @@ def bench(
     from graft.backends.select import BACKENDS
     from graft.cli.show import progress_bar
     from graft.errors import UnknownBackend
-    from graft.models.load import DTYPES, load_model, resolve_device, resolve_dtype
-    from graft.runtime.llm import LLM, overlay
-    from graft.transforms.config import load_config
+    from graft.models.load import DTYPES, resolve_device, resolve_dtype
     from graft.workbench.bench import Plan, known_context
     from graft.workbench.bench import bench as measure
     from graft.workbench.plot import check_plot, write_plot
@@ -52,11 +52,11 @@ def bench(
         raise UnknownBackend(backend, BACKENDS)
     resolve_dtype(dtype, resolve_device(device), DTYPES["float32"])
     with progress_bar() as progress:
-        load_config(config, sets=sets or (), plugins=tuple(plugins or ()))  # a wrong key is told before the download
-        loaded = load_model(model, dtype=dtype, device=device, progress=progress)
-        settings = load_config(config, model=overlay(loaded), sets=sets or (), plugins=tuple(plugins or ()))
         started = time.perf_counter()
-        llm = LLM(loaded, config=settings, backend=backend, progress=progress)
+        llm = load_llm(
+            model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
+            kv_cache_memory=kv_cache_memory,
+        )  # fmt: skip
         result = measure(llm, plan, time.perf_counter() - started, progress)
     if as_json:
         print(result.to_json())
@@ -118,8 +118,8 @@ def show(result: Bench) -> None:
     s = result.setup
     out.print(
         f"Greedy, the same prompts for all, medians of {s['repeats']} in turns; torch {s['torch']}, graft on"
-        f" {s['backend']} built in {s['graft_build_seconds']} s. setup s: the first calls, compilation included; it"
-        " is in no other column. GB/s: weights and cached keys and values that a step reads.",
+        f" {s['backend']}, loaded and built in {s['graft_build_seconds']} s. setup s: the first calls, compilation"
+        " included; it is in no other column. GB/s: weights and cached keys and values that a step reads.",
         markup=False,
     )
 
