@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -17,8 +19,12 @@ warnings.filterwarnings("ignore")
 import pytest  # noqa: E402
 import transformers  # noqa: E402
 
+from graft.kvcache.tensors import LayerShape  # noqa: E402
 from graft.models.load import LoadedModel, load_model  # noqa: E402
 from graft.models.registry import families  # noqa: E402
+from graft.runtime.build import build_engine  # noqa: E402
+from graft.runtime.llm import LLM  # noqa: E402
+from graft.runtime.options import EngineOptions  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -30,6 +36,16 @@ FAMILIES = sorted(families())
 def tiny(family: str, dtype: str = "float32") -> LoadedModel:
     """A tiny model of a family. Shared: tests that rewrite weights load their own."""
     return load_model(f"tiny-{family}", dtype=dtype, device="cpu")
+
+
+def resized(llm: LLM, **options: Any) -> LLM:
+    """The same graph with an engine of another size: capturing the model once more would take seconds."""
+    other = copy.copy(llm)
+    layers = [LayerShape(t.shape[2], t.shape[3], t.dtype) for t in llm.engine.tensors[::2]]
+    other.engine, _ = build_engine(
+        llm.engine.graph, llm.model, layers, llm.engine.manager.block_size, EngineOptions(**options)
+    )
+    return other
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import graft
+from conftest import resized
 from graft.cli.app import app
-from graft.models.load import load_model
 
 SYSTEM = (
     "You are a careful assistant. Answer in one short sentence, name your source where you have one, and say so"
@@ -28,29 +28,24 @@ GREEDY = [graft.SamplingParams(max_tokens=6 + 2 * i, ignore_eos=True) for i in r
 
 
 @pytest.fixture(scope="module")
-def model():
-    return load_model("smollm2-135m", dtype="float32", device="cpu")
+def llm():
+    return graft.LLM("smollm2-135m", dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="module")
-def llm(model):
-    return graft.LLM(model)
-
-
-@pytest.fixture(scope="module")
-def alone(model):
+def alone(llm):
     """Each by itself, nothing reused."""
-    llm = graft.LLM(model, prefix_caching=False)
+    llm = resized(llm, prefix_caching=False)
     return [llm.generate(prompt, params)[0].token_ids for prompt, params in zip(PROMPTS, GREEDY, strict=True)]
 
 
-def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption_r42(model, llm, alone):
+def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption_r42(llm, alone):
     assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == alone
     again = llm.generate(PROMPTS[::-1], GREEDY[::-1])
     assert [o.token_ids for o in again[::-1]] == alone
     assert sum(o.cached_tokens for o in again) > 64
-    small = graft.LLM(model, kv_cache_memory=7 * (llm.engine.cache_bytes // llm.engine.manager.blocks),
-                      max_num_batched_tokens=20)  # fmt: skip
+    block = llm.engine.cache_bytes // llm.engine.manager.blocks
+    small = resized(llm, kv_cache_memory=7 * block, max_num_batched_tokens=20)
     assert [o.token_ids for o in small.generate(PROMPTS, GREEDY)] == alone
     assert small.stats.preemptions > 0 and small.engine.manager.available == 7
 

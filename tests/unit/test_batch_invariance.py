@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graft
-from conftest import tiny
+from conftest import resized, tiny
 
 # sliding windows: mistral, gemma-2, gemma-3; mixtures of experts: mixtral, qwen3-moe
 FAMILIES = ["llama", "mistral", "gemma-2", "gemma-3", "mixtral", "qwen3-moe"]
@@ -16,8 +16,12 @@ LENGTHS = (3, 40, 17, 33, 64, 5, 21, 16)
 
 
 @cache
+def captured(family: str) -> graft.LLM:
+    return graft.LLM(tiny(family))
+
+
 def engine(family: str, **options) -> graft.LLM:
-    return graft.LLM(tiny(family), **dict(options))
+    return resized(captured(family), **options)
 
 
 def prompts():
@@ -35,7 +39,7 @@ def params(i: int) -> graft.SamplingParams:
 @cache
 def alone(family: str) -> list[list[int]]:
     """Each by itself, in an engine that reuses nothing."""
-    llm = graft.LLM(tiny(family), prefix_caching=False)
+    llm = engine(family, prefix_caching=False)
     return [llm.generate([prompt], params(i))[0].token_ids for i, prompt in enumerate(prompts())]
 
 
@@ -49,7 +53,7 @@ def together(llm: graft.LLM, order=None) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alone_or_together_in_any_order_r42(family):
-    llm = graft.LLM(tiny(family), prefix_caching=False)
+    llm = engine(family, prefix_caching=False)
     assert together(llm) == alone(family)
     assert together(llm, order=[5, 2, 7, 0, 3, 6, 1, 4]) == alone(family)
     assert len({tuple(tokens) for tokens in alone(family)}) > 4, "the tokens vary, so the test can fail"
@@ -57,7 +61,7 @@ def test_alone_or_together_in_any_order_r42(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_prefixes_from_the_cache_r42(family):
-    llm = graft.LLM(tiny(family))
+    llm = engine(family)
     assert together(llm) == alone(family)
     again = llm.generate(prompts(), [params(i) for i in range(len(LENGTHS))])
     assert [o.token_ids for o in again] == alone(family)
@@ -67,8 +71,9 @@ def test_with_prefixes_from_the_cache_r42(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_chunks_and_preempted_r42(family):
     """A cache that holds about two of the requests: they push each other out and are computed again."""
-    block = 16 * sum(2 * s.shape[2] * s.shape[3] * 4 for s in graft.LLM(tiny(family)).engine.tensors[::2])
-    llm = graft.LLM(tiny(family), kv_cache_memory=9 * block, max_num_batched_tokens=11)
+    whole = captured(family).engine
+    block = whole.cache_bytes // whole.manager.blocks
+    llm = engine(family, kv_cache_memory=9 * block, max_num_batched_tokens=11)
     assert llm.engine.manager.blocks == 9
     assert together(llm) == alone(family)
     assert llm.stats.preemptions > 0
@@ -78,7 +83,7 @@ def test_in_chunks_and_preempted_r42(family):
 
 @pytest.mark.parametrize("family", ["mistral", "mixtral"])
 def test_arriving_one_after_another_r42(family):
-    llm = graft.LLM(tiny(family), max_num_batched_tokens=24)
+    llm = engine(family, max_num_batched_tokens=24)
     requests = []
     for i, prompt in enumerate(prompts()):
         requests.append(llm.submit(prompt, params(i)))
@@ -90,7 +95,7 @@ def test_arriving_one_after_another_r42(family):
 
 
 def test_the_same_seed_gives_the_same_text_in_any_batch_r42():
-    llm = graft.LLM(tiny("gemma-3"), max_num_batched_tokens=32)
+    llm = engine("gemma-3", max_num_batched_tokens=32)
     given = prompts()
     drawn = [
         graft.SamplingParams(max_tokens=10, temperature=1.2, top_p=0.95, seed=i, ignore_eos=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import graft
 import graft.runtime.engine as engine_module
-from conftest import FAMILIES, tiny
+from conftest import FAMILIES, resized, tiny
 from graft.errors import (
     EmptyPrompt,
     EngineStuck,
@@ -90,7 +91,7 @@ def test_any_batch_gives_each_request_its_own_tokens(lengths, new, budget):
 def test_requests_wait_when_the_cache_is_small_r40():
     whole = engine("llama").engine
     block = whole.cache_bytes // whole.manager.blocks
-    llm = graft.LLM("tiny-llama", dtype="float32", device="cpu", kv_cache_memory=4 * block)
+    llm = resized(engine("llama"), kv_cache_memory=4 * block)
     assert llm.engine.manager.blocks == 4  # of 16 tokens
     given_prompts = prompts((20, 25, 18, 30))
     outputs = llm.generate(given_prompts, GREEDY)
@@ -146,6 +147,15 @@ def test_prompts_may_be_one_or_many():
     assert len(llm.generate([3, 4, 5], GREEDY)) == 1
     assert len(llm.generate([[3, 4], (5, 6)], GREEDY)) == 2
     assert llm.generate([], GREEDY) == []
+    ids = llm.generate([3, 4, 5], GREEDY)[0].token_ids
+    for same in (
+        torch.tensor([3, 4, 5]),
+        np.array([3, 4, 5]),
+        (3, 4, 5),
+        [[np.int64(3), 4, 5]],
+        torch.tensor([[3, 4, 5]]),
+    ):
+        assert [o.token_ids for o in llm.generate(same, GREEDY)] == [ids]
 
 
 def test_clear_errors_for_bad_prompts_r63():
@@ -322,7 +332,7 @@ def test_a_step_that_fails_is_done_again_for_those_who_go_on_r63(at, monkeypatch
 
 
 def test_a_request_cancelled_in_the_middle_of_its_prompt_leaves_the_others_alone_r42():
-    llm = graft.LLM(tiny("llama"), max_num_batched_tokens=8)
+    llm = resized(engine("llama"), max_num_batched_tokens=8)
     long, short = prompts((60, 7))
     expected = llm.generate([short], GREEDY)[0].token_ids
     cancelled, kept = llm.submit(long, GREEDY), llm.submit(short, GREEDY)
@@ -337,7 +347,7 @@ def test_a_request_cancelled_in_the_middle_of_its_prompt_leaves_the_others_alone
 
 
 def test_an_engine_that_cannot_go_on_says_so_r63(monkeypatch):
-    llm = graft.LLM(tiny("llama"))
+    llm = resized(engine("llama"))
     request = llm.submit([5, 6], GREEDY)
     monkeypatch.setattr(llm.engine.scheduler, "admit", lambda request: False)
     with pytest.raises(EngineStuck, match="1 requests wait and 0 run"):

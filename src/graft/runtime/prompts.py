@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from graft.errors import EmptyPrompt, NotText, PromptTooLong, TokenizerMissing, UsageError
@@ -13,10 +14,11 @@ Prompt = str | bytes | Sequence[int]
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A text, a list of token ids, or a list of either."""
+    """A text, a list of token ids, or a list of either; arrays and tensors are lists."""
     if isinstance(prompts, (str, bytes)):
         return [prompts]
-    return [list(prompts)] if prompts and isinstance(prompts[0], int) else list(prompts)  # pyrefly: ignore
+    given: Any = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    return [given] if given and isinstance(given[0], Integral) else given
 
 
 def encode(model: LoadedModel, prompt: Prompt) -> list[int]:
@@ -38,13 +40,14 @@ def as_text(prompt: str | bytes) -> str:
     return prompt
 
 
-def check_ids(ids: Sequence[int], vocabulary: int) -> list[int]:
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool):
+def check_ids(ids: Any, vocabulary: int) -> list[int]:
+    found = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    for token in found:
+        if not isinstance(token, Integral) or isinstance(token, bool):
             raise UsageError(f"token ids are whole numbers, but {token!r} is a {type(token).__name__}")
         if not 0 <= token < vocabulary:
             raise UsageError(f"token id {token} is outside the vocabulary of {vocabulary}")
-    return list(ids)
+    return [int(token) for token in found]
 
 
 def check_fits(ids: list[int], params: SamplingParams, context: int) -> None:
