@@ -45,7 +45,7 @@ def check_ids(ids: Any, vocabulary: int) -> list[int]:
     for token in found:
         if not isinstance(token, Integral) or isinstance(token, bool):
             raise UsageError(f"token ids are whole numbers, but {token!r} is a {type(token).__name__}")
-        if not 0 <= token < vocabulary:
+        if not 0 <= int(token) < vocabulary:
             raise UsageError(f"token id {token} is outside the vocabulary of {vocabulary}")
     return [int(token) for token in found]
 
