@@ -23,6 +23,7 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/engine.py
 
 setup: $(READY)
 

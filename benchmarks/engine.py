@@ -1,7 +1,7 @@
 """The engine under load, all measured in this run: many requests against one, against Hugging Face, and its own cost.
 
 python benchmarks/engine.py --dtype float32
-python benchmarks/engine.py --dtype bfloat16 --rival-prompt 4 --rival-new 3  # where 16-bit matrices are slow
+python benchmarks/engine.py --dtype bfloat16 --rival-prompt 2 --rival-new 2  # where 16-bit matrices are slow
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     quiet_libraries()
-    llm = graft.LLM(load_model(args.model, dtype=args.dtype, device=args.device), prefix_caching=True)
+    llm = graft.LLM(load_model(args.model, dtype=args.dtype, device=args.device))
     vocabulary, rng = llm.model.module.config.vocab_size, random.Random(0)
     llm.generate([[5] * 20] * 4, graft.SamplingParams(max_tokens=3, ignore_eos=True))
     many, single = [], []

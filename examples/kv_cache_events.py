@@ -8,30 +8,15 @@ from __future__ import annotations
 import argparse
 
 import graft
-from graft.kvcache.events import CacheView, Created, Event, Removed, Stored, Updated
+from graft.kvcache.events import CacheView
 
 SHARED, NEW = 40, 6  # tokens; a block has 16, so two whole blocks are shared
-
-
-def tell(event: Event) -> str:
-    short = lambda name: name[:8]  # noqa: E731
-    match event:
-        case Created():
-            return f"{event.levels[0]} blocks of {event.block_size} tokens"
-        case Stored():
-            after = f"after {short(event.parent)}" if event.parent else "at the start of a sequence"
-            return f"{', '.join(short(b.hash) for b in event.blocks)} {after}"
-        case Updated():
-            return f"{', '.join(map(short, event.hashes))}: {event.what} {event.old} → {event.new}"
-        case Removed():
-            return ", ".join(map(short, event.hashes))
-    return str(event.to_json())
 
 
 def show(llm: graft.LLM, view: CacheView) -> None:
     for event in llm.kv_cache_events():
         view.apply(event)
-        print(f"  {event.event_id:3} {type(event).__name__.lower():8} {tell(event)}")
+        print(f"  {event.event_id:3} {type(event).__name__.lower():8} {event.describe()}")
 
 
 def main() -> None:

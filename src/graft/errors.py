@@ -23,7 +23,7 @@ def near(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
-    return f"{hint} Known: {', '.join(names) or 'none'}."
+    return f"{hint or '.'} Known: {', '.join(names) or 'none'}."
 
 
 class UnknownModel(UsageError):
@@ -165,7 +165,7 @@ class ProgramError(GraftError):
 class EngineStuck(GraftError):
     def __init__(self, waiting: int, running: int, available: int) -> None:
         super().__init__(
-            f"{waiting} requests wait and {running} run, but none can be served with {available} blocks at hand; this"
+            f"none of the requests can be served (waiting: {waiting}, running: {running}, blocks: {available}); this"
             " is a defect of the scheduler. Please report it with the requests that led to it"
         )
 

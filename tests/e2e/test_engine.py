@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import graft
 from conftest import resized
 from graft.cli.app import app
+from graft.errors import UsageError
 
 SYSTEM = (
     "You are a careful assistant. Answer in one short sentence, name your source where you have one, and say so"
@@ -35,7 +36,7 @@ def llm():
 @pytest.fixture(scope="module")
 def alone(llm):
     """Each by itself, nothing reused."""
-    llm = resized(llm, prefix_caching=False)
+    llm = resized(llm, enable_prefix_caching=False)
     return [llm.generate(prompt, params)[0].token_ids for prompt, params in zip(PROMPTS, GREEDY, strict=True)]
 
 
@@ -110,8 +111,36 @@ def test_graft_chat_answers_lines_and_keeps_the_conversation_r42():
     assert answers[1]["cached_tokens"] >= 16 and answers[1]["prompt_tokens"] > answers[2]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("verb", ["chat", "run"])
-def test_input_that_is_no_text_ends_the_command_r63(verb, llm, monkeypatch):
-    monkeypatch.setattr(f"graft.cli.{verb}.load_llm", lambda *args, **options: llm)
-    refused = graft_command(verb, "--max-tokens", "4", stdin=b"caf\xe9\n")
+def test_a_line_that_cannot_be_answered_is_told_and_chat_goes_on_r63(llm, monkeypatch):
+    monkeypatch.setattr("graft.cli.chat.load_llm", lambda *args, **options: llm)
+    asked = b"caf\xe9\n/rest\n" + b"word " * 9000 + b"\nHi\n"
+    told = graft_command("chat", "--max-tokens", "4", "--json", stdin=asked)
+    assert told.exit_code == 0 and len(told.stdout.splitlines()) == 1
+    assert json.loads(told.stdout)["finish_reason"] == "length"
+    for message in ("not valid text", "no command /rest", "context is 8192"):
+        assert message in told.stderr
+
+
+def test_input_that_is_no_text_ends_the_command_r63(llm, monkeypatch):
+    monkeypatch.setattr("graft.cli.run.load_llm", lambda *args, **options: llm)
+    refused = graft_command("run", "--max-tokens", "4", stdin=b"caf\xe9\n")
     assert refused.exit_code == 2 and "not valid text" in refused.stderr
+
+
+def test_one_wrong_prompt_among_others_is_told_and_the_exit_code_is_1_r63(llm, monkeypatch):
+    monkeypatch.setattr("graft.cli.run.load_llm", lambda *args, **options: llm)
+    args = ("run", "Hello", "", "--max-tokens", "3")
+    told = graft_command(*args, "--json")
+    assert told.exit_code == 1
+    first, second = json.loads(told.stdout)["outputs"]
+    assert first["error"] is None and "no tokens" in second["error"] and second["finish_reason"] == "error"
+    plain = graft_command(*args)
+    assert plain.exit_code == 1 and "no tokens" in plain.stderr and "Hello" in plain.stdout
+
+
+def test_a_template_that_refuses_says_so_r63(llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UsageError, match="refuses the conversation: roles must alternate"):
+        llm.chat([{"role": "user", "content": "hi"}])
+    with pytest.raises(UsageError, match="a message is"):
+        llm.chat(["hi"])

@@ -39,7 +39,7 @@ def params(i: int) -> graft.SamplingParams:
 @cache
 def alone(family: str) -> list[list[int]]:
     """Each by itself, in an engine that reuses nothing."""
-    llm = engine(family, prefix_caching=False)
+    llm = engine(family, enable_prefix_caching=False)
     return [llm.generate([prompt], params(i))[0].token_ids for i, prompt in enumerate(prompts())]
 
 
@@ -53,7 +53,7 @@ def together(llm: graft.LLM, order=None) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_alone_or_together_in_any_order_r42(family):
-    llm = engine(family, prefix_caching=False)
+    llm = engine(family, enable_prefix_caching=False)
     assert together(llm) == alone(family)
     assert together(llm, order=[5, 2, 7, 0, 3, 6, 1, 4]) == alone(family)
     assert len({tuple(tokens) for tokens in alone(family)}) > 4, "the tokens vary, so the test can fail"

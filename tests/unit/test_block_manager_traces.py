@@ -170,3 +170,7 @@ class Life(RuleBasedStateMachine):
 
 TestLifeR40 = Life.TestCase
 TestLifeR40.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def test_one_long_trace_holds_the_model_r40():
+    random_trace(77, steps=5000)

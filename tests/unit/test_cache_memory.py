@@ -14,6 +14,7 @@ from graft.kvcache import memory
 from graft.kvcache.manager import Copy
 from graft.kvcache.memory import CacheSize, cache_size, container_memory, machine_memory, parse_size, size_text
 from graft.kvcache.tensors import LayerShape, allocate, bytes_per_block, copy_blocks
+from graft.models.load import on_device
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -71,6 +72,8 @@ def test_a_containers_limit_counts(tmp_path: Path):
     assert container_memory(tmp_path) is None
     (tmp_path / "memory.max").write_text("1000\n")
     assert container_memory(tmp_path) == 700
+    (tmp_path / "memory.stat").write_text("anon 250\ninactive_file 40\n")
+    assert container_memory(tmp_path) == 740, "pages of files that were read are no loss"
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   5 kB\n")
     assert machine_memory(tmp_path / "meminfo") == 5 << 10
     assert machine_memory(tmp_path / "none") > 1 << 20
@@ -87,6 +90,8 @@ def test_tensors_are_zero_and_take_memory_when_they_are_written(dtype):
     before = resident()
     (large, _) = allocate([LayerShape(8, 128, dtype)], 10_000, 16, CPU)
     assert large.nbytes > 300 << 20 and resident() - before < 50 << 20
+    large[:5000] = 1
+    assert resident() - before > 100 << 20
 
 
 def test_blocks_are_copied_in_every_tensor_r40():
@@ -106,7 +111,7 @@ def test_a_request_that_can_never_fit_is_refused_and_the_others_go_on_r63():
     params = graft.SamplingParams(max_tokens=4, ignore_eos=True)
     good, bad = llm.generate([fits, never], params)
     assert len(good.token_ids) == 4 and bad.finish_reason == "error" and bad.token_ids == []
-    assert isinstance(bad.error, OutOfCache) and f"which has {blocks}" in str(bad.error)
+    assert isinstance(bad.error, OutOfCache) and f"has only {blocks}" in str(bad.error)
     with pytest.raises(OutOfCache, match="shorten it, lower max_tokens, or raise kv_cache_memory"):
         llm.generate([never], params)
     assert any("key-value cache" in note and "as asked for" in note for note in llm.report.notes)
@@ -118,12 +123,30 @@ def test_a_step_without_memory_is_told_with_the_numbers_and_can_be_tried_again_r
     expected = llm.generate([[5, 6, 7]], params)[0].token_ids
     graph = llm.engine.graph
 
-    def fail(*args):
+    def cuda(*args):
         raise torch.OutOfMemoryError("allocating 3 GiB failed")
 
-    monkeypatch.setattr(llm.engine, "graph", fail)
-    with pytest.raises(OutOfMemory, match=r"no memory for a step of 3 tokens of 1 requests: .* free on cpu"):
-        llm.generate([[5, 6, 7]], params)
-    monkeypatch.setattr(llm.engine, "graph", graph)
+    def cpu(*args):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    for fail in (cuda, cpu):
+        monkeypatch.setattr(llm.engine, "graph", fail)
+        with pytest.raises(OutOfMemory, match=r"no memory for a step of 3 tokens \(requests: 1\): .* free on cpu"):
+            llm.generate([[5, 6, 7]], params)
+        monkeypatch.setattr(llm.engine, "graph", graph)
+        with monkeypatch.context() as patch, pytest.raises(OutOfMemory):
+            patch.setattr("graft.runtime.engine.sample", fail)
+            llm.generate([[5, 6, 7]], params)
     llm.engine.manager.check()
     assert llm.engine.idle and llm.generate([[5, 6, 7]], params)[0].token_ids == expected
+
+
+def test_a_model_that_does_not_fit_is_told_with_the_numbers_r63():
+    class Large(torch.nn.Linear):
+        def to(self, device):
+            torch.empty(1 << 60, dtype=torch.uint8)
+
+    with pytest.raises(OutOfMemory, match=r"the model takes 12\.0 KiB, but cpu has .* free"):
+        on_device(Large(32, 93), CPU)
+    with pytest.raises(RuntimeError, match="other"):
+        on_device(type("Other", (), {"to": lambda self, device: (_ for _ in ()).throw(RuntimeError("other"))})(), CPU)

@@ -31,15 +31,19 @@ def step(scheduler, rng=None):
     plan = scheduler.schedule()
     check(scheduler, plan)
     for one, count in zip(plan.requests, plan.counts, strict=True):
-        one.computed += count
-        scheduler.manager.commit(one.table, one.tokens, one.computed)
-        if one.computed == len(one.tokens):
-            one.tokens.append(rng.randrange(3) if rng else 1)
-            if len(one.new_tokens) == one.params.max_tokens:
-                one.finish_reason = "length"
-                scheduler.drop(one)
+        advance(scheduler, one, count, rng.randrange(3) if rng else 1)
     scheduler.manager.check()
     return plan
+
+
+def advance(scheduler, one, count, token=1):
+    one.computed += count
+    scheduler.manager.commit(one.table, one.tokens, one.computed)
+    if one.computed == len(one.tokens):
+        one.tokens.append(token)
+        if len(one.new_tokens) == one.params.max_tokens:
+            one.finish_reason = "length"
+            scheduler.drop(one)
 
 
 def check(scheduler, plan):
@@ -95,24 +99,42 @@ def test_any_trace_ends_with_every_request_done_and_every_block_free_r40(arrival
     assert scheduler.manager.available == blocks and not scheduler.manager.tables
 
 
-def starves(steps):
-    """Better requests come in every step and fill the machine; is the worse one ever done?"""
-    scheduler = make(blocks=8, seqs=2, budget=16, prefix_reuse=False)
-    low = request(4, 3, priority=1)
+def finishes(low, flood, seqs, blocks, steps):
+    """Better requests come in every step, without end; is the worse one done within so many steps?"""
+    scheduler = make(blocks=blocks, seqs=seqs, budget=16, prefix_reuse=False)
     scheduler.add(low)
     for _ in range(steps):
-        scheduler.add(request(4, 3))
-        scheduler.add(request(4, 3))
-        step(scheduler)
-    return low.finish_reason is None
+        for length, new, priority in flood:
+            scheduler.add(request(length, new, priority))
+        plan = scheduler.schedule()
+        for one, count in zip(plan.requests, plan.counts, strict=True):
+            advance(scheduler, one, count)
+        if low.finish_reason:
+            return True
+    return False
 
 
-def test_a_worse_priority_waits_but_never_starves_r42(monkeypatch):
+FLOOD = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6), st.integers(-1, 0)), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(FLOOD, st.integers(0, 2), st.integers(1, 4), st.integers(8, 20), st.integers(1, 20), st.integers(1, 10))
+def test_nobody_starves_under_a_flood_of_better_requests_r42(flood, priority, seqs, blocks, length, new):
+    """Before it come those that arrive within PATIENCE steps for each priority between: their work is the bound."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduling, "PATIENCE", 4)
+        ahead = 4 * (priority + 1) + 1  # steps whose arrivals may go first
+        work = ahead * sum(a + b for a, b, _ in flood) + length + new
+        assert finishes(request(length, new, priority), flood, seqs, blocks, 4 * work)
+
+
+def test_a_plain_priority_queue_would_starve_r42(monkeypatch):
+    flood = [(4, 3, 0), (4, 3, 0)]
     monkeypatch.setattr(scheduling, "PATIENCE", 50)
-    assert starves(40), "better ones go first for a while"
-    assert not starves(300)
-    monkeypatch.setattr(scheduling, "PATIENCE", 10**9)  # a plain priority queue
-    assert starves(300)
+    assert not finishes(request(4, 3, priority=1), flood, 2, 8, 40), "better ones go first for a while"
+    assert finishes(request(4, 3, priority=1), flood, 2, 8, 300)
+    monkeypatch.setattr(scheduling, "PATIENCE", 10**9)
+    assert not finishes(request(4, 3, priority=1), flood, 2, 8, 300)
 
 
 def test_equal_requests_are_served_as_they_come_r42():
@@ -163,7 +185,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_fed_in_chunks_r42():
     long = request(50, 2, first=1)
     scheduler.add(long)
     chunks = []
-    while long.first_token is None and not long.new_tokens:
+    while not long.new_tokens:
         before = len(short.new_tokens)
         plan = step(scheduler)
         assert len(short.new_tokens) == before + 1 and plan.requests[0] is short

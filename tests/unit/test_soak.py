@@ -73,7 +73,7 @@ def wrong_tokens(request: Request, end_tokens: frozenset[int], tokens: list[int]
     ids = torch.tensor([[*request.prompt, *new]])
     logits = tiny("mistral").module(ids).logits[0, len(request.prompt) - 1 : -1]  # [new, vocab]
     seed = request.params.seed
-    index = request.first.siblings.index(request) + 1 if request.first else 0
+    index = request.leader.siblings.index(request) + 1 if request.leader else 0
     twin = Request(request.prompt, request.params, make_generator(None if seed is None else seed + index))
     wrong = 0
     for row, token in zip(logits, new, strict=True):
@@ -100,6 +100,9 @@ def test_a_soak_ends_with_every_block_free_and_no_wrong_token_r40():
     for request in everyone:
         if request.finish_reason == "length":
             assert len(request.new_tokens) == request.params.max_tokens
+        params = request.params
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else llm.engine.end_tokens)}
+        assert not ends & set(request.new_tokens[:-1]), "a stop token was passed over"
         if request.finish_reason == "stop":
             assert request.stop_reason == request.tokens[-1]
         if request.params.logprobs is not None:

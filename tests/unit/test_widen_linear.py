@@ -98,7 +98,7 @@ def test_the_kernel_is_taken_where_it_pays_and_says_why_not(slow):
     if not slow:
         with pytest.raises(KernelUnavailable, match=r"this CPU multiplies torch\.bfloat16 itself"):
             choose(OPS["linear"], x, w, None, named="float32")
-    with pytest.raises(KernelUnavailable, match=r"the weights are torch\.float32"):
+    with pytest.raises(KernelUnavailable, match=r"the tensors are torch\.float32"):
         choose(OPS["linear"], x.float(), w.float(), None, named="float32")
     with pytest.raises(KernelUnavailable, match="the dtypes differ"):
         choose(OPS["linear"], x, w.half(), None, named="float32")
@@ -193,7 +193,7 @@ def test_what_is_no_linear_layer_stays(kind, reason, slow_cpu):
 def test_elsewhere_it_is_skipped_with_the_reason(slow):
     x = torch.randn(2, 24)
     record, compiled = widened(MLP(), x)
-    assert record.status == "skipped" and record.reason == "the weights are torch.float32"
+    assert record.status == "skipped" and record.reason == "the tensors are torch.float32"
     assert not any(is_op(node, WIDE) for node in calls(compiled.graph_module.graph))
     record, _ = widened(MLP().bfloat16(), x.bfloat16())
     assert record.status == ("applied" if slow else "skipped")

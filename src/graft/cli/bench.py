@@ -55,7 +55,7 @@ def bench(
         started = time.perf_counter()
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
-            kv_cache_memory=kv_cache_memory,
+            kv_cache_memory=kv_cache_memory, max_num_seqs=max(256, *plan.batches),
         )  # fmt: skip
         result = measure(llm, plan, time.perf_counter() - started, progress)
     if as_json:
@@ -92,7 +92,7 @@ def show(result: Bench) -> None:
         "ms/token",
         "tok/s",
         "GB/s",
-        "graft is",
+        "graft speedup",
         "setup s",
         "same tokens",
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -69,44 +70,50 @@ def chat(
 
 
 def converse(llm: LLM, params: SamplingParams, start: Messages, as_json: bool) -> None:
-    from graft.errors import PromptTooLong
+    """A line that cannot be answered is told and forgotten; the conversation goes on."""
+    from graft.errors import GraftError
+    from graft.runtime.prompts import as_text
 
     messages = list(start)
     for line in lines():
-        if line == "/exit":
-            return
-        if line == "/reset":
-            messages = list(start)
-            continue
-        messages.append({"role": "user", "content": line})
         try:
-            answer = reply(llm, messages, params, as_json)
-        except PromptTooLong as error:
-            messages.pop()
-            print(f"graft: {error}; /reset begins anew", file=sys.stderr)
-            continue
-        messages.append({"role": "assistant", "content": answer})
+            text = as_text(line).strip()
+            if text == "/exit":
+                return
+            if text == "/reset":
+                messages = list(start)
+            elif text.startswith("/"):
+                print(f"graft: there is no command {text.split()[0]}; {HELP}", file=sys.stderr)
+            elif text:
+                asked = [*messages, {"role": "user", "content": text}]
+                messages = [*asked, {"role": "assistant", "content": reply(llm, asked, params, as_json)}]
+        except GraftError as error:
+            print(f"graft: error: {error}", file=sys.stderr)
 
 
-def lines() -> Iterator[str]:
-    """What the user says, without empty lines, until the end of the input."""
-    from graft.runtime.prompts import as_text
-
+def lines() -> Iterator[bytes]:
+    """What the user says, until the end of the input or Ctrl-C at the prompt."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.buffer.readline()
+        try:
+            line = sys.stdin.buffer.readline()
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return
         if not line:
             return
-        if text := as_text(line).strip():
-            yield text
+        yield line
 
 
 def reply(llm: LLM, messages: Messages, params: SamplingParams, as_json: bool) -> str:
     """Prints the answer as it comes. Ctrl-C ends the answer, not the conversation."""
     pieces: list[str] = []
+    prompt = llm.chat_prompt(messages)
+    room = llm.model.context - len(prompt)  # an answer may be cut short; a prompt without room for one is refused
+    request = llm.submit(prompt, replace(params, max_tokens=max(1, min(params.max_tokens, room))))
     try:
-        for piece in llm.stream(llm.chat_prompt(messages), params):
+        for piece in llm.follow(request):
             pieces.append(piece)
             if not as_json:
                 print(piece, end="", flush=True)
@@ -116,9 +123,11 @@ def reply(llm: LLM, messages: Messages, params: SamplingParams, as_json: bool) -
     s = llm.stats
     if as_json:
         counts = {"prompt_tokens": s.prompt_tokens, "cached_tokens": s.cached_tokens, "new_tokens": s.new_tokens}
-        print(json.dumps({"answer": answer, **counts}), flush=True)
+        print(json.dumps({"answer": answer, "finish_reason": request.finish_reason, **counts}), flush=True)
     else:
         print(flush=True)
+    if request.finish_reason == "length" and not as_json:
+        print("[cut short: --max-tokens, or the end of the model's context]", file=sys.stderr)
     if sys.stderr.isatty() and not as_json:
         told = f"{s.prompt_tokens} prompt tokens ({s.cached_tokens} from the cache), {s.new_tokens} new"
         print(f"[{told}, {s.decode_rate:.1f} tokens/s]", file=sys.stderr)

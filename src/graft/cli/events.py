@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graft.cli.load import load_llm
-from graft.cli.options import DEFAULT_MODEL, CacheMemory, Device, DType, Json
+from graft.cli.options import DEFAULT_MODEL, CacheMemory, Device, DType
 
 if TYPE_CHECKING:
     from graft.kvcache.events import Event
@@ -27,7 +27,7 @@ def events(
     dtype: DType = "auto",
     device: Device = "auto",
     kv_cache_memory: CacheMemory = None,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, and nothing else.")] = False,
 ) -> None:
     """Answer prompts and print the life cycle of the cache's blocks, as a table or (--json) as JSON lines."""
     from graft.cli.show import out, progress_bar
@@ -74,19 +74,11 @@ def life_cycle(told: list[tuple[str, Event]], tokenizer: Any) -> Any:
 
 
 def describe(event: Event, tokenizer: Any) -> str:
-    from graft.kvcache.events import Created, Removed, Stored, Updated
+    from graft.kvcache.events import Stored
 
-    if isinstance(event, Created):
-        return f"{event.levels[0]} blocks of {event.block_size} tokens"
-    if isinstance(event, Stored):
-        after = f"after {event.parent[:8]}" if event.parent else "at the start"
-        lines = [f"{block.hash[:8]}  {shown(block.tokens, tokenizer)}" for block in event.blocks]
-        return "\n".join([after, *lines])
-    if isinstance(event, Removed):
-        return " ".join(name[:8] for name in event.hashes)
-    if isinstance(event, Updated):
-        return f"{event.what}: {event.old} → {event.new}\n" + " ".join(name[:8] for name in event.hashes)
-    return str(event.to_json())
+    if not isinstance(event, Stored):
+        return event.describe()
+    return "\n".join([event.describe(), *(f"{b.hash[:8]}  {shown(b.tokens, tokenizer)}" for b in event.blocks)])
 
 
 def shown(tokens: tuple[int, ...], tokenizer: Any) -> str:

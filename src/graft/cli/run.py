@@ -70,16 +70,16 @@ def run(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
             dump_dir=dump, kv_cache_memory=kv_cache_memory,
         )  # fmt: skip
-        progress("generating", 0, 1)
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
         live = not as_json and len(asked) == 1 and llm.tokenizer is not None
-        outputs = [] if live else llm.generate(asked, params)
+        outputs = [] if live else llm.generate(asked, params, progress=progress)
     if live:
         stream(llm, asked[0], params)
-    speeds = measure(llm, asked[0], compare)
+    speeds = measure(llm, asked, compare)
+    failed = any(output.error for output in outputs)
     if as_json:
         print_json(llm, outputs, speeds)
-        return
+        raise typer.Exit(int(failed))
     for prompt, output in zip(given, outputs, strict=False):
         out.print(str(prompt), end="", markup=False, style="bold")
         if output.error is not None:
@@ -93,10 +93,11 @@ def run(
         for op, kernel in llm.report.kernels.items():
             out.print(f"{op}: {kernel}", markup=False)
     show_speeds(llm, speeds)
+    raise typer.Exit(int(failed))
 
 
-def measure(llm: LLM, prompt: Any, compare: bool) -> dict[str, float]:
-    """Decoding rates of this run; `compare` adds Hugging Face eager on the same prompt."""
+def measure(llm: LLM, prompts: list[Any], compare: bool) -> dict[str, float]:
+    """Decoding rates of this run; `compare` adds Hugging Face eager on as many copies of the first prompt."""
     stats = llm.stats
     speeds = {"graft": stats.decode_rate}
     if compare:
@@ -105,7 +106,8 @@ def measure(llm: LLM, prompt: Any, compare: bool) -> dict[str, float]:
 
         with progress_bar() as progress:
             progress("timing Hugging Face eager", 0, 1)
-            speeds["hugging_face_eager"] = hugging_face_rate(llm.model, llm.encode(prompt), stats.new_tokens)
+            ids, batch = llm.encode(prompts[0]), len(prompts)
+            speeds["hugging_face_eager"] = hugging_face_rate(llm.model, ids, stats.new_tokens // batch, batch)
     return speeds
 
 
@@ -147,7 +149,7 @@ def stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:
 def print_json(llm: LLM, outputs: list[Output], speeds: dict[str, float]) -> None:
     document = {
         "model": llm.model.name,
-        "outputs": [asdict(output) | {"error": output.error and str(output.error)} for output in outputs],
+        "outputs": [output.to_json() for output in outputs],
         "stats": asdict(llm.stats),
         "tokens_per_second": speeds,
         "backend": llm.backend,

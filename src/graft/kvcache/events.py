@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,18 @@ Record = tuple[
 ]  # an event that nobody has asked for yet: how to make it, of what
 
 
+def shortened(hashes: Iterable[str]) -> str:
+    return ", ".join(name[:8] for name in hashes)
+
+
 @dataclass(frozen=True)
 class Event:
     event_id: int
     time: float  # unix seconds
+
+    def describe(self) -> str:
+        """For people; hashes are shortened."""
+        return str(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """One JSON object: `type` and the fields."""
@@ -38,6 +46,9 @@ class Created(Event):
     levels: tuple[int, ...]  # blocks of each level of memory; so far there is one, the device's
     block_size: int
     root: str  # the hash that first blocks follow on
+
+    def describe(self) -> str:
+        return f"{self.levels[0]} blocks of {self.block_size} tokens"
 
     @staticmethod
     def of(event_id: int, at: float, facts: Sequence[Any]) -> Created:
@@ -58,6 +69,10 @@ class Stored(Event):
     parent: str | None
     blocks: tuple[StoredBlock, ...]
 
+    def describe(self) -> str:
+        after = f"after {self.parent[:8]}" if self.parent else "at the start of a sequence"
+        return f"{shortened(block.hash for block in self.blocks)} {after}"
+
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "blocks": [vars(block) for block in self.blocks]}
 
@@ -74,6 +89,9 @@ class Removed(Event):
 
     hashes: tuple[str, ...]
 
+    def describe(self) -> str:
+        return shortened(self.hashes)
+
     @staticmethod
     def of(event_id: int, at: float, entries: Sequence[Entry]) -> Removed:
         return Removed(event_id, at, tuple(entry.hash for entry in entries))
@@ -87,6 +105,9 @@ class Updated(Event):
     what: str
     old: bool
     new: bool
+
+    def describe(self) -> str:
+        return f"{shortened(self.hashes)}: {self.what} {self.old} → {self.new}"
 
     @staticmethod
     def used(event_id: int, at: float, entries: Sequence[Entry]) -> Updated:
@@ -104,6 +125,9 @@ class Lost(Event):
     count: int
     first: int
     last: int
+
+    def describe(self) -> str:
+        return f"{self.count} events, {self.first} to {self.last}"
 
 
 def from_json(data: dict[str, Any]) -> Event:

@@ -87,6 +87,9 @@ class BlockManager:
         """Blocks that can be had: the free ones and those that can be evicted."""
         return len(self.free) + len(self.unused)
 
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
     def open(self, tokens: Sequence[int]) -> Table:
         """A table for a new sequence, with the longest stored prefix of whole blocks.
 
@@ -119,7 +122,7 @@ class BlockManager:
             self.must_be_open(table)
             blocks = table.blocks
             shared = [i for i in range(table.length // self.block_size, len(blocks)) if self.is_shared(blocks[i])]
-            fresh = self.take(len(shared) + max(-(-length // self.block_size) - len(blocks), 0))
+            fresh = self.take(len(shared) + max(self.blocks_for(length) - len(blocks), 0))
             if fresh is None:
                 return None
             copies = []
@@ -148,7 +151,7 @@ class BlockManager:
         """A second table with the same tokens in the same blocks. Both have to grow before they write again."""
         with self.lock:
             self.must_be_open(table)
-            blocks = table.blocks[: -(-table.length // self.block_size)]
+            blocks = table.blocks[: self.blocks_for(table.length)]
             for block in blocks:
                 self.refs[block] += 1
             table.room = table.length

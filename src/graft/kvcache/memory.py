@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,14 @@ def cache_size(block_bytes: int, most_blocks: int, device: torch.device, asked: 
     return CacheSize(blocks, blocks * block_bytes, reason)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: torch has a class for a GPU and a sentence for a CPU."""
+    told = str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("not enough memory" in told or "out of memory" in told)
+    )
+
+
 def parse_size(size: int | str) -> int:
     """2147483648, "2GiB", "2G", "0.5 GB" or "512MiB"; units are powers of 1,024."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
@@ -90,14 +99,14 @@ def machine_memory(meminfo: Path) -> int:
         found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
         if found:
             return int(found[1]) << 10
-    import os
-
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def container_memory(folder: Path) -> int | None:
     """What a container's limit leaves, or None where there is no limit."""
-    most, used = folder / "memory.max", folder / "memory.current"
+    most, used, detail = (folder / f"memory.{name}" for name in ("max", "current", "stat"))
     if not most.exists() or not used.exists() or (text := most.read_text().strip()) == "max":
         return None
-    return max(int(text) - int(used.read_text()), 0)
+    found = re.search(r"^inactive_file (\d+)", detail.read_text(), re.MULTILINE) if detail.exists() else None
+    pages = int(found[1]) if found else 0  # of files that were read; the kernel takes them back when memory is needed
+    return max(int(text) - int(used.read_text()) + pages, 0)

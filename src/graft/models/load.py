@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from graft.errors import CheckpointError, UnknownModel, UsageError, near
+from graft.errors import CheckpointError, OutOfMemory, UnknownModel, UsageError, near
 from graft.files import Progress
+from graft.kvcache.memory import free_memory, is_out_of_memory, size_text
 from graft.models.embedded import embedded_folder
 from graft.models.files import check_folder
 from graft.models.gguf import convert_gguf
@@ -120,7 +121,20 @@ def load_folder(folder: Path, name: str, dtype: str, device: torch.device) -> Lo
     context = getattr(config, "max_position_embeddings", None)
     if context is None:
         raise CheckpointError(f"{folder}: its config has no max_position_embeddings, so the context is not known")
-    return LoadedModel(name, model.eval().to(device), load_tokenizer(folder), family, context)
+    return LoadedModel(name, on_device(model.eval(), device), load_tokenizer(folder), family, context)
+
+
+def on_device(model: Any, device: torch.device) -> Any:
+    try:
+        return model.to(device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        raise OutOfMemory(
+            f"the model takes {size_text(size)}, but {device} has {size_text(free_memory(device))} free;"
+            " free memory, or use a smaller dtype or model"
+        ) from error
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -31,7 +31,7 @@ def widen_problem(*tensors: Tensor | None) -> str | None:
     if len({t.dtype for t in given}) > 1:
         return f"the dtypes differ: {', '.join(str(t.dtype) for t in given)}"
     if first.dtype not in NARROW:
-        return f"the weights are {first.dtype}"
+        return f"the tensors are {first.dtype}"
     if any(t.device.type != "cpu" for t in given):
         return f"the tensors are on {next(t.device for t in given if t.device.type != 'cpu')}"
     return None if slowdown(first.dtype) > SLOW else f"this CPU multiplies {first.dtype} itself"

@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-import torch
-
 from graft.errors import OutOfMemory
 from graft.kvcache.events import EventQueue
 from graft.kvcache.manager import BlockManager
-from graft.kvcache.memory import cache_size, size_text
+from graft.kvcache.memory import cache_size, is_out_of_memory, size_text
 from graft.kvcache.tensors import LayerShape, allocate, bytes_per_block
 from graft.models.load import LoadedModel
 from graft.runtime.engine import Engine
@@ -33,17 +31,23 @@ def build_engine(
     found = cache_size(size, most, device, options.kv_cache_memory)
     try:
         tensors = allocate(layers, found.blocks, block_size, device)
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise OutOfMemory(
             f"no memory for a key-value cache of {found.blocks} blocks ({size_text(found.bytes)}) on {device}:"
             f" {error}. Set kv_cache_memory to less"
         ) from error
     events = EventQueue(options.max_events)
     manager = BlockManager(
-        found.blocks, block_size, fingerprint=fingerprint(model), prefix_reuse=options.prefix_caching, events=events
+        found.blocks,
+        block_size,
+        fingerprint=fingerprint(model),
+        prefix_reuse=options.enable_prefix_caching,
+        events=events,
     )
     scheduler = Scheduler(manager, options.max_num_seqs, options.max_num_batched_tokens)
-    engine = Engine(graph, tensors, scheduler, events=events, end_tokens=end_tokens(model), tokenizer=model.tokenizer)
+    engine = Engine(graph, tensors, scheduler, end_tokens=end_tokens(model), tokenizer=model.tokenizer)
     tokens = found.blocks * block_size
     note = f"key-value cache: {found.blocks} blocks of {block_size} tokens, {size_text(found.bytes)} ({found.reason})"
     if tokens < model.context:

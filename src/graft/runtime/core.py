@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -34,6 +33,21 @@ class Output:
     cached_tokens: int = 0  # of the prompt, found in the cache
     error: GraftError | None = None
     alternatives: tuple[Output, ...] = ()
+    prompt_token_ids: list[int] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values; the error as its message."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "logprobs": self.logprobs and [{t: asdict(p) for t, p in each.items()} for each in self.logprobs],
+            "stop_reason": self.stop_reason,
+            "cached_tokens": self.cached_tokens,
+            "error": None if self.error is None else str(self.error),
+            "alternatives": [other.to_json() for other in self.alternatives],
+            "prompt_token_ids": self.prompt_token_ids,
+        }
 
 
 @dataclass(eq=False)  # a request is itself, whatever its tokens
@@ -43,24 +57,22 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     generator: torch.Generator | None = None
-    text: TextStream | None = None
+    stream: TextStream | None = None  # of its text
     priority: int = 0
     order: tuple[int, int] = (0, 0)  # the scheduler's; smaller goes first
     tokens: list[int] = field(default_factory=list)
     table: Table | None = None  # while it runs
     computed: int = 0
-    read: int = 0  # new tokens that `text` has been fed
+    read: int = 0  # new tokens that `stream` has been fed
     whole_text: bool = False  # nothing more will come
     cached: int | None = None  # prompt tokens found in the cache when it was first admitted
     preemptions: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    first: Request | None = None  # of the samples of n > 1, for the others
+    leader: Request | None = None  # the first of the samples of n > 1, for the others
     siblings: list[Request] = field(default_factory=list)  # the others, for the first
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: GraftError | None = None
-    arrived: float = field(default_factory=time.perf_counter)
-    first_token: float | None = None  # when it came
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -85,19 +97,19 @@ class Request:
 
     def read_text(self) -> str:
         """All text that is certain by now. The token that ended the request is no part of it, unless asked for."""
-        if self.text is None:
+        if self.stream is None:
             return ""
         if not self.whole_text:
             tokens = self.new_tokens
             if self.ended_by_token and not self.params.include_stop_str_in_output:
                 tokens = tokens[:-1]
             for token in tokens[self.read :]:
-                self.text.feed(token)
+                self.stream.feed(token)
             self.read = len(tokens)
             if self.finish_reason is not None:
-                self.text.finish()
+                self.stream.finish()
                 self.whole_text = True
-        return self.text.text
+        return self.stream.text
 
     @property
     def ended_by_token(self) -> bool:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from graft.errors import EngineStuck, OutOfCache, OutOfMemory
-from graft.kvcache.events import EventQueue
 from graft.kvcache.manager import BlockManager
-from graft.kvcache.memory import free_memory, size_text
+from graft.kvcache.memory import free_memory, is_out_of_memory, size_text
 from graft.kvcache.tensors import copy_blocks
 from graft.runtime.batch import pack
 from graft.runtime.core import FinishReason, Request, Stats
@@ -32,7 +31,6 @@ class Engine:
         tensors: Sequence[Tensor],  # [blocks, block_size, kv_heads, head_dim] each
         scheduler: Scheduler,
         *,
-        events: EventQueue,
         end_tokens: frozenset[int] = frozenset(),
         tokenizer: Any = None,
     ) -> None:
@@ -40,7 +38,6 @@ class Engine:
         self.tensors = tensors
         self.scheduler = scheduler
         self.manager: BlockManager = scheduler.manager
-        self.events = events
         self.end_tokens = end_tokens
         self.tokenizer = tokenizer
         self.stats = Stats()
@@ -55,8 +52,10 @@ class Engine:
         try:
             logits = self.run(plan)  # [n, vocab]
             grown, choices = self.choose(plan, logits)
-        except BaseException:
+        except BaseException as error:
             self.scheduler.undo(plan)
+            if is_out_of_memory(error):
+                raise self.out_of_memory(plan) from error
             raise
         self.advance(plan, grown, choices)
         self.count(plan, grown, time.perf_counter() - started)
@@ -64,11 +63,8 @@ class Engine:
 
     def run(self, plan: Plan) -> Tensor:
         batch = pack(plan, self.manager.block_size, self.tensors[0].device)
-        try:
-            copy_blocks(self.tensors, plan.copies)
-            (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, n, vocab]
-        except torch.OutOfMemoryError as error:
-            raise self.out_of_memory(plan) from error
+        copy_blocks(self.tensors, plan.copies)
+        (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, n, vocab]
         return logits[0]
 
     def choose(self, plan: Plan, logits: Tensor) -> tuple[list[Request], list[Choice]]:
@@ -77,13 +73,19 @@ class Engine:
         grown: list[Request] = []
         for row, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
             if request.computed + count == len(request.tokens):
-                family = [request, *self.siblings(request)]
+                family = [request, *self.make_siblings(request)]
                 grown += family
                 rows += [row] * len(family)
         if not grown:
             return [], []
         every = rows == list(range(len(plan.requests)))
-        return grown, sample(logits if every else logits[rows], grown, self.end_tokens)
+        drawn = [(r.generator, r.generator.get_state()) for r in grown if not r.params.greedy and r.generator]
+        try:
+            return grown, sample(logits if every else logits[rows], grown, self.end_tokens)
+        except BaseException:
+            for generator, state in drawn:  # the step is done again, with the same random numbers
+                generator.set_state(state)
+            raise
 
     def advance(self, plan: Plan, grown: list[Request], choices: list[Choice]) -> None:
         """Takes note of what is in the cache now, then of the new tokens."""
@@ -92,13 +94,13 @@ class Engine:
             request.computed += count
             self.manager.commit(request.table, request.tokens, request.computed)
         for request in grown:
-            if request.first is not None and request not in request.first.siblings:
-                request.first.siblings.append(request)
-                self.scheduler.join(request, request.first)
+            if request.leader is not None and request not in request.leader.siblings:
+                request.leader.siblings.append(request)
+                self.scheduler.join(request, request.leader)
         for request, choice in zip(grown, choices, strict=True):
-            self.take(request, choice)
+            self.append_token(request, choice)
 
-    def take(self, request: Request, choice: Choice) -> None:
+    def append_token(self, request: Request, choice: Choice) -> None:
         """The request's next token, and whether it is the last."""
         params = request.params
         if choice.error is not None:
@@ -108,21 +110,19 @@ class Engine:
         request.tokens.append(choice.token)
         if choice.logprobs is not None:
             request.logprobs.append(choice.logprobs)
-        if request.first_token is None:
-            request.first_token = time.perf_counter()
         ends = frozenset() if params.ignore_eos else self.end_tokens
         if choice.token in ends or choice.token in (params.stop_token_ids or ()):
             self.end(request, "stop", choice.token)
         elif self.meets_stop_string(request):
-            self.end(request, "stop", request.text.stopped if request.text else None)
+            self.end(request, "stop", request.stream.stopped if request.stream else None)
         elif len(request.tokens) - len(request.prompt) >= params.max_tokens:
             self.end(request, "length")
 
     def meets_stop_string(self, request: Request) -> bool:
-        if not request.params.stop or request.text is None:
+        if not request.params.stop or request.stream is None:
             return False
         request.read_text()
-        return request.text.stopped is not None
+        return request.stream.stopped is not None
 
     def end(self, request: Request, reason: FinishReason, what: int | str | None = None) -> None:
         request.finish_reason, request.stop_reason = reason, what
@@ -130,12 +130,12 @@ class Engine:
 
     def add(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Request:
         """Takes a request, or refuses one that could never run."""
-        request = Request(list(prompt), params, make_generator(params.seed), self.text(prompt, params), priority)
-        needed = -(-request.most_tokens // self.manager.block_size)
+        request = Request(list(prompt), params, make_generator(params.seed), self.stream(prompt, params), priority)
+        needed = self.manager.blocks_for(request.most_tokens)
         if needed > self.manager.blocks:
             raise OutOfCache(
-                f"a request of up to {request.most_tokens} tokens needs {needed} blocks of the key-value cache, which"
-                f" has {self.manager.blocks} ({size_text(self.cache_bytes)}); shorten it, lower max_tokens, or raise"
+                f"a request of up to {request.most_tokens} tokens needs {needed} blocks, but the key-value cache has"
+                f" only {self.manager.blocks} ({size_text(self.cache_bytes)}); shorten it, lower max_tokens, or raise"
                 " kv_cache_memory"
             )
         if self.idle:
@@ -143,19 +143,21 @@ class Engine:
         self.scheduler.add(request)
         return request
 
-    def siblings(self, request: Request) -> list[Request]:
+    def make_siblings(self, request: Request) -> list[Request]:
         """The other samples of n > 1: they begin when the prompt is in the cache, and share its blocks."""
         params = request.params
-        if request.first is not None or request.first_token is not None:
+        if request.leader is not None or len(request.tokens) > len(request.prompt):
             return []
         made = []
         for index in range(1, params.n):
             seed = None if params.seed is None else params.seed + index
-            text = self.text(request.prompt, params)
-            made.append(Request(request.prompt, params, make_generator(seed), text, request.priority, first=request))
+            stream = self.stream(request.prompt, params)
+            made.append(
+                Request(request.prompt, params, make_generator(seed), stream, request.priority, leader=request)
+            )
         return made
 
-    def text(self, prompt: Sequence[int], params: SamplingParams) -> TextStream | None:
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> TextStream | None:
         return None if self.tokenizer is None else TextStream(self.tokenizer, list(prompt), params)
 
     def abort(self, requests: Iterable[Request]) -> None:
@@ -181,7 +183,7 @@ class Engine:
     def count(self, plan: Plan, grown: list[Request], seconds: float) -> None:
         fed, s = sum(plan.counts), self.stats
         decoding = fed == len(grown) == len(plan.counts) and all(len(r.tokens) > len(r.prompt) + 1 for r in grown)
-        first = [r for r in grown if r.first is None and len(r.tokens) == len(r.prompt) + 1]
+        first = [r for r in grown if r.leader is None and len(r.tokens) == len(r.prompt) + 1]
         self.stats = replace(
             s,
             prompt_tokens=s.prompt_tokens + sum(len(r.prompt) for r in first),
@@ -196,8 +198,9 @@ class Engine:
 
     def out_of_memory(self, plan: Plan) -> OutOfMemory:
         device = self.tensors[0].device
+        free = size_text(free_memory(device))
         return OutOfMemory(
-            f"no memory for a step of {sum(plan.counts)} tokens of {len(plan.requests)} requests:"
-            f" {size_text(free_memory(device))} are free on {device}, the key-value cache holds"
-            f" {size_text(self.cache_bytes)}. Lower kv_cache_memory, max_num_batched_tokens or max_num_seqs"
+            f"no memory for a step of {sum(plan.counts)} tokens (requests: {len(plan.counts)}): {free} are free on"
+            f" {device}, the key-value cache holds {size_text(self.cache_bytes)}. Lower kv_cache_memory,"
+            " max_num_batched_tokens or max_num_seqs"
         )

@@ -70,6 +70,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        progress: Progress | None = None,
     ) -> list[Output]:
         """Completes every prompt; they run together. `params` and `priority` (lower goes first) are one for all, or
         one each.
@@ -86,7 +87,9 @@ class LLM:
         if errors and not requests:
             raise errors[0]
         try:
-            while any(one.finish_reason is None for request in requests for one in request.family):
+            while unfinished := sum(any(one.finish_reason is None for one in r.family) for r in requests):
+                if progress:
+                    progress("generating", len(requests) - unfinished, len(requests))
                 self.engine.step()
         finally:
             self.engine.abort(requests)
@@ -98,7 +101,10 @@ class LLM:
             raise TokenizerMissing(self.model.name)
         if params is not None and params.n > 1:
             raise UsageError(f"a stream is one text, but n is {params.n}; use generate")
-        request = self.submit(prompt, params or SamplingParams(), priority=priority)
+        return self.follow(self.submit(prompt, params or SamplingParams(), priority=priority))
+
+    def follow(self, request: Request) -> Iterator[str]:
+        """The text of a request, piece by piece; moves the engine on. Whoever stops reading cancels the request."""
         given, ended = 0, False
         try:
             while not ended:
@@ -109,6 +115,8 @@ class LLM:
                 if len(text) > given:
                     yield text[given:]
                 given = len(text)
+            if request.error is not None:
+                raise request.error
         finally:
             self.engine.abort([request])
 
@@ -122,7 +130,8 @@ class LLM:
 
     def kv_cache_events(self, timeout: float | None = None) -> list[Event]:
         """What happened in the cache since the last call; waits up to `timeout` seconds for something to happen."""
-        return self.engine.events.drain(timeout)
+        events = self.engine.manager.events
+        return events.drain(timeout) if events is not None else []
 
     @property
     def tokenizer(self) -> Any:
@@ -135,6 +144,10 @@ class LLM:
 
     def submit(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Request:
         """Hands a request to the engine, whose `step` moves it on; `engine.abort` ends it early."""
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"sampling parameters are a graft.SamplingParams, not a {type(params).__name__}")
+        if not isinstance(priority, int):
+            raise UsageError(f"a priority is a whole number, not {priority!r}")
         ids = self.encode(prompt)
         check_fits(ids, params, self.model.context)
         if params.stop and self.tokenizer is None:
@@ -161,7 +174,8 @@ class LLM:
             request.stop_reason,
             request.cached or 0,
             request.error,
-            alternatives=tuple(self.output(sibling) for sibling in request.siblings),
+            tuple(self.output(sibling) for sibling in request.siblings),
+            request.prompt,
         )
 
 
@@ -174,9 +188,9 @@ def engine_options(options: Mapping[str, Any]) -> EngineOptions:
 
 
 def one_each(what: str, given: Any, prompts: int) -> list[Any]:
-    each = list(given) if isinstance(given, Sequence) else [given] * prompts
+    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * prompts
     if len(each) != prompts:
-        raise UsageError(f"{prompts} prompts but {len(each)} {what}; give one for all, or one each")
+        raise UsageError(f"prompts: {prompts}, {what}: {len(each)}; give one for all, or one each")
     return each
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from graft.runtime.core import Request
 
 
-def edit(logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[int]) -> Tensor:
+def edit_logits(logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[int]) -> Tensor:
     """Penalties, then barred end tokens. logits: [n, vocab], returned as it is where nothing changes, else a copy."""
     seen = [seen_tokens(request) if request.params.penalised else {} for request in requests]
     barred = [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
+
+from jinja2 import TemplateError
 
 from graft.errors import EmptyPrompt, NotText, PromptTooLong, TokenizerMissing, UsageError
 from graft.models.load import LoadedModel
@@ -17,8 +19,16 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A text, a list of token ids, or a list of either; arrays and tensors are lists."""
     if isinstance(prompts, (str, bytes)):
         return [prompts]
-    given: Any = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    given = plain_list(prompts)
     return [given] if given and isinstance(given[0], Integral) else given
+
+
+def plain_list(given: Any) -> list[Any]:
+    if hasattr(given, "tolist"):  # an array or a tensor
+        given = given.tolist()
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise UsageError(f"a prompt is text, bytes or token ids, not a {type(given).__name__}")
+    return list(given)
 
 
 def encode(model: LoadedModel, prompt: Prompt) -> list[int]:
@@ -41,7 +51,7 @@ def as_text(prompt: str | bytes) -> str:
 
 
 def check_ids(ids: Any, vocabulary: int) -> list[int]:
-    found = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    found = plain_list(ids)
     for token in found:
         if not isinstance(token, Integral) or isinstance(token, bool):
             raise UsageError(f"token ids are whole numbers, but {token!r} is a {type(token).__name__}")
@@ -69,5 +79,8 @@ def chat_tokens(model: LoadedModel, messages: Sequence[Mapping[str, Any]]) -> li
         as_text(message["content"])
     if not messages:
         raise EmptyPrompt
-    encoded = model.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+    try:
+        encoded = model.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+    except TemplateError as error:  # a template may refuse what it does not know: "roles must alternate"
+        raise UsageError(f"the chat template of {model.name} refuses the conversation: {error}") from error
     return list(encoded["input_ids"])

@@ -13,7 +13,7 @@ from graft.errors import LogitsError
 from graft.runtime.core import Request
 from graft.runtime.draw import draw
 from graft.runtime.logprobs import Logprob, logprobs
-from graft.runtime.penalties import edit
+from graft.runtime.penalties import edit_logits
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def sample(logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[in
     take the largest logit after penalties. A row from which nothing can be chosen has an error, the others do not.
     Of a request, `params`, `prompt`, `new_tokens` and `generator` are read.
     """
-    edited = edit(logits, requests, end_tokens)
+    edited = edit_logits(logits, requests, end_tokens)
     largest, tokens = edited.max(dim=-1)  # [n]; for greedy batches this and one copy to the host are all
     drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
     if drawn:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graft.errors import PromptTooLong, UsageError, near
+from graft.errors import OutOfCache, PromptTooLong, UsageError, near
 from graft.files import Progress
 from graft.models.load import LoadedModel
 from graft.models.registry import entries
@@ -108,7 +108,13 @@ class Graft:
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
         params = SamplingParams(max_tokens=new, ignore_eos=True)
-        return [output.token_ids for output in self.llm.generate([list(p) for p in prompts], params)]
+        outputs = self.llm.generate([list(p) for p in prompts], params)
+        failed = next((output.error for output in outputs if output.error), None)
+        if failed is not None:
+            raise failed
+        if self.llm.stats.preemptions:
+            raise OutOfCache("the batch does not fit into the key-value cache at once; raise --kv-cache-memory")
+        return [output.token_ids for output in outputs]
 
 
 @dataclass
@@ -164,6 +170,11 @@ class Runner:
 def bench(llm: LLM, plan: Plan, build_seconds: float = 0.0, progress: Progress | None = None) -> Bench:
     """Measures graft and its rivals at every batch size. Ctrl-C ends it with the batches that are through."""
     plan.check_context(llm.model.context)
+    most = llm.engine.scheduler.max_num_seqs
+    if max(plan.batches) > most:
+        raise UsageError(
+            f"a batch of {max(plan.batches)} is more than max_num_seqs, {most}: it would not run at once"
+        )
     tell = progress or (lambda *_: None)
     result = Bench(setup_of(llm, plan, build_seconds))
     contestants: list[Contestant] = [Graft(llm)]
@@ -242,5 +253,8 @@ def known_context(model: str) -> int | None:
     if model in entries():
         settings = entries()[model].settings
     elif (file := Path(model) / "config.json").is_file():
-        settings = json.loads(file.read_text())
+        try:
+            settings = json.loads(file.read_text())
+        except ValueError:
+            return None  # loading the model says what is wrong with the file
     return settings.get("max_position_embeddings") or settings.get("n_positions")
