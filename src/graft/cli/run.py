@@ -57,7 +57,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Complete prompts with a model."""
-    from graft.cli.show import err, out, print_pipeline, progress_bar
+    from graft.cli.show import out, print_pipeline, progress_bar
     from graft.runtime.params import SamplingParams
 
     sets = [*(sets or ()), *(["verify=matches"] if verify else [])]
@@ -80,12 +80,7 @@ def run(
     if as_json:
         print_json(llm, outputs, speeds)
         raise typer.Exit(int(failed))
-    for prompt, output in zip(given, outputs, strict=False):
-        out.print(str(prompt), end="", markup=False, style="bold")
-        if output.error is not None:
-            err.print(f" → error: {output.error}", markup=False, soft_wrap=True)
-        else:
-            out.print(output.text if llm.tokenizer else f" → {output.token_ids}", markup=False)
+    show_outputs(llm, given, outputs)
     if verify and not table:
         show_proofs(llm)
     if table:
@@ -94,6 +89,17 @@ def run(
             out.print(f"{op}: {kernel}", markup=False)
     show_speeds(llm, speeds)
     raise typer.Exit(int(failed))
+
+
+def show_outputs(llm: LLM, prompts: list[Any], outputs: list[Output]) -> None:
+    from graft.cli.show import err, out
+
+    for prompt, output in zip(prompts, outputs, strict=False):
+        out.print(str(prompt), end="", markup=False, style="bold")
+        if output.error is not None:
+            err.print(f" → error: {output.error}", markup=False, soft_wrap=True)
+        else:
+            out.print(output.text if llm.tokenizer else f" → {output.token_ids}", markup=False)
 
 
 def measure(llm: LLM, prompts: list[Any], compare: bool) -> dict[str, float]:
