@@ -285,7 +285,9 @@ def test_logits_that_are_no_numbers_end_their_request_alone_r63(monkeypatch):
     assert good.token_ids == expected and llm.engine.idle
 
 
-@pytest.mark.parametrize("at", ["graft.runtime.engine.sample", "graft.runtime.sampling.draw", "graph"])
+@pytest.mark.parametrize(
+    "at", ["graft.runtime.engine.sample", "graft.runtime.sampling.draw", "graph", "append_token"]
+)
 def test_a_step_that_fails_is_done_again_for_those_who_go_on_r63(at, monkeypatch):
     """Three samples of one prompt are about to copy the block that they share when the step fails."""
     llm = engine("llama")
@@ -298,8 +300,7 @@ def test_a_step_that_fails_is_done_again_for_those_who_go_on_r63(at, monkeypatch
         for _ in range(steps):
             llm.engine.step()
         with monkeypatch.context() as patch:
-            broken = lambda *args: 1 / 0  # noqa: E731
-            patch.setattr(*((llm.engine, "graph") if at == "graph" else (at,)), broken)
+            patch.setattr(*((at,) if "." in at else (llm.engine, at)), lambda *args: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 llm.engine.step()
         llm.engine.manager.check()
@@ -338,3 +339,60 @@ def test_progress_counts_the_requests_that_are_done_r61():
     params = [graft.SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 3, 3)]
     engine("llama").generate([[5], [6], [7]], params, progress=lambda *what: told.append(what))
     assert told == [("generating", 0, 3), ("generating", 1, 3), ("generating", 1, 3)]
+
+
+def test_a_step_that_breaks_off_between_two_samples_keeps_what_it_has_r63(monkeypatch):
+    """The first of three has its token when Ctrl-C comes; the others draw again, with the same random numbers."""
+    llm = engine("llama")
+    params = graft.SamplingParams(max_tokens=9, temperature=1.1, n=3, seed=3, ignore_eos=True)
+    (prompt,) = prompts((21,))
+    (first,) = llm.generate([prompt], params)
+    for steps in (0, 2):
+        request = llm.submit(prompt, params)
+        for _ in range(steps):
+            llm.engine.step()
+        append, calls = llm.engine.append_token, []
+
+        def once(one, choice, append=append, calls=calls):
+            calls.append(one)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            append(one, choice)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(llm.engine, "append_token", once)
+            llm.engine.step()
+        llm.engine.manager.check()
+        llm.finish([request])
+        assert [one.new_tokens for one in request.family] == [one.token_ids for one in (first, *first.alternatives)]
+
+
+def test_one_requests_nan_does_not_reach_another_r63():
+    """Keys and values that are NaN stay in the cache after their request has ended; nobody may see them."""
+    model = load_model("tiny-llama", dtype="float32", device="cpu")
+    llm = graft.LLM(model, max_num_batched_tokens=16)
+    healthy = prompts((5, 9, 21, 40))
+    expected = [o.token_ids for o in resized(llm).generate(healthy, GREEDY)]
+    nan = next(t for t in range(3, 128) if not any(t in tokens for tokens in (*expected, *healthy)))
+    with torch.no_grad():
+        model.module.get_input_embeddings().weight[nan] = torch.nan
+    block = llm.engine.cache_bytes // llm.engine.manager.blocks
+    llm = resized(llm, max_num_batched_tokens=16, kv_cache_memory=16 * block)
+    for bad in ([nan] * 40, [nan, 5], [5, nan] * 20):
+        outputs = llm.generate([bad, *healthy, bad], GREEDY)
+        assert outputs[0].finish_reason == outputs[-1].finish_reason == "error"
+        assert [o.token_ids for o in outputs[1:-1]] == expected
+    assert [o.token_ids for o in llm.generate(healthy, GREEDY)] == expected
+
+
+def test_a_call_that_fails_while_it_is_taken_in_leaves_nothing_behind_r63(monkeypatch):
+    llm = resized(engine("llama"))
+    add, calls = llm.engine.add, []
+    monkeypatch.setattr(
+        llm.engine,
+        "add",
+        lambda *args, **options: calls.append(1) or (add(*args, **options) if len(calls) < 2 else 1 / 0),
+    )
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([[5], [6]], GREEDY)
+    assert llm.engine.idle

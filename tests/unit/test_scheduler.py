@@ -21,9 +21,10 @@ def make(blocks=12, seqs=4, budget=16, **options):
     return Scheduler(BlockManager(blocks, BLOCK, **options), seqs, budget)
 
 
-def request(length, new, priority=0, first=0):
+def request(length, new, priority=0, first=0, n=1):
     """`new` tokens after a prompt of `length`; prompts with the same `first` token begin alike."""
-    return Request([first] * length, SamplingParams(max_tokens=new), priority=priority)
+    params = SamplingParams(max_tokens=new, n=n, temperature=float(n > 1))
+    return Request([first] * length, params, priority=priority)
 
 
 def step(scheduler, rng=None):
@@ -40,10 +41,15 @@ def advance(scheduler, one, count, token=1):
     one.computed += count
     scheduler.manager.commit(one.table, one.tokens, one.computed)
     if one.computed == len(one.tokens):
-        one.tokens.append(token)
-        if len(one.new_tokens) == one.params.max_tokens:
-            one.finish_reason = "length"
-            scheduler.drop(one)
+        if len(one.tokens) == len(one.prompt) and one.leader is None:
+            one.siblings = [Request(one.prompt, one.params, leader=one) for _ in range(one.params.n - 1)]
+            for sibling in one.siblings:
+                scheduler.join(sibling, one)
+        for each in one.family if len(one.tokens) == len(one.prompt) and one.leader is None else [one]:
+            each.tokens.append(token)
+            if len(each.new_tokens) == each.params.max_tokens:
+                each.finish_reason = "length"
+                scheduler.drop(each)
 
 
 def check(scheduler, plan):
@@ -69,7 +75,7 @@ def check(scheduler, plan):
 
 
 ARRIVALS = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 20), st.integers(-1, 2), st.integers(0, 2)),
+    st.tuples(*(st.integers(*bounds) for bounds in ((0, 3), (1, 20), (1, 20), (-1, 2), (0, 2), (1, 4)))),
     min_size=1,
     max_size=40,
 )
@@ -81,19 +87,20 @@ def test_any_trace_ends_with_every_request_done_and_every_block_free_r40(arrival
     """Arrivals at any time, any length, any priority, some cancelled on the way: nobody is lost, nothing leaks."""
     scheduler, rng = make(blocks, seqs, budget, prefix_reuse=reuse), random.Random(seed)
     requests = []
-    for pause, length, new, priority, first in arrivals:
+    for pause, length, new, priority, first, n in arrivals:
         for _ in range(pause):
             step(scheduler, rng)
-        requests.append(request(length, new, priority, first))
+        requests.append(request(length, new, priority, first, n))
         scheduler.add(requests[-1])
         if rng.random() < 0.1:
-            victim = rng.choice(requests)
-            victim.finish_reason = victim.finish_reason or "abort"
-            scheduler.drop(victim)
-    limit = 10 * sum(len(r.prompt) + r.params.max_tokens for r in requests)
+            for victim in rng.choice(requests).family:
+                victim.finish_reason = victim.finish_reason or "abort"
+                scheduler.drop(victim)
+    limit = 10 * sum(r.params.n * (len(r.prompt) + r.params.max_tokens) for r in requests)
     while (scheduler.waiting or scheduler.running) and limit:
         assert step(scheduler, rng).requests, "requests are there and none is served"
         limit -= 1
+    requests = [one for r in requests for one in r.family]
     assert limit and all(r.finish_reason for r in requests)
     assert all(len(r.new_tokens) == r.params.max_tokens for r in requests if r.finish_reason == "length")
     assert scheduler.manager.available == blocks and not scheduler.manager.tables
@@ -235,3 +242,17 @@ def test_a_request_that_comes_back_with_one_token_left_counts_in_the_budget_r42(
     plan = step(scheduler)
     assert plan.requests == [running, back] and plan.counts == [1, 1] and back.table.cached == 8
     assert new in scheduler.waiting
+
+
+def test_a_prompt_that_stands_first_moves_on_whatever_decodes_r42():
+    scheduler = make(blocks=40, seqs=8, budget=4)
+    decoding = [request(1, 60, priority=5, first=i) for i in range(4)]
+    for one in decoding:
+        scheduler.add(one)
+    while not all(one.decoding for one in decoding):
+        step(scheduler)
+    urgent = request(9, 2, priority=-5, first=7)
+    scheduler.add(urgent)
+    for _ in range(9):
+        step(scheduler)
+    assert urgent.new_tokens and all(not one.finish_reason for one in decoding)

@@ -89,6 +89,8 @@ def converse(llm: LLM, params: SamplingParams, start: Messages, as_json: bool) -
                 messages = [*asked, {"role": "assistant", "content": reply(llm, asked, params, as_json)}]
         except GraftError as error:
             print(f"graft: error: {error}", file=sys.stderr)
+            if as_json:
+                print(json.dumps({"error": str(error)}), flush=True)
 
 
 def lines() -> Iterator[bytes]:

@@ -75,7 +75,8 @@ def run(
         outputs = [] if live else llm.generate(asked, params, progress=progress)
     if live:
         stream(llm, asked[0], params)
-    speeds = measure(llm, asked, compare)
+    right = [prompt for prompt, output in zip(asked, outputs, strict=True) if not output.error] if outputs else asked
+    speeds = measure(llm, right, compare)
     failed = any(output.error for output in outputs)
     if as_json:
         print_json(llm, outputs, speeds)
@@ -129,7 +130,7 @@ def read_prompts(prompts: list[str] | None, token_ids: str | None) -> list[Any]:
         except ValueError:
             raise UsageError(f"--token-ids takes numbers with commas between them, not {token_ids!r}") from None
     if prompts:
-        return list(prompts)
+        return [as_text(prompt) for prompt in prompts]
     if sys.stdin.isatty():
         raise UsageError('give a prompt: graft run "The capital of France is"')
     return [as_text(sys.stdin.buffer.read()).rstrip("\n")]

@@ -185,7 +185,7 @@ class EventQueue:
     def wait(self, timeout: float) -> None:
         self.waiting += 1
         try:
-            self.filled.wait_for(lambda: self.next_id > self.first_id, timeout)
+            self.filled.wait_for(lambda: self.next_id > self.first_id, min(timeout, threading.TIMEOUT_MAX))
         finally:
             self.waiting -= 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 import torch
@@ -70,7 +71,7 @@ def parse_size(size: int | str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if found is None or found[2].upper() not in UNITS or isinstance(size, bool):
         raise UsageError(f"kv_cache_memory is a size like 2GiB or 512MiB or a number of bytes, not {size!r}")
-    amount = int(float(found[1]) * UNITS[found[2].upper()])
+    amount = int(Decimal(found[1]) * UNITS[found[2].upper()])
     if amount < 1:
         raise UsageError(f"kv_cache_memory must be more than 0, but is {size!r}")
     return amount

@@ -49,7 +49,8 @@ def pack(plan: Plan, block_size: int, device: torch.device) -> Batch:
         lengths.append(last)
         tables.append(blocks[: -(-last // block_size)])
     longest = max(map(len, tables))
-    padded = [blocks + [0] * (longest - len(blocks)) for blocks in tables]
+    # padding that is read and masked must not be another's: a NaN there would not be hidden
+    padded = [blocks + blocks[:1] * (longest - len(blocks)) for blocks in tables]
 
     def tensor(values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,25 @@ from graft.runtime.detokenize import TextStream
 from graft.runtime.params import SamplingParams
 from graft.runtime.sampling import Choice, make_generator, sample
 from graft.runtime.scheduler import Plan, Scheduler
+
+
+@dataclass(frozen=True)
+class Due:
+    """A request that gets a token from a row of the logits, and what it was before."""
+
+    request: Request
+    row: int
+    length: int
+    state: Tensor | None  # of its generator
+
+    @staticmethod
+    def of(request: Request, row: int) -> Due:
+        generator = None if request.params.greedy else request.generator
+        return Due(request, row, len(request.tokens), None if generator is None else generator.get_state())
+
+    def restore(self) -> None:
+        if self.request.generator is not None and self.state is not None:
+            self.request.generator.set_state(self.state)
 
 
 class Engine:
@@ -49,15 +68,16 @@ class Engine:
         plan = self.scheduler.schedule()
         if not plan.requests:
             return self.nothing_to_do()
+        due = self.due(plan)
         try:
             logits = self.run(plan)  # [n, vocab]
-            grown, choices = self.choose(plan, logits)
+            self.advance(plan, due, self.choose(due, logits))
         except BaseException as error:
-            self.scheduler.undo(plan)
+            self.undo(plan, due)
             if is_out_of_memory(error):
                 raise self.out_of_memory(plan) from error
             raise
-        self.advance(plan, grown, choices)
+        grown = [draw.request for draw in due if draw.request.error is None]
         self.count(plan, grown, time.perf_counter() - started)
         return grown
 
@@ -67,38 +87,49 @@ class Engine:
         (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, n, vocab]
         return logits[0]
 
-    def choose(self, plan: Plan, logits: Tensor) -> tuple[list[Request], list[Choice]]:
-        """A token for every request all of whose tokens are in the cache now, new samples of n > 1 among them."""
-        rows: list[int] = []
-        grown: list[Request] = []
+    def due(self, plan: Plan) -> list[Due]:
+        """Who gets a token: those all of whose tokens are in the cache after this step, and new samples of n > 1."""
+        found = []
         for row, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
             if request.computed + count == len(request.tokens):
-                family = [request, *self.make_siblings(request)]
-                grown += family
-                rows += [row] * len(family)
-        if not grown:
-            return [], []
-        every = rows == list(range(len(plan.requests)))
-        drawn = [(r.generator, r.generator.get_state()) for r in grown if not r.params.greedy and r.generator]
-        try:
-            return grown, sample(logits if every else logits[rows], grown, self.end_tokens)
-        except BaseException:
-            for generator, state in drawn:  # the step is done again, with the same random numbers
-                generator.set_state(state)
-            raise
+                found += [Due.of(one, row) for one in (request, *self.make_siblings(request))]
+        return found
 
-    def advance(self, plan: Plan, grown: list[Request], choices: list[Choice]) -> None:
+    def choose(self, due: list[Due], logits: Tensor) -> list[Choice]:
+        if not due:
+            return []
+        rows = [one.row for one in due]
+        some = logits if rows == list(range(len(logits))) else logits[rows]
+        return sample(some, [one.request for one in due], self.end_tokens)
+
+    def advance(self, plan: Plan, due: list[Due], choices: list[Choice]) -> None:
         """Takes note of what is in the cache now, then of the new tokens."""
         for request, count in zip(plan.requests, plan.counts, strict=True):
             assert request.table is not None
             request.computed += count
             self.manager.commit(request.table, request.tokens, request.computed)
-        for request in grown:
-            if request.leader is not None and request not in request.leader.siblings:
-                request.leader.siblings.append(request)
-                self.scheduler.join(request, request.leader)
-        for request, choice in zip(grown, choices, strict=True):
-            self.append_token(request, choice)
+        for one in due:
+            leader = one.request.leader
+            if leader is not None and one.request not in leader.siblings:
+                leader.siblings.append(one.request)
+                self.scheduler.join(one.request, leader)
+        for one, choice in zip(due, choices, strict=True):
+            self.append_token(one.request, choice)
+
+    def undo(self, plan: Plan, due: list[Due]) -> None:
+        """The step failed. Those that got no token are computed again, with the random numbers that they had."""
+        for one in due:
+            request, leader = one.request, one.request.leader
+            if len(request.tokens) > one.length:
+                continue
+            one.restore()
+            if leader is not None and len(leader.tokens) == len(leader.prompt):  # it makes its siblings anew
+                leader.siblings = []
+                self.scheduler.drop(request)
+        grown = {one.request for one in due if len(one.request.tokens) > one.length}
+        for request in (*plan.requests, *(one.request for one in due)):
+            if request.table is not None and request not in grown:
+                self.scheduler.preempt(request)
 
     def append_token(self, request: Request, choice: Choice) -> None:
         """The request's next token, and whether it is the last."""

@@ -81,19 +81,24 @@ class LLM:
         asked = as_list(prompts)
         each = one_each("sampling parameters", params or SamplingParams(), len(asked))
         ranks = one_each("priorities", priority, len(asked))
-        entered = [self.try_submit(*request) for request in zip(asked, each, ranks, strict=True)]
-        requests = [entry for entry in entered if isinstance(entry, Request)]
-        errors = [entry for entry in entered if isinstance(entry, GraftError)]
-        if errors and not requests:
-            raise errors[0]
+        entered: list[Request | GraftError] = []
         try:
-            while unfinished := sum(any(one.finish_reason is None for one in r.family) for r in requests):
-                if progress:
-                    progress("generating", len(requests) - unfinished, len(requests))
-                self.engine.step()
+            for request in zip(asked, each, ranks, strict=True):
+                entered.append(self.try_submit(*request))
+            self.finish([entry for entry in entered if isinstance(entry, Request)], progress)
         finally:
-            self.engine.abort(requests)
+            self.engine.abort(entry for entry in entered if isinstance(entry, Request))
+        errors = [entry for entry in entered if isinstance(entry, GraftError)]
+        if errors and len(errors) == len(entered):
+            raise errors[0]
         return [self.output(entry) for entry in entered]
+
+    def finish(self, requests: Sequence[Request], progress: Progress | None = None) -> None:
+        """Moves the engine on until these requests have ended."""
+        while unfinished := sum(any(one.finish_reason is None for one in r.family) for r in requests):
+            if progress:
+                progress("generating", len(requests) - unfinished, len(requests))
+            self.engine.step()
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[str]:
         """Yields pieces of text as they come; together they are the text that `generate` gives."""

@@ -21,7 +21,7 @@ RULES: dict[str, Rule] = {
     "top_k": ("whole number", lambda v: v >= -1, "at least 1, or 0 or -1 for off"),
     "top_p": ("number", lambda v: 0 < v <= 1, "above 0 and at most 1 (1 is off)"),
     "min_p": ("number", lambda v: 0 <= v <= 1, "from 0 to 1 (0 is off)"),
-    "repetition_penalty": ("number", lambda v: 0 < v <= LARGEST, "above 0 and finite (1 is off)"),
+    "repetition_penalty": ("number", lambda v: 1e-6 <= v <= 1e6, "between 1e-6 and 1e6 (1 is off)"),
     "presence_penalty": ("number", lambda v: -2 <= v <= 2, "from -2 to 2 (0 is off)"),
     "frequency_penalty": ("number", lambda v: -2 <= v <= 2, "from -2 to 2 (0 is off)"),
     "seed": ("whole number or None", lambda v: -(2**63) <= v < 2**64, "a whole number that fits into 64 bits"),

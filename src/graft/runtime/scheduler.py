@@ -16,16 +16,10 @@ PATIENCE = 1000  # steps by which a better priority goes ahead
 class Plan:
     """One step: `counts[i]` tokens of `requests[i]`, and the blocks to be copied before it."""
 
-    budget: int  # tokens that prompts may still take
+    budget: int  # tokens that may still be taken
     requests: list[Request] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
-
-    def take(self, request: Request) -> int:
-        """As many of the request's next tokens as the budget allows."""
-        granted = min(len(request.tokens) - request.computed, self.budget)
-        self.budget -= granted
-        return granted
 
     def decoding_first(self) -> Plan:
         """Single tokens side by side: attention takes a run of them in one call."""
@@ -73,28 +67,29 @@ class Scheduler:
         while self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
             if not self.admit(self.waiting[0]):
                 break
-        decoding = sum(request.decoding for request in self.running)
-        plan = Plan(max(self.max_num_batched_tokens - decoding, 0))
+        plan = Plan(self.max_num_batched_tokens)
+        # kept for those that decode, but one token is left for the first in the order if that is a prompt
+        kept = min(sum(request.decoding for request in self.running), self.max_num_batched_tokens - 1)
         for request in tuple(self.running):
             if request.table is None:
                 continue  # it has just given way
-            if request.decoding:  # a budget below their number serves the first of them
-                self.serve(request, plan, min(1, self.max_num_batched_tokens - len(plan.requests)))
-            else:
-                self.serve(request, plan, plan.take(request))
+            kept -= request.decoding and kept > 0
+            self.serve(request, plan, 0 if request.decoding else kept)
         while plan.budget and self.waiting and self.admit(request := self.waiting[0]):
-            self.serve(request, plan, plan.take(request))
+            self.serve(request, plan)
         return plan.decoding_first()
 
-    def serve(self, request: Request, plan: Plan, granted: int) -> None:
-        """Puts the request's next tokens into the plan. Without memory for them it waits again."""
+    def serve(self, request: Request, plan: Plan, kept: int = 0) -> None:
+        """Puts the request's next tokens into the plan, leaving `kept`. Without memory for them it waits again."""
         assert request.table is not None
+        granted = min(len(request.tokens) - request.computed, max(plan.budget - kept, 0))
         if not granted:
             return
         copies = self.make_room(request, request.table, request.computed + granted)
         if copies is None:
             self.preempt(request)
             return
+        plan.budget -= granted
         plan.requests.append(request)
         plan.counts.append(granted)
         plan.copies += copies
@@ -104,8 +99,8 @@ class Scheduler:
         while len(self.running) >= self.max_num_seqs:
             if not self.take_from_last(request):
                 return False
-        if self.refused is not None and self.refused[0] is request and self.manager.available <= self.refused[1]:
-            return False  # nothing has become free since: looking a long prompt up takes milliseconds
+        if self.still_refused(request):
+            return False
         table = self.manager.open(request.tokens)
         if self.make_room(request, table, len(request.tokens)) is None:
             self.manager.close(table)
@@ -118,6 +113,12 @@ class Scheduler:
         self.waiting.remove(request)
         insort(self.running, request, key=in_order)
         return True
+
+    def still_refused(self, request: Request) -> bool:
+        """Nothing has become free for it since it was refused: looking a long prompt up takes milliseconds."""
+        if self.refused is None or self.refused[0] is not request or self.manager.available > self.refused[1]:
+            return False
+        return not self.running or self.running[-1].order < request.order
 
     def make_room(self, request: Request, table: Table, length: int) -> list[Copy] | None:
         """Room for `length` tokens, taken from those behind `request` if need be. None: there is none to be had."""
@@ -139,11 +140,6 @@ class Scheduler:
         request.preemptions += 1
         self.preemptions += 1
         insort(self.waiting, request, key=in_order)
-
-    def undo(self, plan: Plan) -> None:
-        """The step failed: what it may have left half written or not copied is computed again."""
-        for request in plan.requests:
-            self.preempt(request)
 
     def leave(self, request: Request) -> None:
         """A running request gives back its blocks."""

@@ -12,7 +12,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -257,4 +257,6 @@ def known_context(model: str) -> int | None:
             settings = json.loads(file.read_text())
         except ValueError:
             return None  # loading the model says what is wrong with the file
+    if not isinstance(settings, Mapping):
+        return None
     return settings.get("max_position_embeddings") or settings.get("n_positions")

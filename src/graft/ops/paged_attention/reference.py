@@ -18,6 +18,7 @@ def paged_attention(
     scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q: [1, h, T, d]; k, v: [1, kv, T, d]; caches: [blocks, block, kv, d], written at `slots` → [1, T, h, d]."""
+    clear_new_blocks(k_cache, v_cache, slots)
     write_cache(k, v, k_cache, v_cache, slots)
     bounds, totals = starts.tolist(), lengths.tolist()
     plain = softcap is None and sinks is None
@@ -40,6 +41,16 @@ def paged_attention(
             outputs.append(attend(q[:, :, first:last], keys, values, None, scale, True, window, softcap, sinks))
         row = end
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def clear_new_blocks(k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """A block whose first place is written is new. What others left in it may be NaN, which a mask does not hide."""
+    size = k_cache.shape[1]
+    new = [slot // size for slot in slots.tolist() if slot % size == 0]
+    if new:
+        blocks = torch.tensor(new, device=slots.device)
+        for cache in (k_cache, v_cache):
+            cache.index_fill_(0, blocks, 0)
 
 
 def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
