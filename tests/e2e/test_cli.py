@@ -6,19 +6,32 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
+
+from graft.cli.app import app
 
 
-def graft(*args, stdin=None, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "graft.cli.app", *args],
-        capture_output=True,
-        text=True,
-        input=stdin if stdin is not None else "",
-        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "160", **env},
-        check=False,
-    )
+def graft(*args, stdin="", **env):
+    """In this process, because importing torch and transformers takes seconds; in its own where `env` matters."""
+    if env:
+        command = [sys.executable, "-m", "graft.cli.app", *args]
+        return subprocess.run(
+            command, capture_output=True, text=True, input=stdin, env={**os.environ, **env}, check=False
+        )
+    result = CliRunner().invoke(app, list(args), input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return SimpleNamespace(returncode=result.exit_code, stdout=result.stdout, stderr=result.stderr)
+
+
+def test_the_program_runs_on_its_own_r61():
+    told = graft("transforms", "--json", COLUMNS="160")
+    assert told.returncode == 0 and json.loads(told.stdout)[0]["order"] == 1
+    refused = graft("run", "hi", "-m", "no-such-model", COLUMNS="160")
+    assert refused.returncode == 2 and "unknown model" in refused.stderr and "Traceback" not in refused.stderr
 
 
 def test_help_does_not_import_torch_r62():
