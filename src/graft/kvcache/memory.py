@@ -60,10 +60,10 @@ def cache_size(block_bytes: int, most_blocks: int, device: torch.device, asked: 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: torch has a class for a GPU and a sentence for a CPU."""
-    told = str(error)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and ("not enough memory" in told or "out of memory" in told)
-    )
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    told = str(error)  # "not enough memory" or, on Linux, "can't allocate memory"
+    return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in told or "out of memory" in told)
 
 
 def parse_size(size: int | str) -> int:
