@@ -9,14 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graft.cli.load import load_llm
-from graft.cli.options import DEFAULT_MODEL, CacheMemory, ConfigFile, Device, DType, Json, Plugins, Sets
+from graft.cli.options import (
+    DEFAULT_MODEL,
+    Backend,
+    CacheMemory,
+    ConfigFile,
+    Device,
+    DType,
+    Json,
+    Model,
+    Plugins,
+    Sets,
+)
 
 if TYPE_CHECKING:
     from graft.workbench.bench import Bench
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.")] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "1,8,32",
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     new: Annotated[int, typer.Option(help="Decode steps: new tokens after the first.")] = 32,
@@ -26,7 +37,7 @@ def bench(
     ] = "eager,compile",
     dtype: DType = "auto",
     device: Device = "auto",
-    backend: Annotated[str, typer.Option(help="auto, eager, inductor or cuda_graph.")] = "auto",
+    backend: Backend = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,

@@ -13,10 +13,12 @@ import typer
 from graft.cli.load import load_llm
 from graft.cli.options import (
     DEFAULT_MODEL,
+    Backend,
     CacheMemory,
     ConfigFile,
     Device,
     DType,
+    Model,
     Seed,
     Sets,
     Stop,
@@ -34,7 +36,7 @@ Messages = list[dict[str, str]]
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.")] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens of an answer.")] = 512,
     temperature: Temperature = 0.0,
@@ -44,7 +46,7 @@ def chat(
     stop: Stop = None,
     dtype: DType = "auto",
     device: Device = "auto",
-    backend: Annotated[str, typer.Option(help="auto, eager, inductor or cuda_graph.")] = "auto",
+    backend: Backend = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
     kv_cache_memory: CacheMemory = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graft.cli.load import load_llm
-from graft.cli.options import DEFAULT_MODEL, CacheMemory, Device, DType
+from graft.cli.options import DEFAULT_MODEL, CacheMemory, Device, DType, Model
 
 if TYPE_CHECKING:
     from graft.kvcache.events import Event
@@ -18,7 +18,7 @@ PROMPTS = (PREFIX + "Two prompts that begin alike", PREFIX + "The second request
 
 
 def events(
-    model: Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.")] = DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     prompts: Annotated[
         list[str] | None,
         typer.Option("--prompt", help="Answered one after another. Repeatable; two that begin alike if left out."),

@@ -21,6 +21,8 @@ Plugins = Annotated[
 ]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Backend = Annotated[str, typer.Option(help="auto, eager, inductor or cuda_graph.")]
+Model = Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens that make up this share.")]
 TopK = Annotated[int, typer.Option(help="Draw among this many of the likeliest tokens; 0 is all.")]

@@ -12,6 +12,7 @@ import typer
 from graft.cli.load import load_llm
 from graft.cli.options import (
     DEFAULT_MODEL,
+    Backend,
     CacheMemory,
     ConfigFile,
     Device,
@@ -47,7 +48,7 @@ def run(
     table: Annotated[bool, typer.Option(help="Print the pipeline table.")] = False,
     dtype: DType = "auto",
     device: Device = "auto",
-    backend: Annotated[str, typer.Option(help="auto, eager, inductor or cuda_graph.")] = "auto",
+    backend: Backend = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
