@@ -1,6 +1,7 @@
 # make run   set up, then answer a prompt with the embedded model and show what was done to it
 # make test  set up, then lint, type-check and run the tests
-.PHONY: run test check bench setup clean
+# make fuzz  the property tests with new random examples
+.PHONY: run test fuzz check bench setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,6 +15,10 @@ run: $(READY)
 # one process a core, each with one thread: most tests are many small calls
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+# the property tests with examples that no run has seen
+fuzz: $(READY)
+	HYPOTHESIS_PROFILE=fuzz OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(shell grep -l "from hypothesis" tests/unit/test_*.py)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ warnings.filterwarnings("ignore")
 
 import pytest  # noqa: E402
 import transformers  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from graft.kvcache.tensors import LayerShape  # noqa: E402
 from graft.models.load import LoadedModel, load_model  # noqa: E402
@@ -30,6 +31,11 @@ from graft.runtime.options import EngineOptions  # noqa: E402
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
+# the same examples in every run, so that a change is judged by what it changed; `make fuzz` draws new ones
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("fuzz", print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
 FAMILIES = sorted(families())
 
 
@@ -37,6 +43,12 @@ FAMILIES = sorted(families())
 def tiny(family: str, dtype: str = "float32") -> LoadedModel:
     """A tiny model of a family. Shared: tests that rewrite weights load their own."""
     return load_model(f"tiny-{family}", dtype=dtype, device="cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that no worker is left alone with one at the end."""
+    longest = ("test_state_programs", "test_soak", "test_engine", "test_smollm2")
+    items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
 
 
 def resized(llm: LLM, **options: Any) -> LLM:

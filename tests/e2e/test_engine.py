@@ -115,8 +115,9 @@ def test_a_line_that_cannot_be_answered_is_told_and_chat_goes_on_r63(llm, monkey
     monkeypatch.setattr("graft.cli.chat.load_llm", lambda *args, **options: llm)
     asked = b"caf\xe9\n/rest\n" + b"word " * 9000 + b"\nHi\n"
     told = graft_command("chat", "--max-tokens", "4", "--json", stdin=asked)
-    assert told.exit_code == 0 and len(told.stdout.splitlines()) == 1
-    assert json.loads(told.stdout)["finish_reason"] == "length"
+    first, second, answer = map(json.loads, told.stdout.splitlines())
+    assert told.exit_code == 0 and "not valid text" in first["error"] and "context is 8192" in second["error"]
+    assert answer["finish_reason"] == "length"
     for message in ("not valid text", "no command /rest", "context is 8192"):
         assert message in told.stderr
 

@@ -17,6 +17,7 @@ from graft.graph.verify import Snapshot
 from graft.state.hazards import Access, Hazard, accesses, conflicts
 
 aten = torch.ops.aten
+OVERWRITING = (aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
 Rewrites = Iterable[tuple[tuple[str, ...], tuple[str, ...]]]  # names of nodes: replaced, made
 
 
@@ -167,17 +168,21 @@ class Change:
         return self.origin.get(node.name) or {name for name in self.order if name not in self.present}
 
     def saw(self, write: str, reader: str) -> bool:
-        """Before, `reader` came after `write` in one memory."""
+        """Before, `reader` looked at one memory after `write`; to overwrite all of it is not to look at it."""
         groups = {a.group for a in self.was.of(write, writes=True)}
-        return any(a.group in groups for a in self.was.of(reader)) and self.order[write] < self.order[reader]
+        blind = self.before.calls[reader][0] in OVERWRITING
+        looks = any(a.group in groups and not (a.writes and blind) for a in self.was.of(reader))
+        return looks and self.order[write] < self.order[reader]
 
     def old_arguments(self, reader: str, found: Hazard) -> Iterator[Node]:
         """What `reader` took, before, where it now takes the memory in question."""
-        _, args, kwargs = self.before.calls[reader]
+        target, args, kwargs = self.before.calls[reader]
         old = list(leaves((args, kwargs)))
         new = list(leaves((found.second.args, found.second.kwargs)))
         same_call = reader == found.second.name and len(old) == len(new)
         for index, value in enumerate(old):
+            if index == 0 and target in OVERWRITING:
+                continue  # what it writes to it does not read
             if isinstance(value, Node) and (not same_call or new[index] is found.through):
                 yield value
 
@@ -212,4 +217,4 @@ def is_view(target: object) -> bool:
 
 def overwrites(node: Node) -> bool:
     """Gives every element of what it writes a new value that does not depend on the old one."""
-    return node.target in (aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
+    return node.target in OVERWRITING
