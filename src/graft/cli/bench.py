@@ -89,30 +89,25 @@ def read_batches(text: str) -> tuple[int, ...]:
 
 def show(result: Bench) -> None:
     """The table, and below it what does not fit into one."""
+    from rich import box
     from rich.table import Table
 
     from graft.cli.show import out
     from graft.workbench.plot import headline
 
-    table = Table(title=headline(result), title_justify="left")
+    # ten columns in 80 characters, so that a narrow terminal or a pipe cuts no number
+    table = Table(
+        title=headline(result), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     table.add_column("batch", justify="right", no_wrap=True)
     table.add_column("engine", no_wrap=True)
-    for name in (
-        "first token ms",
-        "prefill tok/s",
-        "ms/token",
-        "tok/s",
-        "GB/s",
-        "graft speedup",
-        "setup s",
-        "same tokens",
-    ):
-        table.add_column(name, justify="right")
+    for name in ("first ms", "prompt/s", "ms/tok", "tok/s", "GB/s", "speedup", "setup s", "same"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in result.rows:
         ratio = result.ratio(row) if row.engine != "graft" else None
         table.add_row(
             str(row.batch),
-            row.engine,
+            row.engine.replace("hugging face", "HF"),
             number(row.first_token_ms),
             number(row.prefill_tokens_per_s),
             number(row.token_ms) if not row.failed else "failed",
@@ -129,8 +124,10 @@ def show(result: Bench) -> None:
     s = result.setup
     out.print(
         f"Greedy, the same prompts for all, medians of {s['repeats']} in turns; torch {s['torch']}, graft on"
-        f" {s['backend']}, loaded and built in {s['graft_build_seconds']} s. setup s: the first calls, compilation"
-        " included; it is in no other column. GB/s: weights and cached keys and values that a step reads.",
+        f" {s['backend']}, loaded and built in {s['graft_build_seconds']} s. first ms: until the whole batch has its"
+        " first token; prompt/s: prompt tokens a second until then. speedup: of graft's decode. setup s: the first"
+        " calls, compilation included, in no other column. same: of the first calls' tokens, those that are graft's."
+        " GB/s: weights and cached keys and values that a step reads.",
         markup=False,
     )
 
