@@ -89,16 +89,13 @@ def read_batches(text: str) -> tuple[int, ...]:
 
 def show(result: Bench) -> None:
     """The table, and below it what does not fit into one."""
-    from rich import box
     from rich.table import Table
 
     from graft.cli.show import out
     from graft.workbench.plot import headline
 
     # ten columns in 80 characters, so that a narrow terminal or a pipe cuts no number
-    table = Table(
-        title=headline(result), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    table = Table(title=headline(result), title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("batch", justify="right", no_wrap=True)
     table.add_column("engine", no_wrap=True)
     for name in ("first ms", "prompt/s", "ms/tok", "tok/s", "GB/s", "speedup", "setup s", "same"):
