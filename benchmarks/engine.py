@@ -19,6 +19,7 @@ import torch
 import graft
 from graft.cli.show import quiet_libraries
 from graft.models.load import load_model
+from graft.workbench.compare import EagerRival
 
 
 def traffic(count: int, vocabulary: int, rng: random.Random) -> list[tuple[int, list[int], graft.SamplingParams]]:
@@ -50,20 +51,9 @@ def serve(llm: graft.LLM, requests: list[tuple[int, list[int], graft.SamplingPar
 def hugging_face_batch(llm: graft.LLM, batch: int, prompt: int, new: int) -> float:
     """New tokens a second of one static batch of equal prompts, prefill included."""
     vocabulary = llm.model.module.config.vocab_size
-    ids = torch.tensor(
-        [[(7 * i + 100) % vocabulary for i in range(prompt)]] * batch, device=llm.engine.tensors[0].device
-    )
-    generate: Any = llm.model.module.generate
-    with torch.inference_mode():
-        started = time.perf_counter()
-        generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            do_sample=False,
-            eos_token_id=-1,
-            pad_token_id=0,
-        )
+    ids = [(7 * i + 100) % vocabulary for i in range(prompt)]
+    started = time.perf_counter()
+    EagerRival(llm.model).generate([ids] * batch, new)
     return batch * new / (time.perf_counter() - started)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graft.cli.load import load_llm
+from graft.cli.load import load_llm, sampling_params
 from graft.cli.options import (
     DEFAULT_MODEL,
     Backend,
@@ -54,10 +54,9 @@ def chat(
 ) -> None:
     """Talk with a model. Lines from a pipe are answered one after another."""
     from graft.cli.show import err, progress_bar
-    from graft.runtime.params import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+    params = sampling_params(
+        stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
     with progress_bar() as progress:
         llm = load_llm(

@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graft.files import Progress
     from graft.runtime.llm import LLM
+    from graft.runtime.params import SamplingParams
+
+
+def sampling_params(stop: Sequence[str] | None, **options: Any) -> SamplingParams:
+    from graft.runtime.params import SamplingParams
+
+    return SamplingParams(stop=tuple(stop or ()), **options)
 
 
 def load_llm(

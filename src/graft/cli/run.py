@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graft.cli.load import load_llm
+from graft.cli.load import load_llm, sampling_params
 from graft.cli.options import (
     DEFAULT_MODEL,
     Backend,
@@ -59,11 +59,10 @@ def run(
 ) -> None:
     """Complete prompts with a model."""
     from graft.cli.show import out, print_pipeline, progress_bar
-    from graft.runtime.params import SamplingParams
 
     sets = [*(sets or ()), *(["verify=matches"] if verify else [])]
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+    params = sampling_params(
+        stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
     given = read_prompts(prompts, token_ids)
     with progress_bar() as progress:

@@ -28,19 +28,8 @@ def hugging_face_rate(model: LoadedModel, prompt: list[int], new_tokens: int, ba
     """Tokens per second of `generate` after its first token: greedy, dynamic cache, the model's own attention."""
     if new_tokens < 2:
         return 0.0
-    device = next(model.module.parameters()).device
-    ids = torch.tensor([prompt] * batch, device=device)
-    clock = Clock()
-    generate: Any = model.module.generate
-    generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        eos_token_id=-1,  # never comes, so every sequence runs to the end
-        do_sample=False,
-        stopping_criteria=[clock],
-        pad_token_id=0,
-    )
+    clock, device = Clock(), model.module.device
+    EagerRival(model).generate([prompt] * batch, new_tokens, stopping_criteria=[clock])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return batch * (len(clock.times) - 1) / (clock.times[-1] - clock.times[0])
@@ -55,8 +44,8 @@ class EagerRival:
         self.module: Any = model.module
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-        """`new` tokens for each prompt; all prompts have one length."""
+    def generate(self, prompts: Sequence[Sequence[int]], new: int, **options: Any) -> list[list[int]]:
+        """`new` tokens for each prompt; all prompts have one length. `options` go to Hugging Face."""
         ids = torch.tensor(prompts, device=self.module.device)  # [batch, prompt]
         result = self.module.generate(
             ids,
@@ -65,6 +54,7 @@ class EagerRival:
             eos_token_id=-1,  # never comes, so every sequence runs to the end
             do_sample=False,
             pad_token_id=0,
+            **options,
         )
         return result[:, ids.shape[1] :].tolist()
 
