@@ -96,6 +96,7 @@ WRONG = {
     "rope": lambda args: (args[0], args[1], -args[2], *args[3:]),
     "rms_norm_rope": lambda args: (*args[:3], -args[3], *args[4:]),
     "attention": lambda args: (*args[:4], args[4] * 1.05, *args[5:]),
+    "fused_linear": lambda args: (*args[:10], (args[10] if args[10] is not None else 0) + 0.05),
     "linear": lambda args: (args[0] * 1.05, *args[1:]),
     "moe_route": lambda args: (args[0] * 2, *args[1:]),
     "moe_experts": lambda args: (args[0], args[1] * 1.05, *args[2:]),
@@ -122,7 +123,10 @@ def test_a_wrong_variant_is_caught(name, case, dtype):
 def test_schema_and_fake_are_right(name, case):
     args = tuple(make(case, torch.float32))
     op = getattr(torch.ops.graft, name).default
-    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+    # torch's check of the schema compares inputs before and after, which it cannot do for 8-bit floats
+    eight_bit = any(isinstance(a, torch.Tensor) and a.dtype is torch.float8_e4m3fn for a in args)
+    checks = ("test_faketensor",) if eight_bit else ("test_schema", "test_faketensor")
+    torch.library.opcheck(op, args, test_utils=checks)
 
 
 def test_paged_attention_equals_attention_over_whole_sequences():

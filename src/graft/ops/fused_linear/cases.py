@@ -1,0 +1,86 @@
+"""Linear layers of a decode step in real models, with what is fused into them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from graft.ops.cases import Case, randn
+from graft.ops.fused_linear.packing import GROUP, pack_int4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`rows` tokens of `k` values, `n` rows of the weight."""
+
+    rows: int
+    n: int
+    k: int
+    weight: str = "plain"  # or int8, int4, fp8
+    bias: bool = False
+    norm: str = ""  # or plain, cast_last
+    activation: str = "none"
+    residual: bool = False
+
+
+def make(shape: Shape, device: str, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+    n, k = shape.n, shape.k
+    width = n if shape.activation == "none" else n // 2
+    x = randn((1, shape.rows, k), device, dtype, generator)
+    weight, scale = make_weight(shape, device, dtype, generator)
+    bias = randn((n,), device, dtype, generator) if shape.bias else None
+    norm = randn((k,), device, dtype, generator) if shape.norm else None
+    residual = randn((1, shape.rows, width), device, dtype, generator) if shape.residual else None
+    last = shape.norm == "cast_last"
+    return (
+        x, weight, bias, scale, norm, 1e-5 if norm is not None else 0.0, 1.0 if last else 0.0, last,
+        shape.activation, False, residual,
+    )  # fmt: skip
+
+
+def make_weight(
+    shape: Shape, device: str, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Random weights of about k^-1/2, and their scales."""
+    n, k = shape.n, shape.k
+    small = k**-0.5
+    w = randn((n, k), device, torch.float32, generator)
+    jitter = 1 + 0.1 * randn((n, -(-k // GROUP)), device, torch.float32, generator)  # no two scales alike
+    if shape.weight == "int8":
+        return (w * 40).clamp(-127, 127).round().to(torch.int8), jitter[:, 0] * small / 40
+    if shape.weight == "fp8":
+        return (w * 32).to(torch.float8_e4m3fn), jitter[:, 0] * small / 32
+    if shape.weight == "int4":
+        return pack_int4((w * 3).clamp(-8, 7).round()), (jitter * small / 3).to(dtype)
+    return (w * small).to(dtype), None
+
+
+def case(name: str, *args: Any, **options: Any) -> Case:
+    shape = Shape(*args, **options)
+    return Case(name, partial(make, shape), shape.k)
+
+
+CASES = [
+    case("llama-3.2-1b qkv, norm", 1, 96, 2048, norm="plain"),
+    case("llama-3.2-1b o, residual", 1, 64, 2048, residual=True),
+    case("llama-3.2-1b gate-up, norm", 1, 128, 2048, norm="plain", activation="silu"),
+    case("smollm2-135m down, residual, 3 tokens", 3, 64, 1536, residual=True),
+    case("qwen2-0.5b qkv, norm and bias, 2 tokens", 2, 72, 896, norm="plain", bias=True),
+    case("gemma-2-2b gate-up, 5 tokens", 5, 96, 2304, norm="cast_last", activation="gelu_tanh"),
+    case("phi-3 gate-up, 17 tokens", 17, 64, 3072, norm="plain", activation="silu"),
+    case("o, residual, 64 tokens", 64, 48, 512, residual=True),
+    case("bias and residual, 9 tokens", 9, 40, 576, bias=True, residual=True),
+    case("plain, 33 tokens", 33, 80, 576),
+    case("int8 qkv, norm", 1, 64, 2048, weight="int8", norm="plain"),
+    case("int8 gate-up, 3 tokens", 3, 64, 576, weight="int8", norm="plain", activation="silu"),
+    case("int8 down, residual, 20 tokens", 20, 48, 1536, weight="int8", residual=True),
+    case("fp8 qkv, norm", 1, 64, 2048, weight="fp8", norm="plain"),
+    case("fp8 gate-up, 3 tokens", 3, 64, 576, weight="fp8", norm="plain", activation="silu"),
+    case("fp8 down, residual, 20 tokens", 20, 48, 1536, weight="fp8", residual=True),
+    case("int4 qkv, norm", 1, 64, 2048, weight="int4", norm="plain"),
+    case("int4 gate-up, 3 tokens", 3, 64, 576, weight="int4", norm="plain", activation="silu"),
+    case("int4 down, residual, 20 tokens", 20, 48, 1536, weight="int4", residual=True),
+]

@@ -1,0 +1,34 @@
+"""A linear layer with what stands before and after it, in plain torch: norm, product, bias, gated activation, sum."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graft.ops.fused_linear.packing import dequantize
+from graft.ops.rms_norm.reference import rms_norm
+from graft.ops.swiglu.reference import swiglu
+
+
+def fused_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, norm: Tensor | None = None,
+    eps: float = 0.0, offset: float = 0.0, cast_last: bool = False, activation: str = "none", upcast: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x: [..., k]; weight: [n, k], or quantized with a scale (see packing); bias: [n]; norm: [k], of graft::rms_norm.
+
+    activation: "none", or one of graft::swiglu: rows [:n/2] of the weight give the gate, the rest give up.
+    residual: added last, [..., n] or [..., n/2].
+    """
+    h = x if norm is None else rms_norm(x, norm, eps, offset, cast_last)
+    if scale is None:
+        y = F.linear(h, weight, bias)
+    else:  # the product is in float32: quantized weights are no 16-bit numbers
+        wide = torch.promote_types(h.dtype, torch.float32)
+        full = dequantize(weight, scale, h.shape[-1], wide)
+        y = F.linear(h.to(wide), full, None if bias is None else bias.to(wide)).to(h.dtype)
+    if activation != "none":
+        gate, up = y.chunk(2, dim=-1)
+        y = swiglu(gate, up, activation, upcast)
+    return y if residual is None else y + residual
