@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from graft.backends.select import Lowered
 from graft.graph.nodes import OpOverload, arg_values, val
 from graft.ops import OPS, choose
-from graft.ops.spec import Kernel, OpSpec
+from graft.ops.spec import Kernel, OpSpec, chooser
 
 
 def lower_eager(gm: GraphModule, named: Mapping[str, str] | None = None) -> Lowered:
@@ -30,9 +30,14 @@ def bind_kernels(gm: GraphModule, named: Mapping[str, str] | None = None) -> tup
         if spec is not None:
             given = [value for _, value in arg_values(node)]
             values = [map_arg(value, val) for value in given]
-            kernel = choose(spec, *values, named=named.get(spec.name))
+            name = named.get(spec.name)
+            if spec.by_call and name is None:
+                node.target, node.args, node.kwargs = chooser(spec.name), tuple(given), {}
+                kernels[f"graft::{spec.name}"] = describe_by_call(spec)
+                continue
+            kernel = choose(spec, *values, named=name)
             node.target, node.args, node.kwargs = kernel.run, tuple(given), {}
-            kernels[f"graft::{spec.name}"] = describe(spec, kernel, values, spec.name in named)
+            kernels[f"graft::{spec.name}"] = describe(spec, kernel, values, name is not None)
     return graph, kernels
 
 
@@ -40,6 +45,11 @@ def spec_of(node: Node) -> OpSpec | None:
     if node.op == "call_function" and isinstance(node.target, OpOverload) and node.target.namespace == "graft":
         return OPS[node.target._schema.name.removeprefix("graft::")]
     return None
+
+
+def describe_by_call(spec: OpSpec) -> str:
+    """`by call: matvec, gemm, cublas, reference`."""
+    return f"by call: {', '.join(kernel.name for kernel in spec.all_kernels)}"
 
 
 def describe(spec: OpSpec, chosen: Kernel, values: list[object], forced: bool = False) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,7 @@ class OpSpec:
     reference: Callable[..., Any]
     fake: Callable[..., Any]
     kernels: tuple[Kernel, ...] = ()
+    by_call: bool = False  # which kernel is right depends on sizes that only a call tells, such as the token count
 
     @property
     def all_kernels(self) -> tuple[Kernel, ...]:
@@ -73,6 +75,17 @@ def choose(spec: OpSpec, *args: Any, named: str | None = None) -> Kernel:
             raise KernelUnavailable(f"kernel {named!r} of graft::{spec.name} cannot run this call: {problem}")
         return kernel
     return next(kernel for kernel in spec.all_kernels if kernel.supports(*args) is None)
+
+
+@cache
+def chooser(name: str) -> Callable[..., Any]:
+    """The op as a function that chooses its kernel at every call."""
+    spec = OPS[name]
+
+    def run_chosen(*args: Any) -> Any:
+        return choose(spec, *args).run(*args)
+
+    return run_chosen
 
 
 def needs_triton(*tensors: torch.Tensor | None) -> str | None:
