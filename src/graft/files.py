@@ -15,6 +15,15 @@ from graft.errors import DiskFull
 Progress = Callable[[str, int, int], None]  # what is going on, how much is done, how much there is
 
 
+def cache_dir() -> Path:
+    """GRAFT_CACHE_DIR, or `graft` in the user's cache directory."""
+    given = os.environ.get("GRAFT_CACHE_DIR")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "graft"
+
+
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A folder to fill; it appears at `target` when the block ends well, and nothing remains when it does not."""

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from conftest import FAMILIES
 from graft.errors import CheckpointError, ConfigError, DiskFull, UnknownModel, UsageError
-from graft.files import atomic_folder
+from graft.files import atomic_folder, cache_dir
 from graft.models import gguf as gguf_module
 from graft.models.embedded import embedded_gguf
-from graft.models.files import cache_dir, check_safetensors
+from graft.models.files import check_safetensors
 from graft.models.gguf import MANIFEST, convert_gguf
 from graft.models.load import load_model, resolve_dtype
 from graft.models.registry import entries, evaluate, families

@@ -27,7 +27,7 @@ def models(
     from rich.table import Table
 
     from graft.cli.show import out
-    from graft.models.files import cache_dir
+    from graft.files import cache_dir
     from graft.models.registry import entries
 
     rows = []

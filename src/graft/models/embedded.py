@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from graft.errors import CheckpointError
-from graft.files import Progress, atomic_folder, sha256
-from graft.models.files import cache_dir, check_folder
+from graft.files import Progress, atomic_folder, cache_dir, sha256
+from graft.models.files import check_folder
 from graft.models.gguf import MANIFEST, convert_gguf
 
 

@@ -1,22 +1,12 @@
-"""Checks that a checkpoint is complete, and where converted ones are kept."""
+"""Checks that a checkpoint is complete."""
 
 from __future__ import annotations
 
 import json
-import os
 import struct
 from pathlib import Path
 
 from graft.errors import CheckpointError
-
-
-def cache_dir() -> Path:
-    """GRAFT_CACHE_DIR, or `graft` in the user's cache directory."""
-    given = os.environ.get("GRAFT_CACHE_DIR")
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "graft"
 
 
 def check_safetensors(path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from graft.errors import CheckpointError
-from graft.files import Progress, atomic_folder, sha256
-from graft.models.files import cache_dir, check_folder
+from graft.files import Progress, atomic_folder, cache_dir, sha256
+from graft.models.files import check_folder
 
 MANIFEST = "graft.json"
 STORED_DTYPE = torch.bfloat16

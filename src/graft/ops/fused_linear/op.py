@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from graft.ops.fused_linear.packing import PACKED
 from graft.ops.fused_linear.reference import fused_linear
-from graft.ops.spec import OpSpec, define
+from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+
+MOST_MATVEC_TOKENS = 4  # each token has an accumulator of its own; beyond that tensor cores are faster
+QUANTIZED = (torch.int8, torch.float8_e4m3fn, PACKED)
 
 
 def fake(
@@ -17,6 +24,55 @@ def fake(
     return x.new_empty((*x.shape[:-1], n if activation == "none" else n // 2))
 
 
+def gpu_problem(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, norm: Tensor | None = None,
+    eps: float = 0.0, offset: float = 0.0, cast_last: bool = False, activation: str = "none", upcast: bool = False,
+    residual: Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """Why no kernel of ours can run a call, or None."""
+    kinds = {t.dtype for t in (x, bias, norm, residual) if t is not None}
+    if len(kinds) > 1 or x.dtype is torch.float64:
+        return f"dtypes differ or are float64: {', '.join(sorted(map(str, kinds)))}"
+    if weight.dtype not in ((x.dtype,) if scale is None else QUANTIZED):
+        return f"x is {x.dtype} and the weight {weight.dtype}"
+    if not weight.is_contiguous():
+        return "the weight does not lie row by row"
+    return needs_triton(x, weight, bias, scale, norm, residual)
+
+
+def matvec_problem(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
+    tokens, k = x.numel() // x.shape[-1], x.shape[-1]
+    if weight.dtype is PACKED:
+        return "4-bit weights go to tensor cores"
+    if tokens > MOST_MATVEC_TOKENS or k % 8:
+        return f"{tokens} tokens of {k} values: it takes up to {MOST_MATVEC_TOKENS}, of a multiple of 8"
+    return gpu_problem(x, weight, *rest)
+
+
+def run_tuned(*args: Any) -> Tensor:
+    from graft.ops.fused_linear.triton import fused_linear_triton
+
+    return fused_linear_triton(*args)
+
+
+def run_matvec(*args: Any) -> Tensor:
+    from graft.ops.fused_linear.triton import Matvec, launch_matvec, with_rows
+
+    return with_rows(lambda call: launch_matvec(call, Matvec(2, 4)), *args)
+
+
+def run_gemm(*args: Any) -> Tensor:
+    from graft.ops.fused_linear.triton import default_gemm, launch_gemm, with_rows
+
+    return with_rows(lambda call: launch_gemm(call, default_gemm(call)), *args)
+
+
+def run_library(*args: Any) -> Tensor:
+    from graft.ops.fused_linear.triton import library, with_rows
+
+    return with_rows(library, *args)
+
+
 define(
     OpSpec(
         name="fused_linear",
@@ -25,5 +81,11 @@ define(
         " -> Tensor",
         reference=fused_linear,
         fake=fake,
+        kernels=(
+            Kernel("tuned", "triton", run_tuned, gpu_problem),  # one of the next three, as measured: see choice.py
+            Kernel("matvec", "triton", run_matvec, matvec_problem),
+            Kernel("gemm", "triton", run_gemm, gpu_problem),
+            Kernel("library", "existing_kernel", run_library, gpu_problem),
+        ),
     )
 )

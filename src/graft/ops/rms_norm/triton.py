@@ -7,15 +7,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.ops.launch import pdl_supported
+
 
 @triton.jit
-def rms_norm_kernel(x, weight, out, stride_row, d, eps, offset, CAST_LAST: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(
+    x, weight, out, stride_row, d, eps, offset, CAST_LAST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < d
+    w = tl.load(weight + cols, mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     h = tl.load(x + row * stride_row + cols, mask=mask, other=0.0).to(tl.float32)
     h = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + eps)
-    w = tl.load(weight + cols, mask=mask, other=0.0)
     if CAST_LAST:
         y = h * (w.to(tl.float32) + offset)
     else:  # the normalized row is rounded to the working dtype before the product, as in eager
@@ -29,7 +36,9 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(d)
     warps = 4 if block <= 2048 else 8
+    pdl = pdl_supported(x.device)
     rms_norm_kernel[(rows.shape[0],)](
-        rows, weight, out, rows.stride(0), d, eps, offset, CAST_LAST=cast_last, BLOCK=block, num_warps=warps
-    )
+        rows, weight, out, rows.stride(0), d, eps, offset, CAST_LAST=cast_last, BLOCK=block, PDL=pdl,
+        num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
     return out

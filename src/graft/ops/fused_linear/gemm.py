@@ -1,0 +1,188 @@
+"""fused_linear for some tokens, on tensor cores: one program a block of rows of the weight and all tokens.
+
+The weight is the left operand and is read once; the tokens, padded to 16, 32, 64 or 128, are the right one. Where the
+rows give too few programs to fill the device, several share the rows of one and each takes a part of the depth; the
+last of them to end adds the parts up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graft.ops.fused_linear.matvec import fetch_ahead
+from graft.ops.swiglu.triton import activate
+
+# Two words become two bfloat16 values: a nibble in the mantissa of 128 makes 128 + nibble, and 136 is taken off.
+NIBBLE = "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; mov.b32 m, 0xC308C308; add.rn.bf16x2 $0, t, m; }"
+NIBBLE_0 = tl.constexpr("{ .reg .b32 t, m; mov.b32 t, $1; " + NIBBLE)
+NIBBLE_1 = tl.constexpr("{ .reg .b32 t, m; shr.u32 t, $1, 4; " + NIBBLE)
+NIBBLE_2 = tl.constexpr("{ .reg .b32 t, m; shr.u32 t, $1, 8; " + NIBBLE)
+NIBBLE_3 = tl.constexpr("{ .reg .b32 t, m; shr.u32 t, $1, 12; " + NIBBLE)
+
+
+@triton.jit
+def take_nibble(words, PLACE: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr):
+    """Nibble PLACE of each 16-bit word, less 8, exactly. PAIRS: two words at a time, in bfloat16."""
+    if not PAIRS:
+        q = (((words.to(tl.int32) >> (4 * PLACE)) & 0xF) - 8).to(dtype)
+    elif PLACE == 0:
+        q = tl.inline_asm_elementwise(NIBBLE_0, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif PLACE == 1:
+        q = tl.inline_asm_elementwise(NIBBLE_1, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif PLACE == 2:
+        q = tl.inline_asm_elementwise(NIBBLE_2, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        q = tl.inline_asm_elementwise(NIBBLE_3, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return q
+
+
+@triton.jit
+def load_tokens(x, norm, token, depth, tokens, k, stride_x, offset, squares, NORM: tl.constexpr):
+    """x as [depth, tokens], times the norm's weight, and its squares added to `squares`."""
+    mask = (depth < k)[:, None] & (token < tokens)[None, :]
+    h = tl.load(x + token.to(tl.int64)[None, :] * stride_x + depth[:, None], mask=mask, other=0.0)
+    if NORM:
+        wide = h.to(tl.float32)
+        squares += wide * wide
+        g = tl.load(norm + depth, mask=depth < k, other=0.0).to(tl.float32) + offset
+        h = (wide * g[:, None]).to(x.dtype.element_ty)
+    return h, squares
+
+
+@triton.jit
+def dot_block(
+    acc, acc_up, w, v, h, row, n, group, groups, scale, PLACE: tl.constexpr, INT4: tl.constexpr, GATED: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """acc plus the product of one block of rows and depth; of 4-bit weights one group of their span, times its scale."""
+    dtype: tl.constexpr = h.dtype
+    if INT4:
+        inside = (row < n) & (group < groups)
+        factor = tl.load(scale + row * groups + group, mask=inside, other=0.0).to(tl.float32)
+        acc += tl.dot(take_nibble(w, PLACE, dtype, PAIRS), h, input_precision="ieee") * factor[:, None]
+        if GATED:
+            factor = tl.load(scale + (n + row) * groups + group, mask=inside, other=0.0).to(tl.float32)
+            acc_up += tl.dot(take_nibble(v, PLACE, dtype, PAIRS), h, input_precision="ieee") * factor[:, None]
+    else:
+        acc = tl.dot(w.to(dtype), h, acc, input_precision="ieee")
+        if GATED:
+            acc_up = tl.dot(v.to(dtype), h, acc_up, input_precision="ieee")
+    return acc, acc_up
+
+
+@triton.jit
+def finish(
+    acc, acc_up, squares, bias, scale, residual, out, row, token, n, k, tokens, eps, ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Scale, norm, bias, activation and residual in float32, rounded once. acc: [BN, BM]; squares: [BM]."""
+    inside = row < n
+    if SCALE:
+        acc *= tl.load(scale + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION != "none":
+            acc_up *= tl.load(scale + n + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if NORM:
+        inverse = tl.rsqrt(squares / k + eps)[None, :]
+        acc *= inverse
+        acc_up *= inverse
+    if BIAS:
+        acc += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if ACTIVATION != "none":
+            acc_up += tl.load(bias + n + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if ACTIVATION != "none":
+        acc = activate(acc, ACTIVATION) * acc_up
+    mask = inside[:, None] & (token < tokens)[None, :]
+    at = token.to(tl.int64)[None, :] * n + row[:, None]
+    if RESIDUAL:
+        acc += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def gemm_kernel(
+    x, weight, bias, scale, norm, residual, out, parts, arrived,
+    n, k, width, groups, tokens, stride_x, eps, offset,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    INT4: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """width: values of a row of the weight, in memory; BK of them are a block, 128 words of 4-bit weights a span.
+    EARLY: blocks of the weight that are fetched into the cache before the wait."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    GATED: tl.constexpr = ACTIVATION != "none"
+    PER_WORD: tl.constexpr = 4 if INT4 else 1
+    block, split = tl.program_id(0), tl.program_id(1)
+    row = block * BN + tl.arange(0, BN)
+    token = tl.program_id(2) * BM + tl.arange(0, BM)
+    lane = tl.arange(0, BK)
+    acc = tl.zeros([BN, BM], tl.float32)
+    acc_up = tl.zeros([BN, BM], tl.float32)
+    squares = tl.zeros([BK, BM], tl.float32)
+    own = weight + row.to(tl.int64)[:, None] * width
+    steps = tl.cdiv(width, BK)
+    first, end = split * steps // SPLITS, (split + 1) * steps // SPLITS
+    if PDL:
+        for early in tl.static_range(EARLY):
+            lines = (first + early) * BK + tl.arange(0, BK // 64)[None, :] * 64  # 64 values: a cache line or half one
+            if (first + early < end) & ((block + 1) * BN <= n):
+                fetch_ahead(own + lines)
+                if GATED:
+                    fetch_ahead(own + n.to(tl.int64) * width + lines)
+        tl.extra.cuda.gdc_wait()
+    for step in range(first, end):
+        column = step * BK + lane
+        mask = (row < n)[:, None] & (column < width)[None, :]
+        w = tl.load(own + column[None, :], mask=mask, other=0.0)
+        v = w
+        if GATED:
+            v = tl.load(own + n.to(tl.int64) * width + column[None, :], mask=mask, other=0.0)
+        for i in tl.static_range(PER_WORD):
+            depth = (step * PER_WORD + i) * BK + lane
+            h, squares = load_tokens(x, norm, token, depth, tokens, k, stride_x, offset, squares, NORM)
+            acc, acc_up = dot_block(
+                acc, acc_up, w, v, h, row, n, step * PER_WORD + i, groups, scale, i, INT4, GATED, PAIRS
+            )
+    total = tl.sum(squares, axis=0)  # [BM]
+    last = True
+    if SPLITS > 1:
+        own_parts = block + tl.program_id(2) * tl.num_programs(0)
+        acc, acc_up, total, last = add_parts(
+            acc, acc_up, total, parts, arrived, own_parts, split, BN, BM, SPLITS, GATED
+        )
+    if last:
+        finish(
+            acc, acc_up, total, bias, scale, residual, out, row, token, n, k, tokens, eps,
+            ACTIVATION, BIAS, SCALE and not INT4, NORM, RESIDUAL,
+        )  # fmt: skip
+
+
+@triton.jit
+def add_parts(
+    acc, acc_up, total, parts, arrived, block, split, BN: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """Leaves this program's part; the last to arrive has them all, in a fixed order, and sets the counter back."""
+    SIZE: tl.constexpr = BN * BM
+    ALL: tl.constexpr = (2 * SIZE if GATED else SIZE) + BM
+    tile = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    first = parts + block.to(tl.int64) * SPLITS * ALL
+    own = first + split * ALL
+    tl.store(own + tile, acc)
+    if GATED:
+        tl.store(own + SIZE + tile, acc_up)
+    tl.store(own + ALL - BM + tl.arange(0, BM), total)
+    tl.debug_barrier()  # every thread has stored before one of them says so
+    last = tl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        acc = tl.zeros([BN, BM], tl.float32)
+        acc_up = tl.zeros([BN, BM], tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        for other in tl.static_range(SPLITS):
+            acc += tl.load(first + other * ALL + tile, cache_modifier=".cg")
+            if GATED:
+                acc_up += tl.load(first + other * ALL + SIZE + tile, cache_modifier=".cg")
+            total += tl.load(first + other * ALL + ALL - BM + tl.arange(0, BM), cache_modifier=".cg")
+        tl.store(arrived + block, 0)
+    return acc, acc_up, total, last

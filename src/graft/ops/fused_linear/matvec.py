@@ -1,0 +1,146 @@
+"""fused_linear for a few tokens: one program a few rows of the weight, read once, tile by tile.
+
+The first tile is in registers, and more of the weight on its way into the cache, before the program waits for the
+kernel ahead of it: weights do not depend on that one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from graft.ops.swiglu.triton import activate
+
+
+@triton.jit
+def fetch_ahead(pointers):
+    """Asks for the cache lines of these addresses to be in L2; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def load_rows(weight, row, column, n, k, EVEN: tl.constexpr):
+    """A tile of the weight, [BN, BK]."""
+    mask = (row < n)[:, None]
+    if not EVEN:
+        mask = mask & (column < k)[None, :]
+    at = row.to(tl.int64)[:, None] * k + column[None, :]
+    return tl.load(weight + at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_token(x, norm, token, column, k, stride_x, offset, squares, NORM: tl.constexpr, EVEN: tl.constexpr):
+    """A tile of one token, [BK], times the norm's weight, and its squares added to `squares`."""
+    mask = None if EVEN else column < k
+    other = None if EVEN else 0.0
+    h = tl.load(x + token * stride_x + column, mask=mask, other=other).to(tl.float32)
+    if NORM:
+        squares += h * h
+        h *= tl.load(norm + column, mask=mask, other=other).to(tl.float32) + offset
+    return h, squares
+
+
+@triton.jit
+def sum_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def finish(
+    y, up, bias, scale, residual, out, row, token, n, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    SCALE: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Scale, bias, activation and residual of one token in float32, rounded once. y, up: [BN]."""
+    inside = row < n
+    if SCALE:
+        y *= tl.load(scale + row, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION != "none":
+        if SCALE:
+            up *= tl.load(scale + n + row, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            up += tl.load(bias + n + row, mask=inside, other=0.0).to(tl.float32)
+        y = activate(y, ACTIVATION) * up
+    at = token * n + row
+    if RESIDUAL:
+        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["eighths"])
+def matvec_kernel(
+    x, weight, bias, scale, norm, residual, out, n, eighths, stride_x, eps, offset,
+    TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """n: rows of the result; with a gate the weight has 2 n, the second n for `up`. STEPS tiles of BK are a row, EVEN
+    if none is cut off; EARLY of them are on their way before the wait. AHEAD: the first AHEAD programs fetch the rows
+    of the program so many further on while they wait; 0 for none."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    GATED: tl.constexpr = ACTIVATION != "none"
+    # Known to be a multiple of 8 and no more: so weights of 8 bits are read 8 a thread, as x is, and the two meet in
+    # registers. With 16 a thread every tile would go through shared memory.
+    k = eighths * 8
+    program = tl.program_id(0)
+    row = program * BN + tl.arange(0, BN)
+    lane = tl.arange(0, BK)
+    above = weight + n.to(tl.int64) * k
+    ws = ()
+    vs = ()
+    for step in tl.static_range(EARLY):
+        ws = ws + (load_rows(weight, row, step * BK + lane, n, k, EVEN),)
+        if GATED:
+            vs = vs + (load_rows(above, row, step * BK + lane, n, k, EVEN),)
+    if PDL:
+        if AHEAD > 0:
+            if (program < AHEAD) & ((program + AHEAD + 1) * BN <= n):
+                later = (row + AHEAD * BN).to(tl.int64)[:, None] * k + tl.arange(0, BK // 64)[None, :] * 64
+                for step in tl.static_range(STEPS):
+                    fetch_ahead(weight + later + step * BK)
+                    if GATED:
+                        fetch_ahead(above + later + step * BK)
+        tl.extra.cuda.gdc_wait()
+    ys = ()
+    ups = ()
+    sums = ()
+    for _ in tl.static_range(TOKENS):
+        ys = ys + (tl.zeros([BN, BK], tl.float32),)
+        ups = ups + (tl.zeros([BN, BK], tl.float32),)
+        sums = sums + (tl.zeros([BK], tl.float32),)
+    for step in tl.static_range(STEPS):
+        if step + EARLY < STEPS:
+            ws = ws + (load_rows(weight, row, (step + EARLY) * BK + lane, n, k, EVEN),)
+            if GATED:
+                vs = vs + (load_rows(above, row, (step + EARLY) * BK + lane, n, k, EVEN),)
+        new_ys = ()
+        new_ups = ()
+        new_sums = ()
+        for token in tl.static_range(TOKENS):
+            h, total = load_token(x, norm, token, step * BK + lane, k, stride_x, offset, sums[token], NORM, EVEN)
+            new_sums = new_sums + (total,)
+            new_ys = new_ys + (ys[token] + ws[step].to(tl.float32) * h[None, :],)
+            if GATED:
+                new_ups = new_ups + (ups[token] + vs[step].to(tl.float32) * h[None, :],)
+            else:
+                new_ups = new_ups + (ups[token],)
+        ys = new_ys
+        ups = new_ups
+        sums = new_sums
+    for token in tl.static_range(TOKENS):
+        if NORM:  # divided by the root mean square after the product: one pass over x, one exchange between threads
+            y, total = tl.reduce((ys[token], tl.broadcast_to(sums[token][None, :], [BN, BK])), 1, sum_pairs)
+            inverse = tl.rsqrt(total / k + eps)
+        else:
+            y = tl.sum(ys[token], axis=1)
+            inverse = tl.full([BN], 1.0, tl.float32)
+        up = y
+        if GATED:
+            up = tl.sum(ups[token], axis=1)
+        finish(
+            y * inverse, up * inverse, bias, scale, residual, out, row, token, n, ACTIVATION, BIAS, SCALE, RESIDUAL
+        )

@@ -1,0 +1,206 @@
+"""Launches of fused_linear's kernels, each with the sizes it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from graft.ops.fused_linear.choice import FORMATS, Gemm, How, Matvec, Shape, choose_kernel
+from graft.ops.fused_linear.gemm import gemm_kernel
+from graft.ops.fused_linear.matvec import matvec_kernel
+from graft.ops.fused_linear.packing import GROUP, PACKED, SPAN, dequantize
+from graft.ops.launch import pdl_supported
+from graft.ops.rms_norm.triton import rms_norm_triton
+from graft.ops.swiglu.triton import swiglu_triton
+
+
+@dataclass(frozen=True)
+class Call:
+    """The op's arguments, with the tokens as rows: x [tokens, k]."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    norm: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+    cast_last: bool = False
+    activation: str = "none"
+    upcast: bool = False
+    residual: Tensor | None = None
+
+    @property
+    def gated(self) -> bool:
+        return self.activation != "none"
+
+    @property
+    def rows(self) -> int:
+        """Of the result: with a gate, half the weight's."""
+        return self.weight.shape[0] // 2 if self.gated else self.weight.shape[0]
+
+    @property
+    def shift(self) -> float:
+        """What is added to the norm's weight (Gemma)."""
+        return self.offset if self.cast_last else 0.0
+
+
+def fused_linear_triton(*args: Any) -> Tensor:
+    """The op, by the kernel that was measured to be best for its shape and tokens."""
+    return with_rows(launch, *args)
+
+
+def with_rows(run: Callable[[Call], Tensor], x: Tensor, *rest: Any) -> Tensor:
+    """Runs with all but the last dim of x and the residual as one."""
+    call = Call(x.reshape(-1, x.shape[-1]), *rest)
+    if call.x.stride(-1) != 1:
+        call = replace(call, x=call.x.contiguous())
+    if call.residual is not None:
+        call = replace(call, residual=call.residual.reshape(-1, call.rows).contiguous())
+    return run(call).view(*x.shape[:-1], call.rows)
+
+
+def launch(call: Call) -> Tensor:
+    shape = Shape(
+        call.rows, call.x.shape[1], FORMATS.get(call.weight.dtype, "plain"), call.gated, call.norm is not None
+    )
+    how = choose_kernel(shape, call.x.shape[0], device_name(call.x.device)).how
+    return run_as(call, how)
+
+
+def run_as(call: Call, how: How) -> Tensor:
+    tokens, k = call.x.shape
+    if isinstance(how, Matvec) and tokens <= 4 and k % 8 == 0:
+        return launch_matvec(call, how)
+    if how is None and call.scale is None:
+        return library(call)
+    return launch_gemm(call, how if isinstance(how, Gemm) else default_gemm(call))
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+MOST_EARLY = 16  # tiles of a row that a program holds in registers, 4 each
+
+
+def launch_matvec(call: Call, how: Matvec) -> Tensor:
+    tokens, k = call.x.shape
+    n = call.rows
+    out = call.x.new_empty(tokens, n)
+    pdl = pdl_supported(call.x.device)
+    tile = 256 * how.warps  # 8 values a thread
+    steps = triton.cdiv(k, tile)
+    matvec_kernel[(triton.cdiv(n, how.rows),)](
+        call.x, call.weight, or_x(call, call.bias), or_x(call, call.scale), or_x(call, call.norm),
+        or_x(call, call.residual), out, n, k // 8, call.x.stride(0), call.eps, call.shift,
+        TOKENS=tokens, BN=how.rows, BK=tile, STEPS=steps,
+        EARLY=max(1, min(steps, MOST_EARLY // (how.rows * (1 + call.gated)))), AHEAD=how.ahead, EVEN=k % tile == 0,
+        BIAS=call.bias is not None, SCALE=call.scale is not None, NORM=call.norm is not None,
+        ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
+        num_warps=how.warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def launch_gemm(call: Call, how: Gemm) -> Tensor:
+    if call.norm is not None and not how.norm_inside:
+        call = without_norm(call)
+    how = fitting(call, how)
+    tokens, k = call.x.shape
+    n, int4 = call.rows, call.weight.dtype is PACKED
+    out = call.x.new_empty(tokens, n)
+    pdl = pdl_supported(call.x.device)
+    blocks, groups = triton.cdiv(n, how.rows), triton.cdiv(tokens, how.tokens)
+    parts, arrived = workspace(call.x.device, how, blocks * groups, call.gated)
+    gemm_kernel[(blocks, how.splits, groups)](
+        call.x, call.weight, or_x(call, call.bias), or_x(call, call.scale), or_x(call, call.norm),
+        or_x(call, call.residual), out, parts, arrived,
+        n, k, call.weight.shape[1], -(-k // GROUP), tokens, call.x.stride(0), call.eps, call.shift,
+        BN=how.rows, BM=how.tokens, BK=GROUP if int4 else how.depth, SPLITS=how.splits, EARLY=how.early, INT4=int4,
+        PAIRS=int4 and call.x.dtype is torch.bfloat16 and call.x.is_cuda, BIAS=call.bias is not None,
+        SCALE=call.scale is not None, NORM=call.norm is not None, ACTIVATION=call.activation,
+        RESIDUAL=call.residual is not None, PDL=pdl,
+        num_warps=how.warps, num_stages=how.stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def default_gemm(call: Call) -> Gemm:
+    """Sizes that fit every call; the tables have better ones."""
+    tokens = call.x.shape[0]
+    if tokens <= 128:
+        return Gemm(tokens=padded_tokens(tokens), stages=2)
+    return Gemm(rows=64 if call.gated else 128, tokens=128, depth=64, warps=8, stages=3)
+
+
+def fitting(call: Call, how: Gemm) -> Gemm:
+    """As it was measured for 16 bits; of 32 bits half as much fits into shared memory."""
+    if call.x.dtype is torch.float32:
+        return replace(how, tokens=min(how.tokens, 32), rows=min(how.rows, 64), depth=min(how.depth, 64), stages=2)
+    return how
+
+
+def library(call: Call) -> Tensor:
+    """torch's own product, with the norm and the activation as kernels of their own."""
+    call = without_norm(call) if call.norm is not None else call
+    weight = call.weight
+    if call.scale is not None:
+        weight = dequantize(weight, call.scale, call.x.shape[1], call.x.dtype)
+    if call.residual is not None and call.bias is None and not call.gated:
+        return torch.addmm(call.residual, call.x, weight.t())
+    y = F.linear(call.x, weight, call.bias)
+    if call.gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = swiglu_triton(gate, up, call.activation, call.upcast)
+    return y if call.residual is None else y + call.residual
+
+
+def without_norm(call: Call) -> Call:
+    """The call on rows that are normed already."""
+    assert call.norm is not None
+    normed = rms_norm_triton(call.x, call.norm, call.eps, call.offset, call.cast_last)
+    return replace(call, x=normed, norm=None, eps=0.0, offset=0.0, cast_last=False)
+
+
+def or_x(call: Call, tensor: Tensor | None) -> Tensor:
+    """A kernel does not read what is absent, but takes a tensor."""
+    return call.x if tensor is None else tensor
+
+
+RING = 1 << 16  # counters of a device: calls take them in turn, so that two that run at once have their own
+
+
+@cache
+def counters(device: torch.device) -> tuple[Tensor, list[int]]:
+    """Zeros, and where the next call takes its own. Each kernel leaves them at zero."""
+    return torch.zeros(RING, dtype=torch.int32, device=device), [0]
+
+
+def workspace(device: torch.device, how: Gemm, blocks: int, gated: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the parts of a split product, and a counter for each block of it."""
+    zeros, place = counters(device)
+    if how.splits == 1:
+        return zeros, zeros
+    size = (1 + gated) * how.rows * how.tokens + how.tokens
+    first = place[0] if place[0] + blocks <= RING else 0
+    place[0] = first + blocks
+    return torch.empty(blocks * how.splits * size, dtype=torch.float32, device=device), zeros[first : first + blocks]
+
+
+def padded_tokens(tokens: int) -> int:
+    """The block of tokens of a product on tensor cores."""
+    return min(max(8, triton.next_power_of_2(tokens)), 128)
+
+
+def words_of(k: int) -> int:
+    """16-bit words of a row of 4-bit weights."""
+    return -(-k // SPAN) * SPAN // 4
