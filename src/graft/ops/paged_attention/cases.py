@@ -28,9 +28,10 @@ def make(
     k, v = (randn((1, kv, sum(new), d), device, dtype, generator) for _ in range(2))
     caches = [randn((len(order), block, kv, d), device, dtype, generator) for _ in range(2)]
     layout = [t.to(device) for t in (slots, rows, tables, starts, lengths)]
+    spans = torch.stack((torch.tensor(new), lengths), dim=1)  # on the CPU
     window, softcap, has_sinks = options
     sinks = randn((h,), device, dtype, generator) if has_sinks else None
-    return q, k, v, *caches, *layout, d**-0.5, window, softcap, sinks
+    return q, k, v, *caches, *layout, spans, d**-0.5, window, softcap, sinks
 
 
 PLAIN = (None, None, False)
