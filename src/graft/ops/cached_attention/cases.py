@@ -5,10 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 from graft.ops.cases import Case
-from graft.ops.paged_attention.cases import CASES as PAGED
+from graft.ops.paged_attention.cases import BATCHES as PAGED
 from graft.ops.paged_attention.cases import PLAIN
 from graft.ops.paged_attention.cases import make as make_paged
 
@@ -18,10 +16,11 @@ def make(*args: Any) -> tuple[Any, ...]:
     return q, k_cache, v_cache, *rest
 
 
-CASES = [
-    *(Case(case.name, partial(make, *case.make.args), case.reduction) for case in PAGED),
-    Case("llama-3.1-8b decode, context 300", partial(make, (1,), (299,), 8, 2, 128, PLAIN), 300),
-    Case("gemma-3-1b decode, head size 256", partial(make, (1, 1), (69, 20), 4, 1, 256, (40, None, False)), 256),
-    Case("phi-3 chunk, head size 96", partial(make, (20,), (50,), 4, 4, 96, PLAIN), 96),
-    Case("gpt-oss decode, sinks and window", partial(make, (1, 1), (90, 3), 8, 1, 64, (50, None, True)), 64),
+BATCHES = [
+    *PAGED,
+    ("llama-3.1-8b decode, context 300", ((1,), (299,), 8, 2, 128, PLAIN), 300),
+    ("gemma-3-1b decode, head size 256", ((1, 1), (69, 20), 4, 1, 256, (40, None, False)), 256),
+    ("phi-3 chunk, head size 96", ((20,), (50,), 4, 4, 96, PLAIN), 96),
+    ("gpt-oss decode, sinks and window", ((1, 1), (90, 3), 8, 1, 64, (50, None, True)), 64),
 ]
+CASES = [Case(name, partial(make, *args), reduction) for name, args, reduction in BATCHES]

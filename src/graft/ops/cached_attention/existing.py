@@ -1,7 +1,7 @@
-"""torch's attention kernels for prompts: their keys and values are gathered from the cache, each sequence is one call.
+"""torch's attention kernels for prompts: keys and values are gathered from the cache, each sequence is one call.
 
-`scaled_dot_product_attention` takes cuDNN's kernel where that applies, about twice as fast as flash on an H200 (407 and
-613 against 211 and 317 TFLOP/s for 2,048 and 8,192 tokens). Behind a cached prefix a prompt needs the causal mask
+`scaled_dot_product_attention` takes cuDNN's kernel where that applies, about twice as fast as flash on an H200 (407
+and 613 against 211 and 317 TFLOP/s for 2,048 and 8,192 tokens). Behind a cached prefix a prompt needs the causal mask
 aligned to the last key: `causal_lower_right`, which runs flash.
 """
 
@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from graft.ops.attention.reference import repeat_heads
-from graft.ops.cached_attention.decode import split_kv
+from graft.ops.cached_attention.decode.triton import split_kv
 from graft.ops.cached_attention.reference import gather
 from graft.ops.cached_attention.triton import decoding
 
@@ -35,7 +35,8 @@ def cached_attention_sdpa(
     sizes: list[list[int]] = spans.tolist()  # on the CPU
     n = decoding(sizes)
     if len(sizes) == 1 and n == 0:
-        return attend_prompt(q, k_cache, v_cache, block_tables[0], *sizes[0], scale).transpose(1, 2).contiguous()
+        found = attend_prompt(q, k_cache, v_cache, block_tables[0], sizes[0][1], scale)
+        return found.transpose(1, 2).contiguous()
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
     if n:
         options = (scale, window, softcap, sinks)
@@ -43,16 +44,15 @@ def cached_attention_sdpa(
     first = n
     for row, (new, total) in enumerate(sizes[n:], n):
         some = q[:, :, first : first + new]
-        found = attend_prompt(some, k_cache, v_cache, block_tables[row], new, total, scale)  # [1, h, new, d]
+        found = attend_prompt(some, k_cache, v_cache, block_tables[row], total, scale)  # [1, h, new, d]
         out[:, first : first + new] = found.transpose(1, 2)
         first += new
     return out
 
 
-def attend_prompt(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, new: int, total: int, scale: float
-) -> Tensor:
-    """The last `new` of `total` tokens of one sequence: q [1, h, new, d] → [1, h, new, d]."""
+def attend_prompt(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, total: int, scale: float) -> Tensor:
+    """The last tokens of a sequence of `total`: q [1, h, new, d] → [1, h, new, d]."""
+    new = q.shape[2]
     keys, values = (gather(cache, table, total) for cache in (k_cache, v_cache))
     groups = q.shape[1] // keys.shape[1]
     grouped = groups > 1 and q.element_size() == 2  # in float32 grouped heads would go to the slow MATH kernel

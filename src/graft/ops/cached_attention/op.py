@@ -57,7 +57,7 @@ def run_split_kv(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor,
     spans: Tensor, *options: Any,
 ) -> Tensor:  # fmt: skip
-    from graft.ops.cached_attention.decode import split_kv
+    from graft.ops.cached_attention.decode.triton import split_kv
 
     return split_kv(q, k_cache, v_cache, block_tables, lengths, *options)
 

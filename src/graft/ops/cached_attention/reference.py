@@ -1,8 +1,8 @@
 """Attention over a paged key-value cache, in plain torch.
 
 Tokens of all sequences are packed into one row of T. Sequence i brings spans[i, 0] of them, in order, has spans[i, 1]
-tokens in all (the new ones included), and its block j lies at block_tables[i, j] of the cache. `spans` is on the CPU, so
-that nobody waits for a device to know a size; `starts` and `lengths` say the same to kernels on it.
+tokens in all (the new ones included), and its block j lies at block_tables[i, j] of the cache. `spans` is on the CPU,
+so that nobody waits for a device to know a size; `starts` and `lengths` say the same to kernels on it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graft.ops.cached_attention.decode import split_kv
-from graft.ops.cached_attention.prefill import prefill
+from graft.ops.cached_attention.decode.triton import split_kv
+from graft.ops.cached_attention.prefill.triton import prefill
 
 
 def cached_attention_triton(

@@ -36,8 +36,8 @@ define(
     OpSpec(
         name="paged_attention",
         schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor rows,"
-        " Tensor block_tables, Tensor starts, Tensor lengths, Tensor spans, float scale, int? window=None, float? softcap=None,"
-        " Tensor? sinks=None) -> Tensor",
+        " Tensor block_tables, Tensor starts, Tensor lengths, Tensor spans, float scale, int? window=None,"
+        " float? softcap=None, Tensor? sinks=None) -> Tensor",
         reference=paged_attention,
         fake=fake,
         kernels=(Kernel("triton", "triton", run_triton, triton_supports),),

@@ -1,7 +1,7 @@
 """Rotary embedding, optional QK-norm and the write into the paged cache in one kernel.
 
-A program takes some heads of one token: queries, or keys together with their values. Few tokens: one head and one warp
-a program, which is the shortest way through; many tokens: eight heads, so that loads are 16 bytes a thread.
+A program takes some heads of one token: queries, or keys together with their values. Few tokens: one head and one
+warp a program, which is the shortest way through; many tokens: eight heads, so that loads are 16 bytes a thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graft.ops.launch import pdl_supported
 from graft.ops.rms_norm_rope.triton import normed
 from graft.ops.rope.triton import turn_pairs
 
-FEW = 4096  # heads of all tokens: up to here one head a program fills the GPU in one wave
+FEW = 1024  # heads of all tokens: up to here one head a program, all of them at once (8 programs an SM)
 
 
 @triton.jit
@@ -37,25 +37,19 @@ def turn_heads(
     target += head * s_target
     first = tl.load(source + one, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + two, mask=mask, other=0.0).to(tl.float32)
+    rest = r + tl.arange(0, REST)[None, :]  # none of them below d where the whole head turns
+    passing = rest < d
+    tail = tl.load(source + rest, mask=(head < heads) & passing, other=0.0).to(tl.float32)
     if NORM:
-        total = tl.sum(first * first + second * second, axis=1)
-    if REST > 0:
-        rest = r + tl.arange(0, REST)[None, :]
-        passing = rest < d
-        tail = tl.load(source + rest, mask=(head < heads) & passing, other=0.0).to(tl.float32)
-        if NORM:
-            total += tl.sum(tail * tail, axis=1)
-    if NORM:
+        total = tl.sum(first * first + second * second, axis=1) + tl.sum(tail * tail, axis=1)
         scale = tl.rsqrt(total / d + eps)[:, None]
         first = normed(first, scale, weight, one, turning, offset, dtype, CAST_LAST)
         second = normed(second, scale, weight, two, turning, offset, dtype, CAST_LAST)
+        tail = normed(tail, scale, weight, rest, passing, offset, dtype, CAST_LAST)
     first, second = turn_pairs(first, second, cos, sin, one, two, turning, dtype, ROUND)
     tl.store(target + one, first.to(dtype), mask=mask)
     tl.store(target + two, second.to(dtype), mask=mask)
-    if REST > 0:
-        if NORM:
-            tail = normed(tail, scale, weight, rest, passing, offset, dtype, CAST_LAST)
-        tl.store(target + rest, tail.to(dtype), mask=(head < heads) & passing)
+    tl.store(target + rest, tail.to(dtype), mask=(head < heads) & passing)
 
 
 @triton.jit
@@ -111,7 +105,7 @@ def rope_kv_write_triton(
         k if k_norm is None else k_norm, eps, offset, h, kv,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), out.stride(1), out.stride(2),
         cos.stride(2), sin.stride(2), *k_cache.stride()[:3],
-        d=d, r=r, HEADS=some, HALF=half, REST=triton.next_power_of_2(d - r) if d > r else 0,
+        d=d, r=r, HEADS=some, HALF=half, REST=triton.next_power_of_2(max(d - r, 1)),
         D=triton.next_power_of_2(d), BLOCK=k_cache.shape[1],
         ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype, INTERLEAVED=interleaved,
         NORM_Q=q_norm is not None, NORM_K=k_norm is not None, CAST_LAST=cast_last, PDL=pdl,

@@ -37,8 +37,8 @@ class InsertKVCache(BaseTransform):
                                         %lengths, %spans, scale, window, softcap, sinks)
 
     New inputs: the layout of the batch (slots, rows, block_tables, starts, lengths, and spans on the CPU), and two
-    caches a layer that are written in place. Numerics: the same attention; sums may run in another order. A mask other than causal with a
-    window cannot be kept over packed tokens and is refused.
+    caches a layer that are written in place. Numerics: the same attention; sums may run in another order. A mask
+    other than causal with a window cannot be kept over packed tokens and is refused.
     """
 
     unprovable = "what it reads depends on a cache that the graph did not have before"
@@ -79,8 +79,10 @@ def add_layout(editor: Editor, like: Node) -> list[Node]:
     """The inputs that describe a batch of packed tokens. T tokens, n sequences, m blocks in the longest."""
     tokens = tensor_of(like.args[0]).shape[2]
     sequences, blocks, edges = symbolic_sizes(like, 3)
-    sizes = {"slots": (tokens,), "rows": (tokens,), "block_tables": (sequences, blocks), "starts": (edges,)}
-    sizes["spans"] = (sequences, 2)
+    sizes: dict[str, tuple[int | torch.SymInt, ...]] = {
+        "slots": (tokens,), "rows": (tokens,), "block_tables": (sequences, blocks), "starts": (edges,),
+        "spans": (sequences, 2),
+    }  # fmt: skip
     device = tensor_of(like.args[0]).device
     nodes = []
     for name in LAYOUT:

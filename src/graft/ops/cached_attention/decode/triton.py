@@ -1,9 +1,9 @@
 """Attention of one new token a sequence over a paged cache (flash-decoding).
 
-A program takes one sequence, one key-value head with all queries of its group, and one of SPLITS parts of the context.
-How many parts there are is fixed by the shapes, as a CUDA graph needs it; how long one is follows on the device from the
-length, so that a short context leaves parts empty, and those cost next to nothing. The parts are put together by a second
-kernel, or by the program that ends last.
+A program takes one sequence, one key-value head with all queries of its group, and one of SPLITS parts of the
+context. How many parts there are is fixed by the shapes, as a CUDA graph needs it; how long one is follows on the
+device from the length, so that a short context leaves parts empty, and those cost next to nothing. The parts are put
+together by a second kernel, or by the program that ends last.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.cached_attention.tiles import LOG2E, LOWEST, absorb, logits, tile_base
+from graft.ops.cached_attention.tiles.triton import LOG2E, LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
 from graft.ops.launch import pdl_supported
 
 LAST_COMBINES = False  # who puts the parts together: the program that ends last, or a second kernel
@@ -59,7 +59,7 @@ def put_together(
     return tl.sum(values * weight[:, None], axis=0) / tl.where(whole > 0, whole, 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["lengths"])
 def combine_kernel(
     partial, stats, out, lengths, sinks, window, heads,
     d: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
@@ -79,6 +79,23 @@ def combine_kernel(
 
 
 @triton.jit
+def arrive(
+    partial, stats, out, counter, sinks, count, flat, head, used,
+    d: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """This program has stored its part; the last one to say so puts the heads of the group together."""
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+        tl.atomic_xchg(counter, 0)  # for the next call
+        dims = tl.arange(0, D)
+        for member in tl.static_range(GROUP):
+            sink = tl.load(sinks + head + member).to(tl.float32) * LOG2E if HAS_SINKS else 0.0
+            base = (flat + member) * SPLITS
+            result = put_together(partial, stats, count, base, used, sink, d, D, SPLITS, HAS_SINKS)
+            tl.store(out + (flat + member) * d + dims, result.to(out.dtype.element_ty), mask=dims < d)
+
+
+@triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
 def split_kv_kernel(
     q, k_cache, v_cache, out, partial, stats, counters, block_tables, lengths, sinks,
     sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads,
@@ -106,17 +123,20 @@ def split_kv_kernel(
     result = tl.zeros([GROUP_PAD, D], tl.float32)
     table = block_tables + row * s_table
     start = begin + split * chunk
+    block = blocks_of(table, start + tl.arange(0, TILE), length, BLOCK)
     for at in range(start, tl.minimum(start + chunk, length), TILE):
         place = at + tl.arange(0, TILE)
         seen = (place >= first) & (place < length)
-        base = tile_base(table, place, seen, kv, s_block, s_token, s_head, BLOCK)
+        base = block * s_block + (place % BLOCK) * s_token + kv * s_head
+        block = blocks_of(
+            table, place + TILE, length, BLOCK
+        )  # a tile ahead: keys are not asked for through two waits
         mask = seen[:, None] & (dims[None, :] < d)
         keys = tl.load(k_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)  # [tile, d]
         values = tl.load(v_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)
         scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [group, tile]
         scores = tl.where(seen[None, :], scores, -float("inf"))
         best, total, result = absorb(scores, values, best, total, result)
-    flat = row * heads + head
     if SPLITS == 1:
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2E
@@ -124,25 +144,19 @@ def split_kv_kernel(
             total = total * tl.exp2(best - highest) + tl.exp2(sink - highest)
             result = result * tl.exp2(best - highest)[:, None]
         result = result / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + flat[:, None] * d + dims[None, :], result.to(out.dtype.element_ty), mask=q_mask)
+        target = out + (row * heads + head)[:, None] * d + dims[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
     else:
         count = tl.num_programs(0) * heads * SPLITS
-        slot = flat * SPLITS + split
+        slot = (row * heads + head) * SPLITS + split
         tl.store(partial + slot[:, None] * d + dims[None, :], result, mask=q_mask)
         tl.store(stats + slot, best, mask=group < GROUP)
         tl.store(stats + count + slot, total, mask=group < GROUP)
         if LAST:
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            counter = counters + row * tl.num_programs(1) + kv
-            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
-                tl.atomic_xchg(counter, 0)  # for the next call
-                for member in tl.static_range(GROUP):
-                    one = kv * GROUP + member
-                    sink = tl.load(sinks + one).to(tl.float32) * LOG2E if HAS_SINKS else 0.0
-                    slot_of = (row * heads + one) * SPLITS
-                    whole = put_together(partial, stats, count, slot_of, used, sink, d, D, SPLITS, HAS_SINKS)
-                    where = out + (row * heads + one) * d + dims
-                    tl.store(where, whole.to(out.dtype.element_ty), mask=dims < d)
+            arrive(
+                partial, stats, out, counters + row * tl.num_programs(1) + kv, sinks, count, row * heads + kv * GROUP,
+                kv * GROUP, used, d, D, SPLITS, GROUP, HAS_SINKS,
+            )  # fmt: skip
 
 
 def split_kv(
@@ -165,8 +179,8 @@ def split_kv(
     flags = {"HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "PDL": pdl, "launch_pdl": pdl}
     sizes = {"d": d, "D": wide, "TILE": tile, "SPLITS": splits}
     split_kv_kernel[(n, kv, splits)](
-        q, k_cache, v_cache, out, partial, stats, counters(n * kv, q.device) if last else stats, block_tables, lengths,
-        q if sinks is None else sinks, q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
+        q, k_cache, v_cache, out, partial, stats, counters(n * kv, q.device) if last else stats,
+        block_tables, lengths, q if sinks is None else sinks, q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
         scale, window or 0, softcap or 1.0, h, **sizes,
         GROUP=h // kv, GROUP_PAD=max(16, triton.next_power_of_2(h // kv)), BLOCK=k_cache.shape[1],
         HAS_SOFTCAP=softcap is not None, LAST=last, **flags, num_warps=4, num_stages=4,

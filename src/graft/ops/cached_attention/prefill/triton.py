@@ -1,8 +1,8 @@
 """Attention of many new tokens of each sequence over a paged cache.
 
-A program takes TOKENS tokens of one sequence with all queries of one key-value head's group, as one matrix. Which tokens
-those are it finds in `starts`: as many programs are launched as there can be, and those that find none return. All sizes
-come from the device, so that a recorded call may be replayed with others.
+A program takes TOKENS tokens of one sequence with all queries of one key-value head's group, as one matrix. Which
+tokens those are it finds in `starts`: as many programs are launched as there can be, and those that find none return.
+All sizes come from the device, so that a recorded call may be replayed with others.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.cached_attention.tiles import LOG2E, LOWEST, absorb, logits, tile_base
+from graft.ops.cached_attention.tiles.triton import LOG2E, LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
 
 
 @triton.jit
 def find_tile(starts, n, TOKENS: tl.constexpr, N: tl.constexpr):
-    """The sequence of this program (n where it has none) and which of its tiles. The last ones, which are the longest,
-    come first."""
+    """The sequence of this program (n where it has none) and which of its tiles; the last and longest come first."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     i = tl.arange(0, N)
     new = tl.load(starts + i + 1, mask=i < n, other=0) - tl.load(starts + i, mask=i < n, other=0)
@@ -28,7 +27,7 @@ def find_tile(starts, n, TOKENS: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def visit(
-    at, queries, position, table, k_cache, v_cache, kv, s_block, s_token, s_head, scale, window, softcap, end,
+    at, block, queries, position, table, k_cache, v_cache, kv, s_block, s_token, s_head, scale, window, softcap, end,
     best, total, result,
     d: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -37,7 +36,8 @@ def visit(
     dims = tl.arange(0, D)
     place = at + tl.arange(0, TILE)
     held = place < end  # the cache holds nothing of this sequence beyond
-    base = tile_base(table, place, held, kv, s_block, s_token, s_head, BLOCK)
+    base = block * s_block + (place % BLOCK) * s_token + kv * s_head
+    block = blocks_of(table, place + TILE, end, BLOCK)  # a tile ahead
     mask = held[:, None] & (dims[None, :] < d)
     keys = tl.load(k_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)  # [tile, d]
     values = tl.load(v_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -47,10 +47,11 @@ def visit(
         if HAS_WINDOW:
             seen = seen & (place[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, -float("inf"))
-    return absorb(scores, values, best, total, result)
+    best, total, result = absorb(scores, values, best, total, result)
+    return block, best, total, result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*UNSPECIAL, "n"], do_not_specialize_on_alignment=[*UNALIGNED, "starts"])
 def prefill_kernel(
     q, k_cache, v_cache, out, block_tables, starts, lengths, sinks,
     sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads, n,
@@ -81,21 +82,22 @@ def prefill_kernel(
     result = tl.zeros([TOKENS * GROUP_PAD, D], tl.float32)
     table = block_tables + row.to(tl.int64) * s_table
     end = tl.minimum(low + TOKENS, stop) + behind
-    begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(low + behind - window + 1, 0) // TILE * TILE
+        block = blocks_of(table, begin + tl.arange(0, TILE), end, BLOCK)
     else:  # keys that every token of the tile sees
         full = (low + behind + 1) // TILE * TILE
+        block = blocks_of(table, tl.arange(0, TILE), end, BLOCK)
         for at in range(0, full, TILE):
-            best, total, result = visit(
-                at, queries, position, table, k_cache, v_cache, kv, s_block, s_token, s_head, scale, window, softcap,
-                end, best, total, result, d, D, BLOCK, TILE, False, HAS_WINDOW, HAS_SOFTCAP,
+            block, best, total, result = visit(
+                at, block, queries, position, table, k_cache, v_cache, kv, s_block, s_token, s_head,
+                scale, window, softcap, end, best, total, result, d, D, BLOCK, TILE, False, HAS_WINDOW, HAS_SOFTCAP,
             )  # fmt: skip
         begin = full
     for at in range(begin, end, TILE):
-        best, total, result = visit(
-            at, queries, position, table, k_cache, v_cache, kv, s_block, s_token, s_head, scale, window, softcap,
-            end, best, total, result, d, D, BLOCK, TILE, True, HAS_WINDOW, HAS_SOFTCAP,
+        block, best, total, result = visit(
+            at, block, queries, position, table, k_cache, v_cache, kv, s_block, s_token, s_head,
+            scale, window, softcap, end, best, total, result, d, D, BLOCK, TILE, True, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
     result = result / tl.where(total > 0, total, 1.0)[:, None]
     target = out + token[:, None] * heads * d + head[:, None] * d + dims[None, :]
@@ -117,7 +119,8 @@ def prefill(
     some = max(1, rows // group)
     prefill_kernel[(tokens // some + n, kv)](
         q, k_cache, v_cache, out, block_tables, starts, lengths, q if sinks is None else sinks,
-        q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0), scale, window or 0, softcap or 1.0, h, n,
+        q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
+        scale, window or 0, softcap or 1.0, h, n,
         d=d, GROUP=h // kv, GROUP_PAD=group, D=wide, BLOCK=k_cache.shape[1], TOKENS=some,
         TILE=max(16, min(64, 16384 // (wide * q.element_size()))), N=triton.next_power_of_2(n),
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,

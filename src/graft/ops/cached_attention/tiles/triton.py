@@ -1,7 +1,7 @@
 """What the decode and the prefill kernel share: where a tile of keys lies, its scores, and the running softmax.
 
-Exponentials are to base 2: scores carry a factor of log2(e). A row that has seen nothing yet has LOWEST as its maximum
-and not -inf, whose difference with itself is no number.
+Exponentials are to base 2: scores carry a factor of log2(e). A row that has seen nothing yet has LOWEST as its
+maximum and not -inf, whose difference with itself is no number.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
+# A table grows with the context and the layout is passed in slices: neither may compile a kernel anew in mid-decode.
+UNSPECIAL = ["s_table", "window"]
+UNALIGNED = ["block_tables", "lengths"]
 
 
 @triton.jit
-def tile_base(table, place, seen, kv, s_block, s_token, s_head, BLOCK: tl.constexpr):
-    """Where the keys of a tile of places [tile] begin in the cache."""
-    block = tl.load(table + place // BLOCK, mask=seen, other=0).to(tl.int64)
-    return block * s_block + (place % BLOCK) * s_token + kv * s_head
+def blocks_of(table, place, end, BLOCK: tl.constexpr):
+    """The blocks of the cache that hold the places [tile] of a sequence, where those are below `end`."""
+    return tl.load(table + place // BLOCK, mask=place < end, other=0).to(tl.int64)
 
 
 @triton.jit
