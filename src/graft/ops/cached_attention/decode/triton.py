@@ -180,7 +180,8 @@ def split_kv(
     sizes = {"d": d, "D": wide, "TILE": tile, "SPLITS": splits}
     split_kv_kernel[(n, kv, splits)](
         q, k_cache, v_cache, out, partial, stats, counters(n * kv, q.device) if last else stats,
-        block_tables, lengths, q if sinks is None else sinks, q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
+        block_tables, lengths, q if sinks is None else sinks,
+        q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
         scale, window or 0, softcap or 1.0, h, **sizes,
         GROUP=h // kv, GROUP_PAD=max(16, triton.next_power_of_2(h // kv)), BLOCK=k_cache.shape[1],
         HAS_SOFTCAP=softcap is not None, LAST=last, **flags, num_warps=4, num_stages=4,
