@@ -39,7 +39,11 @@ def test_greedy_tokens_equal_hugging_face_float32(family):
     llm = graft.LLM(model)
     got = llm.generate(given, graft.SamplingParams(max_tokens=NEW, ignore_eos=True))
     assert [o.token_ids for o in got] == expected
-    assert llm.report.kernels["graft::paged_attention"] == "triton"
+    kernels = llm.report.kernels  # where nothing turns (GPT-2, a layer of SmolLM3) the write stays with the attention
+    assert kernels.get("graft::paged_attention", "triton") == "triton"
+    assert kernels.get("graft::cached_attention", "by call").startswith("by call")
+    assert kernels.get("graft::rope_kv_write", "triton") == "triton"
+    assert "graft::cached_attention" in kernels or family == "gpt2"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma-2", "gemma-3", "olmo-2", "qwen3-moe"])

@@ -73,7 +73,7 @@ def test_triton_agrees_with_the_reference(name, case, dtype):
     kernel = triton_kernel(name)
     if kernel is None:
         pytest.skip(f"graft::{name} runs on an existing kernel; it has no Triton kernel")
-    if dtype is torch.bfloat16 and not CUDA and name == "paged_attention":
+    if dtype is torch.bfloat16 and not CUDA and name in ("paged_attention", "cached_attention"):
         pytest.skip("Triton's interpreter multiplies bfloat16 matrices as integers; run on a GPU")
     args = make(case, dtype, DEVICE)
     expected = OPS[name].reference(*copied(args))
@@ -100,7 +100,9 @@ WRONG = {
     "linear": lambda args: (args[0] * 1.05, *args[1:]),
     "moe_route": lambda args: (args[0] * 2, *args[1:]),
     "moe_experts": lambda args: (args[0], args[1] * 1.05, *args[2:]),
-    "paged_attention": lambda args: (*args[:10], args[10] * 1.05, *args[11:]),
+    "paged_attention": lambda args: (*args[:11], args[11] * 1.05, *args[12:]),
+    "cached_attention": lambda args: (*args[:8], args[8] * 1.05, *args[9:]),
+    "rope_kv_write": lambda args: (*args[:4], -args[4], *args[5:]),
     "elementwise": lambda args: ([args[0][0] * 1.15, *args[0][1:]], args[1]),
 }
 
@@ -142,7 +144,8 @@ def test_paged_attention_equals_attention_over_whole_sequences():
         for last in (11, 12, 13, 20, n):
             places = torch.arange(first, last)
             slots = table[0, places // block] * block + places % block
-            layout = (slots, torch.zeros_like(slots), table, torch.tensor([0, last - first]), torch.tensor([last]))
+            spans = torch.tensor([[last - first, last]])
+            layout = (slots, slots * 0, table, torch.tensor([0, last - first]), torch.tensor([last]), spans)
             chunk = (t[:, :, first:last] for t in (q, k, v))
             parts.append(torch.ops.graft.paged_attention(*chunk, *caches, *layout, d**-0.5, window))
             first = last

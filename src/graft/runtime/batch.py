@@ -22,11 +22,12 @@ class Batch:
     block_tables: Tensor  # [n, m]
     starts: Tensor  # [n + 1]: first token of each sequence in the row
     lengths: Tensor  # [n]: tokens of each sequence, the new ones included
+    spans: Tensor  # [n, 2], on the CPU: new tokens and all tokens of each sequence; kernels need not wait for sizes
 
     def inputs(self) -> list[Tensor]:
         return [
             self.input_ids, self.position_ids, self.logits_index, self.slots, self.rows, self.block_tables,
-            self.starts, self.lengths,
+            self.starts, self.lengths, self.spans,
         ]  # fmt: skip
 
 
@@ -57,5 +58,5 @@ def pack(plan: Plan, block_size: int, device: torch.device) -> Batch:
 
     return Batch(
         tensor([ids]), tensor([positions]), tensor([s - 1 for s in starts[1:]]), tensor(slots), tensor(rows),
-        tensor(padded), tensor(starts), tensor(lengths),
+        tensor(padded), tensor(starts), tensor(lengths), torch.tensor(list(zip(plan.counts, lengths, strict=True))),
     )  # fmt: skip

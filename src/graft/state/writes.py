@@ -70,7 +70,7 @@ def was_copied(node: Node, source: Node) -> bool:
 def is_positional(node: Node, into: Node, owner: Node) -> bool:
     if is_op(node, *PLACING):
         return not any(a.name == "accumulate" and value for a, value in arg_values(node))
-    if is_op(node, torch.ops.graft.paged_attention.default):
+    if is_op(node, torch.ops.graft.paged_attention.default, torch.ops.graft.rope_kv_write.default):
         return True
     part, whole = tensor_val(into), tensor_val(owner)
     # sizes compared by expression: a slice of a symbolic length counts as a part

@@ -28,20 +28,22 @@ def make(
     k, v = (randn((1, kv, sum(new), d), device, dtype, generator) for _ in range(2))
     caches = [randn((len(order), block, kv, d), device, dtype, generator) for _ in range(2)]
     layout = [t.to(device) for t in (slots, rows, tables, starts, lengths)]
+    spans = torch.stack((torch.tensor(new), lengths), dim=1)  # on the CPU
     window, softcap, has_sinks = options
     sinks = randn((h,), device, dtype, generator) if has_sinks else None
-    return q, k, v, *caches, *layout, d**-0.5, window, softcap, sinks
+    return q, k, v, *caches, *layout, spans, d**-0.5, window, softcap, sinks
 
 
 PLAIN = (None, None, False)
-CASES = [
-    Case("smollm2-135m decode", partial(make, (1,), (40,), 9, 3, 64, PLAIN), 64),
-    Case("decode, batch of three", partial(make, (1, 1, 1), (5, 33, 70), 4, 2, 32, PLAIN), 70),
-    Case("prefill of two", partial(make, (7, 18), (0, 0), 4, 4, 32, PLAIN), 32),
-    Case("mixed: chunk, decode, prefill", partial(make, (6, 1, 9), (20, 17, 0), 8, 2, 16, PLAIN), 32),
-    Case("sliding window", partial(make, (5, 1), (30, 44), 4, 2, 32, (9, None, False)), 32),
-    Case("window decode", partial(make, (1, 1), (3, 44), 4, 2, 32, (9, None, False)), 32),
-    Case("soft cap", partial(make, (3, 1), (11, 25), 4, 2, 32, (None, 20.0, False)), 32),
-    Case("sinks", partial(make, (3, 1), (11, 25), 4, 2, 32, (None, None, True)), 32),
-    Case("head size 80", partial(make, (4, 1), (0, 19), 4, 1, 80, PLAIN), 80),
+BATCHES: list[tuple[str, tuple[Any, ...], int]] = [  # name, arguments of `make`, reduction
+    ("smollm2-135m decode", ((1,), (40,), 9, 3, 64, PLAIN), 64),
+    ("decode, batch of three", ((1, 1, 1), (5, 33, 70), 4, 2, 32, PLAIN), 70),
+    ("prefill of two", ((7, 18), (0, 0), 4, 4, 32, PLAIN), 32),
+    ("mixed: chunk, decode, prefill", ((6, 1, 9), (20, 17, 0), 8, 2, 16, PLAIN), 32),
+    ("sliding window", ((5, 1), (30, 44), 4, 2, 32, (9, None, False)), 32),
+    ("window decode", ((1, 1), (3, 44), 4, 2, 32, (9, None, False)), 32),
+    ("soft cap", ((3, 1), (11, 25), 4, 2, 32, (None, 20.0, False)), 32),
+    ("sinks", ((3, 1), (11, 25), 4, 2, 32, (None, None, True)), 32),
+    ("head size 80", ((4, 1), (0, 19), 4, 1, 80, PLAIN), 80),
 ]
+CASES = [Case(name, partial(make, *args), reduction) for name, args, reduction in BATCHES]

@@ -15,7 +15,7 @@ from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
 
 ops = torch.ops.graft
-LAYOUT = ("slots", "rows", "block_tables", "starts", "lengths")
+LAYOUT = ("slots", "rows", "block_tables", "starts", "lengths", "spans")
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class InsertKVCache(BaseTransform):
 
     before:  %o = graft.attention(%q, %k, %v, None, scale, True, window, softcap, sinks)
     after:   %o = graft.paged_attention(%q, %k, %v, %k_cache_0, %v_cache_0, %slots, %rows, %block_tables, %starts,
-                                        %lengths, scale, window, softcap, sinks)
+                                        %lengths, %spans, scale, window, softcap, sinks)
 
-    New inputs: the layout of the batch (slots, rows, block_tables, starts, lengths), and two caches a layer that are
-    written in place. Numerics: the same attention; sums may run in another order. A mask other than causal with a
-    window cannot be kept over packed tokens and is refused.
+    New inputs: the layout of the batch (slots, rows, block_tables, starts, lengths, and spans on the CPU), and two
+    caches a layer that are written in place. Numerics: the same attention; sums may run in another order. A mask
+    other than causal with a window cannot be kept over packed tokens and is refused.
     """
 
     unprovable = "what it reads depends on a cache that the graph did not have before"
@@ -79,12 +79,16 @@ def add_layout(editor: Editor, like: Node) -> list[Node]:
     """The inputs that describe a batch of packed tokens. T tokens, n sequences, m blocks in the longest."""
     tokens = tensor_of(like.args[0]).shape[2]
     sequences, blocks, edges = symbolic_sizes(like, 3)
-    sizes = {"slots": (tokens,), "rows": (tokens,), "block_tables": (sequences, blocks), "starts": (edges,)}
+    sizes: dict[str, tuple[int | torch.SymInt, ...]] = {
+        "slots": (tokens,), "rows": (tokens,), "block_tables": (sequences, blocks), "starts": (edges,),
+        "spans": (sequences, 2),
+    }  # fmt: skip
     device = tensor_of(like.args[0]).device
     nodes = []
     for name in LAYOUT:
         with fake_mode(like):
-            value = torch.empty(sizes.get(name, (sequences,)), dtype=torch.int64, device=device)
+            place = "cpu" if name == "spans" else device  # the one that says sizes to the host
+            value = torch.empty(sizes.get(name, (sequences,)), dtype=torch.int64, device=place)
         nodes.append(editor.placeholder(name, value))
     return nodes
 

@@ -1,0 +1,218 @@
+"""Attention of one new token a sequence over a paged cache (flash-decoding).
+
+A program takes one sequence, one key-value head with all queries of its group, and one of SPLITS parts of the
+context. How many parts there are is fixed by the shapes, as a CUDA graph needs it; how long one is follows on the
+device from the length, so that a short context leaves parts empty, and those cost next to nothing. The parts are put
+together by a second kernel, or by the program that ends last.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graft.ops.cached_attention.tiles.triton import LOG2E, LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
+from graft.ops.launch import pdl_supported
+
+LAST_COMBINES = False  # who puts the parts together: the program that ends last, or a second kernel
+PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way; two fill an SM's share of bandwidth
+MOST_SPLITS = 64
+TILE_BYTES = 16384  # of keys, and as much of values
+COUNTERS = 65536  # sequences times key-value heads; more are made when needed
+
+
+@triton.jit
+def part_of(length, window, SPLITS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """First place that is seen, where the first part begins, places of a part, parts that are not empty."""
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(length - window, 0)
+    begin = first // TILE * TILE
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(length - begin, SPLITS), TILE), 1) * TILE
+    return first, begin, chunk, tl.maximum(tl.cdiv(length - begin, chunk), 1)
+
+
+@triton.jit
+def put_together(
+    partial, stats, count, base, used, sink, d: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The result [D] of one head from its parts. Past the first cache: another SM may have written them just now."""
+    part = tl.arange(0, SPLITS)
+    dims = tl.arange(0, D)
+    live = part < used
+    best = tl.load(stats + base + part, mask=live, other=LOWEST, cache_modifier=".cg")
+    total = tl.load(stats + count + base + part, mask=live, other=0.0, cache_modifier=".cg")
+    where = partial + (base + part)[:, None] * d + dims[None, :]
+    values = tl.load(where, mask=live[:, None] & (dims[None, :] < d), other=0.0, cache_modifier=".cg")
+    highest = tl.max(best, axis=0)
+    if HAS_SINKS:
+        highest = tl.maximum(highest, sink)
+    weight = tl.exp2(best - highest)
+    whole = tl.sum(weight * total, axis=0)
+    if HAS_SINKS:
+        whole += tl.exp2(sink - highest)
+    return tl.sum(values * weight[:, None], axis=0) / tl.where(whole > 0, whole, 1.0)
+
+
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["lengths"])
+def combine_kernel(
+    partial, stats, out, lengths, sinks, window, heads,
+    d: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    _, _, _, used = part_of(tl.load(lengths + row), window, SPLITS, TILE, HAS_WINDOW)
+    sink = tl.load(sinks + head).to(tl.float32) * LOG2E if HAS_SINKS else 0.0
+    count = tl.num_programs(0) * heads * SPLITS
+    result = put_together(partial, stats, count, (row * heads + head) * SPLITS, used, sink, d, D, SPLITS, HAS_SINKS)
+    dims = tl.arange(0, D)
+    tl.store(out + (row * heads + head) * d + dims, result.to(out.dtype.element_ty), mask=dims < d)
+
+
+@triton.jit
+def arrive(
+    partial, stats, out, counter, sinks, count, flat, head, used,
+    d: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """This program has stored its part; the last one to say so puts the heads of the group together."""
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+        tl.atomic_xchg(counter, 0)  # for the next call
+        dims = tl.arange(0, D)
+        for member in tl.static_range(GROUP):
+            sink = tl.load(sinks + head + member).to(tl.float32) * LOG2E if HAS_SINKS else 0.0
+            base = (flat + member) * SPLITS
+            result = put_together(partial, stats, count, base, used, sink, d, D, SPLITS, HAS_SINKS)
+            tl.store(out + (flat + member) * d + dims, result.to(out.dtype.element_ty), mask=dims < d)
+
+
+@triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
+def split_kv_kernel(
+    q, k_cache, v_cache, out, partial, stats, counters, block_tables, lengths, sinks,
+    sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads,
+    d: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    kv = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    first, begin, chunk, used = part_of(length, window, SPLITS, TILE, HAS_WINDOW)
+    if split >= used:
+        return
+    group = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, D)
+    head = kv * GROUP + group
+    q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
+    queries = tl.load(q + head[:, None] * sq_h + row * sq_t + dims[None, :], mask=q_mask, other=0.0)  # [group, d]
+    best = tl.full([GROUP_PAD], LOWEST, tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    result = tl.zeros([GROUP_PAD, D], tl.float32)
+    table = block_tables + row * s_table
+    start = begin + split * chunk
+    block = blocks_of(table, start + tl.arange(0, TILE), length, BLOCK)
+    for at in range(start, tl.minimum(start + chunk, length), TILE):
+        place = at + tl.arange(0, TILE)
+        seen = (place >= first) & (place < length)
+        base = block * s_block + (place % BLOCK) * s_token + kv * s_head
+        block = blocks_of(
+            table, place + TILE, length, BLOCK
+        )  # a tile ahead: keys are not asked for through two waits
+        mask = seen[:, None] & (dims[None, :] < d)
+        keys = tl.load(k_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)  # [tile, d]
+        values = tl.load(v_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)
+        scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [group, tile]
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        best, total, result = absorb(scores, values, best, total, result)
+    if SPLITS == 1:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2E
+            highest = tl.maximum(best, sink)
+            total = total * tl.exp2(best - highest) + tl.exp2(sink - highest)
+            result = result * tl.exp2(best - highest)[:, None]
+        result = result / tl.where(total > 0, total, 1.0)[:, None]
+        target = out + (row * heads + head)[:, None] * d + dims[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
+    else:
+        count = tl.num_programs(0) * heads * SPLITS
+        slot = (row * heads + head) * SPLITS + split
+        tl.store(partial + slot[:, None] * d + dims[None, :], result, mask=q_mask)
+        tl.store(stats + slot, best, mask=group < GROUP)
+        tl.store(stats + count + slot, total, mask=group < GROUP)
+        if LAST:
+            arrive(
+                partial, stats, out, counters + row * tl.num_programs(1) + kv, sinks, count, row * heads + kv * GROUP,
+                kv * GROUP, used, d, D, SPLITS, GROUP, HAS_SINKS,
+            )  # fmt: skip
+
+
+def split_kv(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, lengths: Tensor, scale: float,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    out: Tensor | None = None, splits: int | None = None, last_combines: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """q: [1, h, n, d], one token of each of n sequences → [1, n, h, d]."""
+    _, h, n, d = q.shape
+    kv = k_cache.shape[2]
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out = torch.empty((1, n, h, d), dtype=q.dtype, device=q.device) if out is None else out
+    splits = split_count(n, kv, q.device) if splits is None else splits
+    last = splits > 1 and (LAST_COMBINES if last_combines is None else last_combines)
+    partial = torch.empty((n, h, splits, d) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
+    stats = torch.empty((2, n, h, splits) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
+    wide = max(16, triton.next_power_of_2(d))
+    tile = max(16, min(64, TILE_BYTES // (wide * q.element_size())))
+    pdl = pdl_supported(q.device)
+    flags = {"HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "PDL": pdl, "launch_pdl": pdl}
+    sizes = {"d": d, "D": wide, "TILE": tile, "SPLITS": splits}
+    split_kv_kernel[(n, kv, splits)](
+        q, k_cache, v_cache, out, partial, stats, counters(n * kv, q.device) if last else stats,
+        block_tables, lengths, q if sinks is None else sinks,
+        q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
+        scale, window or 0, softcap or 1.0, h, **sizes,
+        GROUP=h // kv, GROUP_PAD=max(16, triton.next_power_of_2(h // kv)), BLOCK=k_cache.shape[1],
+        HAS_SOFTCAP=softcap is not None, LAST=last, **flags, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    if splits > 1 and not last:
+        combine_kernel[(n, h)](
+            partial, stats, out, lengths, q if sinks is None else sinks, window or 0, h, **sizes, **flags, num_warps=4
+        )
+    return out
+
+
+def split_count(n: int, kv: int, device: torch.device) -> int:
+    """Parts of the context: as many, a power of two, as give every SM its programs, whatever the lengths are."""
+    wanted = PROGRAMS_PER_SM * processors(device) // (n * kv)
+    return max(1, min(MOST_SPLITS, 1 << max(wanted, 1).bit_length() - 1))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+COUNTED: dict[torch.device, list[Tensor]] = {}
+
+
+def counters(count: int, device: torch.device) -> Tensor:
+    """Zeros that the kernel leaves as zeros. CUDA graphs keep their address, so none is ever freed."""
+    held = COUNTED.setdefault(device, [])
+    if not held or held[-1].numel() < count:
+        made = torch.zeros(max(count, COUNTERS), dtype=torch.int32, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return made  # part of the graph, which makes it zero at every replay; nobody else may have it
+        held.append(made)
+    return held[-1]

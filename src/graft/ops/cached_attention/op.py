@@ -1,0 +1,92 @@
+"""graft::cached_attention: attention over a paged cache that holds the new keys and values already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.ops.cached_attention.reference import cached_attention
+from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+
+
+def fake(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor,
+    spans: Tensor, scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v_cache.shape[3])
+
+
+def triton_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object) -> str | None:
+    if not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype is torch.float64:
+        return f"queries are {q.dtype} and the cache is {k_cache.dtype}; it takes 16 and 32 bits, all alike"
+    if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride(-1) != 1:
+        return "the caches must have equal shapes and strides, the last one 1"
+    return needs_triton(q, k_cache, v_cache)
+
+
+def split_kv_supports(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor,
+    *_: object,
+) -> str | None:  # fmt: skip
+    if q.shape[2] != lengths.shape[0]:
+        return f"{q.shape[2]} tokens of {lengths.shape[0]} sequences: not every one brings a single token"
+    return triton_supports(q, k_cache, v_cache)
+
+
+def sdpa_supports(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor,
+    spans: Tensor, scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+) -> str | None:  # fmt: skip
+    if softcap is not None or sinks is not None:
+        return f"scaled_dot_product_attention has no {'soft cap' if softcap is not None else 'sinks'}"
+    problem = triton_supports(q, k_cache, v_cache)
+    if problem is not None:
+        return problem
+    if q.shape[-1] > 256 or q.shape[-1] % 8:
+        return f"the fast kernels take heads of a multiple of 8 up to 256; these have {q.shape[-1]}"
+    if torch.cuda.is_current_stream_capturing():
+        return "sizes from the CPU would be the same at every replay of a recording"
+    if window is not None and bool((spans[:, 1] > window).any()):
+        return f"a sequence is longer than the window of {window}"
+    return None
+
+
+def run_split_kv(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor,
+    spans: Tensor, *options: Any,
+) -> Tensor:  # fmt: skip
+    from graft.ops.cached_attention.decode.triton import split_kv
+
+    return split_kv(q, k_cache, v_cache, block_tables, lengths, *options)
+
+
+def run_sdpa(*args: Any) -> Tensor:
+    from graft.ops.cached_attention.existing import cached_attention_sdpa
+
+    return cached_attention_sdpa(*args)
+
+
+def run_triton(*args: Any) -> Tensor:
+    from graft.ops.cached_attention.triton import cached_attention_triton
+
+    return cached_attention_triton(*args)
+
+
+define(
+    OpSpec(
+        name="cached_attention",
+        schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor rows, Tensor block_tables, Tensor starts,"
+        " Tensor lengths, Tensor spans, float scale, int? window=None, float? softcap=None, Tensor? sinks=None)"
+        " -> Tensor",
+        reference=cached_attention,
+        fake=fake,
+        kernels=(
+            Kernel("split_kv", "triton", run_split_kv, split_kv_supports),
+            Kernel("sdpa", "existing_kernel", run_sdpa, sdpa_supports),
+            Kernel("triton", "triton", run_triton, triton_supports),
+        ),
+        by_call=True,
+    )
+)

@@ -1,0 +1,128 @@
+"""Attention of many new tokens of each sequence over a paged cache.
+
+A program takes TOKENS tokens of one sequence with all queries of one key-value head's group, as one matrix. Which
+tokens those are it finds in `starts`: as many programs are launched as there can be, and those that find none return.
+All sizes come from the device, so that a recorded call may be replayed with others.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graft.ops.cached_attention.tiles.triton import LOG2E, LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
+
+
+@triton.jit
+def find_tile(starts, n, TOKENS: tl.constexpr, N: tl.constexpr):
+    """The sequence of this program (n where it has none) and which of its tiles; the last and longest come first."""
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    i = tl.arange(0, N)
+    new = tl.load(starts + i + 1, mask=i < n, other=0) - tl.load(starts + i, mask=i < n, other=0)
+    tiles = (new + TOKENS - 1) // TOKENS
+    done = (tl.cumsum(tiles, axis=0) <= index) & (i < n)
+    return tl.sum(done.to(tl.int32), axis=0), index - tl.sum(tl.where(done, tiles, 0), axis=0)
+
+
+@triton.jit
+def visit(
+    at, block, queries, position, table, k_cache, v_cache, kv, s_block, s_token, s_head, scale, window, softcap, end,
+    best, total, result,
+    d: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The state of the softmax after the tile of keys that begins at `at`."""
+    dims = tl.arange(0, D)
+    place = at + tl.arange(0, TILE)
+    held = place < end  # the cache holds nothing of this sequence beyond
+    base = block * s_block + (place % BLOCK) * s_token + kv * s_head
+    block = blocks_of(table, place + TILE, end, BLOCK)  # a tile ahead
+    mask = held[:, None] & (dims[None, :] < d)
+    keys = tl.load(k_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)  # [tile, d]
+    values = tl.load(v_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)
+    scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [m, tile]
+    if MASKED:
+        seen = place[None, :] <= position[:, None]
+        if HAS_WINDOW:
+            seen = seen & (place[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, -float("inf"))
+    best, total, result = absorb(scores, values, best, total, result)
+    return block, best, total, result
+
+
+@triton.jit(do_not_specialize=[*UNSPECIAL, "n"], do_not_specialize_on_alignment=[*UNALIGNED, "starts"])
+def prefill_kernel(
+    q, k_cache, v_cache, out, block_tables, starts, lengths, sinks,
+    sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads, n,
+    d: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    kv = tl.program_id(1)
+    row, tile = find_tile(starts, n, TOKENS, N)
+    if row >= n:
+        return
+    start, stop, length = tl.load(starts + row), tl.load(starts + row + 1), tl.load(lengths + row)
+    low = start + tile * TOKENS
+    behind = length - stop  # a token's place in its sequence is its place in the row plus this
+    m = tl.arange(0, TOKENS * GROUP_PAD)
+    token = low + m // GROUP_PAD
+    head = kv * GROUP + m % GROUP_PAD
+    real = (token < stop) & (m % GROUP_PAD < GROUP)
+    position = token + behind
+    dims = tl.arange(0, D)
+    q_mask = real[:, None] & (dims[None, :] < d)
+    queries = tl.load(q + head[:, None] * sq_h + token[:, None] * sq_t + dims[None, :], mask=q_mask, other=0.0)
+    best = tl.full([TOKENS * GROUP_PAD], LOWEST, tl.float32)
+    total = tl.zeros([TOKENS * GROUP_PAD], tl.float32)
+    if HAS_SINKS:
+        best = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
+    result = tl.zeros([TOKENS * GROUP_PAD, D], tl.float32)
+    table = block_tables + row.to(tl.int64) * s_table
+    end = tl.minimum(low + TOKENS, stop) + behind
+    if HAS_WINDOW:
+        begin = tl.maximum(low + behind - window + 1, 0) // TILE * TILE
+        block = blocks_of(table, begin + tl.arange(0, TILE), end, BLOCK)
+    else:  # keys that every token of the tile sees
+        full = (low + behind + 1) // TILE * TILE
+        block = blocks_of(table, tl.arange(0, TILE), end, BLOCK)
+        for at in range(0, full, TILE):
+            block, best, total, result = visit(
+                at, block, queries, position, table, k_cache, v_cache, kv, s_block, s_token, s_head,
+                scale, window, softcap, end, best, total, result, d, D, BLOCK, TILE, False, HAS_WINDOW, HAS_SOFTCAP,
+            )  # fmt: skip
+        begin = full
+    for at in range(begin, end, TILE):
+        block, best, total, result = visit(
+            at, block, queries, position, table, k_cache, v_cache, kv, s_block, s_token, s_head,
+            scale, window, softcap, end, best, total, result, d, D, BLOCK, TILE, True, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+    result = result / tl.where(total > 0, total, 1.0)[:, None]
+    target = out + token[:, None] * heads * d + head[:, None] * d + dims[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
+
+
+def prefill(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor, scale: float,
+    window: int | None, softcap: float | None, sinks: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    """Writes the rows starts[0]:starts[-1] of out [1, T, h, d]; q: [1, h, T, d]."""
+    _, h, tokens, d = q.shape
+    kv, n = k_cache.shape[2], lengths.shape[0]
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    group = triton.next_power_of_2(h // kv)
+    wide = max(16, triton.next_power_of_2(d))
+    narrow = q.element_size() == 2
+    rows = 128 if narrow else 32
+    some = max(1, rows // group)
+    prefill_kernel[(tokens // some + n, kv)](
+        q, k_cache, v_cache, out, block_tables, starts, lengths, q if sinks is None else sinks,
+        q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
+        scale, window or 0, softcap or 1.0, h, n,
+        d=d, GROUP=h // kv, GROUP_PAD=group, D=wide, BLOCK=k_cache.shape[1], TOKENS=some,
+        TILE=max(16, min(64, 16384 // (wide * q.element_size()))), N=triton.next_power_of_2(n),
+        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
+        num_warps=8 if some * group >= 128 else 4, num_stages=3 if narrow else 2,
+    )  # fmt: skip

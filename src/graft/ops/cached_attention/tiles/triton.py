@@ -1,0 +1,43 @@
+"""What the decode and the prefill kernel share: where a tile of keys lies, its scores, and the running softmax.
+
+Exponentials are to base 2: scores carry a factor of log2(e). A row that has seen nothing yet has LOWEST as its
+maximum and not -inf, whose difference with itself is no number.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e30)
+# A table grows with the context and the layout is passed in slices: neither may compile a kernel anew in mid-decode.
+UNSPECIAL = ["s_table", "window"]
+UNALIGNED = ["block_tables", "lengths"]
+
+
+@triton.jit
+def blocks_of(table, place, end, BLOCK: tl.constexpr):
+    """The blocks of the cache that hold the places [tile] of a sequence, where those are below `end`."""
+    return tl.load(table + place // BLOCK, mask=place < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def logits(queries, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """[m, d] x [tile, d] → [m, tile], times log2(e)."""
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    if HAS_SOFTCAP:
+        twice = scores * (2.0 * scale / softcap)
+        return (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp2(twice * LOG2E) + 1.0))  # tanh
+    return scores * (scale * LOG2E)
+
+
+@triton.jit
+def absorb(scores, values, best, total, result):
+    """The running maximum [m], sum [m] and weighted values [m, d] after one more tile."""
+    higher = tl.maximum(best, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(best - higher)
+    total = total * shrink + tl.sum(weights, axis=1)
+    result = tl.dot(weights.to(values.dtype), values, result * shrink[:, None], input_precision="ieee")
+    return higher, total, result

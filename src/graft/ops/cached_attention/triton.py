@@ -1,0 +1,36 @@
+"""Which of graft's own kernels takes which part of a batch: sequences that decode, side by side, and the others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graft.ops.cached_attention.decode.triton import split_kv
+from graft.ops.cached_attention.prefill.triton import prefill
+
+
+def cached_attention_triton(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor,  # noqa: ARG001
+    lengths: Tensor, spans: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    _, h, tokens, d = q.shape
+    options = (scale, window, softcap, sinks)
+    if tokens == lengths.shape[0]:
+        return split_kv(q, k_cache, v_cache, block_tables, lengths, *options)
+    out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
+    # what a recording took from the CPU would stay as it was, so there the prefill kernel takes all
+    n = 0 if recording(q) else decoding(spans.tolist())
+    if n:
+        split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], lengths[:n], *options, out=out[:, :n])
+    prefill(q, k_cache, v_cache, block_tables[n:], starts[n:], lengths[n:], *options, out)
+    return out
+
+
+def decoding(spans: list[list[int]]) -> int:
+    """How many sequences at the front bring one token each."""
+    return next((i for i, (new, _) in enumerate(spans) if new != 1), len(spans))
+
+
+def recording(q: Tensor) -> bool:
+    return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,173 @@
+"""fuse_rope_kv_write: rotation (and norm) of queries and keys and the write into the cache become one op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graft.graph.edit import Editor
+from graft.graph.match import Match, NearMiss, check_outside
+from graft.graph.memory import mutated_roots
+from graft.graph.nodes import calls, is_op, module_path, tensor_of, where
+from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, erase_dead, no_match_reason
+from graft.transforms.registry import TransformRegistry
+from graft.transforms.report import MatchRecord
+from graft.transforms.walk import options_of, unexpected
+
+aten, ops = torch.ops.aten, torch.ops.graft
+ROPE, NORM_ROPE = ops.rope.default, ops.rms_norm_rope.default
+HEADS_FIRST = (-3, -2)  # [b, s, h, d] ↔ [b, h, s, d]
+NORM_OPTIONS = ("eps", "offset", "cast_last")
+DEFAULTS: dict[str, Any] = {
+    "interleaved": False, "q_norm": None, "k_norm": None, "eps": 0.0, "offset": 0.0, "cast_last": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FuseRoPEKVWriteConfig(TransformConfig):
+    devices: tuple[str, ...] = ("cuda",)  # where one kernel does it; the reference would be two passes more
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Queries or keys on their way: what comes in, and the calls that turn it."""
+
+    x: Node
+    nodes: tuple[Node, ...]  # the rotation, then what is peeled off before it
+    norm: Node | None = None  # the call that norms every head, perhaps the rotation itself
+
+
+@dataclass(frozen=True)
+class Pair:
+    match: Match
+    queries: Heads
+    keys: Heads
+
+
+@TransformRegistry.register("fuse_rope_kv_write")
+class FuseRoPEKVWrite(BaseTransform):
+    """Queries and keys are turned, and keys and values written into the paged cache, by one op; attention then reads.
+
+    before:  %q = graft.rope(%q0, %cos, %sin);  %k = graft.rope(%k0, %cos, %sin)
+             %o = graft.paged_attention(%q, %k, %v, %k_cache, %v_cache, %slots, %rows, %block_tables, …)
+    after:   %q = graft.rope_kv_write(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slots)
+             %o = graft.cached_attention(%q, %k_cache, %v_cache, %rows, %block_tables, …)
+
+    Also with a norm of every head before the rotation (graft.rms_norm_rope, or graft.rope of graft.rms_norm); norms
+    that differ in their options stay where they are. Only on the devices of the option `devices`. Numerics: the
+    reference is those ops one after the other, bitwise; the kernel rounds where they do, sums of a norm run in
+    another order.
+    """
+
+    unprovable = "it needs a batch's layout in the cache, which made-up numbers are not"
+
+    @classmethod
+    def get_config_class(cls) -> type[TransformConfig]:
+        return FuseRoPEKVWriteConfig
+
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
+        layers = [node for node in calls(gm.graph) if is_op(node, ops.paged_attention.default)]
+        if not layers:
+            return Outcome(reason="the graph has no graft::paged_attention")
+        device = tensor_of(layers[0]).device.type
+        assert isinstance(self.config, FuseRoPEKVWriteConfig)
+        if device not in self.config.devices:
+            wanted = " and ".join(self.config.devices)
+            return Outcome(reason=f"it is for {wanted}, the graph is on {device}", skipped=True)
+        order = {node: index for index, node in enumerate(gm.graph.nodes)}
+        mutated = mutated_roots(gm.graph)
+        pairs: list[Pair] = []
+        misses: list[NearMiss] = []
+        for paged in layers:
+            found = turned_pair(paged)
+            checked = check_outside(found.match, order, mutated) if isinstance(found, Pair) else found
+            if isinstance(found, Pair) and isinstance(checked, Match):
+                pairs.append(found)
+            elif isinstance(checked, tuple):
+                at, reason = checked
+                misses.append(NearMiss(self.name, where(paged), f"%{(at or paged).name}", reason, 1, 3))
+        editor = Editor(gm, self.name)
+        records = tuple(write(editor, pair.match, pair.queries, pair.keys) for pair in pairs)
+        reason = no_match_reason(misses) if misses else "no attention of the graph reads turned queries and keys"
+        return Outcome(records, tuple(misses), "" if records else reason)
+
+
+def turned_pair(paged: Node) -> Pair | tuple[Node, str] | None:
+    """Queries and keys that turn alike; why they do not; or None where nothing turns."""
+    q, k, v = paged.args[:3]
+    turning = [is_op(node, ROPE, NORM_ROPE) for node in (q, k)]
+    if not any(turning):
+        return None
+    if not all(turning):
+        at, text = unexpected(k if turning[0] else q, paged, "graft.rope, as the others")
+        return at, f"{'keys' if turning[0] else 'queries'} do not turn: {text}"
+    first, second = options_of(q), options_of(k)
+    different = next((name for name in ("cos", "sin", "interleaved") if first[name] != second[name]), None)
+    if different is not None:
+        return k, f"{where(q)} and {where(k)} turn by different {different}: {first[different]}, {second[different]}"
+    one, two = heads_of(q), heads_of(k)
+    if is_op(q, NORM_ROPE) or is_op(k, NORM_ROPE):
+        if not alike(one, two):
+            return k, f"{where(q)} and {where(k)} are normed differently, or only one of them is"
+    elif not alike(one, two):  # the norms stay where they are
+        one, two = Heads(q.args[0], (q,)), Heads(k.args[0], (k,))
+    tensors = {"q": one.x, "k": two.x, "v": v, "cos": first["cos"], "sin": first["sin"]}
+    name = "plain" if one.norm is None else "norms of heads"
+    return Pair(Match(name, tensors, {}, (*one.nodes, *two.nodes, paged), (paged,)), one, two)
+
+
+def heads_of(rope: Node) -> Heads:
+    """A rotation with the norm of every head before it, where that has no other reader and keeps the dtype."""
+    if is_op(rope, NORM_ROPE):
+        return Heads(rope.args[0], (rope,), rope)
+    turned = rope.args[0]
+    swapped = is_op(turned, aten.transpose.int) and turned.args[1:] == HEADS_FIRST
+    norm = turned.args[0] if swapped else turned
+    inside = (rope, turned, norm) if swapped else (rope, norm)
+    alone = all(len(node.users) == 1 for node in inside[1:])
+    if not is_op(norm, ops.rms_norm.default) or not alone or tensor_of(norm).dtype != tensor_of(norm.args[0]).dtype:
+        return Heads(turned, (rope,))
+    return Heads(norm.args[0], inside, norm)
+
+
+def alike(one: Heads, two: Heads) -> bool:
+    """Both without a norm, or with norms that have the same options."""
+    if one.norm is None or two.norm is None:
+        return one.norm is two.norm
+    left, right = options_of(one.norm), options_of(two.norm)
+    return all(left[name] == right[name] for name in NORM_OPTIONS)
+
+
+def write(editor: Editor, match: Match, queries: Heads, keys: Heads) -> MatchRecord:
+    paged, rope = match.nodes[-1], queries.nodes[0]
+    given, made = options_of(paged), []
+    settings = {**DEFAULTS, "interleaved": options_of(rope)["interleaved"]}
+    if queries.norm is not None and keys.norm is not None:
+        options = options_of(queries.norm)
+        settings |= {name: options[name] for name in NORM_OPTIONS}
+        settings |= {"q_norm": options["weight"], "k_norm": options_of(keys.norm)["weight"]}
+    heads = []
+    for side in (queries, keys):
+        x = side.x
+        if len(side.nodes) > 2:  # the norm is of the last dim alone, so the heads may come first before it
+            x = editor.call(aten.transpose.int, (x, *HEADS_FIRST), before=paged, like=side.nodes[1])
+            made.append(x.name)
+        heads.append(x)
+    last = [value for name, value in settings.items()]
+    while last and last[-1] in (None, False, 0.0):  # defaults are left out
+        last.pop()
+    caches = (given["k_cache"], given["v_cache"])
+    args = (*heads, given["v"], match.tensors["cos"], match.tensors["sin"], *caches, given["slots"], *last)
+    written = editor.call(ops.rope_kv_write.default, args, before=paged, like=rope)
+    read = editor.call(
+        ops.cached_attention.default, (written, *caches, *paged.args[6:]), before=paged, like=paged
+    )  # rows and all that follows
+    replaced = tuple(node.name for node in match.nodes)
+    record = MatchRecord(where(paged), module_path(paged), replaced, (*made, written.name, read.name), match.pattern)
+    editor.replace(paged, read)
+    editor.graph.erase_node(paged)
+    erase_dead(editor, [node for node in match.nodes if node is not paged])
+    return record

@@ -1,0 +1,169 @@
+"""Attention over the paged cache on a GPU: every kernel against float64, no waits, and replays of recorded calls."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+
+from graft.ops import OPS
+from graft.ops.cached_attention.cases import CASES
+from graft.ops.cached_attention.decode.triton import split_kv
+from graft.ops.cases import tolerance
+from graft.ops.paged_attention.cases import make
+from graft.ops.rope_kv_write.cases import CASES as ROPE_CASES
+
+SPEC = OPS["cached_attention"]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+PLAIN = (None, None, False)
+
+
+def wide(args):
+    """The same values in float64."""
+    return [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in args]
+
+
+def cached(new, old, h, kv, d, options, dtype, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    q, _, _, k_cache, v_cache, _, *rest = make(new, old, h, kv, d, options, "cuda", dtype, g)
+    return q, k_cache, v_cache, *rest
+
+
+def assert_close(found, expected, dtype, reduction, what=""):
+    """Relative to the largest value of each head: the mean of 9,000 values is small, and so must its error be."""
+    error = (found.double() - expected).abs().amax(-1) / expected.abs().amax(-1)
+    worst, bound = error.max().item(), 4 * tolerance(dtype, reduction)
+    assert worst <= bound, f"{what}: off by {worst:.2e} of the largest value, {bound:.2e} is allowed"
+
+
+def check(args, dtype, reduction):
+    """Runs every kernel that takes the call and returns their names."""
+    expected = SPEC.reference(*wide(args))
+    ran = []
+    for kernel in SPEC.kernels:
+        if kernel.supports(*args) is None:
+            poison = torch.full((4 * args[0].numel(),), torch.nan, dtype=dtype, device="cuda")
+            del poison  # the next tensors are made where NaN was
+            assert_close(kernel.run(*args), expected, dtype, reduction, kernel.name)
+            ran.append(kernel.name)
+    return ran
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernels_agree_with_float64_r26(case, dtype):
+    args = case.make("cuda", dtype, torch.Generator().manual_seed(0))
+    assert "triton" in check(args, dtype, case.reduction)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("h", "kv", "d"), [(32, 8, 128), (32, 8, 64), (8, 8, 96), (8, 1, 256), (9, 3, 64)])
+def test_random_batches_agree_with_float64_r26(h, kv, d, dtype):
+    chance = random.Random(h * d)
+    for seed in range(4):
+        n = chance.choice([1, 3, 8])
+        old = tuple(chance.choice([0, 15, 16, 255, 1000, 4097, 9000]) for _ in range(n))
+        options = chance.choice([PLAIN, (100, None, False), (None, 30.0, False), (1000, None, True)])
+        assert "split_kv" in check(cached((1,) * n, old, h, kv, d, options, dtype, seed), dtype, 9000)
+        new = (1, *(chance.choice([2, 17, 64, 200]) for _ in range(min(n, 3))))
+        some = tuple(chance.choice([0, 16, 255, 2000]) for _ in new)
+        assert "triton" in check(cached(new, some, h, kv, d, options, dtype, seed), dtype, 2000)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_of_its_own_and_behind_a_prefix_take_torchs_kernels_r26(dtype):
+    for new, old in (((700,), (0,)), ((130,), (1000,)), ((1, 1, 300, 40), (900, 5, 0, 77))):
+        args = cached(new, old, 32, 8, 128, PLAIN, dtype)
+        assert check(args, dtype, 1200) == ["sdpa", "triton"]
+        expected = SPEC.reference(*wide(args))
+        with pytest.raises(AssertionError, match="off by"):
+            assert_close(SPEC.kernels[1].run(*args[:8], args[8] * 1.5), expected, dtype, 1200)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("splits", [1, 2, 16, 64])
+def test_both_ways_to_put_parts_together_many_times_r26(splits, last):
+    """Again and again with the same counters: each call leaves them as it found them."""
+    args = cached((1,) * 5, (9, 8000, 300, 64, 2047), 32, 8, 128, PLAIN, torch.bfloat16)
+    expected = SPEC.reference(*wide(args))
+    q, k_cache, v_cache, _, tables, _, lengths, _, scale, *_ = args
+    for _ in range(50):
+        out = torch.full((1, 5, 32, 128), torch.nan, dtype=q.dtype, device="cuda")
+        split_kv(q, k_cache, v_cache, tables, lengths, scale, out=out, splits=splits, last_combines=last)
+        assert_close(out, expected, torch.bfloat16, 8000)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ROPE_CASES, ids=lambda case: case.name)
+def test_rope_kv_write_writes_what_the_reference_writes_r26(case, dtype):
+    args = case.make("cuda", dtype, torch.Generator().manual_seed(0))
+    exact = wide([t.clone() if isinstance(t, torch.Tensor) else t for t in args])
+    expected = OPS["rope_kv_write"].reference(*exact)
+    before = [cache.clone() for cache in args[5:7]]
+    assert_close(OPS["rope_kv_write"].kernels[0].run(*args), expected, dtype, case.reduction)
+    for new, right, old in zip(args[5:7], exact[5:7], before, strict=True):
+        flat, wanted, untouched = (t.view(-1, *t.shape[2:]) for t in (new, right, old))
+        assert_close(flat[args[7]], wanted[args[7]], dtype, case.reduction)
+        flat[args[7]] = untouched[args[7]]
+        assert torch.equal(flat, untouched)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "options"),
+    [
+        ((1,) * 4, (40, 900, 3, 16), PLAIN),
+        ((200,), (0,), PLAIN),
+        ((1, 30, 64), (77, 500, 0), PLAIN),
+        ((1, 30, 64), (77, 500, 0), (None, 20.0, False)),
+    ],
+)
+def test_nobody_waits_for_the_gpu_r43(new, old, options):
+    args = cached(new, old, 8, 2, 64, options, torch.bfloat16)
+    torch.ops.graft.cached_attention(*args)  # kernels are compiled outside
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.ops.graft.cached_attention(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_recorded_decode_follows_the_lengths_r43(last):
+    n, h, kv, d = 3, 32, 8, 128
+    args = cached((1,) * n, (9000, 5000, 40), h, kv, d, PLAIN, torch.bfloat16)
+    q, k_cache, v_cache, _, tables, _, lengths, spans, scale, *_ = args
+    out = torch.empty(1, n, h, d, dtype=q.dtype, device="cuda")
+    split_kv(q, k_cache, v_cache, tables, lengths, scale, out=out, last_combines=last)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        split_kv(q, k_cache, v_cache, tables, lengths, scale, out=out, last_combines=last)
+    for now in ((9001, 5001, 41), (1, 64, 65), (300, 17, 41), (2, 1, 1), (9001, 1, 16)):
+        lengths.copy_(torch.tensor(now))
+        out.fill_(torch.nan)
+        graph.replay()
+        sized = torch.stack((spans[:, 0], torch.tensor(now)), dim=1)
+        expected = SPEC.reference(*wide((*args[:6], lengths, sized, scale)))
+        assert_close(out, expected, torch.bfloat16, 9000, str(now))
+
+
+def test_a_recorded_mixture_takes_its_sizes_from_the_gpu_r43():
+    """What the CPU said when it was recorded may not stay in the recording."""
+    args = cached((1, 6, 9), (40, 20, 0), 8, 2, 64, PLAIN, torch.float32)
+    with mock.patch("graft.ops.cached_attention.triton.recording", lambda _: True):
+        SPEC.kernels[2].run(*args)  # compiles the kernel
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = torch.ops.graft.cached_attention(*args)
+    other = cached((5, 1, 10), (12, 25, 0), 8, 2, 64, PLAIN, torch.float32, seed=1)
+    for mine, theirs in zip(args[3:7], other[3:7], strict=True):
+        mine[..., : theirs.shape[-1]].copy_(theirs[..., : mine.shape[-1]])
+    for mine, theirs in zip(args[:3], other[:3], strict=True):
+        mine[: theirs.shape[0]].copy_(theirs[: mine.shape[0]])
+    graph.replay()
+    expected = SPEC.reference(*wide((*args[:7], other[7], *args[8:])))
+    assert_close(out, expected, torch.float32, 64)

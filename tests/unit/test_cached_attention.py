@@ -1,0 +1,202 @@
+"""graft::cached_attention and graft::rope_kv_write: every kernel against float64, with everything poisoned that must
+not be read (R26, R27). Without a GPU the Triton kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graft.ops import OPS, choose
+from graft.ops.cached_attention import op as choice
+from graft.ops.cached_attention.decode import triton as decode
+from graft.ops.cached_attention.existing import cached_attention_sdpa
+from graft.ops.cached_attention.reference import cached_attention
+from graft.ops.cached_attention.triton import cached_attention_triton
+from graft.ops.paged_attention.cases import make
+from graft.ops.paged_attention.triton import paged_attention_triton
+from graft.ops.rope_kv_write.cases import CASES as ROPE_CASES
+from graft.ops.rope_kv_write.triton import rope_kv_write_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EMPTY = torch.empty
+
+
+def batch(new, old, h, kv, d, options=(None, None, False), seed=0):
+    """Arguments of cached_attention in float32, and what it must give, from float64."""
+    g = torch.Generator().manual_seed(seed)
+    q, _, _, k_cache, v_cache, _, *rest = make(new, old, h, kv, d, options, DEVICE, torch.float32, g)
+    wide = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in rest]
+    expected = cached_attention(q.double(), k_cache.double(), v_cache.double(), *wide)
+    owned = torch.zeros(k_cache.shape[:2], dtype=torch.bool, device=DEVICE)
+    tables, lengths = rest[1], rest[3]
+    for table, length in zip(tables.tolist(), lengths.tolist(), strict=True):
+        for place in range(length):
+            owned[table[place // 16], place % 16] = True
+    for cache in (k_cache, v_cache):
+        cache[~owned] = torch.nan  # what lies beyond the lengths belongs to nobody
+    return (q, k_cache, v_cache, *rest), expected
+
+
+def poisoned(*args, **options):
+    made = EMPTY(*args, **options)
+    return made.fill_(torch.nan) if made.is_floating_point() else made
+
+
+def run(kernel, *args, **options):
+    """A kernel whose results and workspaces hold NaN before it writes them."""
+    with mock.patch.object(torch, "empty", poisoned):
+        return kernel(*args, **options)
+
+
+def split(args, **options):
+    q, k_cache, v_cache, _, tables, _, lengths, _, *rest = args
+    return run(decode.split_kv, q, k_cache, v_cache, tables, lengths, *rest, **options)
+
+
+def close(left, right):
+    return torch.allclose(left.double(), right, rtol=2e-5, atol=2e-5)
+
+
+OPTIONS = st.tuples(
+    st.sampled_from([None, None, 1, 7, 40, 130]), st.sampled_from([None, None, 5.0]), st.booleans()
+)  # window, soft cap, sinks
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    old=st.lists(st.sampled_from([0, 1, 14, 15, 16, 63, 64, 65, 127, 200, 270]), min_size=1, max_size=3),
+    group=st.sampled_from([1, 3, 4]),
+    d=st.sampled_from([16, 24]),
+    options=OPTIONS,
+    splits=st.sampled_from([1, 2, 4, 8]),
+    last=st.booleans(),
+)
+def test_split_kv_agrees_with_float64_r26(old, group, d, options, splits, last):
+    args, expected = batch((1,) * len(old), tuple(old), 2 * group, 2, d, options)
+    assert close(split(args, splits=splits, last_combines=last), expected)
+    if last and splits > 1:  # left as they were found, for the next call
+        assert not decode.counters(1, args[0].device).any()
+
+
+def test_a_wrong_variant_of_split_kv_is_caught_r26():
+    """One key too many in a window, a scale that is off, a part that is left out: the tolerance tells."""
+    args, expected = batch((1, 1), (200, 90), 4, 2, 16, (40, None, False))
+    assert close(split(args, splits=4), expected)
+    assert not close(split((*args[:9], 41, *args[10:]), splits=4), expected)
+    assert not close(split((*args[:8], args[8] * 1.05, *args[9:]), splits=4), expected)
+    args, expected = batch((1, 1), (200, 90), 4, 2, 16)
+    short = (*args[:6], args[6] - 64, *args[7:])
+    assert not close(split(short, splits=4), expected)
+
+
+def test_a_row_without_a_sequence_gives_zeros_r26():
+    """Rows that fill up a CUDA graph's batch have no tokens."""
+    args, _ = batch((1, 1), (40, 20), 4, 2, 16)
+    args[6][1] = 0
+    for splits, last in ((1, False), (4, False), (4, True)):
+        out = split(args, splits=splits, last_combines=last)
+        assert torch.equal(out[0, 1], torch.zeros_like(out[0, 1])) and out[0, 0].isfinite().all()
+
+
+def test_the_number_of_parts_follows_from_the_shapes_r26():
+    with mock.patch.object(decode, "processors", lambda _: 132):
+        counts = {n: decode.split_count(n, 8, torch.device("cuda")) for n in (1, 2, 8, 16, 64, 256)}
+    assert counts == {1: 32, 2: 16, 8: 4, 16: 2, 64: 1, 256: 1}
+    with mock.patch.object(decode, "processors", lambda _: 132):
+        assert decode.split_count(1, 1, torch.device("cuda")) == decode.MOST_SPLITS
+
+
+LAYOUTS = st.lists(
+    st.tuples(st.sampled_from([1, 2, 5, 16, 33]), st.sampled_from([0, 1, 16, 50, 70])), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(layout=LAYOUTS, group=st.sampled_from([1, 3, 4]), d=st.sampled_from([16, 24]), options=OPTIONS)
+def test_prefill_chunks_and_mixtures_agree_with_float64_r26(layout, group, d, options):
+    layout = sorted(layout, key=lambda pair: pair[0] > 1)  # decoding ones first, as the scheduler has them
+    new, old = zip(*layout, strict=True)
+    args, expected = batch(new, old, 2 * group, 2, d, options)
+    assert close(run(cached_attention_triton, *args), expected)
+    with mock.patch("graft.ops.cached_attention.triton.recording", lambda _: True):  # nothing taken from the CPU
+        assert close(run(cached_attention_triton, *args), expected)
+
+
+def test_a_wrong_variant_of_prefill_is_caught_r26():
+    args, expected = batch((20, 3), (30, 60), 4, 2, 16, (9, None, False))
+    assert close(run(cached_attention_triton, *args), expected)
+    assert not close(run(cached_attention_triton, *args[:9], 10, *args[10:]), expected)
+    args, expected = batch((20, 3), (30, 60), 4, 2, 16)
+    later = (*args[:6], args[6] - 1, *args[7:])  # every token sees one key less
+    assert not close(run(cached_attention_triton, *later), expected)
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [((19,), (0,)), ((19,), (40,)), ((1, 1, 7), (40, 3, 20)), ((5, 9, 1), (0, 33, 8)), ((1, 1), (4, 9))],
+)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_torchs_attention_agrees_with_float64_r26(new, old, heads):
+    args, expected = batch(new, old, *heads, 16)
+    assert close(run(cached_attention_sdpa, *args), expected)
+    assert not close(run(cached_attention_sdpa, *args[:8], args[8] * 1.05), expected)
+
+
+def test_chunks_through_the_kernels_equal_the_whole_r26():
+    g = torch.Generator().manual_seed(1)
+    h, kv, d, n, block = 4, 2, 16, 61, 8
+    q, k, v = (torch.randn(1, heads, n, d, generator=g).to(DEVICE) for heads in (h, kv, kv))
+    table = torch.tensor([[5, 1, 3, 0, 7, 2, 6, 4]], device=DEVICE)
+    for window, softcap in ((None, None), (7, None), (None, 4.0)):
+        whole = OPS["attention"].reference(q, k, v, None, d**-0.5, True, window, softcap)
+        caches = [torch.full((9, block, kv, d), torch.nan, device=DEVICE) for _ in range(2)]
+        parts, first = [], 0
+        for last in (11, 12, 13, 40, n):
+            places = torch.arange(first, last, device=DEVICE)
+            slots = table[0, places // block] * block + places % block
+            starts, lengths = (torch.tensor(t, device=DEVICE) for t in ([0, last - first], [last]))
+            layout = (slots, slots * 0, table, starts, lengths, torch.tensor([[last - first, last]]))
+            chunk = (t[:, :, first:last] for t in (q, k, v))
+            parts.append(run(paged_attention_triton, *chunk, *caches, *layout, d**-0.5, window, softcap))
+            first = last
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=2e-5, atol=2e-5)
+
+
+def test_which_kernel_takes_a_call_is_said_r25():
+    spec = OPS["cached_attention"]
+    args, _ = batch((1, 3), (4, 0), 4, 2, 16)
+    assert choice.split_kv_supports(*args).startswith("4 tokens of 2 sequences")
+    assert choice.sdpa_supports(*args[:10], 5.0) == "scaled_dot_product_attention has no soft cap"
+    assert choice.sdpa_supports(*args[:10], None, args[0]) == "scaled_dot_product_attention has no sinks"
+    if DEVICE == "cpu":
+        assert choose(spec, *args).name == "reference"
+        assert all("run on a GPU" in k.supports(*args) for k in spec.kernels[1:])
+    with mock.patch.object(choice, "needs_triton", lambda *_: None):
+        assert choose(spec, *args).name == "sdpa"
+        assert choose(spec, *args[:9], 100).name == "sdpa"  # no sequence reaches the window
+        assert choose(spec, *args[:9], 4).name == "triton"
+        assert choose(spec, *args[:9], None, 5.0).name == "triton"
+        assert choose(spec, *batch((1, 1), (4, 0), 4, 2, 16)[0]).name == "split_kv"
+        assert choose(spec, *batch((2, 1), (4, 0), 4, 2, 12)[0]).name == "triton"  # heads of 12
+        with mock.patch("torch.cuda.is_current_stream_capturing", lambda: True):
+            assert choose(spec, *args).name == "triton"
+
+
+@pytest.mark.parametrize("case", ROPE_CASES, ids=lambda case: case.name)
+def test_the_cache_holds_what_the_reference_writes_and_nothing_else_changes_r26(case):
+    args = case.make(DEVICE, torch.float32, torch.Generator().manual_seed(0))
+    mine, theirs = ([t.clone() for t in args[5:7]] for _ in range(2))
+    expected = OPS["rope_kv_write"].reference(*args[:5], *theirs, *args[7:])
+    found = run(rope_kv_write_triton, *args[:5], *mine, *args[7:])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    slots = args[7]
+    for new, right, old in zip(mine, theirs, args[5:7], strict=True):
+        flat, wanted, before = (t.view(-1, *t.shape[2:]) for t in (new, right, old))
+        torch.testing.assert_close(flat[slots], wanted[slots], rtol=1e-5, atol=1e-5)
+        assert not torch.equal(flat[slots], before[slots])
+        flat[slots] = before[slots]
+        assert torch.equal(flat, before)
