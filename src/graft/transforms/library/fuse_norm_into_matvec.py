@@ -11,9 +11,9 @@ from torch.fx import GraphModule, Node
 from graft.graph.edit import Editor
 from graft.graph.match import Match
 from graft.graph.nodes import calls, is_op, tensor_of, where
-from graft.transforms.decode import MatvecTransform, fused_product, is_product, named, product
+from graft.transforms.decode import MatvecTransform, fused_product, is_product, named, need, product
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.walk import NoFit, options_of, require
+from graft.transforms.walk import NoFit, options_of
 
 ops = torch.ops.graft
 NORM, ADD_NORM = ops.rms_norm.default, ops.add_rms_norm.default
@@ -44,21 +44,22 @@ class FuseNormIntoMatvec(MatvecTransform):
             return None
         readers = list(node.users)
         outside = next((reader for reader in readers if not is_product(reader)), None)
-        require(outside is None, outside or node, f"{where(node)} is read by {named(outside)}")
+        if outside is not None:
+            raise NoFit(outside, f"{where(node)} is read by {named(outside)}")
         count = len(readers)
-        require(count <= MOST, node, f"{where(node)} is read by {count} products and would be computed that often")
+        need(count <= MOST, f"{{}} is read by {count} products and would be computed that often", node)
         options = options_of(node)
         x, g = options["x"], options["weight"]
         kinds = {"the input": tensor_of(x), "the norm's weight": tensor_of(g)}
         for reader in readers:
             given = product(reader)
             used = sum(value is node for value in (*reader.args, *reader.kwargs.values()))
-            require(given["x"] is node and used == 1, reader, f"{where(reader)} reads it as more than its input")
-            require(given.get("norm") is None, reader, f"{where(reader)} has a norm already")
-            kinds[f"the weight of {where(reader)}"] = tensor_of(given["weight"])
+            need(given["x"] is node and used == 1, "{} reads it as more than its input", reader)
+            need(given.get("norm") is None, "{} has a norm already", reader)
+            kinds[f"the weight of %{reader.name}"] = tensor_of(given["weight"])
         dtypes = {what: kind.dtype for what, kind in kinds.items()}
-        told = ", ".join(f"{what} is {dtype}" for what, dtype in dtypes.items())
-        require(len(set(dtypes.values())) == 1, node, told)
+        if len(set(dtypes.values())) > 1:
+            raise NoFit(node, ", ".join(f"{what} is {dtype}" for what, dtype in dtypes.items()))
         pattern = "one product" if count == 1 else f"{count} products"
         return Match(pattern, {"x": x, "norm": g}, {}, (*readers, node), tuple(readers))
 

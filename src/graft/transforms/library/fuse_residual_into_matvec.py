@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Node
 from graft.graph.edit import Editor
 from graft.graph.match import Match
 from graft.graph.nodes import calls, is_op, same_shape, tensor_of, tensor_val, where
-from graft.transforms.decode import MatvecTransform, fused_product, is_product, named, product
+from graft.transforms.decode import MatvecTransform, fused_product, is_product, named, need, product
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.walk import NoFit, options_of, readers_text, require
+from graft.transforms.walk import NoFit, options_of, readers_text
 
 aten, ops = torch.ops.aten, torch.ops.graft
 ADD, ADD_NORM = aten.add.Tensor, ops.add_rms_norm.default
@@ -59,19 +59,19 @@ class FuseResidualIntoMatvec(MatvecTransform):
         linear = max(linears)  # of two products the later one: the other is ready by then
         residual = other(node, linear)
         given = product(linear)
-        require(list(linear.users) == [node], linear, f"{where(linear)} is read by {readers_text(linear)}")
-        require(residual is not linear, node, f"{where(node)} adds {where(linear)} to itself")
-        require(not node.kwargs, node, f"{where(node)} adds a multiple (alpha)")
-        require(given.get("residual") is None, linear, f"{where(linear)} has a residual already")
+        if list(linear.users) != [node]:
+            raise NoFit(linear, f"{where(linear)} is read by {readers_text(linear)}")
+        need(residual is not linear, "{} adds {} to itself", node, linear)
+        need(not node.kwargs, "{} adds a multiple (alpha)", node)
+        need(given.get("residual") is None, "{} has a residual already", linear)
         y, r = tensor_of(linear), tensor_of(residual)
-        require(same_shape(y, r), residual, f"the residual {where(residual)} is broadcast to the product")
-        same = y.dtype == r.dtype
-        require(same, residual, f"the residual {where(residual)} is {r.dtype}, the product {y.dtype}")
+        need(same_shape(y, r), "the residual {} is broadcast to the product", residual)
+        need(y.dtype == r.dtype, f"the residual {{}} is {r.dtype}, the product {y.dtype}", residual)
         tensors = {"x": given["x"], "weight": given["weight"], "residual": residual}
         if is_op(node, ADD):
             return Match("add", tensors, {}, (node, linear), (node,))
         pieces = tuple(node.users)
-        require(all(is_op(piece, getitem) for piece in pieces), node, f"{where(node)} is read as a whole")
+        need(all(is_op(piece, getitem) for piece in pieces), "{} is read as a whole", node)
         tensors["norm"] = node.args[2]
         return Match("add_rms_norm", tensors, {}, (*pieces, node, linear), pieces)
 

@@ -10,9 +10,9 @@ from torch.fx import GraphModule, Node
 from graft.graph.edit import Editor
 from graft.graph.match import Match
 from graft.graph.nodes import calls, is_op, static_int, tensor_of, where
-from graft.transforms.decode import MatvecTransform, fused_product, is_product, named, product
+from graft.transforms.decode import MatvecTransform, fused_product, is_product, need, product
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.walk import NoFit, options_of, require
+from graft.transforms.walk import NoFit, options_of
 
 aten, ops = torch.ops.aten, torch.ops.graft
 SLICE = aten.slice.Tensor
@@ -38,20 +38,20 @@ class FuseSwigluIntoMatvec(MatvecTransform):
     def find(self, node: Node) -> Match | None:
         gate, up = node.args[:2]
         for half in (gate, up):
-            require(is_op(half, SLICE), half, f"{named(half)}, is no half of a gate-up product")
+            need(is_op(half, SLICE), "{} is no half of a gate-up product", half)
         linear = gate.args[0]
-        require(is_product(linear), linear, f"{named(linear)}, is no linear layer")
-        require(up.args[0] is linear, up, f"{where(gate)} and {where(up)} come from two products")
+        need(is_product(linear), "{} is no linear layer", linear)
+        need(up.args[0] is linear, "{} and {} come from two products", gate, up)
         n = tensor_of(linear).shape[-1]
         spans = [span(half) for half in (gate, up)]
         if spans == [(n // 2, n), (0, n // 2)]:
             raise NoFit(
                 node, f"{where(linear)} gives the gate in its second half; fused_linear reads it in the first"
             )
-        require(spans == [(0, n // 2), (n // 2, n)], node, f"{where(gate)} and {where(up)} are no halves")
+        need(spans == [(0, n // 2), (n // 2, n)], "{} and {} are no halves of a product", gate, up)
         given = product(linear)
-        require(given.get("residual") is None, linear, f"{where(linear)} adds a residual before the activation")
-        require(given.get("activation", "none") == "none", linear, f"{where(linear)} has an activation already")
+        need(given.get("residual") is None, "{} adds a residual before the activation", linear)
+        need(given.get("activation", "none") == "none", "{} has an activation already", linear)
         tensors = {key: given[key] for key in ("x", "weight")}
         return Match(options_of(node)["activation"], tensors, {}, (node, gate, up, linear), (node,))
 
