@@ -16,11 +16,12 @@ from graft.graph.nodes import calls, is_op, is_weight, module_path, tensor_of, t
 from graft.graph.text import op_text
 from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, erase_dead, no_match_reason
 from graft.transforms.report import MatchRecord
-from graft.transforms.walk import NoFit, options_of
+from graft.transforms.walk import NoFit
 
 aten, ops = torch.ops.aten, torch.ops.graft
 LINEAR, FUSED = aten.linear.default, ops.fused_linear.default
-ARGUMENTS = FUSED._schema.arguments
+# read once: torch makes a new object of every argument that is asked for
+DEFAULTS: dict[str, Any] = {argument.name: argument.default_value for argument in FUSED._schema.arguments}
 Device = Literal["cuda", "cpu", "meta"]
 
 
@@ -111,10 +112,12 @@ def is_product(node: object) -> bool:
 
 
 def product(node: Node) -> dict[str, Any]:
-    """The arguments of a linear layer as those of graft::fused_linear; NoFit where they cannot be."""
-    given = options_of(node)
-    if is_op(node, LINEAR):
-        given = {"x": given["input"], "weight": given["weight"], "bias": given["bias"]}
+    """The arguments of a linear layer as those of graft::fused_linear, all of them; NoFit where they cannot be."""
+    given = {
+        **DEFAULTS,
+        **dict(zip(DEFAULTS, node.args, strict=False)),
+        **node.kwargs,
+    }  # both begin with x, weight, bias
     weight = given["weight"]
     need(is_weight(weight), "the weight of {} is computed in the graph", node)
     need(tensor_of(weight).dim() == 2, "the weight of {} is a vector", node)
@@ -123,8 +126,9 @@ def product(node: Node) -> dict[str, Any]:
 
 def fused_product(editor: Editor, given: dict[str, Any], *, before: Node, like: Node) -> Node:
     """A call of graft::fused_linear above `before`; defaults at its end are left out."""
-    args = [given.get(argument.name, argument.default_value) for argument in ARGUMENTS]
-    while len(args) > 2 and args[-1] == ARGUMENTS[len(args) - 1].default_value:
+    args = [given[name] for name in DEFAULTS]
+    defaults = list(DEFAULTS.values())
+    while len(args) > 2 and args[-1] == defaults[len(args) - 1]:
         args.pop()
     return editor.call(FUSED, args, before=before, like=like)
 

@@ -55,7 +55,7 @@ class FuseNormIntoMatvec(MatvecTransform):
             given = product(reader)
             used = sum(value is node for value in (*reader.args, *reader.kwargs.values()))
             need(given["x"] is node and used == 1, "{} reads it as more than its input", reader)
-            need(given.get("norm") is None, "{} has a norm already", reader)
+            need(given["norm"] is None, "{} has a norm already", reader)
             kinds[f"the weight of %{reader.name}"] = tensor_of(given["weight"])
         dtypes = {what: kind.dtype for what, kind in kinds.items()}
         if len(set(dtypes.values())) > 1:

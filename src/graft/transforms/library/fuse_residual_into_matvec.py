@@ -63,7 +63,7 @@ class FuseResidualIntoMatvec(MatvecTransform):
             raise NoFit(linear, f"{where(linear)} is read by {readers_text(linear)}")
         need(residual is not linear, "{} adds {} to itself", node, linear)
         need(not node.kwargs, "{} adds a multiple (alpha)", node)
-        need(given.get("residual") is None, "{} has a residual already", linear)
+        need(given["residual"] is None, "{} has a residual already", linear)
         y, r = tensor_of(linear), tensor_of(residual)
         need(same_shape(y, r), "the residual {} is broadcast to the product", residual)
         need(y.dtype == r.dtype, f"the residual {{}} is {r.dtype}, the product {y.dtype}", residual)

@@ -50,8 +50,8 @@ class FuseSwigluIntoMatvec(MatvecTransform):
             )
         need(spans == [(0, n // 2), (n // 2, n)], "{} and {} are no halves of a product", gate, up)
         given = product(linear)
-        need(given.get("residual") is None, "{} adds a residual before the activation", linear)
-        need(given.get("activation", "none") == "none", "{} has an activation already", linear)
+        need(given["residual"] is None, "{} adds a residual before the activation", linear)
+        need(given["activation"] == "none", "{} has an activation already", linear)
         tensors = {key: given[key] for key in ("x", "weight")}
         return Match(options_of(node)["activation"], tensors, {}, (node, gate, up, linear), (node,))
 
