@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from decode_cases import DECODE, NAMED, D, Block, norm, only, targets, transformed, x_of
+from decode_cases import DECODE, NAMED, Block, D, norm, only, targets, transformed, x_of
 from torch import nn
 
 from graft.errors import ConfigError, TransformError

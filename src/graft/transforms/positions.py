@@ -27,7 +27,8 @@ ELEMENTWISE = frozenset(
 ALONG = frozenset(
     {aten.cat.default, aten.stack.default, aten.repeat_interleave.self_int, aten.slice.Tensor, aten.select.int}
 )
-MOVES = frozenset({aten.unsqueeze.default, aten.transpose.int, aten.expand.default, aten.reshape.default})
+RESHAPES = (aten.reshape.default, aten.flatten.using_ints)
+MOVES = frozenset({aten.unsqueeze.default, aten.transpose.int, aten.expand.default, *RESHAPES})
 RESIZES = frozenset({aten.expand.default, aten.reshape.default})  # may be given sizes that are known when it runs
 
 
@@ -184,6 +185,6 @@ def check_matmul(node: Node, varying: Collection[Node], sizes: list[str]) -> Non
 def check_move(node: Node, source: Node, sizes: list[str]) -> None:
     """Views keep the two dims of the positions; a reshape may only change what comes after them."""
     dims = from_left(node, sizes)
-    if is_op(node, aten.reshape.default):
+    if is_op(node, *RESHAPES):
         before, after = ([str(size) for size in tensor_of(n).shape[: max(dims) + 1]] for n in (source, node))
         require(before == after, node, f"{where(node)} reshapes the dims of the positions")
