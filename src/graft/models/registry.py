@@ -16,7 +16,8 @@ from graft.errors import ConfigError
 
 FOLDER = Path(__file__).with_name("registry")
 COMMON = "common.yaml"  # reasons that hold for most families
-KEYS = {"family", "model_type", "models", "embedded", "tiny", "reference_attention", "transforms", "expect", "absent"}
+KEYS = {"family", "model_type", "models", "embedded", "tiny", "reference_attention", "transforms", "absent"}
+KEYS |= {"expect", "expect_gpu"}
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,13 @@ class Family:
     reference_attention: str = "sdpa"
     transforms: Mapping[str, Any] = field(default_factory=dict)
     expect: Mapping[str, str] = field(default_factory=dict)
+    expect_gpu: Mapping[str, str] = field(default_factory=dict)  # what matches beyond that on a GPU
     absent: Mapping[str, str] = field(default_factory=dict)  # transforms that find nothing here, and why
 
-    def expected_matches(self, layers: int) -> dict[str, int]:
+    def expected_matches(self, layers: int, *, gpu: bool = False) -> dict[str, int]:
         """How often each transform must match a model of this family with that many layers."""
-        counts = {name: evaluate(str(formula), layers) for name, formula in self.expect.items()}
+        formulas = {**self.expect, **(self.expect_gpu if gpu else {})}
+        counts = {name: evaluate(str(formula), layers) for name, formula in formulas.items()}
         return {**dict.fromkeys(self.absent, 0), **counts}
 
 
@@ -61,7 +64,8 @@ def families() -> dict[str, Family]:
                 f"{path.name} has the unknown key {sorted(unknown)[0]!r}; known are {', '.join(sorted(KEYS))}"
             )
         name = data.pop("family")
-        both = sorted(set(data.get("expect", {})) & set(data.get("absent", {})))
+        counted = {**data.get("expect", {}), **data.get("expect_gpu", {})}
+        both = sorted(set(counted) & set(data.get("absent", {})))
         if both:
             raise ConfigError(f"{path.name} both counts {both[0]} and says why it is absent; keep one")
         elsewhere = {key: why for key, why in common.items() if key not in data.get("expect", {})}

@@ -48,7 +48,7 @@ class LLM:
         if progress:
             progress("capturing the graph", 0, 1)
         self.graph_module = capture_decoder(self.model.module)
-        context = Context(route="decoder")
+        context = Context(route="decoder", context_length=self.model.context)
         report = run_pipeline(
             self.graph_module,
             settings,

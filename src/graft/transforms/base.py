@@ -45,6 +45,7 @@ class Context:
 
     route: Literal["decoder", "module"] = "module"
     block_size: int = 16
+    context_length: int | None = None  # positions are below it
     outputs: dict[str, Any] = field(default_factory=dict)
 
 

@@ -22,7 +22,9 @@ def dump_model(
 ) -> Report:
     """Captures and transforms a model, writing every step to `folder`. Random-weight models stay without weights."""
     model, gm = captured(name, dtype, progress)
-    return run_pipeline(gm, config, Context(route="decoder"), model=model.name, dump_dir=folder)
+    return run_pipeline(
+        gm, config, Context(route="decoder", context_length=model.context), model=model.name, dump_dir=folder
+    )
 
 
 def load_dump(path: str | Path, state: dict[str, torch.Tensor] | None = None) -> GraphModule:

@@ -86,7 +86,7 @@ def explain_model(
     if transform not in config.transforms:
         raise UnknownTransform(transform, config.transforms)
     model, gm = captured(name, dtype, progress)
-    return explain_graph(gm, transform, config, Context(route="decoder"), model.name)
+    return explain_graph(gm, transform, config, Context(route="decoder", context_length=model.context), model.name)
 
 
 def explain_graph(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from graft.models.registry import Family, families
+from collections.abc import Sequence
+from typing import Literal
+
+from graft.models.registry import families
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import order_transforms
 
@@ -13,22 +16,32 @@ tiny model of each family. Written by `graft models --markdown`.
 """
 
 
+GPU = """
+## On a GPU
+
+What matches there beyond the table above; on a CPU these are skipped.
+"""
+
+
 def families_markdown() -> str:
-    """One row a family, one column a transform that is on; below, why a transform finds nothing."""
+    """One row a family, one column a transform that is on; then what GPUs add, and why a transform finds nothing."""
     settings = load_config()
     names = [name for name in order_transforms(settings) if settings.transforms[name].enabled]
-    lines = [HEAD, f"| family | {' | '.join(f'`{name}`' for name in names)} |", "|" + "---|" * (len(names) + 1)]
-    for family in families().values():
-        lines.append(f"| {family.name} | {' | '.join(count(family, name) for name in names)} |")
-    lines += ["", "## Why not", ""]
+    on_gpu = [name for name in names if any(name in family.expect_gpu for family in families().values())]
+    everywhere = [name for name in names if name not in on_gpu]
+    lines = [HEAD, *table(everywhere, "expect"), GPU, *table(on_gpu, "expect_gpu"), "", "## Why not", ""]
     for name in names:
         reasons: dict[str, list[str]] = {}
         for family in families().values():
-            if name not in family.expect:
+            if name not in family.expect and name not in family.expect_gpu:
                 reasons.setdefault(family.absent[name], []).append(family.name)
         lines += [f"- `{name}`: {why} ({', '.join(who)})" for why, who in reasons.items()]
     return "\n".join(lines) + "\n"
 
 
-def count(family: Family, name: str) -> str:
-    return str(family.expect.get(name, "–"))
+def table(names: Sequence[str], column: Literal["expect", "expect_gpu"]) -> list[str]:
+    head = [f"| family | {' | '.join(f'`{name}`' for name in names)} |", "|" + "---|" * (len(names) + 1)]
+    return head + [
+        f"| {family.name} | {' | '.join(str(getattr(family, column).get(name, '–')) for name in names)} |"
+        for family in families().values()
+    ]

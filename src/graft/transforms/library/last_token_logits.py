@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import getitem
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -11,7 +13,8 @@ from graft.transforms.base import BaseTransform, Context, Outcome
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
 
-aten = torch.ops.aten
+aten, ops = torch.ops.aten, torch.ops.graft
+NORMS = (ops.rms_norm.default, ops.layer_norm.default)  # of each row by itself
 # what models do to logits: each row by itself
 ROW_WISE = frozenset(
     {
@@ -32,6 +35,12 @@ class LastTokenLogits(BaseTransform):
     before:  %logits = linear(%hidden, %lm_head)                              [b, s, vocab]
     after:   %rows = index_select(%hidden, -2, %logits_index)                 [b, n, d]
              %logits = linear(%rows, %lm_head)                                [b, n, vocab]
+
+    Where %hidden is a norm that nothing else reads, the rows are chosen before it. One that is fused with a sum is
+    taken apart, so that a single choice is enough and the sum can go into the product before it:
+
+    before:  %hidden, _ = graft.add_rms_norm(%x, %r, %g, eps)
+    after:   %rows = index_select(add(%x, %r), -2, %logits_index);  %hidden = graft.rms_norm(%rows, %g, eps)
 
     Numerics: the same rows, the same products; the matrix product may sum in another order for another row count.
     """
@@ -57,9 +66,33 @@ class LastTokenLogits(BaseTransform):
         with fake_mode(hidden):
             example = torch.empty(count, dtype=torch.int64, device=tensor_of(hidden).device)
         index = editor.placeholder("logits_index", example)
-        rows = editor.call(aten.index_select.default, (hidden, -2, index), before=node, like=node)
-        node.args = (rows, *node.args[1:])
+        made, replaced = choose_rows(editor, hidden, index, node)
+        node.args = (made[-1], *node.args[1:])
         for changed in (node, *reversed(chain)):
             changed.meta = {**changed.meta, "val": editor.abstract(changed)}
-        record = MatchRecord(where(node), module_path(node), (), (rows.name, index.name))
-        return Outcome((record,))
+        names = tuple(new.name for new in (*made, index))
+        return Outcome((MatchRecord(where(node), module_path(node), tuple(old.name for old in replaced), names),))
+
+
+def choose_rows(editor: Editor, hidden: Node, index: Node, reader: Node) -> tuple[list[Node], list[Node]]:
+    """What was made, the chosen rows of `hidden` last, and what it stands for. `reader` reads them."""
+
+    def select(value: Node) -> Node:
+        return editor.call(aten.index_select.default, (value, -2, index), before=reader, like=reader)
+
+    norm = hidden.args[0] if is_op(hidden, getitem) and hidden.args[1] == 0 else hidden
+    if list(hidden.users) != [reader] or not (is_op(norm, *NORMS) or is_lone_sum(norm)):
+        return [select(hidden)], []
+    if is_op(norm, *NORMS):
+        rows = select(norm.args[0])
+        normed = editor.call(norm.target, (rows, *norm.args[1:]), norm.kwargs, before=reader, like=norm)
+        return [rows, normed], [norm]
+    total = editor.call(aten.add.Tensor, norm.args[:2], before=norm, like=norm)
+    rows = select(total)
+    normed = editor.call(ops.rms_norm.default, (rows, *norm.args[2:]), norm.kwargs, before=reader, like=norm)
+    return [total, rows, normed], [norm, hidden]
+
+
+def is_lone_sum(node: Node) -> bool:
+    """A norm fused with a sum, of which only the normed result is read."""
+    return is_op(node, ops.add_rms_norm.default) and len(node.users) == 1
