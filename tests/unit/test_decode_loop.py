@@ -347,6 +347,7 @@ def test_whoever_waits_without_hope_does_not_stop_the_device_r43():
 def test_bucket_sizes_r43():
     assert bucket_sizes(1) == (1,) and bucket_sizes(8) == (1, 2, 4, 8)
     assert bucket_sizes(20) == (1, 2, 4, 8, 16, 20) and bucket_sizes(20, [8, 3, 8]) == (3, 8)
+    assert bucket_sizes(100_000)[-2:] == (256, 512) and bucket_sizes(600, [600]) == (600,)
     assert [bucket_for(n, (1, 2, 4)) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, None]
 
 

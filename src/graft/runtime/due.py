@@ -9,7 +9,7 @@ from torch import Tensor
 from graft.runtime.core import Request
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Due:
     """A request that gets a token from a row of the logits, and what it was before."""
 

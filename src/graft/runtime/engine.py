@@ -19,7 +19,6 @@ from graft.runtime.batch import pack
 from graft.runtime.core import FinishReason, Request, Stats
 from graft.runtime.decode.choose import WIDE
 from graft.runtime.decode.loop import Counts, DecodeLoop, Flight
-from graft.runtime.decode.recording import Recording
 from graft.runtime.detokenize import TextStream
 from graft.runtime.due import Due
 from graft.runtime.params import SamplingParams
@@ -54,30 +53,32 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Feeds the next tokens and returns the requests that got a new one."""
-        started = time.perf_counter()
-        if self.loop is not None:
-            self.loop.follow_stream()
-            if self.loop.flights:  # one step is on its way already
-                return self.take_stock(self.loop.flights[0], started)
+        started, loop = time.perf_counter(), self.loop
+        if loop is not None:
+            loop.follow_stream()
+            if loop.flights:  # one step is on its way already
+                return self.take_stock(loop.flights[0], started)
         plan = self.scheduler.schedule()
         if not plan.requests:
             return self.nothing_to_do()
         due: list[Due] = []
+        flight = None
         with self.undone_on_error(plan, due):
             copy_blocks(self.tensors, plan.copies)
-            recording = None if self.loop is None else self.loop.recording(plan)
-            if self.loop is not None and recording is not None and recording.kind != "logits":
-                return self.take_stock(self.loop.start(plan, recording), started)
-            due += self.due(plan)
-            logits = self.run(plan, recording)  # [n, vocab]
-            self.advance(plan, due, self.choose(due, logits))
+            recording = None if loop is None else loop.recording(plan)
+            if loop is not None and recording is not None and recording.kind != "logits":
+                flight = loop.start(plan, recording)
+            else:
+                due += self.due(plan)
+                logits = self.run(plan) if loop is None or recording is None else loop.logits(plan, recording)
+                self.advance(plan, due, self.choose(due, logits))  # logits: [n, vocab]
+        if flight is not None:
+            return self.take_stock(flight, started)
         grown = [one.request for one in due if one.request.error is None]
         self.count(plan, grown, time.perf_counter() - started)
         return grown
 
-    def run(self, plan: Plan, recording: Recording | None = None) -> Tensor:
-        if self.loop is not None and recording is not None:
-            return self.loop.logits(plan, recording)
+    def run(self, plan: Plan) -> Tensor:
         batch = pack(plan, self.manager.block_size, self.tensors[0].device)
         (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, n, vocab]
         return logits[0]
@@ -89,10 +90,10 @@ class Engine:
             self.loop.go_ahead(flight)
             tokens = flight.tokens()  # waits
             self.loop.flights.remove(flight)
-            due = [one for one in flight.due if tokens[one.row] != WIDE]
             for one in flight.due:
-                if one not in due:
+                if tokens[one.row] == WIDE:
                     self.loop.redraw(one)
+            due = [one for one in flight.due if tokens[one.row] != WIDE]
             for one in due:
                 self.keep(one.request, 1)
             for one in due:

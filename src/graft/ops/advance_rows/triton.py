@@ -11,7 +11,7 @@ from graft.ops.advance_rows.reference import LEAVE, NOTHING
 from graft.ops.launch import pdl_supported
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table", "stride_out", "count", "padding"])  # one kernel for all batch sizes
 def advance_rows_kernel(
     tokens, lengths, live, places, blocks, tables, out, stride_table, stride_out, count, padding,
     SIZE: tl.constexpr, NOTHING: tl.constexpr, LEAVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -15,7 +15,7 @@ from graft.ops.launch import pdl_supported
 BEYOND = tl.constexpr(2**31 - 1)  # no place is as large
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"])
 def pieces_kernel(logits, values, places, stride_row, vocab, pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -30,7 +30,7 @@ def pieces_kernel(logits, values, places, stride_row, vocab, pieces, BLOCK: tl.c
     tl.store(places + row * pieces + piece, first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"])
 def rows_kernel(values, places, out, pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

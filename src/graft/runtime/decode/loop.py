@@ -32,7 +32,7 @@ from graft.runtime.scheduler import Plan, Scheduler
 RANK: dict[Kind, int] = {"greedy": 0, "drawn": 1, "cut": 2, "logits": 3}  # each can do what those before it can
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """A step on its way: who is due a token from it, and where the tokens will be."""
 
