@@ -76,10 +76,13 @@ def cuda_recorder(device: torch.device) -> Recorder:
     return Recorder(record, refuse_inside_capture)
 
 
-def capture(graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream, run: Run, args: Sequence[Any]) -> Sequence[Any]:
+def capture(
+    graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream, run: Run, args: Sequence[Any], pool: Any = None
+) -> Sequence[Any]:
+    """The results of the recorded call. Recordings that share a `pool` overwrite each other's memory."""
     try:
         # thread_local: a recording may fall into the middle of serving, where other threads allocate memory
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             return run(*args)
     except RuntimeError as error:  # what CUDA and the operators raise; the first one is the cause
         FAILED.append(graph)

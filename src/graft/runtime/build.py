@@ -7,11 +7,13 @@ from hashlib import blake2b
 from typing import Any
 
 from graft.errors import OutOfMemory
+from graft.files import Progress
 from graft.kvcache.events import EventQueue
 from graft.kvcache.manager import BlockManager
 from graft.kvcache.memory import cache_size, is_out_of_memory, size_text
 from graft.kvcache.tensors import LayerShape, allocate, bytes_per_block
 from graft.models.load import LoadedModel
+from graft.runtime.decode.build import loop_problem, make_loop
 from graft.runtime.engine import Engine
 from graft.runtime.options import EngineOptions
 from graft.runtime.scheduler import Scheduler
@@ -23,14 +25,23 @@ def build_engine(
     layers: Sequence[LayerShape],
     block_size: int,
     options: EngineOptions,
+    *,
+    backend: str = "eager",
+    progress: Progress | None = None,
+    record: bool | None = None,
 ) -> tuple[Engine, str]:
-    """The engine, and a line about the size of its cache."""
+    """The engine, and a line about the size of its cache.
+
+    record: whether decode steps are recorded; None: where that is of use (see loop_problem).
+    """
     device = next(model.module.parameters()).device
     size = bytes_per_block(layers, block_size)
     most = options.max_num_seqs * -(-model.context // block_size)
     found = cache_size(size, most, device, options.kv_cache_memory)
+    problem = loop_problem(device, backend, options)
+    record = problem is None if record is None else record
     try:
-        tensors = allocate(layers, found.blocks, block_size, device)
+        tensors = allocate(layers, found.blocks + record, block_size, device)  # one block more for padding rows
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -47,7 +58,16 @@ def build_engine(
         events=events,
     )
     scheduler = Scheduler(manager, options.max_num_seqs, options.max_num_batched_tokens)
-    engine = Engine(graph, tensors, scheduler, end_tokens=end_tokens(model), tokenizer=model.tokenizer)
+    loop = make_loop(graph, tensors, scheduler, model.context, options, progress) if record else None
+    engine = Engine(
+        graph,
+        tensors,
+        scheduler,
+        end_tokens=end_tokens(model),
+        tokenizer=model.tokenizer,
+        loop=loop,
+        notes=() if record else (f"decode: no CUDA graphs, because {problem}",),
+    )
     tokens = found.blocks * block_size
     note = f"key-value cache: {found.blocks} blocks of {block_size} tokens, {size_text(found.bytes)} ({found.reason})"
     if tokens < model.context:

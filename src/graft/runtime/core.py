@@ -128,6 +128,10 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_tokens: int = 0
+    replayed_steps: int = 0  # decode steps that were one replay of a recording
+    steps_ahead: int = 0  # of these, launched before the tokens of the step ahead were known
+    bucket_misses: int = 0  # decode steps for which there was no recording, where recordings are on
+    redrawn_tokens: int = 0  # tokens that a recording could not draw and the host drew
 
     @property
     def decode_rate(self) -> float:

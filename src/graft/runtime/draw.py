@@ -19,12 +19,17 @@ HEAD = 1024  # most nuclei are smaller; a full sort of the vocabulary takes ten 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[float]) -> Tensor:
     """One token a row, [n]. logits: [n, vocab]; uniform: a number in [0, 1) for each row."""
-    rows = max(1, AT_ONCE // logits.shape[-1])
+    rows = rows_at_once(logits.shape[-1])
+    shares = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None]
     pieces = [
-        invert(weights(logits[i : i + rows], params[i : i + rows]), uniform[i : i + rows])
+        invert(weights(logits[i : i + rows], params[i : i + rows]), shares[i : i + rows])
         for i in range(0, len(params), rows)
     ]
     return torch.cat(pieces)
+
+
+def rows_at_once(vocab: int) -> int:
+    return max(1, AT_ONCE // vocab)
 
 
 def weights(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -66,12 +71,12 @@ def nucleus(kept: Tensor, top_p: Tensor, width: int = HEAD) -> Tensor:
     return result
 
 
-def invert(kept: Tensor, uniform: Sequence[float]) -> Tensor:
+def invert(kept: Tensor, uniform: Tensor) -> Tensor:
     """The first token, in vocabulary order, at which the cumulative weight exceeds the drawn share of the total. [n].
 
-    A token without weight stands at 0 in the sums: it exceeds nothing, not even a share of 0. The share is below the
-    largest sum, since uniform < 1, so there is always a token that exceeds it, however a device rounds its sums.
+    uniform: [n, 1]. A token without weight stands at 0 in the sums: it exceeds nothing, not even a share of 0. The
+    share is below the largest sum, since uniform < 1, so there is always a token that exceeds it, however a device
+    rounds its sums.
     """
     sums = kept.cumsum(-1).masked_fill_(kept == 0, 0)
-    share = torch.tensor(uniform, dtype=torch.float64, device=kept.device)[:, None] * sums.amax(-1, keepdim=True)
-    return (sums > share).to(torch.uint8).argmax(-1)
+    return (sums > uniform * sums.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graft.errors import EngineStuck, OutOfCache, OutOfMemory
+from graft.errors import EngineStuck, LogitsError, OutOfCache, OutOfMemory
 from graft.kvcache.manager import BlockManager
 from graft.kvcache.memory import free_memory, is_out_of_memory, size_text
 from graft.kvcache.tensors import copy_blocks
 from graft.runtime.batch import pack
 from graft.runtime.core import FinishReason, Request, Stats
+from graft.runtime.decode.choose import WIDE
+from graft.runtime.decode.loop import Counts, DecodeLoop, Flight
 from graft.runtime.detokenize import TextStream
+from graft.runtime.due import Due
 from graft.runtime.params import SamplingParams
 from graft.runtime.sampling import Choice, make_generator, sample
 from graft.runtime.scheduler import Plan, Scheduler
-
-
-@dataclass(frozen=True)
-class Due:
-    """A request that gets a token from a row of the logits, and what it was before."""
-
-    request: Request
-    row: int
-    length: int
-    state: Tensor | None  # of its generator
-
-    @staticmethod
-    def of(request: Request, row: int) -> Due:
-        generator = None if request.params.greedy else request.generator
-        return Due(request, row, len(request.tokens), None if generator is None else generator.get_state())
-
-    def restore(self) -> None:
-        if self.request.generator is not None and self.state is not None:
-            self.request.generator.set_state(self.state)
 
 
 class Engine:
@@ -52,6 +37,8 @@ class Engine:
         *,
         end_tokens: frozenset[int] = frozenset(),
         tokenizer: Any = None,
+        loop: DecodeLoop | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.graph = graph
         self.tensors = tensors
@@ -59,33 +46,79 @@ class Engine:
         self.manager: BlockManager = scheduler.manager
         self.end_tokens = end_tokens
         self.tokenizer = tokenizer
+        self.loop = loop  # decodes by recordings, a step ahead of the host; None: every step is `run`
+        self.said = tuple(notes)
         self.stats = Stats()
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Feeds the next tokens and returns the requests that got a new one."""
-        started = time.perf_counter()
+        started, loop = time.perf_counter(), self.loop
+        if loop is not None:
+            loop.follow_stream()
+            if loop.flights:  # one step is on its way already
+                return self.take_stock(loop.flights[0], started)
         plan = self.scheduler.schedule()
         if not plan.requests:
             return self.nothing_to_do()
-        due = self.due(plan)
-        try:
-            logits = self.run(plan)  # [n, vocab]
-            self.advance(plan, due, self.choose(due, logits))
-        except BaseException as error:
-            self.undo(plan, due)
-            if is_out_of_memory(error):
-                raise self.out_of_memory(plan) from error
-            raise
-        grown = [draw.request for draw in due if draw.request.error is None]
+        due: list[Due] = []
+        flight = None
+        with self.undone_on_error(plan, due):
+            copy_blocks(self.tensors, plan.copies)
+            recording = None if loop is None else loop.recording(plan)
+            if loop is not None and recording is not None and recording.kind != "logits":
+                flight = loop.start(plan, recording)
+            else:
+                due += self.due(plan)
+                logits = self.run(plan) if loop is None or recording is None else loop.logits(plan, recording)
+                self.advance(plan, due, self.choose(due, logits))  # logits: [n, vocab]
+        if flight is not None:
+            return self.take_stock(flight, started)
+        grown = [one.request for one in due if one.request.error is None]
         self.count(plan, grown, time.perf_counter() - started)
         return grown
 
     def run(self, plan: Plan) -> Tensor:
         batch = pack(plan, self.manager.block_size, self.tensors[0].device)
-        copy_blocks(self.tensors, plan.copies)
         (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, n, vocab]
         return logits[0]
+
+    def take_stock(self, flight: Flight, started: float) -> list[Request]:
+        """Launches the step after `flight`, where it can be launched unseen, and then looks at what `flight` gave."""
+        assert self.loop is not None
+        with self.undone_on_error(flight.plan, flight.due):
+            self.loop.go_ahead(flight)
+            tokens = flight.tokens()  # waits
+            self.loop.flights.remove(flight)
+            for one in flight.due:
+                if tokens[one.row] == WIDE:
+                    self.loop.redraw(one)
+            due = [one for one in flight.due if tokens[one.row] != WIDE]
+            for one in due:
+                self.keep(one.request, 1)
+            for one in due:
+                token = tokens[one.row]
+                self.append_token(one.request, Choice(token, error=LogitsError() if token < 0 else None))
+        grown = [one.request for one in due if one.request.error is None]
+        # whoever comes back late finds the step done: what it took then is the device's time
+        seconds = max(time.perf_counter() - started, flight.seconds)
+        self.count(flight.plan, grown, seconds, decoding=True)
+        return grown
+
+    @contextmanager
+    def undone_on_error(self, plan: Plan, due: list[Due]) -> Iterator[None]:
+        """What is on the way is given up, last first, then this step."""
+        try:
+            yield
+        except BaseException as error:
+            if self.loop is not None:
+                for flight in reversed(self.loop.flights):
+                    self.undo(flight.plan, flight.due)
+                self.loop.flights = []
+            self.undo(plan, due)
+            if is_out_of_memory(error):
+                raise self.out_of_memory(plan) from error
+            raise
 
     def due(self, plan: Plan) -> list[Due]:
         """Who gets a token: those all of whose tokens are in the cache after this step, and new samples of n > 1."""
@@ -105,9 +138,7 @@ class Engine:
     def advance(self, plan: Plan, due: list[Due], choices: list[Choice]) -> None:
         """Takes note of what is in the cache now, then of the new tokens."""
         for request, count in zip(plan.requests, plan.counts, strict=True):
-            assert request.table is not None
-            request.computed += count
-            self.manager.commit(request.table, request.tokens, request.computed)
+            self.keep(request, count)
         for one in due:
             leader = one.request.leader
             if leader is not None and one.request not in leader.siblings:
@@ -115,6 +146,12 @@ class Engine:
                 self.scheduler.join(one.request, leader)
         for one, choice in zip(due, choices, strict=True):
             self.append_token(one.request, choice)
+
+    def keep(self, request: Request, count: int) -> None:
+        """So many more of its tokens are in the cache."""
+        assert request.table is not None
+        request.computed += count
+        self.manager.commit(request.table, request.tokens, request.computed)
 
     def undo(self, plan: Plan, due: list[Due]) -> None:
         """The step failed. Those that got no token are computed again, with the random numbers that they had."""
@@ -157,6 +194,8 @@ class Engine:
 
     def end(self, request: Request, reason: FinishReason, what: int | str | None = None) -> None:
         request.finish_reason, request.stop_reason = reason, what
+        if self.loop is not None:
+            self.loop.forget(request)
         self.scheduler.drop(request)
 
     def add(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Request:
@@ -171,6 +210,8 @@ class Engine:
             )
         if self.idle:
             self.stats, self.scheduler.preemptions = Stats(), 0
+            if self.loop is not None:
+                self.loop.counts = Counts()
         self.scheduler.add(request)
         return request
 
@@ -204,16 +245,24 @@ class Engine:
         return []
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """For the report: how it decodes, and what could not be done as planned."""
+        return (*self.said, *(self.loop.notes if self.loop is not None else ()))
+
+    @property
     def idle(self) -> bool:
         return not self.scheduler.waiting and not self.scheduler.running
 
     @property
     def cache_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """Of the blocks that requests get; the padding block of recordings is not one of them."""
+        return sum(tensor[0].nbytes for tensor in self.tensors) * self.manager.blocks
 
-    def count(self, plan: Plan, grown: list[Request], seconds: float) -> None:
+    def count(self, plan: Plan, grown: list[Request], seconds: float, decoding: bool = False) -> None:
         fed, s = sum(plan.counts), self.stats
-        decoding = fed == len(grown) == len(plan.counts) and all(len(r.tokens) > len(r.prompt) + 1 for r in grown)
+        if not decoding:
+            decoding = fed == len(grown) == len(plan.counts) and all(len(r.tokens) > len(r.prompt) + 1 for r in grown)
+        counts = self.loop.counts if self.loop is not None else Counts()
         first = [r for r in grown if r.leader is None and len(r.tokens) == len(r.prompt) + 1]
         self.stats = replace(
             s,
@@ -225,6 +274,10 @@ class Engine:
             prefill_seconds=s.prefill_seconds + (0.0 if decoding else seconds),
             decode_seconds=s.decode_seconds + (seconds if decoding else 0.0),
             decode_tokens=s.decode_tokens + (len(grown) if decoding else 0),
+            replayed_steps=counts.replays,
+            steps_ahead=counts.ahead,
+            bucket_misses=counts.misses,
+            redrawn_tokens=counts.redrawn,
         )
 
     def out_of_memory(self, plan: Plan) -> OutOfMemory:

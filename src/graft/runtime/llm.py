@@ -60,9 +60,10 @@ class LLM:
         lowered = lower(self.graph_module, backend, settings.kernels)
         self.backend = lowered.backend
         layers = [LayerShape(c.kv_heads, c.head_dim, c.dtype) for c in context.outputs["kv_cache"]]
-        self.engine, size = build_engine(lowered.call, self.model, layers, context.block_size, sizes)
-        notes = (*report.notes, *lowered.notes, size)
-        self.report: Report = replace(report, kernels=lowered.kernels, notes=notes)
+        self.engine, self.size = build_engine(
+            lowered.call, self.model, layers, context.block_size, sizes, backend=lowered.backend, progress=progress
+        )
+        self.built: Report = replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes))
 
     def generate(
         self,
@@ -137,6 +138,11 @@ class LLM:
         """What happened in the cache since the last call; waits up to `timeout` seconds for something to happen."""
         events = self.engine.manager.events
         return events.drain(timeout) if events is not None else []
+
+    @property
+    def report(self) -> Report:
+        """What was built, with what the engine has had to say since."""
+        return replace(self.built, notes=(*self.built.notes, *self.engine.notes, self.size))
 
     @property
     def tokenizer(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graft.errors import UsageError
@@ -17,6 +18,8 @@ class EngineOptions:
     max_num_batched_tokens: tokens of one step; longer prompts are fed in chunks.
     enable_prefix_caching: prompts that begin alike share what is in the cache.
     max_events: blocks that events not yet read may tell of.
+    enforce_eager: decode without CUDA graphs.
+    cudagraph_capture_sizes: batch sizes that decode steps are recorded for; None: 1, 2, 4, 8, … max_num_seqs.
     """
 
     kv_cache_memory: int | str | None = None
@@ -24,13 +27,35 @@ class EngineOptions:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     max_events: int = 65_536
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_events"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_size(value):
                 raise UsageError(f"{name} must be a whole number of at least 1, but is {value!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise UsageError(f"enable_prefix_caching must be True or False, but is {self.enable_prefix_caching!r}")
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise UsageError(f"{name} must be True or False, but is {value!r}")
+        if self.cudagraph_capture_sizes is not None:
+            object.__setattr__(self, "cudagraph_capture_sizes", self.capture_sizes(self.cudagraph_capture_sizes))
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory)
+
+    def capture_sizes(self, asked: object) -> tuple[int, ...]:
+        name = "cudagraph_capture_sizes"
+        if not isinstance(asked, (list, tuple)) or not asked or not all(is_size(size) for size in asked):
+            raise UsageError(f"{name} must be a list of whole numbers of at least 1, but is {asked!r}")
+        if self.enforce_eager:
+            raise UsageError(f"{name} and enforce_eager contradict each other: give one of them")
+        if max(asked) > self.max_num_seqs:
+            raise UsageError(
+                f"{name} has {max(asked)}, but no more than max_num_seqs={self.max_num_seqs} requests run at once"
+            )
+        return tuple(asked)
+
+
+def is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -114,6 +114,16 @@ class Scheduler:
         insort(self.running, request, key=in_order)
         return True
 
+    @property
+    def closed(self) -> bool:
+        """Nobody who waits can get in before something changes."""
+        if not self.waiting:
+            return True
+        first = self.waiting[0]
+        if not self.running or first.order < self.running[-1].order:
+            return False
+        return len(self.running) >= self.max_num_seqs or self.still_refused(first)
+
     def still_refused(self, request: Request) -> bool:
         """Nothing has become free for it since it was refused: looking a long prompt up takes milliseconds."""
         if self.refused is None or self.refused[0] is not request or self.manager.available > self.refused[1]:

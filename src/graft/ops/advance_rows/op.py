@@ -1,0 +1,49 @@
+"""graft::advance_rows: the inputs of the next decode step, from the tokens of the last one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from graft.ops.advance_rows.reference import advance_rows
+from graft.ops.spec import Kernel, OpSpec, choose, define, needs_triton
+
+
+def fake(
+    tokens: Tensor, lengths: Tensor, live: Tensor, places: Tensor, blocks: Tensor, tables: Tensor,
+    padding: int, block_size: int,
+) -> Tensor:  # fmt: skip
+    return tokens.new_empty(3, tokens.shape[0])
+
+
+def triton_supports(tokens: Tensor, *_: object) -> str | None:
+    return needs_triton(tokens)
+
+
+def run_triton(*args: Any) -> Tensor:
+    from graft.ops.advance_rows.triton import advance_rows_triton
+
+    return advance_rows_triton(*args)
+
+
+SPEC = define(
+    OpSpec(
+        name="advance_rows",
+        schema="(Tensor tokens, Tensor(a!) lengths, Tensor(b!) live, Tensor(c!) places, Tensor blocks,"
+        " Tensor(d!) tables, int padding, int block_size) -> Tensor",
+        reference=advance_rows,
+        fake=fake,
+        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+    )
+)
+
+
+def advance_into(out: Tensor, *args: Any) -> None:
+    """The same into `out` [3, B], whose lines may lie apart."""
+    if choose(SPEC, *args).name == "triton":
+        from graft.ops.advance_rows.triton import advance_rows_triton
+
+        advance_rows_triton(*args, out=out)
+    else:
+        out.copy_(advance_rows(*args))

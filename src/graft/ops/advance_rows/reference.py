@@ -1,0 +1,37 @@
+"""One token further, for every row of a batch that decodes, in plain torch: what packing a batch does on the host.
+
+    command of the row ─▶ its table          place: a block of the table changes; LEAVE: the row becomes padding
+    length + 1         ─▶ position, slot     of live rows; padding stays at its one token in the padding block
+    last token         ─▶ input              a token below 0 tells the host something and is fed as 0
+
+Padding rows all write the first place of the padding block, which nobody else reads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NOTHING, LEAVE = -1, -2  # in `places`
+
+
+def advance_rows(
+    tokens: Tensor, lengths: Tensor, live: Tensor, places: Tensor, blocks: Tensor, tables: Tensor,
+    padding: int, block_size: int,
+) -> Tensor:  # fmt: skip
+    """All [B] int64, tables [B, width] → [3, B]: input ids, positions, slots.
+
+    lengths, live, places (NOTHING once obeyed) and tables are written in place. lengths: tokens in the cache, after
+    the step with the one it feeds. live: 1, or 0 for padding. places, blocks: which block of the row's table changes,
+    and to what.
+    """
+    leaving = places == LEAVE
+    place = places.clamp(min=0)[:, None]  # [B, 1]
+    told = torch.where(places >= 0, blocks, tables.gather(1, place)[:, 0])
+    tables.scatter_(1, place, torch.where(leaving, padding, told)[:, None])
+    live.masked_fill_(leaving, 0)
+    lengths.add_(1).masked_fill_(live == 0, 1)
+    places.fill_(NOTHING)
+    positions = lengths - 1
+    block = tables.gather(1, (positions // block_size)[:, None])[:, 0]
+    return torch.stack((tokens.clamp(min=0), positions, block * block_size + positions % block_size))

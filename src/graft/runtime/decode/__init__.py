@@ -1,0 +1,1 @@
+"""Decoding as recordings on fixed memory: one for each batch size, the next token fed on the device."""

@@ -1,0 +1,152 @@
+"""The fixed memory of decode steps: a row a request, shared by the recordings of all batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graft.ops.advance_rows.reference import NOTHING
+from graft.runtime.batch import Batch
+from graft.runtime.core import Request
+from graft.runtime.decode.choose import Settings
+
+# The lines of `state` [lines, rows], eight bytes each; the last three are float64.
+TOKENS, LENGTHS, LIVE, PLACES, BLOCKS, TOP_K, TEMPERATURE, MIN_P, TOP_P = range(9)
+LINES = 9
+LARGEST_K = 1 << 40  # any larger top_k keeps as much, and more than 64 bits do not fit
+RING = 2  # steps on the way at once
+
+
+def host(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of the host that the device copies from and to by itself."""
+    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class Slot:
+    """What one step brings to the device and back. It is used again when that step has ended."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.commands = host((2, rows), torch.int64, device)  # places, blocks
+        self.uniform = host((rows,), torch.float64, device)
+        self.command_array, self.uniform_array = self.commands.numpy(), self.uniform.numpy()  # the same memory
+        self.tokens = host((rows,), torch.int64, device)
+        timed = device.type == "cuda"
+        self.begin = torch.cuda.Event(enable_timing=True) if timed else None
+        self.done = torch.cuda.Event(enable_timing=True) if timed else None
+
+    def wait(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()
+
+    def seconds(self) -> float:
+        """How long the step took on the device; 0 on a CPU, where the launch itself takes that time."""
+        return 0.0 if self.begin is None or self.done is None else self.begin.elapsed_time(self.done) / 1e3
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """`padding` is the block of the cache that rows without a request write to; the block manager has it not."""
+
+    block_size: int
+    padding: int
+    state: Tensor  # [LINES, rows] int64
+    uniform: Tensor  # [rows] float64
+    inputs: Tensor  # [3, rows]: input ids, positions, slots
+    tables: Tensor  # [rows, width]
+    sent: Tensor  # [rows * width]: tables as they come from the host, without gaps
+    counting: Tensor  # [rows + 1]: 0, 1, 2, …
+    spans: Tensor  # [rows, 2], on the host: one new token a row
+    host_state: Tensor
+    host_tables: Tensor  # [rows * width]
+    ring: tuple[Slot, ...]
+    filled: torch.cuda.Event | None
+
+    @staticmethod
+    def make(rows: int, width: int, block_size: int, padding: int, device: torch.device) -> Buffers:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        buffers = Buffers(
+            block_size, padding, zeros(LINES, rows), zeros(rows, dtype=torch.float64), zeros(3, rows),
+            zeros(rows, width), zeros(rows * width), torch.arange(rows + 1, device=device),
+            torch.ones(rows, 2, dtype=torch.int64), host((LINES, rows), torch.int64, device),
+            host((rows * width,), torch.int64, device), tuple(Slot(rows, device) for _ in range(RING)),
+            torch.cuda.Event() if device.type == "cuda" else None,
+        )  # fmt: skip
+        buffers.fill([], rows)
+        return buffers
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a row has room for."""
+        return self.tables.shape[1] * self.block_size
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.state[TOKENS]  # [rows]
+
+    @property
+    def commands(self) -> Tensor:
+        return self.state[PLACES : BLOCKS + 1]  # [2, rows]
+
+    def advance(self, count: int) -> tuple[Tensor, Sequence[Any]]:
+        """Where the inputs of a step of `count` rows go, and what graft::advance_rows makes them of."""
+        lines = [self.state[line, :count] for line in (TOKENS, LENGTHS, LIVE, PLACES, BLOCKS)]
+        return self.inputs[:, :count], (*lines, self.tables[:count], self.padding, self.block_size)
+
+    def settings(self, count: int) -> Settings:
+        lines = (self.state[line].view(torch.float64) for line in (TEMPERATURE, MIN_P, TOP_P))
+        each = (*lines, self.state[TOP_K], self.uniform)
+        return Settings(*(line[:count, None] for line in each))
+
+    def batch(self, count: int) -> Batch:
+        """The graph's inputs for a step of `count` rows, a token each."""
+        places = self.counting[:count]
+        ids, positions, slots = self.inputs[:, :count]
+        inputs = {
+            "input_ids": ids[None],
+            "position_ids": positions[None],
+            "logits_index": places,
+            "slots": slots,
+            "rows": places,
+            "block_tables": self.tables[:count],
+            "starts": self.counting[: count + 1],
+            "lengths": self.state[LENGTHS, :count],
+            "spans": self.spans[:count],
+        }
+        return Batch(**{field.name: inputs[field.name] for field in fields(Batch)})
+
+    def fill(self, requests: Sequence[Request], count: int) -> None:
+        """Rows 0…n-1 are these requests, about to feed their last token; those up to `count` are padding."""
+        if self.filled is not None:
+            self.filled.synchronize()  # the last filling may still be copied from the memory that is written now
+        state = self.host_state.numpy()
+        numbers = state.view(np.float64)
+        state[:], state[LENGTHS], state[PLACES] = 0, 1, NOTHING
+        longest = max((len(r.table.blocks) for r in requests if r.table is not None), default=1)
+        tables = self.host_tables.numpy()[: count * longest].reshape(count, longest)
+        tables[:] = self.padding
+        for row, request in enumerate(requests):
+            assert request.table is not None
+            blocks, params = request.table.blocks, request.params
+            # padding that is read and masked must not be another's: a NaN there would not be hidden
+            tables[row, : len(blocks)], tables[row, len(blocks) :] = blocks, blocks[0]
+            state[[TOKENS, LENGTHS, LIVE, TOP_K], row] = (
+                request.tokens[-1],
+                request.computed,
+                1,
+                min(params.top_k, LARGEST_K),
+            )
+            numbers[[TEMPERATURE, MIN_P, TOP_P], row] = params.temperature, params.min_p, params.top_p
+        self.state.copy_(self.host_state, non_blocking=True)
+        self.sent[: tables.size].copy_(self.host_tables[: tables.size], non_blocking=True)
+        if self.filled is not None:
+            self.filled.record()
+        sent = self.sent[: tables.size].view(count, longest)
+        self.tables[:count] = sent[:, :1]
+        self.tables[:count, :longest] = sent

@@ -1,0 +1,60 @@
+"""A decode loop for an engine, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.files import Progress
+from graft.ops.launch import pdl_problem
+from graft.runtime.decode.buckets import bucket_sizes
+from graft.runtime.decode.buffers import Buffers
+from graft.runtime.decode.loop import DecodeLoop
+from graft.runtime.decode.recording import Recordings
+from graft.runtime.options import EngineOptions
+from graft.runtime.scheduler import Scheduler
+
+
+def loop_problem(device: torch.device, backend: str, options: EngineOptions) -> str | None:
+    """Why decode steps are not recorded, or None."""
+    if options.enforce_eager:
+        return "enforce_eager was asked for"
+    if device.type != "cuda":
+        return f"the model is on {device}"
+    if backend != "eager":
+        return f"backend {backend!r} runs each step as it always does"
+    return None
+
+
+def make_loop(
+    graph: Callable[..., Any],
+    tensors: Sequence[Tensor],  # one block more than the manager has: the padding's
+    scheduler: Scheduler,
+    context: int,
+    options: EngineOptions,
+    progress: Progress | None = None,
+) -> DecodeLoop:
+    manager, device = scheduler.manager, tensors[0].device
+    sizes = bucket_sizes(options.max_num_seqs, options.cudagraph_capture_sizes)
+    width = manager.blocks_for(context)
+    buffers = Buffers.make(sizes[-1], width, manager.block_size, manager.blocks, device)
+    recordings = Recordings(graph, tensors, buffers)
+    recordings.make_all(sizes, progress)
+    return DecodeLoop(scheduler, buffers, recordings, sizes, notes(recordings, device))
+
+
+def notes(recordings: Recordings, device: torch.device) -> list[str]:
+    """How many graphs there are, how long they took, and whether kernels overlap."""
+    sizes = ", ".join(str(rows) for rows, _ in sorted(recordings.made))
+    graphs = "CUDA graphs" if device.type == "cuda" else "recordings, which are direct calls on a CPU,"
+    lines = [
+        f"decode: {len(recordings.made)} {graphs} for batches of {sizes or 'no size'}, {recordings.seconds:.1f} s"
+    ]
+    problem = pdl_problem(device)
+    lines.append(f"programmatic dependent launch: {'on' if problem is None else f'off ({problem})'}")
+    if recordings.problem is not None:
+        lines.append(f"decode runs without CUDA graphs: {recordings.problem}")
+    return lines

@@ -1,0 +1,126 @@
+"""One decode step on fixed memory, recorded for a batch size: as a CUDA graph, or on a CPU as the call itself.
+
+advance ─▶ the model's graph ─▶ logits [B, vocab] ─▶ choose ─▶ tokens, which the next step's advance feeds
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.backends.recorders import capture
+from graft.errors import CaptureRefused
+from graft.files import Progress
+from graft.kvcache.memory import is_out_of_memory
+from graft.ops.advance_rows.op import advance_into
+from graft.runtime.decode.buffers import Buffers
+from graft.runtime.decode.choose import Kind, choose
+
+Key = tuple[int, Kind]  # rows, how tokens are chosen
+
+
+@dataclass(frozen=True)
+class Recording:
+    """`play` runs one step and gives its logits [B, vocab], whose memory the next step overwrites."""
+
+    rows: int
+    kind: Kind
+    play: Callable[[], Tensor | None]
+
+
+class Recordings:
+    """Made largest first, in one pool of memory: their steps never run at the same time."""
+
+    def __init__(self, graph: Callable[..., Any], tensors: Sequence[Tensor], buffers: Buffers) -> None:
+        self.graph = graph
+        self.tensors = tensors
+        self.buffers = buffers
+        self.device = buffers.state.device
+        self.made: dict[Key, Recording] = {}
+        self.problem: str | None = None  # why no more are made
+        self.seconds = 0.0
+        self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
+
+    def make_all(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
+        """The greedy ones, which most steps need; the others are made when they are first asked for."""
+        for done, rows in enumerate(sorted(sizes, reverse=True)):
+            if progress:
+                progress("capturing CUDA graphs", done, len(sizes))
+            if self.get(rows, "greedy") is None:
+                return
+        if progress:
+            progress("capturing CUDA graphs", len(sizes), len(sizes))
+
+    @torch.inference_mode()
+    def get(self, rows: int, kind: Kind) -> Recording | None:
+        """The recording, made if need be; then all rows of the buffers are padding. None: `problem` says why."""
+        key = (rows, kind)
+        if key not in self.made and self.problem is None:
+            started = time.perf_counter()
+            self.buffers.fill([], len(self.buffers.tables))
+            try:
+                self.made[key] = self.record(rows, kind)
+            except (CaptureRefused, RuntimeError) as error:  # what CUDA, Triton and the operators raise
+                reason = "no memory was left" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+                self.problem = f"recording a {kind} step of {rows} rows failed: {reason}"
+            self.seconds += time.perf_counter() - started
+        return self.made.get(key)
+
+    def body(self, rows: int, kind: Kind) -> Callable[[], Tensor]:
+        buffers = self.buffers
+        (fed, known), tokens = buffers.advance(rows), buffers.tokens[:rows]
+        settings, inputs = buffers.settings(rows), buffers.batch(rows).inputs()
+
+        def step() -> Tensor:
+            advance_into(fed, *known)
+            (logits,) = self.graph(*inputs, *self.tensors)  # [1, B, vocab]
+            if kind != "logits":
+                choose(kind, tokens, logits[0], settings)
+            return logits[0]
+
+        return step
+
+    def record(self, rows: int, kind: Kind) -> Recording:
+        step = self.body(rows, kind)
+        if self.device.type != "cuda":
+            step()
+            return Recording(rows, kind, step)
+        if self.stream is None:
+            self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(here)
+        try:
+            # warm-up and capture on one stream: libraries keep a workspace for each
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                warm_up(step)
+                logits = capture(graph, self.stream, lambda: [step()], (), self.pool)[0]
+        finally:
+            here.wait_stream(self.stream)
+        # only a step whose logits are read keeps them: the memory of the others is the next recording's
+        kept = logits if kind == "logits" else None
+        return Recording(rows, kind, lambda: replay(graph, kept))
+
+
+def replay(graph: torch.cuda.CUDAGraph, logits: Tensor | None) -> Tensor | None:
+    graph.replay()
+    return logits
+
+
+def warm_up(step: Callable[[], Tensor]) -> None:
+    """The first run compiles and tunes; the second must not wait for the device, or it could not be recorded.
+
+    Better found here than by a capture, which torch cannot undo when it fails.
+    """
+    step()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

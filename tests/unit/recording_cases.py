@@ -1,0 +1,59 @@
+"""Engines that record decode steps on a CPU, and the same ones that do not."""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import cache
+from typing import Any
+
+import graft
+from conftest import tiny
+from graft.kvcache.tensors import LayerShape
+from graft.runtime.build import build_engine
+from graft.runtime.options import EngineOptions
+
+
+@cache
+def captured(family: str) -> graft.LLM:
+    return graft.LLM(tiny(family))
+
+
+def engine(family: str, record: bool, blocks: int | None = None, **options: Any) -> graft.LLM:
+    """The same graph with an engine of its own; `record` has its decode steps recorded, as direct calls."""
+    llm = captured(family)
+    whole = llm.engine
+    layers = [LayerShape(t.shape[2], t.shape[3], t.dtype) for t in whole.tensors[::2]]
+    if blocks is not None:
+        options["kv_cache_memory"] = blocks * whole.cache_bytes // whole.manager.blocks
+    other = copy.copy(llm)
+    size = whole.manager.block_size
+    other.engine, other.size = build_engine(
+        whole.graph, llm.model, layers, size, EngineOptions(**options), record=record
+    )
+    assert blocks is None or other.engine.manager.blocks == blocks
+    return other
+
+
+def random_params(rng: random.Random, plain: bool = False) -> graft.SamplingParams:
+    """plain: what a recording chooses by itself."""
+    common: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 5, 9, 20, 40]), "ignore_eos": rng.random() < 0.7}
+    if rng.random() < 0.3:
+        common["stop_token_ids"] = tuple(rng.sample(range(128), 4))
+    if not plain and rng.random() < 0.15:
+        common |= {"repetition_penalty": 1.3, "presence_penalty": 0.4}
+    if not plain and rng.random() < 0.15:
+        common["logprobs"] = rng.randrange(4)
+    if not plain and rng.random() < 0.15:
+        common["min_tokens"] = min(3, common["max_tokens"])
+    if rng.random() < 0.5:
+        return graft.SamplingParams(**common)
+    return graft.SamplingParams(
+        **common,
+        n=1 if plain else rng.choice([1, 1, 1, 2, 3]),
+        temperature=rng.uniform(0.3, 1.5),
+        top_k=rng.choice([0, 0, 5, 40]),
+        top_p=rng.choice([1.0, 1.0, 0.9]),
+        min_p=rng.choice([0.0, 0.0, 0.05]),
+        seed=rng.randrange(1000),
+    )

@@ -1,0 +1,369 @@
+"""Decoding by recordings, a step ahead of the host: the tokens of the engine that does neither (R43)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from recording_cases import captured, engine, random_params
+
+import graft
+from graft.errors import LogitsError, OutOfMemory, UsageError
+from graft.kvcache.events import CacheView
+from graft.runtime.decode import choose as choosing
+from graft.runtime.decode.buckets import bucket_for, bucket_sizes
+from graft.runtime.decode.loop import Flight
+from graft.runtime.decode.recording import Recordings
+
+
+def prompts(lengths, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 128) for _ in range(n)] for n in lengths]
+
+
+def greedy(tokens=24, **options):
+    return graft.SamplingParams(max_tokens=tokens, ignore_eos=True, **options)
+
+
+def traffic(rng, count, plain):
+    """(pause before it, prompt, parameters, priority, cancelled after so many steps or None)."""
+    prefixes = [[rng.randrange(3, 128) for _ in range(rng.choice([16, 33, 48]))] for _ in range(3)]
+    for _ in range(count):
+        tail = [rng.randrange(3, 128) for _ in range(rng.randint(1, 20))]
+        prompt = (rng.choice(prefixes) if rng.random() < 0.6 else []) + tail
+        pause = rng.choice([0, 0, 0, 1, 6, 25])
+        yield pause, prompt, random_params(rng, plain), rng.choice([0, 0, 0, -1, 1])
+
+
+def run(llm, seed, count, plain=False, abort=False):
+    """All requests of the traffic, with what can be checked on the way checked."""
+    requests, view, rng = [], CacheView(), random.Random(seed + 1)
+
+    def step():
+        llm.engine.step()
+        if rng.random() < 0.2:
+            llm.engine.manager.check()
+        for event in llm.kv_cache_events():
+            view.apply(event)
+        if abort and requests and rng.random() < 0.1:
+            llm.engine.abort([rng.choice([r for r in requests if r.finish_reason is None] or requests)])
+
+    for pause, prompt, params, priority in traffic(random.Random(seed), count, plain):
+        for _ in range(pause):
+            step()
+        requests.append(llm.submit(prompt, params, priority=priority))
+    while not llm.engine.idle:
+        step()
+    manager = llm.engine.manager
+    manager.check()
+    assert manager.available == manager.blocks and not manager.tables
+    assert set(view.blocks) == set(manager.stored)
+    return [one for request in requests for one in request.family]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_equal_the_synchronous_engine_r43(seed, plain):
+    """Arrivals, stops, priorities, n > 1, log probabilities, penalties, a small cache: the same, token for token."""
+    options = {"blocks": 40, "max_num_seqs": 12, "max_num_batched_tokens": 48}
+    expected = run(engine("mistral", False, **options), seed, 60, plain)
+    llm = engine("mistral", True, **options)
+    got = run(llm, seed, 60, plain)
+    assert [r.new_tokens for r in got] == [r.new_tokens for r in expected]
+    assert [(r.finish_reason, r.stop_reason) for r in got] == [(r.finish_reason, r.stop_reason) for r in expected]
+    assert [r.logprobs and [set(p) for p in r.logprobs] for r in got] == [
+        r.logprobs and [set(p) for p in r.logprobs] for r in expected
+    ]
+    for one, other in zip(got, expected, strict=True):
+        drew = one.params.seed is None or one.generator.get_state().equal(other.generator.get_state())
+        assert drew, "as many numbers drawn, and no more"
+    assert llm.engine.loop.launched > 40
+
+
+def test_the_host_is_one_step_behind_r43():
+    llm = engine("llama", True, max_num_seqs=8)
+    expected = engine("llama", False).generate(prompts((5, 9, 17)), greedy())
+    loop = llm.engine.loop
+    requests = [llm.submit(prompt, greedy()) for prompt in prompts((5, 9, 17))]
+    llm.engine.step()  # the prompts
+    assert not loop.flights
+    for tokens in range(2, 25):
+        assert len(llm.engine.step()) == 3
+        assert all(len(r.new_tokens) == tokens for r in requests)
+        assert len(loop.flights) == (tokens < 24), "the next step is launched already, except after the last"
+    assert llm.engine.idle and [r.new_tokens for r in requests] == [o.token_ids for o in expected]
+    assert llm.stats.replayed_steps == 23 and llm.stats.steps_ahead == 22 and llm.stats.bucket_misses == 0
+    assert llm.stats.decode_tokens == 69 and llm.stats.steps == 24 and llm.stats.decode_seconds > 0
+
+
+def test_requests_cancelled_in_mid_flight_leave_the_others_alone_r43():
+    options = {"blocks": 40, "max_num_seqs": 12, "max_num_batched_tokens": 48}
+    whole = run(engine("mistral", False, **options), 7, 40, plain=True)
+    some = run(engine("mistral", True, **options), 7, 40, plain=True, abort=True)
+    aborted = [r for r in some if r.finish_reason == "abort"]
+    assert len(aborted) > 3
+    for one, other in zip(some, whole, strict=True):
+        end = len(one.new_tokens) if one in aborted else None
+        assert one.new_tokens == other.new_tokens[:end]
+
+
+def test_a_step_writes_only_blocks_that_nobody_else_sees_r43():
+    """Also for tokens that are thrown away: what is launched never writes a stored or a shared block."""
+    llm = engine("mistral", True, blocks=40, max_num_seqs=12, max_num_batched_tokens=48)
+    loop, manager, thrown = llm.engine.loop, llm.engine.manager, []
+    launch, drop = loop.launch, Flight.drop
+
+    def checked(flight):
+        before = [tensor.clone() for tensor in llm.engine.tensors]
+        launch(flight)
+        blocks = (loop.buffers.inputs[2, : flight.recording.rows] // manager.block_size).tolist()
+        due = {one.row: one.request.table for one in flight.due}
+        for row, block in enumerate(blocks):
+            if row not in due:
+                assert block == manager.blocks, "a row without a request writes the padding block"
+            else:
+                assert block in due[row].blocks and manager.refs[block] == 1 and manager.entries[block] is None
+        others = [b for b in range(manager.blocks) if b not in blocks]
+        for tensor, old in zip(llm.engine.tensors, before, strict=True):
+            assert tensor[others].equal(old[others])
+        return flight
+
+    loop.launch = checked
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Flight, "drop", lambda self, request: thrown.append(request) or drop(self, request))
+        run(llm, 3, 40, plain=True, abort=True)
+    assert len(thrown) > 5 and loop.launched > 40
+
+
+def test_equal_requests_share_their_blocks_while_they_decode_r43():
+    """Blocks that become full and are stored already are exchanged, and the device is told without a pause."""
+    (prompt,) = prompts((21,))
+    expected = engine("llama", False).generate([prompt], greedy(60))[0].token_ids
+    llm = engine("llama", True, max_num_seqs=4)
+    requests = [llm.submit(prompt, greedy(60)) for _ in range(3)]
+    for _ in range(50):
+        llm.engine.step()
+    assert max(llm.engine.manager.refs) == 3
+    assert len({tuple(r.table.blocks[:-2]) for r in requests}) == 1 and len(requests[0].table.blocks) > 4
+    llm.finish(requests)
+    assert [r.new_tokens for r in requests] == [expected] * 3
+    assert llm.stats.steps_ahead == 58, "never drained"
+
+
+def test_rows_that_end_become_padding_and_smaller_recordings_follow_r43():
+    given = prompts((5, 9, 17, 3, 8))
+    params = [greedy(n) for n in (6, 30, 12, 18, 30)]
+    expected = [o.token_ids for o in engine("llama", False).generate(given, params)]
+    llm = engine("llama", True, max_num_seqs=8)
+    sizes, play = [], llm.engine.loop.launch
+    llm.engine.loop.launch = lambda flight: sizes.append(flight.recording.rows) or play(flight)
+    assert [o.token_ids for o in llm.generate(given, params)] == expected
+    assert sizes == sorted(sizes, reverse=True) and set(sizes) == {8, 4, 2}
+
+
+def poison(llm):
+    """Everything that no request may read is NaN."""
+    for tensor in llm.engine.tensors:
+        tensor[:-1].fill_(torch.nan)
+
+
+def test_recording_writes_the_padding_block_alone_r43():
+    llm = engine("llama", True, max_num_seqs=4)
+    assert all(not tensor[:-1].any() for tensor in llm.engine.tensors)
+    assert len(llm.engine.tensors[0]) == llm.engine.manager.blocks + 1
+    given = prompts((5, 9, 17))
+    expected = [o.token_ids for o in engine("llama", False).generate(given, greedy())]
+    poison(llm)
+    assert [o.token_ids for o in llm.generate(given, greedy())] == expected
+    poison(llm)
+    drawn = graft.SamplingParams(max_tokens=4, temperature=1.0, seed=1)
+    llm.generate(given, drawn)  # recorded here, in the middle of everything
+    used = {b for b in range(llm.engine.manager.blocks) if not llm.engine.tensors[0][b].isnan().all()}
+    assert len(used) <= 6
+
+
+@pytest.mark.parametrize("at", ["graph", "append", "launch", "wait", "draw"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_step_that_fails_is_done_again_r43(at, error, monkeypatch):
+    """Wherever it breaks off: tokens, random numbers and blocks are as if it had not been."""
+    llm = engine("llama", True, max_num_seqs=4)
+    params = [
+        graft.SamplingParams(max_tokens=12, temperature=1.1, seed=3, ignore_eos=True),
+        greedy(9),
+        graft.SamplingParams(max_tokens=10, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True),
+    ]
+    given = prompts((5, 15, 9))
+    expected = [o.token_ids for o in engine("llama", False).generate(given, params)]
+    for steps in (1, 2, 4):
+        for calls in (0, 1):
+            requests = [llm.submit(*one) for one in zip(given, params, strict=True)]
+            for _ in range(steps):
+                llm.engine.step()
+            targets = {
+                "graph": (llm.engine.loop.recordings, "graph"),
+                "append": (llm.engine, "append_token"),
+                "launch": (llm.engine.loop, "launch"),
+                "wait": (Flight, "tokens"),
+                "draw": (torch, "rand"),
+            }
+            with monkeypatch.context() as patch:
+                patch.setattr(*targets[at], failing(getattr(*targets[at]), calls, error))
+                with pytest.raises(error):
+                    for _ in range(3):
+                        llm.engine.step()
+            assert not llm.engine.loop.flights
+            llm.engine.manager.check()
+            llm.finish(requests)
+            assert [r.new_tokens for r in requests] == expected
+            assert llm.engine.idle and llm.engine.manager.available == llm.engine.manager.blocks
+
+
+def failing(call, good, error):
+    """Runs `good` times, then fails."""
+    left = [good]
+
+    def run(*args, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return call(*args, **options)
+
+    return run
+
+
+def test_no_memory_for_a_step_is_an_error_with_numbers_r63(monkeypatch):
+    llm = engine("llama", True, max_num_seqs=4)
+    request = llm.submit([5, 6], greedy())
+    for _ in range(3):
+        llm.engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.loop, "launch", failing(None, 0, torch.OutOfMemoryError("CUDA out of memory")))
+        with pytest.raises(OutOfMemory, match="no memory for a step of 1 tokens"):
+            llm.engine.step()
+    llm.finish([request])
+    assert request.new_tokens == engine("llama", False).generate([[5, 6]], greedy())[0].token_ids
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone_r43():
+    llm = engine("llama", True, max_num_seqs=4)
+    given = prompts((5, 9))
+    expected = [o.token_ids for o in engine("llama", False).generate(given, greedy())]
+    recordings = llm.engine.loop.recordings
+    graph = recordings.graph
+
+    def broken(ids, positions, *inputs):
+        (logits,) = graph(ids, positions, *inputs)
+        logits[0, positions[0] == 12] = torch.nan  # the first request's eighth new token, the second's fourth
+        return (logits,)
+
+    recordings.graph = broken
+    outputs = llm.generate(given, greedy())
+    for output, tokens, prompt in zip(outputs, expected, given, strict=True):
+        assert output.finish_reason == "error" and isinstance(output.error, LogitsError)
+        assert output.token_ids == tokens[: 13 - len(prompt)]
+    assert llm.engine.idle and llm.engine.manager.available == llm.engine.manager.blocks
+
+
+def test_a_nucleus_wider_than_the_head_is_drawn_on_the_host_r43(monkeypatch):
+    """A head of 8 tokens: wide nuclei are told by the recording, counted, noted, and never wrong."""
+    given = prompts((5, 9, 4))
+    params = [
+        graft.SamplingParams(max_tokens=20, temperature=t, top_p=0.9, top_k=k, seed=i, ignore_eos=True)
+        for i, (t, k) in enumerate(((0.2, 0), (5.0, 0), (1.0, 9)))
+    ]
+    expected = engine("llama", False)
+    requests = [expected.submit(*one) for one in zip(given, params, strict=True)]
+    expected.finish(requests)
+    monkeypatch.setattr(choosing, "HEAD", 8)
+    llm = engine("llama", True, max_num_seqs=4)
+    got = [llm.submit(*one) for one in zip(given, params, strict=True)]
+    llm.finish(got)
+    assert [r.new_tokens for r in got] == [r.new_tokens for r in requests]
+    for one, other in zip(got, requests, strict=True):
+        assert one.generator.get_state().equal(other.generator.get_state())
+    assert llm.stats.redrawn_tokens == 0, "top_k above the head is known beforehand: all steps go the host's way"
+    again = [llm.submit(*one) for one in zip(given[:2], params[:2], strict=True)]
+    llm.finish(again)
+    assert [r.new_tokens for r in again] == [r.new_tokens for r in requests[:2]]
+    assert llm.stats.redrawn_tokens >= 1 and any("wider than" in note for note in llm.report.notes)
+    assert not llm.engine.loop.wide
+
+
+def test_a_batch_without_a_recording_is_counted_and_told_r43():
+    llm = engine("llama", True, max_num_seqs=4, cudagraph_capture_sizes=[1, 2])
+    given = prompts((5, 9, 17))
+    params = [greedy(8), greedy(8), greedy(16)]
+    expected = [o.token_ids for o in engine("llama", False).generate(given, params)]
+    assert [o.token_ids for o in llm.generate(given, params)] == expected
+    assert llm.stats.bucket_misses == 7 and llm.stats.replayed_steps == 8
+    told = [note for note in llm.report.notes if "larger than 2" in note]
+    assert len(told) == 1
+    assert any("2 recordings, which are direct calls on a CPU, for batches of 1, 2" in n for n in llm.report.notes)
+
+
+def test_a_recording_that_fails_is_told_and_decoding_goes_on_r43(monkeypatch):
+    def refuse(self, rows, kind):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(Recordings, "record", refuse)
+    llm = engine("llama", True, max_num_seqs=4)
+    given = prompts((5, 9))
+    expected = [o.token_ids for o in engine("llama", False).generate(given, greedy())]
+    assert [o.token_ids for o in llm.generate(given, greedy())] == expected
+    assert llm.stats.bucket_misses == 23 and llm.stats.replayed_steps == 0
+    told = [note for note in llm.report.notes if "RuntimeError: no such thing" in note]
+    assert told == [
+        "decode runs without CUDA graphs: recording a greedy step of 4 rows failed: RuntimeError: no such thing"
+    ]
+
+
+def test_other_kinds_are_recorded_when_first_needed_and_noted_r43():
+    llm = engine("llama", True, max_num_seqs=2)
+    assert {kind for _, kind in llm.engine.loop.recordings.made} == {"greedy"}
+    hot = {"max_tokens": 4, "temperature": 1.0, "seed": 1, "ignore_eos": True}
+    for options in (hot, hot | {"top_p": 0.9}, {"max_tokens": 4, "logprobs": 1}):
+        llm.generate([[5, 6]], graft.SamplingParams(**options))
+    assert {kind for rows, kind in llm.engine.loop.recordings.made if rows == 1} == {
+        "greedy",
+        "drawn",
+        "cut",
+        "logits",
+    }
+    notes = [note for note in llm.report.notes if note.startswith("recorded when first needed")]
+    assert notes == [f"recorded when first needed: a {kind} step of 1 rows" for kind in ("drawn", "cut", "logits")]
+
+
+def test_whoever_waits_without_hope_does_not_stop_the_device_r43():
+    """More requests than places: the running ones are decoded ahead, and the next gets in when one has ended."""
+    given = prompts((5, 9, 7))
+    params = [greedy(20), greedy(12), greedy(10)]
+    expected = [o.token_ids for o in engine("llama", False).generate(given, params)]
+    llm = engine("llama", True, max_num_seqs=2)
+    assert [o.token_ids for o in llm.generate(given, params)] == expected
+    assert llm.stats.steps_ahead > 14
+
+
+def test_bucket_sizes_r43():
+    assert bucket_sizes(1) == (1,) and bucket_sizes(8) == (1, 2, 4, 8)
+    assert bucket_sizes(20) == (1, 2, 4, 8, 16, 20) and bucket_sizes(20, [8, 3, 8]) == (3, 8)
+    assert bucket_sizes(100_000)[-2:] == (256, 512) and bucket_sizes(600, [600]) == (600,)
+    assert [bucket_for(n, (1, 2, 4)) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, None]
+
+
+def test_options_r63():
+    for wrong, message in (
+        ({"enforce_eager": 1}, "enforce_eager must be True or False"),
+        ({"cudagraph_capture_sizes": []}, "must be a list of whole numbers of at least 1"),
+        ({"cudagraph_capture_sizes": [0]}, "must be a list of whole numbers of at least 1"),
+        ({"cudagraph_capture_sizes": 4}, "must be a list of whole numbers of at least 1"),
+        ({"cudagraph_capture_sizes": [9], "max_num_seqs": 8}, "no more than max_num_seqs=8"),
+        ({"cudagraph_capture_sizes": [1], "enforce_eager": True}, "contradict"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            graft.LLM("tiny-llama", **wrong)
+
+
+def test_a_cpu_engine_says_that_it_records_nothing_r43():
+    assert "decode: no CUDA graphs, because the model is on cpu" in captured("llama").report.notes
+    assert captured("llama").engine.loop is None
