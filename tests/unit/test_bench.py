@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 
 import pytest
+import torch
+from torch import nn
+from torch.fx import symbolic_trace
 from typer.testing import CliRunner
 
 import graft
@@ -14,13 +18,31 @@ from graft.cli.app import app
 from graft.errors import PromptTooLong, UsageError
 from graft.models.load import load_model
 from graft.workbench import bench as workbench
-from graft.workbench import plot
-from graft.workbench.bench import Bench, Graft, Plan, Row, agreement, bench, known_context, prompts_for
-from graft.workbench.compare import CompiledRival, EagerRival
+from graft.workbench import contest, plot
+from graft.workbench.bench import bench, prompts_for
+from graft.workbench.compare import RIVALS, EagerRival
+from graft.workbench.contest import Graft, agreement
+from graft.workbench.plan import Cell, Plan, known_context
 from graft.workbench.plot import check_plot, write_plot
-from graft.workbench.traffic import cache_bytes, step_bytes, weight_bytes
+from graft.workbench.roofline import Roofline
+from graft.workbench.rows import Bench, Row
+from graft.workbench.traffic import (
+    cache_bytes,
+    causal_pairs,
+    graph_weight_bytes,
+    prompt_flops,
+    step_bytes,
+    weight_bytes,
+)
 
-SMALL = Plan(batches=(1, 3), prompt=12, new=6, repeats=2, against=("eager",))
+SMALL = Plan(batches=(1, 3), prompts=(12,), new=6, repeats=2, against=("eager",))
+ROOF = Roofline(read_gb_per_s=10.0, matrix_tflops=2.0, read_how="a sum", matrix_how="64³ in float32")
+
+
+SETUP = {
+    **{"model": "m", "dtype": "float32", "device_name": "CPU", "prompts": [128], "new": 1, "repeats": 1},
+    **{"torch": "2", "backend": "eager", "graft_build_seconds": 1},
+}
 
 
 @cache
@@ -47,21 +69,26 @@ class Fake:
         return [[1] * new for _ in prompts]
 
 
+def replace_name(fake: Fake, name: str) -> Fake:
+    return Fake(name, fake.clock, fake.seconds)
+
+
 @pytest.fixture
 def fakes(monkeypatch):
     """graft takes 0.1 s a step, eager 0.2 s, compile dies; on a clock of their own."""
     clock = [0.0]
     ours, eager = Fake("graft", clock, 0.1), Fake("hugging face eager", clock, 0.2)
     broken = Fake("hugging face compile", clock, 0.3, "no compiler here\nand a long trace")
-    monkeypatch.setattr(workbench.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(contest.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(workbench, "Graft", lambda llm: ours)
-    monkeypatch.setattr(workbench, "EagerRival", lambda model: eager)
-    monkeypatch.setattr(workbench, "CompiledRival", lambda model, length: broken)
+    monkeypatch.setitem(RIVALS, "eager", lambda model, length: eager)
+    monkeypatch.setitem(RIVALS, "compile", lambda model, length: broken)
+    monkeypatch.setattr("graft.workbench.roofline.measure_roofline", lambda device, dtype: ROOF)
     return ours, eager, broken
 
 
 def test_first_token_and_steps_are_told_apart_r61(fakes):
-    result = bench(engine(), replace(SMALL, against=("eager", "compile")))
+    result = bench(engine(), replace(SMALL, against=("eager", "compile")), 5.0, roofline=ROOF)
     by = {(row.engine, row.batch): row for row in result.rows}
     ours, eager = by["graft", 3], by["hugging face eager", 3]
     assert ours.first_token_ms == pytest.approx(1000) and ours.prefill_tokens_per_s == pytest.approx(3 * 12)
@@ -70,7 +97,11 @@ def test_first_token_and_steps_are_told_apart_r61(fakes):
     assert result.ratio(eager) == pytest.approx(2.0)
     read = step_bytes(engine().model.module, 3, 12 + 3.5)
     assert ours.gb_per_s == pytest.approx(read / 0.1 / 1e9)
+    assert ours.roofline_percent == pytest.approx(100 * ours.gb_per_s / 10)
+    flops = prompt_flops(engine().model.module, 3, 12)
+    assert ours.prefill_tflops == pytest.approx(flops / 1e12) and ours.prefill_percent == pytest.approx(flops / 2e10)
     assert ours.setup_seconds == pytest.approx(1.3), "the first calls: one prompt and three steps"
+    assert ours.build_seconds == pytest.approx(6.3) and eager.build_seconds == eager.setup_seconds
 
 
 def test_a_rival_that_fails_is_shown_with_its_reason_and_the_others_go_on(fakes):
@@ -116,25 +147,70 @@ def test_steps_that_noise_hides_are_not_given_a_number(fakes):
     assert "too short to tell" in row.failed and row.token_ms is None and row.first_token_ms == pytest.approx(1000)
 
 
+def test_rows_for_every_batch_and_prompt_and_ratios_inside_a_cell(fakes):
+    result = bench(engine(), replace(SMALL, prompts=(12, 20)))
+    assert [(row.batch, row.prompt) for row in result.rows[::2]] == [(1, 12), (3, 12), (1, 20), (3, 20)]
+    assert {len(prompt) for prompts, _ in fakes[0].asked for prompt in prompts} == {12, 20}
+    slow = replace(result.rows[-1], decode_tokens_per_s=1.0)
+    other = replace(result.rows[0], prompt=99, decode_tokens_per_s=1e9)
+    assert replace(result, rows=(other, *result.rows)).ratio(slow) == pytest.approx(30.0), "graft's row of that cell"
+
+
+def test_no_rival_is_begun_that_would_outlast_the_limit(fakes):
+    """Its first calls took 1.6 s at batch 1; after 14 s of 15 they are not begun at batch 3, and the row says so."""
+    result = bench(engine(), replace(SMALL, time_limit=15.0))
+    by = {(row.engine, row.batch): row for row in result.rows}
+    late = by["hugging face eager", 3]
+    assert by["hugging face eager", 1].token_ms and by["graft", 3].token_ms, "graft is always measured"
+    assert late.token_ms is None and "of 15 s have passed" in late.failed and "--time-limit" in late.failed
+    assert all(row.token_ms for row in bench(engine(), replace(SMALL, time_limit=100.0)).rows)
+
+
+def test_rivals_are_let_go_after_every_cell(fakes, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(workbench.torch.compiler, "reset", lambda: forgotten.append(len(fakes[1].asked)))
+    bench(engine(), SMALL)
+    assert forgotten == [5, 10], "after the first calls and two repeats of two calls, in each cell"
+
+
 # ── the real contestants ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_graft_and_eager_give_the_same_tokens():
-    calls = prompts_for(engine().model, 9)
+    calls = prompts_for(engine().model, Cell(3, 9))
     prompts = [next(calls) for _ in range(3)]
     tokens = Graft(engine()).generate(prompts, 7)
     assert tokens == EagerRival(engine().model).generate(prompts, 7) and {len(t) for t in tokens} == {7}
     assert agreement(tokens, tokens) == 1.0 and agreement([[1, 2]], [[1, 3]]) == 0.5 and agreement([[1]], []) is None
 
 
-def test_the_compiled_rival_gives_the_same_tokens_call_after_call():
+def test_a_compiled_rival_gives_the_same_tokens_call_after_call():
     """The cache is emptied between calls and serves shorter ones; compilation is in the first call alone."""
     model = load_model("tiny-smollm2", dtype="float32", device="cpu")
-    eager, compiled = EagerRival(model), CompiledRival(model, 20)
-    calls = prompts_for(model, 9)
+    eager, compiled = EagerRival(model), RIVALS["compile"](model, 20)
+    calls = prompts_for(model, Cell(2, 9))
     for new in (4, 1, 9):
         prompts = [next(calls) for _ in range(2)]
         assert compiled.generate(prompts, new) == eager.generate(prompts, new)
+
+
+def test_the_modes_of_the_compiled_rivals(monkeypatch):
+    """A real one compiles for a minute with max-autotune; tests/gpu/test_bench.py runs it."""
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda module, **options: asked.append(options))
+    names = [RIVALS[name](engine().model, 20).name for name in ("compile", "autotune")]
+    assert names == ["hugging face compile", "hugging face autotune"]
+    assert [options["mode"] for options in asked] == [None, "max-autotune"]
+
+
+def test_peers_are_all_rivals_with_a_line_for_each_phase(fakes, monkeypatch):
+    monkeypatch.setattr("graft.runtime.llm.LLM", lambda *_, **__: engine())
+    monkeypatch.setitem(RIVALS, "autotune", lambda model, length: replace_name(fakes[1], "hugging face autotune"))
+    done = command("tiny-llama", "--peers", "--prompt", "12", "--new", "6", "--json")
+    document = json.loads(done.stdout)
+    assert [row["engine"].split()[-1] for row in document["rows"]] == ["graft", *RIVALS]
+    assert [row["failed"][:12] for row in document["rows"] if row["engine"].endswith("compile")] == ["RuntimeError"]
+    assert document["setup"]["batches"] == [1] and "autotune, first calls" in done.stderr
 
 
 def test_the_command_prints_a_table_and_one_json_document_r61(tmp_path):
@@ -143,21 +219,60 @@ def test_the_command_prints_a_table_and_one_json_document_r61(tmp_path):
     done = command(*small, "--json", "--plot", str(picture))
     document = json.loads(done.stdout)
     assert [row["engine"] for row in document["rows"]] == ["graft", "hugging face eager"]
-    assert document["setup"]["model"] == "tiny-llama" and document["rows"][1]["same_tokens"] == 1.0
+    setup, (ours, rival) = document["setup"], document["rows"]
+    assert setup["model"] == "tiny-llama" and rival["same_tokens"] == 1.0
+    assert setup["command"].startswith("graft ") and setup["date"].startswith("20") and setup["transformers"]
+    assert setup["roofline"]["read_gb_per_s"] > 0 and setup["build_phases"]["transforms"] > 0
+    assert 0 < ours["roofline_percent"] == pytest.approx(100 * ours["gb_per_s"] / setup["roofline"]["read_gb_per_s"])
+    assert ours["build_seconds"] > ours["setup_seconds"] and rival["build_seconds"] == rival["setup_seconds"]
     assert picture.read_text().startswith("<?xml") and [p.name for p in tmp_path.iterdir()] == ["speed.svg"]
 
 
 def test_a_failure_stands_in_the_table_and_in_the_legend(tmp_path, capsys):
-    from graft.cli.bench import show
+    from graft.cli.bench_show import show
 
-    setup = {**{"model": "m", "dtype": "float32", "device_name": "CPU", "prompt": 1, "new": 1, "repeats": 1},
-             "torch": "2", "backend": "eager", "graft_build_seconds": 1}  # fmt: skip
-    rows = (Row("graft", 1, 0.1, 5.0, 200.0, 2.0, 500.0, 1.5, 1.0), Row("rival", 1, failed="RuntimeError: [boom]"))
-    show(Bench(setup, rows))
+    rows = (
+        Row("graft", 1, 128, first_token_ms=5.0, token_ms=2.0, decode_tokens_per_s=500.0),
+        Row("rival", 1, 128, failed="RuntimeError: [boom]"),
+    )
+    show(Bench(SETUP, rows))
     printed = capsys.readouterr().out
     assert "batch 1, rival failed: RuntimeError: [boom]" in printed and "500" in printed
-    write_plot(Bench(setup, rows), tmp_path / "x.svg")
+    write_plot(Bench(SETUP, rows), tmp_path / "x.svg")
     assert "<!-- rival (failed) -->" in (tmp_path / "x.svg").read_text()
+
+
+def test_the_table_fits_into_80_columns_r61():
+    """The widest numbers that an H200 gives; a terminal or a pipe of 80 columns cuts none of them."""
+    from rich.console import Console
+
+    from graft.cli import bench_show
+
+    names = ("graft", *(f"hugging face {name}" for name in RIVALS))
+    rows = tuple(
+        Row(name, 64, 8065, 99.5, 123.4, 12345.6, 45123.0, 433.3, 54.9, 12.34, 12501.2, 4230.4, 100.0, 1.0)
+        for name in names
+    )
+    console = Console(width=80, record=True, highlight=False, file=io.StringIO())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_show, "out", console)
+        bench_show.show(Bench({**SETUP, "prompts": [128, 8065], "roofline": asdict(ROOF)}, rows))
+    printed = console.export_text()
+    table = printed[: printed.index("Greedy")]
+    assert "…" not in table and all(len(line) <= 80 for line in printed.splitlines())
+    for value in ("64×8065", "HF autotune", "12346", "433", "55%", "12.3", "12501", "4230", "100%", "123.4", "1.00x"):
+        assert value in table, value
+    assert "10 GB/s read (a sum)" in " ".join(printed.split())
+
+
+def test_the_cache_has_room_for_what_is_measured_and_no_more():
+    from graft.cli.bench import cache_options
+
+    model = engine().model
+    need = cache_options(model, replace(SMALL, prompts=(12, 40)), None)["kv_cache_memory"]
+    per_token = cache_bytes(model.module, 1)
+    assert 3 * (40 + 1 + 6) * per_token < need < 3 * (40 + 1 + 6 + 64) * per_token
+    assert cache_options(model, SMALL, "1GiB") == {"kv_cache_memory": "1GiB"}
 
 
 # ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,10 +284,14 @@ def test_a_failure_stands_in_the_table_and_in_the_legend(tmp_path, capsys):
         (["--batch", "0"], "--batch must be at least 1, but is 0"),
         (["--batch", "1,x"], "--batch takes numbers"),
         (["--batch", ""], "--batch takes numbers"),
-        (["--prompt", "0"], "--prompt must be at least 1"),
+        (["--prompt", "16,0"], "--prompt must be at least 1, but is 0"),
+        (["--prompt", "16;32"], "--prompt takes numbers"),
+        (["--time-limit", "0"], "--time-limit must be more than 0 seconds"),
+        (["--kernels", "--plot", "speed.png"], "leave --kernels out"),
         (["--new", "0"], "--new must be at least 1"),
         (["--repeats", "0"], "--repeats must be at least 1"),
-        (["--prompt", "200", "--new", "56"], "context is 256"),
+        (["--prompt", "16,200", "--new", "56"], "context is 256"),
+        (["--peers", "--prompt", "129"], "context is 256"),
         (["--against", "egaer"], "did you mean 'eager'"),
         (["--backend", "induktor"], "did you mean 'inductor'"),
         (["--dtype", "float31"], "unknown dtype 'float31'"),
@@ -192,7 +311,7 @@ def test_the_context_is_known_without_the_weights(tmp_path):
     assert known_context(str(tmp_path)) == 77 and known_context("tiny-llama") == 256
     assert known_context("model.gguf") is None
     with pytest.raises(PromptTooLong):
-        bench(engine(), replace(SMALL, prompt=250))
+        bench(engine(), replace(SMALL, prompts=(12, 250)))
     SMALL.check_context(12 + 1 + 6)
 
 
@@ -231,3 +350,28 @@ def test_a_sliding_window_bounds_what_is_read():
     more = cache_bytes(module, window + 100) - cache_bytes(module, window)
     per_token = 2 * module.config.num_key_value_heads * module.config.head_dim * 4
     assert more == 100 * full * per_token
+
+
+def test_operations_of_a_prompt():
+    """Every matrix for every token but the head, which is for the last one; a window cuts attention."""
+    module = load_model("tiny-llama", dtype="float32", device="meta").module
+    config = module.config
+    matrices = sum(p.numel() for name, p in module.named_parameters() if p.ndim > 1 and "layers" in name)
+    head = module.get_output_embeddings().weight.numel()
+    attention = 4 * 2 * (10 * 11 / 2) * config.num_attention_heads * config.head_dim
+    assert prompt_flops(module, 3, 10) == 3 * (2 * 10 * matrices + 2 * head + attention)
+    assert causal_pairs(5, float("inf")) == 15 and causal_pairs(5, 2) == 1 + 2 + 2 + 2 + 2
+
+
+def test_bytes_of_quantized_weights():
+    class Tiny(nn.Module):
+        def __init__(self, dtype):
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(100, 8), requires_grad=False)
+            self.weight = nn.Parameter(torch.zeros(16, 8, dtype=dtype), requires_grad=False)
+
+        def forward(self, ids):
+            return nn.functional.embedding(ids, self.table) @ self.weight.float().t()
+
+    assert graph_weight_bytes(symbolic_trace(Tiny(torch.int8))) == 16 * 8
+    assert graph_weight_bytes(symbolic_trace(Tiny(torch.float32))) is None, "nothing is quantized"

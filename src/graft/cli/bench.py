@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import shlex
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,18 +24,33 @@ from graft.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from graft.workbench.bench import Bench
+    from graft.models.load import LoadedModel
+    from graft.workbench.plan import Plan
+    from graft.workbench.rows import Bench
 
 
 def bench(
     model: Model = DEFAULT_MODEL,
-    batch: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "1,8,32",
-    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
-    new: Annotated[int, typer.Option(help="Decode steps: new tokens after the first.")] = 32,
+    batch: Annotated[
+        str | None, typer.Option(help="Batch sizes, with commas between them. [1,8,32; with --peers 1]")
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="Tokens of each prompt; several with commas between them.")] = "128",
+    new: Annotated[
+        int | None, typer.Option(help="Decode steps: new tokens after the first. [32; with --peers 127]")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Repeats in turns; medians are shown.")] = 3,
     against: Annotated[
-        str, typer.Option(help="Rivals: eager, compile, both with a comma, or none.")
+        str, typer.Option(help="Rivals, with commas between them: eager, compile, autotune; or none.")
     ] = "eager,compile",
+    peers: Annotated[
+        bool, typer.Option("--peers", help="All rivals; each compiles for minutes at every batch size.")
+    ] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Instead: where the time of one decode step goes, kernel by kernel.")
+    ] = False,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Begin no rival after this many seconds of measuring.", metavar="SECONDS")
+    ] = None,
     dtype: DType = "auto",
     device: Device = "auto",
     backend: Backend = "auto",
@@ -46,29 +62,82 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure latency and throughput over batch sizes, beside Hugging Face eager and torch.compile."""
-    from graft.backends.select import BACKENDS
-    from graft.cli.show import progress_bar
-    from graft.errors import UnknownBackend
+    from graft.cli.bench_show import phase_lines
     from graft.models.load import DTYPES, resolve_device, resolve_dtype
-    from graft.workbench.bench import Plan, known_context
-    from graft.workbench.bench import bench as measure
-    from graft.workbench.plot import check_plot, write_plot
+    from graft.workbench.phases import CAPTURE, PhaseClock
+
+    plan = make_plan(batch, prompt, new, repeats, against, peers, time_limit)
+    check(model, plan, backend, plot, kernels)
+    resolve_dtype(dtype, resolve_device(device), DTYPES["float32"])
+    with phase_lines(peers) as progress:
+        clock = PhaseClock(progress)
+        llm = load_llm(
+            model, clock, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
+            max_num_seqs=max(256, *plan.batches),
+            options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory),
+        )  # fmt: skip
+        built = clock.since(CAPTURE)
+        notes = {"command": shlex.join(["graft", *sys.argv[1:]]), "build_phases": clock.phases()}
+        if kernels:
+            table_of_kernels(llm, plan, notes, progress, as_json)
+            return
+        result = measure(llm, plan, built, progress, notes)
+    report(result, plot, as_json)
+
+
+def make_plan(
+    batch: str | None,
+    prompt: str,
+    new: int | None,
+    repeats: int,
+    against: str,
+    peers: bool,
+    time_limit: float | None,
+) -> Plan:
+    from graft.workbench.compare import RIVALS
+    from graft.workbench.plan import Plan
 
     rivals = () if against == "none" else tuple(dict.fromkeys(against.split(",")))
-    plan = Plan(read_batches(batch), prompt, new, repeats, rivals)
+    return Plan(
+        read_numbers("batch", batch if batch is not None else "1" if peers else "1,8,32"),
+        read_numbers("prompt", prompt),
+        (127 if peers else 32) if new is None else new,
+        repeats,
+        tuple(RIVALS) if peers else rivals,
+        time_limit,
+    )
+
+
+def check(model: str, plan: Plan, backend: str, plot: str | None, kernels: bool) -> None:
+    """What can be told to be wrong before the model is loaded."""
+    from graft.backends.select import BACKENDS
+    from graft.errors import UnknownBackend, UsageError
+    from graft.workbench.plan import known_context
+    from graft.workbench.plot import check_plot
+
     plan.check_context(known_context(model))
+    if plot and kernels:
+        raise UsageError("--plot draws the table of engines; leave --kernels out")
     if plot:
         check_plot(Path(plot))
     if backend not in BACKENDS:
         raise UnknownBackend(backend, BACKENDS)
-    resolve_dtype(dtype, resolve_device(device), DTYPES["float32"])
-    with progress_bar() as progress:
-        started = time.perf_counter()
-        llm = load_llm(
-            model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
-            kv_cache_memory=kv_cache_memory, max_num_seqs=max(256, *plan.batches),
-        )  # fmt: skip
-        result = measure(llm, plan, time.perf_counter() - started, progress)
+
+
+def measure(llm: Any, plan: Plan, built: float, progress: Any, notes: dict[str, Any]) -> Bench:
+    from graft.workbench.bench import bench as run
+    from graft.workbench.roofline import measure_roofline
+
+    progress("measuring what this machine can do", 0, 1)
+    module = llm.model.module
+    roofline = measure_roofline(next(module.parameters()).device, module.dtype)
+    return run(llm, plan, built, progress, roofline, notes)
+
+
+def report(result: Bench, plot: str | None, as_json: bool) -> None:
+    from graft.cli.bench_show import show
+    from graft.workbench.plot import write_plot
+
     if as_json:
         print(result.to_json())
     else:
@@ -78,62 +147,51 @@ def bench(
     finish(result)
 
 
-def read_batches(text: str) -> tuple[int, ...]:
+def table_of_kernels(llm: Any, plan: Plan, notes: dict[str, Any], progress: Any, as_json: bool) -> None:
+    import json
+    from dataclasses import asdict
+
+    from graft.cli.bench_show import show_kernels
+    from graft.workbench.kernel_times import kernel_times
+    from graft.workbench.machine import facts
+    from graft.workbench.roofline import measure_roofline
+
+    module = llm.model.module
+    device = next(module.parameters()).device
+    roofline = measure_roofline(device, module.dtype)
+    tables = []
+    for done, cell in enumerate(plan.cells()):
+        progress(f"batch {cell.batch}, prompt {cell.prompt}: kernels", done, len(plan.batches) * len(plan.prompts))
+        tables.append(kernel_times(llm, cell, max(1, plan.new // 2), roofline))
+    if as_json:
+        setup = {
+            "model": llm.model.name,
+            "backend": llm.backend,
+            **facts(device),
+            "roofline": asdict(roofline),
+            **notes,
+        }
+        print(json.dumps({"setup": setup, "steps": [asdict(table) for table in tables]}))
+        return
+    for table in tables:
+        show_kernels(table, llm.model.name)
+
+
+def cache_options(loaded: LoadedModel, plan: Plan, asked: str | None) -> dict[str, Any]:
+    """Room for what is measured, and no more: by default a cache takes all memory that is free on a GPU."""
+    from graft.workbench.traffic import cache_bytes_per_token
+
+    need = loaded.layers * cache_bytes_per_token(loaded.module) * plan.cache_tokens()
+    return {"kv_cache_memory": asked or need}
+
+
+def read_numbers(name: str, text: str) -> tuple[int, ...]:
     from graft.errors import UsageError
 
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        raise UsageError(f"--batch takes numbers with commas between them, not {text!r}") from None
-
-
-def show(result: Bench) -> None:
-    """The table, and below it what does not fit into one."""
-    from rich.table import Table
-
-    from graft.cli.show import out
-    from graft.workbench.plot import headline
-
-    # ten columns in 80 characters, so that a narrow terminal or a pipe cuts no number
-    table = Table(title=headline(result), title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("batch", justify="right", no_wrap=True)
-    table.add_column("engine", no_wrap=True)
-    for name in ("first ms", "prompt/s", "ms/tok", "tok/s", "GB/s", "speedup", "setup s", "same"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in result.rows:
-        ratio = result.ratio(row) if row.engine != "graft" else None
-        table.add_row(
-            str(row.batch),
-            row.engine.replace("hugging face", "HF"),
-            number(row.first_token_ms),
-            number(row.prefill_tokens_per_s),
-            number(row.token_ms) if not row.failed else "failed",
-            number(row.decode_tokens_per_s),
-            number(row.gb_per_s),
-            f"{ratio:.2f}x" if ratio else "",
-            f"{row.setup_seconds:.1f}",
-            f"{row.same_tokens:.0%}" if row.same_tokens is not None and row.engine != "graft" else "",
-        )
-    out.print(table)
-    for row in result.rows:
-        if row.failed:
-            out.print(f"batch {row.batch}, {row.engine} failed: {row.failed}", markup=False, soft_wrap=True)
-    s = result.setup
-    out.print(
-        f"Greedy, the same prompts for all, medians of {s['repeats']} in turns; torch {s['torch']}, graft on"
-        f" {s['backend']}, loaded and built in {s['graft_build_seconds']} s. first ms: until the whole batch has its"
-        " first token; prompt/s: prompt tokens a second until then. speedup: of graft's decode. setup s: the first"
-        " calls, compilation included, in no other column. same: of the first calls' tokens, those that are graft's."
-        " GB/s: weights and cached keys and values that a step reads.",
-        markup=False,
-    )
-
-
-def number(value: float | None) -> str:
-    """Three digits, no exponent."""
-    if value is None:
-        return ""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+        raise UsageError(f"--{name} takes numbers with commas between them, not {text!r}") from None
 
 
 def finish(result: Bench) -> None:
@@ -141,7 +199,8 @@ def finish(result: Bench) -> None:
     from graft.cli.show import err
 
     if result.interrupted:
-        done = len({row.batch for row in result.rows})
-        err.print(f"graft: interrupted; {done} of {len(result.setup['batches'])} batch sizes were measured")
+        done = len({(row.batch, row.prompt) for row in result.rows})
+        total = len(result.setup["batches"]) * len(result.setup["prompts"])
+        err.print(f"graft: interrupted; {done} of {total} batch sizes were measured")
     if result.interrupted or any(row.failed and row.engine == "graft" for row in result.rows):
         raise typer.Exit(1)

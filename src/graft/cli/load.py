@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graft.files import Progress
+    from graft.models.load import LoadedModel
     from graft.runtime.llm import LLM
     from graft.runtime.params import SamplingParams
 
@@ -26,9 +27,11 @@ def load_llm(
     config: str | None = None,
     sets: Sequence[str] | None = None,
     plugins: Sequence[str] | None = None,
+    options_for: Callable[[LoadedModel], Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> LLM:
-    """The model's own settings lie between the defaults and what the user gave. `options` go to LLM."""
+    """The model's own settings lie between the defaults and what the user gave. `options` go to LLM, and so do those
+    that `options_for` gives for the loaded model."""
     from graft.models.load import load_model
     from graft.runtime.llm import LLM, overlay
     from graft.transforms.config import load_config
@@ -37,4 +40,5 @@ def load_llm(
     load_config(config, **given)  # a wrong key is told before the model is loaded
     loaded = load_model(model, dtype=dtype, device=device, progress=progress)
     settings = load_config(config, model=overlay(loaded), **given)
-    return LLM(loaded, config=settings, progress=progress, **options)
+    more = options_for(loaded) if options_for else {}
+    return LLM(loaded, config=settings, progress=progress, **options, **more)

@@ -1,9 +1,9 @@
-"""The same model in Hugging Face, for comparison: eager, and a static cache with torch.compile."""
+"""The same model in Hugging Face, for comparison: eager, and a static cache with torch.compile in two modes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,17 +62,15 @@ class EagerRival:
 class CompiledRival:
     """A static cache and torch.compile: decode steps are compiled, the prompt runs eagerly, as in `generate`.
 
-    `length`: tokens that the cache has room for. CUDA graphs are on where there is a GPU (mode reduce-overhead).
+    `length`: tokens that the cache has room for. `mode`: of torch.compile.
     """
 
-    name = "hugging face compile"
-
-    def __init__(self, model: LoadedModel, length: int) -> None:
+    def __init__(self, model: LoadedModel, length: int, mode: str | None = None, name: str = "compile") -> None:
+        self.name = f"hugging face {name}"
         self.module: Any = model.module
         self.length = length
         self.cache: Any = None
         self.batch = 0
-        mode = "reduce-overhead" if self.module.device.type == "cuda" else None
         self.step: Any = torch.compile(self.module, dynamic=False, mode=mode)
 
     @torch.inference_mode()
@@ -86,6 +84,29 @@ class CompiledRival:
         logits = self.module(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
         tokens = [logits[:, -1].argmax(-1, keepdim=True)]  # [batch, 1] each
         for _ in range(new - 1):
+            torch.compiler.cudagraph_mark_step_begin()  # the logits of the step before may be overwritten
             logits = self.step(tokens[-1], past_key_values=self.cache, use_cache=True).logits
             tokens.append(logits[:, -1].argmax(-1, keepdim=True))
         return torch.cat(tokens, dim=1).tolist()
+
+
+def eager_rival(model: LoadedModel, length: int) -> EagerRival:  # noqa: ARG001 (its cache grows)
+    return EagerRival(model)
+
+
+def compiled_rival(model: LoadedModel, length: int) -> CompiledRival:
+    """CUDA graphs are on where there is a GPU."""
+    return CompiledRival(model, length, "reduce-overhead" if model.module.device.type == "cuda" else None)
+
+
+def autotuned_rival(model: LoadedModel, length: int) -> CompiledRival:
+    """Kernels by measurement; on a GPU with CUDA graphs."""
+    return CompiledRival(model, length, "max-autotune", "autotune")
+
+
+# by the name that --against takes; each is made for one length of sequences
+RIVALS: dict[str, Callable[[LoadedModel, int], Any]] = {
+    "eager": eager_rival,
+    "compile": compiled_rival,
+    "autotune": autotuned_rival,
+}

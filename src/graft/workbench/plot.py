@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from graft.errors import DiskFull, UsageError
-from graft.workbench.bench import Bench
+from graft.workbench.rows import Bench
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -23,14 +23,15 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(bench: Bench, path: Path) -> None:
-    """Two panels, one line an engine. The file is whole or not there."""
+    """Two panels, one line an engine and prompt. The file is whole or not there."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for engine in dict.fromkeys(row.engine for row in bench.rows):
-        rows = [row for row in bench.rows if row.engine == engine and row.token_ms]
-        label = engine if rows else f"{engine} (failed)"  # in the legend all the same
+    for engine, prompt in dict.fromkeys((row.engine, row.prompt) for row in bench.rows):
+        rows = [row for row in bench.rows if (row.engine, row.prompt) == (engine, prompt) and row.token_ms]
+        name = engine if len(bench.setup["prompts"]) == 1 else f"{engine}, prompt {prompt}"
+        label = name if rows else f"{name} (failed)"  # in the legend all the same
         left.plot([r.batch for r in rows], [r.decode_tokens_per_s for r in rows], marker="o", label=label)
         right.plot([r.batch for r in rows], [r.token_ms for r in rows], marker="o", label=label)
     for axes, title in ((left, "decode, tokens/s"), (right, "time per output token, ms")):
@@ -56,4 +57,5 @@ def write_plot(bench: Bench, path: Path) -> None:
 def headline(bench: Bench) -> str:
     s = bench.setup
     cut = ", interrupted" if bench.interrupted else ""
-    return f"{s['model']}, {s['dtype']}, {s['device_name']}: prompt {s['prompt']}, new {s['new']}{cut}"
+    prompts = ", ".join(map(str, s["prompts"]))
+    return f"{s['model']}, {s['dtype']}, {s['device_name']}: prompt {prompts}, new {s['new']}{cut}"

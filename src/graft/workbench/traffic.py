@@ -1,10 +1,16 @@
-"""How many bytes a decode step must read: the weights once, and the keys and values of every token so far."""
+"""How many bytes a decode step must read: the weights once, and the keys and values of every token so far. And how
+many floating point operations a prompt takes."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
+from torch.fx import GraphModule
+
+QUANTIZED = (torch.int8, torch.int32, torch.float8_e4m3fn)  # int32 holds eight 4-bit weights
 
 
 def step_bytes(module: nn.Module, batch: int, tokens: float) -> float:
@@ -31,10 +37,63 @@ def weight_bytes(module: nn.Module, batch: int) -> float:
 
 def cache_bytes(module: nn.Module, tokens: float) -> float:
     """Keys and values of one sequence, layer by layer; a sliding window bounds what is read."""
+    seen = sum(min(tokens, window) for window in windows(module))
+    return seen * cache_bytes_per_token(module)
+
+
+def cache_bytes_per_token(module: nn.Module) -> int:
+    """Keys and values of one token in one layer."""
     config: Any = module.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * heads * head_size(config) * next(module.parameters()).element_size()
+
+
+def head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def windows(module: nn.Module) -> list[float]:
+    """How many tokens each layer can look back on."""
+    config: Any = module.config
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
-    seen = sum(min(tokens, window) if window and "sliding" in kind else tokens for kind in kinds)
-    return 2 * seen * heads * size * next(module.parameters()).element_size()
+    return [window if window and "sliding" in kind else float("inf") for kind in kinds]
+
+
+def prompt_flops(module: nn.Module, batch: int, tokens: int) -> float:
+    """Multiplications and additions of `batch` prompts: every matrix for every token, the head for the last token of
+    each prompt, and causal attention. Of experts those that a token is routed to."""
+    config: Any = module.config
+    table, head = module.get_input_embeddings(), module.get_output_embeddings()  # pyrefly: ignore
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    share = config.num_experts_per_tok / experts if experts else 1.0
+    skipped = [table.weight, *([] if head is None else [head.weight])]
+    products = 0.0
+    for name, weight in module.named_parameters():
+        if weight.ndim > 1 and not any(weight is other for other in skipped):
+            products += weight.numel() * (share if ".experts." in name else 1.0)
+    last = 0 if head is None else head.weight.numel()
+    width = config.num_attention_heads * head_size(config)
+    pairs = sum(causal_pairs(tokens, window) for window in windows(module))
+    return batch * (2 * tokens * products + 2 * last + 4 * pairs * width)
+
+
+def causal_pairs(tokens: int, window: float) -> float:
+    """How many (query, key) pairs a causal mask leaves of a prompt."""
+    near = min(tokens, window)
+    return near * (near + 1) / 2 + (tokens - near) * near
+
+
+def graph_weight_bytes(gm: GraphModule) -> float | None:
+    """What a step reads of a graph with quantized weights; None where none is. A table that is only looked up in
+    counts as nothing."""
+    tensors: dict[str, torch.Tensor] = {}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and not all("embedding" in str(user.target) for user in node.users):
+            value = attrgetter(node.target)(gm)
+            if isinstance(value, torch.Tensor):
+                tensors[node.target] = value
+    if not any(t.dtype in QUANTIZED and t.ndim > 1 for t in tensors.values()):
+        return None
+    distinct = {(t.data_ptr(), t.nbytes): t for t in tensors.values()}
+    return float(sum(t.nbytes for t in distinct.values()))

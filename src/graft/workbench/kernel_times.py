@@ -1,0 +1,201 @@
+"""Where the time of a decode step goes, kernel by kernel; on a CPU op by op.
+
+Kernels come from torch's profiler over some steps in a row; the time of a step is taken without it. Programmatic
+dependent launch lets kernels overlap, so their sum may be more than the time in which the device was busy; both are
+given, and so are the gaps, in which it was not.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from graft.runtime.llm import LLM
+from graft.runtime.params import SamplingParams
+from graft.workbench.bench import prompts_for
+from graft.workbench.contest import synchronize
+from graft.workbench.kernel_bytes import kernel_bytes
+from graft.workbench.machine import device_name
+from graft.workbench.plan import Cell
+from graft.workbench.roofline import Roofline
+from graft.workbench.traffic import cache_bytes, graph_weight_bytes, weight_bytes
+
+WARM_UP_STEPS = 3
+UNTIMED_TOKENS = WARM_UP_STEPS + 4  # the first token, and those of an engine whose host is steps behind the device
+GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One event of the profile; microseconds."""
+
+    name: str
+    grid: str
+    start: float
+    duration: float
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One kernel at one grid, in one step on average. `bytes`: what all its calls must read, where that is known."""
+
+    name: str
+    grid: str
+    calls: float
+    us: float
+    us_each: float
+    percent: float  # of the time of a step
+    bytes: float | None = None
+    gb_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """A decode step; microseconds."""
+
+    batch: int
+    prompt: int
+    context: float  # tokens of a sequence, on average over the steps
+    steps: int
+    device_name: str
+    on_gpu: bool
+    wall_us: float
+    sum_us: float
+    busy_us: float
+    gap_us: float
+    calls: float
+    step_bytes: float
+    floor_us: float  # step_bytes at the measured bandwidth
+    rows: tuple[KernelRow, ...]
+
+
+def kernel_times(llm: LLM, cell: Cell, steps: int, roofline: Roofline) -> StepTimes:
+    """`steps` decode steps by the clock, and as many under the profiler; fewer where the context ends."""
+    room = llm.model.context - cell.prompt - UNTIMED_TOKENS
+    steps = max(1, min(steps, room // 2))
+    device = next(llm.model.module.parameters()).device
+    calls = prompts_for(llm.model, cell)
+    params = SamplingParams(max_tokens=2 * steps + UNTIMED_TOKENS, ignore_eos=True)
+    requests = [llm.submit(next(calls), params) for _ in range(cell.batch)]
+    try:
+        while any(not request.new_tokens for request in requests):
+            llm.engine.step()
+        run_steps(llm, WARM_UP_STEPS, device)
+        wall = run_steps(llm, steps, device) / steps * 1e6
+        launches = profiled(llm, steps, device)
+    finally:
+        llm.engine.abort(requests)
+    context = cell.prompt + 1 + WARM_UP_STEPS + steps
+    return summary(llm, cell, steps, context, wall, launches, roofline)
+
+
+def run_steps(llm: LLM, steps: int, device: torch.device) -> float:
+    """Seconds; the host may be ahead of the device between them."""
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(steps):
+        llm.engine.step()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def profiled(llm: LLM, steps: int, device: torch.device) -> list[Launch]:
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        run_steps(llm, steps, device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))  # the profile's own events have no grids
+        events = json.loads(path.read_text())["traceEvents"]
+    return gpu_launches(events) if on_gpu else cpu_calls(events)
+
+
+def gpu_launches(events: Iterable[dict[str, Any]]) -> list[Launch]:
+    return [
+        Launch(event["name"], grid_text(event.get("args", {}).get("grid")), event["ts"], event["dur"])
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") in GPU_EVENTS
+    ]
+
+
+def cpu_calls(events: Iterable[dict[str, Any]]) -> list[Launch]:
+    """Every op with its own time: what it calls is taken off, so that nothing counts twice."""
+    calls = [e for e in events if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
+    own: list[tuple[dict[str, Any], list[float]]] = []
+    open_calls: list[tuple[dict[str, Any], list[float]]] = []
+    for event in sorted(calls, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
+        while open_calls and (
+            open_calls[-1][0]["tid"] != event["tid"]
+            or open_calls[-1][0]["ts"] + open_calls[-1][0]["dur"] <= event["ts"]
+        ):
+            open_calls.pop()
+        if open_calls:
+            open_calls[-1][1].append(event["dur"])
+        open_calls.append((event, []))
+        own.append(open_calls[-1])
+    return [Launch(e["name"], "", e["ts"], max(e["dur"] - sum(inner), 0.0)) for e, inner in own]
+
+
+def grid_text(grid: Sequence[int] | None) -> str:
+    """[4096, 1, 1] → "4096", [8, 32, 1] → "8×32"."""
+    if not grid:
+        return ""
+    sizes = list(grid)
+    while len(sizes) > 1 and sizes[-1] == 1:
+        sizes.pop()
+    return "×".join(map(str, sizes))
+
+
+def summary(
+    llm: LLM, cell: Cell, steps: int, context: float, wall: float, launches: Sequence[Launch], roofline: Roofline
+) -> StepTimes:
+    device = next(llm.model.module.parameters()).device
+    on_gpu = device.type == "cuda"
+    weights = graph_weight_bytes(llm.graph_module) or weight_bytes(llm.model.module, cell.batch)
+    read = weights + cell.batch * cache_bytes(llm.model.module, context)
+    total = sum(launch.duration for launch in launches) / steps
+    # own times on a CPU lie inside each other's intervals, so there they never overlap
+    busy = union(launches) / steps if on_gpu else total
+    rows = kernel_rows(launches, steps, wall)
+    if on_gpu:
+        rows = kernel_bytes(rows, llm, cell, context)
+    return StepTimes(
+        cell.batch, cell.prompt, context, steps, device_name(device), on_gpu, wall, total, busy, wall - busy,
+        len(launches) / steps, read, read / roofline.read_gb_per_s / 1e3, tuple(rows),
+    )  # fmt: skip
+
+
+def kernel_rows(launches: Sequence[Launch], steps: int, wall: float) -> list[KernelRow]:
+    groups: dict[tuple[str, str], list[float]] = {}
+    for launch in launches:
+        groups.setdefault((launch.name, launch.grid), []).append(launch.duration)
+    rows = [
+        KernelRow(
+            name,
+            grid,
+            len(times) / steps,
+            sum(times) / steps,
+            sum(times) / len(times),
+            100 * sum(times) / steps / wall,
+        )
+        for (name, grid), times in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -row.us)
+
+
+def union(launches: Sequence[Launch]) -> float:
+    """The time in which at least one of them ran."""
+    busy, end = 0.0, float("-inf")
+    for launch in sorted(launches, key=lambda one: one.start):
+        last = launch.start + launch.duration
+        busy += max(0.0, last - max(launch.start, end))
+        end = max(end, last)
+    return busy

@@ -1,0 +1,102 @@
+"""What this machine can do, measured: bytes read a second and a large matrix product.
+
+A decode step cannot be faster than its bytes at the one rate, a prompt not faster than its products at the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from graft.kvcache.memory import free_memory
+
+GPU_BYTES, CPU_BYTES = 4 << 30, 1 << 28  # read in one go: far more than the caches hold
+GPU_SIDE = 8192  # of the square matrices multiplied
+CPU_SIDE = {torch.float32: 1024, torch.float64: 1024}
+SLOW_SIDE = 256  # of 16-bit matrices on a CPU, which may have no instructions for them
+REPEATS, IN_A_ROW = 7, 5
+
+
+@dataclass(frozen=True)
+class Roofline:
+    read_gb_per_s: float
+    matrix_tflops: float
+    read_how: str
+    matrix_how: str
+
+
+@torch.inference_mode()
+def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
+    """Medians of a few runs; about a second."""
+    if device.type == "cuda":
+        read, read_how = gpu_read(device)
+        side = GPU_SIDE
+    else:
+        read, read_how = cpu_read()
+        side = CPU_SIDE.get(dtype, SLOW_SIDE)
+    name = str(dtype).removeprefix("torch.")
+    return Roofline(read / 1e9, matrix_rate(device, dtype, side) / 1e12, read_how, f"{side}³ in {name}")
+
+
+def gpu_read(device: torch.device) -> tuple[float, str]:
+    """Bytes a second of a Triton kernel that only reads, a few launches in one CUDA graph."""
+    from graft.workbench.read_kernel import make_buffers, read_all
+
+    x, sums = make_buffers(min(GPU_BYTES, free_memory(device) // 2), device)
+    seconds = gpu_seconds(lambda: read_all(x, sums), device)
+    return x.nbytes / seconds, f"a Triton kernel over {x.nbytes / 1e9:.1f} GB"
+
+
+def cpu_read() -> tuple[float, str]:
+    """Bytes a second of a sum over far more than the caches hold, with the threads that torch has."""
+    x = torch.ones(CPU_BYTES // 4, dtype=torch.float32)
+    seconds = cpu_seconds(lambda: x.sum())
+    return x.nbytes / seconds, f"a sum over {x.nbytes / 1e9:.2f} GB, threads: {torch.get_num_threads()}"
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    """Floating point operations a second of a square product."""
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(side, side, device=device, generator=generator).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def multiply() -> None:
+        torch.mm(a, b, out=out)
+
+    seconds = gpu_seconds(multiply, device) if device.type == "cuda" else cpu_seconds(multiply)
+    return 2 * side**3 / seconds
+
+
+def gpu_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """One call, by the device's own clock: a CUDA graph of some in a row, the median of its replays."""
+    with torch.cuda.device(device):
+        call()  # compiles and sets up outside the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(IN_A_ROW):
+                call()
+        times = []
+        for repeat in range(REPEATS + 1):  # the first one warms up
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            if repeat:
+                times.append(start.elapsed_time(end) / 1e3 / IN_A_ROW)
+    return statistics.median(times)
+
+
+def cpu_seconds(call: Callable[[], object]) -> float:
+    times = []
+    for repeat in range(REPEATS + 1):
+        started = time.perf_counter()
+        call()
+        if repeat:
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
