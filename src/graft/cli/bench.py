@@ -19,6 +19,7 @@ from graft.cli.options import (
     Json,
     Model,
     Plugins,
+    Quantize,
     Sets,
 )
 
@@ -41,6 +42,7 @@ def bench(
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
+    quantize: Quantize = None,
     kv_cache_memory: CacheMemory = None,
     plot: Annotated[str | None, typer.Option(help="Also draw it: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: Json = False,
@@ -66,7 +68,8 @@ def bench(
         started = time.perf_counter()
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
-            kv_cache_memory=kv_cache_memory, max_num_seqs=max(256, *plan.batches),
+            quantize=quantize, keep_weights=bool(rivals), kv_cache_memory=kv_cache_memory,
+            max_num_seqs=max(256, *plan.batches),
         )  # fmt: skip
         result = measure(llm, plan, time.perf_counter() - started, progress)
     if as_json:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from torch.nn import Module
+
 from graft.errors import OutOfMemory
 from graft.kvcache.events import EventQueue
 from graft.kvcache.manager import BlockManager
@@ -23,8 +25,9 @@ def build_engine(
     layers: Sequence[LayerShape],
     block_size: int,
     options: EngineOptions,
+    weights: Module,
 ) -> tuple[Engine, str]:
-    """The engine, and a line about the size of its cache."""
+    """The engine, and a line about the size of its cache. `weights` holds what the graph reads."""
     device = next(model.module.parameters()).device
     size = bytes_per_block(layers, block_size)
     most = options.max_num_seqs * -(-model.context // block_size)
@@ -42,7 +45,7 @@ def build_engine(
     manager = BlockManager(
         found.blocks,
         block_size,
-        fingerprint=fingerprint(model),
+        fingerprint=fingerprint(model, weights),
         prefix_reuse=options.enable_prefix_caching,
         events=events,
     )
@@ -64,11 +67,14 @@ def end_tokens(model: LoadedModel) -> frozenset[int]:
     return frozenset()
 
 
-def fingerprint(model: LoadedModel) -> str:
-    """What the cache's content depends on beside the tokens: configuration, dtype and weights (a few of each)."""
+def fingerprint(model: LoadedModel, weights: Module) -> str:
+    """What the cache's content depends on beside the tokens: configuration, dtype and weights (a few of each).
+
+    The weights are those that the graph reads, quantized or not; the module may have given up its own.
+    """
     digest = blake2b(digest_size=16)
     digest.update(model.module.config.to_json_string().encode())
-    for name, weight in model.module.named_parameters():
+    for name, weight in weights.named_parameters():
         some = weight.detach().flatten()[:8].float().cpu()
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {some.tolist()}".encode())
     return digest.hexdigest()
