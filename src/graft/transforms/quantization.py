@@ -100,19 +100,27 @@ def pattern_fits(pattern: str, name: str) -> bool:
     return any(fnmatchcase(".".join(parts[start:end]), pattern) for end in ends for start in range(end))
 
 
-def quantize_weight(
-    gm: GraphModule, name: str, kind: str, transposed: bool, shared: dict[Any, Any] | None
-) -> Quantized:
-    """The weight in its new format, checked. `transposed`: it lies as [k, n]."""
+@dataclass(frozen=True)
+class How:
+    """The format; whether int4 looks for the best clipping; whether the weight lies as [k, n]."""
+
+    format: str
+    search: bool = True
+    transposed: bool = False
+
+
+def quantize_weight(gm: GraphModule, name: str, how: How, shared: dict[Any, Any] | None) -> Quantized:
+    """The weight in its new format, checked."""
     weight = attribute(gm, name).detach()
-    key = ("quantize_linear", kind, identity(weight))
+    key = ("quantize_linear", how, identity(weight))
     if shared is not None and key in shared:
         return shared[key]
-    rows = weight.t() if transposed else weight
+    rows = weight.t() if how.transposed else weight
     if weight.is_meta:
-        return Quantized(name, kind, *abstract(rows, kind), None, weight.nbytes)
-    q, scale = QUANTIZERS[kind](rows, name)
-    made = Quantized(name, kind, q, scale, measure(rows, q, scale, name), weight.nbytes)
+        return Quantized(name, how.format, *abstract(rows, how.format), None, weight.nbytes)
+    options = {"search": how.search} if how.format == "int4" else {}
+    q, scale = QUANTIZERS[how.format](rows, name, **options)
+    made = Quantized(name, how.format, q, scale, measure(rows, q, scale, name), weight.nbytes)
     if shared is not None:
         shared[key] = made
     return made

@@ -14,6 +14,7 @@ from graft.graph.match import NearMiss
 from graft.graph.nodes import arg_values, calls, is_op, module_path, where
 from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig
 from graft.transforms.quantization import (
+    How,
     Layers,
     Quantized,
     pattern_fits,
@@ -34,9 +35,11 @@ FIELDS = [argument.name for argument in FUSED._schema.arguments]
 
 @dataclass(frozen=True)
 class QuantizeConfig(TransformConfig):
-    """skip: globs for the names of parameters, or of any run of their parts, that stay as they are."""
+    """skip: globs for the names of parameters, or of any run of their parts, that stay as they are. search: of int4,
+    the clipping of each group that loses least, instead of its largest magnitude."""
 
     format: Literal["int8", "int4", "fp8"] = "int8"
+    search: bool = True
     skip: tuple[str, ...] = (OUTPUT_HEAD,)
 
 
@@ -73,7 +76,8 @@ class QuantizeLinear(BaseTransform):
                 misses.append(near_miss(node, problem))
                 continue
             weight = given["weight"]
-            made = quantize_weight(gm, str(weight.target), self.config.format, is_op(node, MM, ADDMM), context.shared)
+            how = How(self.config.format, self.config.search, transposed=is_op(node, MM, ADDMM))
+            made = quantize_weight(gm, str(weight.target), how, context.shared)
             done.append((rewrite(editor, node, given, made), made))
             if owned is not None:
                 release(gm, owned, str(weight.target))
