@@ -22,6 +22,7 @@ from graft.runtime.prompts import Prompt, as_list, chat_tokens, check_fits, enco
 from graft.transforms.base import Context
 from graft.transforms.config import Layer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
 from graft.transforms.pipeline import run_pipeline
+from graft.transforms.quantization import Saving
 from graft.transforms.report import Report
 
 
@@ -74,6 +75,7 @@ class LLM:
         self.engine, size = build_engine(
             lowered.call, self.model, layers, context.block_size, sizes, self.graph_module
         )
+        self.quantized: Saving | None = context.outputs.get("quantized")
         notes = (*report.notes, *lowered.notes, size)
         self.report: Report = replace(report, kernels=lowered.kernels, notes=notes)
 

@@ -71,6 +71,14 @@ class Quantized:
         return f"{self.name}: {self.format}, {error}, {self.before} → {self.after} bytes"
 
 
+@dataclass(frozen=True)
+class Saving:
+    """What the engine may tell of quantized weights: their format, and the bytes that a step need not read."""
+
+    format: str
+    bytes: int
+
+
 def weight_problem(layers: Layers, node: Any, skip: Sequence[str]) -> str | None:
     """Why this weight stays as it is, or None."""
     if not isinstance(node, Node) or node.op != "get_attr":

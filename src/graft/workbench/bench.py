@@ -214,7 +214,12 @@ def bench_batch(
                 runner.measure(short, long, plan.new)
     # step i of `new` reads the prompt, the first token and the i - 1 tokens after it
     read = step_bytes(model.module, batch, plan.prompt + (plan.new + 1) / 2)
-    return [runner.row(plan, batch, read, runners[0].tokens) for runner in runners]
+    return [runner.row(plan, batch, read - spared(runner.contestant), runners[0].tokens) for runner in runners]
+
+
+def spared(contestant: Contestant) -> int:
+    """Bytes that a step need not read because the weights are quantized; rivals read the module's own."""
+    return contestant.llm.quantized.bytes if isinstance(contestant, Graft) and contestant.llm.quantized else 0
 
 
 def prompts_for(model: LoadedModel, length: int) -> Iterator[list[int]]:
@@ -242,6 +247,7 @@ def setup_of(llm: LLM, plan: Plan, build_seconds: float) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "backend": llm.backend,
+        "quantize": llm.quantized.format if llm.quantized else None,
         "graft_build_seconds": round(build_seconds, 2),
         **asdict(plan),
     }

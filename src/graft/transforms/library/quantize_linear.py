@@ -17,6 +17,7 @@ from graft.transforms.quantization import (
     How,
     Layers,
     Quantized,
+    Saving,
     pattern_fits,
     quantize_weight,
     release,
@@ -84,6 +85,7 @@ class QuantizeLinear(BaseTransform):
         if not done:
             reasons = list(dict.fromkeys(miss.reason for miss in misses))
             return Outcome((), tuple(misses), "; ".join(reasons[:3]) or "the graph has no linear layer")
+        context.outputs["quantized"] = Saving(self.config.format, sum(made.before - made.after for _, made in done))
         context.notes += totals(self.config.format, [made for _, made in done], misses, kept_because(owned, context))
         context.notes += [f"quantize_linear: skip names no weight: {p!r}" for p in self.idle_patterns(layers)]
         return Outcome(tuple(record for record, _ in done), tuple(misses))
