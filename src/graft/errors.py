@@ -150,6 +150,10 @@ class UnknownBackend(UsageError):
         super().__init__(f"unknown backend {name!r}{near(name, known)}")
 
 
+class QuantizationError(GraftError):
+    """A weight that cannot be quantized, or one that is not what it was quantized from."""
+
+
 class KernelUnavailable(GraftError):
     """A kernel asked for by name cannot run this call."""
 

@@ -29,7 +29,7 @@ def engine(family: str, record: bool, blocks: int | None = None, **options: Any)
     other = copy.copy(llm)
     size = whole.manager.block_size
     other.engine, other.size = build_engine(
-        whole.graph, llm.model, layers, size, EngineOptions(**options), record=record
+        whole.graph, llm.model, layers, size, EngineOptions(**options), llm.graph_module, record=record
     )
     assert blocks is None or other.engine.manager.blocks == blocks
     return other

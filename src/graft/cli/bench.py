@@ -20,6 +20,7 @@ from graft.cli.options import (
     Json,
     Model,
     Plugins,
+    Quantize,
     Sets,
 )
 
@@ -57,6 +58,7 @@ def bench(
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
+    quantize: Quantize = None,
     kv_cache_memory: CacheMemory = None,
     plot: Annotated[str | None, typer.Option(help="Also draw it: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: Json = False,
@@ -73,7 +75,7 @@ def bench(
         clock = PhaseClock(progress)
         llm = load_llm(
             model, clock, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
-            max_num_seqs=max(256, *plan.batches),
+            quantize=quantize, keep_weights=bool(plan.against), max_num_seqs=max(256, *plan.batches),
             options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory),
         )  # fmt: skip
         built = clock.since(CAPTURE)

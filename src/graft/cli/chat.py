@@ -19,6 +19,7 @@ from graft.cli.options import (
     Device,
     DType,
     Model,
+    Quantize,
     Seed,
     Sets,
     Stop,
@@ -49,6 +50,7 @@ def chat(
     backend: Backend = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
+    quantize: Quantize = None,
     kv_cache_memory: CacheMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line for each answer, and nothing else.")] = False,
 ) -> None:
@@ -60,7 +62,7 @@ def chat(
     )
     with progress_bar() as progress:
         llm = load_llm(
-            model, progress, dtype=dtype, device=device, config=config, sets=sets, backend=backend,
+            model, progress, dtype=dtype, device=device, config=config, sets=sets, quantize=quantize, backend=backend,
             kv_cache_memory=kv_cache_memory,
         )  # fmt: skip
     start: Messages = [{"role": "system", "content": system}] if system else []

@@ -27,18 +27,23 @@ def load_llm(
     config: str | None = None,
     sets: Sequence[str] | None = None,
     plugins: Sequence[str] | None = None,
+    quantize: str | None = None,
+    keep_weights: bool = False,
     options_for: Callable[[LoadedModel], Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> LLM:
     """The model's own settings lie between the defaults and what the user gave. `options` go to LLM, and so do those
-    that `options_for` gives for the loaded model."""
+    that `options_for` gives for the loaded model.
+
+    keep_weights: the Hugging Face module is used as well, so quantizing must leave it its weights.
+    """
     from graft.models.load import load_model
     from graft.runtime.llm import LLM, overlay
-    from graft.transforms.config import load_config
+    from graft.transforms.config import load_config, quantize_sets
 
-    given = {"sets": tuple(sets or ()), "plugins": tuple(plugins or ())}
+    given = {"sets": (*(sets or ()), *quantize_sets(quantize)), "plugins": tuple(plugins or ())}
     load_config(config, **given)  # a wrong key is told before the model is loaded
     loaded = load_model(model, dtype=dtype, device=device, progress=progress)
     settings = load_config(config, model=overlay(loaded), **given)
     more = options_for(loaded) if options_for else {}
-    return LLM(loaded, config=settings, progress=progress, **options, **more)
+    return LLM(loaded, config=settings, progress=progress, keep_weights=keep_weights, **options, **more)

@@ -31,4 +31,8 @@ Stop = Annotated[list[str] | None, typer.Option(help="End the text before this s
 CacheMemory = Annotated[
     str | None, typer.Option(help="Size of the key-value cache: 2GiB. From free memory if left out.", metavar="SIZE")
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(help="Weights of linear layers as int8, int4 or fp8; the output head stays.", metavar="FORMAT"),
+]
 DEFAULT_MODEL = "smollm2-135m"

@@ -19,6 +19,7 @@ from graft.cli.options import (
     DType,
     Json,
     Plugins,
+    Quantize,
     Seed,
     Sets,
     Stop,
@@ -52,6 +53,7 @@ def run(
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
+    quantize: Quantize = None,
     verify: Annotated[bool, typer.Option(help="Prove every match: run it beside what it replaced.")] = False,
     kv_cache_memory: CacheMemory = None,
     dump: Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")] = None,
@@ -68,7 +70,7 @@ def run(
     with progress_bar() as progress:
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
-            dump_dir=dump, kv_cache_memory=kv_cache_memory,
+            dump_dir=dump, quantize=quantize, keep_weights=compare, kv_cache_memory=kv_cache_memory,
         )  # fmt: skip
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
         live = not as_json and len(asked) == 1 and llm.tokenizer is not None

@@ -45,12 +45,14 @@ def quiet_libraries() -> None:
 
 
 def print_pipeline(report: Report) -> None:
-    """The table, then for each transform the proof of its matches or why there are none, a line each."""
+    """The table, then for each transform the proof of its matches or why there are none, a line each; then notes."""
     out.print(pipeline_table(report))
     for record in report.transforms.values():
         for text in (proof_text(record), record.reason):
             if text:
                 out.print(f"{record.name}: {text}", markup=False, soft_wrap=True)
+    for note in report.notes:
+        out.print(note, markup=False, soft_wrap=True)
 
 
 def pipeline_table(report: Report) -> Table:

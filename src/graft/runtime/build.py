@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from torch.nn import Module
+
 from graft.errors import OutOfMemory
 from graft.files import Progress
 from graft.kvcache.events import EventQueue
@@ -25,6 +27,7 @@ def build_engine(
     layers: Sequence[LayerShape],
     block_size: int,
     options: EngineOptions,
+    weights: Module,
     *,
     backend: str = "eager",
     progress: Progress | None = None,
@@ -32,7 +35,8 @@ def build_engine(
 ) -> tuple[Engine, str]:
     """The engine, and a line about the size of its cache.
 
-    record: whether decode steps are recorded; None: where that is of use (see loop_problem).
+    weights: holds what the graph reads. record: whether decode steps are recorded; None: where that is of use (see
+    loop_problem).
     """
     device = next(model.module.parameters()).device
     size = bytes_per_block(layers, block_size)
@@ -53,7 +57,7 @@ def build_engine(
     manager = BlockManager(
         found.blocks,
         block_size,
-        fingerprint=fingerprint(model),
+        fingerprint=fingerprint(model, weights),
         prefix_reuse=options.enable_prefix_caching,
         events=events,
     )
@@ -84,11 +88,14 @@ def end_tokens(model: LoadedModel) -> frozenset[int]:
     return frozenset()
 
 
-def fingerprint(model: LoadedModel) -> str:
-    """What the cache's content depends on beside the tokens: configuration, dtype and weights (a few of each)."""
+def fingerprint(model: LoadedModel, weights: Module) -> str:
+    """What the cache's content depends on beside the tokens: configuration, dtype and weights (a few of each).
+
+    The weights are those that the graph reads, quantized or not; the module may have given up its own.
+    """
     digest = blake2b(digest_size=16)
     digest.update(model.module.config.to_json_string().encode())
-    for name, weight in model.module.named_parameters():
+    for name, weight in weights.named_parameters():
         some = weight.detach().flatten()[:8].float().cpu()
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {some.tolist()}".encode())
     return digest.hexdigest()

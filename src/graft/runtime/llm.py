@@ -20,13 +20,19 @@ from graft.runtime.options import EngineOptions
 from graft.runtime.params import SamplingParams
 from graft.runtime.prompts import Prompt, as_list, chat_tokens, check_fits, encode
 from graft.transforms.base import Context
-from graft.transforms.config import Layer, PipelineConfig, flatten, load_config
+from graft.transforms.config import Layer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
 from graft.transforms.pipeline import run_pipeline
+from graft.transforms.quantization import Saving
 from graft.transforms.report import Report
 
 
 class LLM:
-    """Loads, captures, transforms and lowers a decoder, and generates with it. `options`: see EngineOptions."""
+    """Loads, captures, transforms and lowers a decoder, and generates with it. `options`: see EngineOptions.
+
+    quantize: "int8", "int4" or "fp8", the transform quantize_linear. Where the LLM loaded the model itself, it gives
+    up the weights that were quantized, and `llm.model.module` refuses to run; a LoadedModel of the caller keeps them.
+    keep_weights says it either way.
+    """
 
     def __init__(
         self,
@@ -38,17 +44,24 @@ class LLM:
         backend: str = "auto",
         dump_dir: str | Path | None = None,
         progress: Progress | None = None,
+        quantize: str | None = None,
+        keep_weights: bool | None = None,
         **options: Any,
     ) -> None:
-        sizes = engine_options(options)
+        sizes, sets = engine_options(options), quantize_sets(quantize)
         given = model if isinstance(model, LoadedModel) else None
         self.model = given or load_model(model, dtype=dtype, device=device, progress=progress)  # pyrefly: ignore
-        settings = config if isinstance(config, PipelineConfig) else load_config(config, model=overlay(self.model))
+        if isinstance(config, PipelineConfig):
+            settings = with_sets(config, sets)
+        else:
+            settings = load_config(config, model=overlay(self.model), sets=sets)
         require_cache(settings)
+        keep = given is not None if keep_weights is None else keep_weights
         if progress:
             progress("capturing the graph", 0, 1)
         self.graph_module = capture_decoder(self.model.module)
-        context = Context(route="decoder", context_length=self.model.context)
+        owned = None if keep else self.model.module
+        context = Context(route="decoder", context_length=self.model.context, owned=owned)
         report = run_pipeline(
             self.graph_module,
             settings,
@@ -61,8 +74,10 @@ class LLM:
         self.backend = lowered.backend
         layers = [LayerShape(c.kv_heads, c.head_dim, c.dtype) for c in context.outputs["kv_cache"]]
         self.engine, self.size = build_engine(
-            lowered.call, self.model, layers, context.block_size, sizes, backend=lowered.backend, progress=progress
-        )
+            lowered.call, self.model, layers, context.block_size, sizes, self.graph_module, backend=lowered.backend,
+            progress=progress,
+        )  # fmt: skip
+        self.quantized: Saving | None = context.outputs.get("quantized")
         self.built: Report = replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes))
 
     def generate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class Settings:
     backend: str
     reuse_outputs: bool = False
     dump_dir: str | Path | None = None
+    shared: dict[Any, Any] = field(default_factory=dict)  # what the transforms make once for all variants
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class Variant:
 def build_variant(captured: Captured, settings: Settings, model: str) -> Variant:
     """The pipeline over a captured graph, then the backend."""
     gm = captured.graph_module
-    report = run_pipeline(gm, settings.config, Context(route="module"), model=model, dump_dir=settings.dump_dir)
+    context = Context(route="module", shared=settings.shared)
+    report = run_pipeline(gm, settings.config, context, model=model, dump_dir=settings.dump_dir)
     return lower_variant(gm, captured.signature, report, settings, captured.returned, captured.notes)
 
 

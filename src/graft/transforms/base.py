@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch.fx import GraphModule, Node, map_arg
 
 from graft.errors import VerificationError
@@ -41,12 +42,19 @@ class TransformConfig:
 
 @dataclass
 class Context:
-    """What transforms may know beyond the graph, and where they leave what the engine needs."""
+    """What transforms may know beyond the graph, and where they leave what the engine needs.
+
+    owned: the module whose weights may be given up once the graph has others; None where it is somebody else's.
+    shared: what several graphs of one module have in common, so that a second capture does not make it again.
+    """
 
     route: Literal["decoder", "module"] = "module"
     block_size: int = 16
     context_length: int | None = None  # positions are below it
     outputs: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # for the report
+    owned: torch.nn.Module | None = None
+    shared: dict[Any, Any] | None = None
 
 
 @dataclass(frozen=True)

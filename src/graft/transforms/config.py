@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import yaml
 
-from graft.errors import ConfigError, UnknownKey, UnknownTransform, WrongType
+from graft.errors import ConfigError, UnknownKey, UnknownTransform, UsageError, WrongType, near
 from graft.ops import OPS
+from graft.ops.fused_linear.quantize import QUANTIZERS
 from graft.transforms.base import TransformConfig
 from graft.transforms.registry import TransformRegistry, load_all
 
@@ -100,6 +101,29 @@ def parse_set(text: str) -> Layer:
         return Layer(f"--set {text}", {key.strip(): yaml.safe_load(value)})
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {text}: the value is not YAML: {error}") from error
+
+
+def quantize_sets(kind: str | None) -> tuple[str, ...]:
+    """What `--quantize KIND` stands for, as values of `--set`."""
+    if kind is None:
+        return ()
+    if kind not in QUANTIZERS:
+        raise UsageError(f"quantize: unknown format {kind!r}{near(str(kind), QUANTIZERS)}")
+    return "transforms.quantize_linear.enabled=true", f"transforms.quantize_linear.format={kind}"
+
+
+def with_sets(config: PipelineConfig, sets: Sequence[str]) -> PipelineConfig:
+    """A loaded configuration with `--set` values laid over it."""
+    transforms, origins = dict(config.transforms), dict(config.origins)
+    for layer in map(parse_set, sets):
+        for key, value in layer.values.items():
+            name, option = split_key(key, layer.name)
+            if name not in transforms:
+                raise ConfigError(f"{layer.name}: the configuration does not list {name}")
+            typed = check_value(name, option, value, layer.name)
+            transforms[name] = dataclasses.replace(transforms[name], **{option: typed})
+            origins[key] = layer.name
+    return dataclasses.replace(config, transforms=transforms, origins=origins)
 
 
 def build(layers: Sequence[Layer]) -> PipelineConfig:

@@ -86,7 +86,7 @@ def run_pipeline(
         progress("", len(names), len(names))
     drop_unused_state(gm)
     gm.recompile()
-    report = Report(model, records)
+    report = Report(model, records, notes=tuple(context.notes))
     dumps.finish(report)
     return report
 
@@ -115,7 +115,7 @@ def run_one(
         return TransformRecord(transform.name, stage, "disabled")
     nodes_before, started = len(gm.graph.nodes), time.perf_counter()
     before, uses = Snapshot.take(gm), Uses.take(gm.graph)
-    outputs_before = dict(context.outputs)
+    outputs_before, notes_before = dict(context.outputs), list(context.notes)
     common: dict[str, Any] = {"name": transform.name, "stage": stage, "nodes_before": nodes_before}
     gm.meta["graft_replaced"] = []  # the editor notes here what took the place of what
     try:
@@ -128,7 +128,7 @@ def run_one(
                 outcome = replace(outcome, matches=prove_matches(gm, before, outcome.matches))
     except Exception as error:
         before.restore(gm)
-        context.outputs = outputs_before
+        context.outputs, context.notes = outputs_before, notes_before
         if settings.on_error == "raise":
             if isinstance(error, GraftError):
                 raise TransformError(transform.name, str(error)) from error

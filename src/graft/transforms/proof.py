@@ -33,10 +33,13 @@ from graft.transforms.report import MatchRecord, Proof
 
 
 def prove_matches(gm: GraphModule, before: Snapshot, records: Sequence[MatchRecord]) -> tuple[MatchRecord, ...]:
-    """The records with the proof of each; the first replacement that computes something else is a ProofError."""
+    """The records with the proof of each; the first replacement that computes something else is a ProofError.
+
+    A transform that changes numbers on purpose brings its own proof, of what it may change.
+    """
     sides = Sides.of(gm, before, records)
     sides.check_rewiring()
-    return tuple(replace(record, proof=prove(sides, record)) for record in records)
+    return tuple(record if record.proof else replace(record, proof=prove(sides, record)) for record in records)
 
 
 @dataclass(frozen=True)

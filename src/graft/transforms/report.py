@@ -37,6 +37,7 @@ class MatchRecord:
     made: tuple[str, ...]
     pattern: str = ""
     proof: Proof | None = None
+    note: str = ""  # what is worth knowing about this place
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,9 @@ def read_state(entry: dict[str, Any]) -> StateRecord:
 def read_match(entry: dict[str, Any]) -> MatchRecord:
     proof = Proof(**entry["proof"]) if entry["proof"] else None
     replaced, made = tuple(entry["replaced"]), tuple(entry["made"])
-    return MatchRecord(entry["anchor"], entry["module"], replaced, made, entry["pattern"], proof)
+    return MatchRecord(
+        entry["anchor"], entry["module"], replaced, made, entry["pattern"], proof, entry.get("note", "")
+    )
 
 
 def read_record(entry: dict[str, Any]) -> TransformRecord:

@@ -154,6 +154,7 @@ def setup_of(run: Run, notes: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": str(llm.model.module.dtype).removeprefix("torch."),
         **facts(device),
         "backend": llm.backend,
+        "quantize": llm.quantized.format if llm.quantized else None,
         "graft_build_seconds": round(run.build_seconds, 2),
         "roofline": None if run.roofline is None else asdict(run.roofline),
         **notes,

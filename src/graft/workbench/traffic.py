@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-QUANTIZED = (torch.int8, torch.int32, torch.float8_e4m3fn)  # int32 holds eight 4-bit weights
+QUANTIZED = (torch.int8, torch.int16, torch.float8_e4m3fn)  # int16 holds four 4-bit weights
 
 
 def step_bytes(module: nn.Module, batch: int, tokens: float) -> float:

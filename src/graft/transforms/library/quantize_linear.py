@@ -1,0 +1,160 @@
+"""quantize_linear: the weights of linear layers in 8 or 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graft.graph.edit import Editor
+from graft.graph.match import NearMiss
+from graft.graph.nodes import arg_values, calls, is_op, module_path, where
+from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig
+from graft.transforms.quantization import (
+    How,
+    Layers,
+    Quantized,
+    Saving,
+    pattern_fits,
+    quantize_weight,
+    release,
+    totals,
+    weight_problem,
+)
+from graft.transforms.registry import TransformRegistry
+from graft.transforms.report import MatchRecord
+
+aten, ops = torch.ops.aten, torch.ops.graft
+LINEAR, MM, ADDMM = aten.linear.default, aten.mm.default, aten.addmm.default
+FUSED, EXPERTS = ops.fused_linear.default, ops.moe_experts.default
+OUTPUT_HEAD = "lm_head"
+FIELDS = [argument.name for argument in FUSED._schema.arguments]
+
+
+@dataclass(frozen=True)
+class QuantizeConfig(TransformConfig):
+    """skip: globs for the names of parameters, or of any run of their parts, that stay as they are. search: of int4,
+    the clipping of each group that loses least, instead of its largest magnitude."""
+
+    format: Literal["int8", "int4", "fp8"] = "int8"
+    search: bool = True
+    skip: tuple[str, ...] = (OUTPUT_HEAD,)
+
+
+@TransformRegistry.register("quantize_linear")
+class QuantizeLinear(BaseTransform):
+    """Weights of linear layers as int8 (a scale a row), fp8 (e4m3, a scale a row) or int4 (a scale each 128).
+
+    before:  %y = linear(%x, %w, %b);   %z = graft.fused_linear(%x, %v, norm=%g, eps=…);   %u = addmm(%b, %x, %t)
+    after:   %y = graft.fused_linear(%x, %q, %b, %s);   %z = graft.fused_linear(%x, %r, scale=%t, norm=%g, eps=…);  …
+
+    Only parameters that nothing else reads; a tied embedding, the output head (`skip`) and experts stay as they are,
+    each with its reason. Layer by layer; where the engine loaded the module itself, the old weight is given up as
+    soon as the new one is there. Numerics: they change by design. Each weight is checked to be the nearest number
+    that its scale can give (ops/fused_linear/rounding.py), and the record says how far that is; products are summed
+    in float32.
+    """
+
+    config: QuantizeConfig  # pyrefly: ignore
+
+    @classmethod
+    def get_config_class(cls) -> type[TransformConfig]:
+        return QuantizeConfig
+
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:
+        layers, editor = Layers.of(gm), Editor(gm, self.name)
+        done: list[tuple[MatchRecord, Quantized]] = []
+        misses = [near_miss(node, "experts are no linear layers; their weights stay") for node in experts(gm)]
+        # a roll-back needs the old weights
+        owned = context.owned if self.config.on_error == "raise" else None
+        for node in linear_calls(gm):
+            given = operands(node)
+            problem = call_problem(node) or weight_problem(layers, given["weight"], self.config.skip)
+            if problem:
+                misses.append(near_miss(node, problem))
+                continue
+            weight = given["weight"]
+            how = How(self.config.format, self.config.search, transposed=is_op(node, MM, ADDMM))
+            made = quantize_weight(gm, str(weight.target), how, context.shared)
+            done.append((rewrite(editor, node, given, made), made))
+            if owned is not None:
+                release(gm, owned, str(weight.target))
+        if not done:
+            reasons = list(dict.fromkeys(miss.reason for miss in misses))
+            return Outcome((), tuple(misses), "; ".join(reasons[:3]) or "the graph has no linear layer")
+        context.outputs["quantized"] = Saving(self.config.format, sum(made.before - made.after for _, made in done))
+        context.notes += totals(self.config.format, [made for _, made in done], misses, kept_because(owned, context))
+        context.notes += [f"quantize_linear: skip names no weight: {p!r}" for p in self.idle_patterns(layers)]
+        return Outcome(tuple(record for record, _ in done), tuple(misses))
+
+    def idle_patterns(self, layers: Layers) -> list[str]:
+        """Patterns that the user gave and that fit nothing."""
+        given = [pattern for pattern in self.config.skip if pattern != OUTPUT_HEAD]
+        return [pattern for pattern in given if not any(pattern_fits(pattern, name) for name in layers.names)]
+
+
+def kept_because(owned: Any, context: Context) -> str:
+    """Why the float weights are still in memory, or '' where they are not."""
+    if owned is not None:
+        return ""
+    return "on_error: skip may need them" if context.owned is not None else "the module is the caller's"
+
+
+def linear_calls(gm: GraphModule) -> list[Node]:
+    """Every product with a weight that is not quantized yet."""
+    found = [node for node in calls(gm.graph) if is_op(node, LINEAR, MM, ADDMM, FUSED)]
+    return [node for node in found if not is_op(node, FUSED) or operands(node)["scale"] is None]
+
+
+def experts(gm: GraphModule) -> Iterator[Node]:
+    return (node for node in calls(gm.graph) if is_op(node, EXPERTS))
+
+
+def operands(node: Node) -> dict[str, Any]:
+    """The arguments that graft::fused_linear takes in the place of this call, by name."""
+    given = {argument.name: argument.default_value for argument in FUSED._schema.arguments}
+    if is_op(node, FUSED):
+        return {argument.name: value for argument, value in arg_values(node)}
+    if is_op(node, ADDMM):
+        return {**given, "bias": node.args[0], "x": node.args[1], "weight": node.args[2]}
+    bias = node.args[2] if len(node.args) > 2 else None
+    return {**given, "x": node.args[0], "weight": node.args[1], "bias": bias}
+
+
+def call_problem(node: Node) -> str | None:
+    """Why this call is no linear layer, or None."""
+    if not is_op(node, ADDMM):
+        return None
+    if node.kwargs or len(node.args) > 3:
+        return "addmm with beta or alpha"
+    bias = node.args[0].meta["val"]
+    return None if bias.dim() == 1 else "what is added is not one row"
+
+
+def rewrite(editor: Editor, node: Node, given: dict[str, Any], made: Quantized) -> MatchRecord:
+    weight = given["weight"]
+    owner = made.name.rpartition(".")[0]
+    prefix = f"{owner}." if owner else ""
+    leaf = made.name.rpartition(".")[2]
+    q = editor.parameter(f"{prefix}{leaf}_{made.format}", made.q, before=node, like=node)
+    scale = editor.parameter(f"{prefix}{leaf}_scale", made.scale, before=node, like=node)
+    full = {**given, "weight": q, "scale": scale}
+    args = [full[name] for name in FIELDS]
+    defaults = [argument.default_value for argument in FUSED._schema.arguments]
+    while args[-1] is defaults[len(args) - 1] or args[-1] == defaults[len(args) - 1]:
+        args.pop()
+    new = editor.call(FUSED, args, before=node, like=node)
+    names = (q.name, scale.name, new.name)
+    record = MatchRecord(where(node), module_path(node), (node.name,), names, made.format, made.proof, made.note)
+    editor.replace(node, new)
+    editor.graph.erase_node(node)
+    if not weight.users:
+        editor.graph.erase_node(weight)
+    return record
+
+
+def near_miss(node: Node, reason: str) -> NearMiss:
+    return NearMiss("quantize_linear", where(node), f"%{node.name}", reason, 1, 1)

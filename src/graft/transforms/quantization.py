@@ -1,0 +1,189 @@
+"""Weights and their quantized forms: which may be changed, what was lost, and when the old ones go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from graft.errors import UsageError
+from graft.graph.edit import attribute
+from graft.graph.match import NearMiss
+from graft.graph.nodes import is_weight, where
+from graft.graph.storage import identity, share_storage, storage_id
+from graft.ops.fused_linear.quantize import QUANTIZERS, WORKING, abstract
+from graft.ops.fused_linear.rounding import HALF, SLACK, Rounding, measure
+from graft.transforms.report import Proof
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The weights that a graph reads, and who reads them."""
+
+    gm: GraphModule
+    readers: Mapping[int | None, tuple[Node, ...]]  # storage → the attributes in it
+
+    @staticmethod
+    def of(gm: GraphModule) -> Layers:
+        readers: dict[int | None, tuple[Node, ...]] = {}
+        for node in gm.graph.nodes:
+            tensor = attribute(gm, str(node.target)) if node.op == "get_attr" else None
+            if isinstance(tensor, Tensor):
+                storage = storage_id(tensor)
+                readers[storage] = (*readers.get(storage, ()), node)
+        return Layers(gm, readers)
+
+    @cached_property
+    def names(self) -> list[str]:
+        return [str(node.target) for nodes in self.readers.values() for node in nodes]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A weight in another format; the sizes in bytes."""
+
+    name: str
+    format: str
+    q: Tensor
+    scale: Tensor
+    rounding: Rounding | None  # None on the meta device, where there is nothing to round
+    before: int
+
+    @property
+    def after(self) -> int:
+        return self.q.nbytes + self.scale.nbytes
+
+    @property
+    def proof(self) -> Proof:
+        if self.rounding is None:
+            return Proof(0.0, HALF, "meta tensors, no")
+        return Proof(self.rounding.steps, HALF + SLACK, "in steps of the scale, on no")
+
+    @property
+    def note(self) -> str:
+        error = f"relative error {self.rounding.relative:.2e}" if self.rounding else "no values (meta)"
+        return f"{self.name}: {self.format}, {error}, {self.before} → {self.after} bytes"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What the engine may tell of quantized weights: their format, and the bytes that a step need not read."""
+
+    format: str
+    bytes: int
+
+
+def weight_problem(layers: Layers, node: Any, skip: Sequence[str]) -> str | None:
+    """Why this weight stays as it is, or None."""
+    if not isinstance(node, Node) or node.op != "get_attr":
+        if is_weight(node) or (isinstance(node, Node) and node.op == "placeholder"):
+            return f"the weight {where(node)} is an input of the graph; graft.compile quantizes parameters"
+        return "the weight is computed"
+    name, tensor = str(node.target), attribute(layers.gm, str(node.target))
+    if not isinstance(tensor, torch.nn.Parameter):
+        return f"{name} is a buffer, which may be written; only parameters are quantized"
+    if tensor.dim() != 2:
+        return f"{name} has {tensor.dim()} dims, not 2"
+    if tensor.dtype not in WORKING:
+        return f"{name} is {tensor.dtype}; float32, bfloat16 and float16 are quantized"
+    pattern = next((pattern for pattern in skip if pattern_fits(pattern, name)), None)
+    if pattern is not None:
+        return f"{name} is skipped ({pattern!r})"
+    others = [n for n in layers.readers.get(storage_id(tensor), ()) if n is not node]
+    if len(node.users) > 1 or others:
+        return f"{name} is tied: something else reads it too"
+    return None
+
+
+def pattern_fits(pattern: str, name: str) -> bool:
+    """Whether a glob fits a dotted name or any run of its parts: `lm_head`, `down_proj`, `layers.0.*`."""
+    parts = name.split(".")
+    ends = range(1, len(parts) + 1)
+    return any(fnmatchcase(".".join(parts[start:end]), pattern) for end in ends for start in range(end))
+
+
+@dataclass(frozen=True)
+class How:
+    """The format; whether int4 looks for the best clipping; whether the weight lies as [k, n]."""
+
+    format: str
+    search: bool = True
+    transposed: bool = False
+
+
+def quantize_weight(gm: GraphModule, name: str, how: How, shared: dict[Any, Any] | None) -> Quantized:
+    """The weight in its new format, checked."""
+    weight = attribute(gm, name).detach()
+    key = ("quantize_linear", how, identity(weight))
+    if shared is not None and key in shared:
+        return shared[key]
+    rows = weight.t() if how.transposed else weight
+    if weight.is_meta:
+        return Quantized(name, how.format, *abstract(rows, how.format), None, weight.nbytes)
+    options = {"search": how.search} if how.format == "int4" else {}
+    q, scale = QUANTIZERS[how.format](rows, name, **options)
+    made = Quantized(name, how.format, q, scale, measure(rows, q, scale, name), weight.nbytes)
+    if shared is not None:
+        shared[key] = made
+    return made
+
+
+def release(gm: GraphModule, owned: torch.nn.Module, name: str) -> None:
+    """Gives up the memory of a weight that the graph no longer reads.
+
+    The module keeps parameters of that shape and dtype on the meta device, and refuses to run. The parts that were
+    merged into the weight are views of its memory, so they go too.
+    """
+    weight = attribute(gm, name)
+    if weight.is_meta:
+        return
+    gone = [p for p in (*gm.parameters(), *owned.parameters()) if p is not weight and share_storage(p, weight)]
+    dropped = {id(parameter) for parameter in (*gone, weight)}
+    for part in owned.modules():
+        for leaf, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) in dropped:
+                empty = torch.empty_like(parameter, device="meta")
+                part._parameters[leaf] = torch.nn.Parameter(empty, requires_grad=False)
+    for parameter in (*gone, weight):
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    refuse_to_run(owned)
+
+
+def refuse_to_run(module: torch.nn.Module) -> None:
+    """A module without its weights says so when it is called, once and for all."""
+    if getattr(module, "_graft_released", False):
+        return
+    module._graft_released = True  # pyrefly: ignore
+
+    def refuse(*_: Any) -> NoReturn:
+        raise UsageError(
+            "the weights of this module were given up when they were quantized; load the model with"
+            " LLM(..., keep_weights=True) to use both"
+        )
+
+    module.register_forward_pre_hook(refuse)
+
+
+def totals(kind: str, done: Sequence[Quantized], left: Sequence[NearMiss], kept: str) -> list[str]:
+    """Lines for the report."""
+    before, after = sum(made.before for made in done), sum(made.after for made in done)
+    errors = [made.rounding.relative for made in done if made.rounding]
+    worst = f", relative error of a weight {max(errors):.2e} at most" if errors else ""
+    reasons = "; ".join(dict.fromkeys(miss.reason for miss in left))
+    lines = [
+        f"quantize_linear: {len(done)} weights as {kind}, {before / 1e6:.1f} → {after / 1e6:.1f} MB{worst};"
+        f" left alone: {len(left)}{f' ({reasons})' if left else ''}"
+    ]
+    if kept:
+        lines.append(
+            f"quantize_linear: the module keeps its own weights ({kept}); later changes of them are not seen"
+        )
+    if done[0].q.device.type == "cpu":
+        lines.append("quantize_linear: on a CPU the weights are widened at every call, which is slow")
+    return lines

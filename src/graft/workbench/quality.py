@@ -1,0 +1,57 @@
+"""What a change of the weights does to a model's predictions: perplexity, divergence, agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from graft.backends import lower
+from graft.graph.edit import second_module
+from graft.transforms.config import load_config
+from graft.transforms.pipeline import order_transforms, run_pipeline
+
+
+@dataclass(frozen=True)
+class Quality:
+    """perplexity: of the text. divergence: mean KL of the original's predictions from these, in nats a token.
+    agreement: the share of tokens for which both think the same successor the likeliest."""
+
+    perplexity: float
+    divergence: float = 0.0
+    agreement: float = 1.0
+
+
+def with_transforms(gm: GraphModule, transforms: Mapping[str, Mapping[str, Any]]) -> GraphModule:
+    """A second graph over the same weights, with these transforms run over it and no others."""
+    config = load_config()
+    off: dict[str, dict[str, Any]] = {name: {"enabled": False} for name in order_transforms(config)}
+    twin = second_module(gm)
+    run_pipeline(twin, load_config({"transforms": off | {k: {"enabled": True, **v} for k, v in transforms.items()}}))
+    return twin
+
+
+@torch.no_grad()
+def logits_of(gm: GraphModule, ids: Sequence[int], device: torch.device) -> Tensor:
+    """Float32 logits [tokens, vocabulary] of a captured decoder for one sequence."""
+    row = torch.tensor([ids], device=device)
+    positions = torch.arange(len(ids), device=device)[None]
+    (logits,) = lower(gm, "eager").call(row, positions)
+    return logits[0].float()
+
+
+def quality(logits: Tensor, ids: Sequence[int], original: Tensor | None = None) -> Quality:
+    """Both logits are [tokens, vocabulary]; the last token has no successor."""
+    ours = logits[:-1].log_softmax(-1)
+    following = torch.tensor(ids[1:], device=logits.device)[:, None]
+    perplexity = float(ours.gather(-1, following).mean().neg().exp())
+    if original is None:
+        return Quality(perplexity)
+    theirs = original[:-1].log_softmax(-1)
+    divergence = float((theirs.exp() * (theirs - ours)).sum(-1).mean())
+    agreement = float((ours.argmax(-1) == theirs.argmax(-1)).float().mean())
+    return Quality(perplexity, divergence, agreement)
