@@ -33,3 +33,8 @@ for name, schema in SCHEMAS.items():
     LIBRARY.define(f"{name}{schema}")
     LIBRARY.impl(name, nothing, "CompositeExplicitAutograd")
     torch.library.register_fake(f"graft::{name}", nothing, lib=LIBRARY)
+
+SWITCH = torch.ops.graft.stream_switch.default
+RECORD = torch.ops.graft.stream_record.default
+WAIT = torch.ops.graft.stream_wait.default
+KEEP = torch.ops.graft.stream_keep.default

@@ -6,17 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.nodes import output_node
 from graft.graph.streams import on_device
+from graft.ops.streams import KEEP, RECORD, SWITCH, WAIT
 from graft.state.streams import reuses
 from graft.state.timeline import MAIN, Clock, Timeline, merge
 from graft.transforms.stream_schedule import Schedule, Tasks
 
-ops = torch.ops.graft
 BEGIN = 0  # the event of the beginning of the call
 
 
@@ -100,24 +99,24 @@ def insert_ops(
 ) -> list[Node]:
     editor, made, current = Editor(gm, made_by), [], MAIN
     if any(BEGIN in numbers for numbers in events.awaited.values()):
-        made.append(editor.call(ops.stream_record.default, (BEGIN,), before=order[0], like=order[0]))
+        made.append(editor.call(RECORD, (BEGIN,), before=order[0], like=order[0]))
 
     def switch(stream: int, before: Node, like: Node) -> None:
         nonlocal current
         if stream != current:
-            made.append(editor.call(ops.stream_switch.default, (stream,), before=before, like=like))
+            made.append(editor.call(SWITCH, (stream,), before=before, like=like))
             current = stream
 
     for node in order:
         switch(stream_of[node.name], node, node)
         for number in events.awaited[node]:
-            made.append(editor.call(ops.stream_wait.default, (number,), before=node, like=node))
+            made.append(editor.call(WAIT, (number,), before=node, like=node))
         if node in events.recorded:
-            made.append(editor.call(ops.stream_record.default, (events.recorded[node],), before=node.next, like=node))
+            made.append(editor.call(RECORD, (events.recorded[node],), before=node.next, like=node))
     end, last = output_node(gm.graph), order[-1]
     switch(MAIN, end, last)
     for number in events.at_end:
-        made.append(editor.call(ops.stream_wait.default, (number,), before=end, like=last))
+        made.append(editor.call(WAIT, (number,), before=end, like=last))
     return made
 
 
@@ -139,7 +138,7 @@ def keep_memory(gm: GraphModule, made_by: str) -> list[Node]:
         until.setdefault(point, []).append(owner)
     editor = Editor(gm, made_by)
     return [
-        editor.call(ops.stream_keep.default, ([t for o in owners for t in tensors(o)],), before=point, like=owners[0])
+        editor.call(KEEP, ([t for o in owners for t in tensors(o)],), before=point, like=owners[0])
         for point, owners in until.items()
     ]
 

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from graft.graph.nodes import leaves, module_path, val, where
 from graft.graph.streams import has_streams
 from graft.graph.verify import Snapshot
+from graft.ops.streams import SWITCH
 from graft.state.streams import check_streams
 from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig
 from graft.transforms.costs import Costs, load_costs
@@ -134,7 +135,7 @@ def records(gm: GraphModule, made: Sequence[Node]) -> tuple[MatchRecord, ...]:
     for node in gm.graph.nodes:
         if node not in inside:
             continue
-        if node.target is torch.ops.graft.stream_switch.default:
+        if node.target is SWITCH:
             current = node.args[0]
             if current:
                 found.append((node, []))
