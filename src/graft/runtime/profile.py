@@ -33,7 +33,8 @@ from graft.transforms.costs import Costs, fingerprint, load_costs
 
 REPEATS = 15
 REPLAYS = 10  # in one stretch between two events
-FLUSH_BYTES = 256 << 20  # several times the 60 MB of a large second-level cache; 0.1 ms to pass over
+FLUSH_BYTES = 256 << 20  # several times the 60 MB of a large second-level cache
+PASS_SECONDS, MOST_PASSES = 1e-4, 30  # an H200 reads and writes it in 0.13 ms
 CPU_EVENT_US = 2.0  # what an event is taken to cost where there is none
 
 
@@ -158,14 +159,24 @@ class GpuTimer:
         with torch.cuda.device(self.device):
             for _ in range(2):  # compiles and tunes
                 call()
-            pairs = [self.pair(call) for _ in range(self.repeats)]
+            passes = self.passes(call)
+            pairs = [self.pair(call, passes) for _ in range(self.repeats)]
             torch.cuda.synchronize(self.device)
         taken = statistics.median(begin.elapsed_time(end) for begin, end in pairs) * 1e3
         return max(taken - self.empty, 0.0)
 
-    def pair(self, call: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def passes(self, call: Callable[[], Any]) -> int:
+        """How often to pass over the buffer so that the device is busy while the host issues the call."""
+        torch.cuda.synchronize(self.device)
+        started = time.perf_counter()
+        call()
+        issued = time.perf_counter() - started
+        return min(1 + round(2 * issued / PASS_SECONDS), MOST_PASSES)
+
+    def pair(self, call: Callable[[], Any], passes: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self.flush.add_(1)
+        for _ in range(passes):
+            self.flush.add_(1)
         begin.record()
         call()
         end.record()

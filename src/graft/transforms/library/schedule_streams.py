@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from graft.graph.nodes import leaves, module_path, val, where
 from graft.graph.streams import has_streams
@@ -76,7 +76,8 @@ class ScheduleStreams(BaseTransform):
             return Outcome(reason=f"not taken: measured {numbers(one_us, many_us)}; predicted {predicted(schedule)}")
         context.outputs["stream_schedule"] = schedule
         context.outputs["stream_times"] = (one_us, many_us)
-        return Outcome(records(gm, made))
+        times = f"measured {numbers(one_us, many_us)}; " if one_us is not None and many_us is not None else "forced; "
+        return Outcome(records(gm, made), reason=f"taken: {times}predicted {predicted(schedule)}")
 
     def problem(self, gm: GraphModule, context: Context) -> str | None:
         """Why there is nothing to do, before anything is measured."""
@@ -84,8 +85,7 @@ class ScheduleStreams(BaseTransform):
             return f"streams is {self.config.streams}; two or more can overlap"
         if has_streams(gm.graph):
             return "the graph has stream ops already"
-        on_gpu = any(isinstance(t, torch.Tensor) and t.is_cuda for n in gm.graph.nodes for t in leaves(val(n)))
-        if not on_gpu and not self.config.force:
+        if not on_gpu(gm.graph) and not self.config.force:
             return "the graph is on no GPU, so nothing could overlap; force=true writes the schedule all the same"
         if context.measure is None and not self.config.profile:
             return "no costs: nobody measures here, and `profile` names no file"
@@ -109,6 +109,10 @@ class ScheduleStreams(BaseTransform):
         if schedule.streams < 2:
             return no_branches(schedule)
         return f"not taken: predicted {predicted(schedule)}, less than {self.config.threshold:.1%}"
+
+
+def on_gpu(graph: Graph) -> bool:
+    return any(isinstance(item, torch.Tensor) and item.is_cuda for node in graph.nodes for item in leaves(val(node)))
 
 
 def no_branches(schedule: Schedule) -> str:
