@@ -177,6 +177,19 @@ def test_short_branches_stay_where_an_event_costs_more_r44():
     assert schedule_of(graph_of(Branches()), event_us=100.0).streams == 1
 
 
+def test_a_branch_that_saves_nothing_stays_on_the_callers_stream_r44():
+    class Uneven(nn.Module):
+        """One wait for a side stream is paid for the long branch; the short one beside it would only add another."""
+
+        def forward(self, x):
+            return ((x * 2).relu().tanh() + (x + 3)) * ((x * 5).relu().tanh())
+
+    gm = graph_of(Uneven())
+    us = {node.name: 10.0 for node in gm.graph.nodes if on_device(node)} | {"add": 0.5}
+    schedule = list_schedule(gm.graph, Costs(us, 2.0, "cpu"), 2)
+    assert schedule.streams == 2 and schedule.stream["add"] == schedule.stream["tanh"]
+
+
 def test_what_the_caller_gets_is_made_on_its_stream_r44():
     class Two(nn.Module):
         def forward(self, x):
@@ -377,8 +390,8 @@ class FakeCuda:
     """Stands for torch.cuda: streams and events are names, and `log` is what was asked for."""
 
     def __init__(self, monkeypatch):
-        self.log, self.current, self.made = [], FakeStream(self, 100), 0
-        for name in ("Stream", "Event", "current_stream", "stream"):
+        self.log, self.current, self.made, self.capturing = [], FakeStream(self, 100), 0, False
+        for name in ("Stream", "Event", "current_stream", "stream", "is_current_stream_capturing"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, f"fake_{name}"))
         monkeypatch.setattr("graft.backends.streams.device_of", lambda _: torch.device("cuda"))
 
@@ -392,6 +405,9 @@ class FakeCuda:
     def fake_current_stream(self, device):
         return self.current
 
+    def fake_is_current_stream_capturing(self):
+        return self.capturing
+
     def fake_stream(self, stream):
         return On(self, stream)
 
@@ -402,6 +418,9 @@ class FakeStream:
 
     def wait_event(self, event):
         self.cuda.log.append(("wait", self.cuda_stream, id(event)))
+
+    def wait_stream(self, other):
+        self.cuda.log.append(("follow", self.cuda_stream, other.cuda_stream))
 
 
 class FakeEvent:
@@ -432,10 +451,12 @@ def test_the_lowering_switches_for_each_call_and_records_and_waits_r44(monkeypat
     assert lowered.kernels["graft::stream_switch"] == "2 CUDA streams"
     got = lowered.call(x)
     assert torch.equal(got[0] if isinstance(got, (list, tuple)) else got, module(x))
+    assert cuda.log.pop() == ("follow", 101, 100)
     kinds = [entry[:2] for entry in cuda.log]
     assert kinds == [("record", 100), ("wait", 101), ("call", 101), ("call", 101), ("record", 101), ("wait", 100)]
     assert cuda.log[0][2] == cuda.log[1][2] != cuda.log[4][2] == cuda.log[5][2]
     cuda.log.clear()
+    cuda.capturing = True
     lowered.call(x)
     assert [entry[:2] for entry in cuda.log] == kinds and cuda.made == 2  # streams and events are kept
 
@@ -444,9 +465,8 @@ def test_an_error_on_a_side_stream_leaves_nothing_switched_r44(monkeypatch):
     gm = placed(Branches(), [0, 0, 0, 0, 1, 1, 0])
     cuda = FakeCuda(monkeypatch)
     call = lower_eager(gm).call
-    monkeypatch.setattr(gm.b, "weight", None)
-    with pytest.raises(TypeError):
-        call(torch.randn(3, 5), 1)
+    call.b.weight = nn.Parameter(torch.ones(3, 3))
     with pytest.raises(RuntimeError):
-        call(torch.randn(3, 5))
+        call(torch.randn(2, 8))
+    assert cuda.log[-1] == ("call", 101)  # it failed there
     assert cuda.current.cuda_stream == 100

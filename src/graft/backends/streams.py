@@ -12,9 +12,10 @@ told to the allocator (`record_stream`): it would hold blocks back until events 
 end. Instead `graft.stream_keep` takes the tensor, so that the generated code holds it until the streams have met; the
 checker has proven that this is late enough, for eager calls and for the pool of a capture alike.
 
-Side streams and events belong to one thread and one caller's stream. Two threads never record the same event, a
-capture takes in nobody else's work, and the memory of a side stream is used again only by calls that come after on
-the same caller's stream.
+Side streams and events belong to one thread and one caller's stream: two threads never record the same event. torch
+hands out 32 streams in turn, so that a side stream may be somebody else's too. Hence, outside of a capture (whose
+memory is its own), the side streams wait for the caller's at the end of a call: whoever allocates on them next comes
+after all that this call read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graft.graph.nodes import leaves, val
+from graft.graph.nodes import leaves, output_node, val
 from graft.graph.streams import drop_streams, has_streams, on_device, stream_op
 
 MOST_TRIES = 64  # torch has 32 streams and hands them out in turn; one of them may be the caller's
@@ -80,6 +81,13 @@ class Streams:
         main = torch.cuda.current_stream(self.device)
         self.stream(main, number).wait_event(self.side(main).events[event])
 
+    def rejoin(self) -> None:
+        """What is allocated on the side streams from now on is written after this call."""
+        main = torch.cuda.current_stream(self.device)
+        if not torch.cuda.is_current_stream_capturing():
+            for stream in self.side(main).streams.values():
+                stream.wait_stream(main)
+
     def on(self, number: int, target: Callable[..., Any]) -> Callable[..., Any]:
         """`target` on a side stream."""
 
@@ -128,6 +136,8 @@ def bind_streams(graph: Graph, placed: Mapping[Node, int]) -> str:
             node.target = hold
         elif placed.get(node, 0):
             node.target = streams.on(placed[node], node.target)
+    with graph.inserting_before(output_node(graph)):
+        graph.call_function(streams.rejoin)
     return f"{len(set(placed.values()))} CUDA streams"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -87,7 +88,7 @@ def reuses(graph: Graph, timeline: Timeline) -> Iterator[Reuse]:
     the last reference, the block is free for later calls on that stream at once, whatever other streams still do with
     it; in a capture too, where the order of the host decides which calls share memory in every replay. So, of the
     calls on that stream below the last use, the first must begin after every reader on another stream is over. Then
-    so do all the others, and those of later calls, which begin with the caller's stream and hence after this call.
+    so do all the others, and those of later calls, which begin after this one has ended (backends/streams.py).
     Kernels drop their own temporaries on the stream that they run on, where order is enough.
     """
     by_stream: dict[int, list[Node]] = {}
@@ -103,7 +104,8 @@ def reuses(graph: Graph, timeline: Timeline) -> Iterator[Reuse]:
         if not foreign or output_node(graph) in users:
             continue
         freed = max(timeline.place[node] for node in (*members, *users))
-        call = next((node for node in by_stream[home] if timeline.place[node] > freed), None)
+        later = bisect(by_stream[home], freed, key=timeline.place.__getitem__)
+        call = by_stream[home][later] if later < len(by_stream[home]) else None
         for reader in sorted(foreign):
             if call is not None and not timeline.before(reader, call):
                 yield Reuse(owner, reader, call)

@@ -2,15 +2,16 @@
 
 The calls are taken in a list, each after those that it depends on, and each goes to the stream where it ends first.
 To follow a call of another stream costs an event, so a short branch stays where it is. Two lists are tried: the order
-of the graph, and by the longest path to the end. A prediction knows nothing of kernels that slow each other down:
-whoever takes a schedule measures it.
+of the graph, and by the longest path to the end. What then saves nothing elsewhere goes back to stream 0. A
+prediction knows nothing of kernels that slow each other down: whoever takes a schedule measures it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 from torch.fx import Graph, Node
 
@@ -21,6 +22,8 @@ from graft.graph.nodes import module_path, output_node
 from graft.graph.streams import in_memory_of, on_device, sources
 from graft.state.hazards import hazards
 from graft.transforms.costs import Costs
+
+MOST_TRIALS = 64  # each costs a pass over the graph
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,28 @@ def list_schedule(graph: Graph, costs: Costs, streams: int = 2) -> Schedule:
     longest = tasks.longest(costs.by_node)
     by_path = sorted(tasks.nodes, key=lambda node: -longest[node])  # stable: ties as in the graph
     one, path = sum(costs.by_node[node.name] for node in tasks.nodes), max(longest.values(), default=0.0)
-    tried = [place(order, tasks, costs, streams) for order in (tasks.nodes, by_path)]
+    tried = [settle(order, tasks, costs, streams) for order in (tasks.nodes, by_path)]
     slots, many = min(tried, key=lambda placed: placed[1])
     return Schedule(tuple(slots), one, many, path)
+
+
+def settle(order: Sequence[Node], tasks: Tasks, costs: Costs, streams: int) -> tuple[list[Slot], float]:
+    """The list on its streams, and back on stream 0 whatever saves nothing elsewhere: there it needs no event."""
+    slots, best = place(order, tasks, costs, streams)
+    for stretch in stretches(slots, order)[:MOST_TRIALS]:
+        trial = replace(tasks, pinned=tasks.pinned | stretch)
+        moved, us = place(order, trial, costs, streams)
+        if us <= best:
+            tasks, slots, best = trial, moved, us
+    return slots, best
+
+
+def stretches(slots: Sequence[Slot], order: Sequence[Node]) -> list[frozenset[Node]]:
+    """Calls that follow each other on a side stream and in the list, the cheapest stretch first."""
+    runs = [list(run) for _, run in groupby(zip(slots, order, strict=True), key=lambda pair: pair[0].stream)]
+    side = [run for run in runs if run[0][0].stream != 0]
+    side.sort(key=lambda run: sum(slot.us for slot, _ in run))
+    return [frozenset(node for _, node in run) for run in side]
 
 
 def place(order: Sequence[Node], tasks: Tasks, costs: Costs, streams: int) -> tuple[list[Slot], float]:
