@@ -137,6 +137,20 @@ class ProofError(VerificationError):
     """A replacement does not compute what it replaced, or that could not be tried out."""
 
 
+class StreamOrderError(VerificationError):
+    """Two calls on different streams touch one memory, and nothing makes the second wait for the first."""
+
+    def __init__(self, first: str, second: str, problem: str, fix: str) -> None:
+        super().__init__(f"{second} does not wait for {first}: {problem}; {fix}")
+
+
+class ProfileError(GraftError):
+    """A profile of measured costs cannot be read, or was measured on something else."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"profile {path}: {problem}; measure it again, or leave `profile` empty")
+
+
 class TransformError(GraftError):
     def __init__(self, transform: str, detail: str) -> None:
         super().__init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -49,3 +50,19 @@ def test_the_life_of_the_cache_has_an_example_r45(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "created" in printed and "the second prompt, 42 tokens, 32 of them from the cache" in printed
     assert "in_use False → True" in printed and "a reader of the events alone knows all" in printed
+
+
+def test_streams_have_an_example_r44(monkeypatch, capsys, tmp_path):
+    path, trace = FOLDER / "multistream_overlap.py", tmp_path / "trace.json"
+    monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [str(path), "--device", "cpu", "--trace", str(trace)])
+    runpy.run_path(str(path), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "attention and MLP from one norm" in printed and "shared and routed experts" in printed
+    assert "stream 1 " in printed and "taken: no: the graph is on no GPU" in printed
+    assert "nothing overlaps here" in printed
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1}
+    monkeypatch.setattr(sys, "argv", [str(path), "--device", "cpu", "--json"])
+    runpy.run_path(str(path), run_name="__main__")
+    assert all(result["same_bits"] and not result["taken"] for result in json.loads(capsys.readouterr().out))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.backends.select import Lowered
+from graft.backends.streams import bind_streams, placements
 from graft.graph.nodes import OpOverload, arg_values, val
 from graft.ops import OPS, choose
 from graft.ops.spec import Kernel, OpSpec, chooser
@@ -25,6 +26,7 @@ def bind_kernels(gm: GraphModule, named: Mapping[str, str] | None = None) -> tup
     graph.output(outputs)
     graph.set_codegen(copy.copy(gm.graph._codegen))
     named, kernels = named or {}, {}
+    placed = placements(graph)
     for node in graph.nodes:
         spec = spec_of(node)
         if spec is not None:
@@ -38,12 +40,14 @@ def bind_kernels(gm: GraphModule, named: Mapping[str, str] | None = None) -> tup
             kernel = choose(spec, *values, named=name)
             node.target, node.args, node.kwargs = kernel.run, tuple(given), {}
             kernels[f"graft::{spec.name}"] = describe(spec, kernel, values, name is not None)
+    if placed:
+        kernels["graft::stream_switch"] = bind_streams(graph, placed)
     return graph, kernels
 
 
 def spec_of(node: Node) -> OpSpec | None:
     if node.op == "call_function" and isinstance(node.target, OpOverload) and node.target.namespace == "graft":
-        return OPS[node.target._schema.name.removeprefix("graft::")]
+        return OPS.get(node.target._schema.name.removeprefix("graft::"))  # none of the ops of streams.py
     return None
 
 

@@ -19,9 +19,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.select import Lowered
 from graft.errors import UsageError
+from graft.graph.edit import second_module
 from graft.graph.memory import mutated_roots
 from graft.graph.nodes import is_op, leaves, placeholders, val
 from graft.graph.storage import storage_id
+from graft.graph.streams import drop_streams, has_streams
 from graft.ops.elementwise.program import Ref, parse
 from graft.ops.elementwise.reference import FUNCTIONS
 from graft.state.functionalization import inductor_options
@@ -38,6 +40,11 @@ def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) ->
     if count:
         gm = with_programs_inlined(gm)
         notes.append(f"inductor: {count} graft::elementwise are taken apart again; Inductor fuses them itself")
+    if has_streams(gm.graph):
+        gm = second_module(gm)
+        drop_streams(gm.graph)
+        gm.recompile()
+        notes.append("inductor: it orders its kernels itself, on one stream; the stream ops are left out")
     compiled = torch.compile(gm, dynamic=has_symbols(gm.graph), options=inductor_settings())
     return Lowered(with_right_artifacts(compiled, gm), "inductor", {}, tuple(notes))
 

@@ -32,6 +32,8 @@ MAYBE_VIEWS = frozenset(
     )
 )
 
+HOLDS = frozenset({"graft::stream_keep"})  # take tensors so that their memory stays theirs, and read nothing
+
 RUNNING = ("running_mean", "running_var")
 # write arguments although their schemas do not say so: what they write, and the flag without which they do not
 UNDECLARED_WRITES: dict[str, tuple[tuple[str, ...], str | None]] = {
@@ -127,6 +129,11 @@ def is_mutating(node: Node) -> bool:
     if node.target._schema.is_mutable:
         return True
     return node.target._schema.name in UNDECLARED_WRITES and bool(mutated_args(node))
+
+
+def is_hold(node: Node) -> bool:
+    """Takes tensors only to keep their memory."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name in HOLDS
 
 
 def is_maybe_view(node: Node) -> bool:

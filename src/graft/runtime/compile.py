@@ -194,7 +194,7 @@ class CompiledModule(torch.nn.Module):
                 captured = capture_module(module, args, kwargs, dynamic_shapes, caches=self._caches, branch=True)
         except CaptureError as error:
             raise UsageError(f"{why}, and the program cannot be captured for these inputs: {error}") from error
-        variant = build_variant(captured, self.settings, self.report.model)
+        variant = build_variant(captured, self.settings, self.report.model, flat(args, kwargs))
         self.variants.append(variant)
         self.variants[0] = replace(self.variants[0], report=self.joined_report(variant, why))
         self.initial |= initial_values(variant.graph_module, self.initial)
@@ -249,7 +249,7 @@ def compile(
     initialize(module, args, kwargs, caches)
     packed = pack(args, caches), pack(kwargs, caches)
     captured = capture_module(module, *packed, dynamic_shapes, caches=caches)
-    variant = build_variant(captured, settings, type(module).__name__)
+    variant = build_variant(captured, settings, type(module).__name__, flat(*packed))
     form = CallForm.of(module, *packed)
     compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
     if variant.backend != "cuda_graph":  # which looks up its buffers at every call

@@ -16,6 +16,7 @@ from graft.graph.nodes import placeholders
 from graft.graph.pytrees import nesting, unflatten
 from graft.graph.signature import Signature
 from graft.runtime.checks import BufferCheck, MemoryCheck
+from graft.runtime.profile import DeviceMeasure
 from graft.state.alias_map import Alias, state_records
 from graft.state.initial import written_buffers
 from graft.state.positions import PositionChecks, position_checks
@@ -85,10 +86,10 @@ class Variant:
         self.positions(values)
 
 
-def build_variant(captured: Captured, settings: Settings, model: str) -> Variant:
-    """The pipeline over a captured graph, then the backend."""
+def build_variant(captured: Captured, settings: Settings, model: str, inputs: Sequence[Any] = ()) -> Variant:
+    """The pipeline over a captured graph, then the backend. `inputs`: flat ones, to measure it with."""
     gm = captured.graph_module
-    context = Context(route="module", shared=settings.shared)
+    context = Context(route="module", shared=settings.shared, measure=DeviceMeasure(tuple(inputs)))
     report = run_pipeline(gm, settings.config, context, model=model, dump_dir=settings.dump_dir)
     return lower_variant(gm, captured.signature, report, settings, captured.returned, captured.notes)
 

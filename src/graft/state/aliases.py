@@ -9,21 +9,13 @@ import torch
 from torch.fx import Graph, Node
 
 from graft.graph.edit import abstract_call
-from graft.graph.memory import address, alias_sources, is_maybe_view, is_mutating, storage_root, with_views
+from graft.graph.memory import address, alias_sources, is_hold, is_maybe_view, is_mutating, storage_root, with_views
 from graft.graph.nodes import is_op, leaves, outlives_call, tensor_val, val
 from graft.graph.storage import storage_id
+from graft.graph.streams import SIZES
 from graft.state.regions import disjoint
 
 aten = torch.ops.aten
-
-# read sizes and strides, never data
-META_ONLY = (
-    aten.sym_size.int,
-    aten.sym_stride.int,
-    aten.sym_numel.default,
-    aten.sym_storage_offset.default,
-    aten._assert_tensor_metadata.default,
-)
 
 
 @dataclass(frozen=True)
@@ -143,7 +135,7 @@ class Aliases:
 
     def is_read(self, user: Node, value: Node) -> bool:
         """True when `user` takes data from `value`, rather than making a view, asking its size, or overwriting it."""
-        if is_op(user, *META_ONLY):
+        if is_op(user, *SIZES) or is_hold(user):
             return False
         if is_op(user, aten.copy_.default) and user.args[0] is value:
             return user.args[1] is value

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from graft.errors import PositionError
 from graft.graph.memory import address, is_mutating, mutated_args, written_value
 from graft.graph.nodes import is_op, leaves, outlives_call, static_int, tensor_val, val, where
-from graft.state.aliases import META_ONLY
+from graft.graph.streams import SIZES
 from graft.state.writes import Write, owner_of, state_writes
 
 aten = torch.ops.aten
@@ -197,7 +197,7 @@ def computation(results: list[Node], writes: list[Write]) -> set[Node] | str:
         if problem:
             return problem
         needed.add(node)
-        if is_op(node, *META_ONLY) and outlives_call(node.args[0]):
+        if is_op(node, *SIZES) and outlives_call(node.args[0]):
             needed.add(node.args[0])  # its size, not what is in it
         else:
             todo += node.all_input_nodes

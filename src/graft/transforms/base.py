@@ -17,6 +17,7 @@ from graft.graph.nodes import module_path, where
 from graft.graph.pattern import exact_pattern, tensor_names
 from graft.graph.text import target_text
 from graft.graph.trace import current_dialect
+from graft.transforms.costs import Measure
 from graft.transforms.report import MatchRecord
 
 
@@ -51,6 +52,7 @@ class Context:
     route: Literal["decoder", "module"] = "module"
     block_size: int = 16
     context_length: int | None = None  # positions are below it
+    measure: Measure | None = None  # runs graphs on real inputs, where there are any
     outputs: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the report
     owned: torch.nn.Module | None = None

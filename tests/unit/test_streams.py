@@ -1,0 +1,472 @@
+"""Streams: schedules from costs, stream ops in a graph, and the proof that nobody sees another order (R44)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stream_programs import agrees, disturbed, programs, scheduled
+from torch import nn
+from torch.fx import GraphModule
+
+import graft
+from graft.backends import lower
+from graft.backends.eager import lower_eager
+from graft.errors import StreamOrderError, TransformError, VerificationError
+from graft.graph.canonical import canonicalize, drop_dead
+from graft.graph.nodes import calls, is_op
+from graft.graph.serial import graph_from_json, graph_to_json
+from graft.graph.streams import on_device, stream_op
+from graft.graph.text import graph_text
+from graft.graph.trace import export_graph
+from graft.ops.streams import KEEP, RECORD, SWITCH, WAIT
+from graft.state.streams import check_streams
+from graft.state.verify import Uses
+from graft.transforms.base import Context
+from graft.transforms.config import load_config
+from graft.transforms.costs import Costs
+from graft.transforms.pipeline import run_pipeline
+from graft.transforms.stream_emit import apply_schedule
+from graft.transforms.stream_schedule import Schedule, Slot, Tasks, list_schedule
+
+SLOW = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def accepted(graph):
+    try:
+        check_streams(graph)
+    except StreamOrderError:
+        return False
+    return True
+
+
+# ── the proof, against every interleaving ───────────────────────────────────────────────────────────────────────
+
+
+@SLOW
+@given(scheduled())
+def test_what_is_emitted_is_accepted_and_right_r44(case):
+    program, gm = case
+    check_streams(gm.graph)
+    assert agrees(program)
+
+
+@SLOW
+@given(scheduled())
+def test_without_one_of_its_waits_it_is_refused_r44(case):
+    """What graft emits has no wait and no keep too many."""
+    program, gm = case
+    for node in [node for node in gm.graph.nodes if (stream_op(node) or ("",))[0] in ("wait", "keep")]:
+        target, args, place = node.target, node.args, node.next
+        gm.graph.erase_node(node)
+        assert not accepted(gm.graph) and not agrees(program), (target, args)
+        with gm.graph.inserting_before(place):
+            gm.graph.call_function(target, args)
+    check_streams(gm.graph)
+
+
+def test_accepted_are_exactly_those_that_no_interleaving_tells_from_one_stream_r44():
+    verdicts = set()
+
+    @SLOW
+    @given(disturbed())
+    def check(case):
+        program, gm = case
+        verdict = accepted(gm.graph)
+        assert verdict == agrees(program)
+        verdicts.add(verdict)
+
+    check()
+    assert verdicts == {True, False}  # the cases were of both kinds
+
+
+# ── schedules ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Branches(nn.Module):
+    """Two branches from one product, and a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1)
+        h = x * 2
+        return self.a(h).relu() + self.b(h).relu()
+
+
+class Join(nn.Module):
+    """With its second call on a side stream, `h` must be kept: the host drops it before that call has read it."""
+
+    def forward(self, x):
+        h = x * 2
+        side = h + 1
+        long = ((h * 3) + 5) * 7
+        return side + long
+
+
+class Chain(nn.Module):
+    def forward(self, x):
+        return (x * 2).relu() + 1
+
+
+def graph_of(module, *args):
+    return export_graph(module, args or (torch.ones(2, 8),))
+
+
+def placed(module, streams):
+    """The module's graph with its calls on the given streams."""
+    gm = graph_of(module)
+    names = [node.name for node in gm.graph.nodes if on_device(node)]
+    slots = tuple(Slot(name, "", stream, 0.0, 1.0) for name, stream in zip(names, streams, strict=True))
+    apply_schedule(gm, Schedule(slots, 1.0, 1.0, 1.0), "test")
+    return gm
+
+
+class Fixed:
+    """Measures what it is told: microseconds for every call, and for the whole graph with and without streams."""
+
+    def __init__(self, us=10.0, event_us=2.0, wholes=None):
+        self.us, self.event_us, self.wholes = us, event_us, wholes
+
+    def costs(self, gm):
+        return Costs({node.name: self.us for node in gm.graph.nodes if on_device(node)}, self.event_us, "cpu")
+
+    def whole(self, gm):
+        return self.wholes[any(stream_op(node) for node in gm.graph.nodes)] if self.wholes else None
+
+
+def schedule_of(gm, streams=2, **fixed):
+    return list_schedule(gm.graph, Fixed(**fixed).costs(gm), streams)
+
+
+@settings(SLOW, max_examples=60)
+@given(programs(), st.data())
+def test_schedules_keep_every_order_and_no_stream_does_two_things_at_once_r44(case, data):
+    program, _ = case
+    gm = GraphModule(torch.nn.Module(), program.graph)
+    tasks = Tasks.of(gm.graph)
+    costs = {node.name: data.draw(st.floats(0, 50)) for node in tasks.nodes}
+    schedule = list_schedule(gm.graph, Costs(costs, data.draw(st.floats(0, 5)), "cpu"), data.draw(st.integers(2, 4)))
+    slots = {slot.node: slot for slot in schedule.slots}
+    assert slots.keys() == costs.keys()
+    for node in tasks.nodes:
+        assert all(slots[before.name].end <= slots[node.name].start + 1e-9 for before in tasks.after[node])
+    for stream in set(schedule.stream.values()):
+        mine = [slot for slot in schedule.slots if slot.stream == stream]
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(mine))
+    assert schedule.path_us <= schedule.many_us + 1e-9
+    assert schedule.one_us == pytest.approx(sum(costs.values()))
+    apply_schedule(gm, schedule, "test")
+    check_streams(gm.graph)
+
+
+def test_branches_go_apart_and_chains_do_not_r44():
+    branches, chain = schedule_of(graph_of(Branches())), schedule_of(graph_of(Chain()))
+    assert branches.streams == 2 and branches.many_us < branches.one_us
+    assert branches.stream["linear"] != branches.stream["linear_1"]
+    assert chain.streams == 1 and chain.path_us == chain.one_us == chain.many_us
+
+
+def test_short_branches_stay_where_an_event_costs_more_r44():
+    assert schedule_of(graph_of(Branches()), event_us=100.0).streams == 1
+
+
+def test_a_branch_that_saves_nothing_stays_on_the_callers_stream_r44():
+    class Uneven(nn.Module):
+        """One wait for a side stream is paid for the long branch; the short one beside it would only add another."""
+
+        def forward(self, x):
+            return ((x * 2).relu().tanh() + (x + 3)) * ((x * 5).relu().tanh())
+
+    gm = graph_of(Uneven())
+    us = {node.name: 10.0 for node in gm.graph.nodes if on_device(node)} | {"add": 0.5}
+    schedule = list_schedule(gm.graph, Costs(us, 2.0, "cpu"), 2)
+    assert schedule.streams == 2 and schedule.stream["add"] == schedule.stream["tanh"]
+
+
+def test_what_the_caller_gets_is_made_on_its_stream_r44():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x.relu(), (x * 2).t()
+
+    schedule = schedule_of(graph_of(Two()))
+    assert set(schedule.stream.values()) == {0}
+
+
+def test_random_numbers_are_drawn_in_their_order_r44():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return (x + torch.rand_like(x)).relu() + (x * torch.rand_like(x)).relu()
+
+    gm = graph_of(Noisy())
+    draws = [node for node in calls(gm.graph) if "rand" in node.name]
+    after = Tasks.of(gm.graph).after
+    assert draws[0] in after[draws[1]]
+
+
+# ── the transform ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def run(gm, measure=None, **options):
+    config = load_config({"transforms": {"schedule_streams": {"enabled": True, **options}}})
+    return run_pipeline(gm, config, Context(measure=measure)).transforms["schedule_streams"]
+
+
+def pretend_gpu(monkeypatch):
+    """The transform asks the recorded values for their device."""
+    monkeypatch.setattr("graft.transforms.library.schedule_streams.on_gpu", lambda _: True)
+
+
+def test_it_is_off_by_default_and_runs_last_r44():
+    from graft.transforms.pipeline import order_transforms
+
+    config = load_config()
+    assert not config.transforms["schedule_streams"].enabled
+    assert order_transforms(config)[-1] == "schedule_streams"
+
+
+def test_skipped_with_reasons_r44(monkeypatch):
+    gm = graph_of(Branches())
+    assert "on no GPU" in run(gm, Fixed()).reason
+    assert "two or more" in run(gm, Fixed(), streams=1, force=True).reason
+    assert "no costs" in run(gm, None, force=True).reason
+    pretend_gpu(monkeypatch)
+    record = run(gm, None, profile="some.json")
+    assert record.status == "skipped" and "nobody measures the whole graph" in record.reason
+    assert not any(stream_op(node) for node in gm.graph.nodes)
+
+
+def test_no_branches_and_too_little_gain_are_said_with_numbers_r44(monkeypatch):
+    pretend_gpu(monkeypatch)
+    assert run(graph_of(Chain()), Fixed()).reason == "no parallel branches: the longest path is all of it, 30.0 µs"
+    assert "no branch is worth an event" in run(graph_of(Branches()), Fixed(event_us=100.0)).reason
+    record = run(graph_of(Branches()), Fixed(), threshold=0.9)
+    assert record.status == "no_match" and "predicted" in record.reason and "less than 90.0%" in record.reason
+
+
+def test_taken_only_where_the_captured_graph_is_faster_r44(monkeypatch):
+    pretend_gpu(monkeypatch)
+    gm = graph_of(Branches())
+    before = graph_text(gm.graph)
+    slower = run(gm, Fixed(wholes={False: 50.0, True: 51.0}))
+    assert slower.status == "no_match"
+    assert "not taken: measured 50.0 µs on one stream, 51.0 µs on several (-2.0%); predicted" in slower.reason
+    assert graph_text(gm.graph) == before
+    faster = run(gm, Fixed(wholes={False: 50.0, True: 40.0}))
+    assert faster.status == "applied" and "taken: measured 50.0 µs" in faster.reason
+    check_streams(gm.graph)
+
+
+def test_what_the_checker_refuses_is_rolled_back_r44(monkeypatch):
+    def careless(gm, schedule, made_by):
+        made = apply_schedule(gm, schedule, made_by)
+        wait = next(node for node in made if is_op(node, WAIT))
+        gm.graph.erase_node(wait)
+        return [node for node in made if node is not wait]
+
+    monkeypatch.setattr("graft.transforms.library.schedule_streams.apply_schedule", careless)
+    gm = graph_of(Branches())
+    before = graph_text(gm.graph)
+    with pytest.raises(TransformError, match="does not wait for"):
+        run(gm, Fixed(), force=True)
+    assert graph_text(gm.graph) == before
+
+
+def test_stream_ops_survive_cleanups_dumps_and_a_second_run_r44():
+    gm = placed(Join(), [0, 1, 0, 0, 0, 0])
+    text = graph_text(gm.graph)
+    assert "graft.stream_switch(1)" in text and "graft.stream_keep([" in text
+    drop_dead(gm)
+    canonicalize(gm)
+    assert graph_text(gm.graph) == text
+    loaded = graph_from_json(graph_to_json(gm, exact=True), dict(gm.state_dict()))
+    assert graph_text(loaded.graph, origin=False) == graph_text(gm.graph, origin=False)
+    check_streams(loaded.graph)
+    assert "stream ops already" in run(gm, Fixed(), force=True).reason
+
+
+def test_a_keep_reads_nothing_r44():
+    gm = placed(Join(), [0, 1, 0, 0, 0, 0])
+    with gm.graph.inserting_before(next(node for node in gm.graph.nodes if is_op(node, KEEP))):
+        last = gm.graph.call_function(torch.ops.aten.add_.Tensor, (next(calls(gm.graph)), 1))
+    assert any(access.node is last for access in Uses.take(gm.graph).all())
+    readers = {access.node for access in Uses.take(gm.graph).all()}
+    assert not any(is_op(node, KEEP) for node in readers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "inductor", "cuda_graph"])
+def test_on_a_cpu_they_do_nothing_r44(backend):
+    x, module = torch.randn(2, 8), Branches()
+    expected = module(x)
+    lowered = lower(scheduled_module(module), backend)
+    got = lowered.call(x)
+    torch.testing.assert_close(got[0] if isinstance(got, (list, tuple)) else got, expected)
+    told = [*lowered.kernels.values(), *lowered.notes]
+    assert any("one after another" in line or "stream ops are left out" in line for line in told)
+
+
+def scheduled_module(module):
+    gm = graph_of(module, torch.ones(2, 8))
+    run(gm, Fixed(), force=True)
+    return gm
+
+
+def test_the_raw_graph_runs_too_r44():
+    x, module = torch.randn(2, 8), Branches()
+    gm = scheduled_module(module)
+    assert torch.equal(gm(x)[0] if isinstance(gm(x), (list, tuple)) else gm(x), module(x))
+
+
+def test_compiled_modules_measure_and_leave_their_state_r44(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
+    module, x = Branches(), torch.randn(2, 8)
+    config = {"transforms": {"schedule_streams": {"enabled": True, "force": True}}}
+    compiled = graft.compile(module, (x,), config=config, backend="eager")
+    assert module.count.item() == 0
+    (profile,) = (tmp_path / "profiles").glob("*.json")
+    assert '"event_us"' in profile.read_text()
+    with torch.no_grad():
+        assert torch.equal(compiled(x), module(x))
+
+
+# ── what the proof refuses, by name ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_both_nodes_and_the_edge_are_named_r44():
+    gm = placed(Branches(), [0, 0, 0, 0, 1, 1, 0])
+    check_streams(gm.graph)
+    waits = [node for node in gm.graph.nodes if is_op(node, WAIT)]
+    gm.graph.erase_node(waits[-1])
+    with pytest.raises(StreamOrderError) as caught:
+        check_streams(gm.graph)
+    text = str(caught.value)
+    assert "on stream 1" in text and "%output" in text and "record an event" in text and "test_streams.py" in text
+
+
+def test_memory_that_is_given_away_too_early_is_named_r44():
+    gm = placed(Join(), [0, 1, 0, 0, 0, 0])
+    check_streams(gm.graph)
+    gm.graph.erase_node(next(node for node in gm.graph.nodes if is_op(node, KEEP)))
+    message = r"%add_1.* on stream 0 does not wait for %add .* on stream 1: it may get the memory of %mul"
+    with pytest.raises(StreamOrderError, match=message):
+        check_streams(gm.graph)
+
+
+def test_results_of_a_side_stream_are_refused_r44():
+    gm = placed(Chain(), [0, 0, 1])
+    with pytest.raises(StreamOrderError, match="run it on stream 0"):
+        check_streams(gm.graph)
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [
+        ([(WAIT, 7)], "waits for event 7, which is not recorded above it"),
+        ([(RECORD, 1), (RECORD, 1)], "records event 1, which is recorded already"),
+        ([(SWITCH, -1)], "streams count from 0"),
+    ],
+)
+def test_stream_ops_without_sense_are_refused_r44(ops, message):
+    gm = graph_of(Chain())
+    first = next(calls(gm.graph))
+    for target, number in ops:
+        with gm.graph.inserting_before(first):
+            gm.graph.call_function(target, (number,)).meta["val"] = None
+    with pytest.raises(VerificationError, match=message):
+        check_streams(gm.graph)
+
+
+# ── the lowering for a GPU, on a device that only writes down what it is told ───────────────────────────────────
+
+
+class FakeCuda:
+    """Stands for torch.cuda: streams and events are names, and `log` is what was asked for."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.current, self.made, self.capturing = [], FakeStream(self, 100), 0, False
+        for name in ("Stream", "Event", "current_stream", "stream", "is_current_stream_capturing"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, f"fake_{name}"))
+        monkeypatch.setattr("graft.backends.streams.device_of", lambda _: torch.device("cuda"))
+
+    def fake_Stream(self, device):
+        self.made += 1
+        return FakeStream(self, 99 + self.made)  # the first one is the caller's own, as after 32 others
+
+    def fake_Event(self):
+        return FakeEvent(self)
+
+    def fake_current_stream(self, device):
+        return self.current
+
+    def fake_is_current_stream_capturing(self):
+        return self.capturing
+
+    def fake_stream(self, stream):
+        return On(self, stream)
+
+
+class FakeStream:
+    def __init__(self, cuda, number):
+        self.cuda, self.cuda_stream = cuda, number
+
+    def wait_event(self, event):
+        self.cuda.log.append(("wait", self.cuda_stream, id(event)))
+
+    def wait_stream(self, other):
+        self.cuda.log.append(("follow", self.cuda_stream, other.cuda_stream))
+
+
+class FakeEvent:
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def record(self, stream):
+        self.cuda.log.append(("record", stream.cuda_stream, id(self)))
+
+
+class On:
+    def __init__(self, cuda, stream):
+        self.cuda, self.stream = cuda, stream
+
+    def __enter__(self):
+        self.before, self.cuda.current = self.cuda.current, self.stream
+        self.cuda.log.append(("call", self.stream.cuda_stream))
+
+    def __exit__(self, *_):
+        self.cuda.current = self.before
+
+
+def test_the_lowering_switches_for_each_call_and_records_and_waits_r44(monkeypatch):
+    module, x = Branches(), torch.randn(2, 8)
+    gm = placed(module, [0, 0, 0, 0, 1, 1, 0])
+    cuda = FakeCuda(monkeypatch)
+    lowered = lower_eager(gm)
+    assert lowered.kernels["graft::stream_switch"] == "2 CUDA streams"
+    got = lowered.call(x)
+    assert torch.equal(got[0] if isinstance(got, (list, tuple)) else got, module(x))
+    assert cuda.log.pop() == ("follow", 101, 100)
+    kinds = [entry[:2] for entry in cuda.log]
+    assert kinds == [("record", 100), ("wait", 101), ("call", 101), ("call", 101), ("record", 101), ("wait", 100)]
+    assert cuda.log[0][2] == cuda.log[1][2] != cuda.log[4][2] == cuda.log[5][2]
+    cuda.log.clear()
+    cuda.capturing = True
+    lowered.call(x)
+    assert [entry[:2] for entry in cuda.log] == kinds and cuda.made == 2  # streams and events are kept
+
+
+def test_an_error_on_a_side_stream_leaves_nothing_switched_r44(monkeypatch):
+    gm = placed(Branches(), [0, 0, 0, 0, 1, 1, 0])
+    cuda = FakeCuda(monkeypatch)
+    call = lower_eager(gm).call
+    call.b.weight = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(RuntimeError):
+        call(torch.randn(2, 8))
+    assert cuda.log[-1] == ("call", 101)  # it failed there
+    assert cuda.current.cuda_stream == 100
