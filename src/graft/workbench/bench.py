@@ -105,6 +105,8 @@ class Graft:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
+        # bytes that a step need not read, as the weights are quantized; rivals read the module's own
+        self.spared = llm.quantized.bytes if llm.quantized else 0
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
         params = SamplingParams(max_tokens=new, ignore_eos=True)
@@ -214,12 +216,10 @@ def bench_batch(
                 runner.measure(short, long, plan.new)
     # step i of `new` reads the prompt, the first token and the i - 1 tokens after it
     read = step_bytes(model.module, batch, plan.prompt + (plan.new + 1) / 2)
-    return [runner.row(plan, batch, read - spared(runner.contestant), runners[0].tokens) for runner in runners]
-
-
-def spared(contestant: Contestant) -> int:
-    """Bytes that a step need not read because the weights are quantized; rivals read the module's own."""
-    return contestant.llm.quantized.bytes if isinstance(contestant, Graft) and contestant.llm.quantized else 0
+    return [
+        runner.row(plan, batch, read - getattr(runner.contestant, "spared", 0), runners[0].tokens)
+        for runner in runners
+    ]
 
 
 def prompts_for(model: LoadedModel, length: int) -> Iterator[list[int]]:
