@@ -24,11 +24,11 @@ from graft.backends.eager import bind_kernels
 from graft.backends.recorders import cuda_recorder
 from graft.backends.streams import device_of
 from graft.errors import ProfileError
+from graft.files import cache_dir
 from graft.graph.edit import attribute, kind_text
 from graft.graph.memory import mutated_args, mutated_roots
 from graft.graph.nodes import placeholders
 from graft.graph.streams import on_device
-from graft.models.files import cache_dir
 from graft.transforms.costs import Costs, fingerprint, load_costs
 
 REPEATS = 15
