@@ -30,96 +30,6 @@ from graft.workbench.traffic import graph_weight_bytes, prompt_flops, step_bytes
 WARM_UP = 4  # new tokens of the call that compiles; recompilation for a second step is in it
 
 
-<<<<<<< HEAD
-=======
-@dataclass(frozen=True)
-class Plan:
-    """What is measured. `new` counts the tokens after the first."""
-
-    batches: tuple[int, ...] = (1, 8, 32)
-    prompt: int = 128
-    new: int = 32
-    repeats: int = 3
-    against: tuple[str, ...] = RIVALS
-
-    def __post_init__(self) -> None:
-        for name, value in (("batch", min(self.batches, default=0)), ("prompt", self.prompt), ("new", self.new)):
-            if value < 1:
-                raise UsageError(f"--{name} must be at least 1, but is {value if self.batches else 'empty'}")
-        if self.repeats < 1:
-            raise UsageError(f"--repeats must be at least 1, but is {self.repeats}")
-        unknown = next((name for name in self.against if name not in RIVALS), None)
-        if unknown is not None:
-            raise UsageError(f"--against: unknown rival {unknown!r}{near(unknown, (*RIVALS, 'none'))}")
-
-    def check_context(self, context: int | None) -> None:
-        if context is not None and self.prompt + 1 + self.new > context:
-            raise PromptTooLong(self.prompt, 1 + self.new, context)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One contestant at one batch size: medians over the repeats. A failure says why and leaves the rest empty.
-
-    setup_seconds: what it took until the first calls were through, compilation included; in none of the others.
-    same_tokens: the share of the warm-up's tokens that are graft's.
-    """
-
-    engine: str
-    batch: int
-    setup_seconds: float = 0.0
-    first_token_ms: float | None = None  # until every prompt of the batch has its first token
-    prefill_tokens_per_s: float | None = None
-    token_ms: float | None = None  # a decode step: one more token for each
-    decode_tokens_per_s: float | None = None
-    gb_per_s: float | None = None
-    same_tokens: float | None = None
-    failed: str = ""
-
-
-@dataclass(frozen=True)
-class Bench:
-    setup: dict[str, Any]
-    rows: tuple[Row, ...] = ()
-    interrupted: bool = False
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    def ratio(self, row: Row) -> float | None:
-        """How many times as fast as this row graft decodes."""
-        ours = next((r for r in self.rows if r.engine == "graft" and r.batch == row.batch), None)
-        if ours is None or not ours.decode_tokens_per_s or not row.decode_tokens_per_s:
-            return None
-        return ours.decode_tokens_per_s / row.decode_tokens_per_s
-
-
-class Contestant(Protocol):
-    name: str
-
-    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]: ...
-
-
-class Graft:
-    name = "graft"
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-        # bytes that a step need not read, as the weights are quantized; rivals read the module's own
-        self.spared = llm.quantized.bytes if llm.quantized else 0
-
-    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-        params = SamplingParams(max_tokens=new, ignore_eos=True)
-        outputs = self.llm.generate([list(p) for p in prompts], params)
-        failed = next((output.error for output in outputs if output.error), None)
-        if failed is not None:
-            raise failed
-        if self.llm.stats.preemptions:
-            raise OutOfCache("the batch does not fit into the key-value cache at once; raise --kv-cache-memory")
-        return [output.token_ids for output in outputs]
-
-
->>>>>>> w6-quantize
 @dataclass
 class Run:
     """What the cells of one benchmark share."""
@@ -208,7 +118,6 @@ def work_of(run: Run, cell: Cell) -> tuple[Work, Work]:
     """graft's and the rivals': they differ where graft reads quantized weights."""
     module = run.llm.model.module
     # step i of `new` reads the prompt, the first token and the i - 1 tokens after it
-<<<<<<< HEAD
     read = step_bytes(module, cell.batch, cell.prompt + (run.plan.new + 1) / 2)
     flops = prompt_flops(module, cell.batch, cell.prompt)
     quantized = graph_weight_bytes(run.llm.graph_module)
@@ -218,13 +127,6 @@ def work_of(run: Run, cell: Cell) -> tuple[Work, Work]:
 
 def make_rival(name: str, model: LoadedModel, length: int) -> Contestant:
     return RIVALS[name](model, length)
-=======
-    read = step_bytes(model.module, batch, plan.prompt + (plan.new + 1) / 2)
-    return [
-        runner.row(plan, batch, read - getattr(runner.contestant, "spared", 0), runners[0].tokens)
-        for runner in runners
-    ]
->>>>>>> w6-quantize
 
 
 def forget() -> None:
