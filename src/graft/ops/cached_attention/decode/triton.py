@@ -59,6 +59,17 @@ def put_together(
     return tl.sum(values * weight[:, None], axis=0) / tl.where(whole > 0, whole, 1.0)
 
 
+@triton.jit
+def only_part(best, total, result, sinks, live, HAS_SINKS: tl.constexpr):
+    """The result [m, d] of heads whose context is one part."""
+    if HAS_SINKS:
+        sink = tl.load(sinks, mask=live, other=0.0).to(tl.float32) * LOG2E
+        highest = tl.maximum(best, sink)
+        total = total * tl.exp2(best - highest) + tl.exp2(sink - highest)
+        result = result * tl.exp2(best - highest)[:, None]
+    return result / tl.where(total > 0, total, 1.0)[:, None]
+
+
 @triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["lengths"])
 def combine_kernel(
     partial, stats, out, lengths, sinks, window, heads,
@@ -144,12 +155,7 @@ def split_kv_kernel(
         scores = tl.where(seen[None, :], scores, -float("inf"))
         best, total, result = absorb(scores, values, best, total, result)
     if SPLITS == 1:
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2E
-            highest = tl.maximum(best, sink)
-            total = total * tl.exp2(best - highest) + tl.exp2(sink - highest)
-            result = result * tl.exp2(best - highest)[:, None]
-        result = result / tl.where(total > 0, total, 1.0)[:, None]
+        result = only_part(best, total, result, sinks + head, group < GROUP, HAS_SINKS)
         target = out + (row * heads + head)[:, None] * d + dims[None, :]
         tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
     else:
