@@ -18,8 +18,8 @@ from graft.ops.cached_attention.reference import cached_attention
 from graft.ops.cached_attention.triton import cached_attention_triton
 from graft.ops.paged_attention.cases import make
 from graft.ops.paged_attention.triton import paged_attention_triton
+from graft.ops.rope_kv_write import triton as rope_kv_write
 from graft.ops.rope_kv_write.cases import CASES as ROPE_CASES
-from graft.ops.rope_kv_write.triton import rope_kv_write_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EMPTY = torch.empty
@@ -111,11 +111,11 @@ def test_the_number_of_parts_follows_from_the_shapes_r26():
 
 
 LAYOUTS = st.lists(
-    st.tuples(st.sampled_from([1, 2, 5, 16, 33]), st.sampled_from([0, 1, 16, 50, 70])), min_size=1, max_size=3
+    st.tuples(st.sampled_from([1, 2, 5, 16, 20]), st.sampled_from([0, 1, 16, 50, 70])), min_size=1, max_size=3
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(layout=LAYOUTS, group=st.sampled_from([1, 3, 4]), d=st.sampled_from([16, 24]), options=OPTIONS)
 def test_prefill_chunks_and_mixtures_agree_with_float64_r26(layout, group, d, options):
     layout = sorted(layout, key=lambda pair: pair[0] > 1)  # decoding ones first, as the scheduler has them
@@ -182,16 +182,18 @@ def test_which_kernel_takes_a_call_is_said_r25():
         assert choose(spec, *args[:9], None, 5.0).name == "triton"
         assert choose(spec, *batch((1, 1), (4, 0), 4, 2, 16)[0]).name == "split_kv"
         assert choose(spec, *batch((2, 1), (4, 0), 4, 2, 12)[0]).name == "triton"  # heads of 12
-        with mock.patch("torch.cuda.is_current_stream_capturing", lambda: True):
+        with mock.patch.object(choice, "recording", lambda _: True):
             assert choose(spec, *args).name == "triton"
 
 
+@pytest.mark.parametrize("few", [rope_kv_write.FEW, 0], ids=["few tokens", "many"])
 @pytest.mark.parametrize("case", ROPE_CASES, ids=lambda case: case.name)
-def test_the_cache_holds_what_the_reference_writes_and_nothing_else_changes_r26(case):
+def test_the_cache_holds_what_the_reference_writes_and_nothing_else_changes_r26(case, few):
     args = case.make(DEVICE, torch.float32, torch.Generator().manual_seed(0))
     mine, theirs = ([t.clone() for t in args[5:7]] for _ in range(2))
     expected = OPS["rope_kv_write"].reference(*args[:5], *theirs, *args[7:])
-    found = run(rope_kv_write_triton, *args[:5], *mine, *args[7:])
+    with mock.patch.object(rope_kv_write, "FEW", few):  # one head a program, or several
+        found = run(rope_kv_write.rope_kv_write_triton, *args[:5], *mine, *args[7:])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     slots = args[7]
     for new, right, old in zip(mine, theirs, args[5:7], strict=True):

@@ -11,6 +11,11 @@ from functools import cache
 
 import torch
 
+# True: the layout of a batch (slots, block tables, lengths) is written before the first kernel of a step is launched,
+# by a copy or at the end of the step before, and may be read ahead of the wait. A kernel of the step that writes it
+# forbids this: of kernels launched early, several may be waiting at once.
+LAYOUT_SETTLED = False
+
 
 def pdl_supported(device: torch.device) -> bool:
     """Whether kernels on this device may be launched before the one ahead of them has ended."""

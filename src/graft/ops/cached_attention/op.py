@@ -46,11 +46,16 @@ def sdpa_supports(
         return problem
     if q.shape[-1] > 256 or q.shape[-1] % 8:
         return f"the fast kernels take heads of a multiple of 8 up to 256; these have {q.shape[-1]}"
-    if torch.cuda.is_current_stream_capturing():
+    if recording(q):
         return "sizes from the CPU would be the same at every replay of a recording"
     if window is not None and bool((spans[:, 1] > window).any()):
         return f"a sequence is longer than the window of {window}"
     return None
+
+
+def recording(q: Tensor) -> bool:
+    """Whether a CUDA graph is recorded right now: what it takes from the CPU stays as it is."""
+    return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def run_split_kv(

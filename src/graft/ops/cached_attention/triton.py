@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graft.ops.cached_attention.decode.triton import split_kv
+from graft.ops.cached_attention.op import recording
 from graft.ops.cached_attention.prefill.triton import prefill
 
 
@@ -30,7 +31,3 @@ def cached_attention_triton(
 def decoding(spans: list[list[int]]) -> int:
     """How many sequences at the front bring one token each."""
     return next((i for i, (new, _) in enumerate(spans) if new != 1), len(spans))
-
-
-def recording(q: Tensor) -> bool:
-    return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.ops.cached_attention.tiles.triton import LOG2E, LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
-from graft.ops.launch import pdl_supported
+from graft.ops.launch import LAYOUT_SETTLED, pdl_supported
 
 LAST_COMBINES = False  # who puts the parts together: the program that ends last, or a second kernel
 PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way; two fill an SM's share of bandwidth
@@ -59,19 +59,33 @@ def put_together(
     return tl.sum(values * weight[:, None], axis=0) / tl.where(whole > 0, whole, 1.0)
 
 
+@triton.jit
+def only_part(best, total, result, sinks, live, HAS_SINKS: tl.constexpr):
+    """The result [m, d] of heads whose context is one part."""
+    if HAS_SINKS:
+        sink = tl.load(sinks, mask=live, other=0.0).to(tl.float32) * LOG2E
+        highest = tl.maximum(best, sink)
+        total = total * tl.exp2(best - highest) + tl.exp2(sink - highest)
+        result = result * tl.exp2(best - highest)[:, None]
+    return result / tl.where(total > 0, total, 1.0)[:, None]
+
+
 @triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["lengths"])
 def combine_kernel(
     partial, stats, out, lengths, sinks, window, heads,
     d: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     _, _, _, used = part_of(tl.load(lengths + row), window, SPLITS, TILE, HAS_WINDOW)
     sink = tl.load(sinks + head).to(tl.float32) * LOG2E if HAS_SINKS else 0.0
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
     count = tl.num_programs(0) * heads * SPLITS
     result = put_together(partial, stats, count, (row * heads + head) * SPLITS, used, sink, d, D, SPLITS, HAS_SINKS)
     dims = tl.arange(0, D)
@@ -101,16 +115,22 @@ def split_kv_kernel(
     sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(lengths + row)
     first, begin, chunk, used = part_of(length, window, SPLITS, TILE, HAS_WINDOW)
+    start = begin + split * chunk
+    table = block_tables + row * s_table
+    block = blocks_of(table, start + tl.arange(0, TILE), length, BLOCK)
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
     if split >= used:
         return
     group = tl.arange(0, GROUP_PAD)
@@ -121,9 +141,6 @@ def split_kv_kernel(
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result = tl.zeros([GROUP_PAD, D], tl.float32)
-    table = block_tables + row * s_table
-    start = begin + split * chunk
-    block = blocks_of(table, start + tl.arange(0, TILE), length, BLOCK)
     for at in range(start, tl.minimum(start + chunk, length), TILE):
         place = at + tl.arange(0, TILE)
         seen = (place >= first) & (place < length)
@@ -138,12 +155,7 @@ def split_kv_kernel(
         scores = tl.where(seen[None, :], scores, -float("inf"))
         best, total, result = absorb(scores, values, best, total, result)
     if SPLITS == 1:
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=group < GROUP, other=0.0).to(tl.float32) * LOG2E
-            highest = tl.maximum(best, sink)
-            total = total * tl.exp2(best - highest) + tl.exp2(sink - highest)
-            result = result * tl.exp2(best - highest)[:, None]
-        result = result / tl.where(total > 0, total, 1.0)[:, None]
+        result = only_part(best, total, result, sinks + head, group < GROUP, HAS_SINKS)
         target = out + (row * heads + head)[:, None] * d + dims[None, :]
         tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
     else:
@@ -177,6 +189,7 @@ def split_kv(
     tile = max(16, min(64, TILE_BYTES // (wide * q.element_size())))
     pdl = pdl_supported(q.device)
     flags = {"HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "PDL": pdl, "launch_pdl": pdl}
+    flags["EARLY"] = LAYOUT_SETTLED
     sizes = {"d": d, "D": wide, "TILE": tile, "SPLITS": splits}
     split_kv_kernel[(n, kv, splits)](
         q, k_cache, v_cache, out, partial, stats, counters(n * kv, q.device) if last else stats,

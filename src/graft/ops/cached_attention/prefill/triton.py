@@ -115,14 +115,14 @@ def prefill(
     group = triton.next_power_of_2(h // kv)
     wide = max(16, triton.next_power_of_2(d))
     narrow = q.element_size() == 2
-    rows = 128 if narrow else 32
+    rows, tile_bytes = (128, 16384) if narrow else (32, 8192)  # float32 has no tensor cores here and needs registers
     some = max(1, rows // group)
     prefill_kernel[(tokens // some + n, kv)](
         q, k_cache, v_cache, out, block_tables, starts, lengths, q if sinks is None else sinks,
         q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
         scale, window or 0, softcap or 1.0, h, n,
         d=d, GROUP=h // kv, GROUP_PAD=group, D=wide, BLOCK=k_cache.shape[1], TOKENS=some,
-        TILE=max(16, min(64, 16384 // (wide * q.element_size()))), N=triton.next_power_of_2(n),
+        TILE=max(16, min(64, tile_bytes // (wide * q.element_size()))), N=triton.next_power_of_2(n),
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
-        num_warps=8 if some * group >= 128 else 4, num_stages=3 if narrow else 2,
+        num_warps=8, num_stages=3 if narrow else 2,
     )  # fmt: skip
