@@ -34,6 +34,7 @@ SCALE = D**-0.5
 def graph_us(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
     """Microseconds of one call, all of them in one CUDA graph: median of the replays."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the inputs may still be on their way
     with torch.cuda.stream(stream):
         for call in calls:
             call()

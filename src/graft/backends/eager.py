@@ -60,8 +60,10 @@ def describe(spec: OpSpec, chosen: Kernel, values: list[object], forced: bool = 
     """`aten (existing_kernel)`, `reference (not triton: Triton kernels run on a GPU…)`."""
     notes = [chosen.kind] if chosen.kind != chosen.name else []
     notes += ["named in the config"] if forced else []
+    reasons: dict[str, list[str]] = {}
     for kernel in spec.all_kernels:
         if kernel.name == chosen.name or forced:
             break
-        notes.append(f"not {kernel.name}: {kernel.supports(*values)}")
+        reasons.setdefault(str(kernel.supports(*values)), []).append(kernel.name)
+    notes += [f"not {', '.join(names)}: {reason}" for reason, names in reasons.items()]
     return f"{chosen.name} ({'; '.join(notes)})" if notes else chosen.name

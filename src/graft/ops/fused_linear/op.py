@@ -41,12 +41,15 @@ def gpu_problem(
 
 
 def matvec_problem(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
+    problem = gpu_problem(x, weight, *rest)
+    if problem is not None:
+        return problem
     tokens, k = x.numel() // x.shape[-1], x.shape[-1]
     if weight.dtype is PACKED:
         return "4-bit weights go to tensor cores"
     if tokens > MOST_MATVEC_TOKENS or k % 8:
         return f"{tokens} tokens of {k} values: it takes up to {MOST_MATVEC_TOKENS}, of a multiple of 8"
-    return gpu_problem(x, weight, *rest)
+    return None
 
 
 def run_tuned(*args: Any) -> Tensor:

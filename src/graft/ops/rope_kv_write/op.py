@@ -30,7 +30,9 @@ def triton_supports(
         return f"heads, caches and norms differ in dtype: {', '.join(sorted(map(str, dtypes)))}"
     if k.stride(-1) != 1 or v.stride(-1) != 1 or k_cache.stride(-1) != 1 or k_cache.stride() != v_cache.stride():
         return "keys, values and caches must have unit last stride, and the caches equal strides"
-    if cos.dim() != 4 or cos.shape[:2] != (1, 1) or sin.shape != cos.shape:
+    # a batch whose size is a symbol is one row of packed tokens
+    batched = isinstance(cos.shape[0], int) and cos.shape[0] != 1
+    if cos.dim() != 4 or batched or cos.shape[1] != 1 or sin.shape != cos.shape:
         return "cos and sin must be [1, 1, T, r], one angle for all heads of a token"
     return layout_problem(q, cos, sin) or needs_triton(q, k, v, cos, sin, k_cache, v_cache, slots)
 
