@@ -5,6 +5,7 @@ advance ─▶ the model's graph ─▶ logits [B, vocab] ─▶ choose ─▶ t
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -50,11 +51,15 @@ class Recordings:
 
     def make_all(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
         """The greedy ones, which most steps need; the others are made when they are first asked for."""
-        for done, rows in enumerate(sorted(sizes, reverse=True)):
-            if progress:
-                progress("capturing CUDA graphs", done, len(sizes))
-            if self.get(rows, "greedy") is None:
-                return
+        gc.freeze()  # torch collects garbage before each capture, which goes through every object of the model
+        try:
+            for done, rows in enumerate(sorted(sizes, reverse=True)):
+                if progress:
+                    progress("capturing CUDA graphs", done, len(sizes))
+                if self.get(rows, "greedy") is None:
+                    return
+        finally:
+            gc.unfreeze()
         if progress:
             progress("capturing CUDA graphs", len(sizes), len(sizes))
 
