@@ -12,8 +12,11 @@ import graft
 from graft.errors import LogitsError, OutOfMemory, UsageError
 from graft.runtime.decode import choose as choosing
 from graft.runtime.decode.buckets import bucket_for, bucket_sizes
+from graft.runtime.decode.buffers import Slot
+from graft.runtime.decode.build import loop_problem
 from graft.runtime.decode.loop import Flight
 from graft.runtime.decode.recording import Recordings
+from graft.runtime.options import EngineOptions
 
 
 def prompts(lengths, seed=0):
@@ -377,3 +380,28 @@ def test_stop_strings_and_streams_r43(monkeypatch):
     assert llm.engine.idle and not llm.engine.loop.flights and llm.engine.step() == []
     assert llm.engine.manager.available == llm.engine.manager.blocks
     assert [o.token_ids for o in llm.generate(given, greedy())] == free
+
+
+def test_time_is_the_devices_where_the_host_comes_late_r43(monkeypatch):
+    """A caller who was away finds the step done: the call takes no time, the step did."""
+    monkeypatch.setattr(Slot, "seconds", lambda self: 2.0)
+    llm = engine("llama", True, max_num_seqs=2)
+    llm.generate([[5, 6]], greedy(11))
+    assert 20 <= llm.stats.decode_seconds < 40 and llm.stats.decode_tokens == 10
+    assert llm.stats.prefill_seconds < 2
+
+
+def test_where_recordings_are_off_and_why_r43():
+    cuda, options = torch.device("cuda"), EngineOptions()
+    assert loop_problem(cuda, "eager", options) is None
+    assert "'inductor'" in loop_problem(cuda, "inductor", options)
+    assert "enforce_eager" in loop_problem(cuda, "eager", EngineOptions(enforce_eager=True))
+    assert loop_problem(torch.device("cpu"), "eager", options) == "the model is on cpu"
+
+
+def test_recording_shows_its_progress_r61():
+    told = []
+    recordings = engine("llama", True, max_num_seqs=1).engine.loop.recordings
+    recordings.made.clear()
+    recordings.make_all((1,), lambda *what: told.append(what))
+    assert told == [("capturing CUDA graphs", 0, 1), ("capturing CUDA graphs", 1, 1)]
