@@ -177,7 +177,7 @@ def test_a_step_that_waits_is_not_recorded_and_the_engine_goes_on_r43(monkeypatc
     assert [o.token_ids for o in llm.generate(prompts((5, 9)), greedy())] == [o.token_ids for o in expected]
     assert llm.stats.replayed_steps == 0 and llm.stats.bucket_misses == NEW - 1
     assert any(
-        "decode runs without CUDA graphs: recording a greedy step of 4 rows failed" in n for n in llm.report.notes
+        "decode steps without a CUDA graph: recording a greedy step of 4 rows failed" in n for n in llm.report.notes
     )
 
 

@@ -39,7 +39,7 @@ def make_loop(
 ) -> DecodeLoop:
     manager, device = scheduler.manager, tensors[0].device
     sizes = bucket_sizes(options.max_num_seqs, options.cudagraph_capture_sizes)
-    width = manager.blocks_for(context)
+    width = min(manager.blocks_for(context), manager.blocks)  # no table is longer
     buffers = Buffers.make(sizes[-1], width, manager.block_size, manager.blocks, device)
     recordings = Recordings(graph, tensors, buffers)
     recordings.make_all(sizes, progress)
@@ -56,5 +56,5 @@ def notes(recordings: Recordings, device: torch.device) -> list[str]:
     problem = pdl_problem(device)
     lines.append(f"programmatic dependent launch: {'on' if problem is None else f'off ({problem})'}")
     if recordings.problem is not None:
-        lines.append(f"decode runs without CUDA graphs: {recordings.problem}")
+        lines.append(f"decode steps without a CUDA graph: {recordings.problem}")
     return lines

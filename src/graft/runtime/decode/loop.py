@@ -117,7 +117,7 @@ class DecodeLoop:
         before = (rows, kind) in self.recordings.made
         found = self.recordings.get(rows, kind)
         if found is None:
-            self.miss(f"decode runs without CUDA graphs: {self.recordings.problem}")
+            self.miss(f"decode steps without a CUDA graph: {self.recordings.problem}")
         elif not before:
             self.note(f"recorded when first needed: a {kind} step of {rows} rows")
         return found

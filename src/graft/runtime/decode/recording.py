@@ -5,7 +5,9 @@ advance ─▶ the model's graph ─▶ logits [B, vocab] ─▶ choose ─▶ t
 
 from __future__ import annotations
 
+import gc
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,11 +51,15 @@ class Recordings:
 
     def make_all(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
         """The greedy ones, which most steps need; the others are made when they are first asked for."""
-        for done, rows in enumerate(sorted(sizes, reverse=True)):
-            if progress:
-                progress("capturing CUDA graphs", done, len(sizes))
-            if self.get(rows, "greedy") is None:
-                return
+        gc.freeze()  # torch collects garbage before each capture, which goes through every object of the model
+        try:
+            for done, rows in enumerate(sorted(sizes, reverse=True)):
+                if progress:
+                    progress("capturing CUDA graphs", done, len(sizes))
+                if self.get(rows, "greedy") is None:
+                    return
+        finally:
+            gc.unfreeze()
         if progress:
             progress("capturing CUDA graphs", len(sizes), len(sizes))
 
@@ -75,10 +81,13 @@ class Recordings:
     def body(self, rows: int, kind: Kind) -> Callable[[], Tensor]:
         buffers = self.buffers
         (fed, known), tokens = buffers.advance(rows), buffers.tokens[:rows]
-        settings, inputs = buffers.settings(rows), buffers.batch(rows).inputs()
+        settings, batch = buffers.settings(rows), buffers.batch(rows)
+        inputs, on_host = batch.inputs(), self.device.type == "cpu"
 
         def step() -> Tensor:
             advance_into(fed, *known)
+            if on_host:  # the references take sizes from there; kernels of a device know them to be one token each
+                batch.spans[:, 1] = batch.lengths
             (logits,) = self.graph(*inputs, *self.tensors)  # [1, B, vocab]
             if kind != "logits":
                 choose(kind, tokens, logits[0], settings)
@@ -119,8 +128,10 @@ def warm_up(step: Callable[[], Tensor]) -> None:
     """
     step()
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype each time it is set
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
