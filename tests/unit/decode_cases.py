@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-<<<<<<< HEAD
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -29,14 +28,6 @@ DECODE = [
 ]
 NAMED = ("fuse_rms_norm", "fuse_swiglu", "fuse_add_rms_norm", "fuse_rope")  # what models spell out
 D = 16
-=======
-import graft
-from conftest import tiny
-from graft.kvcache.events import CacheView
-from graft.kvcache.tensors import LayerShape
-from graft.runtime.build import build_engine
-from graft.runtime.options import EngineOptions
->>>>>>> w6-runtime
 
 
 def forced(**more: Any) -> dict[str, Any]:
@@ -52,7 +43,6 @@ def only(*names: str, verify: str = "matches", options: dict[str, Any] | None = 
     return load_config({"verify": verify, "transforms": settings})
 
 
-<<<<<<< HEAD
 def transformed(
     module: nn.Module, args: tuple[Any, ...], *names: str, dynamic_shapes: Any = None, options: Any = None
 ) -> tuple[GraphModule, Report]:
@@ -89,63 +79,3 @@ class Block(nn.Module):
         x = x + self.o(self.qkv(norm(x, self.g1)).sin())
         gate, up = self.gate_up(norm(x, self.g2)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
-=======
-def random_params(rng: random.Random, plain: bool = False) -> graft.SamplingParams:
-    """plain: what a recording chooses by itself."""
-    common: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 5, 9, 20, 40]), "ignore_eos": rng.random() < 0.7}
-    if rng.random() < 0.3:
-        common["stop_token_ids"] = tuple(rng.sample(range(128), 4))
-    if not plain and rng.random() < 0.15:
-        common |= {"repetition_penalty": 1.3, "presence_penalty": 0.4}
-    if not plain and rng.random() < 0.15:
-        common["logprobs"] = rng.randrange(4)
-    if not plain and rng.random() < 0.15:
-        common["min_tokens"] = min(3, common["max_tokens"])
-    if rng.random() < 0.5:
-        return graft.SamplingParams(**common)
-    return graft.SamplingParams(
-        **common,
-        n=1 if plain else rng.choice([1, 1, 1, 2, 3]),
-        temperature=rng.uniform(0.3, 1.5),
-        top_k=rng.choice([0, 0, 5, 40]),
-        top_p=rng.choice([1.0, 1.0, 0.9]),
-        min_p=rng.choice([0.0, 0.0, 0.05]),
-        seed=rng.randrange(1000),
-    )
-
-
-def traffic(rng, count, plain):
-    """(steps before it, prompt, parameters, priority)."""
-    prefixes = [[rng.randrange(3, 128) for _ in range(rng.choice([16, 33, 48]))] for _ in range(3)]
-    for _ in range(count):
-        tail = [rng.randrange(3, 128) for _ in range(rng.randint(1, 20))]
-        prompt = (rng.choice(prefixes) if rng.random() < 0.6 else []) + tail
-        pause = rng.choice([0, 0, 0, 1, 6, 25])
-        yield pause, prompt, random_params(rng, plain), rng.choice([0, 0, 0, -1, 1])
-
-
-def run(llm, seed, count, plain=False, abort=False):
-    """All requests of the traffic, with what can be checked on the way checked."""
-    requests, view, rng = [], CacheView(), random.Random(seed + 1)
-
-    def step():
-        llm.engine.step()
-        if rng.random() < 0.2:
-            llm.engine.manager.check()
-        for event in llm.kv_cache_events():
-            view.apply(event)
-        if abort and requests and rng.random() < 0.1:
-            llm.engine.abort([rng.choice([r for r in requests if r.finish_reason is None] or requests)])
-
-    for pause, prompt, params, priority in traffic(random.Random(seed), count, plain):
-        for _ in range(pause):
-            step()
-        requests.append(llm.submit(prompt, params, priority=priority))
-    while not llm.engine.idle:
-        step()
-    manager = llm.engine.manager
-    manager.check()
-    assert manager.available == manager.blocks and not manager.tables
-    assert set(view.blocks) == set(manager.stored)
-    return [one for request in requests for one in request.family]
->>>>>>> w6-runtime

@@ -9,6 +9,7 @@ from typing import Any
 
 import graft
 from conftest import tiny
+from graft.kvcache.events import CacheView
 from graft.kvcache.tensors import LayerShape
 from graft.runtime.build import build_engine
 from graft.runtime.options import EngineOptions
@@ -57,3 +58,39 @@ def random_params(rng: random.Random, plain: bool = False) -> graft.SamplingPara
         min_p=rng.choice([0.0, 0.0, 0.05]),
         seed=rng.randrange(1000),
     )
+
+
+def traffic(rng, count, plain):
+    """(steps before it, prompt, parameters, priority)."""
+    prefixes = [[rng.randrange(3, 128) for _ in range(rng.choice([16, 33, 48]))] for _ in range(3)]
+    for _ in range(count):
+        tail = [rng.randrange(3, 128) for _ in range(rng.randint(1, 20))]
+        prompt = (rng.choice(prefixes) if rng.random() < 0.6 else []) + tail
+        pause = rng.choice([0, 0, 0, 1, 6, 25])
+        yield pause, prompt, random_params(rng, plain), rng.choice([0, 0, 0, -1, 1])
+
+
+def run(llm, seed, count, plain=False, abort=False):
+    """All requests of the traffic, with what can be checked on the way checked."""
+    requests, view, rng = [], CacheView(), random.Random(seed + 1)
+
+    def step():
+        llm.engine.step()
+        if rng.random() < 0.2:
+            llm.engine.manager.check()
+        for event in llm.kv_cache_events():
+            view.apply(event)
+        if abort and requests and rng.random() < 0.1:
+            llm.engine.abort([rng.choice([r for r in requests if r.finish_reason is None] or requests)])
+
+    for pause, prompt, params, priority in traffic(random.Random(seed), count, plain):
+        for _ in range(pause):
+            step()
+        requests.append(llm.submit(prompt, params, priority=priority))
+    while not llm.engine.idle:
+        step()
+    manager = llm.engine.manager
+    manager.check()
+    assert manager.available == manager.blocks and not manager.tables
+    assert set(view.blocks) == set(manager.stored)
+    return [one for request in requests for one in request.family]

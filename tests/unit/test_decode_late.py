@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
-from decode_cases import engine, run
+from recording_cases import engine, run
 
 from graft.runtime.decode import buffers as decode_buffers
 from graft.runtime.decode.buffers import Buffers, Slot

@@ -6,11 +6,7 @@ import random
 
 import pytest
 import torch
-<<<<<<< HEAD
-from recording_cases import captured, engine, random_params
-=======
-from decode_cases import captured, engine, run
->>>>>>> w6-runtime
+from recording_cases import captured, engine, run
 
 import graft
 from graft.errors import LogitsError, OutOfMemory, UsageError
