@@ -31,7 +31,7 @@ def split_kv_supports(
     *_: object,
 ) -> str | None:  # fmt: skip
     if q.shape[2] != lengths.shape[0]:
-        return f"{q.shape[2]} tokens of {lengths.shape[0]} sequences: not every one brings a single token"
+        return "not every sequence brings a single token"
     return triton_supports(q, k_cache, v_cache)
 
 
