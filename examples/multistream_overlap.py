@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -71,21 +72,27 @@ def compiled(block: nn.Module, args: tuple[Tensor, ...], **options: Any) -> graf
 
 
 @torch.no_grad()
-def study(name: str, block: nn.Module, args: tuple[Tensor, ...], streams: int) -> tuple[dict[str, Any], list[Any]]:
-    """The numbers of one block, and the rows of its timeline."""
+def study(
+    name: str, block: nn.Module, args: tuple[Tensor, ...], streams: int, profile: Path
+) -> tuple[dict[str, Any], list[Any]]:
+    """The numbers of one block, and the rows of its timeline. `profile`: where its costs are written."""
     one = compiled(block, args, enabled=False)
     measure = DeviceMeasure(args, cached=False)
-    schedule = list_schedule(one.graph_module.graph, measure.costs(one.graph_module), streams)
+    costs = measure.costs(one.graph_module)
+    costs.save(profile)
+    options = {"enabled": True, "streams": streams, "profile": str(profile)}
+    schedule = list_schedule(one.graph_module.graph, costs, streams)
     result: dict[str, Any] = {
         "block": name,
+        "event_us": costs.event_us,
         "predicted_us": {"one stream": schedule.one_us, "several": schedule.many_us, "path": schedule.path_us},
         "streams": schedule.streams,
     }
     rows = [(f"{name}, predicted, one stream", one_stream(schedule)), (f"{name}, predicted", schedule.slots)]
-    chosen = compiled(block, args, enabled=True, streams=streams).report.transforms["schedule_streams"]
+    chosen = compiled(block, args, **options).report.transforms["schedule_streams"]
     result |= {"taken": chosen.status == "applied", "reason": chosen.reason}
     if schedule.streams > 1:
-        many = compiled(block, args, enabled=True, streams=streams, force=True)
+        many = compiled(block, args, **options, force=True)
         check_streams(many.graph_module.graph)
         assert torch.equal(many(*args), one(*args)), "several streams must give the same bits as one"
         result["same_bits"] = True
@@ -117,7 +124,7 @@ def replay_slots(module: graft.CompiledModule, args: tuple[Tensor, ...]) -> Any:
 def show(result: dict[str, Any]) -> None:
     print(f"\n{result['block']}")
     times = ", ".join(f"{what} {us:.1f} µs" for what, us in result["predicted_us"].items())
-    print(f"  predicted: {times}; {result['streams']} streams")
+    print(f"  predicted: {times}; {result['streams']} streams, {result['event_us']:.1f} µs an event")
     for what, us in result.get("measured_us", {}).items():
         print(f"  measured in a CUDA graph, {what}: {us:.1f} µs")
     if "overlap" in result:
@@ -152,7 +159,9 @@ def main() -> None:
             torch.randn(given.tokens, width, device=given.device, dtype=dtype),
             torch.arange(given.tokens, device=given.device),
         )
-        result, drawn = study(name, block.eval().to(given.device, dtype), args, given.streams)
+        with TemporaryDirectory() as folder:
+            costs = Path(folder) / "costs.json"
+            result, drawn = study(name, block.eval().to(given.device, dtype), args, given.streams, costs)
         results.append(result)
         rows += drawn
     if given.trace:

@@ -347,7 +347,8 @@ def test_both_nodes_and_the_edge_are_named_r44():
     with pytest.raises(StreamOrderError) as caught:
         check_streams(gm.graph)
     text = str(caught.value)
-    assert "on stream 1" in text and "%output" in text and "record an event" in text and "test_streams.py" in text
+    assert "%add (test_streams.py" in text and "does not wait for %relu_1" in text and "it takes %relu_1" in text
+    assert "on stream 1" in text and "record an event" in text
 
 
 def test_memory_that_is_given_away_too_early_is_named_r44():

@@ -38,19 +38,17 @@ def check_streams(graph: Graph) -> Timeline:
     """
     timeline = Timeline.of(graph)
     end = output_node(graph)
-    for node in graph.nodes:
-        if node not in timeline.knows or node is end:
-            continue
-        if not timeline.begun(node):
-            raise missing(timeline, "the beginning of the call", node, "its inputs may not be there yet")
-        if not timeline.before(node, end):
-            raise missing(timeline, node, end, "the call returns while it runs")
     for node in (*filter(on_device, graph.nodes), end):
         check_data(timeline, node)
     late = check_order(graph, timeline.before)
     if late:
         first, second, memory = late[0].first, late[0].second, late[0].memory
         raise missing(timeline, first, second, f"{late[0].kind} of %{memory.name}")
+    for node in timeline.entry:
+        if not timeline.begun(node):
+            raise missing(timeline, "the beginning of the call", node, "its inputs may not be there yet")
+        if not timeline.before(node, end):
+            raise missing(timeline, node, end, "the call returns while it runs")
     for reuse in reuses(graph, timeline):
         problem = f"it may get the memory of %{reuse.owner.name}, which is free by then"
         fix = f"keep %{reuse.owner.name} with graft.stream_keep until the streams have met"
