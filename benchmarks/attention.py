@@ -76,8 +76,7 @@ def measure_decode(n: int, context: int, splits: list[int]) -> dict[str, Any]:
     sets = paged(n, context, count)
     q = torch.randn(1, H, n, D, dtype=DTYPE, device=DEVICE)
     row: dict[str, Any] = {"n": n, "context": context, "splits": split_count(n, KV, q.device), "MB": nbytes / 1e6}
-    for name, last in (("second kernel", False), ("last combines", True)):
-        row[name] = graph_us([partial(split_kv, q, *s, SCALE, last_combines=last) for s in sets])
+    row["split_kv"] = graph_us([partial(split_kv, q, *s, SCALE) for s in sets])
     for some in splits:
         row[f"{some} splits"] = graph_us([partial(split_kv, q, *s, SCALE, splits=some) for s in sets])
     del sets
@@ -86,7 +85,7 @@ def measure_decode(n: int, context: int, splits: list[int]) -> dict[str, Any]:
     whole = [[torch.randn(n, KV, context, D, dtype=DTYPE, device=DEVICE) for _ in "kv"] for _ in range(count)]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         row["cudnn"] = graph_us([partial(attend, key=k, value=v) for k, v in whole])
-    row["TB/s"] = nbytes / min(row["second kernel"], row["last combines"]) / 1e6
+    row["TB/s"] = nbytes / row["split_kv"] / 1e6
     return row
 
 

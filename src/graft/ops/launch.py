@@ -11,10 +11,12 @@ from functools import cache
 
 import torch
 
-# True: the layout of a batch (slots, block tables, lengths) is written before the first kernel of a step is launched,
-# by a copy or at the end of the step before, and may be read ahead of the wait. A kernel of the step that writes it
-# forbids this: of kernels launched early, several may be waiting at once.
-LAYOUT_SETTLED = False
+# The layout of a batch (slots, block tables, lengths) may be read ahead of the wait: it is written by copies, or by
+# graft::advance_rows, which an ordinary kernel follows (the embedding of the tokens that it feeds). That one starts
+# when all before it has ended, and what is launched early starts behind it.
+LAYOUT_SETTLED = True
+
+RING = 1 << 16  # counters of a device: calls take them in turn, so that two that run at once have their own
 
 
 def pdl_supported(device: torch.device) -> bool:
@@ -33,3 +35,21 @@ def pdl_problem(device: torch.device) -> str | None:
     if major < 9:
         return f"compute capability {major}.{minor} has no programmatic dependent launch; 9.0 and above do"
     return None
+
+
+@cache
+def zeros(device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """Counters, and where the next call takes its own."""
+    return torch.zeros(RING, dtype=torch.int32, device=device), [0]
+
+
+def counters(count: int, device: torch.device) -> torch.Tensor:
+    """`count` zeros, for programs of one kernel to count each other; the last one sets its counter back to 0."""
+    if count > RING // 2:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not zeros.cache_info().currsize:
+        return torch.zeros(count, dtype=torch.int32, device=device)  # part of the graph, and zero at every replay
+    ring, place = zeros(device)
+    first = place[0] if place[0] + count <= RING else 0
+    place[0] = first + count
+    return ring[first : first + count]

@@ -22,11 +22,13 @@ from graft.files import cache_dir
 
 @dataclass(frozen=True)
 class Matvec:
-    """`rows` of the weight a program; `ahead`: programs whose rows are fetched while the ones before them wait."""
+    """`rows` of the weight a program. The first `ahead` programs fetch the rows of the next `waves` times as many into
+    the cache while they wait."""
 
     rows: int = 1
     warps: int = 4
     ahead: int = 0
+    waves: int = 1
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,12 @@ def finish(
 def matvec_kernel(
     x, weight, bias, scale, norm, residual, out, n, eighths, stride_x, eps, offset,
     TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr,
+    AHEAD: tl.constexpr, WAVES: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr,
     ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """n: rows of the result; with a gate the weight has 2 n, the second n for `up`. STEPS tiles of BK are a row, EVEN
     if none is cut off; EARLY of them are on their way before the wait. AHEAD: the first AHEAD programs fetch the rows
-    of the program so many further on while they wait; 0 for none."""
+    of the programs that are 1, 2, … WAVES times as many further on while they wait; 0 for none."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GATED: tl.constexpr = ACTIVATION != "none"
@@ -98,12 +98,15 @@ def matvec_kernel(
             vs = vs + (load_rows(above, row, step * BK + lane, n, k, EVEN),)
     if PDL:
         if AHEAD > 0:
-            if (program < AHEAD) & ((program + AHEAD + 1) * BN <= n):
-                later = (row + AHEAD * BN).to(tl.int64)[:, None] * k + tl.arange(0, BK // 64)[None, :] * 64
-                for step in tl.static_range(STEPS):
-                    fetch_ahead(weight + later + step * BK)
-                    if GATED:
-                        fetch_ahead(above + later + step * BK)
+            if program < AHEAD:
+                for wave in tl.static_range(1, WAVES + 1):
+                    if (program + wave * AHEAD + 1) * BN <= n:
+                        later = (row + wave * AHEAD * BN).to(tl.int64)[:, None] * k
+                        later += tl.arange(0, BK // 64)[None, :] * 64
+                        for step in tl.static_range(STEPS):
+                            fetch_ahead(weight + later + step * BK)
+                            if GATED:
+                                fetch_ahead(above + later + step * BK)
         tl.extra.cuda.gdc_wait()
     ys = ()
     ups = ()

@@ -16,7 +16,7 @@ from graft.ops.fused_linear.choice import FORMATS, Gemm, How, Matvec, Shape, cho
 from graft.ops.fused_linear.gemm import gemm_kernel
 from graft.ops.fused_linear.matvec import matvec_kernel
 from graft.ops.fused_linear.packing import GROUP, PACKED, SPAN, dequantize
-from graft.ops.launch import pdl_supported
+from graft.ops.launch import counters, pdl_supported
 from graft.ops.rms_norm.triton import rms_norm_triton
 from graft.ops.swiglu.triton import swiglu_triton
 
@@ -103,7 +103,7 @@ def launch_matvec(call: Call, how: Matvec) -> Tensor:
         call.x, call.weight, or_x(call, call.bias), or_x(call, call.scale), or_x(call, call.norm),
         or_x(call, call.residual), out, n, k // 8, call.x.stride(0), call.eps, call.shift,
         TOKENS=tokens, BN=how.rows, BK=tile, STEPS=steps,
-        EARLY=max(1, min(steps, MOST_EARLY // (how.rows * (1 + call.gated)))), AHEAD=how.ahead, EVEN=k % tile == 0,
+        EARLY=max(1, min(steps, MOST_EARLY // (how.rows * (1 + call.gated)))), AHEAD=how.ahead, WAVES=how.waves, EVEN=k % tile == 0,
         BIAS=call.bias is not None, SCALE=call.scale is not None, NORM=call.norm is not None,
         ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
         num_warps=how.warps, launch_pdl=pdl,
@@ -176,24 +176,11 @@ def or_x(call: Call, tensor: Tensor | None) -> Tensor:
     return call.x if tensor is None else tensor
 
 
-RING = 1 << 16  # counters of a device: calls take them in turn, so that two that run at once have their own
-
-
-@cache
-def counters(device: torch.device) -> tuple[Tensor, list[int]]:
-    """Zeros, and where the next call takes its own. Each kernel leaves them at zero."""
-    return torch.zeros(RING, dtype=torch.int32, device=device), [0]
-
-
 def workspace(device: torch.device, how: Gemm, blocks: int, gated: bool) -> tuple[Tensor, Tensor]:
-    """Memory for the parts of a split product, and a counter for each block of it."""
-    zeros, place = counters(device)
-    if how.splits == 1:
-        return zeros, zeros
+    """Memory for the parts of a split product, and a counter for each block of it; unread where there is one part."""
     size = (1 + gated) * how.rows * how.tokens + how.tokens
-    first = place[0] if place[0] + blocks <= RING else 0
-    place[0] = first + blocks
-    return torch.empty(blocks * how.splits * size, dtype=torch.float32, device=device), zeros[first : first + blocks]
+    parts = torch.empty(blocks * how.splits * size if how.splits > 1 else 1, dtype=torch.float32, device=device)
+    return parts, counters(blocks if how.splits > 1 else 1, device)
 
 
 def padded_tokens(tokens: int) -> int:

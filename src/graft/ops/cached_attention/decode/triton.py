@@ -2,8 +2,8 @@
 
 A program takes one sequence, one key-value head with all queries of its group, and one of SPLITS parts of the
 context. How many parts there are is fixed by the shapes, as a CUDA graph needs it; how long one is follows on the
-device from the length, so that a short context leaves parts empty, and those cost next to nothing. The parts are put
-together by a second kernel, or by the program that ends last.
+device from the length, so that a short context leaves parts empty, and those cost next to nothing. The program that
+ends last puts the parts together.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.ops.cached_attention.tiles.triton import LOG2E, LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
-from graft.ops.launch import LAYOUT_SETTLED, pdl_supported
+from graft.ops.launch import LAYOUT_SETTLED, counters, pdl_supported
 
-LAST_COMBINES = False  # who puts the parts together: the program that ends last, or a second kernel
+LEAST_TILES = 4  # of a part: one program reads 256 places sooner than four put their parts together
 PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way; two fill an SM's share of bandwidth
 MOST_SPLITS = 64
 TILE_BYTES = 16384  # of keys, and as much of values
-COUNTERS = 65536  # sequences times key-value heads; more are made when needed
 
 
 @triton.jit
-def part_of(length, window, SPLITS: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def part_of(
+    length, window, SPLITS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr
+):  # fmt: skip
     """First place that is seen, where the first part begins, places of a part, parts that are not empty."""
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
     begin = first // TILE * TILE
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(length - begin, SPLITS), TILE), 1) * TILE
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(length - begin, SPLITS), TILE), LEAST) * TILE
     return first, begin, chunk, tl.maximum(tl.cdiv(length - begin, chunk), 1)
 
 
@@ -70,28 +71,6 @@ def only_part(best, total, result, sinks, live, HAS_SINKS: tl.constexpr):
     return result / tl.where(total > 0, total, 1.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["lengths"])
-def combine_kernel(
-    partial, stats, out, lengths, sinks, window, heads,
-    d: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        if not EARLY:
-            tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    _, _, _, used = part_of(tl.load(lengths + row), window, SPLITS, TILE, HAS_WINDOW)
-    sink = tl.load(sinks + head).to(tl.float32) * LOG2E if HAS_SINKS else 0.0
-    if PDL and EARLY:
-        tl.extra.cuda.gdc_wait()
-    count = tl.num_programs(0) * heads * SPLITS
-    result = put_together(partial, stats, count, (row * heads + head) * SPLITS, used, sink, d, D, SPLITS, HAS_SINKS)
-    dims = tl.arange(0, D)
-    tl.store(out + (row * heads + head) * d + dims, result.to(out.dtype.element_ty), mask=dims < d)
-
-
 @triton.jit
 def arrive(
     partial, stats, out, counter, sinks, count, flat, head, used,
@@ -114,8 +93,8 @@ def split_kv_kernel(
     q, k_cache, v_cache, out, partial, stats, counters, block_tables, lengths, sinks,
     sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -125,14 +104,14 @@ def split_kv_kernel(
     kv = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(lengths + row)
-    first, begin, chunk, used = part_of(length, window, SPLITS, TILE, HAS_WINDOW)
+    first, begin, chunk, used = part_of(length, window, SPLITS, TILE, LEAST, HAS_WINDOW)
+    if split >= used:  # also ahead of the wait: the first part waits, and leaves its place to the next kernel
+        return
     start = begin + split * chunk
     table = block_tables + row * s_table
     block = blocks_of(table, start + tl.arange(0, TILE), length, BLOCK)
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
-    if split >= used:
-        return
     group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, D)
     head = kv * GROUP + group
@@ -145,36 +124,34 @@ def split_kv_kernel(
         place = at + tl.arange(0, TILE)
         seen = (place >= first) & (place < length)
         base = block * s_block + (place % BLOCK) * s_token + kv * s_head
-        block = blocks_of(
-            table, place + TILE, length, BLOCK
-        )  # a tile ahead: keys are not asked for through two waits
+        # a tile ahead: keys are not asked for through two waits
+        block = blocks_of(table, place + TILE, length, BLOCK)
         mask = seen[:, None] & (dims[None, :] < d)
         keys = tl.load(k_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)  # [tile, d]
         values = tl.load(v_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)
         scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [group, tile]
         scores = tl.where(seen[None, :], scores, -float("inf"))
         best, total, result = absorb(scores, values, best, total, result)
-    if SPLITS == 1:
+    if used == 1:
         result = only_part(best, total, result, sinks + head, group < GROUP, HAS_SINKS)
         target = out + (row * heads + head)[:, None] * d + dims[None, :]
         tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
-    else:
+    elif SPLITS > 1:
         count = tl.num_programs(0) * heads * SPLITS
         slot = (row * heads + head) * SPLITS + split
         tl.store(partial + slot[:, None] * d + dims[None, :], result, mask=q_mask)
         tl.store(stats + slot, best, mask=group < GROUP)
         tl.store(stats + count + slot, total, mask=group < GROUP)
-        if LAST:
-            arrive(
-                partial, stats, out, counters + row * tl.num_programs(1) + kv, sinks, count, row * heads + kv * GROUP,
-                kv * GROUP, used, d, D, SPLITS, GROUP, HAS_SINKS,
-            )  # fmt: skip
+        arrive(
+            partial, stats, out, counters + row * tl.num_programs(1) + kv, sinks, count, row * heads + kv * GROUP,
+            kv * GROUP, used, d, D, SPLITS, GROUP, HAS_SINKS,
+        )  # fmt: skip
 
 
 def split_kv(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, lengths: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    out: Tensor | None = None, splits: int | None = None, last_combines: bool | None = None,
+    out: Tensor | None = None, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
     """q: [1, h, n, d], one token of each of n sequences → [1, n, h, d]."""
     _, h, n, d = q.shape
@@ -182,7 +159,6 @@ def split_kv(
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty((1, n, h, d), dtype=q.dtype, device=q.device) if out is None else out
     splits = split_count(n, kv, q.device) if splits is None else splits
-    last = splits > 1 and (LAST_COMBINES if last_combines is None else last_combines)
     partial = torch.empty((n, h, splits, d) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
     stats = torch.empty((2, n, h, splits) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
     wide = max(16, triton.next_power_of_2(d))
@@ -190,19 +166,14 @@ def split_kv(
     pdl = pdl_supported(q.device)
     flags = {"HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "PDL": pdl, "launch_pdl": pdl}
     flags["EARLY"] = LAYOUT_SETTLED
-    sizes = {"d": d, "D": wide, "TILE": tile, "SPLITS": splits}
     split_kv_kernel[(n, kv, splits)](
-        q, k_cache, v_cache, out, partial, stats, counters(n * kv, q.device) if last else stats,
+        q, k_cache, v_cache, out, partial, stats, counters(n * kv if splits > 1 else 1, q.device),
         block_tables, lengths, q if sinks is None else sinks,
         q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
-        scale, window or 0, softcap or 1.0, h, **sizes,
+        scale, window or 0, softcap or 1.0, h, d=d, D=wide, TILE=tile, SPLITS=splits, LEAST=LEAST_TILES,
         GROUP=h // kv, GROUP_PAD=max(16, triton.next_power_of_2(h // kv)), BLOCK=k_cache.shape[1],
-        HAS_SOFTCAP=softcap is not None, LAST=last, **flags, num_warps=4, num_stages=4,
+        HAS_SOFTCAP=softcap is not None, **flags, num_warps=4, num_stages=4,
     )  # fmt: skip
-    if splits > 1 and not last:
-        combine_kernel[(n, h)](
-            partial, stats, out, lengths, q if sinks is None else sinks, window or 0, h, **sizes, **flags, num_warps=4
-        )
     return out
 
 
@@ -215,17 +186,3 @@ def split_count(n: int, kv: int, device: torch.device) -> int:
 @cache
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-COUNTED: dict[torch.device, list[Tensor]] = {}
-
-
-def counters(count: int, device: torch.device) -> Tensor:
-    """Zeros that the kernel leaves as zeros. CUDA graphs keep their address, so none is ever freed."""
-    held = COUNTED.setdefault(device, [])
-    if not held or held[-1].numel() < count:
-        made = torch.zeros(max(count, COUNTERS), dtype=torch.int32, device=device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return made  # part of the graph, which makes it zero at every replay; nobody else may have it
-        held.append(made)
-    return held[-1]
