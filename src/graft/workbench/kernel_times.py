@@ -52,7 +52,8 @@ class KernelRow:
     calls: float
     us: float
     us_each: float
-    percent: float  # of the time of a step
+    added_us: float  # by how much it moved the end of the step: what no kernel before it covers
+    percent: float  # of the time of a step, as added
     bytes: float | None = None
     gb_per_s: float | None = None
 
@@ -164,7 +165,8 @@ def summary(
     total = sum(launch.duration for launch in launches) / steps
     # own times on a CPU lie inside each other's intervals, so there they never overlap
     busy = union(launches) / steps if on_gpu else total
-    rows = kernel_rows(launches, steps, wall)
+    added = added_times(launches) if on_gpu else [launch.duration for launch in launches]
+    rows = kernel_rows(launches, steps, wall, added)
     if on_gpu:
         rows = kernel_bytes(rows, llm, cell, context)
     return StepTimes(
@@ -173,22 +175,28 @@ def summary(
     )  # fmt: skip
 
 
-def kernel_rows(launches: Sequence[Launch], steps: int, wall: float) -> list[KernelRow]:
-    groups: dict[tuple[str, str], list[float]] = {}
-    for launch in launches:
-        groups.setdefault((launch.name, launch.grid), []).append(launch.duration)
-    rows = [
-        KernelRow(
-            name,
-            grid,
-            len(times) / steps,
-            sum(times) / steps,
-            sum(times) / len(times),
-            100 * sum(times) / steps / wall,
+def kernel_rows(launches: Sequence[Launch], steps: int, wall: float, added: Sequence[float]) -> list[KernelRow]:
+    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for launch, more in zip(launches, added, strict=True):
+        groups.setdefault((launch.name, launch.grid), []).append((launch.duration, more))
+    rows = []
+    for (name, grid), times in groups.items():
+        total, more = (sum(column) / steps for column in zip(*times, strict=True))
+        rows.append(
+            KernelRow(name, grid, len(times) / steps, total, total * steps / len(times), more, 100 * more / wall)
         )
-        for (name, grid), times in groups.items()
-    ]
-    return sorted(rows, key=lambda row: -row.us)
+    return sorted(rows, key=lambda row: -row.added_us)
+
+
+def added_times(launches: Sequence[Launch]) -> list[float]:
+    """How much later all work so far ends because of each of them, gaps left out."""
+    found, end = [0.0] * len(launches), float("-inf")
+    for index in sorted(range(len(launches)), key=lambda i: launches[i].start + launches[i].duration):
+        launch = launches[index]
+        last = launch.start + launch.duration
+        found[index] = last - max(launch.start, end)
+        end = max(end, last)
+    return found
 
 
 def union(launches: Sequence[Launch]) -> float:

@@ -124,12 +124,13 @@ def gemm_kernel(
     steps = tl.cdiv(width, BK)
     first, end = split * steps // SPLITS, (split + 1) * steps // SPLITS
     if PDL:
-        for early in tl.static_range(EARLY):
-            lines = (first + early) * BK + tl.arange(0, BK // 64)[None, :] * 64  # 64 values: a cache line or half one
-            if (first + early < end) & ((block + 1) * BN <= n):
-                fetch_ahead(own + lines)
+        if EARLY > 0:
+            if (block + 1) * BN <= n:
+                begin = weight + row.to(tl.int64) * width + first * BK
+                size = tl.minimum(EARLY, end - first) * BK * (weight.dtype.element_ty.primitive_bitwidth // 8)
+                fetch_ahead(begin, size, False)
                 if GATED:
-                    fetch_ahead(own + n.to(tl.int64) * width + lines)
+                    fetch_ahead(begin + n.to(tl.int64) * width, size, False)
         tl.extra.cuda.gdc_wait()
     for step in range(first, end):
         column = step * BK + lane

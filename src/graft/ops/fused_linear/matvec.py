@@ -12,12 +12,21 @@ import triton.language as tl
 from graft.ops.swiglu.triton import activate
 
 
+FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+FETCH_ONCE = tl.constexpr(
+    "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
+    " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
+)
+
+
 @triton.jit
-def fetch_ahead(pointers):
-    """Asks for the cache lines of these addresses to be in L2; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
+def fetch_ahead(pointers, size, ONCE: tl.constexpr):
+    """Asks for `size` bytes behind each pointer to be in L2; nothing waits for them. Whole lines at once: asked for by
+    single sectors they would come from memory in pieces. ONCE: every thread has all pointers, and the first asks."""
+    if ONCE:
+        tl.inline_asm_elementwise(FETCH_ONCE, "=r,l,r", [pointers, size], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        tl.inline_asm_elementwise(FETCH, "=r,l,r", [pointers, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -101,12 +110,11 @@ def matvec_kernel(
             if program < AHEAD:
                 for wave in tl.static_range(1, WAVES + 1):
                     if (program + wave * AHEAD + 1) * BN <= n:
-                        later = (row + wave * AHEAD * BN).to(tl.int64)[:, None] * k
-                        later += tl.arange(0, BK // 64)[None, :] * 64
-                        for step in tl.static_range(STEPS):
-                            fetch_ahead(weight + later + step * BK)
-                            if GATED:
-                                fetch_ahead(above + later + step * BK)
+                        later = (program + wave * AHEAD).to(tl.int64) * BN * k + tl.arange(0, 1)
+                        size = BN * k * (weight.dtype.element_ty.primitive_bitwidth // 8)
+                        fetch_ahead(weight + later, size, True)
+                        if GATED:
+                            fetch_ahead(above + later, size, True)
         tl.extra.cuda.gdc_wait()
     ys = ()
     ups = ()

@@ -21,6 +21,10 @@ from graft.ops.launch import LAYOUT_SETTLED, counters, pdl_supported
 LEAST_TILES = 4  # of a part: one program reads 256 places sooner than four put their parts together
 PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way; two fill an SM's share of bandwidth
 MOST_SPLITS = 64
+EARLY_SPLITS = 8  # from so many on few sequences decode, and what counts is how soon the first tile is there
+EARLY_TILE = 256  # places that a program has on their way before it waits, in registers
+EARLY_BYTES = 65536  # of keys, and as much of values, at most
+EARLY_WARPS = 8
 TILE_BYTES = 16384  # of keys, and as much of values
 
 
@@ -88,6 +92,33 @@ def arrive(
             tl.store(out + (flat + member) * d + dims, result.to(out.dtype.element_ty), mask=dims < d)
 
 
+@triton.jit
+def leave(
+    best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,
+    d: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Stores the result of the only part, or one part of several, and then, if it is the last, what they make."""
+    group = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, D)
+    head = kv * GROUP + group
+    inside = (group[:, None] < GROUP) & (dims[None, :] < d)
+    if used == 1:
+        result = only_part(best, total, result, sinks + head, group < GROUP, HAS_SINKS)
+        target = out + (row * heads + head)[:, None] * d + dims[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+    elif SPLITS > 1:
+        count = tl.num_programs(0) * heads * SPLITS
+        slot = (row * heads + head) * SPLITS + split
+        tl.store(partial + slot[:, None] * d + dims[None, :], result, mask=inside)
+        tl.store(stats + slot, best, mask=group < GROUP)
+        tl.store(stats + count + slot, total, mask=group < GROUP)
+        arrive(
+            partial, stats, out, counters + row * tl.num_programs(1) + kv, sinks, count, row * heads + kv * GROUP,
+            kv * GROUP, used, d, D, SPLITS, GROUP, HAS_SINKS,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
 def split_kv_kernel(
     q, k_cache, v_cache, out, partial, stats, counters, block_tables, lengths, sinks,
@@ -132,20 +163,80 @@ def split_kv_kernel(
         scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [group, tile]
         scores = tl.where(seen[None, :], scores, -float("inf"))
         best, total, result = absorb(scores, values, best, total, result)
-    if used == 1:
-        result = only_part(best, total, result, sinks + head, group < GROUP, HAS_SINKS)
-        target = out + (row * heads + head)[:, None] * d + dims[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
-    elif SPLITS > 1:
-        count = tl.num_programs(0) * heads * SPLITS
-        slot = (row * heads + head) * SPLITS + split
-        tl.store(partial + slot[:, None] * d + dims[None, :], result, mask=q_mask)
-        tl.store(stats + slot, best, mask=group < GROUP)
-        tl.store(stats + count + slot, total, mask=group < GROUP)
-        arrive(
-            partial, stats, out, counters + row * tl.num_programs(1) + kv, sinks, count, row * heads + kv * GROUP,
-            kv * GROUP, used, d, D, SPLITS, GROUP, HAS_SINKS,
-        )  # fmt: skip
+    leave(
+        best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,
+        d, D, SPLITS, GROUP, GROUP_PAD, HAS_SINKS,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_tile(k_cache, v_cache, base, seen, d: tl.constexpr, D: tl.constexpr):
+    """Keys and values [tile, d] at these places of the cache; 0 where they are not seen."""
+    dims = tl.arange(0, D)
+    mask = seen[:, None] & (dims[None, :] < d)
+    at = base[:, None] + dims[None, :]
+    return tl.load(k_cache + at, mask=mask, other=0.0), tl.load(v_cache + at, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
+def early_kernel(
+    q, k_cache, v_cache, out, partial, stats, counters, block_tables, lengths, sinks,
+    sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads,
+    d: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """For few sequences. EARLY: the first tile is on its way before the wait, all but the newest key and value: those
+    alone may be written by the kernel ahead."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    kv = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    first, begin, chunk, used = part_of(length, window, SPLITS, TILE, 1, HAS_WINDOW)
+    if split >= used:  # also ahead of the wait: the first part waits, and leaves its place to the next kernel
+        return
+    start = begin + split * chunk
+    end = tl.minimum(start + chunk, length)
+    table = block_tables + row * s_table
+    place = start + tl.arange(0, TILE)
+    base = blocks_of(table, place, length, BLOCK) * s_block + (place % BLOCK) * s_token + kv * s_head
+    old = (place >= first) & (place < length - 1)
+    keys, values = load_tile(k_cache, v_cache, base, old, d, D)
+    newest = tl.load(table + tl.maximum(length - 1, 0) // BLOCK).to(tl.int64)
+    newest = newest * s_block + (tl.maximum(length - 1, 0) % BLOCK) * s_token + kv * s_head
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
+    group = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, D)
+    head = kv * GROUP + group
+    q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
+    queries = tl.load(q + head[:, None] * sq_h + row * sq_t + dims[None, :], mask=q_mask, other=0.0)  # [group, d]
+    new_key = tl.load(k_cache + newest + dims, mask=dims < d, other=0.0)
+    new_value = tl.load(v_cache + newest + dims, mask=dims < d, other=0.0)
+    last = (place == length - 1)[:, None]
+    keys = tl.where(last, new_key[None, :], keys)
+    values = tl.where(last, new_value[None, :], values)
+    best = tl.full([GROUP_PAD], LOWEST, tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    result = tl.zeros([GROUP_PAD, D], tl.float32)
+    seen = (place >= first) & (place < length)
+    scores = tl.where(seen[None, :], logits(queries, keys, scale, softcap, HAS_SOFTCAP), -float("inf"))
+    best, total, result = absorb(scores, values, best, total, result)
+    for at in range(start + TILE, end, TILE):
+        place = at + tl.arange(0, TILE)
+        base = blocks_of(table, place, length, BLOCK) * s_block + (place % BLOCK) * s_token + kv * s_head
+        keys, values = load_tile(k_cache, v_cache, base, place < end, d, D)
+        scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [group, tile]
+        scores = tl.where((place < end)[None, :], scores, -float("inf"))
+        best, total, result = absorb(scores, values, best, total, result)
+    leave(
+        best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,
+        d, D, SPLITS, GROUP, GROUP_PAD, HAS_SINKS,
+    )  # fmt: skip
 
 
 def split_kv(
@@ -164,15 +255,23 @@ def split_kv(
     wide = max(16, triton.next_power_of_2(d))
     tile = max(16, min(64, TILE_BYTES // (wide * q.element_size())))
     pdl = pdl_supported(q.device)
+    early = splits >= EARLY_SPLITS
+    if early:
+        tile = max(16, min(EARLY_TILE, EARLY_BYTES // (wide * q.element_size())))
     flags = {"HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "PDL": pdl, "launch_pdl": pdl}
     flags["EARLY"] = LAYOUT_SETTLED
-    split_kv_kernel[(n, kv, splits)](
+    flags |= (
+        {"num_warps": EARLY_WARPS, "num_stages": 1}
+        if early
+        else {"LEAST": LEAST_TILES, "num_warps": 4, "num_stages": 4}
+    )
+    (early_kernel if early else split_kv_kernel)[(n, kv, splits)](
         q, k_cache, v_cache, out, partial, stats, counters(n * kv if splits > 1 else 1, q.device),
         block_tables, lengths, q if sinks is None else sinks,
         q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
-        scale, window or 0, softcap or 1.0, h, d=d, D=wide, TILE=tile, SPLITS=splits, LEAST=LEAST_TILES,
+        scale, window or 0, softcap or 1.0, h, d=d, D=wide, TILE=tile, SPLITS=splits,
         GROUP=h // kv, GROUP_PAD=max(16, triton.next_power_of_2(h // kv)), BLOCK=k_cache.shape[1],
-        HAS_SOFTCAP=softcap is not None, **flags, num_warps=4, num_stages=4,
+        HAS_SOFTCAP=softcap is not None, **flags,
     )  # fmt: skip
     return out
 
