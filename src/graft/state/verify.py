@@ -11,11 +11,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from graft.errors import VerificationError
 from graft.graph.edit import attribute
-from graft.graph.memory import effects, written_value
+from graft.graph.memory import effects
 from graft.graph.nodes import leaves, outlives_call, where
 from graft.graph.verify import Snapshot
-from graft.state.hazards import Access, Hazard, accesses, conflicts, hazard
-from graft.state.regions import apart, covers
+from graft.state.hazards import Access, Hazard, accesses, conflicts
 
 aten = torch.ops.aten
 OVERWRITING = (aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
@@ -58,28 +57,9 @@ def check_memory(gm: GraphModule, before: Snapshot, uses: Uses, rewrites: Rewrit
     change.check_written()
     for kept in uses.hazards:
         change.check_kept(kept)
-    for found in visible(now.all()):
-        if change.reads(found.second, found.through):
+    for found in now.hazards:
+        if found.kind != "write after read" and change.reads(found.second, found.through):
             change.check_seen(found)
-
-
-def visible(touched: Iterable[Access]) -> Iterator[Hazard]:
-    """Every write, with everybody who touches what it left; what is written over as a whole is left to nobody."""
-    writes: dict[int, list[Access]] = {}
-    for access in touched:
-        earlier = writes.setdefault(access.group, [])
-        for wrote in earlier:
-            if wrote.node is not access.node and not apart(wrote.region, access.region):
-                yield hazard(wrote, access)
-        if access.writes:
-            if overwrites(access.node):
-                earlier[:] = [wrote for wrote in earlier if not written_over(wrote, access)]
-            earlier.append(access)
-
-
-def written_over(wrote: Access, over: Access) -> bool:
-    """`over`, which overwrites all that it covers, covers all that `wrote` left."""
-    return covers(over.region, wrote.region) or written_value(over.through) is over.owner
 
 
 @dataclass(frozen=True)
@@ -173,9 +153,9 @@ class Change:
         for reader in self.olds(found.second):
             if any(self.saw(name, reader) for name in writes):
                 return
-            if any(self.derives(old, writes, found) for old in self.old_arguments(reader, found)):
+            if any(self.derives(old, writes) for old in self.old_arguments(reader, found)):
                 return
-            if any(self.derives(old, writes, found) for old in self.copied_before(reader, found)):
+            if any(self.derives(old, writes) for old in self.copied_before(reader, found)):
                 return
         raise VerificationError(
             f"{where(found.first)} overwrites %{found.memory.name}, which {where(found.second)} still reads"
@@ -188,23 +168,11 @@ class Change:
         return self.origin.get(node.name) or {name for name in self.order if name not in self.present}
 
     def saw(self, write: str, reader: str) -> bool:
-        """Before, `reader` looked at what `write` left; to overwrite all of it is not to look at it."""
+        """Before, `reader` looked at one memory after `write`; to overwrite all of it is not to look at it."""
+        groups = {a.group for a in self.was.of(write, writes=True)}
         blind = self.before.calls[reader][0] in OVERWRITING
-        looked = {a.group for a in self.was.of(reader) if not (a.writes and blind)}
-        left = [a for a in self.was.of(write, writes=True) if a.group in looked]
-        return self.order[write] < self.order[reader] and not all(self.overwritten(a, reader) for a in left)
-
-    def overwritten(self, wrote: Access, reader: str) -> bool:
-        """Something wrote over all of it before `reader` came."""
-        after, until = self.order[wrote.node.name], self.order[reader]
-        return any(
-            over.group == wrote.group
-            and over.writes
-            and after < self.order[over.node.name] < until
-            and self.before.calls[over.node.name][0] in OVERWRITING
-            and written_over(wrote, over)
-            for over in self.was.all()
-        )
+        looks = any(a.group in groups and not (a.writes and blind) for a in self.was.of(reader))
+        return looks and self.order[write] < self.order[reader]
 
     def old_arguments(self, reader: str, found: Hazard) -> Iterator[Node]:
         """What `reader` took, before, where it now takes the memory in question."""
@@ -226,20 +194,16 @@ class Change:
                 if target is aten.copy_.default and isinstance(args[1], Node):
                     yield args[1]
 
-    def derives(self, value: Node, writes: set[str], found: Hazard) -> bool:
-        """`value` was, or was a view or an update of, what one of `writes` gave or left in the memory in question."""
-        while value.name not in writes:
+    def derives(self, value: Node, writes: set[str]) -> bool:
+        """`value` was, or was a view or an update of, the result of one of `writes`."""
+        while True:
+            if value.name in writes:
+                return True
             target, args, _ = self.before.calls[value.name]
-            if not (value.name in self.made or is_view(target)):
-                return False
-            if any(self.saw(write, value.name) for write in writes):
-                return True
-            if any(self.derives(old, writes, found) for old in self.copied_before(value.name, found)):
-                return True
-            if not (args and isinstance(args[0], Node)):
+            follows = value.name in self.made or is_view(target)
+            if not (follows and args and isinstance(args[0], Node)):
                 return False
             value = args[0]
-        return True
 
 
 def key(owner: Node) -> str:
