@@ -82,15 +82,16 @@ def test_a_prompt_of_its_own_and_behind_a_prefix_take_torchs_kernels_r26(dtype):
             assert_close(SPEC.kernels[1].run(*args[:8], args[8] * 1.5), expected, dtype, 1200)
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 16, 64])
-def test_parts_are_put_together_many_times_r26(splits):
+def test_parts_are_put_together_many_times_r26(splits, early):
     """Again and again with the same counters: each call leaves them as it found them."""
     args = cached((1,) * 5, (9, 8000, 300, 64, 2047), 32, 8, 128, PLAIN, torch.bfloat16)
     expected = SPEC.reference(*wide(args))
     q, k_cache, v_cache, _, tables, _, lengths, _, scale, *_ = args
     for _ in range(50):
         out = torch.full((1, 5, 32, 128), torch.nan, dtype=q.dtype, device="cuda")
-        split_kv(q, k_cache, v_cache, tables, lengths, scale, out=out, splits=splits)
+        split_kv(q, k_cache, v_cache, tables, lengths, scale, out=out, splits=splits, early=early)
         assert_close(out, expected, torch.bfloat16, 8000)
 
 
@@ -129,16 +130,17 @@ def test_nobody_waits_for_the_gpu_r43(new, old, options):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_recorded_decode_follows_the_lengths_r43():
+@pytest.mark.parametrize("early", [False, True])
+def test_a_recorded_decode_follows_the_lengths_r43(early):
     n, h, kv, d = 3, 32, 8, 128
     args = cached((1,) * n, (9000, 5000, 40), h, kv, d, PLAIN, torch.bfloat16)
     q, k_cache, v_cache, _, tables, _, lengths, spans, scale, *_ = args
     out = torch.empty(1, n, h, d, dtype=q.dtype, device="cuda")
-    split_kv(q, k_cache, v_cache, tables, lengths, scale, out=out)
+    split_kv(q, k_cache, v_cache, tables, lengths, scale, out=out, early=early)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        split_kv(q, k_cache, v_cache, tables, lengths, scale, out=out)
+        split_kv(q, k_cache, v_cache, tables, lengths, scale, out=out, early=early)
     for now in ((9001, 5001, 41), (1, 64, 65), (300, 17, 41), (2, 1, 1), (9001, 1, 16)):
         lengths.copy_(torch.tensor(now))
         out.fill_(torch.nan)

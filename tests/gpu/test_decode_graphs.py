@@ -113,9 +113,9 @@ def test_bfloat16_logits_of_a_recording_equal_the_eager_ones_r43(family):
     for _ in range(6):
         plan = llm.engine.scheduler.schedule()
         with torch.inference_mode():
-            recording = loop.recordings.get(4, "logits")
+            recording = loop.recordings.get(loop.recordings.key(4, 1, "logits"))
             replayed = loop.logits(plan, recording).clone()
-            direct = loop.recordings.body(4, "logits")
+            direct = loop.recordings.body(loop.recordings.key(4, 1, "logits"))
             loop.buffers.fill(plan.requests, 4)
             seen.append((replayed, direct().clone()))
             eager = llm.engine.run(plan)
@@ -151,7 +151,7 @@ def test_the_report_tells_of_graphs_misses_and_late_recordings_r43():
 
 def test_every_default_size_is_recorded_r43():
     llm = graft.LLM(model("qwen3"))
-    assert sorted(rows for rows, _ in llm.engine.loop.recordings.made) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert sorted(rows for rows, *_ in llm.engine.loop.recordings.made) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     given = prompts([5 + i % 9 for i in range(100)])
     expected = graft.LLM(model("qwen3"), enforce_eager=True).generate(given, greedy(8))
     assert [o.token_ids for o in llm.generate(given, greedy(8))] == [o.token_ids for o in expected]

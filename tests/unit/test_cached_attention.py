@@ -73,37 +73,39 @@ OPTIONS = st.tuples(
     d=st.sampled_from([16, 24]),
     options=OPTIONS,
     splits=st.sampled_from([1, 2, 4, 8]),
+    early=st.booleans(),
 )
-def test_split_kv_agrees_with_float64_r26(old, group, d, options, splits):
+def test_split_kv_agrees_with_float64_r26(old, group, d, options, splits, early):
     args, expected = batch((1,) * len(old), tuple(old), 2 * group, 2, d, options)
-    assert close(split(args, splits=splits), expected)
+    assert close(split(args, splits=splits, early=early), expected)
     assert not launch.zeros(args[0].device)[0].any()  # left as they were found, for the next call
 
 
-def test_a_wrong_variant_of_split_kv_is_caught_r26():
+@pytest.mark.parametrize("early", [False, True])
+def test_a_wrong_variant_of_split_kv_is_caught_r26(early):
     """One key too many in a window, a scale that is off, a part that is left out: the tolerance tells."""
     args, expected = batch((1, 1), (600, 90), 4, 2, 16, (300, None, False))
-    assert close(split(args, splits=4), expected)
-    assert not close(split((*args[:9], 301, *args[10:]), splits=4), expected)
-    assert not close(split((*args[:8], args[8] * 1.05, *args[9:]), splits=4), expected)
+    assert close(split(args, splits=4, early=early), expected)
+    assert not close(split((*args[:9], 301, *args[10:]), splits=4, early=early), expected)
+    assert not close(split((*args[:8], args[8] * 1.05, *args[9:]), splits=4, early=early), expected)
     args, expected = batch((1, 1), (600, 90), 4, 2, 16)
     short = (*args[:6], args[6] - 256, *args[7:])
-    assert not close(split(short, splits=4), expected)
+    assert not close(split(short, splits=4, early=early), expected)
 
 
 def test_a_row_without_a_sequence_gives_zeros_r26():
     """Rows that fill up a CUDA graph's batch have no tokens."""
     args, _ = batch((1, 1), (40, 20), 4, 2, 16)
     args[6][1] = 0
-    for splits in (1, 4):
-        out = split(args, splits=splits)
+    for splits, early in ((1, False), (4, False), (1, True), (4, True)):
+        out = split(args, splits=splits, early=early)
         assert torch.equal(out[0, 1], torch.zeros_like(out[0, 1])) and out[0, 0].isfinite().all()
 
 
 def test_the_number_of_parts_follows_from_the_shapes_r26():
     with mock.patch.object(decode, "processors", lambda _: 132):
         counts = {n: decode.split_count(n, 8, torch.device("cuda")) for n in (1, 2, 8, 16, 64, 256)}
-    assert counts == {1: 16, 2: 8, 8: 2, 16: 1, 64: 1, 256: 1}
+    assert counts == {1: 32, 2: 16, 8: 4, 16: 2, 64: 1, 256: 1}
     with mock.patch.object(decode, "processors", lambda _: 132):
         assert decode.split_count(1, 1, torch.device("cuda")) == decode.MOST_SPLITS
 

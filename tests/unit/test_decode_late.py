@@ -87,9 +87,10 @@ def replace_recording(flight, recording):
 @pytest.fixture
 def late(monkeypatch):
     llm = engine("mistral", True, blocks=14, max_num_seqs=8, max_num_batched_tokens=48)
+    recordings = llm.engine.loop.recordings
     for rows in (1, 2, 4, 8):
         for kind in ("drawn", "cut"):  # a recording is made on an idle device
-            llm.engine.loop.recordings.get(rows, kind)
+            recordings.get(recordings.key(rows, 1, kind))
     return llm, Device(llm, monkeypatch)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from recording_cases import captured, engine, run
 
 import graft
 from graft.errors import LogitsError, OutOfMemory, UsageError
+from graft.runtime.decode import buckets
 from graft.runtime.decode import choose as choosing
-from graft.runtime.decode.buckets import bucket_for, bucket_sizes
+from graft.runtime.decode.buckets import bucket_for, bucket_sizes, table_widths
 from graft.runtime.decode.buffers import Slot
 from graft.runtime.decode.build import loop_problem
 from graft.runtime.decode.loop import Flight
@@ -286,11 +288,11 @@ def test_a_recording_that_fails_is_told_and_decoding_goes_on_r43(monkeypatch):
 
 def test_other_kinds_are_recorded_when_first_needed_and_noted_r43():
     llm = engine("llama", True, max_num_seqs=2)
-    assert {kind for _, kind in llm.engine.loop.recordings.made} == {"greedy"}
+    assert {kind for _, _, kind in llm.engine.loop.recordings.made} == {"greedy"}
     hot = {"max_tokens": 4, "temperature": 1.0, "seed": 1, "ignore_eos": True}
     for options in (hot, hot | {"top_p": 0.9}, {"max_tokens": 4, "logprobs": 1}):
         llm.generate([[5, 6]], graft.SamplingParams(**options))
-    assert {kind for rows, kind in llm.engine.loop.recordings.made if rows == 1} == {
+    assert {kind for rows, _, kind in llm.engine.loop.recordings.made if rows == 1} == {
         "greedy",
         "drawn",
         "cut",
@@ -405,3 +407,26 @@ def test_recording_shows_its_progress_r61():
     recordings.made.clear()
     recordings.make_all((1,), lambda *what: told.append(what))
     assert told == [("capturing CUDA graphs", 0, 1), ("capturing CUDA graphs", 1, 1)]
+
+
+def test_few_rows_of_short_contexts_have_recordings_of_their_own_r43():
+    assert table_widths(8, 8192, 16) == (128, 8192) and table_widths(16, 8192, 16) == (8192,)
+    assert table_widths(1, 100, 16) == (100,)
+    recordings = engine("llama", True, max_num_seqs=2).engine.loop.recordings
+    widest = recordings.buffers.tables.shape[1]
+    with mock.patch.object(buckets, "SHORT", 32):
+        assert recordings.key(1, 32, "greedy") == (1, 2, "greedy")
+        assert recordings.key(1, 33, "greedy") == (1, widest, "greedy")
+
+
+def test_a_context_grows_from_one_recording_into_the_next_r43():
+    """Tokens stay those of the synchronous engine when the table becomes wider in mid-text."""
+    given = [list(range(3, 23)), list(range(40, 70))]
+    params = graft.SamplingParams(max_tokens=40, ignore_eos=True)
+    expected = [o.token_ids for o in engine("llama", False).generate(given, params)]
+    with mock.patch.object(buckets, "SHORT", 48):
+        llm = engine("llama", True, max_num_seqs=2)
+        assert [o.token_ids for o in llm.generate(given, params)] == expected
+        used = {width for rows, width, _ in llm.engine.loop.recordings.made if rows == 2}
+    assert used == {3, llm.engine.loop.buffers.tables.shape[1]}
+    assert not llm.stats.bucket_misses and llm.stats.steps_ahead > 30

@@ -55,7 +55,7 @@ def dot_block(
     acc, acc_up, w, v, h, row, n, group, groups, scale, PLACE: tl.constexpr, INT4: tl.constexpr, GATED: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """acc plus the product of one block of rows and depth; of 4-bit weights one group of their span, times its scale."""
+    """acc plus the product of a block of rows and depth; of 4-bit weights one group of a span, times its scale."""
     dtype: tl.constexpr = h.dtype
     if INT4:
         inside = (row < n) & (group < groups)
@@ -104,8 +104,8 @@ def gemm_kernel(
     x, weight, bias, scale, norm, residual, out, parts, arrived,
     n, k, width, groups, tokens, stride_x, eps, offset,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
-    INT4: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    INT4: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """width: values of a row of the weight, in memory; BK of them are a block, 128 words of 4-bit weights a span.
     EARLY: blocks of the weight that are fetched into the cache before the wait."""

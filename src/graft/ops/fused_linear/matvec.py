@@ -11,7 +11,6 @@ import triton.language as tl
 
 from graft.ops.swiglu.triton import activate
 
-
 FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
 FETCH_ONCE = tl.constexpr(
     "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
@@ -21,8 +20,8 @@ FETCH_ONCE = tl.constexpr(
 
 @triton.jit
 def fetch_ahead(pointers, size, ONCE: tl.constexpr):
-    """Asks for `size` bytes behind each pointer to be in L2; nothing waits for them. Whole lines at once: asked for by
-    single sectors they would come from memory in pieces. ONCE: every thread has all pointers, and the first asks."""
+    """Asks for `size` bytes behind each pointer to be in L2; nothing waits for them. In one piece: asked for sector by
+    sector they come from memory in as many. ONCE: every thread has all pointers, and the first asks."""
     if ONCE:
         tl.inline_asm_elementwise(FETCH_ONCE, "=r,l,r", [pointers, size], dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -30,13 +29,45 @@ def fetch_ahead(pointers, size, ONCE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(weight, row, column, n, k, EVEN: tl.constexpr):
-    """A tile of the weight, [BN, BK]."""
-    mask = (row < n)[:, None]
-    if not EVEN:
-        mask = mask & (column < k)[None, :]
-    at = row.to(tl.int64)[:, None] * k + column[None, :]
-    return tl.load(weight + at, mask=mask, other=0.0, eviction_policy="evict_first")
+def load_tiles(
+    weight, row, lane, n, k, FIRST: tl.constexpr, END: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Tiles FIRST … END - 1 of the rows, [BN, BK] each."""
+    tiles = ()
+    for step in tl.static_range(FIRST, END):
+        mask = (row < n)[:, None]
+        if not EVEN:
+            mask = mask & (step * BK + lane < k)[None, :]
+        at = row.to(tl.int64)[:, None] * k + step * BK + lane[None, :]
+        tiles = tiles + (tl.load(weight + at, mask=mask, other=0.0, eviction_policy="evict_first"),)
+    return tiles
+
+
+@triton.jit
+def fetch_waves(
+    weight, above, program, n, k, AHEAD: tl.constexpr, WAVES: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """The rows of the programs that are 1, 2, … WAVES times AHEAD further on go into the cache."""
+    for wave in tl.static_range(1, WAVES + 1):
+        if (program < AHEAD) & ((program + wave * AHEAD + 1) * BN <= n):
+            later = (program + wave * AHEAD).to(tl.int64) * BN * k + tl.arange(0, 1)
+            size = BN * k * (weight.dtype.element_ty.primitive_bitwidth // 8)
+            fetch_ahead(weight + later, size, True)
+            if GATED:
+                fetch_ahead(above + later, size, True)
+
+
+@triton.jit
+def nothing_yet(TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """For each token the products with the gate's or only rows and with up's, [BN, BK], and squares, [BK]."""
+    ys = ()
+    ups = ()
+    sums = ()
+    for _ in tl.static_range(TOKENS):
+        ys = ys + (tl.zeros([BN, BK], tl.float32),)
+        ups = ups + (tl.zeros([BN, BK], tl.float32),)
+        sums = sums + (tl.zeros([BK], tl.float32),)
+    return ys, ups, sums
 
 
 @triton.jit
@@ -49,6 +80,26 @@ def load_token(x, norm, token, column, k, stride_x, offset, squares, NORM: tl.co
         squares += h * h
         h *= tl.load(norm + column, mask=mask, other=other).to(tl.float32) + offset
     return h, squares
+
+
+@triton.jit
+def add_tile(
+    ys, ups, sums, w, v, x, norm, column, k, stride_x, offset, TOKENS: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """One tile of the rows for every token."""
+    new_ys = ()
+    new_ups = ()
+    new_sums = ()
+    for token in tl.static_range(TOKENS):
+        h, squares = load_token(x, norm, token, column, k, stride_x, offset, sums[token], NORM, EVEN)
+        up = ups[token]
+        if GATED:
+            up += v.to(tl.float32) * h[None, :]
+        new_ys = new_ys + (ys[token] + w.to(tl.float32) * h[None, :],)
+        new_ups = new_ups + (up,)
+        new_sums = new_sums + (squares,)
+    return new_ys, new_ups, new_sums
 
 
 @triton.jit
@@ -83,8 +134,8 @@ def finish(
 def matvec_kernel(
     x, weight, bias, scale, norm, residual, out, n, eighths, stride_x, eps, offset,
     TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, WAVES: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, WAVES: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """n: rows of the result; with a gate the weight has 2 n, the second n for `up`. STEPS tiles of BK are a row, EVEN
     if none is cut off; EARLY of them are on their way before the wait. AHEAD: the first AHEAD programs fetch the rows
@@ -99,49 +150,22 @@ def matvec_kernel(
     row = program * BN + tl.arange(0, BN)
     lane = tl.arange(0, BK)
     above = weight + n.to(tl.int64) * k
-    ws = ()
-    vs = ()
-    for step in tl.static_range(EARLY):
-        ws = ws + (load_rows(weight, row, step * BK + lane, n, k, EVEN),)
-        if GATED:
-            vs = vs + (load_rows(above, row, step * BK + lane, n, k, EVEN),)
+    ws = load_tiles(weight, row, lane, n, k, 0, EARLY, BK, EVEN)
+    vs = load_tiles(above, row, lane, n, k, 0, EARLY if GATED else 0, BK, EVEN)
     if PDL:
         if AHEAD > 0:
-            if program < AHEAD:
-                for wave in tl.static_range(1, WAVES + 1):
-                    if (program + wave * AHEAD + 1) * BN <= n:
-                        later = (program + wave * AHEAD).to(tl.int64) * BN * k + tl.arange(0, 1)
-                        size = BN * k * (weight.dtype.element_ty.primitive_bitwidth // 8)
-                        fetch_ahead(weight + later, size, True)
-                        if GATED:
-                            fetch_ahead(above + later, size, True)
+            fetch_waves(weight, above, program, n, k, AHEAD, WAVES, BN, GATED)
         tl.extra.cuda.gdc_wait()
-    ys = ()
-    ups = ()
-    sums = ()
-    for _ in tl.static_range(TOKENS):
-        ys = ys + (tl.zeros([BN, BK], tl.float32),)
-        ups = ups + (tl.zeros([BN, BK], tl.float32),)
-        sums = sums + (tl.zeros([BK], tl.float32),)
+    ys, ups, sums = nothing_yet(TOKENS, BN, BK)
     for step in tl.static_range(STEPS):
         if step + EARLY < STEPS:
-            ws = ws + (load_rows(weight, row, (step + EARLY) * BK + lane, n, k, EVEN),)
+            ws = ws + load_tiles(weight, row, lane, n, k, step + EARLY, step + EARLY + 1, BK, EVEN)
             if GATED:
-                vs = vs + (load_rows(above, row, (step + EARLY) * BK + lane, n, k, EVEN),)
-        new_ys = ()
-        new_ups = ()
-        new_sums = ()
-        for token in tl.static_range(TOKENS):
-            h, total = load_token(x, norm, token, step * BK + lane, k, stride_x, offset, sums[token], NORM, EVEN)
-            new_sums = new_sums + (total,)
-            new_ys = new_ys + (ys[token] + ws[step].to(tl.float32) * h[None, :],)
-            if GATED:
-                new_ups = new_ups + (ups[token] + vs[step].to(tl.float32) * h[None, :],)
-            else:
-                new_ups = new_ups + (ups[token],)
-        ys = new_ys
-        ups = new_ups
-        sums = new_sums
+                vs = vs + load_tiles(above, row, lane, n, k, step + EARLY, step + EARLY + 1, BK, EVEN)
+        ys, ups, sums = add_tile(
+            ys, ups, sums, ws[step], vs[step] if GATED else ws[step], x, norm, step * BK + lane, k, stride_x, offset,
+            TOKENS, NORM, GATED, EVEN,
+        )  # fmt: skip
     for token in tl.static_range(TOKENS):
         if NORM:  # divided by the root mean square after the product: one pass over x, one exchange between threads
             y, total = tl.reduce((ys[token], tl.broadcast_to(sums[token][None, :], [BN, BK])), 1, sum_pairs)
@@ -149,9 +173,7 @@ def matvec_kernel(
         else:
             y = tl.sum(ys[token], axis=1)
             inverse = tl.full([BN], 1.0, tl.float32)
-        up = y
-        if GATED:
-            up = tl.sum(ups[token], axis=1)
+        up = tl.sum(ups[token], axis=1) if GATED else y
         finish(
             y * inverse, up * inverse, bias, scale, residual, out, row, token, n, ACTIVATION, BIAS, SCALE, RESIDUAL
         )

@@ -1,4 +1,4 @@
-"""The batch sizes that decode steps are recorded for."""
+"""The batch sizes and contexts that decode steps are recorded for."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:
     """The smallest size with room for so many rows, or None."""
     index = bisect_left(sizes, rows)
     return sizes[index] if index < len(sizes) else None
+
+
+SHORT = 2048  # tokens: up to here few sequences have an attention kernel of their own, which splits the context less
+FEW = 8  # rows; with more of them the device is full whatever the context is
+
+
+def table_widths(rows: int, width: int, block_size: int) -> tuple[int, ...]:
+    """Blocks of the tables that steps of so many rows are recorded with, narrowest first; `width` is the widest."""
+    short = SHORT // block_size
+    return (short, width) if rows <= FEW and short < width else (width,)

@@ -104,8 +104,8 @@ class Buffers:
         each = (*lines, self.state[TOP_K], self.uniform)
         return Settings(*(line[:count, None] for line in each))
 
-    def batch(self, count: int) -> Batch:
-        """The graph's inputs for a step of `count` rows, a token each."""
+    def batch(self, count: int, width: int) -> Batch:
+        """The graph's inputs for a step of `count` rows, a token each, with tables of `width` blocks."""
         places = self.counting[:count]
         ids, positions, slots = self.inputs[:, :count]
         inputs = {
@@ -114,7 +114,7 @@ class Buffers:
             "logits_index": places,
             "slots": slots,
             "rows": places,
-            "block_tables": self.tables[:count],
+            "block_tables": self.tables[:count, :width],
             "starts": self.counting[: count + 1],
             "lengths": self.state[LENGTHS, :count],
             "spans": self.spans[:count],

@@ -48,7 +48,7 @@ def make_loop(
 
 def notes(recordings: Recordings, device: torch.device) -> list[str]:
     """How many graphs there are, how long they took, and whether kernels overlap."""
-    sizes = ", ".join(str(rows) for rows, _ in sorted(recordings.made))
+    sizes = ", ".join(map(str, sorted({rows for rows, _, _ in recordings.made})))
     graphs = "CUDA graphs" if device.type == "cuda" else "recordings, which are direct calls on a CPU,"
     lines = [
         f"decode: {len(recordings.made)} {graphs} for batches of {sizes or 'no size'}, {recordings.seconds:.1f} s"

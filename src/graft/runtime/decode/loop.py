@@ -114,8 +114,9 @@ class DecodeLoop:
             self.miss(f"requests of more than {self.buffers.longest} tokens are decoded without a CUDA graph")
             return None
         kind = self.kind(plan.requests)
-        before = (rows, kind) in self.recordings.made
-        found = self.recordings.get(rows, kind)
+        key = self.recordings.key(rows, max(r.computed for r in plan.requests) + 1, kind)
+        before = key in self.recordings.made
+        found = self.recordings.get(key)
         if found is None:
             self.miss(f"decode steps without a CUDA graph: {self.recordings.problem}")
         elif not before:
@@ -153,7 +154,9 @@ class DecodeLoop:
         rows = bucket_for(max(one.row for one in staying) + 1, self.sizes)
         if rows is None or rows != bucket_for(len(staying), self.sizes):
             return None  # fewer rows would do
-        recording = self.recordings.made.get((rows, self.kind([one.request for one in staying], 1)))
+        kind = self.kind([one.request for one in staying], 1)
+        longest = max(one.request.computed for one in staying) + 2
+        recording = self.recordings.made.get(self.recordings.key(rows, longest, kind))
         if recording is None or recording.kind == "logits":
             return None
         commands = self.commands(staying)

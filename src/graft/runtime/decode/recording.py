@@ -23,7 +23,7 @@ from graft.ops.advance_rows.op import advance_into
 from graft.runtime.decode.buffers import Buffers
 from graft.runtime.decode.choose import Kind, choose
 
-Key = tuple[int, Kind]  # rows, how tokens are chosen
+Key = tuple[int, int, Kind]  # rows, blocks of a table, how tokens are chosen
 
 
 @dataclass(frozen=True)
@@ -51,37 +51,46 @@ class Recordings:
 
     def make_all(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
         """The greedy ones, which most steps need; the others are made when they are first asked for."""
+        wanted = [(rows, width) for rows in sorted(sizes, reverse=True) for width in reversed(self.widths(rows))]
         gc.freeze()  # torch collects garbage before each capture, which goes through every object of the model
         try:
-            for done, rows in enumerate(sorted(sizes, reverse=True)):
+            for done, (rows, width) in enumerate(wanted):
                 if progress:
-                    progress("capturing CUDA graphs", done, len(sizes))
-                if self.get(rows, "greedy") is None:
+                    progress("capturing CUDA graphs", done, len(wanted))
+                if self.get((rows, width, "greedy")) is None:
                     return
         finally:
             gc.unfreeze()
         if progress:
-            progress("capturing CUDA graphs", len(sizes), len(sizes))
+            progress("capturing CUDA graphs", len(wanted), len(wanted))
+
+    def widths(self, rows: int) -> tuple[int, ...]:
+        return table_widths(rows, self.buffers.tables.shape[1], self.buffers.block_size)
+
+    def key(self, rows: int, tokens: int, kind: Kind) -> Key:
+        """The recording of steps of so many rows, the longest of which comes to so many tokens."""
+        needed = -(-tokens // self.buffers.block_size)
+        return rows, next(width for width in self.widths(rows) if width >= needed), kind
 
     @torch.inference_mode()
-    def get(self, rows: int, kind: Kind) -> Recording | None:
+    def get(self, key: Key) -> Recording | None:
         """The recording, made if need be; then all rows of the buffers are padding. None: `problem` says why."""
-        key = (rows, kind)
+        rows, _, kind = key
         if key not in self.made and self.problem is None:
             started = time.perf_counter()
             self.buffers.fill([], len(self.buffers.tables))
             try:
-                self.made[key] = self.record(rows, kind)
+                self.made[key] = self.record(key)
             except (CaptureRefused, RuntimeError) as error:  # what CUDA, Triton and the operators raise
                 reason = "no memory was left" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
                 self.problem = f"recording a {kind} step of {rows} rows failed: {reason}"
             self.seconds += time.perf_counter() - started
         return self.made.get(key)
 
-    def body(self, rows: int, kind: Kind) -> Callable[[], Tensor]:
-        buffers = self.buffers
+    def body(self, key: Key) -> Callable[[], Tensor]:
+        (rows, width, kind), buffers = key, self.buffers
         (fed, known), tokens = buffers.advance(rows), buffers.tokens[:rows]
-        settings, batch = buffers.settings(rows), buffers.batch(rows)
+        settings, batch = buffers.settings(rows), buffers.batch(rows, width)
         inputs, on_host = batch.inputs(), self.device.type == "cpu"
 
         def step() -> Tensor:
@@ -95,8 +104,8 @@ class Recordings:
 
         return step
 
-    def record(self, rows: int, kind: Kind) -> Recording:
-        step = self.body(rows, kind)
+    def record(self, key: Key) -> Recording:
+        (rows, _, kind), step = key, self.body(key)
         if self.device.type != "cuda":
             step()
             return Recording(rows, kind, step)
