@@ -213,15 +213,20 @@ def test_peers_are_all_rivals_with_a_line_for_each_phase(fakes, monkeypatch):
     assert document["setup"]["batches"] == [1] and "autotune, first calls" in done.stderr
 
 
-def test_the_command_prints_a_table_and_one_json_document_r61(tmp_path):
+def test_the_command_prints_a_table_and_one_json_document_r61(tmp_path, monkeypatch):
     picture = tmp_path / "speed.svg"
     small = ("tiny-llama", "--prompt", "16", "--new", "48", "--repeats", "3", "--batch", "2", "--against", "eager")
+    monkeypatch.setattr("sys.argv", ["/some/bin/graft", "bench", *small])  # what a shell would have passed
     done = command(*small, "--json", "--plot", str(picture))
     document = json.loads(done.stdout)
     assert [row["engine"] for row in document["rows"]] == ["graft", "hugging face eager"]
     setup, (ours, rival) = document["setup"], document["rows"]
     assert setup["model"] == "tiny-llama" and rival["same_tokens"] == 1.0
-    assert setup["command"].startswith("graft ") and setup["date"].startswith("20") and setup["transformers"]
+    assert (
+        setup["command"] == " ".join(("graft bench", *small))
+        and setup["date"].startswith("20")
+        and setup["transformers"]
+    )
     assert setup["roofline"]["read_gb_per_s"] > 0 and setup["build_phases"]["transforms"] > 0
     assert 0 < ours["roofline_percent"] == pytest.approx(100 * ours["gb_per_s"] / setup["roofline"]["read_gb_per_s"])
     assert ours["build_seconds"] > ours["setup_seconds"] and rival["build_seconds"] == rival["setup_seconds"]

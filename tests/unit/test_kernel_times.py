@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from functools import cache
@@ -9,6 +10,7 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 import graft
@@ -18,6 +20,8 @@ from graft.workbench.kernel_bytes import Weight, linear_weights, weights_read
 from graft.workbench.kernel_times import (
     KernelRow,
     Launch,
+    StepTimes,
+    added_times,
     cpu_calls,
     gpu_launches,
     grid_text,
@@ -70,15 +74,40 @@ def test_busy_time_is_the_number_of_covered_instants(spans):
     assert union([Launch("k", "", float(s), float(d)) for s, d in spans]) == len(covered)
 
 
+def test_a_kernel_adds_what_those_before_it_leave_uncovered():
+    """b begins under a and ends after it, c runs inside d, e ends with nothing left to add."""
+    launches = [
+        Launch("a", "", 0.0, 4.0),
+        Launch("b", "", 3.0, 3.0),
+        Launch("d", "", 8.0, 4.0),
+        Launch("c", "", 9.0, 1.0),
+        Launch("e", "", 11.0, 1.0),
+    ]
+    assert added_times(launches) == [4.0, 2.0, 3.0, 1.0, 0.0]
+    assert added_times(launches[::-1])[-2:] == [2.0, 4.0], "in whatever order a trace lists them"
+    assert added_times([]) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=20))
+def test_what_kernels_add_is_the_busy_time(spans):
+    """And of each no more than it takes, and no less than what it runs alone."""
+    launches = [Launch("k", "", float(s), float(d)) for s, d in spans]
+    added = added_times(launches)
+    assert sum(added) == union(launches)
+    for index, (launch, more) in enumerate(zip(launches, added, strict=True)):
+        alone = union(launches) - union(launches[:index] + launches[index + 1 :])
+        assert alone <= more <= launch.duration
+
+
 def test_rows_are_per_step_and_by_grid():
     launches = [Launch("matvec", "8", 0, 2.0), Launch("matvec", "4", 2, 1.0)] * 3 + [Launch("rope", "1", 9, 3.0)]
-    rows = kernel_rows(launches, 3, wall=10.0)
-    assert [(r.name, r.grid, r.calls, r.us, r.us_each) for r in rows] == [
-        ("matvec", "8", 1.0, 2.0, 2.0),
-        ("matvec", "4", 1.0, 1.0, 1.0),
-        ("rope", "1", pytest.approx(1 / 3), 1.0, 3.0),
+    rows = kernel_rows(launches, 3, 10.0, [0.5, 1.0] * 3 + [6.0])
+    assert [(r.name, r.grid, r.calls, r.us, r.us_each, r.added_us) for r in rows] == [
+        ("rope", "1", pytest.approx(1 / 3), 1.0, 3.0, 2.0),
+        ("matvec", "4", 1.0, 1.0, 1.0, 1.0),
+        ("matvec", "8", 1.0, 2.0, 2.0, 0.5),
     ]
-    assert rows[0].percent == pytest.approx(20.0)
+    assert [r.percent for r in rows] == pytest.approx([20.0, 10.0, 5.0]), "of what they add"
 
 
 def test_an_op_counts_without_what_it_calls():
@@ -124,17 +153,17 @@ LLAMA_8B = Counter(
     ],
 )
 def test_bytes_are_given_where_only_one_choice_of_weights_fits(grid, calls, expected):
-    assert weights_read(KernelRow("matvec_kernel", grid, calls, 1.0, 1.0, 1.0), LLAMA_8B) == expected
-    assert weights_read(KernelRow("rope_kernel", grid, calls, 1.0, 1.0, 1.0), LLAMA_8B) is None
+    assert weights_read(KernelRow("matvec_kernel", grid, calls, 1.0, 1.0, 1.0, 1.0), LLAMA_8B) == expected
+    assert weights_read(KernelRow("rope_kernel", grid, calls, 1.0, 1.0, 1.0, 1.0), LLAMA_8B) is None
 
 
 def test_bytes_and_rates_of_a_table(monkeypatch):
     monkeypatch.setattr(kernel_bytes, "cache_bytes", lambda module, context: 1e6 * context)
     weight, count = max(linear_weights(engine()).items(), key=lambda item: item[0].rows)
     rows = [
-        KernelRow("fused_linear_matvec", str(weight.rows), count, 2.0, 2.0, 1.0),
-        KernelRow("attention_split", "8×2", 2, 5.0, 2.5, 1.0),
-        KernelRow("attention_combine", "8", 2, 1.0, 0.5, 1.0),
+        KernelRow("fused_linear_matvec", str(weight.rows), count, 2.0, 2.0, 2.0, 1.0),
+        KernelRow("attention_split", "8×2", 2, 5.0, 2.5, 5.0, 1.0),
+        KernelRow("attention_combine", "8", 2, 1.0, 0.5, 1.0, 1.0),
     ]
     linear, split, combine = kernel_bytes.kernel_bytes(rows, engine(), Cell(2, 16), 10.0)
     assert linear.bytes == count * weight.bytes and linear.gb_per_s == pytest.approx(linear.bytes / 2e-6 / 1e9)
@@ -162,7 +191,7 @@ def test_the_command_prints_a_table_or_json():
     done = CliRunner().invoke(app, [*small, "--json"])
     document = json.loads(done.stdout)
     (step,) = document["steps"]
-    assert step["batch"] == 2 and step["rows"][0]["us"] >= step["rows"][-1]["us"]
+    assert step["batch"] == 2 and step["rows"][0]["added_us"] >= step["rows"][-1]["added_us"]
     assert document["setup"]["roofline"]["read_gb_per_s"] > 0
 
 
@@ -174,3 +203,24 @@ def test_the_table_says_what_it_leaves_out(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert f"{len(step.rows) - MOST_KERNELS} more:" in printed and "gaps are" in printed
     assert "aten::mm" in printed and "of the step" in printed
+
+
+def test_the_kernel_table_fits_into_80_columns_r61(monkeypatch):
+    """The widest numbers of a step; long names are cut, numbers never."""
+    from graft.cli import bench_show
+
+    rows = tuple(
+        KernelRow(f"a_kernel_with_a_name_of_sixty_letters_that_goes_on_and_on_{i}", "32×4×16", 1234, 12345.6, 1234.5,
+                  12345.6, 100.0, 140_000e6, 4230.4)
+        for i in range(3)
+    )  # fmt: skip
+    step = StepTimes(64, 8065, 8100.5, 20, "NVIDIA H200", True, 12345.6, 12345.6, 12345.6, 0.5, 500, 16e9, 3500, rows)
+    console = Console(width=80, record=True, highlight=False, file=io.StringIO())
+    monkeypatch.setattr(bench_show, "out", console)
+    bench_show.show_kernels(step, "llama-3.1-8b")
+    printed = console.export_text()
+    lines = printed[: printed.index("A step takes")].splitlines()
+    head, *body = (line.split() for line in lines[1:])
+    assert head == ["kernel", *bench_show.KERNEL_COLUMNS] and all(len(line) <= 80 for line in printed.splitlines())
+    assert [row[-7:] for row in body] == [["1234", "12346", "1234", "12346", "100%", "140000", "4230"]] * 3
+    assert "adds: by how much a kernel moves the end of the step" in " ".join(printed.split())

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # twelve columns in 80 characters, so that a narrow terminal or a pipe cuts no number
 COLUMNS = ("first", "TF/s", "peak", "ms/tok", "tok/s", "GB/s", "roof", "ratio", "build", "same")
-KERNEL_COLUMNS = ("calls", "us", "each", "share", "MB", "GB/s")
-NAME_WIDTH, MOST_KERNELS = 40, 30
+KERNEL_COLUMNS = ("calls", "us", "each", "adds", "share", "MB", "GB/s")
+NAME_WIDTH, MOST_KERNELS = 36, 30  # eight columns in 80 characters as well
 
 
 @contextmanager
@@ -108,6 +108,7 @@ def show_kernels(step: StepTimes, model: str) -> None:
             number(row.calls),
             number(row.us),
             number(row.us_each),
+            number(row.added_us),
             percent(row.percent),
             "" if row.bytes is None else number(row.bytes / 1e6),
             number(row.gb_per_s),
@@ -121,7 +122,8 @@ def show_kernels(step: StepTimes, model: str) -> None:
         f" {number(step.sum_us)} us and keep the device busy for {number(step.busy_us)} us, so gaps are"
         f" {number(step.gap_us)} us and overlap is {number(step.sum_us - step.busy_us)} us. It reads"
         f" {number(step.step_bytes / 1e6)} MB, which take {number(step.floor_us)} us at the measured bandwidth:"
-        f" {percent(100 * step.floor_us / step.wall_us)} of the step. share: of the step's time.",
+        f" {percent(100 * step.floor_us / step.wall_us)} of the step. adds: by how much a kernel moves the"
+        " end of the step, beyond what those before it cover; share: that of the step's time.",
         markup=False,
     )
 

@@ -189,13 +189,17 @@ def kernel_rows(launches: Sequence[Launch], steps: int, wall: float, added: Sequ
 
 
 def added_times(launches: Sequence[Launch]) -> list[float]:
-    """How much later all work so far ends because of each of them, gaps left out."""
-    found, end = [0.0] * len(launches), float("-inf")
+    """Of each, the time in which none that ends before it runs; together the time in which any runs."""
+    found = [0.0] * len(launches)
+    covered: list[tuple[float, float]] = []  # (from, to), apart and in order
     for index in sorted(range(len(launches)), key=lambda i: launches[i].start + launches[i].duration):
-        launch = launches[index]
-        last = launch.start + launch.duration
-        found[index] = last - max(launch.start, end)
-        end = max(end, last)
+        first, last = launches[index].start, launches[index].start + launches[index].duration
+        begin, found[index] = first, launches[index].duration
+        while covered and covered[-1][1] > first:
+            start, end = covered.pop()
+            found[index] -= end - max(start, first)
+            begin = min(begin, start)
+        covered.append((begin, last))
     return found
 
 

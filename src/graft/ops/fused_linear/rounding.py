@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graft.errors import QuantizationError
-from graft.ops.fused_linear.packing import GROUP, MIDDLE, unpack_int4
+from graft.ops.fused_linear.packing import GROUP, MIDDLE, PACKED, unpack_int4
 from graft.ops.fused_linear.quantize import FP8_TOP, INT4_TOP, INT8_TOP, least_scale, pieces
 
 HALF = 0.5  # a step: the nearest number is no further away
@@ -54,7 +54,7 @@ def measure(weight: Tensor, q: Tensor, scale: Tensor, name: str = "the weight") 
 
 def in_groups(piece: Tensor, q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weights, stored numbers and scale of what shares one, all float32: [rows, groups, size], the last [.., 1]."""
-    if q.dtype is not torch.int32:
+    if q.dtype is not PACKED:
         return piece[:, None], q.float()[:, None], scale.float()[:, None, None]
     n, k = piece.shape
     groups = scale.shape[1]
@@ -68,7 +68,7 @@ def steps_off(exact: Tensor, whole: Tensor, dtype: torch.dtype) -> Tensor:
     """How far each stored number is from the exact quotient, in steps."""
     if dtype is torch.int8:
         return (whole - exact.clamp(-INT8_TOP, INT8_TOP)).abs()
-    if dtype is torch.int32:
+    if dtype is PACKED:
         return (whole - exact.clamp(-MIDDLE, INT4_TOP)).abs()
     exact = exact.clamp(-FP8_TOP, FP8_TOP)
     # e4m3: 8 steps between two powers of 2, and none finer than 2^-9
@@ -78,7 +78,7 @@ def steps_off(exact: Tensor, whole: Tensor, dtype: torch.dtype) -> Tensor:
 
 def check_loss(difference: Tensor, groups: Tensor, dtype: torch.dtype, kept: torch.dtype, name: str) -> None:
     """Raises where a group lost more than half a step of plain scaling, on average."""
-    top = {torch.int8: INT8_TOP, torch.int32: INT4_TOP}.get(dtype, 16)  # fp8: half a step is 1/16 of a number
+    top = {torch.int8: INT8_TOP, PACKED: INT4_TOP}.get(dtype, 16)  # fp8: half a step is 1/16 of a number
     half = groups.abs().amax(-1) / top * (1.0 if top == 16 else HALF)
     loss = difference.square().mean(-1).sqrt()
     floor = MIDDLE * least_scale(kept)  # where scales are that coarse themselves
