@@ -95,7 +95,7 @@ MOST_EARLY = 16  # tiles of a row that a program holds in registers, 4 each
 def launch_matvec(call: Call, how: Matvec) -> Tensor:
     tokens, k = call.x.shape
     n = call.rows
-    out = call.x.new_empty(tokens, n)
+    out = room(call.x.device, call.x.dtype, tokens, n)
     pdl = pdl_supported(call.x.device)
     tile = 256 * how.warps  # 8 values a thread
     steps = triton.cdiv(k, tile)
@@ -118,7 +118,7 @@ def launch_gemm(call: Call, how: Gemm) -> Tensor:
     how = fitting(call, how)
     tokens, k = call.x.shape
     n, int4 = call.rows, call.weight.dtype is PACKED
-    out = call.x.new_empty(tokens, n)
+    out = room(call.x.device, call.x.dtype, tokens, n)
     pdl = pdl_supported(call.x.device)
     blocks, groups = triton.cdiv(n, how.rows), triton.cdiv(tokens, how.tokens)
     parts, arrived = workspace(call.x.device, how, blocks * groups, call.gated)
@@ -180,8 +180,13 @@ def or_x(call: Call, tensor: Tensor | None) -> Tensor:
 def workspace(device: torch.device, how: Gemm, blocks: int, gated: bool) -> tuple[Tensor, Tensor]:
     """Memory for the parts of a split product, and a counter for each block of it; unread where there is one part."""
     size = (1 + gated) * how.rows * how.tokens + how.tokens
-    parts = torch.empty(blocks * how.splits * size if how.splits > 1 else 1, dtype=torch.float32, device=device)
+    parts = room(device, torch.float32, blocks * how.splits * size if how.splits > 1 else 1)
     return parts, counters(blocks if how.splits > 1 else 1, device)
+
+
+def room(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
+    """Memory for results, with anything in it."""
+    return torch.empty(size, dtype=dtype, device=device)
 
 
 def padded_tokens(tokens: int) -> int:
