@@ -27,7 +27,7 @@ def ops(
     where = resolve_device(device)
     rows = kernel_rows(names or (), str(where))
     if as_json:
-        choices = choice_rows(where)
+        choices = choice_rows(where) if any(map(looks_up, rows)) else []
         print(json.dumps([{**asdict(row), **({"choices": choices} if looks_up(row) else {})} for row in rows]))
         return
     last = ""

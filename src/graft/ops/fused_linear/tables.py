@@ -174,9 +174,9 @@ def parse_entry(given: object, shape: Shape, count: str, device: str, path: Path
     where = f"{shape.key()!r}, {count_text(int(count))}"
     entry = mapping(given, where, path)
     kinds = {**KINDS, kind_of(None, shape.format): None}
-    kind = entry.get("kind")
+    kind = str(entry.get("kind"))
     if kind not in kinds:
-        raise TableError(path, f"{where}: unknown kind {kind!r}{near(str(kind), kinds)}")
+        raise TableError(path, f"{where}: unknown kind {kind!r}{near(kind, kinds)}")
     cls = kinds[kind]
     options = {} if cls is None else asdict(cls())
     check_keys(entry, {"kind", "us", "measured", *options}, {"us"}, where, path)
