@@ -13,8 +13,9 @@ import graft
 from graft.cli.app import app
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import Matvec, choose_kernel, overridden, tuned_file
+from graft.ops.fused_linear.kinds import Gemm, Shape, how_text
 from graft.ops.fused_linear.reference import fused_linear
-from graft.ops.fused_linear.tables import Entry, Gemm, Shape, how_text, read_table, write_table
+from graft.ops.fused_linear.tables import Entry, read_table, write_table
 from graft.runtime.choices import model_shapes
 from graft.workbench.tune import candidates, tune
 
@@ -65,7 +66,7 @@ def test_every_candidate_computes_the_product_r26(shape, tokens):
         error = off(run_as(call, how), expected)
         assert error < limit, f"{how_text(how, shape.format)}: {error:.3g}"
     changed = call.x.clone()
-    changed[:, : shape.k // 8] = 0
+    changed[:, : shape.k // 4] = 0
     assert off(run_as(replace(call, x=changed), None), expected) > limit  # a part of the depth left out is seen
 
 

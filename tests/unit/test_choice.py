@@ -13,20 +13,8 @@ from hypothesis import strategies as st
 from graft.errors import TableError
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import choose_kernel, look_up, overridden, ranges, ranges_text, tuned_file
-from graft.ops.fused_linear.tables import (
-    WEIGHTS,
-    Entry,
-    Gemm,
-    Matvec,
-    Shape,
-    how_problem,
-    how_text,
-    merge,
-    parse_table,
-    read_table,
-    table_json,
-    write_table,
-)
+from graft.ops.fused_linear.kinds import WEIGHTS, Gemm, Matvec, Shape, how_problem, how_text
+from graft.ops.fused_linear.tables import Entry, merge, parse_table, read_table, table_json, write_table
 
 H200 = "NVIDIA H200"
 SQUARE = Shape(4096, 4096, "plain", False, False)

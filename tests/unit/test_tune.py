@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from graft.cli.app import app
 from graft.errors import GraftError, NoGpu
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import choose_kernel, overridden
+from graft.ops.fused_linear.kinds import Gemm, Matvec, Shape, how_problem
 from graft.ops.fused_linear.packing import pack_int4
-from graft.ops.fused_linear.tables import Entry, Gemm, Matvec, Shape, how_problem, read_table, write_table
+from graft.ops.fused_linear.tables import Entry, read_table, write_table
 from graft.runtime.choices import choice_note, choice_notes, model_shapes
 from graft.workbench import tune as workbench
 from graft.workbench.tune import KEPT, MARGIN, Failure, candidates, tune, weight_bytes
@@ -188,6 +191,23 @@ def test_the_report_tells_where_choices_come_from_r26(quantized):
         assert "measured on gpu (this is other)" in choice_note(module, "other")
     assert choice_notes(module, CPU, {}) == [] and not any("fused_linear:" in n for n in quantized.report.notes)
     assert choice_notes(module, torch.device("cuda"), {"graft::fused_linear": "library (named)"}) == []
+
+
+def test_a_step_that_is_not_recorded_gives_no_time_r26(quantized):
+    from graft.workbench.tune_timers import DecodeTimer
+
+    assert DecodeTimer(quantized)(2) == (
+        "no decode step was a recording: decode: no CUDA graphs, because the model is on cpu"
+    )
+
+
+def test_help_does_not_import_torch_r62():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom graft.cli.app import app\n"
+        "assert 'Token counts' in CliRunner().invoke(app, ['tune', '--help']).output\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def invoke(*args):

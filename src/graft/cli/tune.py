@@ -92,7 +92,8 @@ def report(found: Tuning, shapes: dict[Any, int], path: Path, model: str, as_jso
 
 
 def as_dict(found: Tuning, shapes: dict[Any, int]) -> dict[str, Any]:
-    from graft.ops.fused_linear.tables import entry_json, kind_of
+    from graft.ops.fused_linear.kinds import kind_of
+    from graft.ops.fused_linear.tables import entry_json
 
     rows = [
         {
@@ -112,7 +113,7 @@ def as_dict(found: Tuning, shapes: dict[Any, int]) -> dict[str, Any]:
 def show(found: Tuning, path: Path, model: str) -> None:
     from graft.cli.bench_show import number, plain_table
     from graft.cli.show import out
-    from graft.ops.fused_linear.tables import count_text, how_text
+    from graft.ops.fused_linear.kinds import count_text, how_text
 
     table = plain_table(f"{model} on {found.device}")
     for name in ("shape", "tokens", "kernel", "us", "GB/s", "gain", "measured"):

@@ -13,7 +13,8 @@ from graft.errors import UnknownOp
 from graft.ops import OPS, choose
 from graft.ops.cases import Case
 from graft.ops.fused_linear.choice import current_table, ranges, ranges_text
-from graft.ops.fused_linear.tables import Table, entry_json, kind_of
+from graft.ops.fused_linear.kinds import kind_of
+from graft.ops.fused_linear.tables import Table, entry_json
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -14,8 +14,9 @@ import torch
 from graft.errors import GraftError, NoGpu
 from graft.files import Progress
 from graft.ops.fused_linear.choice import look_up, overridden, shipped_table
+from graft.ops.fused_linear.kinds import Gemm, How, Matvec, Shape, count_text, how_problem, how_text
 from graft.ops.fused_linear.packing import GROUP
-from graft.ops.fused_linear.tables import Entry, Gemm, How, Matvec, Shape, Table, count_text, how_problem, how_text
+from graft.ops.fused_linear.tables import Entry, Table
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 KEPT = 3  # candidates that are tried in a step

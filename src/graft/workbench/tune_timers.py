@@ -15,8 +15,8 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from graft.errors import OutOfMemory
 from graft.kvcache.tensors import LayerShape, bytes_per_block
+from graft.ops.fused_linear.kinds import How, Shape
 from graft.ops.fused_linear.packing import GROUP, PACKED
-from graft.ops.fused_linear.tables import How, Shape
 from graft.ops.fused_linear.triton import Call, run_as, words_of
 from graft.runtime.build import build_engine
 from graft.runtime.llm import LLM
@@ -42,7 +42,10 @@ class KernelTimer:
     device: torch.device
 
     def __call__(self, shape: Shape, tokens: int, ways: Sequence[How]) -> list[Result]:
-        calls = make_calls(shape, tokens, self.device)
+        try:
+            calls = make_calls(shape, tokens, self.device)
+        except torch.OutOfMemoryError as error:
+            return [reason(error)] * len(ways)
         with ThreadPoolExecutor(THREADS) as pool:
             problems = list(pool.map(lambda how: self.compile(calls[0], how), ways))
         torch.cuda.synchronize(self.device)
@@ -117,8 +120,10 @@ def make_weight(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor | No
         words = torch.randint(-(2**15), 2**15, (rows, words_of(k)), device=device, dtype=PACKED)
         return words, torch.rand(rows, -(-k // GROUP), device=device, dtype=torch.bfloat16) * k**-0.5
     q = torch.randint(-127, 128, (rows, k), device=device, dtype=torch.int8)
-    scale = torch.rand(rows, device=device) * k**-0.5 / 64
-    return (q if shape.format == "int8" else (q.to(torch.bfloat16) / 8).to(torch.float8_e4m3fn)), scale
+    scale = torch.rand(rows, device=device) * k**-0.5
+    if shape.format == "int8":
+        return q, scale / 64
+    return (q.to(torch.bfloat16) / 8).to(torch.float8_e4m3fn), scale / 8
 
 
 @dataclass(frozen=True)

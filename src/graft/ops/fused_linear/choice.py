@@ -16,19 +16,8 @@ from pathlib import Path
 import torch
 
 from graft.files import cache_dir
-from graft.ops.fused_linear.tables import (
-    Entry,
-    Gemm,
-    How,
-    Matvec,
-    Shape,
-    Table,
-    count_text,
-    how_problem,
-    how_text,
-    merge,
-    read_table,
-)
+from graft.ops.fused_linear.kinds import Gemm, How, Matvec, Shape, count_text, how_problem, how_text
+from graft.ops.fused_linear.tables import Entry, Table, merge, read_table
 
 __all__ = ["FORMATS", "Choice", "Gemm", "How", "Matvec", "Shape", "choose_kernel", "how_text"]
 

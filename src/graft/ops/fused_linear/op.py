@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS
 from graft.ops.fused_linear.packing import PACKED
 from graft.ops.fused_linear.reference import fused_linear
-from graft.ops.fused_linear.tables import MOST_MATVEC_TOKENS
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 QUANTIZED = (torch.int8, torch.float8_e4m3fn, PACKED)
