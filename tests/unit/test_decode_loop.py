@@ -271,7 +271,7 @@ def test_a_batch_without_a_recording_is_counted_and_told_r43():
 
 
 def test_a_recording_that_fails_is_told_and_decoding_goes_on_r43(monkeypatch):
-    def refuse(self, rows, kind):
+    def refuse(self, key):
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(Recordings, "record", refuse)

@@ -20,6 +20,7 @@ from graft.errors import CaptureRefused
 from graft.files import Progress
 from graft.kvcache.memory import is_out_of_memory
 from graft.ops.advance_rows.op import advance_into
+from graft.runtime.decode.buckets import table_widths
 from graft.runtime.decode.buffers import Buffers
 from graft.runtime.decode.choose import Kind, choose
 
