@@ -141,7 +141,7 @@ def test_a_kernel_that_cannot_run_the_shape_at_hand_is_not_taken_r26():
 def test_the_shipped_table_can_be_read_r26():
     table = choice.shipped_table()
     assert {shape.format for shape in table} == set(WEIGHTS)
-    assert all(entry.us > 0 for found in table.values() for entry in found.values())
+    assert all((entry.us is None or entry.us > 0) for found in table.values() for entry in found.values())
 
 
 def test_what_was_measured_here_goes_before_what_is_shipped_r26(cache):

@@ -32,7 +32,7 @@ class Entry:
     """What was fastest for one shape and number of tokens, and how that was found."""
 
     how: How
-    us: float
+    us: float | None  # by itself; None: it was chosen in whole steps alone
     device: str
     measured: str = "alone"  # or "in a step"
 
@@ -87,14 +87,16 @@ def parse_entry(given: object, shape: Shape, count: str, device: str, path: Path
         raise TableError(path, f"{where}: unknown kind {kind!r}{near(kind, kinds)}")
     cls = kinds[kind]
     options = {} if cls is None else asdict(cls())
-    check_keys(entry, {"kind", "us", "measured", *options}, {"us"}, where, path)
+    timed = entry.get("measured") != "in a step"
+    check_keys(entry, {"kind", "us", "measured", *options}, {"us"} if timed else set(), where, path)
     for name, usual in options.items():
         value = entry.get(name, usual)
         if type(value) is not type(usual) or value < min(1, usual):
             kind_text = "true or false" if isinstance(usual, bool) else f"a whole number of at least {min(1, usual)}"
             raise TableError(path, f"{where}: {name} must be {kind_text}, but is {value!r}")
-    if not isinstance(entry["us"], (int, float)) or isinstance(entry["us"], bool):
-        raise TableError(path, f"{where}: us must be a number, but is {entry['us']!r}")
+    us = entry.get("us")
+    if "us" in entry and (not isinstance(us, (int, float)) or isinstance(us, bool)):
+        raise TableError(path, f"{where}: us must be a number, but is {us!r}")
     measured = entry.get("measured", MEASURED[0])
     if measured not in MEASURED:
         raise TableError(path, f"{where}: measured must be one of {', '.join(MEASURED)}, but is {measured!r}")
@@ -102,7 +104,7 @@ def parse_entry(given: object, shape: Shape, count: str, device: str, path: Path
     problem = how_problem(how, shape, int(count))
     if problem is not None:
         raise TableError(path, f"{where}: {problem}")
-    return Entry(how, float(entry["us"]), device, measured)
+    return Entry(how, None if us is None else float(us), device, measured)
 
 
 def mapping(value: object, where: str, path: Path) -> Mapping[str, Any]:
@@ -142,7 +144,7 @@ def entry_json(entry: Entry, shape: Shape) -> dict[str, Any]:
     return {
         "kind": kind_of(entry.how, shape.format),
         **options,
-        "us": round(entry.us, 2),
+        **({} if entry.us is None else {"us": round(entry.us, 2)}),
         "measured": entry.measured,
     }
 
