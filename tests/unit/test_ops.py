@@ -58,18 +58,29 @@ def triton_kernel(name):
     return getattr(module, f"{name}_triton")
 
 
-def skip_bfloat16_products(monkeypatch):
-    """Of a kernel in Triton's interpreter, from the first product of matrices on: only what runs one is skipped."""
-    from triton.runtime.interpreter import InterpreterBuilder
+def right_bfloat16(monkeypatch):
+    """Triton's interpreter holds bfloat16 as whole numbers, and multiplies matrices and casts numbers as such."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    product = InterpreterBuilder.create_dot
+    product, cast = InterpreterBuilder.create_dot, InterpreterBuilder.create_si_to_fp
 
-    def checked(builder, a, b, *rest):
-        if a.dtype.is_bf16() or b.dtype.is_bf16():
-            pytest.skip("Triton's interpreter multiplies bfloat16 matrices as integers; run on a GPU")
-        return product(builder, a, b, *rest)
+    def widened(handle):
+        if not handle.dtype.is_bf16():
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", checked)
+    def number(builder, source, target):
+        if target.scalar != tl.bfloat16:
+            return cast(builder, source, target)
+        wide = TensorHandle(source.data.astype(np.float32), tl.float32)
+        return builder.create_fp_trunc(wide, target)
+
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_dot", lambda builder, a, b, *rest: product(builder, widened(a), widened(b), *rest)
+    )
+    monkeypatch.setattr(InterpreterBuilder, "create_si_to_fp", number)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,7 +99,7 @@ def test_triton_agrees_with_the_reference(name, case, dtype, monkeypatch):
     if kernel is None:
         pytest.skip(f"graft::{name} runs on an existing kernel; it has no Triton kernel")
     if not CUDA:
-        skip_bfloat16_products(monkeypatch)
+        right_bfloat16(monkeypatch)
     args = make(case, dtype, DEVICE)
     expected = OPS[name].reference(*copied(args))
     assert close(kernel(*args), expected, dtype, case.reduction, scale=4)
