@@ -180,13 +180,19 @@ def test_the_report_tells_where_choices_come_from_r26(quantized):
     module = quantized.graph_module
     shapes = list(model_shapes(module))
     total = len(shapes)
-    assert choice_note(module, "gpu") == f"fused_linear: {total} take their nearest; `graft tune MODEL` measures"
-    with overridden({shape: {1: Entry(Gemm(), 1.0, "gpu")} for shape in shapes[1:]}):
+    one, many = ({count: Entry(Gemm(), 1.0, "gpu") for count in counts} for counts in ((1,), (1, 64)))
+    assert choice_note(module, "gpu") == (  # the shipped table has 8-bit weights for one token
+        f"fused_linear: {total} take their nearest, {total} for one token alone, and torch's or the default kernel runs"
+        " more; `graft tune MODEL` measures"
+    )
+    with overridden(dict.fromkeys(shapes[1:], many)):
         assert choice_note(module, "gpu") == (
             f"fused_linear: {total - 1} of {total} shapes measured on gpu, 1 takes its nearest;"
             " `graft tune MODEL` measures"
         )
-    with overridden({shape: {1: Entry(Gemm(), 1.0, "gpu")} for shape in shapes}):
+    with overridden({**dict.fromkeys(shapes, many), shapes[0]: one}):
+        assert "1 for one token alone" in choice_note(module, "gpu")
+    with overridden(dict.fromkeys(shapes, many)):
         assert choice_note(module, "gpu") == f"fused_linear: {total} of {total} shapes measured on gpu"
         assert "measured on gpu (this is other)" in choice_note(module, "other")
     assert choice_notes(module, CPU, {}) == [] and not any("fused_linear:" in n for n in quantized.report.notes)

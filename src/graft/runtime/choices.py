@@ -56,5 +56,7 @@ def choice_note(module: GraphModule, device: str) -> str | None:
     ]
     parts += [f"{near} {'takes its' if near == 1 else 'take their'} nearest"] if near else []
     parts += [f"{unknown} without a measurement"] if unknown else []
-    here = own[device] == len(shapes)
+    alone = sum(found[shape].nearest is not None and not choose_kernel(shape, 2, device).device for shape in shapes)
+    parts += [f"{alone} for one token alone, and torch's or the default kernel runs more"] if alone else []
+    here = own[device] == len(shapes) and not alone
     return f"fused_linear: {', '.join(parts)}{'' if here else '; `graft tune MODEL` measures'}"

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from graft.errors import OutOfMemory
 from graft.kvcache.tensors import LayerShape, bytes_per_block
 from graft.ops.fused_linear.kinds import How, Shape
 from graft.ops.fused_linear.packing import GROUP, PACKED
 from graft.ops.fused_linear.triton import Call, run_as, words_of
+from graft.ops.launch import launch_failures
 from graft.runtime.build import build_engine
 from graft.runtime.llm import LLM
 from graft.runtime.options import EngineOptions
@@ -30,9 +29,7 @@ THREADS = 8  # that compile
 REPEATS, STEP_REPEATS = 15, 3
 PROMPT, NEW = 8, 48  # tokens: 128 prompts fit into one step, and 47 steps only decode
 
-# What a configuration that the device cannot run ends with: more shared memory or registers than there are, code that
-# does not compile, no memory (a RuntimeError of torch, as are errors of CUDA itself and of Triton's compiler passes).
-FAILURES = (OutOfResources, PTXASError, CompilationError, RuntimeError)
+FAILURES = launch_failures()  # what a configuration that the device cannot run ends with
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,9 @@ def matvec_kernel(
     program = tl.program_id(0)
     row = program * BN + tl.arange(0, BN)
     lane = tl.arange(0, BK)
-    above = weight + n.to(tl.int64) * k
+    above = weight
+    if GATED:
+        above += n.to(tl.int64) * k
     ws = load_tiles(weight, row, lane, n, k, 0, EARLY, BK, EVEN)
     vs = load_tiles(above, row, lane, n, k, 0, EARLY if GATED else 0, BK, EVEN)
     if PDL:

@@ -37,6 +37,8 @@ def gpu_problem(
         return f"x is {x.dtype} and the weight {weight.dtype}"
     if not weight.is_contiguous():
         return "the weight does not lie row by row"
+    if residual is not None and residual.dim() != x.dim():
+        return "the residual is broadcast"
     return needs_triton(x, weight, bias, scale, norm, residual)
 
 
