@@ -182,8 +182,8 @@ def test_the_report_tells_where_choices_come_from_r26(quantized):
     total = len(shapes)
     one, many = ({count: Entry(Gemm(), 1.0, "gpu") for count in counts} for counts in ((1,), (1, 64)))
     assert choice_note(module, "gpu") == (  # the shipped table has 8-bit weights for one token
-        f"fused_linear: {total} take their nearest, {total} for one token alone, and torch's or the default kernel runs"
-        " more; `graft tune MODEL` measures"
+        f"fused_linear: {total} take their nearest, {total} for one token alone, and torch's or the default kernel"
+        " runs more; `graft tune MODEL` measures"
     )
     with overridden(dict.fromkeys(shapes[1:], many)):
         assert choice_note(module, "gpu") == (
