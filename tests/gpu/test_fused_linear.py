@@ -1,4 +1,4 @@
-"""graft::fused_linear on a GPU: every format at every size of batch, as the tables choose and as each kernel by name."""
+"""graft::fused_linear on a GPU: every format at every batch size, as the tables choose and by each kernel by name."""
 
 from __future__ import annotations
 
