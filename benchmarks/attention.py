@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graft.ops import OPS
 from graft.ops.cached_attention.decode.triton import split_count, split_kv
+from graft.workbench.tune_timers import graph_microseconds
 
 H, KV, D, BLOCK = 32, 8, 128, 16
 DTYPE, DEVICE = torch.bfloat16, "cuda"
@@ -31,27 +32,9 @@ L2 = 60 << 20  # bytes of an H200's second-level cache
 SCALE = D**-0.5
 
 
-def graph_us(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
-    """Microseconds of one call, all of them in one CUDA graph: median of the replays."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # the inputs may still be on their way
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / len(calls))
-    return statistics.median(times[2:])
+def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
+    """Microseconds of one call, all of them in one CUDA graph."""
+    return graph_microseconds(lambda: [call() for call in calls]) / len(calls)
 
 
 def copies(nbytes: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graft.graph.nodes import arg_values, calls, is_op
+from graft.graph.nodes import calls, is_op, options_of
 from graft.graph.text import graph_text
 from graft.graph.trace import export_graph
 from graft.transforms.config import load_config
@@ -44,7 +44,7 @@ def fuse(module, args, *names, dynamic_shapes=None):
 def options(gm):
     """The arguments of the one attention in a graph."""
     (node,) = (n for n in calls(gm.graph) if is_op(n, OP))
-    return {argument.name: value for argument, value in arg_values(node)}
+    return options_of(node)
 
 
 def close(got, expected, dtype=torch.float32):

@@ -11,7 +11,7 @@ import graft
 from attention_cases import fuse
 from conftest import tiny
 from graft.capture.decoder import capture_decoder
-from graft.graph.nodes import arg_values, calls, is_op
+from graft.graph.nodes import calls, is_op, options_of
 from graft.transforms.base import Context
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import run_pipeline
@@ -70,7 +70,7 @@ def test_every_layer_of_a_decoder_r17(name, how, dtype):
     assert (len(record.matches), record.near_misses) == (2, ())
     nodes = [n for n in calls(gm.graph) if is_op(n, torch.ops.graft.attention.default)]
     for node, (window, cap) in zip(nodes, module.layers, strict=True):
-        given = {argument.name: value for argument, value in arg_values(node)}
+        given = options_of(node)
         assert (given["mask"], given["is_causal"], given["window"]) == (None, True, window)
         assert given["softcap"] == (cap if how == "eager" else None)  # Hugging Face's sdpa leaves the cap out
         assert given["k"].meta["val"].shape[1] == 2 and (given["sinks"] is not None) == (name == "gpt_oss")

@@ -43,12 +43,13 @@ def tune(
     from graft.errors import NoGpu, UsageError
     from graft.ops.fused_linear.choice import forget, tuned_file
     from graft.ops.fused_linear.tables import read_table, write_table
+    from graft.ops.launch import device_name
     from graft.runtime.choices import model_shapes
 
     if not torch.cuda.is_available():
         raise NoGpu("graft tune")
     device = torch.device("cuda", torch.cuda.current_device())
-    path = output or tuned_file(torch.cuda.get_device_name(device))
+    path = output or tuned_file(device_name(device))
     if path.exists():
         read_table(path)  # what cannot be merged into is told before minutes are spent
     with progress_bar() as progress:

@@ -76,6 +76,11 @@ def arg_values(node: Node) -> list[tuple[torch.Argument, Any]]:
     return pairs
 
 
+def options_of(node: Node) -> dict[str, Any]:
+    """Every argument of an op call by name, defaults included."""
+    return {argument.name: value for argument, value in arg_values(node)}
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """What is left when lists, tuples and mappings are taken apart."""
     if isinstance(value, (list, tuple)):

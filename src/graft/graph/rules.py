@@ -13,7 +13,17 @@ import torch
 from torch.fx import Node
 
 from graft.graph.memory import storage_root
-from graft.graph.nodes import arg_values, is_op, same_shape, schema_of, static_int, tensor_of, tensor_val, val
+from graft.graph.nodes import (
+    arg_values,
+    is_op,
+    options_of,
+    same_shape,
+    schema_of,
+    static_int,
+    tensor_of,
+    tensor_val,
+    val,
+)
 
 aten = torch.ops.aten
 END = 2**63 - 1  # how export writes an open slice
@@ -118,7 +128,7 @@ def as_cast(node: Node) -> None:
     source, result = tensor_val(node.args[0]), tensor_val(node)
     if source is None or result is None or source.device != result.device:
         return
-    options = {argument.name: value for argument, value in arg_values(node)}
+    options = options_of(node)
     wants_copy = options.get("copy") is True or node.target is aten._to_copy.default
     if options.get("memory_format") is not None or (wants_copy and source.dtype == result.dtype):
         return  # a fresh tensor, or another layout, was asked for: not a mere cast
@@ -217,7 +227,7 @@ def as_correction(target: Any) -> Callable[[Node], None]:
     """`var(x, dims, unbiased, keepdim)` says n - 1 or n as `correction` 1 or 0, as does a correction left out."""
 
     def rule(node: Node) -> None:
-        options = {argument.name: value for argument, value in arg_values(node)}
+        options = options_of(node)
         correction = options["correction"] if "correction" in options else int(options["unbiased"])
         keywords = {"correction": 1 if correction is None else correction}
         if options["keepdim"]:

@@ -2,6 +2,10 @@
 
 Programmatic dependent launch lets a kernel start while the one before it still runs: it loads what cannot depend on
 that one (weights), then waits. Every kernel launched so must wait before it reads an activation or stores anything.
+
+The layout of a batch (slots, block tables, lengths) and what older steps left in the cache may be read ahead of the
+wait: the layout is written by copies, or by graft::advance_rows, which an ordinary kernel follows (the embedding of
+the tokens that it feeds). That one starts when all before it has ended, and what is launched early starts behind it.
 """
 
 from __future__ import annotations
@@ -12,11 +16,6 @@ from functools import cache
 
 import torch
 
-# The layout of a batch (slots, block tables, lengths) may be read ahead of the wait: it is written by copies, or by
-# graft::advance_rows, which an ordinary kernel follows (the embedding of the tokens that it feeds). That one starts
-# when all before it has ended, and what is launched early starts behind it.
-LAYOUT_SETTLED = True
-
 RING = 1 << 16  # counters of a stream; calls take them in turn
 
 
@@ -26,6 +25,12 @@ class Ring:
 
     zeros: torch.Tensor
     place: int = 0
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """As measurements are kept by it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def pdl_supported(device: torch.device) -> bool:

@@ -9,8 +9,9 @@ import torch
 from torch.fx import GraphModule
 
 from graft.errors import VerificationError
-from graft.graph.nodes import arg_values, calls, is_op, static_int, tensor_of, where
+from graft.graph.nodes import calls, is_op, options_of, static_int, tensor_of, where
 from graft.ops.fused_linear.choice import FORMATS, Shape, choose_kernel
+from graft.ops.launch import device_name
 
 
 def model_shapes(module: GraphModule) -> dict[Shape, int]:
@@ -18,7 +19,7 @@ def model_shapes(module: GraphModule) -> dict[Shape, int]:
     found: Counter[Shape] = Counter()
     for node in calls(module.graph):
         if is_op(node, torch.ops.graft.fused_linear.default):
-            given = {argument.name: value for argument, value in arg_values(node)}
+            given = options_of(node)
             weight = tensor_of(given["weight"])
             gated = given["activation"] != "none"
             rows, depth = static_int(weight.shape[0]), static_int(tensor_of(given["x"]).shape[-1])
@@ -34,7 +35,7 @@ def choice_notes(module: GraphModule, device: torch.device, kernels: Mapping[str
     looked_up = kernels.get("graft::fused_linear", "tuned").startswith("tuned")
     if device.type != "cuda" or not looked_up:
         return []
-    note = choice_note(module, torch.cuda.get_device_name(device))
+    note = choice_note(module, device_name(device))
     return [] if note is None else [note]
 
 

@@ -29,6 +29,7 @@ from graft.graph.edit import attribute, kind_text
 from graft.graph.memory import mutated_args, mutated_roots
 from graft.graph.nodes import placeholders
 from graft.graph.streams import on_device
+from graft.ops.launch import device_name
 from graft.transforms.costs import Costs, fingerprint, load_costs
 
 REPEATS = 15
@@ -69,10 +70,6 @@ class DeviceMeasure:
 def profile_path(gm: GraphModule, device: torch.device) -> Path:
     name = f"{fingerprint(gm.graph)}-{device_name(device)}-{torch.__version__}".replace(" ", "-").replace("/", "-")
     return cache_dir() / "profiles" / f"{name}.json"
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 @torch.no_grad()

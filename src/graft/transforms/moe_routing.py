@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from graft.graph.nodes import is_op, tensor_of, where
-from graft.transforms.walk import NoFit, Walk, options_of, readers_text, require
+from graft.graph.nodes import is_op, options_of, tensor_of, where
+from graft.transforms.walk import NoFit, Walk, readers_text, require
 
 aten = torch.ops.aten
 

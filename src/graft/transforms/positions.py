@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node, map_arg
 from graft.graph.canonical import is_random
 from graft.graph.edit import attribute
 from graft.graph.memory import is_mutating
-from graft.graph.nodes import is_op, leaves, module_path, static_int, tensor_of, tensor_val, val, where
-from graft.transforms.walk import NoFit, options_of, require
+from graft.graph.nodes import is_op, leaves, module_path, options_of, static_int, tensor_of, tensor_val, val, where
+from graft.transforms.walk import NoFit, require
 
 aten = torch.ops.aten
 SIZE = aten.sym_size.int

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from graft.graph.nodes import arg_values, is_op, where
+from graft.graph.nodes import is_op, where
 from graft.graph.text import op_text, target_text, value_text
 
 
@@ -73,8 +73,3 @@ def readers_text(node: Node) -> str:
 
 def any_of(targets: Iterable[Any]) -> str:
     return " or ".join(target_text(target) for target in targets)
-
-
-def options_of(node: Node) -> dict[str, Any]:
-    """Every argument of an op call by name, defaults included."""
-    return {argument.name: value for argument, value in arg_values(node)}

@@ -15,6 +15,7 @@ from graft.ops.cases import Case
 from graft.ops.fused_linear.choice import current_table, ranges, ranges_text
 from graft.ops.fused_linear.kinds import kind_of
 from graft.ops.fused_linear.tables import Table, entry_json
+from graft.ops.launch import device_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,7 +57,7 @@ def op_rows(name: str, dtype: torch.dtype, device: str) -> list[KernelRow]:
 
 
 def choice_table(device: torch.device) -> Table:
-    return current_table(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+    return current_table(device_name(device))
 
 
 def choice_texts(device: torch.device) -> list[str]:

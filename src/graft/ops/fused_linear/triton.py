@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from graft.ops.fused_linear.choice import FORMATS, Gemm, How, Matvec, Shape, cho
 from graft.ops.fused_linear.gemm import gemm_kernel
 from graft.ops.fused_linear.matvec import matvec_kernel
 from graft.ops.fused_linear.packing import GROUP, PACKED, SPAN, dequantize
-from graft.ops.launch import counters, pdl_supported
+from graft.ops.launch import counters, device_name, pdl_supported
 from graft.ops.rms_norm.triton import rms_norm_triton
 from graft.ops.swiglu.triton import swiglu_triton
 
@@ -82,11 +81,6 @@ def run_as(call: Call, how: How) -> Tensor:
     if how is None and call.scale is None:
         return library(call)
     return launch_gemm(call, how if isinstance(how, Gemm) else default_gemm(call))
-
-
-@cache
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 MOST_EARLY = 16  # tiles of a row that a program holds in registers, 4 each

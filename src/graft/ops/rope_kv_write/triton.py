@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.launch import LAYOUT_SETTLED, pdl_supported
+from graft.ops.launch import pdl_supported
 from graft.ops.rms_norm_rope.triton import normed
 from graft.ops.rope.triton import turn_pairs
 
@@ -58,15 +58,13 @@ def rope_kv_write_kernel(
     sq_h, sq_t, sk_h, sk_t, sv_h, sv_t, so_h, so_t, sc_t, ss_t, s_block, s_token, s_head,
     d: tl.constexpr, r: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, ROUND: tl.constexpr, INTERLEAVED: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
-    CAST_LAST: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    CAST_LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if not EARLY:
-            tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
-    if PDL and EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     part = tl.program_id(1)
     parts_q = tl.cdiv(h, HEADS)
@@ -111,7 +109,7 @@ def rope_kv_write_triton(
         d=d, r=r, HEADS=some, HALF=half, REST=triton.next_power_of_2(max(d - r, 1)),
         D=triton.next_power_of_2(d), BLOCK=k_cache.shape[1],
         ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype, INTERLEAVED=interleaved,
-        NORM_Q=q_norm is not None, NORM_K=k_norm is not None, CAST_LAST=cast_last, PDL=pdl, EARLY=LAYOUT_SETTLED,
+        NORM_Q=q_norm is not None, NORM_K=k_norm is not None, CAST_LAST=cast_last, PDL=pdl,
         num_warps=max(1, some * half // 256), launch_pdl=pdl,
     )  # fmt: skip
     return out

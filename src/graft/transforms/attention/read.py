@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.match import second_reader
 from graft.graph.memory import storage_root, writers
-from graft.graph.nodes import arg_values, is_op, same_sizes, static_int, tensor_of, tensor_val, where
+from graft.graph.nodes import is_op, options_of, same_sizes, static_int, tensor_of, tensor_val, where
 from graft.transforms.attention.operands import Operand, lifted, unrepeated, unscaled
 from graft.transforms.attention.parts import Attention, Piece, Refused, Walk
 from graft.transforms.attention.products import scores_product, values_product
@@ -47,7 +47,7 @@ def read_softmax(gm: GraphModule, softmax: Node, out: Node, mutated: Collection[
 
 def read_sdpa(gm: GraphModule, node: Node, mutated: Collection[Node]) -> Attention:
     """torch's scaled_dot_product_attention. Its `is_causal` counts from the first key, the op's from the last."""
-    given = {argument.name: value for argument, value in arg_values(node)}
+    given = options_of(node)
     q, k, v = (Operand.of(given[name]) for name in ("query", "key", "value"))
     if given["dropout_p"]:
         raise Refused(f"training-mode dropout (p={given['dropout_p']}); call eval() before capture")

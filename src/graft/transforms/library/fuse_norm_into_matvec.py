@@ -10,10 +10,10 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import Match
-from graft.graph.nodes import calls, is_op, tensor_of, where
+from graft.graph.nodes import calls, is_op, options_of, tensor_of, where
 from graft.transforms.decode import MatvecTransform, fused_product, is_product, named, need, product
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.walk import NoFit, options_of
+from graft.transforms.walk import NoFit
 
 ops = torch.ops.graft
 NORM, ADD_NORM = ops.rms_norm.default, ops.add_rms_norm.default

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from graft.graph.edit import Editor
 from graft.graph.match import Match, NearMiss, check_outside
 from graft.graph.memory import mutated_roots
-from graft.graph.nodes import arg_values, calls, is_op, module_path, where
+from graft.graph.nodes import calls, is_op, module_path, options_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
@@ -68,7 +68,7 @@ def normed_rope(rope: Node) -> Match | tuple[Node | None, str] | None:
 
 def write(editor: Editor, match: Match) -> MatchRecord:
     rope, norm = match.nodes[0], match.nodes[-1]
-    given = {argument.name: value for node in (norm, rope) for argument, value in arg_values(node)}
+    given = options_of(norm) | options_of(rope)
     x: Any = norm.args[0]
     made = []
     if len(match.nodes) > 2:  # the norm is of the last dim alone, so the heads may come first before it

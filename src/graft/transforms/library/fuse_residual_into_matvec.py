@@ -11,10 +11,10 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import Match
-from graft.graph.nodes import calls, is_op, same_shape, tensor_of, tensor_val, where
+from graft.graph.nodes import calls, is_op, options_of, same_shape, tensor_of, tensor_val, where
 from graft.transforms.decode import MatvecTransform, fused_product, is_product, named, need, product
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.walk import NoFit, options_of, readers_text
+from graft.transforms.walk import NoFit, readers_text
 
 aten, ops = torch.ops.aten, torch.ops.graft
 ADD, ADD_NORM = aten.add.Tensor, ops.add_rms_norm.default

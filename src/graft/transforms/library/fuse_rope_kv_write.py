@@ -11,11 +11,12 @@ from torch.fx import GraphModule, Node
 from graft.graph.edit import Editor
 from graft.graph.match import Match, NearMiss, check_outside
 from graft.graph.memory import mutated_roots
-from graft.graph.nodes import calls, is_op, module_path, tensor_of, where
+from graft.graph.nodes import calls, is_op, module_path, options_of, tensor_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, erase_dead, no_match_reason
+from graft.transforms.decode import DecodeConfig
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
-from graft.transforms.walk import options_of, unexpected
+from graft.transforms.walk import unexpected
 
 aten, ops = torch.ops.aten, torch.ops.graft
 ROPE, NORM_ROPE = ops.rope.default, ops.rms_norm_rope.default
@@ -24,11 +25,6 @@ NORM_OPTIONS = ("eps", "offset", "cast_last")
 DEFAULTS: dict[str, Any] = {
     "interleaved": False, "q_norm": None, "k_norm": None, "eps": 0.0, "offset": 0.0, "cast_last": False,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FuseRoPEKVWriteConfig(TransformConfig):
-    devices: tuple[str, ...] = ("cuda",)  # where one kernel does it; the reference would be two passes more
 
 
 @dataclass(frozen=True)
@@ -66,14 +62,14 @@ class FuseRoPEKVWrite(BaseTransform):
 
     @classmethod
     def get_config_class(cls) -> type[TransformConfig]:
-        return FuseRoPEKVWriteConfig
+        return DecodeConfig
 
     def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
         layers = [node for node in calls(gm.graph) if is_op(node, ops.paged_attention.default)]
         if not layers:
             return Outcome(reason="the graph has no graft::paged_attention")
         device = tensor_of(layers[0]).device.type
-        assert isinstance(self.config, FuseRoPEKVWriteConfig)
+        assert isinstance(self.config, DecodeConfig)
         if device not in self.config.devices:
             wanted = " and ".join(self.config.devices)
             return Outcome(reason=f"it is for {wanted}, the graph is on {device}", skipped=True)

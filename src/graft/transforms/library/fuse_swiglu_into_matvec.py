@@ -9,10 +9,10 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import Match
-from graft.graph.nodes import calls, is_op, static_int, tensor_of, where
+from graft.graph.nodes import calls, is_op, options_of, static_int, tensor_of, where
 from graft.transforms.decode import MatvecTransform, fused_product, is_product, need, product
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.walk import NoFit, options_of
+from graft.transforms.walk import NoFit
 
 aten, ops = torch.ops.aten, torch.ops.graft
 SLICE = aten.slice.Tensor

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from graft.errors import UnsupportedAttention
 from graft.graph.edit import Editor, fake_mode, symbolic_sizes
-from graft.graph.nodes import arg_values, calls, is_op, module_path, tensor_of, where
+from graft.graph.nodes import calls, is_op, module_path, options_of, tensor_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
@@ -62,7 +62,7 @@ class InsertKVCache(BaseTransform):
 
 
 def cache_spec(node: Node) -> LayerCache:
-    options = {argument.name: value for argument, value in arg_values(node)}
+    options = options_of(node)
     if options["mask"] is not None:
         raise UnsupportedAttention(
             module_path(node), f"{where(options['mask'])} is a mask of its own, not causal with a window"
@@ -104,7 +104,7 @@ def cache_examples(specs: list[LayerCache], like: Node, block_size: int) -> dict
 
 
 def insert_cache(editor: Editor, node: Node, index: int, example: torch.Tensor, layout: list[Node]) -> MatchRecord:
-    options = {argument.name: value for argument, value in arg_values(node)}
+    options = options_of(node)
     caches = [editor.placeholder(f"{name}_{index}", example) for name in ("k_cache", "v_cache")]
     args = (*node.args[:3], *caches, *layout, *(options[k] for k in ("scale", "window", "softcap", "sinks")))
     paged = editor.call(ops.paged_attention.default, args, before=node, like=node)

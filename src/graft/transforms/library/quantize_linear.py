@@ -11,8 +11,9 @@ from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import NearMiss
-from graft.graph.nodes import arg_values, calls, is_op, module_path, where
+from graft.graph.nodes import calls, is_op, module_path, options_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig
+from graft.transforms.decode import DEFAULTS
 from graft.transforms.quantization import (
     How,
     Layers,
@@ -115,13 +116,12 @@ def experts(gm: GraphModule) -> Iterator[Node]:
 
 def operands(node: Node) -> dict[str, Any]:
     """The arguments that graft::fused_linear takes in the place of this call, by name."""
-    given = {argument.name: argument.default_value for argument in FUSED._schema.arguments}
     if is_op(node, FUSED):
-        return {argument.name: value for argument, value in arg_values(node)}
+        return options_of(node)
     if is_op(node, ADDMM):
-        return {**given, "bias": node.args[0], "x": node.args[1], "weight": node.args[2]}
+        return {**DEFAULTS, "bias": node.args[0], "x": node.args[1], "weight": node.args[2]}
     bias = node.args[2] if len(node.args) > 2 else None
-    return {**given, "x": node.args[0], "weight": node.args[1], "bias": bias}
+    return {**DEFAULTS, "x": node.args[0], "weight": node.args[1], "bias": bias}
 
 
 def call_problem(node: Node) -> str | None:

@@ -10,13 +10,13 @@ from torch.fx import GraphModule, Node
 from graft.graph.edit import Editor
 from graft.graph.match import NearMiss
 from graft.graph.memory import mutated_roots
-from graft.graph.nodes import calls, is_op, module_path, tensor_of, where
+from graft.graph.nodes import calls, is_op, module_path, options_of, tensor_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, no_match_reason
 from graft.transforms.decode import DecodeConfig, elsewhere
 from graft.transforms.positions import Computed, computed_from_positions
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
-from graft.transforms.walk import NoFit, options_of, require
+from graft.transforms.walk import NoFit, require
 
 aten, ops = torch.ops.aten, torch.ops.graft
 ROPES = (ops.rope.default, ops.rms_norm_rope.default)

@@ -18,7 +18,7 @@ from torch import Tensor
 from graft.ops.cached_attention.early.triton import early_kernel
 from graft.ops.cached_attention.parts.triton import leave, load_tile, part_of
 from graft.ops.cached_attention.tiles.triton import LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
-from graft.ops.launch import LAYOUT_SETTLED, counters, pdl_supported
+from graft.ops.launch import counters, pdl_supported
 
 PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way; two fill an SM's share of bandwidth
 MOST_SPLITS = 64
@@ -36,12 +36,10 @@ def split_kv_kernel(
     sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if not EARLY:
-            tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     split = tl.program_id(2)
@@ -52,7 +50,7 @@ def split_kv_kernel(
     start = begin + split * chunk
     table = block_tables + row * s_table
     block = blocks_of(table, start + tl.arange(0, TILE), length, BLOCK)
-    if PDL and EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, D)
@@ -108,7 +106,7 @@ def split_kv(
         scale, window or 0, softcap or 1.0, h, d=d, D=wide, TILE=tile, SPLITS=splits,
         GROUP=h // kv, GROUP_FEW=triton.next_power_of_2(h // kv), GROUP_PAD=max(16, triton.next_power_of_2(h // kv)),
         BLOCK=k_cache.shape[1], HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks is not None, PDL=pdl, EARLY=LAYOUT_SETTLED, launch_pdl=pdl, **options,
+        HAS_SINKS=sinks is not None, PDL=pdl, launch_pdl=pdl, **options,
     )  # fmt: skip
     return out
 

@@ -20,14 +20,12 @@ def early_kernel(
     sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """EARLY: the first tile is on its way before the wait, all but the newest key and value: those alone may be
-    written by the kernel ahead."""
+    """The first tile is on its way before the wait, all but the newest key and value: those alone may be written by
+    the kernel ahead."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if not EARLY:
-            tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     split = tl.program_id(2)
@@ -44,7 +42,7 @@ def early_kernel(
     keys, values = load_tile(k_cache, v_cache, base, old, d, D)
     newest = tl.load(table + tl.maximum(length - 1, 0) // BLOCK).to(tl.int64)
     newest = newest * s_block + (tl.maximum(length - 1, 0) % BLOCK) * s_token + kv * s_head
-    if PDL and EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, D)
