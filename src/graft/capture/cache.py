@@ -79,7 +79,10 @@ def load(file: Path, key: str, model: PreTrainedModel) -> GraphModule | str:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, DumpError) as error:
         return f"{type(error).__name__}: {error}"
     foreign = [name for name, tensor in module_state(gm).items() if state.get(name) is not tensor]
-    return f"{foreign[0]} is not the model's" if foreign else GraphModule(gm, gm.graph, class_name=CLASS_NAME)
+    if foreign:
+        return f"{foreign[0]} is not the model's"
+    type(gm).__name__ = CLASS_NAME  # a GraphModule's class is its own
+    return gm
 
 
 def store(file: Path, key: str, gm: GraphModule, model: PreTrainedModel) -> str:

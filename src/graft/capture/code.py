@@ -32,6 +32,11 @@ BUILTIN = (
 )  # fmt: skip
 
 
+# Of a class: what no call depends on, what transformers notes there once it has looked at its own code, and what it
+# puts on torch's Module when it first fills in weights.
+UNTOLD = ("__dict__", "__weakref__", "__doc__", "__annotations__", "_cached_value", "smart_apply")
+
+
 class Unknowable(Exception):
     """Why something cannot be told apart from another by what it is written as."""
 
@@ -97,7 +102,7 @@ class Description:
         head = f"class {cls.__module__}.{cls.__qualname__}{self.origin(cls.__module__, cls.__qualname__)}"
         if package_of(cls.__module__) in sys.stdlib_module_names or cls.__module__ == "builtins":
             return head
-        members = {name: member for name, member in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+        members = {name: member for name, member in vars(cls).items() if not name.endswith(UNTOLD)}
         if cls.__module__ not in self.homes:  # what it has, but not what that calls
             own = [f"{name}={self.member(member)}" for name, member in sorted(members.items())]
             return f"{head} {own}"

@@ -57,12 +57,11 @@ def graph_to_json(gm: GraphModule, *, exact: bool = False) -> str:
 def copied_storages(graph: Graph, writer: ValueWriter) -> set[int]:
     """Where a call such as `to` may give a view but copied: that its storage is another must stay readable."""
     found: set[int] = set()
-    for node in graph.nodes:
-        result = writer.number(tensor_val(node)) if is_maybe_view(node) else None
-        for source in alias_sources(node) if result is not None else ():
-            given = writer.number(tensor_val(source))
-            if given not in (None, result) and writer.contents[given] == writer.contents[result]:
-                found.add(result)
+    for node in filter(is_maybe_view, graph.nodes):
+        result = writer.number(tensor_val(node))
+        given = {writer.number(tensor_val(source)) for source in alias_sources(node)} - {None, result}
+        if result is not None and any(writer.contents[n] == writer.contents[result] for n in given if n is not None):
+            found.add(result)
     return found
 
 
