@@ -14,6 +14,7 @@ from graft.capture.cache import OFF, captured_decoder
 from graft.graph.nodes import tensor_val
 from graft.graph.serial import graph_from_json, graph_to_json
 from graft.graph.storage import share_storage
+from graft.graph.symbols import Symbol, declare, fresh_mode
 from graft.graph.text import graph_text
 from graft.graph.trace import export_graph
 from graft.graph.verify import module_state
@@ -115,3 +116,12 @@ def test_files_without_that_information_are_read_as_before_r50():
     del old["alike"]
     loaded = graph_from_json(json.dumps(old))
     assert shared(loaded) == shared(gm) and graph_text(loaded.graph) == graph_text(gm.graph)
+
+
+def test_new_sizes_of_a_loaded_graph_have_new_names_r50():
+    """torch numbers new symbols by a hash below 100; a name that is taken would make two sizes one."""
+    taken = [Symbol(f"s{number}", 7, 2, None) for number in range(100)]
+    mode = fresh_mode()
+    declare(taken, mode)
+    (size,) = mode.from_tensor(torch.empty(13), static_shapes=False).shape
+    assert str(size) not in {symbol.name for symbol in taken} and size.node.hint == 13

@@ -84,6 +84,9 @@ def declare(symbols: Iterable[Symbol], mode: Any) -> dict[str, torch.SymInt]:
         lower = -unbounded if entry.lower is None else entry.lower
         env.constrain_symbol_range(symbol, lower, unbounded if entry.upper is None else entry.upper)
         made[entry.name] = env.create_symintnode(symbol, hint=entry.hint)
+        number = entry.name.lstrip("suzf")
+        if number.isdigit():
+            env.unique_ids.add(int(number))  # torch names new symbols by numbers that are not in there
     return made
 
 
