@@ -151,6 +151,18 @@ class ProfileError(GraftError):
         super().__init__(f"profile {path}: {problem}; measure it again, or leave `profile` empty")
 
 
+class TableError(UsageError):
+    """A table of measured kernels that cannot be read."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"tuning table {path}: {problem}; correct the file, or delete it and run `graft tune`")
+
+
+class NoGpu(UsageError):
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} measures on a GPU, and torch sees none here; run it on the machine that has one")
+
+
 class TransformError(GraftError):
     def __init__(self, transform: str, detail: str) -> None:
         super().__init__(

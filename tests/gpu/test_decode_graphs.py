@@ -234,8 +234,8 @@ def test_a_step_that_waits_is_not_recorded_and_the_engine_goes_on_r43(monkeypatc
     """Found while warming up, before a capture that torch could not undo."""
     body = Recordings.body
 
-    def waiting(self, rows, kind):
-        step = body(self, rows, kind)
+    def waiting(self, key):
+        step = body(self, key)
 
         def run():
             logits = step()

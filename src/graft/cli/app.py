@@ -19,6 +19,7 @@ from graft.cli.models import models
 from graft.cli.ops import ops
 from graft.cli.run import run
 from graft.cli.transforms import transforms
+from graft.cli.tune import tune
 from graft.errors import GraftError
 
 app = typer.Typer(
@@ -47,7 +48,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-for verb in (run, chat, bench, events, transforms, explain, ops, config, models, dump):
+for verb in (run, chat, bench, events, transforms, explain, ops, tune, config, models, dump):
     app.command()(guarded(verb))
 
 

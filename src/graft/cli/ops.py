@@ -22,14 +22,17 @@ def ops(
     """List the ops: kernels in the order they are tried, where each applies, which is chosen and why."""
     from graft.cli.show import out
     from graft.models.load import resolve_device
-    from graft.workbench.kernels import kernel_rows
+    from graft.workbench.kernels import choice_rows, choice_texts, kernel_rows
 
-    rows = kernel_rows(names or (), str(resolve_device(device)))
+    where = resolve_device(device)
+    rows = kernel_rows(names or (), str(where))
     if as_json:
-        print(json.dumps([asdict(row) for row in rows]))
+        choices = choice_rows(where) if any(map(looks_up, rows)) else []
+        print(json.dumps([{**asdict(row), **({"choices": choices} if looks_up(row) else {})} for row in rows]))
         return
     last = ""
-    for group in grouped(rows):
+    groups = grouped(rows)
+    for group in groups:
         first = group[0]
         if first.op != last:
             out.print(f"graft::{first.op}", style="bold")
@@ -38,9 +41,24 @@ def ops(
         out.print(f"  {first.kernel:<10} {first.kind:<16} {facts}", soft_wrap=True)
         for reason in dict.fromkeys(reason for row in group for reason in row.reasons):
             out.print(f"{'':<30}not where {reason}", markup=False, soft_wrap=True)
+        if group is last_with_choices(groups):
+            out.print("  tuned, by tokens of a call:")
+            for line in choice_texts(where):
+                out.print(f"    {line}", markup=False, soft_wrap=True)
     out.print(
         "Counted over each op's list of real shapes. --set kernels.OP=KERNEL names one, which then runs or fails."
     )
+
+
+def looks_up(row: KernelRow) -> bool:
+    """Whether this kernel is one of several, chosen by measurement."""
+    return (row.op, row.kernel) == ("fused_linear", "tuned")
+
+
+def last_with_choices(groups: list[list[KernelRow]]) -> list[KernelRow] | None:
+    """The last kernel of the op whose choices are shown below its kernels."""
+    ops = {group[0].op for group in groups if looks_up(group[0])}
+    return next((group for group in reversed(groups) if group[0].op in ops), None)
 
 
 def grouped(rows: list[KernelRow]) -> list[list[KernelRow]]:

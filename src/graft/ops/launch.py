@@ -7,6 +7,7 @@ that one (weights), then waits. Every kernel launched so must wait before it rea
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -16,7 +17,15 @@ import torch
 # when all before it has ended, and what is launched early starts behind it.
 LAYOUT_SETTLED = True
 
-RING = 1 << 16  # counters of a device: calls take them in turn, so that two that run at once have their own
+RING = 1 << 16  # counters of a stream; calls take them in turn
+
+
+@dataclass
+class Ring:
+    """Counters, and where the next call takes its own."""
+
+    zeros: torch.Tensor
+    place: int = 0
 
 
 def pdl_supported(device: torch.device) -> bool:
@@ -31,25 +40,40 @@ def pdl_problem(device: torch.device) -> str | None:
         return f"{device} is no CUDA device"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "Triton's interpreter runs the kernels"
+    if torch.version.hip is not None:
+        return "it is CUDA's"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:
         return f"compute capability {major}.{minor} has no programmatic dependent launch; 9.0 and above do"
     return None
 
 
-@cache
-def zeros(device: torch.device) -> tuple[torch.Tensor, list[int]]:
-    """Counters, and where the next call takes its own."""
-    return torch.zeros(RING, dtype=torch.int32, device=device), [0]
+RINGS: dict[tuple[torch.device, int], Ring] = {}
+
+
+def ring(device: torch.device) -> Ring:
+    """That of the current stream: kernels of one stream use a counter one after the other."""
+    key = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+    if key not in RINGS:
+        RINGS[key] = Ring(torch.zeros(RING, dtype=torch.int32, device=device))
+    return RINGS[key]
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:
     """`count` zeros, for programs of one kernel to count each other; the last one sets its counter back to 0."""
-    if count > RING // 2:
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    known = not capturing or (device, torch.cuda.current_stream(device).cuda_stream) in RINGS
+    if count > RING // 2 or not known:  # in a capture they are part of the graph, and zero at every replay
         return torch.zeros(count, dtype=torch.int32, device=device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and not zeros.cache_info().currsize:
-        return torch.zeros(count, dtype=torch.int32, device=device)  # part of the graph, and zero at every replay
-    ring, place = zeros(device)
-    first = place[0] if place[0] + count <= RING else 0
-    place[0] = first + count
-    return ring[first : first + count]
+    own = ring(device)
+    first = own.place if own.place + count <= RING else 0
+    own.place = first + count
+    return own.zeros[first : first + count]
+
+
+def launch_failures() -> tuple[type[Exception], ...]:
+    """What a kernel that cannot be compiled or launched ends with; errors of CUDA and of torch are RuntimeErrors."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return (RuntimeError, CompilationError, OutOfResources, PTXASError)

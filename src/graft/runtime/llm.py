@@ -15,6 +15,7 @@ from graft.kvcache.events import Event
 from graft.kvcache.tensors import LayerShape
 from graft.models.load import LoadedModel, load_model
 from graft.runtime.build import build_engine
+from graft.runtime.choices import choice_notes
 from graft.runtime.core import Output, Request, Stats
 from graft.runtime.options import EngineOptions
 from graft.runtime.params import SamplingParams
@@ -76,7 +77,9 @@ class LLM:
             progress=progress,
         )  # fmt: skip
         self.quantized: Saving | None = context.outputs.get("quantized")
-        self.built: Report = replace(report, kernels=lowered.kernels, notes=(captured, *report.notes, *lowered.notes))
+        place = next(self.model.module.parameters()).device
+        notes = (captured, *report.notes, *lowered.notes, *choice_notes(self.graph_module, place, lowered.kernels))
+        self.built: Report = replace(report, kernels=lowered.kernels, notes=notes)
 
     def generate(
         self,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from graft.errors import UnknownOp
 from graft.ops import OPS, choose
 from graft.ops.cases import Case
+from graft.ops.fused_linear.choice import current_table, ranges, ranges_text
+from graft.ops.fused_linear.kinds import kind_of
+from graft.ops.fused_linear.tables import Table, entry_json
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,4 +52,26 @@ def op_rows(name: str, dtype: torch.dtype, device: str) -> list[KernelRow]:
         applies, taken = problems.count(None), chosen.count(kernel.name)
         text = str(dtype).removeprefix("torch.")
         rows.append(KernelRow(name, kernel.name, kernel.kind, text, len(calls), applies, taken, reasons))
+    return rows
+
+
+def choice_table(device: torch.device) -> Table:
+    return current_table(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+
+
+def choice_texts(device: torch.device) -> list[str]:
+    """Of fused_linear's tuned kernel: a line a shape, which kernel runs for which token counts."""
+    return [ranges_text(shape, counts) for shape, counts in choice_table(device).items()]
+
+
+def choice_rows(device: torch.device) -> list[dict[str, Any]]:
+    """The same for programs. last: None for all counts beyond those measured."""
+    rows = []
+    for shape, counts in choice_table(device).items():
+        for one in ranges(counts):
+            row = {"shape": shape.key(), "first": one.first, "last": one.last}
+            if one.entry is None:
+                rows.append({**row, "kind": kind_of(None, shape.format), "device": None})
+            else:
+                rows.append({**row, **entry_json(one.entry, shape), "device": one.entry.device})
     return rows

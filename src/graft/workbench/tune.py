@@ -1,201 +1,210 @@
-"""Measures which kernel is best for the linear layers of a model, token count by token count."""
+"""Measures which kernel is best for the linear layers of a model, token count by token count.
+
+First each candidate alone; then, for the token counts asked for, the fastest few inside a whole decode step. Kernels
+of a step overlap (programmatic dependent launch), so the best alone is not always the best there.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
+from graft.errors import GraftError, NoGpu
 from graft.files import Progress
-from graft.ops.fused_linear.choice import Gemm, How, Matvec, Shape, how_text
+from graft.ops.fused_linear.choice import look_up, overridden, shipped_table
+from graft.ops.fused_linear.kinds import Gemm, How, Matvec, Shape, count_text, how_problem, how_text
 from graft.ops.fused_linear.packing import GROUP
-from graft.ops.fused_linear.triton import Call, padded_tokens, run_as, words_of
+from graft.ops.fused_linear.tables import Entry, Table
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
-COLD = 600 << 20  # bytes of weights in turn, several times the 60 MB of L2 of an H200
-MOST_COPIES = 24
+KEPT = 3  # candidates that are tried in a step
+MARGIN = 0.001  # of a step: a smaller gain is not told from noise
+BITS = {"plain": 16, "int8": 8, "fp8": 8, "int4": 4}
+Result = float | str  # microseconds, or why it did not run
+Timer = Callable[[Shape, int, Sequence[How]], Sequence[Result]]
+StepTimer = Callable[[int], Result]  # of a decode step of so many sequences, by the kernels of the current table
 
 
 @dataclass(frozen=True)
-class Timing:
-    shape: Shape
+class Failure:
+    """A candidate that did not run."""
+
+    shape: Shape | None  # None: the whole step
     tokens: int
     how: How
-    microseconds: float
-    gb_per_s: float
+    reason: str
 
     def text(self) -> str:
-        return f"{self.shape.key():<32} T={self.tokens:<4} {how_text(self.how):<92} {self.microseconds:8.2f} us {self.gb_per_s:7.0f} GB/s"
+        if self.shape is None:
+            return f"a step of {count_text(self.tokens)}: {self.reason}"
+        what = how_text(self.how, self.shape.format)
+        return f"{self.shape.key()}, {count_text(self.tokens)}: {what}: {self.reason}"
 
 
-def candidates(shape: Shape, tokens: int) -> Iterator[How]:
-    if shape.format == "plain":
-        yield None
-    if tokens <= 4 and shape.format != "int4":
-        for rows in (1, 2, 4):
-            for warps in (4, 8):
-                for ahead in (0, 132 * 4) if tokens == 1 else (0,):
+@dataclass(frozen=True)
+class Trial:
+    """The candidates of one shape and token count: microseconds of those that ran, the fastest first."""
+
+    shape: Shape
+    tokens: int
+    times: dict[How, float]
+    shipped: How  # what the table that comes with graft would take
+    best: How
+    measured: str = "alone"
+
+    @property
+    def gb_per_s(self) -> float:
+        return weight_bytes(self.shape) / self.times[self.best] / 1000
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as the shipped choice, alone; None where that one did not run."""
+        return self.times[self.shipped] / self.times[self.best] if self.shipped in self.times else None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Microseconds of a decode step, and with the shipped choices; None where it did not run with those."""
+
+    tokens: int
+    us: float
+    shipped_us: float | None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    device: str
+    trials: tuple[Trial, ...]  # those in which something ran
+    steps: tuple[Step, ...]
+    failures: tuple[Failure, ...]
+
+    @property
+    def table(self) -> Table:
+        table: Table = {}
+        for trial in self.trials:
+            entry = Entry(trial.best, trial.times[trial.best], self.device, trial.measured)
+            table.setdefault(trial.shape, {})[trial.tokens] = entry
+        return table
+
+
+def candidates(shape: Shape, tokens: int, units: int = 132) -> Iterator[How]:
+    """Kernels worth a try. units: multiprocessors of the device."""
+    from graft.ops.fused_linear.triton import padded_tokens
+
+    yield None
+    for rows in (1, 2, 4):
+        for warps in (4, 8):
+            for ahead in (0, 4 * units) if tokens == 1 else (0,):
+                if how_problem(Matvec(rows, warps, ahead), shape, tokens) is None:
                     yield Matvec(rows, warps, ahead)
-    if tokens >= 4 or shape.format == "int4":
-        block = padded_tokens(tokens)
-        tiles = ((128, 2), (128, 3)) if shape.format == "int4" else ((64, 4), (64, 6), (128, 3))
-        for rows in (32, 64):
-            for splits in (1, 2, 4):
-                if splits > 1 and shape.n // rows * splits > 1200:
-                    continue
+    if tokens == 1 and shape.format != "int4":
+        return
+    block = padded_tokens(tokens)
+    tiles = ((128, 2), (128, 3)) if shape.format == "int4" else ((64, 4), (64, 6), (128, 3))
+    for rows in (32, 64):
+        for splits in (1, 2, 4):
+            if splits == 1 or shape.n // rows * splits <= 9 * units:  # more programs fill no gap
                 for depth, stages in tiles:
                     yield Gemm(rows, block, depth, splits, 4, stages, early=512 // depth)
-        yield Gemm(64, block, *tiles[0][:1], 1, 4, tiles[0][1], early=0)
+    depth, stages = tiles[0]
+    yield Gemm(64, block, depth, 1, 4, stages)
+    if shape.norm:
+        yield Gemm(64, block, depth, 1, 4, stages, norm_inside=True)
 
 
-def make_calls(shape: Shape, tokens: int, device: torch.device) -> list[Call]:
-    """As many calls on weights of their own as leave nothing of the first in the cache."""
-    weight_rows = 2 * shape.n if shape.gated else shape.n
-    size = weight_rows * shape.k * {"plain": 16, "int8": 8, "fp8": 8, "int4": 4}[shape.format] // 8
-    copies = max(3, min(MOST_COPIES, -(-COLD // size)))
-    x = torch.randn(tokens, shape.k, device=device, dtype=torch.bfloat16)
-    norm = torch.randn(shape.k, device=device, dtype=torch.bfloat16) if shape.norm else None
-    residual = (
-        None if shape.gated or shape.norm else torch.randn(tokens, shape.n, device=device, dtype=torch.bfloat16)
-    )
-    activation = "silu" if shape.gated else "none"
-    calls = []
-    for _ in range(copies):
-        weight, scale = make_weight(shape, weight_rows, device)
-        calls.append(Call(x, weight, None, scale, norm, 1e-5, activation=activation, residual=residual))
-    return calls
+def tune(
+    shapes: Sequence[Shape],
+    counts: Sequence[int],
+    device: torch.device,
+    progress: Progress | None = None,
+    *,
+    timer: Timer | None = None,
+    step: StepTimer | None = None,
+    in_step: Sequence[int] = (),
+) -> Tuning:
+    """step, in_step: how a decode step is timed, and for which of the counts; the shapes are then all that it has."""
+    from graft.ops.fused_linear.triton import device_name
 
+    if timer is None:
+        if device.type != "cuda":
+            raise NoGpu("tuning")
+        from graft.workbench.tune_timers import KernelTimer
 
-def make_weight(shape: Shape, rows: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    k = shape.k
-    if shape.format == "plain":
-        return torch.randn(rows, k, device=device, dtype=torch.bfloat16) * k**-0.5, None
-    if shape.format == "int4":
-        words = torch.randint(-(2**15), 2**15, (rows, words_of(k)), device=device, dtype=torch.int16)
-        return words, torch.rand(rows, -(-k // GROUP), device=device, dtype=torch.bfloat16) * k**-0.5
-    q = torch.randint(-127, 128, (rows, k), device=device, dtype=torch.int8)
-    scale = torch.rand(rows, device=device) * k**-0.5 / 64
-    return (q if shape.format == "int8" else (q.to(torch.bfloat16) / 8).to(torch.float8_e4m3fn)), scale
-
-
-def graph_microseconds(work: Callable[[], Any], repeats: int = 15) -> float:
-    """Median time of a replay of the work as one CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return sorted(times)[repeats // 2]
-
-
-def tune(shape: Shape, tokens: int, device: torch.device) -> list[Timing]:
-    """Every candidate, the fastest first. One that does not compile or run is left out, with a line that says so."""
-    calls = make_calls(shape, tokens, device)
-    ways = list(candidates(shape, tokens))
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda how: compiled(calls[0], how), ways))
-    moved = calls[0].weight.nbytes + (calls[0].scale.nbytes if calls[0].scale is not None else 0)
-    found = []
-    for how in ways:
-        try:
-            us = graph_microseconds(lambda how=how: [run_as(call, how) for call in calls]) / len(calls)
-        except Exception as error:  # a configuration that needs more than the device has
-            print(f"{shape.key()} {how_text(how)}: {type(error).__name__}: {str(error)[:200]}")
-            continue
-        found.append(Timing(shape, tokens, how, us, moved / us / 1000))
-    return sorted(found, key=lambda timing: timing.microseconds)
-
-
-def compiled(call: Call, how: How) -> None:
-    try:
-        run_as(call, how)
-    except Exception:
-        pass
-
-
-def tune_all(
-    shapes: Sequence[Shape], counts: Sequence[int], device: torch.device, progress: Progress | None = None
-) -> dict[str, Any]:
-    """The table of choice.py."""
-    table: dict[str, Any] = {}
-    name = torch.cuda.get_device_name(device)
+        timer = KernelTimer(device)
+    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    trials, steps, failures = [], [], []
     work = [(shape, tokens) for shape in shapes for tokens in counts]
-    for index, (shape, tokens) in enumerate(work):
+    for done, (shape, tokens) in enumerate(work):
         if progress:
-            progress(f"measuring {shape.key()}, {tokens} tokens", index, len(work))
-        best = tune(shape, tokens, device)
-        for timing in best[:3]:
-            print(timing.text(), flush=True)
-        entry = table.setdefault(shape.key(), {"device": name, "tokens": {}})
-        entry["tokens"][str(tokens)] = described(best[0])
-    return table
+            progress(f"{shape.key()}, {count_text(tokens)}", done, len(work))
+        trial, failed = measure(shape, tokens, units, timer)
+        trials += trial
+        failures += failed
+    if not trials:
+        reasons = "; ".join(failure.text() for failure in failures[:3]) or "there was nothing to measure"
+        raise GraftError(f"no kernel ran, so none was chosen: {reasons}")
+    for tokens in in_step:
+        if step is None:
+            raise GraftError("in_step needs a timer of decode steps: pass step=")
+        of_count = [trial for trial in trials if trial.tokens == tokens]
+        refined, found, failed = refine(of_count, tokens, device_name(device), step, progress)
+        better = {trial.shape: trial for trial in refined}
+        trials = [better[trial.shape] if trial.tokens == tokens else trial for trial in trials]
+        steps += found
+        failures += failed
+    return Tuning(device_name(device), tuple(trials), tuple(steps), tuple(failures))
 
 
-def described(timing: Timing) -> dict[str, Any]:
-    kind = "library" if timing.how is None else type(timing.how).__name__.lower()
-    options = {} if timing.how is None else asdict(timing.how)
-    return {"kind": kind, **options, "us": round(timing.microseconds, 2)}
+def measure(shape: Shape, tokens: int, units: int, timer: Timer) -> tuple[list[Trial], list[Failure]]:
+    """One trial of every candidate and the shipped choice, none where nothing ran; and what did not run."""
+    shipped = look_up(shipped_table(), shape, tokens, "").how
+    ways = list(dict.fromkeys([*candidates(shape, tokens, units), shipped]))
+    results = dict(zip(ways, timer(shape, tokens, ways), strict=True))
+    failures = [Failure(shape, tokens, how, text) for how, text in results.items() if isinstance(text, str)]
+    ran = {how: result for how, result in results.items() if not isinstance(result, str)}
+    times = dict(sorted(ran.items(), key=lambda pair: pair[1]))
+    return [Trial(shape, tokens, times, shipped, next(iter(times)))] if times else [], failures
 
 
-def model_shapes(
-    hidden: int, middle: int, heads: int, kv: int, size: int, vocab: int, format: str = "plain"
-) -> list[Shape]:
-    """The products of a decoder layer, and of the head, which stays as it is."""
-    return [
-        Shape((heads + 2 * kv) * size, hidden, format, False, True),
-        Shape(hidden, heads * size, format, False, False),
-        Shape(middle, hidden, format, True, True),
-        Shape(hidden, middle, format, False, False),
-        *([Shape(vocab, hidden, "plain", False, True)] if format == "plain" else []),
-    ]
+def refine(
+    trials: Sequence[Trial], tokens: int, device: str, step: StepTimer, progress: Progress | None = None
+) -> tuple[list[Trial], list[Step], list[Failure]]:
+    """The trials of one token count with what is best in a step: from the faster of the best alone and the shipped
+    choices on, one shape after the other, its fastest few."""
+    failures: list[Failure] = []
+
+    def timed(hows: Mapping[Shape, How], shape: Shape | None = None) -> float | None:
+        entries: Table = {one: {tokens: Entry(how, 0.0, device)} for one, how in hows.items()}
+        with overridden(entries):
+            result = step(tokens)
+        if isinstance(result, str):
+            failures.append(Failure(shape, tokens, hows[shape] if shape else None, f"in a step: {result}"))
+            return None
+        return result
+
+    best = {trial.shape: trial.best for trial in trials}
+    shipped = {trial.shape: trial.shipped for trial in trials}
+    least, usual = timed(best), timed(shipped)
+    if least is None:
+        return list(trials), [], failures
+    if usual is not None and usual < least and all(trial.shipped in trial.times for trial in trials):
+        best, least = shipped, usual
+    for done, trial in enumerate(trials):
+        if progress:
+            progress(f"in a step of {count_text(tokens)}: {trial.shape.key()}", done, len(trials))
+        for how in list(trial.times)[:KEPT]:
+            tried = {**best, trial.shape: how}
+            us = timed(tried, trial.shape) if tried != best else None
+            if us is not None and us < least * (1 - MARGIN):
+                best, least = tried, us
+    refined = [replace(trial, best=best[trial.shape], measured="in a step") for trial in trials]
+    return refined, [Step(tokens, least, usual)], failures
 
 
-LLAMA_8B = (4096, 14336, 32, 8, 128, 128256)
-LLAMA_1B = (2048, 8192, 32, 8, 64, 128256)
-
-if __name__ == "__main__":
-    import sys
-
-    device = torch.device("cuda", 0)
-    table: dict[str, Any] = {}
-    for part in sys.argv[2:]:
-        model, format, counts = part.split(":")
-        sizes = LLAMA_8B if model == "8b" else LLAMA_1B
-        table_part = tune_all(model_shapes(*sizes, format=format), [int(c) for c in counts.split(",")], device)
-        for key, entry in table_part.items():
-            table.setdefault(key, {**entry, "tokens": {}})["tokens"].update(entry["tokens"])
-        print(
-            part,
-            "sum of a step, us:",
-            {
-                c: round(
-                    sum(
-                        e["tokens"][c]["us"]
-                        * (1 if key.split()[1].startswith("128256") else (32 if model == "8b" else 16))
-                        for key, e in table_part.items()
-                    )
-                )
-                for c in counts.split(",")
-            },
-            flush=True,
-        )
-        with open(sys.argv[1], "w") as file:
-            json.dump(table, file, indent=1)
+def weight_bytes(shape: Shape) -> int:
+    """What a product reads of its weight and scales."""
+    rows = 2 * shape.n if shape.gated else shape.n
+    scales = {"plain": 0, "int8": 4, "fp8": 4, "int4": 2 * -(-shape.k // GROUP)}[shape.format]
+    return rows * (shape.k * BITS[shape.format] // 8 + scales)

@@ -2,112 +2,84 @@
 
 The table that comes with graft was measured on one device (its name is in the file). `graft tune` measures on the
 device at hand and keeps its table in the cache folder, which goes first. A shape that no table has takes what was
-best for the nearest one.
+best for the nearest one; a number of tokens takes the smallest measured one that is not below it.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from graft.files import cache_dir
+from graft.ops.fused_linear.kinds import Gemm, How, Matvec, Shape, count_text, how_problem, how_text
+from graft.ops.fused_linear.tables import Entry, Table, merge, read_table
 
-
-@dataclass(frozen=True)
-class Matvec:
-    """`rows` of the weight a program. The first `ahead` programs fetch the rows of the next `waves` times as many into
-    the cache while they wait."""
-
-    rows: int = 1
-    warps: int = 4
-    ahead: int = 0
-    waves: int = 1
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """A block of rows, tokens and depth a program; `splits` programs share the depth of one. `early` blocks of the
-    weight are fetched before the wait; `norm_inside`: or in a kernel of its own, before."""
-
-    rows: int = 64
-    tokens: int = 16
-    depth: int = 128
-    splits: int = 1
-    warps: int = 4
-    stages: int = 4
-    early: int = 0
-    norm_inside: bool = False
-
+__all__ = ["FORMATS", "Choice", "Gemm", "How", "Matvec", "Shape", "choose_kernel", "how_text"]
 
 SHIPPED = Path(__file__).with_name("tuned.json")
-KINDS: dict[str, type] = {"matvec": Matvec, "gemm": Gemm}
 FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.int16: "int4"}
-How = Matvec | Gemm | None  # None: torch's own product
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a choice depends on beside the tokens. n: rows of the result."""
-
-    n: int
-    k: int
-    format: str  # plain, int8, fp8, int4
-    gated: bool
-    norm: bool
-
-    def key(self) -> str:
-        return f"{self.format} {self.n}x{self.k}{' gated' * self.gated}{' norm' * self.norm}"
-
-    @staticmethod
-    def parse(key: str) -> Shape:
-        format, size, *options = key.split()
-        n, k = map(int, size.split("x"))
-        return Shape(n, k, format, "gated" in options, "norm" in options)
-
-    def distance(self, other: Shape) -> float:
-        """How unlike two shapes are: factors between sizes, and much for what is not the same kind."""
-        apart = abs(math.log2(self.n / other.n)) + abs(math.log2(self.k / other.k))
-        return (
-            apart + 100 * (self.format != other.format) + 10 * (self.gated != other.gated) + (self.norm != other.norm)
-        )
+OVERRIDES: list[Table] = []  # above all files, the last on top: see overridden
 
 
 @dataclass(frozen=True)
 class Choice:
     how: How
-    source: str  # where it was measured: "NVIDIA H200, this shape", "…, nearest 4096x4096"
+    source: str  # where it was measured, or why there is no measurement
+    nearest: Shape | None = None  # the shape that was measured
+    device: str | None = None  # on which
 
 
 @cache
 def choose_kernel(shape: Shape, tokens: int, device: str) -> Choice:
     """device: its name, as torch gives it."""
-    entries = table(device)
-    fitting = [one for one in map(Shape.parse, entries) if one.format == shape.format]
+    return look_up(current_table(device), shape, tokens, device)
+
+
+def look_up(table: Table, shape: Shape, tokens: int, device: str) -> Choice:
+    fitting = [one for one, counts in table.items() if one.format == shape.format and counts]
     if not fitting:
-        return Choice(None, f"no table has {shape.format} weights")
-    nearest = min(fitting, key=shape.distance)
-    measured = entries[nearest.key()]
-    count = next((c for c in sorted(map(int, measured["tokens"])) if c >= tokens), None)
+        return Choice(None, f"no table has {shape.format} weights: {without(shape)}")
+    nearest = min(fitting, key=lambda one: (shape.distance(one), one.key()))
+    counts = table[nearest]
+    count = min((count for count in counts if count >= tokens), default=None)
     if count is None:
-        return Choice(None, f"more tokens than were measured for {nearest.key()}")
-    how = read_how(measured["tokens"][str(count)])
-    where = "this shape" if nearest == shape else f"nearest shape {nearest.key()}"
-    return Choice(how, f"measured on {measured['device']}, {where}, {count} tokens")
+        return Choice(
+            None, f"more than the {count_text(max(counts))} measured for {nearest.key()}: {without(shape)}", nearest
+        )
+    entry = counts[count]
+    source = f"{measured_text(entry, device)}, {'this' if nearest == shape else 'nearest'} shape"
+    source += f"{'' if nearest == shape else f' {nearest.key()}'}, {count_text(count)}"
+    problem = how_problem(entry.how, shape, tokens)
+    if problem is not None:
+        return Choice(None, f"{source}; but {problem}: {without(shape)}", nearest, entry.device)
+    return Choice(entry.how, source, nearest, entry.device)
+
+
+def without(shape: Shape) -> str:
+    """What runs where nothing was measured."""
+    return "torch's own product" if shape.format == "plain" else "the default tensor-core kernel"
+
+
+def measured_text(entry: Entry, device: str) -> str:
+    here = "" if entry.device == device else f" (this is {device})"
+    return f"measured on {entry.device}{here} {entry.measured}"
 
 
 @cache
-def table(device: str) -> dict[str, Any]:
-    """Shapes and what was best for them: the shipped table under the one measured here."""
-    entries = json.loads(SHIPPED.read_text())
+def current_table(device: str) -> Table:
+    """The shipped measurements, over them those made here, over them what is overridden for a time."""
     own = tuned_file(device)
-    return {**entries, **(json.loads(own.read_text()) if own.is_file() else {})}
+    return merge(shipped_table(), read_table(own) if own.is_file() else {}, *OVERRIDES)
+
+
+@cache
+def shipped_table() -> Table:
+    return read_table(SHIPPED)
 
 
 def tuned_file(device: str) -> Path:
@@ -115,13 +87,63 @@ def tuned_file(device: str) -> Path:
     return cache_dir() / "tuned" / f"{device.replace(' ', '_').replace('/', '_')}.json"
 
 
-def read_how(entry: Mapping[str, Any]) -> How:
-    options = {key: value for key, value in entry.items() if key not in ("kind", "us")}
-    return None if entry["kind"] == "library" else KINDS[entry["kind"]](**options)
+@contextmanager
+def overridden(table: Table) -> Iterator[None]:
+    """These entries go before all others while the block runs. A recorded CUDA graph keeps the kernels it has."""
+    OVERRIDES.append(table)
+    forget()
+    try:
+        yield
+    finally:
+        OVERRIDES.pop()
+        forget()
 
 
-def how_text(how: How) -> str:
-    if how is None:
-        return "library"
-    kind = next(name for name, cls in KINDS.items() if isinstance(how, cls))
-    return f"{kind}({', '.join(f'{key}={value}' for key, value in asdict(how).items())})"
+def forget() -> None:
+    """The next lookup reads the tables again."""
+    choose_kernel.cache_clear()
+    current_table.cache_clear()
+
+
+@dataclass(frozen=True)
+class Range:
+    """Token counts that one kernel runs. entry: its measurement; None for what lies beyond all of them."""
+
+    first: int
+    last: int | None
+    entry: Entry | None
+
+    def text(self, format: str) -> str:
+        how = how_text(self.entry.how if self.entry else None, format)
+        if self.last is None:
+            return f"more: {how}"
+        return f"{self.first}{f'–{self.last}' if self.last > self.first else ''} {how}"
+
+
+def ranges(counts: dict[int, Entry]) -> list[Range]:
+    """From one token on; neighbours with one kernel, measured the same way, are one range."""
+    found: list[Range] = []
+    for count in sorted(counts):
+        entry, first = counts[count], found[-1].last + 1 if found and found[-1].last else 1
+        if found and found[-1].entry and same(found[-1].entry, entry):
+            first = found.pop().first
+        found.append(Range(first, count, entry))
+    return [*found, Range(max(counts, default=0) + 1, None, None)]
+
+
+def same(one: Entry, other: Entry) -> bool:
+    return (one.how, one.device, one.measured) == (other.how, other.device, other.measured)
+
+
+def ranges_text(shape: Shape, counts: dict[int, Entry]) -> str:
+    """`plain 4096x4096: 1 matvec(rows=2, warps=4), 2–64 gemm(…), more: library; measured on NVIDIA H200 alone`."""
+    found = ranges(counts)
+    places: dict[str, list[str]] = {}
+    for one in found:
+        if one.entry is not None:
+            tokens = f"{one.first}" if one.first == one.last else f"{one.first}–{one.last}"
+            places.setdefault(f"{one.entry.device} {one.entry.measured}", []).append(tokens)
+    alike = len(places) == 1
+    where = ", ".join(place if alike else f"{place} ({', '.join(counts)})" for place, counts in places.items())
+    kernels = ", ".join(one.text(shape.format) for one in found)
+    return f"{shape.key()}: {kernels}; {f'measured on {where}' if where else 'not measured'}"

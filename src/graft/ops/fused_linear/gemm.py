@@ -127,7 +127,8 @@ def gemm_kernel(
         if EARLY > 0:
             if (block + 1) * BN <= n:
                 begin = weight + row.to(tl.int64) * width + first * BK
-                size = tl.minimum(EARLY, end - first) * BK * (weight.dtype.element_ty.primitive_bitwidth // 8)
+                values = tl.minimum(tl.minimum(EARLY, end - first) * BK, width - first * BK)
+                size = values * (weight.dtype.element_ty.primitive_bitwidth // 8)
                 fetch_ahead(begin, size, False)
                 if GATED:
                     fetch_ahead(begin + n.to(tl.int64) * width, size, False)

@@ -20,8 +20,8 @@ FETCH_ONCE = tl.constexpr(
 
 @triton.jit
 def fetch_ahead(pointers, size, ONCE: tl.constexpr):
-    """Asks for `size` bytes behind each pointer to be in L2; nothing waits for them. In one piece: asked for sector by
-    sector they come from memory in as many. ONCE: every thread has all pointers, and the first asks."""
+    """Asks for `size` bytes behind each pointer to be in L2; nothing waits for them. In one piece: sector by sector
+    they would come from memory in as many. ONCE: every thread has all pointers, and the first asks."""
     if ONCE:
         tl.inline_asm_elementwise(FETCH_ONCE, "=r,l,r", [pointers, size], dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -103,11 +103,6 @@ def add_tile(
 
 
 @triton.jit
-def sum_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def finish(
     y, up, bias, scale, residual, out, row, token, n, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     SCALE: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -149,7 +144,9 @@ def matvec_kernel(
     program = tl.program_id(0)
     row = program * BN + tl.arange(0, BN)
     lane = tl.arange(0, BK)
-    above = weight + n.to(tl.int64) * k
+    above = weight
+    if GATED:
+        above += n.to(tl.int64) * k
     ws = load_tiles(weight, row, lane, n, k, 0, EARLY, BK, EVEN)
     vs = load_tiles(above, row, lane, n, k, 0, EARLY if GATED else 0, BK, EVEN)
     if PDL:
@@ -168,7 +165,8 @@ def matvec_kernel(
         )  # fmt: skip
     for token in tl.static_range(TOKENS):
         if NORM:  # divided by the root mean square after the product: one pass over x, one exchange between threads
-            y, total = tl.reduce((ys[token], tl.broadcast_to(sums[token][None, :], [BN, BK])), 1, sum_pairs)
+            both = tl.join(ys[token], tl.broadcast_to(sums[token][None, :], [BN, BK]))  # [BN, BK, 2]
+            y, total = tl.split(tl.sum(both, axis=1))
             inverse = tl.rsqrt(total / k + eps)
         else:
             y = tl.sum(ys[token], axis=1)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS
 from graft.ops.fused_linear.packing import PACKED
 from graft.ops.fused_linear.reference import fused_linear
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
-MOST_MATVEC_TOKENS = 4  # each token has an accumulator of its own; beyond that tensor cores are faster
 QUANTIZED = (torch.int8, torch.float8_e4m3fn, PACKED)
 
 
@@ -37,6 +37,8 @@ def gpu_problem(
         return f"x is {x.dtype} and the weight {weight.dtype}"
     if not weight.is_contiguous():
         return "the weight does not lie row by row"
+    if residual is not None and residual.dim() != x.dim():
+        return "the residual is broadcast"
     return needs_triton(x, weight, bias, scale, norm, residual)
 
 

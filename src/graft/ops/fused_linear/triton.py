@@ -95,7 +95,7 @@ MOST_EARLY = 16  # tiles of a row that a program holds in registers, 4 each
 def launch_matvec(call: Call, how: Matvec) -> Tensor:
     tokens, k = call.x.shape
     n = call.rows
-    out = call.x.new_empty(tokens, n)
+    out = room(call.x.device, call.x.dtype, tokens, n)
     pdl = pdl_supported(call.x.device)
     tile = 256 * how.warps  # 8 values a thread
     steps = triton.cdiv(k, tile)
@@ -103,7 +103,8 @@ def launch_matvec(call: Call, how: Matvec) -> Tensor:
         call.x, call.weight, or_x(call, call.bias), or_x(call, call.scale), or_x(call, call.norm),
         or_x(call, call.residual), out, n, k // 8, call.x.stride(0), call.eps, call.shift,
         TOKENS=tokens, BN=how.rows, BK=tile, STEPS=steps,
-        EARLY=max(1, min(steps, MOST_EARLY // (how.rows * (1 + call.gated)))), AHEAD=how.ahead, WAVES=how.waves,
+        EARLY=max(1, min(steps, MOST_EARLY // (how.rows * (1 + call.gated)))),
+        AHEAD=how.ahead if fetchable(call) else 0, WAVES=how.waves,
         EVEN=k % tile == 0,
         BIAS=call.bias is not None, SCALE=call.scale is not None, NORM=call.norm is not None,
         ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
@@ -113,12 +114,13 @@ def launch_matvec(call: Call, how: Matvec) -> Tensor:
 
 
 def launch_gemm(call: Call, how: Gemm) -> Tensor:
-    if call.norm is not None and not how.norm_inside:
+    # in float16 a row times the norm's weight may be beyond 65,504 before it is divided by its root mean square
+    if call.norm is not None and (not how.norm_inside or call.x.dtype is torch.float16):
         call = without_norm(call)
     how = fitting(call, how)
     tokens, k = call.x.shape
     n, int4 = call.rows, call.weight.dtype is PACKED
-    out = call.x.new_empty(tokens, n)
+    out = room(call.x.device, call.x.dtype, tokens, n)
     pdl = pdl_supported(call.x.device)
     blocks, groups = triton.cdiv(n, how.rows), triton.cdiv(tokens, how.tokens)
     parts, arrived = workspace(call.x.device, how, blocks * groups, call.gated)
@@ -138,16 +140,26 @@ def launch_gemm(call: Call, how: Gemm) -> Tensor:
 def default_gemm(call: Call) -> Gemm:
     """Sizes that fit every call; the tables have better ones."""
     tokens = call.x.shape[0]
+    if call.weight.dtype is PACKED:  # a span of 512 values of x is in shared memory for each stage
+        rows, block = 64 if call.gated else 128, min(padded_tokens(tokens), 64)
+        return Gemm(rows=rows, tokens=block, warps=8, stages=2)
     if tokens <= 128:
         return Gemm(tokens=padded_tokens(tokens), stages=2)
     return Gemm(rows=64 if call.gated else 128, tokens=128, depth=64, warps=8, stages=3)
 
 
 def fitting(call: Call, how: Gemm) -> Gemm:
-    """As it was measured for 16 bits; of 32 bits half as much fits into shared memory."""
+    """As it was measured for bfloat16. Of 32 bits half as much fits into shared memory; early fetches want rows that
+    begin at a multiple of 16 bytes."""
     if call.x.dtype is torch.float32:
-        return replace(how, tokens=min(how.tokens, 32), rows=min(how.rows, 64), depth=min(how.depth, 64), stages=2)
-    return how
+        most = 16 if call.weight.dtype is PACKED else 32
+        how = replace(how, tokens=min(how.tokens, most), rows=min(how.rows, 64), depth=min(how.depth, 64), stages=2)
+    return how if fetchable(call) else replace(how, early=0)
+
+
+def fetchable(call: Call) -> bool:
+    """Whether every row of the weight begins at a multiple of 16 bytes."""
+    return call.weight.shape[1] * call.weight.element_size() % 16 == 0 and call.weight.data_ptr() % 16 == 0
 
 
 def library(call: Call) -> Tensor:
@@ -180,8 +192,13 @@ def or_x(call: Call, tensor: Tensor | None) -> Tensor:
 def workspace(device: torch.device, how: Gemm, blocks: int, gated: bool) -> tuple[Tensor, Tensor]:
     """Memory for the parts of a split product, and a counter for each block of it; unread where there is one part."""
     size = (1 + gated) * how.rows * how.tokens + how.tokens
-    parts = torch.empty(blocks * how.splits * size if how.splits > 1 else 1, dtype=torch.float32, device=device)
+    parts = room(device, torch.float32, blocks * how.splits * size if how.splits > 1 else 1)
     return parts, counters(blocks if how.splits > 1 else 1, device)
+
+
+def room(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
+    """Memory for results, with anything in it."""
+    return torch.empty(size, dtype=dtype, device=device)
 
 
 def padded_tokens(tokens: int) -> int:

@@ -30,4 +30,4 @@ FEW = 8  # rows; with more of them the device is full whatever the context is
 def table_widths(rows: int, width: int, block_size: int) -> tuple[int, ...]:
     """Blocks of the tables that steps of so many rows are recorded with, narrowest first; `width` is the widest."""
     short = SHORT // block_size
-    return (short, width) if rows <= FEW and short < width else (width,)
+    return (short, width) if rows <= FEW and 0 < short < width else (width,)

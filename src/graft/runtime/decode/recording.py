@@ -21,6 +21,7 @@ from graft.errors import CaptureRefused
 from graft.files import Progress
 from graft.kvcache.memory import is_out_of_memory
 from graft.ops.advance_rows.op import advance_into
+from graft.ops.launch import launch_failures
 from graft.runtime.decode.buckets import table_widths
 from graft.runtime.decode.buffers import Buffers
 from graft.runtime.decode.choose import Kind, choose
@@ -114,7 +115,7 @@ class Recordings:
             self.buffers.fill([], len(self.buffers.tables))
             try:
                 self.made[key] = self.record(key)
-            except (CaptureRefused, RuntimeError) as error:  # what CUDA, Triton and the operators raise
+            except (CaptureRefused, *launch_failures()) as error:
                 reason = "no memory was left" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
                 self.problem = f"recording a {kind} step of {rows} rows failed: {reason}"
             self.seconds += time.perf_counter() - started

@@ -1,7 +1,8 @@
 """Attention of one new token a sequence over a paged cache (flash-decoding).
 
-A program takes one sequence, one key-value head with all queries of its group, and one of SPLITS parts of the context,
-tile by tile with several on their way. Few sequences of up to EARLY_CONTEXT tokens have a kernel of their own (early).
+A program takes one sequence, one key-value head with all queries of its group, and one of SPLITS parts of the
+context, tile by tile with several on their way. Few sequences of up to EARLY_CONTEXT tokens have a kernel of their
+own (early).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention of one new token of few sequences whose context is not long.
 
-A program takes one sequence, one key-value head with all queries of its group, and one part of the context: 256 places
-at once, which it holds in registers. Few programs run then, and what counts is how soon the first result is there. So
-keys and values are on their way before the program waits for the kernel ahead.
+A program takes one sequence, one key-value head with all queries of its group, and one part of the context: 256
+places at once, which it holds in registers. Few programs run then, and what counts is how soon the first result is
+there. So keys and values are on their way before the program waits for the kernel ahead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def early_kernel(
     q, k_cache, v_cache, out, partial, stats, counters, block_tables, lengths, sinks,
     sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """EARLY: the first tile is on its way before the wait, all but the newest key and value: those alone may be
     written by the kernel ahead."""

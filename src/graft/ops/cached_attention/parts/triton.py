@@ -46,6 +46,7 @@ def put_together(
     there = live[:, None] & (part < used)[None, :]
     best = tl.load(stats + (head * SPLITS)[:, None] + part, mask=there, other=LOWEST, cache_modifier=".cg")
     highest = tl.max(best, axis=1)
+    sink = highest
     if HAS_SINKS:
         sink = tl.load(sinks, mask=live, other=0.0).to(tl.float32) * LOG2E
         highest = tl.maximum(highest, sink)

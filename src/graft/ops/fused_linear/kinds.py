@@ -1,0 +1,100 @@
+"""The kernels of fused_linear with their sizes, and the shapes of products that they are chosen for."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Matvec:
+    """`rows` of the weight a program. The first `ahead` programs fetch the rows of the next `waves` times as many
+    into the cache while they wait."""
+
+    rows: int = 1
+    warps: int = 4
+    ahead: int = 0
+    waves: int = 1
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A block of rows, tokens and depth a program; `splits` programs share the depth of one. `early` blocks of the
+    weight are fetched before the wait; `norm_inside`: or in a kernel of its own, before."""
+
+    rows: int = 64
+    tokens: int = 16
+    depth: int = 128
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+    early: int = 0
+    norm_inside: bool = False
+
+
+How = Matvec | Gemm | None  # None: torch's own product, or for quantized weights the default Gemm
+KINDS: dict[str, type[Matvec] | type[Gemm]] = {"matvec": Matvec, "gemm": Gemm}
+EXTRAS = ("ahead", "waves", "early", "norm_inside")  # not shown where they have their defaults
+WEIGHTS = ("plain", "int8", "fp8", "int4")
+MOST_MATVEC_TOKENS = 4  # each has an accumulator of its own; beyond that tensor cores are faster
+KEY = re.compile(rf"({'|'.join(WEIGHTS)}) ([1-9]\d*)x([1-9]\d*)( gated)?( norm)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a choice depends on beside the tokens. n: rows of the result."""
+
+    n: int
+    k: int
+    format: str  # plain, int8, fp8, int4
+    gated: bool
+    norm: bool
+
+    def key(self) -> str:
+        return f"{self.format} {self.n}x{self.k}{' gated' * self.gated}{' norm' * self.norm}"
+
+    @staticmethod
+    def parse(key: str) -> Shape | None:
+        found = KEY.fullmatch(key)
+        if found is None:
+            return None
+        format, n, k, gated, norm = found.groups()
+        return Shape(int(n), int(k), format, gated is not None, norm is not None)
+
+    def distance(self, other: Shape) -> float:
+        """How unlike two shapes are: factors between sizes, and much for what is not the same kind."""
+        apart = abs(math.log2(self.n / other.n)) + abs(math.log2(self.k / other.k))
+        return (
+            apart + 100 * (self.format != other.format) + 10 * (self.gated != other.gated) + (self.norm != other.norm)
+        )
+
+
+def count_text(tokens: int) -> str:
+    return f"{tokens} token{'s' * (tokens != 1)}"
+
+
+def how_text(how: How, format: str = "plain") -> str:
+    """`matvec(rows=2, warps=4)`, `library`, `default`."""
+    if how is None:
+        return kind_of(how, format)
+    usual = type(how)()
+    options = {k: v for k, v in asdict(how).items() if k not in EXTRAS or v != getattr(usual, k)}
+    return f"{kind_of(how, format)}({', '.join(f'{key}={value}' for key, value in options.items())})"
+
+
+def kind_of(how: How, format: str) -> str:
+    if how is None:
+        return "library" if format == "plain" else "default"
+    return next(name for name, cls in KINDS.items() if isinstance(how, cls))
+
+
+def how_problem(how: How, shape: Shape, tokens: int) -> str | None:
+    """Why a kernel cannot run this many tokens of a shape, or None."""
+    if not isinstance(how, Matvec):
+        return None
+    if shape.format == "int4":
+        return "4-bit weights go to tensor cores, not to matvec"
+    if tokens > MOST_MATVEC_TOKENS:
+        return f"matvec takes up to {MOST_MATVEC_TOKENS} tokens"
+    return f"matvec needs a depth that is a multiple of 8, not {shape.k}" if shape.k % 8 else None

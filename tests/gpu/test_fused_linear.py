@@ -1,0 +1,70 @@
+"""graft::fused_linear on a GPU: every format at every batch size, as the tables choose and by each kernel by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graft.ops import OPS
+from graft.ops.cases import tolerance
+from graft.ops.fused_linear.cases import Shape, make
+from graft.ops.fused_linear.reference import fused_linear
+
+SPEC = OPS["fused_linear"]
+TOKENS = (1, 2, 3, 4, 5, 16, 17, 64, 65, 128, 129, 300, 2048)
+
+
+def arguments(shape, dtype):
+    return make(shape, "cuda", dtype, torch.Generator().manual_seed(shape.rows))
+
+
+def off_by(got, args):
+    """How far from float64, in units of the tolerance."""
+    wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    exact = fused_linear(*wide)
+    bound = 4 * tolerance(args[0].dtype, args[0].shape[-1])
+    return ((got.double() - exact).abs() / (bound * (1 + exact.abs()))).max().item()
+
+
+@pytest.mark.parametrize(
+    "options", [{"norm": "plain", "activation": "silu"}, {"residual": True}], ids=["gated", "sum"]
+)
+@pytest.mark.parametrize("weight", ["plain", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_batch_is_right_and_again_r22(dtype, weight, options):
+    """Twice each: the second run finds the counters as the first left them."""
+    for tokens in TOKENS if dtype is torch.bfloat16 else (1, 3, 16, 65, 129):
+        args = arguments(Shape(tokens, 512, 1152, weight=weight, **options), dtype)
+        for _ in range(2):
+            assert off_by(SPEC.kernels[0].run(*args), args) < 1, tokens
+
+
+@pytest.mark.parametrize("kernel", SPEC.kernels, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("weight", ["plain", "int8", "fp8", "int4"])
+def test_every_kernel_by_name_is_right_and_what_is_wrong_is_caught_r25(kernel, weight):
+    for tokens in (1, 4, 40, 200):
+        args = arguments(
+            Shape(tokens, 384, 1024, weight=weight, norm="plain", bias=True, residual=True), torch.bfloat16
+        )
+        if kernel.supports(*args) is not None:
+            continue
+        got = kernel.run(*args)
+        assert off_by(got, args) < 1
+        assert off_by(got.roll(1, -1), args) > 10
+
+
+def test_one_row_and_odd_depths_r22():
+    for n, k in ((1, 512), (7, 1000), (64, 520), (40, 4100)):
+        args = arguments(Shape(1, n, k, norm="plain"), torch.bfloat16)
+        assert off_by(SPEC.kernels[0].run(*args), args) < 1, (n, k)
+
+
+def test_nothing_waits_for_the_gpu_r43():
+    args = arguments(Shape(1, 512, 1024, norm="plain", activation="silu"), torch.bfloat16)
+    SPEC.kernels[0].run(*args)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        SPEC.kernels[0].run(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

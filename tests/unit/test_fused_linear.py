@@ -1,0 +1,135 @@
+"""graft::fused_linear: every kernel with every option against float64, on poisoned memory (R21, R22)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graft.ops.fused_linear.triton as kernels
+from graft.ops import OPS, choose
+from graft.ops.cases import tolerance
+from graft.ops.fused_linear.cases import Shape, make
+from graft.ops.fused_linear.choice import Gemm, Matvec
+from graft.ops.fused_linear.reference import fused_linear
+from graft.ops.launch import ring
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """What a kernel does not write is no number."""
+    monkeypatch.setattr(
+        kernels, "room", lambda device, dtype, *size: torch.full(size, torch.nan, dtype=dtype, device=device)
+    )
+
+
+def wide(args):
+    return [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+
+
+def agrees(run, args, dtype, k):
+    exact = fused_linear(*wide(args))
+    got = kernels.with_rows(run, *args)
+    bound = 4 * tolerance(dtype, k)
+    return got.shape == exact.shape and torch.allclose(got.double(), exact, rtol=bound, atol=bound)
+
+
+SHAPES = st.builds(
+    Shape,
+    rows=st.integers(1, 4),
+    n=st.sampled_from([4, 12, 18]),
+    k=st.sampled_from([8, 136, 512, 1032]),
+    weight=st.sampled_from(["plain", "plain", "int8", "fp8"]),
+    bias=st.booleans(),
+    norm=st.sampled_from(["", "plain", "cast_last"]),
+    activation=st.sampled_from(["none", "silu", "gelu_tanh"]),
+    residual=st.booleans(),
+)
+
+
+def arguments(shape, dtype, seed=0):
+    return make(shape, DEVICE, dtype, torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=25, deadline=None)
+@given(SHAPES, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
+def test_matvec_agrees_with_float64_r22(shape, rows, warps):
+    args = arguments(shape, torch.float32)
+    assert agrees(lambda call: kernels.launch_matvec(call, Matvec(rows, warps)), args, torch.float32, shape.k)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    SHAPES, st.sampled_from(["", "int4"]), st.integers(1, 40), st.sampled_from([16, 32]), st.sampled_from([1, 2, 3]),
+    st.booleans(),
+)  # fmt: skip
+def test_gemm_agrees_with_float64_r22(shape, int4, tokens, rows, splits, inside):
+    shape = replace(shape, rows=tokens, weight=int4 or shape.weight)
+    how = Gemm(rows=rows, tokens=16, depth=64, splits=splits, norm_inside=inside)
+    args = arguments(shape, torch.float32)
+    assert agrees(lambda call: kernels.launch_gemm(call, how), args, torch.float32, shape.k)
+    assert not ring(torch.device(DEVICE)).zeros.any()  # counters are left as they were found
+
+
+@settings(max_examples=15, deadline=None)
+@given(SHAPES, st.sampled_from(["", "int4"]), st.integers(1, 9))
+def test_torchs_own_product_agrees_with_float64_r25(shape, int4, tokens):
+    shape = replace(shape, rows=tokens, weight=int4 or shape.weight)
+    assert agrees(kernels.library, arguments(shape, torch.float32), torch.float32, shape.k)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda call: replace(call, x=call.x + 0.01),
+        lambda call: replace(call, norm=call.norm.flip(0)),
+        lambda call: replace(call, residual=call.residual.flip(-1)),
+        lambda call: replace(call, weight=call.weight.roll(1, 0)),
+        lambda call: replace(call, bias=call.bias.roll(1)),
+        lambda call: replace(call, eps=call.eps + 0.01),
+    ],
+)
+@pytest.mark.parametrize("kernel", ["matvec", "gemm"])
+def test_what_is_slightly_wrong_is_caught(wrong, kernel):
+    shape = Shape(2, 12, 512, bias=True, norm="plain", residual=True)
+    run = {
+        "matvec": lambda call: kernels.launch_matvec(call, Matvec(2, 2)),
+        "gemm": lambda call: kernels.launch_gemm(call, Gemm(rows=16, tokens=16, depth=64, splits=2)),
+    }[kernel]
+    args = arguments(shape, torch.float32)
+    assert agrees(run, args, torch.float32, shape.k)
+    assert not agrees(lambda call: run(wrong(call)), args, torch.float32, shape.k)
+
+
+@pytest.mark.parametrize("weight", ["int8", "int4", "fp8"])
+def test_a_scale_of_another_row_is_caught_r21(weight):
+    shape = Shape(1, 16, 512, weight=weight)
+    args = arguments(shape, torch.float32)
+    run = lambda call: kernels.launch_gemm(call, Gemm(rows=16, tokens=16, depth=64))  # noqa: E731
+    assert agrees(run, args, torch.float32, shape.k)
+    assert not agrees(lambda call: run(replace(call, scale=call.scale.roll(1, 0))), args, torch.float32, shape.k)
+
+
+def test_rows_of_any_shape_and_layout_are_taken_r22():
+    shape = Shape(6, 12, 136, norm="plain", residual=True)
+    x, *rest = arguments(shape, torch.float32)
+    rest[-1] = rest[-1].view(2, 3, 12)
+    across = x.view(2, 3, 136).transpose(0, 1).contiguous().transpose(0, 1)  # the same values, other strides
+    assert agrees(
+        lambda call: kernels.launch_gemm(call, Gemm(rows=16, depth=64)), [across, *rest], torch.float32, 136
+    )
+    strided = x.view(2, 3, 136).transpose(1, 2).contiguous().transpose(1, 2)
+    assert agrees(kernels.launch, [strided, *rest], torch.float32, 136)
+
+
+def test_a_cpu_takes_the_reference_and_says_why_r25():
+    args = make(Shape(1, 8, 64), "cpu", torch.float32, torch.Generator().manual_seed(0))
+    assert choose(OPS["fused_linear"], *args).name == "reference"
+    assert "run on a GPU" in OPS["fused_linear"].kernels[0].supports(*args)
+    mixed = (args[0].half(), *args[1:])
+    assert "the weight torch.float32" in OPS["fused_linear"].kernels[0].supports(*mixed)
