@@ -3,8 +3,9 @@
 python benchmarks/cold_start.py --model llama-3.1-8b --json
 
 Two processes, one after the other. The first has empty folders for Triton's compiled kernels, Inductor's and graft's
-own (tuning, converted checkpoints); the second has the same folders again. Phases are those that the engine's
-progress names; `load` is the model's, and `first token` a prompt's first call.
+own (captured graphs, tuning, converted checkpoints); the second has the same folders again. Phases are those that the
+engine's progress names: `capturing the graph` the first time, `loading the captured graph` the second. `load` is the
+model's, and `first token` a prompt's first call.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     ready = sum(
         seconds for name, seconds in phases.items() if name not in ("import", "load", "second call, 8 tokens")
     )
-    notes = [note for note in llm.report.notes if "cache" not in note]
+    notes = [note for note in llm.report.notes if not note.startswith("key-value cache")]
     return {"phases": phases, "ready_seconds": ready, "backend": llm.backend, "notes": notes, **facts(device)}
 
 

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("GRAFT_NO_GRAPH_CACHE", "1")  # tests are to capture; those of the cache turn it on
 os.environ |= {"NO_COLOR": "1", "COLUMNS": "160"}  # what the commands print, whatever the terminal
 warnings.filterwarnings("ignore")
 

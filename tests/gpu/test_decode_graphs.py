@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import defaultdict
 from functools import cache
 
 import pytest
 import torch
+import triton
 
 import graft
 from graft.models.load import load_model
@@ -155,6 +158,76 @@ def test_every_default_size_is_recorded_r43():
     given = prompts([5 + i % 9 for i in range(100)])
     expected = graft.LLM(model("qwen3"), enforce_eager=True).generate(given, greedy(8))
     assert [o.token_ids for o in llm.generate(given, greedy(8))] == [o.token_ids for o in expected]
+
+
+def test_first_runs_compile_side_by_side_and_each_kernel_once_r50(monkeypatch, tmp_path):
+    """Counted where Triton's functions compile; the tokens after it are those of the eager engine."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled, together = fresh_kernels(monkeypatch), []
+    original = Recordings.compile_all
+
+    def counted(self, keys, progress=None):
+        before = len(compiled)
+        original(self, keys, progress)
+        together.extend(compiled[before:])
+        assert self.failures == {} and len({rows for rows, *_ in keys}) == 4
+
+    monkeypatch.setattr(Recordings, "compile_all", counted)
+    llm = graft.LLM(model("llama", "bfloat16"), max_num_seqs=8, cudagraph_capture_sizes=[1, 2, 4, 8])
+    assert together and len(together) == len(set(together)), "each kernel once"
+    assert compiled[-1] == together[-1], "recording compiled nothing more"
+    assert sorted(rows for rows, *_ in llm.engine.loop.recordings.made) == [1, 2, 4, 8]
+    given = prompts((3, 17, 9, 33, 5))
+    for count in (1, 2, 5):
+        first = [o.token_ids for o in llm.generate(given[:count], greedy())]
+        again = graft.LLM(model("llama", "bfloat16"), max_num_seqs=8, cudagraph_capture_sizes=[1, 2, 4, 8])
+        assert [o.token_ids for o in again.generate(given[:count], greedy())] == first
+    exact = graft.LLM(model("llama"), max_num_seqs=8, cudagraph_capture_sizes=[1, 2, 4, 8])
+    expected = graft.LLM(model("llama"), enforce_eager=True, max_num_seqs=8).generate(given, greedy())
+    assert [o.token_ids for o in exact.generate(given, greedy())] == [o.token_ids for o in expected]
+
+
+def fresh_kernels(monkeypatch):
+    """As in a new process: Triton's functions forget what they compiled until the test ends. The list grows by each
+    compilation."""
+    functions = {
+        id(value): value
+        for name, module in list(sys.modules.items())
+        if name.startswith("graft.ops")
+        for value in vars(module).values()
+        if isinstance(value, triton.JITFunction)
+    }
+    compiled = []
+    for function in functions.values():
+
+        def compile_it(source, *args, original=function.compile, **kwargs):
+            compiled.append((source.hash(), str(kwargs["options"])))
+            return original(source, *args, **kwargs)
+
+        monkeypatch.setattr(function, "compile", compile_it)
+        monkeypatch.setattr(function, "device_caches", defaultdict(function.create_binder))
+    return compiled
+
+
+def test_a_failing_first_run_is_told_for_its_size_and_the_engine_goes_on_r50(monkeypatch):
+    body = Recordings.body
+
+    def failing(self, key):
+        step = body(self, key)
+
+        def run():
+            if key[0] == 2:
+                raise RuntimeError("no such instruction")
+            return step()
+
+        return run
+
+    monkeypatch.setattr(Recordings, "body", failing)
+    llm = graft.LLM(model("llama"), max_num_seqs=4)
+    assert [rows for rows, *_ in llm.engine.loop.recordings.made] == [4]
+    assert any("recording a greedy step of 2 rows failed: RuntimeError: no such" in n for n in llm.report.notes)
+    expected = graft.LLM(model("llama"), enforce_eager=True).generate(prompts((5, 9)), greedy())
+    assert [o.token_ids for o in llm.generate(prompts((5, 9)), greedy())] == [o.token_ids for o in expected]
 
 
 def test_a_step_that_waits_is_not_recorded_and_the_engine_goes_on_r43(monkeypatch):

@@ -19,7 +19,8 @@ from torch.fx import Graph, GraphModule, Node
 from graft.errors import DumpError
 from graft.graph.edit import attach_state, attribute
 from graft.graph.literals import decode_literal, encode_literal
-from graft.graph.nodes import OpOverload, val, where
+from graft.graph.memory import alias_sources, is_maybe_view, is_mutating
+from graft.graph.nodes import OpOverload, tensor_val, val, where
 from graft.graph.pytrees import decode_nesting, encode_nesting
 from graft.graph.text import abstract_text
 from graft.graph.values import ValueReader, ValueWriter, encode_symbols
@@ -48,7 +49,20 @@ def graph_to_json(gm: GraphModule, *, exact: bool = False) -> str:
     data: dict[str, Any] = {"format": FORMAT, "nodes": nodes, "state": state}
     if exact:
         data |= {"symbols": encode_symbols(gm.graph), "nesting": encode_nesting(gm.graph)}
+    if writer is not None and not any(is_mutating(node) for node in gm.graph.nodes):
+        data["alike"] = writer.alike(copied_storages(gm.graph, writer))
     return json.dumps(data, indent=0)
+
+
+def copied_storages(graph: Graph, writer: ValueWriter) -> set[int]:
+    """Where a call such as `to` may give a view but copied: that its storage is another must stay readable."""
+    found: set[int] = set()
+    for node in filter(is_maybe_view, graph.nodes):
+        result = writer.number(tensor_val(node))
+        given = {writer.number(tensor_val(source)) for source in alias_sources(node)} - {None, result}
+        if result is not None and any(writer.contents[n] == writer.contents[result] for n in given if n is not None):
+            found.add(result)
+    return found
 
 
 def encode_tensor(tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
@@ -121,7 +135,7 @@ def graph_from_json(text: str, state: Mapping[str, torch.Tensor] | None = None) 
     root = torch.nn.Module()
     for name, spec in data["state"].items():
         attach(root, name, spec, (state or {}).get(name))
-    reader = ValueReader(data["symbols"]) if "symbols" in data else None
+    reader = ValueReader(data["symbols"], data.get("alike", ())) if "symbols" in data else None
     graph, nodes = Graph(), {}
     for entry in data["nodes"]:
         check_names(entry)

@@ -56,7 +56,7 @@ def read_symbol(symbol: Any, env: Any) -> Symbol:
     return Symbol(str(symbol), None if known is None else int(known), lower, upper, bool(symbol.is_positive))
 
 
-def hints(env: Any) -> Mapping[Any, Any]:
+def hints(env: Any) -> dict[Any, Any]:
     """torch 2.12 renamed the table of example sizes."""
     return env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
 
@@ -79,11 +79,16 @@ def declare(symbols: Iterable[Symbol], mode: Any) -> dict[str, torch.SymInt]:
     made = {}
     for entry in symbols:
         symbol = sympy.Symbol(entry.name, integer=True, positive=True if entry.positive else None)
+        for table in (hints(env), env.var_to_range):  # the size that fresh_mode traced may have this name
+            table.pop(symbol, None)
         if entry.hint is not None:
             add_hint(symbol, entry.hint)
         lower = -unbounded if entry.lower is None else entry.lower
         env.constrain_symbol_range(symbol, lower, unbounded if entry.upper is None else entry.upper)
         made[entry.name] = env.create_symintnode(symbol, hint=entry.hint)
+        number = entry.name.lstrip("suzf")
+        if number.isdigit():
+            env.unique_ids.add(int(number))  # torch names new symbols by numbers that are not in there
     return made
 
 

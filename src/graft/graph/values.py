@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,9 +20,15 @@ def encode_symbols(graph: Graph) -> list[dict[str, Any]]:
 
 @dataclass
 class ValueWriter:
-    """Writes values; tensors that share memory get one number in `storages`."""
+    """Writes values; tensors that share memory get one number in `storages`.
+
+    contents: by that number, what was written of the storage, without the number. Two storages of equal contents can
+    be read as one where nothing depends on which is which (serial.py decides that): a fake tensor with symbolic sizes
+    takes 3 ms to make, and equal layers have equal ones.
+    """
 
     storages: dict[int, int] = field(default_factory=dict)
+    contents: list[list[str]] = field(default_factory=list)
 
     def encode(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -38,15 +45,30 @@ class ValueWriter:
         if not is_dense(value):
             raise DumpError(f"a value of layout {value.layout} cannot be stored; only dense tensors can")
         storage = value.untyped_storage()
-        return {
+        number = self.storages.setdefault(storage._cdata, len(self.storages))
+        entry = {
             "shape": [size_text(size) for size in value.shape],
             "stride": [size_text(stride) for stride in value.stride()],
             "offset": size_text(value.storage_offset()),
             "dtype": str(value.dtype).removeprefix("torch."),
             "device": str(value.device),
-            "storage": self.storages.setdefault(storage._cdata, len(self.storages)),
             "bytes": size_text(storage.nbytes()),
         }
+        self.contents += [[] for _ in range(number + 1 - len(self.contents))]
+        self.contents[number].append(str(entry))
+        return {**entry, "storage": number}
+
+    def number(self, value: torch.Tensor | None) -> int | None:
+        """Of the storage of a value that was written."""
+        return None if value is None else self.storages.get(value.untyped_storage()._cdata)
+
+    def alike(self, apart: Collection[int]) -> list[int]:
+        """For each storage the first one of equal contents; itself for those in `apart`."""
+        first: dict[tuple[str, ...], int] = {}
+        return [
+            number if number in apart else first.setdefault(tuple(content), number)
+            for number, content in enumerate(self.contents)
+        ]
 
 
 def size_text(size: Any) -> Any:
@@ -59,10 +81,14 @@ def size_text(size: Any) -> Any:
 
 
 class ValueReader:
-    """Reads values into a fresh FakeTensorMode; tensors of one storage are views of one fake tensor."""
+    """Reads values into a fresh FakeTensorMode; tensors of one storage are views of one fake tensor.
 
-    def __init__(self, symbols: list[dict[str, Any]]) -> None:
+    alike: for each storage the one that it is read as; empty where every storage is read as its own.
+    """
+
+    def __init__(self, symbols: list[dict[str, Any]], alike: Sequence[int] = ()) -> None:
         self.mode = fresh_mode()
+        self.alike = alike
         self.names = declare([Symbol(**entry) for entry in symbols], self.mode)
         self.bases: dict[int, torch.Tensor] = {}  # storage → a tensor that covers all of it
         self.sizes: dict[str, Any] = {}
@@ -88,6 +114,8 @@ class ValueReader:
 
     def tensor(self, entry: dict[str, Any]) -> torch.Tensor:
         """Equal entries are one fake tensor, as they are for equal layers in a graph that was just transformed."""
+        if self.alike:
+            entry = {**entry, "storage": self.alike[entry["storage"]]}
         key = str(entry)
         if key not in self.made:
             with self.mode, torch.no_grad():

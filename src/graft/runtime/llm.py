@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.backends import lower
-from graft.capture.decoder import capture_decoder
+from graft.capture.cache import captured_decoder
 from graft.errors import GraftError, TokenizerMissing, UsageError, near
 from graft.files import Progress
 from graft.kvcache.events import Event
@@ -58,9 +58,7 @@ class LLM:
             settings = load_config(config, model=overlay(self.model), sets=sets)
         require_cache(settings)
         keep = given is not None if keep_weights is None else keep_weights
-        if progress:
-            progress("capturing the graph", 0, 1)
-        self.graph_module = capture_decoder(self.model.module)
+        self.graph_module, captured = captured_decoder(self.model.module, progress)
         owned = None if keep else self.model.module
         context = Context(route="decoder", context_length=self.model.context, owned=owned)
         report = run_pipeline(
@@ -80,7 +78,7 @@ class LLM:
         )  # fmt: skip
         self.quantized: Saving | None = context.outputs.get("quantized")
         place = next(self.model.module.parameters()).device
-        notes = (*report.notes, *lowered.notes, *choice_notes(self.graph_module, place, lowered.kernels))
+        notes = (captured, *report.notes, *lowered.notes, *choice_notes(self.graph_module, place, lowered.kernels))
         self.built: Report = replace(report, kernels=lowered.kernels, notes=notes)
 
     def generate(

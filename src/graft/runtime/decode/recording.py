@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from graft.ops.launch import launch_failures
 from graft.runtime.decode.buckets import table_widths
 from graft.runtime.decode.buffers import Buffers
 from graft.runtime.decode.choose import Kind, choose
+from graft.runtime.decode.warming import run_together
 
 Key = tuple[int, int, Kind]  # rows, blocks of a table, how tokens are chosen
 
@@ -48,6 +50,7 @@ class Recordings:
         self.made: dict[Key, Recording] = {}
         self.problem: str | None = None  # why no more are made
         self.seconds = 0.0
+        self.failures: dict[Key, BaseException] = {}  # of first runs, told when the step is recorded
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
 
@@ -56,6 +59,8 @@ class Recordings:
         wanted = [(rows, width) for rows in sorted(sizes, reverse=True) for width in reversed(self.widths(rows))]
         gc.freeze()  # torch collects garbage before each capture, which goes through every object of the model
         try:
+            if self.device.type == "cuda":
+                self.compile_all([(rows, width, "greedy") for rows, width in wanted], progress)
             for done, (rows, width) in enumerate(wanted):
                 if progress:
                     progress("capturing CUDA graphs", done, len(wanted))
@@ -65,6 +70,33 @@ class Recordings:
             gc.unfreeze()
         if progress:
             progress("capturing CUDA graphs", len(wanted), len(wanted))
+
+    @torch.inference_mode()
+    def compile_all(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
+        """Runs each step once on padding rows, their kernels being compiled side by side (warming.py)."""
+        if progress:
+            progress("compiling kernels", 0, 1)
+        started = time.perf_counter()
+        self.buffers.fill([], len(self.buffers.tables))
+        stream, here = self.side_stream(), torch.cuda.current_stream(self.device)
+        stream.wait_stream(here)
+        failures = run_together({key: self.body(key) for key in keys}, lambda: self.beside(stream))
+        here.wait_stream(stream)
+        torch.cuda.empty_cache()  # all steps had their memory at once; the recordings have a pool of their own
+        # one step alone may have room where all together had not; it runs again when it is recorded
+        self.failures = {key: error for key, error in failures.items() if not is_out_of_memory(error)}
+        self.seconds += time.perf_counter() - started
+
+    @contextmanager
+    def beside(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """A step in a thread of its own, on a stream that it shares with the others."""
+        with torch.inference_mode(), torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
+
+    def side_stream(self) -> torch.cuda.Stream:
+        if self.stream is None:
+            self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+        return self.stream
 
     def widths(self, rows: int) -> tuple[int, ...]:
         return table_widths(rows, self.buffers.tables.shape[1], self.buffers.block_size)
@@ -111,17 +143,18 @@ class Recordings:
         if self.device.type != "cuda":
             step()
             return Recording(rows, kind, step)
-        if self.stream is None:
-            self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
+        if key in self.failures:
+            raise self.failures.pop(key)
+        stream = self.side_stream()
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(here)
+        stream.wait_stream(here)
         try:
             # warm-up and capture on one stream: libraries keep a workspace for each
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
                 warm_up(step)
-                logits = capture(graph, self.stream, lambda: [step()], (), self.pool)[0]
+                logits = capture(graph, stream, lambda: [step()], (), self.pool)[0]
         finally:
-            here.wait_stream(self.stream)
+            here.wait_stream(stream)
         # only a step whose logits are read keeps them: the memory of the others is the next recording's
         kept = logits if kind == "logits" else None
         return Recording(rows, kind, lambda: replay(graph, kept))

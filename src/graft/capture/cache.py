@@ -1,0 +1,109 @@
+"""Captured graphs on disk: a second start of an equal model reads its graph instead of running torch.export.
+
+    <cache directory>/graphs/<fingerprint>.json     a line with the fingerprint and a checksum, then the graph
+
+The file holds no weights: they are the model's own. A model that cannot be told from another (hooks, code without a
+version, see fingerprint.py) is captured each time, and the note says why. GRAFT_NO_GRAPH_CACHE=1 turns it off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch.fx import GraphModule
+from transformers import PreTrainedModel
+
+from graft.capture.code import Unknowable
+from graft.capture.decoder import capture_decoder
+from graft.capture.fingerprint import fingerprint
+from graft.errors import DumpError
+from graft.files import Progress, cache_dir
+from graft.graph.serial import graph_from_json, graph_to_json
+from graft.graph.verify import module_state
+
+OFF = "GRAFT_NO_GRAPH_CACHE"
+CLASS_NAME = "CapturedDecoder"
+
+
+def captured_decoder(model: PreTrainedModel, progress: Progress | None = None) -> tuple[GraphModule, str]:
+    """What `capture_decoder` gives, from the cache where it is there, and a note on how it came."""
+    started = time.perf_counter()
+    key, why = cache_key(model)
+    file = None if key is None else cache_dir() / "graphs" / f"{key}.json"
+    if key is not None and file is not None and file.exists():
+        if progress:
+            progress("loading the captured graph", 0, 1)
+        found = load(file, key, model)
+        if isinstance(found, GraphModule):
+            seconds = time.perf_counter() - started
+            return found, f"captured graph: from the cache ({key[:12]}), {seconds:.1f} s"
+        why = f"; the stored graph was not used: {found}"
+    if progress:
+        progress("capturing the graph", 0, 1)
+    started = time.perf_counter()
+    gm = capture_decoder(model)
+    seconds = time.perf_counter() - started
+    stored = "not stored" if key is None or file is None else store(file, key, gm, model)
+    return gm, f"captured graph: captured in {seconds:.1f} s, {stored}{why}"
+
+
+def cache_key(model: PreTrainedModel) -> tuple[str | None, str]:
+    """The fingerprint; or None, and why there is none."""
+    if os.environ.get(OFF, "") not in ("", "0"):
+        return None, f" ({OFF} is set)"
+    try:
+        return fingerprint(model), ""
+    except (Unknowable, RecursionError) as error:
+        return None, f" ({error})"
+
+
+def model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By name; tied ones under each of their names."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return named | dict(model.named_buffers(remove_duplicate=False))
+
+
+def load(file: Path, key: str, model: PreTrainedModel) -> GraphModule | str:
+    """The graph around the model's own tensors, or what is wrong with the file."""
+    try:
+        head, _, text = file.read_text().partition("\n")
+        if json.loads(head) != header(key, text):
+            return "its checksum is not what it says"
+        state = model_state(model)
+        gm = graph_from_json(text, state)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, DumpError) as error:
+        return f"{type(error).__name__}: {error}"
+    foreign = [name for name, tensor in module_state(gm).items() if state.get(name) is not tensor]
+    if foreign:
+        return f"{foreign[0]} is not the model's"
+    type(gm).__name__ = CLASS_NAME  # a GraphModule's class is its own
+    return gm
+
+
+def store(file: Path, key: str, gm: GraphModule, model: PreTrainedModel) -> str:
+    """Writes the file whole or not at all; "stored", or why not."""
+    known = model_state(model)
+    foreign = [name for name, tensor in module_state(gm).items() if known.get(name) is not tensor]
+    if foreign:
+        return f"not stored: {foreign[0]} is neither a parameter nor a buffer of the model"
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        text = graph_to_json(gm, exact=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(f"{json.dumps(header(key, text))}\n{text}")
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+    except (OSError, DumpError) as error:
+        return f"not stored: {error}"
+    return "stored"
+
+
+def header(key: str, text: str) -> dict[str, str]:
+    return {"graft_graph": key, "sha256": hashlib.sha256(text.encode()).hexdigest()}
