@@ -28,6 +28,25 @@ def fetch_ahead(pointers, size, ONCE: tl.constexpr):
         tl.inline_asm_elementwise(FETCH, "=r,l,r", [pointers, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
+# Four bytes become four floats with one instruction each: laid into the mantissa of 32768 a byte makes 32768 + byte.
+# With the sign bit turned over a byte is its number + 128, so all together are 32896 too large: SHIFT.
+WIDEN_BYTES = tl.constexpr(
+    "{ .reg .b32 u; xor.b32 u, $4, 0x80808080;"
+    " prmt.b32 $0, u, 0x47000000, 0x7404; prmt.b32 $1, u, 0x47000000, 0x7414;"
+    " prmt.b32 $2, u, 0x47000000, 0x7424; prmt.b32 $3, u, 0x47000000, 0x7434; }"
+)
+SHIFT = tl.constexpr(32896.0)
+
+
+@triton.jit
+def widen(w, BYTES: tl.constexpr):
+    """float32, SHIFT too large where BYTES."""
+    if BYTES:
+        return tl.inline_asm_elementwise(WIDEN_BYTES, "=r,=r,=r,=r,r", [w], dtype=tl.float32, is_pure=True, pack=4)
+    else:
+        return w.to(tl.float32)
+
+
 @triton.jit
 def load_tiles(
     weight, row, lane, n, k, FIRST: tl.constexpr, END: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr
@@ -59,15 +78,17 @@ def fetch_waves(
 
 @triton.jit
 def nothing_yet(TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """For each token the products with the gate's or only rows and with up's, [BN, BK], and squares, [BK]."""
+    """For each token the products with the gate's or only rows and with up's, [BN, BK], squares and sums, [BK]."""
     ys = ()
     ups = ()
+    squares = ()
     sums = ()
     for _ in tl.static_range(TOKENS):
         ys = ys + (tl.zeros([BN, BK], tl.float32),)
         ups = ups + (tl.zeros([BN, BK], tl.float32),)
+        squares = squares + (tl.zeros([BK], tl.float32),)
         sums = sums + (tl.zeros([BK], tl.float32),)
-    return ys, ups, sums
+    return ys, ups, squares, sums
 
 
 @triton.jit
@@ -84,22 +105,24 @@ def load_token(x, norm, token, column, k, stride_x, offset, squares, NORM: tl.co
 
 @triton.jit
 def add_tile(
-    ys, ups, sums, w, v, x, norm, column, k, stride_x, offset, TOKENS: tl.constexpr, NORM: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr,
+    ys, ups, squares, sums, w, v, x, norm, column, k, stride_x, offset, TOKENS: tl.constexpr, NORM: tl.constexpr,
+    GATED: tl.constexpr, EVEN: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     """One tile of the rows for every token."""
     new_ys = ()
     new_ups = ()
+    new_squares = ()
     new_sums = ()
     for token in tl.static_range(TOKENS):
-        h, squares = load_token(x, norm, token, column, k, stride_x, offset, sums[token], NORM, EVEN)
+        h, square = load_token(x, norm, token, column, k, stride_x, offset, squares[token], NORM, EVEN)
         up = ups[token]
         if GATED:
-            up += v.to(tl.float32) * h[None, :]
-        new_ys = new_ys + (ys[token] + w.to(tl.float32) * h[None, :],)
+            up += widen(v, BYTES) * h[None, :]
+        new_ys = new_ys + (ys[token] + widen(w, BYTES) * h[None, :],)
         new_ups = new_ups + (up,)
-        new_sums = new_sums + (squares,)
-    return new_ys, new_ups, new_sums
+        new_squares = new_squares + (square,)
+        new_sums = new_sums + (sums[token] + h if BYTES else sums[token],)
+    return new_ys, new_ups, new_squares, new_sums
 
 
 @triton.jit
@@ -130,7 +153,7 @@ def matvec_kernel(
     x, weight, bias, scale, norm, residual, out, n, eighths, stride_x, eps, offset,
     TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
     AHEAD: tl.constexpr, WAVES: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
-    NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """n: rows of the result; with a gate the weight has 2 n, the second n for `up`. STEPS tiles of BK are a row, EVEN
     if none is cut off; EARLY of them are on their way before the wait. AHEAD: the first AHEAD programs fetch the rows
@@ -153,25 +176,29 @@ def matvec_kernel(
         if AHEAD > 0:
             fetch_waves(weight, above, program, n, k, AHEAD, WAVES, BN, GATED)
         tl.extra.cuda.gdc_wait()
-    ys, ups, sums = nothing_yet(TOKENS, BN, BK)
+    ys, ups, squares, sums = nothing_yet(TOKENS, BN, BK)
     for step in tl.static_range(STEPS):
         if step + EARLY < STEPS:
             ws = ws + load_tiles(weight, row, lane, n, k, step + EARLY, step + EARLY + 1, BK, EVEN)
             if GATED:
                 vs = vs + load_tiles(above, row, lane, n, k, step + EARLY, step + EARLY + 1, BK, EVEN)
-        ys, ups, sums = add_tile(
-            ys, ups, sums, ws[step], vs[step] if GATED else ws[step], x, norm, step * BK + lane, k, stride_x, offset,
-            TOKENS, NORM, GATED, EVEN,
+        ys, ups, squares, sums = add_tile(
+            ys, ups, squares, sums, ws[step], vs[step] if GATED else ws[step], x, norm, step * BK + lane, k, stride_x,
+            offset, TOKENS, NORM, GATED, EVEN, BYTES,
         )  # fmt: skip
     for token in tl.static_range(TOKENS):
+        own, own_up = ys[token], ups[token]
+        if BYTES:
+            own -= SHIFT * sums[token][None, :]
+            own_up -= SHIFT * sums[token][None, :]
         if NORM:  # divided by the root mean square after the product: one pass over x, one exchange between threads
-            both = tl.join(ys[token], tl.broadcast_to(sums[token][None, :], [BN, BK]))  # [BN, BK, 2]
+            both = tl.join(own, tl.broadcast_to(squares[token][None, :], [BN, BK]))  # [BN, BK, 2]
             y, total = tl.split(tl.sum(both, axis=1))
             inverse = tl.rsqrt(total / k + eps)
         else:
-            y = tl.sum(ys[token], axis=1)
+            y = tl.sum(own, axis=1)
             inverse = tl.full([BN], 1.0, tl.float32)
-        up = tl.sum(ups[token], axis=1) if GATED else y
+        up = tl.sum(own_up, axis=1) if GATED else y
         finish(
             y * inverse, up * inverse, bias, scale, residual, out, row, token, n, ACTIVATION, BIAS, SCALE, RESIDUAL
         )

@@ -101,7 +101,8 @@ def launch_matvec(call: Call, how: Matvec) -> Tensor:
         AHEAD=how.ahead if fetchable(call) else 0, WAVES=how.waves,
         EVEN=k % tile == 0,
         BIAS=call.bias is not None, SCALE=call.scale is not None, NORM=call.norm is not None,
-        ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
+        ACTIVATION=call.activation, RESIDUAL=call.residual is not None,
+        BYTES=call.weight.dtype is torch.int8 and call.x.is_cuda and call.x.element_size() == 2, PDL=pdl,
         num_warps=how.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
