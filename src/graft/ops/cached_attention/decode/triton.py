@@ -80,19 +80,29 @@ def split_kv(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, lengths: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     out: Tensor | None = None, splits: int | None = None, early: bool | None = None,
+    turn: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """q: [1, h, n, d], one token of each of n sequences → [1, n, h, d]. splits, early: else from the shapes."""
+    """q: [1, h, n, d], one token of each of n sequences → [1, n, h, d]. splits, early: else from the shapes.
+
+    turn: new keys and values [1, kv, n, d], cos and sin [1, 1, n, d], for the early kernel: it turns queries and keys
+    and writes the cache; else that has been done.
+    """
     _, h, n, d = q.shape
     kv, room = k_cache.shape[2], block_tables.shape[1] * k_cache.shape[1]
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty((1, n, h, d), dtype=q.dtype, device=q.device) if out is None else out
     wide = max(16, triton.next_power_of_2(d))
-    early = (n * kv <= EARLY_PROGRAMS and room <= EARLY_CONTEXT) if early is None else early
+    early = turn is not None or (is_early(n, kv, room) if early is None else early)
     if early:
         tile = max(16, min(EARLY_TILE, EARLY_BYTES // (wide * q.element_size())))
         splits = splits or min(triton.next_power_of_2(-(-room // tile)), MOST_SPLITS)
-        options: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
+        k, v, cos, sin = turn or (q, q, q, q)
+        strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
+        more = [k, v, cos, sin], strides
+        options: dict[str, Any] = {"num_warps": 8, "num_stages": 1, "TURNS": turn is not None}
+        options["ROUND"] = torch.promote_types(q.dtype, cos.dtype) == q.dtype
     else:
+        more = [], []
         tile = max(16, min(64, TILE_BYTES // (wide * q.element_size())))
         splits = splits or split_count(n, kv, q.device)
         options = {"LEAST": LEAST_TILES, "num_warps": 4, "num_stages": 4}
@@ -101,14 +111,19 @@ def split_kv(
     pdl = pdl_supported(q.device)
     (early_kernel if early else split_kv_kernel)[(n, kv, splits)](
         q, k_cache, v_cache, out, partial, stats, counters(n * kv if splits > 1 else 1, q.device),
-        block_tables, lengths, q if sinks is None else sinks,
-        q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
+        block_tables, lengths, q if sinks is None else sinks, *more[0],
+        q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0), *more[1],
         scale, window or 0, softcap or 1.0, h, d=d, D=wide, TILE=tile, SPLITS=splits,
         GROUP=h // kv, GROUP_FEW=triton.next_power_of_2(h // kv), GROUP_PAD=max(16, triton.next_power_of_2(h // kv)),
         BLOCK=k_cache.shape[1], HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None, PDL=pdl, launch_pdl=pdl, **options,
     )  # fmt: skip
     return out
+
+
+def is_early(n: int, kv: int, room: int) -> bool:
+    """Whether few sequences with tables for `room` tokens take the early kernel."""
+    return n * kv <= EARLY_PROGRAMS and room <= EARLY_CONTEXT
 
 
 def split_count(n: int, kv: int, device: torch.device) -> int:

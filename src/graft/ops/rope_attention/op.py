@@ -1,0 +1,97 @@
+"""graft::rope_attention: queries and keys turned, keys and values written into the cache, attention over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.ops.cached_attention.op import split_kv_supports
+from graft.ops.rope_attention.reference import rope_attention
+from graft.ops.rope_kv_write import op as write
+from graft.ops.spec import Kernel, OpSpec, define
+
+
+def fake(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor, spans: Tensor, scale: float,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, interleaved: bool = False,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
+    cast_last: bool = False,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v_cache.shape[3])
+
+
+def steps_supports(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor, spans: Tensor, scale: float,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, interleaved: bool = False,
+    *norms: Any,
+) -> str | None:  # fmt: skip
+    """Two kernels, one after the other."""
+    return write.triton_supports(q, k, v, cos, sin, k_cache, v_cache, slots, interleaved, *norms)
+
+
+def whole_supports(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor, spans: Tensor, scale: float,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, interleaved: bool = False,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, *norm: Any,
+) -> str | None:  # fmt: skip
+    """One kernel: few sequences that decode in short contexts, heads that turn by half."""
+    from graft.ops.cached_attention.decode.triton import is_early
+
+    if q_norm is not None or k_norm is not None or interleaved or cos.shape[-1] != q.shape[-1]:
+        return "heads are normed, turn in pairs, or turn in part"
+    problem = split_kv_supports(q, k_cache, v_cache, rows, block_tables, starts, lengths)
+    problem = problem or steps_supports(
+        q, k, v, cos, sin, k_cache, v_cache, slots, rows, block_tables, starts, lengths, spans, scale
+    )
+    if problem is not None:
+        return problem
+    if not is_early(q.shape[2], k.shape[1], block_tables.shape[1] * k_cache.shape[1]):
+        return "many sequences, or block tables with room for long contexts"
+    return None
+
+
+def run_whole(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor, spans: Tensor, scale: float,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, *_: Any,
+) -> Tensor:  # fmt: skip
+    from graft.ops.cached_attention.decode.triton import split_kv
+
+    cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
+    turn = (k, v, cos, sin)
+    return split_kv(q, k_cache, v_cache, block_tables, lengths, scale, window, softcap, sinks, turn=turn)
+
+
+def run_steps(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor, spans: Tensor, scale: float,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, interleaved: bool = False,
+    *norms: Any,
+) -> Tensor:  # fmt: skip
+    turned = torch.ops.graft.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slots, interleaved, *norms)
+    return torch.ops.graft.cached_attention(
+        turned, k_cache, v_cache, rows, block_tables, starts, lengths, spans, scale, window, softcap, sinks
+    )
+
+
+define(
+    OpSpec(
+        name="rope_attention",
+        schema="(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+        " Tensor slots, Tensor rows, Tensor block_tables, Tensor starts, Tensor lengths, Tensor spans, float scale,"
+        " int? window=None, float? softcap=None, Tensor? sinks=None, bool interleaved=False, Tensor? q_norm=None,"
+        " Tensor? k_norm=None, float eps=0.0, float offset=0.0, bool cast_last=False) -> Tensor",
+        reference=rope_attention,
+        fake=fake,
+        kernels=(
+            Kernel("whole", "triton", run_whole, whole_supports),
+            Kernel("steps", "triton", run_steps, steps_supports),
+        ),
+        by_call=True,
+    )
+)

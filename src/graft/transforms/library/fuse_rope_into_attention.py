@@ -1,0 +1,90 @@
+"""fuse_rope_into_attention: rotation and cache write go into the attention that follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from graft.graph.edit import Editor
+from graft.graph.match import NearMiss
+from graft.graph.nodes import arg_values, calls, is_op, module_path, tensor_of, where
+from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, no_match_reason
+from graft.transforms.registry import TransformRegistry
+from graft.transforms.report import MatchRecord
+
+ops = torch.ops.graft
+
+
+@dataclass(frozen=True)
+class FuseRoPEIntoAttentionConfig(TransformConfig):
+    devices: tuple[str, ...] = ("cuda",)  # where one kernel does it
+
+
+@TransformRegistry.register("fuse_rope_into_attention")
+class FuseRoPEIntoAttention(BaseTransform):
+    """Queries and keys are turned, and the cache is written, by the kernel that attends: one launch a layer less.
+
+    before:  %q = graft.rope_kv_write(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slots)
+             %o = graft.cached_attention(%q, %k_cache, %v_cache, %rows, %block_tables, %starts, %lengths, %spans, …)
+    after:   %o = graft.rope_attention(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slots, %rows, %block_tables,
+                                       %starts, %lengths, %spans, …)
+
+    The op runs as one kernel for few sequences that decode in short contexts, and as the two it replaces otherwise.
+    Numerics: the reference is the two references, bitwise; the kernel rounds where they do.
+    """
+
+    unprovable = "it needs a batch's layout in the cache, which made-up numbers are not"
+
+    @classmethod
+    def get_config_class(cls) -> type[TransformConfig]:
+        return FuseRoPEIntoAttentionConfig
+
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
+        layers = [node for node in calls(gm.graph) if is_op(node, ops.cached_attention.default)]
+        if not layers:
+            return Outcome(reason="the graph has no graft::cached_attention")
+        device = tensor_of(layers[0]).device.type
+        assert isinstance(self.config, FuseRoPEIntoAttentionConfig)
+        if device not in self.config.devices:
+            wanted = " and ".join(self.config.devices)
+            return Outcome(reason=f"it is for {wanted}, the graph is on {device}", skipped=True)
+        editor = Editor(gm, self.name)
+        records, misses = [], []
+        for attention in layers:
+            problem = why_not(attention)
+            if problem is None:
+                records.append(fuse(editor, attention))
+            else:
+                misses.append(NearMiss(self.name, where(attention), f"%{attention.name}", problem, 1, 2))
+        return Outcome(tuple(records), tuple(misses), "" if records else no_match_reason(misses))
+
+
+def why_not(attention: Node) -> str | None:
+    """None where the queries come from the write into the very caches that are read, and nobody else reads them."""
+    write = attention.args[0]
+    if not is_op(write, ops.rope_kv_write.default):
+        return f"its queries come from {where(write)}, not from graft.rope_kv_write"
+    if write.args[5:7] != attention.args[1:3]:
+        return f"{where(write)} writes other caches than those it reads"
+    other = next((user for user in write.users if user is not attention), None)
+    return None if other is None else f"{where(other)} reads the turned queries too"
+
+
+def fuse(editor: Editor, attention: Node) -> MatchRecord:
+    write = attention.args[0]
+    turn = {argument.name: value for argument, value in arg_values(write)}
+    read = {argument.name: value for argument, value in arg_values(attention)}
+    args = [turn[name] for name in ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")]
+    args += [read[name] for name in ("rows", "block_tables", "starts", "lengths", "spans", "scale")]
+    options = [read[name] for name in ("window", "softcap", "sinks")]
+    options += [turn[name] for name in ("interleaved", "q_norm", "k_norm", "eps", "offset", "cast_last")]
+    while options and not options[-1]:  # defaults are left out
+        options.pop()
+    whole = editor.call(ops.rope_attention.default, (*args, *options), before=attention, like=attention)
+    record = MatchRecord(where(attention), module_path(attention), (write.name, attention.name), (whole.name,))
+    editor.replace(attention, whole)
+    editor.graph.erase_node(attention)
+    editor.graph.erase_node(write)
+    return record
