@@ -16,7 +16,7 @@ from graft.ops.cached_attention.tiles.triton import LOWEST, UNALIGNED, UNSPECIAL
 
 @triton.jit
 def turned(x, cos, sin, dims, mask, d: tl.constexpr, dtype: tl.constexpr, ROUND: tl.constexpr):
-    """Values of heads at x + dims, turned: the pairs are i and i + d / 2. ROUND: products are rounded, as in eager."""
+    """Values of heads at x + dims, turned: pairs are i and i + d / 2. ROUND: products are rounded, as in eager."""
     first = dims < d // 2
     own = tl.load(x + dims, mask=mask, other=0.0).to(tl.float32)
     other = tl.load(x + tl.where(first, dims + d // 2, dims - d // 2), mask=mask, other=0.0).to(tl.float32)
