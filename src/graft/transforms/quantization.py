@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -170,14 +171,16 @@ def refuse_to_run(module: torch.nn.Module) -> None:
     module.register_forward_pre_hook(refuse)
 
 
-def totals(kind: str, done: Sequence[Quantized], left: Sequence[NearMiss], kept: str) -> list[str]:
+def totals(done: Sequence[Quantized], left: Sequence[NearMiss], kept: str) -> list[str]:
     """Lines for the report."""
     before, after = sum(made.before for made in done), sum(made.after for made in done)
+    counts = Counter(made.format for made in done)
+    formats = " and ".join(f"{count} weight{'s' * (count != 1)} as {kind}" for kind, count in counts.items())
     errors = [made.rounding.relative for made in done if made.rounding]
     worst = f", relative error of a weight {max(errors):.2e} at most" if errors else ""
     reasons = "; ".join(dict.fromkeys(miss.reason for miss in left))
     lines = [
-        f"quantize_linear: {len(done)} weights as {kind}, {before / 1e6:.1f} → {after / 1e6:.1f} MB{worst};"
+        f"quantize_linear: {formats}, {before / 1e6:.1f} → {after / 1e6:.1f} MB{worst};"
         f" left alone: {len(left)}{f' ({reasons})' if left else ''}"
     ]
     if kept:

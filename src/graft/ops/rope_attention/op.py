@@ -39,20 +39,13 @@ def whole_supports(
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, interleaved: bool = False,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, *norm: Any,
 ) -> str | None:  # fmt: skip
-    """One kernel: few sequences that decode in short contexts, heads that turn by half."""
-    from graft.ops.cached_attention.decode.triton import is_early
-
+    """One kernel: sequences that decode, heads that turn by half."""
     if q_norm is not None or k_norm is not None or interleaved or cos.shape[-1] != q.shape[-1]:
         return "heads are normed, turn in pairs, or turn in part"
     problem = split_kv_supports(q, k_cache, v_cache, rows, block_tables, starts, lengths)
-    problem = problem or steps_supports(
+    return problem or steps_supports(
         q, k, v, cos, sin, k_cache, v_cache, slots, rows, block_tables, starts, lengths, spans, scale
     )
-    if problem is not None:
-        return problem
-    if not is_early(q.shape[2], k.shape[1], block_tables.shape[1] * k_cache.shape[1]):
-        return "many sequences, or block tables with room for long contexts"
-    return None
 
 
 def run_whole(

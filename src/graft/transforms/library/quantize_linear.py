@@ -37,12 +37,14 @@ FIELDS = [argument.name for argument in FUSED._schema.arguments]
 
 @dataclass(frozen=True)
 class QuantizeConfig(TransformConfig):
-    """skip: globs for the names of parameters, or of any run of their parts, that stay as they are. search: of int4,
-    the clipping of each group that loses least, instead of its largest magnitude."""
+    """skip: globs for the names of parameters, or of any run of their parts, that stay as they are. head: the format of
+    the output head, `none` to leave it. search: of int4, the clipping of each group that loses least, instead of its
+    largest magnitude."""
 
     format: Literal["int8", "int4", "fp8"] = "int8"
+    head: Literal["int8", "int4", "fp8", "none"] = "int8"
     search: bool = True
-    skip: tuple[str, ...] = (OUTPUT_HEAD,)
+    skip: tuple[str, ...] = ()
 
 
 @TransformRegistry.register("quantize_linear")
@@ -52,8 +54,8 @@ class QuantizeLinear(BaseTransform):
     before:  %y = linear(%x, %w, %b);   %z = graft.fused_linear(%x, %v, norm=%g, eps=…);   %u = addmm(%b, %x, %t)
     after:   %y = graft.fused_linear(%x, %q, %b, %s);   %z = graft.fused_linear(%x, %r, scale=%t, norm=%g, eps=…);  …
 
-    Only parameters that nothing else reads; a tied embedding, the output head (`skip`) and experts stay as they are,
-    each with its reason. Layer by layer; where the engine loaded the module itself, the old weight is given up as
+    Only parameters that nothing else reads; a tied embedding, what `skip` names and experts stay as they are, each
+    with its reason. The output head has 8 bits in every format (`head`). Layer by layer; where the engine loaded the module itself, the old weight is given up as
     soon as the new one is there. Numerics: they change by design. Each weight is checked to be the nearest number
     that its scale can give (ops/fused_linear/rounding.py), and the record says how far that is; products are summed
     in float32.
@@ -73,12 +75,12 @@ class QuantizeLinear(BaseTransform):
         owned = context.owned if self.config.on_error == "raise" else None
         for node in linear_calls(gm):
             given = operands(node)
-            problem = call_problem(node) or weight_problem(layers, given["weight"], self.config.skip)
+            problem = call_problem(node) or weight_problem(layers, given["weight"], self.skipped())
             if problem:
                 misses.append(near_miss(node, problem))
                 continue
             weight = given["weight"]
-            how = How(self.config.format, self.config.search, transposed=is_op(node, MM, ADDMM))
+            how = How(self.format_of(str(weight.target)), self.config.search, transposed=is_op(node, MM, ADDMM))
             made = quantize_weight(gm, str(weight.target), how, context.shared)
             done.append((rewrite(editor, node, given, made), made))
             if owned is not None:
@@ -87,14 +89,19 @@ class QuantizeLinear(BaseTransform):
             reasons = list(dict.fromkeys(miss.reason for miss in misses))
             return Outcome((), tuple(misses), "; ".join(reasons[:3]) or "the graph has no linear layer")
         context.outputs["quantized"] = Saving(self.config.format, sum(made.before - made.after for _, made in done))
-        context.notes += totals(self.config.format, [made for _, made in done], misses, kept_because(owned, context))
+        context.notes += totals([made for _, made in done], misses, kept_because(owned, context))
         context.notes += [f"quantize_linear: skip names no weight: {p!r}" for p in self.idle_patterns(layers)]
         return Outcome(tuple(record for record, _ in done), tuple(misses))
 
+    def skipped(self) -> tuple[str, ...]:
+        return (*self.config.skip, OUTPUT_HEAD) if self.config.head == "none" else self.config.skip
+
+    def format_of(self, name: str) -> str:
+        return self.config.head if pattern_fits(OUTPUT_HEAD, name) else self.config.format
+
     def idle_patterns(self, layers: Layers) -> list[str]:
         """Patterns that the user gave and that fit nothing."""
-        given = [pattern for pattern in self.config.skip if pattern != OUTPUT_HEAD]
-        return [pattern for pattern in given if not any(pattern_fits(pattern, name) for name in layers.names)]
+        return [p for p in self.config.skip if not any(pattern_fits(p, name) for name in layers.names)]
 
 
 def kept_because(owned: Any, context: Context) -> str:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.ops.cached_attention.early.triton import early_kernel
+from graft.ops.cached_attention.newest.triton import absorb_newest, newest_of, take_new
 from graft.ops.cached_attention.parts.triton import leave, load_tile, part_of
 from graft.ops.cached_attention.tiles.triton import LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
 from graft.ops.launch import counters, pdl_supported
@@ -32,12 +33,13 @@ EARLY_BYTES = 65536  # of keys, and as much of values, in registers
 
 @triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
 def split_kv_kernel(
-    q, k_cache, v_cache, out, partial, stats, counters, block_tables, lengths, sinks,
-    sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads,
+    q, k_cache, v_cache, out, partial, stats, counters, block_tables, lengths, sinks, k, v, cos, sin,
+    sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURNS: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """TURNS: as in the early kernel."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -48,21 +50,28 @@ def split_kv_kernel(
     if split >= used:  # also ahead of the wait: the first part waits, and leaves its place to the next kernel
         return
     start = begin + split * chunk
+    end = tl.minimum(start + chunk, length)
     table = block_tables + row * s_table
     block = blocks_of(table, start + tl.arange(0, TILE), length, BLOCK)
+    newest = newest_of(table, length, s_block, s_token, BLOCK) + kv * s_head
+    here = (end == length) & (length > 0)  # the newest token is in this part
     if PDL:
         tl.extra.cuda.gdc_wait()
     group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, D)
     head = kv * GROUP + group
     q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
-    queries = tl.load(q + head[:, None] * sq_h + row * sq_t + dims[None, :], mask=q_mask, other=0.0)  # [group, d]
+    source = q + head[:, None] * sq_h + row * sq_t
+    own = (k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t)
+    queries, new_key, new_value = take_new(
+        source, q_mask, own, k_cache + newest, v_cache + newest, here, d, D, TURNS, ROUND
+    )
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result = tl.zeros([GROUP_PAD, D], tl.float32)
-    for at in range(start, tl.minimum(start + chunk, length), TILE):
+    for at in range(start, tl.minimum(end, length - 1), TILE):
         place = at + tl.arange(0, TILE)
-        seen = (place >= first) & (place < length)
+        seen = (place >= first) & (place < length - 1)
         base = block * s_block + (place % BLOCK) * s_token + kv * s_head
         # a tile ahead: keys are not asked for through two waits
         block = blocks_of(table, place + TILE, length, BLOCK)
@@ -70,6 +79,10 @@ def split_kv_kernel(
         scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [group, tile]
         scores = tl.where(seen[None, :], scores, -float("inf"))
         best, total, result = absorb(scores, values, best, total, result)
+    if here:
+        best, total, result = absorb_newest(
+            queries, new_key, new_value, best, total, result, scale, softcap, HAS_SOFTCAP
+        )
     leave(
         best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,
         d, D, SPLITS, GROUP, GROUP_FEW, GROUP_PAD, HAS_SINKS,
@@ -84,39 +97,37 @@ def split_kv(
 ) -> Tensor:  # fmt: skip
     """q: [1, h, n, d], one token of each of n sequences → [1, n, h, d]. splits, early: else from the shapes.
 
-    turn: new keys and values [1, kv, n, d], cos and sin [1, 1, n, d], for the early kernel: it turns queries and keys
-    and writes the cache; else that has been done.
+    turn: new keys and values [1, kv, n, d], cos and sin [1, 1, n, d]: queries and keys are turned and the cache is
+    written on the way; else that has been done.
     """
     _, h, n, d = q.shape
     kv, room = k_cache.shape[2], block_tables.shape[1] * k_cache.shape[1]
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty((1, n, h, d), dtype=q.dtype, device=q.device) if out is None else out
     wide = max(16, triton.next_power_of_2(d))
-    early = turn is not None or (is_early(n, kv, room) if early is None else early)
+    early = is_early(n, kv, room) if early is None else early
     if early:
         tile = max(16, min(EARLY_TILE, EARLY_BYTES // (wide * q.element_size())))
         splits = splits or min(triton.next_power_of_2(-(-room // tile)), MOST_SPLITS)
-        k, v, cos, sin = turn or (q, q, q, q)
-        strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
-        more = [k, v, cos, sin], strides
-        options: dict[str, Any] = {"num_warps": 8, "num_stages": 1, "TURNS": turn is not None}
-        options["ROUND"] = torch.promote_types(q.dtype, cos.dtype) == q.dtype
+        options: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
     else:
-        more = [], []
         tile = max(16, min(64, TILE_BYTES // (wide * q.element_size())))
         splits = splits or split_count(n, kv, q.device)
         options = {"LEAST": LEAST_TILES, "num_warps": 4, "num_stages": 4}
+    k, v, cos, sin = turn or (q, q, q, q)
+    strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
     partial = torch.empty((n, h, splits, d) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
     stats = torch.empty((2, n, h, splits) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
     pdl = pdl_supported(q.device)
     (early_kernel if early else split_kv_kernel)[(n, kv, splits)](
         q, k_cache, v_cache, out, partial, stats, counters(n * kv if splits > 1 else 1, q.device),
-        block_tables, lengths, q if sinks is None else sinks, *more[0],
-        q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0), *more[1],
+        block_tables, lengths, q if sinks is None else sinks, k, v, cos, sin,
+        q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0), *strides,
         scale, window or 0, softcap or 1.0, h, d=d, D=wide, TILE=tile, SPLITS=splits,
         GROUP=h // kv, GROUP_FEW=triton.next_power_of_2(h // kv), GROUP_PAD=max(16, triton.next_power_of_2(h // kv)),
         BLOCK=k_cache.shape[1], HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks is not None, PDL=pdl, launch_pdl=pdl, **options,
+        HAS_SINKS=sinks is not None, TURNS=turn is not None,
+        ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype, PDL=pdl, launch_pdl=pdl, **options,
     )  # fmt: skip
     return out
 

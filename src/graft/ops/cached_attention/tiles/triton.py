@@ -25,7 +25,12 @@ def blocks_of(table, place, end, BLOCK: tl.constexpr):
 @triton.jit
 def logits(queries, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """[m, d] x [tile, d] → [m, tile], times log2(e)."""
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    return capped(tl.dot(queries, tl.trans(keys), input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
+
+
+@triton.jit
+def capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Products of queries and keys scaled, and soft-capped, times log2(e)."""
     if HAS_SOFTCAP:
         twice = scores * (2.0 * scale / softcap)
         return (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp2(twice * LOG2E) + 1.0))  # tanh
