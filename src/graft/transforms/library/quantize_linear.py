@@ -37,9 +37,9 @@ FIELDS = [argument.name for argument in FUSED._schema.arguments]
 
 @dataclass(frozen=True)
 class QuantizeConfig(TransformConfig):
-    """skip: globs for the names of parameters, or of any run of their parts, that stay as they are. head: the format of
-    the output head, `none` to leave it. search: of int4, the clipping of each group that loses least, instead of its
-    largest magnitude."""
+    """skip: globs for the names of parameters, or of any run of their parts, that stay as they are. head: the format
+    of the output head, `none` to leave it. search: of int4, the clipping of each group that loses least, instead of
+    its largest magnitude."""
 
     format: Literal["int8", "int4", "fp8"] = "int8"
     head: Literal["int8", "int4", "fp8", "none"] = "int8"
@@ -55,10 +55,10 @@ class QuantizeLinear(BaseTransform):
     after:   %y = graft.fused_linear(%x, %q, %b, %s);   %z = graft.fused_linear(%x, %r, scale=%t, norm=%g, eps=…);  …
 
     Only parameters that nothing else reads; a tied embedding, what `skip` names and experts stay as they are, each
-    with its reason. The output head has 8 bits in every format (`head`). Layer by layer; where the engine loaded the module itself, the old weight is given up as
-    soon as the new one is there. Numerics: they change by design. Each weight is checked to be the nearest number
-    that its scale can give (ops/fused_linear/rounding.py), and the record says how far that is; products are summed
-    in float32.
+    with its reason. The output head has 8 bits in every format (`head`). Layer by layer; where the engine loaded the
+    module itself, the old weight is given up as soon as the new one is there. Numerics: they change by design. Each
+    weight is checked to be the nearest number that its scale can give (ops/fused_linear/rounding.py), and the record
+    says how far that is; products are summed in float32.
     """
 
     config: QuantizeConfig  # pyrefly: ignore

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.ops.cached_attention.early.triton import early_kernel
-from graft.ops.cached_attention.newest.triton import absorb_newest, newest_of, take_new
+from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
 from graft.ops.cached_attention.parts.triton import leave, load_tile, part_of
 from graft.ops.cached_attention.tiles.triton import LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
 from graft.ops.launch import counters, pdl_supported
@@ -63,9 +63,8 @@ def split_kv_kernel(
     q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
     source = q + head[:, None] * sq_h + row * sq_t
     own = (k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t)
-    queries, new_key, new_value = take_new(
-        source, q_mask, own, k_cache + newest, v_cache + newest, here, d, D, TURNS, ROUND
-    )
+    queries = take_queries(source, q_mask, own, d, D, TURNS, ROUND)
+    new = load_new(own, k_cache + newest, v_cache + newest, d, D, TURNS)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result = tl.zeros([GROUP_PAD, D], tl.float32)
@@ -80,9 +79,8 @@ def split_kv_kernel(
         scores = tl.where(seen[None, :], scores, -float("inf"))
         best, total, result = absorb(scores, values, best, total, result)
     if here:
-        best, total, result = absorb_newest(
-            queries, new_key, new_value, best, total, result, scale, softcap, HAS_SOFTCAP
-        )
+        key, value = keep_new(new, k_cache + newest, v_cache + newest, d, D, TURNS, ROUND)
+        best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
     leave(
         best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,
         d, D, SPLITS, GROUP, GROUP_FEW, GROUP_PAD, HAS_SINKS,

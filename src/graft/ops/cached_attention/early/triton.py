@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graft.ops.cached_attention.newest.triton import absorb_newest, newest_of, take_new
+from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
 from graft.ops.cached_attention.parts.triton import leave, load_tile, part_of
 from graft.ops.cached_attention.tiles.triton import LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
 
@@ -52,9 +52,8 @@ def early_kernel(
     q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
     source = q + head[:, None] * sq_h + row * sq_t
     own = (k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t)
-    queries, new_key, new_value = take_new(
-        source, q_mask, own, k_cache + newest, v_cache + newest, here, d, D, TURNS, ROUND
-    )
+    queries = take_queries(source, q_mask, own, d, D, TURNS, ROUND)
+    new = load_new(own, k_cache + newest, v_cache + newest, d, D, TURNS)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result = tl.zeros([GROUP_PAD, D], tl.float32)
@@ -69,9 +68,8 @@ def early_kernel(
         scores = tl.where(old[None, :], scores, -float("inf"))
         best, total, result = absorb(scores, values, best, total, result)
     if here:
-        best, total, result = absorb_newest(
-            queries, new_key, new_value, best, total, result, scale, softcap, HAS_SOFTCAP
-        )
+        key, value = keep_new(new, k_cache + newest, v_cache + newest, d, D, TURNS, ROUND)
+        best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
     leave(
         best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,
         d, D, SPLITS, GROUP, GROUP_FEW, GROUP_PAD, HAS_SINKS,

@@ -16,39 +16,55 @@ def newest_of(table, length, s_block, s_token, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def turned(x, cos, sin, dims, mask, d: tl.constexpr, dtype: tl.constexpr, ROUND: tl.constexpr):
-    """Values of heads at x + dims, turned: pairs are i and i + d / 2. ROUND: products are rounded, as in eager."""
-    first = dims < d // 2
-    own = tl.load(x + dims, mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(x + tl.where(first, dims + d // 2, dims - d // 2), mask=mask, other=0.0).to(tl.float32)
-    a = own * tl.load(cos + dims, mask=dims < d, other=0.0).to(tl.float32)
-    b = tl.where(first, -other, other) * tl.load(sin + dims, mask=dims < d, other=0.0).to(tl.float32)
+def load_head(x, cos, sin, dims, mask, d: tl.constexpr):
+    """What `turn` needs of heads at x + dims: their values, those that they are paired with (i and i + d / 2), the
+    cosines and the sines."""
+    pair = tl.where(dims < d // 2, dims + d // 2, dims - d // 2)
+    own, other = tl.load(x + dims, mask=mask, other=0.0), tl.load(x + pair, mask=mask, other=0.0)
+    return own, other, tl.load(cos + dims, mask=dims < d, other=0.0), tl.load(sin + dims, mask=dims < d, other=0.0)
+
+
+@triton.jit
+def turn(head, dims, d: tl.constexpr, dtype: tl.constexpr, ROUND: tl.constexpr):
+    """ROUND: products are rounded, as in eager."""
+    a = head[0].to(tl.float32) * head[2].to(tl.float32)
+    b = tl.where(dims < d // 2, -head[1].to(tl.float32), head[1].to(tl.float32)) * head[3].to(tl.float32)
     if ROUND:
         a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
     return (a + b).to(dtype)
 
 
 @triton.jit
-def take_new(
-    q, q_mask, own, key_place, value_place, here, d: tl.constexpr, D: tl.constexpr, TURNS: tl.constexpr,
-    ROUND: tl.constexpr,
-):  # fmt: skip
-    """Queries [group, d], and the newest key and value [d]: from the cache, or turned and, if `here`, written there.
-    own: of k, v, cos, sin."""
-    dims = tl.arange(0, D)
-    inside = dims < d
+def take_queries(q, q_mask, own, d: tl.constexpr, D: tl.constexpr, TURNS: tl.constexpr, ROUND: tl.constexpr):
+    """Queries [group, d], turned if they are not yet. own: of k, v, cos, sin."""
+    dims = tl.arange(0, D)[None, :]
     if TURNS:
-        dtype: tl.constexpr = key_place.dtype.element_ty
-        queries = turned(q, own[2], own[3], dims[None, :], q_mask, d, dtype, ROUND)
-        key = turned(own[0], own[2], own[3], dims, inside, d, dtype, ROUND)
-        value = tl.load(own[1] + dims, mask=inside, other=0.0)
-        tl.store(key_place + dims, key, mask=inside & here)
-        tl.store(value_place + dims, value, mask=inside & here)
+        return turn(load_head(q, own[2], own[3], dims, q_mask, d), dims, d, q.dtype.element_ty, ROUND)
     else:
-        queries = tl.load(q + dims[None, :], mask=q_mask, other=0.0)
-        key = tl.load(key_place + dims, mask=inside, other=0.0)
-        value = tl.load(value_place + dims, mask=inside, other=0.0)
-    return queries, key, value
+        return tl.load(q + dims, mask=q_mask, other=0.0)
+
+
+@triton.jit
+def load_new(own, key_place, value_place, d: tl.constexpr, D: tl.constexpr, TURNS: tl.constexpr):
+    """The newest key and value [d] as they lie in memory: nothing is computed yet, so that nothing waits for them."""
+    dims = tl.arange(0, D)
+    if TURNS:
+        return load_head(own[0], own[2], own[3], dims, dims < d, d), tl.load(own[1] + dims, mask=dims < d, other=0.0)
+    else:
+        key = tl.load(key_place + dims, mask=dims < d, other=0.0)
+        return (key, key, key, key), tl.load(value_place + dims, mask=dims < d, other=0.0)
+
+
+@triton.jit
+def keep_new(new, key_place, value_place, d: tl.constexpr, D: tl.constexpr, TURNS: tl.constexpr, ROUND: tl.constexpr):
+    """The newest key and value [d], turned and written into the cache if they are not there yet."""
+    key = new[0][0]
+    if TURNS:
+        dims = tl.arange(0, D)
+        key = turn(new[0], dims, d, key_place.dtype.element_ty, ROUND)
+        tl.store(key_place + dims, key, mask=dims < d)
+        tl.store(value_place + dims, new[1], mask=dims < d)
+    return key, new[1]
 
 
 @triton.jit
