@@ -14,8 +14,8 @@ from torch import Tensor
 from graft.errors import OutOfMemory
 from graft.kvcache.tensors import LayerShape, bytes_per_block
 from graft.ops.fused_linear.kinds import How, Shape
-from graft.ops.fused_linear.packing import GROUP, PACKED
-from graft.ops.fused_linear.triton import Call, run_as, words_of
+from graft.ops.fused_linear.packing import GROUP, PACKED, RUN, SPAN
+from graft.ops.fused_linear.triton import Call, run_as
 from graft.ops.launch import launch_failures
 from graft.runtime.build import build_engine
 from graft.runtime.llm import LLM
@@ -114,9 +114,9 @@ def make_weight(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor | No
     if shape.format == "plain":
         return torch.randn(rows, k, device=device, dtype=torch.bfloat16) * k**-0.5, None
     if shape.format == "int4":
-        words = torch.randint(-(2**15), 2**15, (rows, words_of(k)), device=device, dtype=PACKED)
+        words = torch.randint(-(2**15), 2**15, (rows, -(-k // SPAN) * GROUP), device=device, dtype=PACKED)
         return words, torch.rand(rows, -(-k // GROUP), device=device, dtype=torch.bfloat16) * k**-0.5
-    q = torch.randint(-127, 128, (rows, k), device=device, dtype=torch.int8)
+    q = torch.randint(-127, 128, (rows, -(-k // (2 * RUN)) * 2 * RUN), device=device, dtype=torch.int8)
     scale = torch.rand(rows, device=device) * k**-0.5
     if shape.format == "int8":
         return q, scale / 64

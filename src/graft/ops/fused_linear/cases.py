@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graft.ops.cases import Case, randn
-from graft.ops.fused_linear.packing import GROUP, pack_int4
+from graft.ops.fused_linear.packing import GROUP, pack_bytes, pack_int4
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def make_weight(
     w = randn((n, k), device, torch.float32, generator)
     jitter = 1 + 0.1 * randn((n, -(-k // GROUP)), device, torch.float32, generator)  # no two scales alike
     if shape.weight == "int8":
-        return (w * 40).clamp(-127, 127).round().to(torch.int8), jitter[:, 0] * small / 40
+        return pack_bytes((w * 40).clamp(-127, 127).round().to(torch.int8)), jitter[:, 0] * small / 40
     if shape.weight == "fp8":
-        return (w * 32).to(torch.float8_e4m3fn), jitter[:, 0] * small / 32
+        return pack_bytes((w * 32).to(torch.float8_e4m3fn)), jitter[:, 0] * small / 32
     if shape.weight == "int4":
         return pack_int4((w * 3).clamp(-8, 7).round()), (jitter * small / 3).to(dtype)
     return (w * small).to(dtype), None
@@ -82,5 +82,8 @@ CASES = [
     case("fp8 down, residual, 20 tokens", 20, 48, 1536, weight="fp8", residual=True),
     case("int4 qkv, norm", 1, 64, 2048, weight="int4", norm="plain"),
     case("int4 gate-up, 3 tokens", 3, 64, 576, weight="int4", norm="plain", activation="silu"),
+    case("int8, bias, k of no whole run, 2 tokens", 2, 24, 200, weight="int8", bias=True),
+    case("fp8, k of no whole run, 7 tokens", 7, 24, 200, weight="fp8"),
+    case("int4, k of no whole group, 2 tokens", 2, 24, 200, weight="int4"),
     case("int4 down, residual, 20 tokens", 20, 48, 1536, weight="int4", residual=True),
 ]

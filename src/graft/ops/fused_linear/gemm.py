@@ -11,30 +11,8 @@ import triton
 import triton.language as tl
 
 from graft.ops.fused_linear.matvec import fetch_ahead
+from graft.ops.fused_linear.widen import columns_of, take_pair, take_part
 from graft.ops.swiglu.triton import activate
-
-# Two words become two bfloat16 values: a nibble in the mantissa of 128 makes 128 + nibble, and 136 is taken off.
-NIBBLE = "lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; mov.b32 m, 0xC308C308; add.rn.bf16x2 $0, t, m; }"
-NIBBLE_0 = tl.constexpr("{ .reg .b32 t, m; mov.b32 t, $1; " + NIBBLE)
-NIBBLE_1 = tl.constexpr("{ .reg .b32 t, m; shr.u32 t, $1, 4; " + NIBBLE)
-NIBBLE_2 = tl.constexpr("{ .reg .b32 t, m; shr.u32 t, $1, 8; " + NIBBLE)
-NIBBLE_3 = tl.constexpr("{ .reg .b32 t, m; shr.u32 t, $1, 12; " + NIBBLE)
-
-
-@triton.jit
-def take_nibble(words, PLACE: tl.constexpr, dtype: tl.constexpr, PAIRS: tl.constexpr):
-    """Nibble PLACE of each 16-bit word, less 8, exactly. PAIRS: two words at a time, in bfloat16."""
-    if not PAIRS:
-        q = (((words.to(tl.int32) >> (4 * PLACE)) & 0xF) - 8).to(dtype)
-    elif PLACE == 0:
-        q = tl.inline_asm_elementwise(NIBBLE_0, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-    elif PLACE == 1:
-        q = tl.inline_asm_elementwise(NIBBLE_1, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-    elif PLACE == 2:
-        q = tl.inline_asm_elementwise(NIBBLE_2, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-    else:
-        q = tl.inline_asm_elementwise(NIBBLE_3, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
-    return q
 
 
 @triton.jit
@@ -51,23 +29,32 @@ def load_tokens(x, norm, token, depth, tokens, k, stride_x, offset, squares, NOR
 
 
 @triton.jit
+def narrow(w, PART: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr):
+    """A part of the weights in the dtype of x, exactly."""
+    if FAST and KIND == "int4":
+        return take_pair(w, PART)
+    else:
+        return take_part(w, PART, dtype, KIND)
+
+
+@triton.jit
 def dot_block(
-    acc, acc_up, w, v, h, row, n, group, groups, scale, PLACE: tl.constexpr, INT4: tl.constexpr, GATED: tl.constexpr,
-    PAIRS: tl.constexpr,
+    acc, acc_up, w, v, h, row, n, group, groups, scale, PART: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """acc plus the product of a block of rows and depth; of 4-bit weights one group of a span, times its scale."""
     dtype: tl.constexpr = h.dtype
-    if INT4:
+    if KIND == "int4":
         inside = (row < n) & (group < groups)
         factor = tl.load(scale + row * groups + group, mask=inside, other=0.0).to(tl.float32)
-        acc += tl.dot(take_nibble(w, PLACE, dtype, PAIRS), h, input_precision="ieee") * factor[:, None]
+        acc += tl.dot(narrow(w, PART, dtype, KIND, FAST), h, input_precision="ieee") * factor[:, None]
         if GATED:
             factor = tl.load(scale + (n + row) * groups + group, mask=inside, other=0.0).to(tl.float32)
-            acc_up += tl.dot(take_nibble(v, PLACE, dtype, PAIRS), h, input_precision="ieee") * factor[:, None]
+            acc_up += tl.dot(narrow(v, PART, dtype, KIND, FAST), h, input_precision="ieee") * factor[:, None]
     else:
-        acc = tl.dot(w.to(dtype), h, acc, input_precision="ieee")
+        acc = tl.dot(narrow(w, PART, dtype, KIND, FAST), h, acc, input_precision="ieee")
         if GATED:
-            acc_up = tl.dot(v.to(dtype), h, acc_up, input_precision="ieee")
+            acc_up = tl.dot(narrow(v, PART, dtype, KIND, FAST), h, acc_up, input_precision="ieee")
     return acc, acc_up
 
 
@@ -104,15 +91,15 @@ def gemm_kernel(
     x, weight, bias, scale, norm, residual, out, parts, arrived,
     n, k, width, groups, tokens, stride_x, eps, offset,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
-    INT4: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr,
+    KIND: tl.constexpr, FAST: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr,
     ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """width: values of a row of the weight, in memory; BK of them are a block, 128 words of 4-bit weights a span.
+    """width: numbers or words of a row of the weight, in memory; BK of them are a block, of 4-bit weights a span.
     EARLY: blocks of the weight that are fetched into the cache before the wait."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GATED: tl.constexpr = ACTIVATION != "none"
-    PER_WORD: tl.constexpr = 4 if INT4 else 1
+    PARTS: tl.constexpr = 4 if KIND == "int4" else (1 if KIND == "plain" else 2)
     block, split = tl.program_id(0), tl.program_id(1)
     row = block * BN + tl.arange(0, BN)
     token = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -136,15 +123,15 @@ def gemm_kernel(
     for step in range(first, end):
         column = step * BK + lane
         mask = (row < n)[:, None] & (column < width)[None, :]
-        w = tl.load(own + column[None, :], mask=mask, other=0.0)
+        w = tl.load(own + column[None, :], mask=mask, other=0)
         v = w
         if GATED:
-            v = tl.load(own + n.to(tl.int64) * width + column[None, :], mask=mask, other=0.0)
-        for i in tl.static_range(PER_WORD):
-            depth = (step * PER_WORD + i) * BK + lane
+            v = tl.load(own + n.to(tl.int64) * width + column[None, :], mask=mask, other=0)
+        for part in tl.static_range(PARTS):
+            depth = columns_of(step * BK, lane, part, KIND)
             h, squares = load_tokens(x, norm, token, depth, tokens, k, stride_x, offset, squares, NORM)
             acc, acc_up = dot_block(
-                acc, acc_up, w, v, h, row, n, step * PER_WORD + i, groups, scale, i, INT4, GATED, PAIRS
+                acc, acc_up, w, v, h, row, n, step * PARTS + part, groups, scale, part, KIND, GATED, FAST
             )
     total = tl.sum(squares, axis=0)  # [BM]
     last = True
@@ -156,7 +143,7 @@ def gemm_kernel(
     if last:
         finish(
             acc, acc_up, total, bias, scale, residual, out, row, token, n, k, tokens, eps,
-            ACTIVATION, BIAS, SCALE and not INT4, NORM, RESIDUAL,
+            ACTIVATION, BIAS, SCALE, NORM, RESIDUAL,
         )  # fmt: skip
 
 

@@ -93,8 +93,7 @@ def how_problem(how: How, shape: Shape, tokens: int) -> str | None:
     """Why a kernel cannot run this many tokens of a shape, or None."""
     if not isinstance(how, Matvec):
         return None
-    if shape.format == "int4":
-        return "4-bit weights go to tensor cores, not to matvec"
     if tokens > MOST_MATVEC_TOKENS:
         return f"matvec takes up to {MOST_MATVEC_TOKENS} tokens"
-    return f"matvec needs a depth that is a multiple of 8, not {shape.k}" if shape.k % 8 else None
+    cut = shape.format == "plain" and shape.k % 8
+    return f"matvec needs a depth that is a multiple of 8, not {shape.k}" if cut else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graft.ops.fused_linear.widen import RUN_4, columns_of, widen
 from graft.ops.swiglu.triton import activate
 
 FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
@@ -28,25 +29,6 @@ def fetch_ahead(pointers, size, ONCE: tl.constexpr):
         tl.inline_asm_elementwise(FETCH, "=r,l,r", [pointers, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
-# Four bytes become four floats with one instruction each: laid into the mantissa of 32768 a byte makes 32768 + byte.
-# With the sign bit turned over a byte is its number + 128, so all together are 32896 too large: SHIFT.
-WIDEN_BYTES = tl.constexpr(
-    "{ .reg .b32 u; xor.b32 u, $4, 0x80808080;"
-    " prmt.b32 $0, u, 0x47000000, 0x7404; prmt.b32 $1, u, 0x47000000, 0x7414;"
-    " prmt.b32 $2, u, 0x47000000, 0x7424; prmt.b32 $3, u, 0x47000000, 0x7434; }"
-)
-SHIFT = tl.constexpr(32896.0)
-
-
-@triton.jit
-def widen(w, BYTES: tl.constexpr):
-    """float32, SHIFT too large where BYTES."""
-    if BYTES:
-        return tl.inline_asm_elementwise(WIDEN_BYTES, "=r,=r,=r,=r,r", [w], dtype=tl.float32, is_pure=True, pack=4)
-    else:
-        return w.to(tl.float32)
-
-
 @triton.jit
 def load_tiles(
     weight, row, lane, n, k, FIRST: tl.constexpr, END: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr
@@ -58,7 +40,7 @@ def load_tiles(
         if not EVEN:
             mask = mask & (step * BK + lane < k)[None, :]
         at = row.to(tl.int64)[:, None] * k + step * BK + lane[None, :]
-        tiles = tiles + (tl.load(weight + at, mask=mask, other=0.0, eviction_policy="evict_first"),)
+        tiles = tiles + (tl.load(weight + at, mask=mask, other=0, eviction_policy="evict_first"),)
     return tiles
 
 
@@ -77,15 +59,15 @@ def fetch_waves(
 
 
 @triton.jit
-def nothing_yet(TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """For each token the products with the gate's or only rows and with up's, [BN, BK], squares and sums, [BK]."""
+def nothing_yet(TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr):
+    """For each token the products with the gate's or only rows and with up's, [BN, WIDE], squares and sums, [BK]."""
     ys = ()
     ups = ()
     squares = ()
     sums = ()
     for _ in tl.static_range(TOKENS):
-        ys = ys + (tl.zeros([BN, BK], tl.float32),)
-        ups = ups + (tl.zeros([BN, BK], tl.float32),)
+        ys = ys + (tl.zeros([BN, WIDE], tl.float32),)
+        ups = ups + (tl.zeros([BN, WIDE], tl.float32),)
         squares = squares + (tl.zeros([BK], tl.float32),)
         sums = sums + (tl.zeros([BK], tl.float32),)
     return ys, ups, squares, sums
@@ -93,7 +75,7 @@ def nothing_yet(TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_token(x, norm, token, column, k, stride_x, offset, squares, NORM: tl.constexpr, EVEN: tl.constexpr):
-    """A tile of one token, [BK], times the norm's weight, and its squares added to `squares`."""
+    """Values of one token, [BK], times the norm's weight, and its squares added to `squares`."""
     mask = None if EVEN else column < k
     other = None if EVEN else 0.0
     h = tl.load(x + token * stride_x + column, mask=mask, other=other).to(tl.float32)
@@ -104,24 +86,57 @@ def load_token(x, norm, token, column, k, stride_x, offset, squares, NORM: tl.co
 
 
 @triton.jit
+def by_eights(values, BN: tl.constexpr, BK: tl.constexpr):
+    """[BN, BK] → [BN, BK / 8], sums of what one thread holds."""
+    return tl.sum(tl.reshape(values, [BN, BK // 8, 8]), axis=2)
+
+
+@triton.jit
+def group_scales(scale, row, first, n, groups, BK: tl.constexpr, PART: tl.constexpr):
+    """Of 4-bit weights, the scale of each eight words, [BN, BK / 8]: part PART of a span is a group."""
+    group = (first + 8 * tl.arange(0, BK // 8)) // RUN_4 * 4 + PART
+    mask = (row < n)[:, None] & (group < groups)[None, :]
+    return tl.load(scale + row[:, None] * groups + group[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def add_tile(
-    ys, ups, squares, sums, w, v, x, norm, column, k, stride_x, offset, TOKENS: tl.constexpr, NORM: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr, BYTES: tl.constexpr,
+    ys, ups, squares, sums, w, v, x, norm, scale, row, first, lane, n, k, groups, stride_x, offset,
+    TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
+    TOO_MUCH: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the rows for every token."""
+    """One tile of the rows for every token: each part of its words with the values of x that it meets."""
+    PARTS: tl.constexpr = 4 if KIND == "int4" else (1 if KIND == "plain" else 2)
+    qs = widen(w, KIND, FAST)
+    rs = widen(v, KIND, FAST)
     new_ys = ()
     new_ups = ()
     new_squares = ()
     new_sums = ()
     for token in tl.static_range(TOKENS):
-        h, square = load_token(x, norm, token, column, k, stride_x, offset, squares[token], NORM, EVEN)
-        up = ups[token]
-        if GATED:
-            up += widen(v, BYTES) * h[None, :]
-        new_ys = new_ys + (ys[token] + widen(w, BYTES) * h[None, :],)
+        y, up, square, total = ys[token], ups[token], squares[token], sums[token]
+        for part in tl.static_range(PARTS):
+            column = columns_of(first, lane, part, KIND)
+            h, square = load_token(x, norm, token, column, k, stride_x, offset, square, NORM, EVEN)
+            if KIND == "int4":
+                rest = TOO_MUCH * by_eights(h[None, :], 1, BK)
+                y += (by_eights(qs[part] * h[None, :], BN, BK) - rest) * group_scales(
+                    scale, row, first, n, groups, BK, part
+                )
+                if GATED:
+                    up += (by_eights(rs[part] * h[None, :], BN, BK) - rest) * group_scales(
+                        scale + n.to(tl.int64) * groups, row, first, n, groups, BK, part
+                    )
+            else:
+                y += qs[part] * h[None, :]
+                if GATED:
+                    up += rs[part] * h[None, :]
+                if TOO_MUCH > 0:
+                    total += h
+        new_ys = new_ys + (y,)
         new_ups = new_ups + (up,)
         new_squares = new_squares + (square,)
-        new_sums = new_sums + (sums[token] + h if BYTES else sums[token],)
+        new_sums = new_sums + (total,)
     return new_ys, new_ups, new_squares, new_sums
 
 
@@ -148,57 +163,66 @@ def finish(
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def sum_rows(y, up, squares, k, eps, BN: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr):
+    """The products [BN] of one token. The root mean square divides them after the sum: one pass over x, one exchange
+    between threads."""
+    if NORM:
+        both = tl.join(y, tl.broadcast_to(squares[None, :], [BN, WIDE]))  # [BN, WIDE, 2]
+        y, total = tl.split(tl.sum(both, axis=1))
+        inverse = tl.rsqrt(total / k + eps)
+    else:
+        y = tl.sum(y, axis=1)
+        inverse = tl.full([BN], 1.0, tl.float32)
+    up = tl.sum(up, axis=1) if GATED else y
+    return y * inverse, up * inverse
+
+
 @triton.jit(do_not_specialize=["eighths"])
 def matvec_kernel(
-    x, weight, bias, scale, norm, residual, out, n, eighths, stride_x, eps, offset,
+    x, weight, bias, scale, norm, residual, out, n, k, eighths, groups, stride_x, eps, offset,
     TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, WAVES: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
-    NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, WAVES: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
+    TOO_MUCH: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """n: rows of the result; with a gate the weight has 2 n, the second n for `up`. STEPS tiles of BK are a row, EVEN
-    if none is cut off; EARLY of them are on their way before the wait. AHEAD: the first AHEAD programs fetch the rows
-    of the programs that are 1, 2, … WAVES times as many further on while they wait; 0 for none."""
+    """n: rows of the result; with a gate the weight has 2 n, the second n for `up`. eighths: of the numbers or words
+    of a row in memory; BK of them are a tile, STEPS tiles are all, EVEN if none is cut off, and EARLY of them are on
+    their way before the wait. AHEAD: the first AHEAD programs fetch the rows of the programs that are 1, 2, … WAVES
+    times as many further on while they wait; 0 for none."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GATED: tl.constexpr = ACTIVATION != "none"
-    # Known to be a multiple of 8 and no more: so weights of 8 bits are read 8 a thread, as x is, and the two meet in
-    # registers. With 16 a thread every tile would go through shared memory.
-    k = eighths * 8
+    WIDE: tl.constexpr = BK // 8 if KIND == "int4" else BK
+    width = eighths * 8  # so that it is known to be a multiple
     program = tl.program_id(0)
     row = program * BN + tl.arange(0, BN)
     lane = tl.arange(0, BK)
     above = weight
     if GATED:
-        above += n.to(tl.int64) * k
-    ws = load_tiles(weight, row, lane, n, k, 0, EARLY, BK, EVEN)
-    vs = load_tiles(above, row, lane, n, k, 0, EARLY if GATED else 0, BK, EVEN)
+        above += n.to(tl.int64) * width
+    ws = load_tiles(weight, row, lane, n, width, 0, EARLY, BK, EVEN)
+    vs = load_tiles(above, row, lane, n, width, 0, EARLY if GATED else 0, BK, EVEN)
     if PDL:
         if AHEAD > 0:
-            fetch_waves(weight, above, program, n, k, AHEAD, WAVES, BN, GATED)
+            fetch_waves(weight, above, program, n, width, AHEAD, WAVES, BN, GATED)
         tl.extra.cuda.gdc_wait()
-    ys, ups, squares, sums = nothing_yet(TOKENS, BN, BK)
+    ys, ups, squares, sums = nothing_yet(TOKENS, BN, BK, WIDE)
     for step in tl.static_range(STEPS):
         if step + EARLY < STEPS:
-            ws = ws + load_tiles(weight, row, lane, n, k, step + EARLY, step + EARLY + 1, BK, EVEN)
+            ws = ws + load_tiles(weight, row, lane, n, width, step + EARLY, step + EARLY + 1, BK, EVEN)
             if GATED:
-                vs = vs + load_tiles(above, row, lane, n, k, step + EARLY, step + EARLY + 1, BK, EVEN)
+                vs = vs + load_tiles(above, row, lane, n, width, step + EARLY, step + EARLY + 1, BK, EVEN)
         ys, ups, squares, sums = add_tile(
-            ys, ups, squares, sums, ws[step], vs[step] if GATED else ws[step], x, norm, step * BK + lane, k, stride_x,
-            offset, TOKENS, NORM, GATED, EVEN, BYTES,
+            ys, ups, squares, sums, ws[step], vs[step] if GATED else ws[step], x, norm, scale, row, step * BK, lane,
+            n, k, groups, stride_x, offset, TOKENS, BN, BK, KIND, FAST, TOO_MUCH, NORM, GATED, EVEN,
         )  # fmt: skip
     for token in tl.static_range(TOKENS):
-        own, own_up = ys[token], ups[token]
-        if BYTES:
-            own -= SHIFT * sums[token][None, :]
-            own_up -= SHIFT * sums[token][None, :]
-        if NORM:  # divided by the root mean square after the product: one pass over x, one exchange between threads
-            both = tl.join(own, tl.broadcast_to(squares[token][None, :], [BN, BK]))  # [BN, BK, 2]
-            y, total = tl.split(tl.sum(both, axis=1))
-            inverse = tl.rsqrt(total / k + eps)
-        else:
-            y = tl.sum(own, axis=1)
-            inverse = tl.full([BN], 1.0, tl.float32)
-        up = tl.sum(own_up, axis=1) if GATED else y
-        finish(
-            y * inverse, up * inverse, bias, scale, residual, out, row, token, n, ACTIVATION, BIAS, SCALE, RESIDUAL
-        )
+        own, own_up, square = ys[token], ups[token], squares[token]
+        if KIND == "int4":
+            square = tl.sum(tl.reshape(square, [WIDE, 8]), axis=1)
+        elif TOO_MUCH > 0:
+            own -= TOO_MUCH * sums[token][None, :]
+            own_up -= TOO_MUCH * sums[token][None, :]
+        y, up = sum_rows(own, own_up, square, k, eps, BN, WIDE, NORM, GATED)
+        finish(y, up, bias, scale, residual, out, row, token, n, ACTIVATION, BIAS, SCALE, RESIDUAL)

@@ -47,9 +47,7 @@ def matvec_problem(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
     if problem is not None:
         return problem
     tokens, k = x.numel() // x.shape[-1], x.shape[-1]
-    if weight.dtype is PACKED:
-        return "4-bit weights go to tensor cores"
-    if tokens > MOST_MATVEC_TOKENS or k % 8:
+    if tokens > MOST_MATVEC_TOKENS or (k % 8 and weight.dtype not in QUANTIZED):
         return f"{tokens} tokens of {k} values: it takes up to {MOST_MATVEC_TOKENS}, of a multiple of 8"
     return None
 

@@ -2,13 +2,14 @@
 
     dtype of the weight   shape              scale                  a weight is
     that of x             [n, k]             none                   itself
-    int8                  [n, k]             [n]                    q * scale
-    float8_e4m3fn         [n, k]             [n]                    q * scale
+    int8                  [n, bytes]         [n]                    q * scale
+    float8_e4m3fn         [n, bytes]         [n]                    q * scale
     int16                 [n, words]         [n, groups]            (nibble - 8) * scale of its group of 128
 
-Of 4-bit weights four lie in one word, each from a group of its own: nibble i of word j in a span of 128 words is the
-weight j of group i of that span. So one shift unpacks 128 neighbours of one group, x is read in order, and a register
-of two words becomes one of two bfloat16 values. Rows are padded to whole spans of 512 with weights of 0.
+Quantized weights are read as 16-bit words whose parts belong to different runs: of 8-bit weights byte i of word j
+in a span of 32 words is the weight j of run i of that span; of 4-bit weights nibble i of word j in a span of 128 is
+the weight j of group i. So a thread that reads 8 words, 16 bytes, meets 8 neighbours of x with each part of them.
+Rows are padded with zeros to whole spans, of 64 and of 512 weights.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 GROUP = 128  # weights that share a scale
 NIBBLES = 4  # 4-bit weights in a word
 SPAN = GROUP * NIBBLES
+RUN = 32  # 8-bit weights in order; the next run shares their words
 MIDDLE = 8  # the nibble that stands for 0
 PACKED = torch.int16
 
@@ -42,9 +44,22 @@ def shifts(device: torch.device) -> Tensor:
     return torch.arange(0, 4 * NIBBLES, 4, device=device, dtype=torch.int32)[:, None]
 
 
+def pack_bytes(q: Tensor) -> Tensor:
+    """q: [n, k], int8 or float8_e4m3fn → the same numbers, in the order of words: [n, ceil(k / 64) * 64]."""
+    n, k = q.shape
+    padded = torch.nn.functional.pad(q.view(torch.uint8), (0, -k % (2 * RUN)))
+    return padded.view(n, -1, 2, RUN).transpose(2, 3).reshape(n, -1).view(q.dtype)
+
+
+def unpack_bytes(words: Tensor, k: int) -> Tensor:
+    """[n, bytes], in the order of words → [n, k]."""
+    runs = words.view(words.shape[0], -1, RUN, 2).transpose(2, 3)
+    return runs.reshape(words.shape[0], -1)[:, :k]
+
+
 def dequantize(weight: Tensor, scale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
     """What the weights stand for, [n, k], in `dtype`."""
     if weight.dtype is not PACKED:
-        return weight.to(dtype) * scale[:, None].to(dtype)
+        return unpack_bytes(weight, k).to(dtype) * scale[:, None].to(dtype)
     groups = scale.to(dtype).repeat_interleave(GROUP, dim=1)[:, :k]  # [n, k]
     return unpack_int4(weight, k).to(dtype) * groups

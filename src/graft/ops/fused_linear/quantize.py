@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graft.errors import QuantizationError
-from graft.ops.fused_linear.packing import GROUP, MIDDLE, PACKED, SPAN, pack_int4
+from graft.ops.fused_linear.packing import GROUP, MIDDLE, PACKED, RUN, SPAN, pack_bytes, pack_int4
 
 PIECE = 1 << 20  # weights at a time: 4 MiB of float32 stay in a cache
 PIECE_GPU = 1 << 24  # 64 MiB: an 8B model in 420 pieces, each long enough to hide its launches
@@ -26,21 +26,21 @@ WORKING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize_int8(weight: Tensor, name: str = "the weight") -> tuple[Tensor, Tensor]:
-    """[n, k] → int8 [n, k], float32 scale [n]: the largest magnitude of a row is 127."""
-    q, scale = torch.empty(weight.shape, dtype=torch.int8, device=weight.device), row_scales(weight)
+    """[n, k] → int8 [n, ceil(k / 64) * 64], float32 scale [n]: the largest magnitude of a row is 127."""
+    q, scale = packed_bytes(weight, torch.int8), row_scales(weight)
     for rows, piece in pieces(weight):
         scale[rows] = row_scale(piece, INT8_TOP, name)
-        q[rows] = (piece / scale[rows, None]).round_().clamp_(-INT8_TOP, INT8_TOP).to(torch.int8)
+        q[rows] = pack_bytes((piece / scale[rows, None]).round_().clamp_(-INT8_TOP, INT8_TOP).to(torch.int8))
     return q, scale
 
 
 def quantize_fp8(weight: Tensor, name: str = "the weight") -> tuple[Tensor, Tensor]:
-    """[n, k] → float8_e4m3fn [n, k], float32 scale [n]: the largest magnitude of a row is 448."""
+    """[n, k] → float8_e4m3fn [n, ceil(k / 64) * 64], float32 scale [n]: the largest magnitude of a row is 448."""
     check_fp8(weight.device)
-    q, scale = torch.empty(weight.shape, dtype=FP8, device=weight.device), row_scales(weight)
+    q, scale = packed_bytes(weight, FP8), row_scales(weight)
     for rows, piece in pieces(weight):
         scale[rows] = row_scale(piece, FP8_TOP, name)
-        q[rows] = (piece / scale[rows, None]).clamp_(-FP8_TOP, FP8_TOP).to(FP8)
+        q[rows] = pack_bytes((piece / scale[rows, None]).clamp_(-FP8_TOP, FP8_TOP).to(FP8))
     return q, scale
 
 
@@ -130,6 +130,11 @@ def pieces(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield rows, weight[rows].detach().float()
 
 
+def packed_bytes(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    n, k = weight.shape
+    return torch.empty((n, -(-k // (2 * RUN)) * 2 * RUN), dtype=dtype, device=weight.device)
+
+
 def row_scales(weight: Tensor) -> Tensor:
     return torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
 
@@ -157,6 +162,6 @@ def abstract(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     if kind == "int4":
         shapes = ((n, -(-k // SPAN) * GROUP), PACKED), ((n, -(-k // GROUP)), weight.dtype)
     else:
-        shapes = ((n, k), torch.int8 if kind == "int8" else FP8), ((n,), torch.float32)
+        return packed_bytes(weight, torch.int8 if kind == "int8" else FP8), row_scales(weight)
     q, scale = (torch.empty(shape, dtype=dtype, device=weight.device) for shape, dtype in shapes)
     return q, scale

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graft.errors import QuantizationError
-from graft.ops.fused_linear.packing import GROUP, MIDDLE, PACKED, unpack_int4
+from graft.ops.fused_linear.packing import GROUP, MIDDLE, PACKED, unpack_bytes, unpack_int4
 from graft.ops.fused_linear.quantize import FP8_TOP, INT4_TOP, INT8_TOP, least_scale, pieces
 
 HALF = 0.5  # a step: the nearest number is no further away
@@ -55,7 +55,7 @@ def measure(weight: Tensor, q: Tensor, scale: Tensor, name: str = "the weight") 
 def in_groups(piece: Tensor, q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weights, stored numbers and scale of what shares one, all float32: [rows, groups, size], the last [.., 1]."""
     if q.dtype is not PACKED:
-        return piece[:, None], q.float()[:, None], scale.float()[:, None, None]
+        return piece[:, None], unpack_bytes(q, piece.shape[1]).float()[:, None], scale.float()[:, None, None]
     n, k = piece.shape
     groups = scale.shape[1]
     padding = (0, groups * GROUP - k)

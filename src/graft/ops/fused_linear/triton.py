@@ -13,8 +13,10 @@ from torch import Tensor
 
 from graft.ops.fused_linear.choice import FORMATS, Gemm, How, Matvec, Shape, choose_kernel
 from graft.ops.fused_linear.gemm import gemm_kernel
+from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS
 from graft.ops.fused_linear.matvec import matvec_kernel
-from graft.ops.fused_linear.packing import GROUP, PACKED, SPAN, dequantize
+from graft.ops.fused_linear.packing import GROUP, PACKED, dequantize
+from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
 from graft.ops.launch import counters, device_name, pdl_supported
 from graft.ops.rms_norm.triton import rms_norm_triton
 from graft.ops.swiglu.triton import swiglu_triton
@@ -39,6 +41,16 @@ class Call:
     @property
     def gated(self) -> bool:
         return self.activation != "none"
+
+    @property
+    def kind(self) -> str:
+        """Of the weight: plain, int8, fp8 or int4."""
+        return FORMATS.get(self.weight.dtype, "plain")
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a row of the weight has a scale; groups of 4-bit weights have their own."""
+        return self.kind in ("int8", "fp8")
 
     @property
     def rows(self) -> int:
@@ -67,16 +79,14 @@ def with_rows(run: Callable[[Call], Tensor], x: Tensor, *rest: Any) -> Tensor:
 
 
 def launch(call: Call) -> Tensor:
-    shape = Shape(
-        call.rows, call.x.shape[1], FORMATS.get(call.weight.dtype, "plain"), call.gated, call.norm is not None
-    )
+    shape = Shape(call.rows, call.x.shape[1], call.kind, call.gated, call.norm is not None)
     how = choose_kernel(shape, call.x.shape[0], device_name(call.x.device)).how
     return run_as(call, how)
 
 
 def run_as(call: Call, how: How) -> Tensor:
     tokens, k = call.x.shape
-    if isinstance(how, Matvec) and tokens <= 4 and k % 8 == 0:
+    if isinstance(how, Matvec) and tokens <= MOST_MATVEC_TOKENS and (k % 8 == 0 or call.scale is not None):
         return launch_matvec(call, how)
     if how is None and call.scale is None:
         return library(call)
@@ -91,18 +101,19 @@ def launch_matvec(call: Call, how: Matvec) -> Tensor:
     n = call.rows
     out = room(call.x.device, call.x.dtype, tokens, n)
     pdl = pdl_supported(call.x.device)
-    tile = 256 * how.warps  # 8 values a thread
-    steps = triton.cdiv(k, tile)
+    weight, fast = words_of(call.weight), call.x.is_cuda and call.x.element_size() == 2
+    width, tile = weight.shape[1], 256 * how.warps  # 8 numbers or words a thread
+    steps = triton.cdiv(width, tile)
     matvec_kernel[(triton.cdiv(n, how.rows),)](
-        call.x, call.weight, or_x(call, call.bias), or_x(call, call.scale), or_x(call, call.norm),
-        or_x(call, call.residual), out, n, k // 8, call.x.stride(0), call.eps, call.shift,
+        call.x, weight, or_x(call, call.bias), or_x(call, call.scale), or_x(call, call.norm),
+        or_x(call, call.residual), out, n, k, width // 8, -(-k // GROUP), call.x.stride(0), call.eps, call.shift,
         TOKENS=tokens, BN=how.rows, BK=tile, STEPS=steps,
         EARLY=max(1, min(steps, MOST_EARLY // (how.rows * (1 + call.gated)))),
         AHEAD=how.ahead if fetchable(call) else 0, WAVES=how.waves,
-        EVEN=k % tile == 0,
-        BIAS=call.bias is not None, SCALE=call.scale is not None, NORM=call.norm is not None,
-        ACTIVATION=call.activation, RESIDUAL=call.residual is not None,
-        BYTES=call.weight.dtype is torch.int8 and call.x.is_cuda and call.x.element_size() == 2, PDL=pdl,
+        EVEN=width % tile == 0 and width * PARTS[call.kind] == k, KIND=call.kind, FAST=fast,
+        TOO_MUCH=TOO_MUCH.get(call.kind, 0.0) if fast else 0.0,
+        BIAS=call.bias is not None, SCALE=call.by_row, NORM=call.norm is not None,
+        ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
         num_warps=how.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -114,18 +125,18 @@ def launch_gemm(call: Call, how: Gemm) -> Tensor:
         call = without_norm(call)
     how = fitting(call, how)
     tokens, k = call.x.shape
-    n, int4 = call.rows, call.weight.dtype is PACKED
+    n, weight = call.rows, words_of(call.weight)
     out = room(call.x.device, call.x.dtype, tokens, n)
     pdl = pdl_supported(call.x.device)
     blocks, groups = triton.cdiv(n, how.rows), triton.cdiv(tokens, how.tokens)
     parts, arrived = workspace(call.x.device, how, blocks * groups, call.gated)
     gemm_kernel[(blocks, how.splits, groups)](
-        call.x, call.weight, or_x(call, call.bias), or_x(call, call.scale), or_x(call, call.norm),
+        call.x, weight, or_x(call, call.bias), or_x(call, call.scale), or_x(call, call.norm),
         or_x(call, call.residual), out, parts, arrived,
-        n, k, call.weight.shape[1], -(-k // GROUP), tokens, call.x.stride(0), call.eps, call.shift,
-        BN=how.rows, BM=how.tokens, BK=GROUP if int4 else how.depth, SPLITS=how.splits, EARLY=how.early, INT4=int4,
-        PAIRS=int4 and call.x.dtype is torch.bfloat16 and call.x.is_cuda, BIAS=call.bias is not None,
-        SCALE=call.scale is not None, NORM=call.norm is not None, ACTIVATION=call.activation,
+        n, k, weight.shape[1], -(-k // GROUP), tokens, call.x.stride(0), call.eps, call.shift,
+        BN=how.rows, BM=how.tokens, BK=GROUP if call.kind == "int4" else how.depth // PARTS[call.kind],
+        SPLITS=how.splits, EARLY=how.early, KIND=call.kind, FAST=call.x.dtype is torch.bfloat16 and call.x.is_cuda,
+        BIAS=call.bias is not None, SCALE=call.by_row, NORM=call.norm is not None, ACTIVATION=call.activation,
         RESIDUAL=call.residual is not None, PDL=pdl,
         num_warps=how.warps, num_stages=how.stages, launch_pdl=pdl,
     )  # fmt: skip
@@ -135,7 +146,7 @@ def launch_gemm(call: Call, how: Gemm) -> Tensor:
 def default_gemm(call: Call) -> Gemm:
     """Sizes that fit every call; the tables have better ones."""
     tokens = call.x.shape[0]
-    if call.weight.dtype is PACKED:  # a span of 512 values of x is in shared memory for each stage
+    if call.kind == "int4":  # a span of 512 values of x is in shared memory for each stage
         rows, block = 64 if call.gated else 128, min(padded_tokens(tokens), 64)
         return Gemm(rows=rows, tokens=block, warps=8, stages=2)
     if tokens <= 128:
@@ -147,7 +158,7 @@ def fitting(call: Call, how: Gemm) -> Gemm:
     """As it was measured for bfloat16. Of 32 bits half as much fits into shared memory; early fetches want rows that
     begin at a multiple of 16 bytes."""
     if call.x.dtype is torch.float32:
-        most = 16 if call.weight.dtype is PACKED else 32
+        most = 16 if call.kind == "int4" else 32
         how = replace(how, tokens=min(how.tokens, most), rows=min(how.rows, 64), depth=min(how.depth, 64), stages=2)
     return how if fetchable(call) else replace(how, early=0)
 
@@ -201,6 +212,6 @@ def padded_tokens(tokens: int) -> int:
     return min(max(8, triton.next_power_of_2(tokens)), 128)
 
 
-def words_of(k: int) -> int:
-    """16-bit words of a row of 4-bit weights."""
-    return -(-k // SPAN) * SPAN // 4
+def words_of(weight: Tensor) -> Tensor:
+    """Quantized weights as 16-bit words, others as they are."""
+    return weight.view(PACKED) if weight.element_size() == 1 else weight

@@ -18,7 +18,16 @@ from torch import Tensor
 from graft.ops.cached_attention.early.triton import early_kernel
 from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
 from graft.ops.cached_attention.parts.triton import leave, load_tile, part_of
-from graft.ops.cached_attention.tiles.triton import LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
+from graft.ops.cached_attention.tiles.triton import (
+    LOWEST,
+    UNALIGNED,
+    UNSPECIAL,
+    absorb,
+    blocks_of,
+    inside_blocks,
+    logits,
+    seen_of,
+)
 from graft.ops.launch import counters, pdl_supported
 
 PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way; two fill an SM's share of bandwidth
@@ -37,7 +46,8 @@ def split_kv_kernel(
     sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURNS: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURNS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """TURNS: as in the early kernel."""
     if PDL:
@@ -45,14 +55,14 @@ def split_kv_kernel(
     row = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(lengths + row)
+    length = tl.load(lengths + row).to(tl.int32)
     first, begin, chunk, used = part_of(length, window, SPLITS, TILE, LEAST, HAS_WINDOW)
     if split >= used:  # also ahead of the wait: the first part waits, and leaves its place to the next kernel
         return
     start = begin + split * chunk
     end = tl.minimum(start + chunk, length)
     table = block_tables + row * s_table
-    block = blocks_of(table, start + tl.arange(0, TILE), length, BLOCK)
+    block = blocks_of(table, start + tl.arange(0, TILE), length, BLOCK, WIDE)
     newest = newest_of(table, length, s_block, s_token, BLOCK) + kv * s_head
     here = (end == length) & (length > 0)  # the newest token is in this part
     if PDL:
@@ -70,10 +80,10 @@ def split_kv_kernel(
     result = tl.zeros([GROUP_PAD, D], tl.float32)
     for at in range(start, tl.minimum(end, length - 1), TILE):
         place = at + tl.arange(0, TILE)
-        seen = (place >= first) & (place < length - 1)
-        base = block * s_block + (place % BLOCK) * s_token + kv * s_head
+        seen = seen_of(place, first, length - 1, HAS_WINDOW)
+        base = block * s_block + inside_blocks(at, BLOCK, TILE) * s_token + kv * s_head
         # a tile ahead: keys are not asked for through two waits
-        block = blocks_of(table, place + TILE, length, BLOCK)
+        block = blocks_of(table, place + TILE, length, BLOCK, WIDE)
         keys, values = load_tile(k_cache, v_cache, base, seen, d, D)
         scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [group, tile]
         scores = tl.where(seen[None, :], scores, -float("inf"))
@@ -125,7 +135,8 @@ def split_kv(
         GROUP=h // kv, GROUP_FEW=triton.next_power_of_2(h // kv), GROUP_PAD=max(16, triton.next_power_of_2(h // kv)),
         BLOCK=k_cache.shape[1], HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None, TURNS=turn is not None,
-        ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype, PDL=pdl, launch_pdl=pdl, **options,
+        ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype, WIDE=k_cache.numel() >= 1 << 31, PDL=pdl,
+        launch_pdl=pdl, **options,
     )  # fmt: skip
     return out
 

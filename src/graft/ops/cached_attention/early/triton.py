@@ -12,7 +12,16 @@ import triton.language as tl
 
 from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
 from graft.ops.cached_attention.parts.triton import leave, load_tile, part_of
-from graft.ops.cached_attention.tiles.triton import LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
+from graft.ops.cached_attention.tiles.triton import (
+    LOWEST,
+    UNALIGNED,
+    UNSPECIAL,
+    absorb,
+    blocks_of,
+    inside_blocks,
+    logits,
+    seen_of,
+)
 
 
 @triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
@@ -21,7 +30,8 @@ def early_kernel(
     sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURNS: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURNS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The first tile is on its way before the wait, all but the newest key and value: those alone may be written by
     the kernel ahead. TURNS: queries and the newest key are turned here, and that key and its value are written into
@@ -31,7 +41,7 @@ def early_kernel(
     row = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(lengths + row)
+    length = tl.load(lengths + row).to(tl.int32)
     first, begin, chunk, used = part_of(length, window, SPLITS, TILE, 1, HAS_WINDOW)
     if split >= used:  # also ahead of the wait: the first part waits, and leaves its place to the next kernel
         return
@@ -39,8 +49,9 @@ def early_kernel(
     end = tl.minimum(start + chunk, length)
     table = block_tables + row * s_table
     place = start + tl.arange(0, TILE)
-    base = blocks_of(table, place, length, BLOCK) * s_block + (place % BLOCK) * s_token + kv * s_head
-    old = (place >= first) & (place < length - 1)
+    base = blocks_of(table, place, length, BLOCK, WIDE) * s_block
+    base += inside_blocks(start, BLOCK, TILE) * s_token + kv * s_head
+    old = seen_of(place, first, length - 1, HAS_WINDOW)
     keys, values = load_tile(k_cache, v_cache, base, old, d, D)
     newest = newest_of(table, length, s_block, s_token, BLOCK) + kv * s_head
     here = (end == length) & (length > 0)  # the newest token is in this part
@@ -61,7 +72,8 @@ def early_kernel(
     best, total, result = absorb(scores, values, best, total, result)
     for at in range(start + TILE, end, TILE):
         place = at + tl.arange(0, TILE)
-        base = blocks_of(table, place, length, BLOCK) * s_block + (place % BLOCK) * s_token + kv * s_head
+        base = blocks_of(table, place, length, BLOCK, WIDE) * s_block
+        base += inside_blocks(at, BLOCK, TILE) * s_token + kv * s_head
         old = place < tl.minimum(end, length - 1)
         keys, values = load_tile(k_cache, v_cache, base, old, d, D)
         scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [group, tile]

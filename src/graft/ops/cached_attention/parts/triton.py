@@ -29,7 +29,9 @@ def part_of(length, window, SPLITS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.
 def load_tile(k_cache, v_cache, base, seen, d: tl.constexpr, D: tl.constexpr):
     """Keys and values [tile, d] at these places of the cache; 0 where they are not seen."""
     dims = tl.arange(0, D)
-    mask = seen[:, None] & (dims[None, :] < d)
+    mask = seen[:, None]
+    if d < D:
+        mask = mask & (dims[None, :] < d)
     at = base[:, None] + dims[None, :]
     return tl.load(k_cache + at, mask=mask, other=0.0), tl.load(v_cache + at, mask=mask, other=0.0)
 

@@ -37,7 +37,7 @@ def visit(
     place = at + tl.arange(0, TILE)
     held = place < end  # the cache holds nothing of this sequence beyond
     base = block * s_block + (place % BLOCK) * s_token + kv * s_head
-    block = blocks_of(table, place + TILE, end, BLOCK)  # a tile ahead
+    block = blocks_of(table, place + TILE, end, BLOCK, True)  # a tile ahead
     mask = held[:, None] & (dims[None, :] < d)
     keys = tl.load(k_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)  # [tile, d]
     values = tl.load(v_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -84,10 +84,10 @@ def prefill_kernel(
     end = tl.minimum(low + TOKENS, stop) + behind
     if HAS_WINDOW:
         begin = tl.maximum(low + behind - window + 1, 0) // TILE * TILE
-        block = blocks_of(table, begin + tl.arange(0, TILE), end, BLOCK)
+        block = blocks_of(table, begin + tl.arange(0, TILE), end, BLOCK, True)
     else:  # keys that every token of the tile sees
         full = (low + behind + 1) // TILE * TILE
-        block = blocks_of(table, tl.arange(0, TILE), end, BLOCK)
+        block = blocks_of(table, tl.arange(0, TILE), end, BLOCK, True)
         for at in range(0, full, TILE):
             block, best, total, result = visit(
                 at, block, queries, position, table, k_cache, v_cache, kv, s_block, s_token, s_head,
