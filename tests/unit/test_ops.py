@@ -122,6 +122,7 @@ WRONG = {
     "rms_norm_rope": lambda args: (*args[:3], -args[3], *args[4:]),
     "advance_rows": lambda args: (*args[:6], args[6] + 1000, args[7] + 1),
     "argmax_rows": lambda args: (-args[0],),
+    "deliver_rows": lambda args: (args[0], args[1] + 1, args[2]),
     "attention": lambda args: (*args[:4], args[4] * 1.05, *args[5:]),
     "fused_linear": lambda args: (*args[:10], (args[10] if args[10] is not None else 0) + 0.05),
     "linear": lambda args: (args[0] * 1.05, *args[1:]),

@@ -16,8 +16,8 @@ from graft.runtime.core import Request
 from graft.runtime.decode.choose import Settings
 
 # The lines of `state` [lines, rows], eight bytes each; the last three are float64.
-TOKENS, LENGTHS, LIVE, PLACES, BLOCKS, TOP_K, TEMPERATURE, MIN_P, TOP_P = range(9)
-LINES = 9
+TOKENS, LENGTHS, LIVE, PLACES, BLOCKS, TURN, TOP_K, TEMPERATURE, MIN_P, TOP_P = range(10)
+LINES = 10
 LARGEST_K = 1 << 40  # any larger top_k keeps as much, and more than 64 bits do not fit
 RING = 2  # steps on the way at once
 
@@ -30,11 +30,12 @@ def host(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Ten
 class Slot:
     """What one step brings to the device and back. It is used again when that step has ended."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, tokens: Tensor, device: torch.device) -> None:
+        rows = tokens.shape[0]
+        self.tokens = tokens  # its line of the ring
         self.commands = host((2, rows), torch.int64, device)  # places, blocks
         self.uniform = host((rows,), torch.float64, device)
         self.command_array, self.uniform_array = self.commands.numpy(), self.uniform.numpy()  # the same memory
-        self.tokens = host((rows,), torch.int64, device)
         timed = device.type == "cuda"
         self.begin = torch.cuda.Event(enable_timing=True) if timed else None
         self.done = torch.cuda.Event(enable_timing=True) if timed else None
@@ -63,6 +64,7 @@ class Buffers:
     spans: Tensor  # [rows, 2], on the host: one new token a row
     host_state: Tensor
     host_tables: Tensor  # [rows * width]
+    delivered: Tensor  # [RING, rows], on the host: tokens of the steps on the way, written by the device
     ring: tuple[Slot, ...]
     filled: torch.cuda.Event | None
 
@@ -71,11 +73,12 @@ class Buffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        delivered = host((RING, rows), torch.int64, device)
         buffers = Buffers(
             block_size, padding, zeros(LINES, rows), zeros(rows, dtype=torch.float64), zeros(3, rows),
             zeros(rows, width), zeros(rows * width), torch.arange(rows + 1, device=device),
             torch.ones(rows, 2, dtype=torch.int64), host((LINES, rows), torch.int64, device),
-            host((rows * width,), torch.int64, device), tuple(Slot(rows, device) for _ in range(RING)),
+            host((rows * width,), torch.int64, device), delivered, tuple(Slot(line, device) for line in delivered),
             torch.cuda.Event() if device.type == "cuda" else None,
         )  # fmt: skip
         buffers.fill([], rows)
@@ -89,6 +92,10 @@ class Buffers:
     @property
     def tokens(self) -> Tensor:
         return self.state[TOKENS]  # [rows]
+
+    @property
+    def turn(self) -> Tensor:
+        return self.state[TURN, :1]  # [1]: steps launched so far
 
     @property
     def commands(self) -> Tensor:
@@ -121,13 +128,14 @@ class Buffers:
         }
         return Batch(**{field.name: inputs[field.name] for field in fields(Batch)})
 
-    def fill(self, requests: Sequence[Request], count: int) -> None:
-        """Rows 0…n-1 are these requests, about to feed their last token; those up to `count` are padding."""
+    def fill(self, requests: Sequence[Request], count: int, turn: int = 0) -> None:
+        """Rows 0…n-1 are these requests, about to feed their last token; those up to `count` are padding. turn: of
+        the ring, whose line the next step writes."""
         if self.filled is not None:
             self.filled.synchronize()  # the last filling may still be copied from the memory that is written now
         state = self.host_state.numpy()
         numbers = state.view(np.float64)
-        state[:], state[LENGTHS], state[PLACES] = 0, 1, NOTHING
+        state[:], state[LENGTHS], state[PLACES], state[TURN] = 0, 1, NOTHING, turn
         longest = max((len(r.table.blocks) for r in requests if r.table is not None), default=1)
         tables = self.host_tables.numpy()[: count * longest].reshape(count, longest)
         tables[:] = self.padding

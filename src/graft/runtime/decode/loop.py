@@ -142,7 +142,7 @@ class DecodeLoop:
         """Launches a step with these requests in the first rows."""
         tables = [list(r.table.blocks) for r in plan.requests if r.table is not None]
         self.layout = Layout([*plan.requests], tables)
-        self.buffers.fill(plan.requests, recording.rows)
+        self.buffers.fill(plan.requests, recording.rows, self.launched)
         due = [Due.of(request, row) for row, request in enumerate(plan.requests)]
         return self.launch(Flight(plan, due, self.next_slot(), recording))
 
@@ -214,7 +214,7 @@ class DecodeLoop:
     def launch(self, flight: Flight) -> Flight:
         started = time.perf_counter()
         self.flights.append(flight)  # before numbers are drawn: whoever takes it back restores the generators
-        slot, rows = flight.slot, flight.recording.rows
+        slot = flight.slot
         if flight.recording.kind != "greedy":
             for one in flight.due:
                 if not one.request.params.greedy:
@@ -225,11 +225,9 @@ class DecodeLoop:
             self.stream = torch.cuda.current_stream(self.buffers.state.device)
             slot.begin.record(self.stream)
             flight.recording.play()
-            slot.tokens[:rows].copy_(self.buffers.tokens[:rows], non_blocking=True)
             slot.done.record(self.stream)
         else:
             flight.recording.play()
-            slot.tokens[:rows].copy_(self.buffers.tokens[:rows])
         self.launched += 1
         self.counts.replays += 1
         flight.launching = time.perf_counter() - started

@@ -1,6 +1,7 @@
 """One decode step on fixed memory, recorded for a batch size: as a CUDA graph, or on a CPU as the call itself.
 
 advance ─▶ the model's graph ─▶ logits [B, vocab] ─▶ choose ─▶ tokens, which the next step's advance feeds
+                                                               └▶ deliver: to the host
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from graft.errors import CaptureRefused
 from graft.files import Progress
 from graft.kvcache.memory import is_out_of_memory
 from graft.ops.advance_rows.op import advance_into
+from graft.ops.deliver_rows.op import deliver
 from graft.ops.launch import launch_failures
 from graft.runtime.decode.buckets import table_widths
 from graft.runtime.decode.buffers import Buffers
@@ -134,6 +136,7 @@ class Recordings:
             (logits,) = self.graph(*inputs, *self.tensors)  # [1, B, vocab]
             if kind != "logits":
                 choose(kind, tokens, logits[0], settings)
+                deliver(tokens, buffers.turn, buffers.delivered)
             return logits[0]
 
         return step

@@ -1,0 +1,41 @@
+"""graft::deliver_rows: the tokens of a step to where the host reads them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from graft.ops.deliver_rows.reference import deliver_rows
+from graft.ops.spec import Kernel, OpSpec, choose, define, needs_triton
+
+
+def fake(tokens: Tensor, turn: Tensor, ring: Tensor) -> Tensor:
+    return turn.new_empty(1)
+
+
+def triton_supports(tokens: Tensor, turn: Tensor, ring: Tensor) -> str | None:
+    """The ring may be pinned memory of the host, which the device writes to."""
+    if ring.stride(1) != 1 or not (ring.is_pinned() or ring.device == tokens.device):
+        return "the ring is no memory that the device can write to, line by line"
+    return needs_triton(tokens, turn)
+
+
+def run_triton(tokens: Tensor, turn: Tensor, ring: Tensor) -> Tensor:
+    from graft.ops.deliver_rows.triton import deliver_rows_triton
+
+    return deliver_rows_triton(tokens, turn, ring)
+
+
+SPEC = define(
+    OpSpec(
+        name="deliver_rows",
+        schema="(Tensor tokens, Tensor(a!) turn, Tensor(b!) ring) -> Tensor",
+        reference=deliver_rows,
+        fake=fake,
+        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+    )
+)
+
+
+def deliver(tokens: Tensor, turn: Tensor, ring: Tensor) -> None:
+    """The same, for tensors of two devices."""
+    (run_triton if choose(SPEC, tokens, turn, ring).name == "triton" else deliver_rows)(tokens, turn, ring)
