@@ -36,6 +36,7 @@ FUSIONS = (
     "fuse_swiglu_into_matvec",
     "tabulate_rope",
     "fuse_rope_kv_write",
+    "fuse_rope_into_attention",
 )
 
 

@@ -9,11 +9,11 @@ from decode_cases import DECODE, forced
 
 import graft
 from conftest import FAMILIES, tiny
+from graft.capture import cache
 from graft.capture.decoder import capture_decoder
 from graft.graph.edit import second_module
 from graft.graph.nodes import is_op, output_node, placeholders
 from graft.models.registry import COMMON, FOLDER, families
-from graft.runtime import llm as runtime
 
 NEW = 6
 LENGTHS = (1, 5, 13, 30)
@@ -47,7 +47,7 @@ def check_rows(gm):
 def test_counts_and_greedy_tokens_r22(family, monkeypatch):
     model = tiny(family)
     captured = capture_decoder(model.module)  # once for both; it takes longer than everything else
-    monkeypatch.setattr(runtime, "capture_decoder", lambda _: second_module(captured))
+    monkeypatch.setattr(cache, "capture_decoder", lambda _: second_module(captured))
     fused, plain = graft.LLM(model, config=forced()), graft.LLM(model)
     expected = model.family.expected_matches(model.layers, gpu=True)
     records = fused.report.transforms

@@ -131,6 +131,7 @@ WRONG = {
     "paged_attention": lambda args: (*args[:11], args[11] * 1.05, *args[12:]),
     "cached_attention": lambda args: (*args[:8], args[8] * 1.05, *args[9:]),
     "rope_kv_write": lambda args: (*args[:4], -args[4], *args[5:]),
+    "rope_attention": lambda args: (*args[:4], -args[4], *args[5:]),
     "elementwise": lambda args: ([args[0][0] * 1.15, *args[0][1:]], args[1]),
 }
 

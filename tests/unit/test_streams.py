@@ -8,20 +8,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stream_modules import Branches, graph_of, placed
 from stream_programs import agrees, disturbed, programs, scheduled
 from torch import nn
 from torch.fx import GraphModule
 
 import graft
 from graft.backends import lower
-from graft.backends.eager import lower_eager
 from graft.errors import StreamOrderError, TransformError, VerificationError
 from graft.graph.canonical import canonicalize, drop_dead
 from graft.graph.nodes import calls, is_op
 from graft.graph.serial import graph_from_json, graph_to_json
 from graft.graph.streams import on_device, stream_op
 from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
 from graft.ops.streams import KEEP, RECORD, SWITCH, WAIT
 from graft.state.streams import check_streams
 from graft.state.verify import Uses
@@ -30,7 +29,7 @@ from graft.transforms.config import load_config
 from graft.transforms.costs import Costs
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.stream_emit import apply_schedule
-from graft.transforms.stream_schedule import Schedule, Slot, Tasks, list_schedule
+from graft.transforms.stream_schedule import Tasks, list_schedule
 
 SLOW = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -86,20 +85,6 @@ def test_accepted_are_exactly_those_that_no_interleaving_tells_from_one_stream_r
 # ── schedules ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Branches(nn.Module):
-    """Two branches from one product, and a counter."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x):
-        self.count.add_(1)
-        h = x * 2
-        return self.a(h).relu() + self.b(h).relu()
-
-
 class Join(nn.Module):
     """With its second call on a side stream, `h` must be kept: the host drops it before that call has read it."""
 
@@ -113,19 +98,6 @@ class Join(nn.Module):
 class Chain(nn.Module):
     def forward(self, x):
         return (x * 2).relu() + 1
-
-
-def graph_of(module, *args):
-    return export_graph(module, args or (torch.ones(2, 8),))
-
-
-def placed(module, streams):
-    """The module's graph with its calls on the given streams."""
-    gm = graph_of(module)
-    names = [node.name for node in gm.graph.nodes if on_device(node)]
-    slots = tuple(Slot(name, "", stream, 0.0, 1.0) for name, stream in zip(names, streams, strict=True))
-    apply_schedule(gm, Schedule(slots, 1.0, 1.0, 1.0), "test")
-    return gm
 
 
 class Fixed:
@@ -347,7 +319,7 @@ def test_both_nodes_and_the_edge_are_named_r44():
     with pytest.raises(StreamOrderError) as caught:
         check_streams(gm.graph)
     text = str(caught.value)
-    assert "%add (test_streams.py" in text and "does not wait for %relu_1" in text and "it takes %relu_1" in text
+    assert "%add (stream_modules.py" in text and "does not wait for %relu_1" in text and "it takes %relu_1" in text
     assert "on stream 1" in text and "record an event" in text
 
 
@@ -382,92 +354,3 @@ def test_stream_ops_without_sense_are_refused_r44(ops, message):
             gm.graph.call_function(target, (number,)).meta["val"] = None
     with pytest.raises(VerificationError, match=message):
         check_streams(gm.graph)
-
-
-# ── the lowering for a GPU, on a device that only writes down what it is told ───────────────────────────────────
-
-
-class FakeCuda:
-    """Stands for torch.cuda: streams and events are names, and `log` is what was asked for."""
-
-    def __init__(self, monkeypatch):
-        self.log, self.current, self.made, self.capturing = [], FakeStream(self, 100), 0, False
-        for name in ("Stream", "Event", "current_stream", "stream", "is_current_stream_capturing"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, f"fake_{name}"))
-        monkeypatch.setattr("graft.backends.streams.device_of", lambda _: torch.device("cuda"))
-
-    def fake_Stream(self, device):
-        self.made += 1
-        return FakeStream(self, 99 + self.made)  # the first one is the caller's own, as after 32 others
-
-    def fake_Event(self):
-        return FakeEvent(self)
-
-    def fake_current_stream(self, device):
-        return self.current
-
-    def fake_is_current_stream_capturing(self):
-        return self.capturing
-
-    def fake_stream(self, stream):
-        return On(self, stream)
-
-
-class FakeStream:
-    def __init__(self, cuda, number):
-        self.cuda, self.cuda_stream = cuda, number
-
-    def wait_event(self, event):
-        self.cuda.log.append(("wait", self.cuda_stream, id(event)))
-
-    def wait_stream(self, other):
-        self.cuda.log.append(("follow", self.cuda_stream, other.cuda_stream))
-
-
-class FakeEvent:
-    def __init__(self, cuda):
-        self.cuda = cuda
-
-    def record(self, stream):
-        self.cuda.log.append(("record", stream.cuda_stream, id(self)))
-
-
-class On:
-    def __init__(self, cuda, stream):
-        self.cuda, self.stream = cuda, stream
-
-    def __enter__(self):
-        self.before, self.cuda.current = self.cuda.current, self.stream
-        self.cuda.log.append(("call", self.stream.cuda_stream))
-
-    def __exit__(self, *_):
-        self.cuda.current = self.before
-
-
-def test_the_lowering_switches_for_each_call_and_records_and_waits_r44(monkeypatch):
-    module, x = Branches(), torch.randn(2, 8)
-    gm = placed(module, [0, 0, 0, 0, 1, 1, 0])
-    cuda = FakeCuda(monkeypatch)
-    lowered = lower_eager(gm)
-    assert lowered.kernels["graft::stream_switch"] == "2 CUDA streams"
-    got = lowered.call(x)
-    assert torch.equal(got[0] if isinstance(got, (list, tuple)) else got, module(x))
-    assert cuda.log.pop() == ("follow", 101, 100)
-    kinds = [entry[:2] for entry in cuda.log]
-    assert kinds == [("record", 100), ("wait", 101), ("call", 101), ("call", 101), ("record", 101), ("wait", 100)]
-    assert cuda.log[0][2] == cuda.log[1][2] != cuda.log[4][2] == cuda.log[5][2]
-    cuda.log.clear()
-    cuda.capturing = True
-    lowered.call(x)
-    assert [entry[:2] for entry in cuda.log] == kinds and cuda.made == 2  # streams and events are kept
-
-
-def test_an_error_on_a_side_stream_leaves_nothing_switched_r44(monkeypatch):
-    gm = placed(Branches(), [0, 0, 0, 0, 1, 1, 0])
-    cuda = FakeCuda(monkeypatch)
-    call = lower_eager(gm).call
-    call.b.weight = nn.Parameter(torch.ones(3, 3))
-    with pytest.raises(RuntimeError):
-        call(torch.randn(2, 8))
-    assert cuda.log[-1] == ("call", 101)  # it failed there
-    assert cuda.current.cuda_stream == 100

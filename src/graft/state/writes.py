@@ -11,7 +11,7 @@ from graft.graph.memory import alias_sources, is_maybe_view, mutated_args
 from graft.graph.nodes import arg_values, is_op, outlives_call, tensor_val
 from graft.graph.storage import storage_id
 
-aten = torch.ops.aten
+aten, ops = torch.ops.aten, torch.ops.graft
 
 # put values at positions of argument 0; what they add up (accumulate, reduce) is no longer a plain write
 PLACING = (
@@ -70,7 +70,7 @@ def was_copied(node: Node, source: Node) -> bool:
 def is_positional(node: Node, into: Node, owner: Node) -> bool:
     if is_op(node, *PLACING):
         return not any(a.name == "accumulate" and value for a, value in arg_values(node))
-    if is_op(node, torch.ops.graft.paged_attention.default, torch.ops.graft.rope_kv_write.default):
+    if is_op(node, ops.paged_attention.default, ops.rope_kv_write.default, ops.rope_attention.default):
         return True
     part, whole = tensor_val(into), tensor_val(owner)
     # sizes compared by expression: a slice of a symbolic length counts as a part

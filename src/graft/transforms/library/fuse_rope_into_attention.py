@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import NearMiss
-from graft.graph.nodes import arg_values, calls, is_op, module_path, tensor_of, where
+from graft.graph.memory import mutated_args, storage_root
+from graft.graph.nodes import calls, is_op, module_path, options_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, no_match_reason
+from graft.transforms.decode import DecodeConfig, device_of
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
 
 ops = torch.ops.graft
-
-
-@dataclass(frozen=True)
-class FuseRoPEIntoAttentionConfig(TransformConfig):
-    devices: tuple[str, ...] = ("cuda",)  # where one kernel does it
 
 
 @TransformRegistry.register("fuse_rope_into_attention")
@@ -39,17 +34,17 @@ class FuseRoPEIntoAttention(BaseTransform):
 
     @classmethod
     def get_config_class(cls) -> type[TransformConfig]:
-        return FuseRoPEIntoAttentionConfig
+        return DecodeConfig
 
     def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
-        layers = [node for node in calls(gm.graph) if is_op(node, ops.cached_attention.default)]
-        if not layers:
-            return Outcome(reason="the graph has no graft::cached_attention")
-        device = tensor_of(layers[0]).device.type
-        assert isinstance(self.config, FuseRoPEIntoAttentionConfig)
+        device = device_of(gm)
+        assert isinstance(self.config, DecodeConfig)
         if device not in self.config.devices:
             wanted = " and ".join(self.config.devices)
             return Outcome(reason=f"it is for {wanted}, the graph is on {device}", skipped=True)
+        layers = [node for node in calls(gm.graph) if is_op(node, ops.cached_attention.default)]
+        if not layers:
+            return Outcome(reason="the graph has no graft::cached_attention")
         editor = Editor(gm, self.name)
         records, misses = [], []
         for attention in layers:
@@ -62,20 +57,34 @@ class FuseRoPEIntoAttention(BaseTransform):
 
 
 def why_not(attention: Node) -> str | None:
-    """None where the queries come from the write into the very caches that are read, and nobody else reads them."""
+    """None where the queries come from the write into the very caches that are read, nobody else reads them, and
+    nothing in between would see that the write comes later."""
     write = attention.args[0]
     if not is_op(write, ops.rope_kv_write.default):
         return f"its queries come from {where(write)}, not from graft.rope_kv_write"
     if write.args[5:7] != attention.args[1:3]:
         return f"{where(write)} writes other caches than those it reads"
     other = next((user for user in write.users if user is not attention), None)
-    return None if other is None else f"{where(other)} reads the turned queries too"
+    return disturbed(write, attention) if other is None else f"{where(other)} reads the turned queries too"
+
+
+def disturbed(write: Node, attention: Node) -> str | None:
+    """What stands in between and reads or writes the caches, or writes what the write reads."""
+    read = {storage_root(node) for node in write.all_input_nodes}
+    caches = {storage_root(node) for node in write.args[5:7]}
+    node = write.next
+    while node is not attention:
+        if any(storage_root(argument) in caches for argument in node.all_input_nodes):
+            return f"{where(node)} in between needs the caches as they are then"
+        if any(storage_root(argument) in read for argument in mutated_args(node)):
+            return f"{where(node)} in between writes what {where(write)} reads"
+        node = node.next
+    return None
 
 
 def fuse(editor: Editor, attention: Node) -> MatchRecord:
     write = attention.args[0]
-    turn = {argument.name: value for argument, value in arg_values(write)}
-    read = {argument.name: value for argument, value in arg_values(attention)}
+    turn, read = options_of(write), options_of(attention)
     args = [turn[name] for name in ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")]
     args += [read[name] for name in ("rows", "block_tables", "starts", "lengths", "spans", "scale")]
     options = [read[name] for name in ("window", "softcap", "sinks")]

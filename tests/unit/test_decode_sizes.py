@@ -1,0 +1,80 @@
+"""Recorded decode steps: their sizes, the options that name them, where they are off and why (R43)."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from recording_cases import captured, engine
+
+import graft
+from graft.errors import UsageError
+from graft.runtime.decode import buckets
+from graft.runtime.decode.buckets import bucket_for, bucket_sizes, table_widths
+from graft.runtime.decode.build import loop_problem
+from graft.runtime.options import EngineOptions
+
+
+def test_bucket_sizes_r43():
+    assert bucket_sizes(1) == (1,) and bucket_sizes(8) == (1, 2, 4, 8)
+    assert bucket_sizes(20) == (1, 2, 4, 8, 16, 20) and bucket_sizes(20, [8, 3, 8]) == (3, 8)
+    assert bucket_sizes(100_000)[-2:] == (256, 512) and bucket_sizes(600, [600]) == (600,)
+    assert [bucket_for(n, (1, 2, 4)) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, None]
+
+
+def test_options_r63():
+    for wrong, message in (
+        ({"enforce_eager": 1}, "enforce_eager must be True or False"),
+        ({"cudagraph_capture_sizes": []}, "must be a list of whole numbers of at least 1"),
+        ({"cudagraph_capture_sizes": [0]}, "must be a list of whole numbers of at least 1"),
+        ({"cudagraph_capture_sizes": 4}, "must be a list of whole numbers of at least 1"),
+        ({"cudagraph_capture_sizes": [9], "max_num_seqs": 8}, "no more than max_num_seqs=8"),
+        ({"cudagraph_capture_sizes": [1], "enforce_eager": True}, "contradict"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            graft.LLM("tiny-llama", **wrong)
+
+
+def test_a_cpu_engine_says_that_it_records_nothing_r43():
+    assert "decode: no CUDA graphs, because the model is on cpu" in captured("llama").report.notes
+    assert captured("llama").engine.loop is None
+
+
+def test_where_recordings_are_off_and_why_r43():
+    cuda, options = torch.device("cuda"), EngineOptions()
+    assert loop_problem(cuda, "eager", options) is None
+    assert "'inductor'" in loop_problem(cuda, "inductor", options)
+    assert "enforce_eager" in loop_problem(cuda, "eager", EngineOptions(enforce_eager=True))
+    assert loop_problem(torch.device("cpu"), "eager", options) == "the model is on cpu"
+
+
+def test_recording_shows_its_progress_r61():
+    told = []
+    recordings = engine("llama", True, max_num_seqs=1).engine.loop.recordings
+    recordings.made.clear()
+    recordings.make_all((1,), lambda *what: told.append(what))
+    assert told == [("capturing CUDA graphs", 0, 1), ("capturing CUDA graphs", 1, 1)]
+
+
+def test_few_rows_of_short_contexts_have_recordings_of_their_own_r43():
+    assert table_widths(8, 8192, 16) == (128, 8192) and table_widths(16, 8192, 16) == (8192,)
+    assert table_widths(1, 100, 16) == (100,)
+    recordings = engine("llama", True, max_num_seqs=2).engine.loop.recordings
+    widest = recordings.buffers.tables.shape[1]
+    with mock.patch.object(buckets, "SHORT", 32):
+        assert recordings.key(1, 32, "greedy") == (1, 2, "greedy")
+        assert recordings.key(1, 33, "greedy") == (1, widest, "greedy")
+
+
+def test_a_context_grows_from_one_recording_into_the_next_r43():
+    """Tokens stay those of the synchronous engine when the table becomes wider in mid-text."""
+    given = [list(range(3, 23)), list(range(40, 70))]
+    params = graft.SamplingParams(max_tokens=40, ignore_eos=True)
+    expected = [o.token_ids for o in engine("llama", False).generate(given, params)]
+    with mock.patch.object(buckets, "SHORT", 48):
+        llm = engine("llama", True, max_num_seqs=2)
+        assert [o.token_ids for o in llm.generate(given, params)] == expected
+        used = {width for rows, width, _ in llm.engine.loop.recordings.made if rows == 2}
+    assert used == {3, llm.engine.loop.buffers.tables.shape[1]}
+    assert not llm.stats.bucket_misses and llm.stats.steps_ahead > 30
