@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graft.ops.fused_linear.widen import RUN_4, columns_of, widen
+from graft.ops.fused_linear.widen import RUN_4, as_float, columns_of, widen
 from graft.ops.swiglu.triton import activate
 
 FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
@@ -59,36 +59,42 @@ def fetch_waves(
 
 
 @triton.jit
-def nothing_yet(TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr):
-    """For each token the products with the gate's or only rows and with up's, [BN, WIDE], squares and sums, [BK]."""
+def nothing_yet(TOKENS: tl.constexpr, BN: tl.constexpr, EIGHTHS: tl.constexpr):
+    """For each token the products with the gate's or only rows and with up's, [BN, EIGHTHS], squares and sums,
+    [EIGHTHS]: a thread adds up the 8 that it has of a tile at once."""
     ys = ()
     ups = ()
     squares = ()
     sums = ()
     for _ in tl.static_range(TOKENS):
-        ys = ys + (tl.zeros([BN, WIDE], tl.float32),)
-        ups = ups + (tl.zeros([BN, WIDE], tl.float32),)
-        squares = squares + (tl.zeros([BK], tl.float32),)
-        sums = sums + (tl.zeros([BK], tl.float32),)
+        ys = ys + (tl.zeros([BN, EIGHTHS], tl.float32),)
+        ups = ups + (tl.zeros([BN, EIGHTHS], tl.float32),)
+        squares = squares + (tl.zeros([EIGHTHS], tl.float32),)
+        sums = sums + (tl.zeros([EIGHTHS], tl.float32),)
     return ys, ups, squares, sums
 
 
 @triton.jit
-def load_token(x, norm, token, column, k, stride_x, offset, squares, NORM: tl.constexpr, EVEN: tl.constexpr):
+def load_token(
+    x, norm, token, column, k, stride_x, offset, squares, NORM: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr
+):  # fmt: skip
     """Values of one token, [BK], times the norm's weight, and its squares added to `squares`."""
     mask = None if EVEN else column < k
     other = None if EVEN else 0.0
-    h = tl.load(x + token * stride_x + column, mask=mask, other=other).to(tl.float32)
+    h = as_float(tl.load(x + token * stride_x + column, mask=mask, other=other), FAST)
     if NORM:
-        squares += h * h
-        h *= tl.load(norm + column, mask=mask, other=other).to(tl.float32) + offset
+        squares += by_eights(h * h)
+        h *= as_float(tl.load(norm + column, mask=mask, other=other), FAST) + offset
     return h, squares
 
 
 @triton.jit
-def by_eights(values, BN: tl.constexpr, BK: tl.constexpr):
-    """[BN, BK] → [BN, BK / 8], sums of what one thread holds."""
-    return tl.sum(tl.reshape(values, [BN, BK // 8, 8]), axis=2)
+def by_eights(values):
+    """[BK] or [BN, BK] → [BK / 8] or [BN, BK / 8], sums of what one thread holds."""
+    if len(values.shape) == 1:
+        return tl.sum(tl.reshape(values, [values.shape[0] // 8, 8]), axis=1)
+    else:
+        return tl.sum(tl.reshape(values, [values.shape[0], values.shape[1] // 8, 8]), axis=2)
 
 
 @triton.jit
@@ -102,8 +108,8 @@ def group_scales(scale, row, first, n, groups, BK: tl.constexpr, PART: tl.conste
 @triton.jit
 def add_tile(
     ys, ups, squares, sums, w, v, x, norm, scale, row, first, lane, n, k, groups, stride_x, offset,
-    TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
-    TOO_MUCH: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    TOKENS: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr, TOO_MUCH: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of the rows for every token: each part of its words with the values of x that it meets."""
     PARTS: tl.constexpr = 4 if KIND == "int4" else (1 if KIND == "plain" else 2)
@@ -117,22 +123,20 @@ def add_tile(
         y, up, square, total = ys[token], ups[token], squares[token], sums[token]
         for part in tl.static_range(PARTS):
             column = columns_of(first, lane, part, KIND)
-            h, square = load_token(x, norm, token, column, k, stride_x, offset, square, NORM, EVEN)
+            h, square = load_token(x, norm, token, column, k, stride_x, offset, square, NORM, EVEN, FAST)
+            product = by_eights(qs[part] * h[None, :])  # [BN, BK / 8]
+            product_up = by_eights(rs[part] * h[None, :]) if GATED else product
             if KIND == "int4":
-                rest = TOO_MUCH * by_eights(h[None, :], 1, BK)
-                y += (by_eights(qs[part] * h[None, :], BN, BK) - rest) * group_scales(
-                    scale, row, first, n, groups, BK, part
-                )
+                rest = TOO_MUCH * by_eights(h)[None, :]
+                product = (product - rest) * group_scales(scale, row, first, n, groups, BK, part)
                 if GATED:
-                    up += (by_eights(rs[part] * h[None, :], BN, BK) - rest) * group_scales(
-                        scale + n.to(tl.int64) * groups, row, first, n, groups, BK, part
-                    )
-            else:
-                y += qs[part] * h[None, :]
-                if GATED:
-                    up += rs[part] * h[None, :]
-                if TOO_MUCH > 0:
-                    total += h
+                    above = scale + n.to(tl.int64) * groups
+                    product_up = (product_up - rest) * group_scales(above, row, first, n, groups, BK, part)
+            elif TOO_MUCH > 0:
+                total += by_eights(h)
+            y += product
+            if GATED:
+                up += product_up
         new_ys = new_ys + (y,)
         new_ups = new_ups + (up,)
         new_squares = new_squares + (square,)
@@ -164,16 +168,16 @@ def finish(
 
 
 @triton.jit
-def sum_rows(y, up, squares, k, eps, BN: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr):
+def sum_rows(y, up, squares, k, eps, NORM: tl.constexpr, GATED: tl.constexpr):
     """The products [BN] of one token. The root mean square divides them after the sum: one pass over x, one exchange
     between threads."""
     if NORM:
-        both = tl.join(y, tl.broadcast_to(squares[None, :], [BN, WIDE]))  # [BN, WIDE, 2]
+        both = tl.join(y, tl.broadcast_to(squares[None, :], y.shape))  # [BN, EIGHTHS, 2]
         y, total = tl.split(tl.sum(both, axis=1))
         inverse = tl.rsqrt(total / k + eps)
     else:
         y = tl.sum(y, axis=1)
-        inverse = tl.full([BN], 1.0, tl.float32)
+        inverse = 1.0
     up = tl.sum(up, axis=1) if GATED else y
     return y * inverse, up * inverse
 
@@ -193,7 +197,6 @@ def matvec_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GATED: tl.constexpr = ACTIVATION != "none"
-    WIDE: tl.constexpr = BK // 8 if KIND == "int4" else BK
     width = eighths * 8  # so that it is known to be a multiple
     program = tl.program_id(0)
     row = program * BN + tl.arange(0, BN)
@@ -207,7 +210,7 @@ def matvec_kernel(
         if AHEAD > 0:
             fetch_waves(weight, above, program, n, width, AHEAD, WAVES, BN, GATED)
         tl.extra.cuda.gdc_wait()
-    ys, ups, squares, sums = nothing_yet(TOKENS, BN, BK, WIDE)
+    ys, ups, squares, sums = nothing_yet(TOKENS, BN, BK // 8)
     for step in tl.static_range(STEPS):
         if step + EARLY < STEPS:
             ws = ws + load_tiles(weight, row, lane, n, width, step + EARLY, step + EARLY + 1, BK, EVEN)
@@ -215,14 +218,12 @@ def matvec_kernel(
                 vs = vs + load_tiles(above, row, lane, n, width, step + EARLY, step + EARLY + 1, BK, EVEN)
         ys, ups, squares, sums = add_tile(
             ys, ups, squares, sums, ws[step], vs[step] if GATED else ws[step], x, norm, scale, row, step * BK, lane,
-            n, k, groups, stride_x, offset, TOKENS, BN, BK, KIND, FAST, TOO_MUCH, NORM, GATED, EVEN,
+            n, k, groups, stride_x, offset, TOKENS, BK, KIND, FAST, TOO_MUCH, NORM, GATED, EVEN,
         )  # fmt: skip
     for token in tl.static_range(TOKENS):
-        own, own_up, square = ys[token], ups[token], squares[token]
-        if KIND == "int4":
-            square = tl.sum(tl.reshape(square, [WIDE, 8]), axis=1)
-        elif TOO_MUCH > 0:
+        own, own_up = ys[token], ups[token]
+        if KIND != "int4" and TOO_MUCH > 0:
             own -= TOO_MUCH * sums[token][None, :]
             own_up -= TOO_MUCH * sums[token][None, :]
-        y, up = sum_rows(own, own_up, square, k, eps, BN, WIDE, NORM, GATED)
+        y, up = sum_rows(own, own_up, squares[token], k, eps, NORM, GATED)
         finish(y, up, bias, scale, residual, out, row, token, n, ACTIVATION, BIAS, SCALE, RESIDUAL)
