@@ -120,7 +120,7 @@ def test_the_text_of_ranges_r26():
     assert ranges_text(quantized, {4: Entry(None, 1.0, "B")}) == (
         "int8 4096x4096 gated norm: 1–4 default, more: default; measured on B alone"
     )
-    assert how_text(Matvec(1, 8, 528)) == "matvec(rows=1, warps=8, ahead=528)"
+    assert how_text(Gemm(early=4, norm_inside=True)).endswith("stages=4, early=4, norm_inside=True)")
 
 
 def test_another_device_is_told_r26():
@@ -159,7 +159,7 @@ def test_what_was_measured_here_goes_before_what_is_shipped_r26(cache):
 
 def test_overrides_hold_for_a_time_and_nest_r26(cache):
     usual = choose_kernel(SQUARE, 1, "gpu").how
-    first, second = Matvec(4, 8, 7), Matvec(1, 8, 7)
+    first, second = Matvec(4, 8), Matvec(1, 8)
     with overridden({SQUARE: {1: Entry(first, 0.0, "gpu")}}):
         assert choose_kernel(SQUARE, 1, "gpu").how == first
         with overridden({SQUARE: {1: Entry(second, 0.0, "gpu")}}):
@@ -201,7 +201,7 @@ WRONG = [
     (one(measured="yesterday"), "measured must be one of alone, in a step"),
     ({KEY: {"device": H200, "tokens": {"4": {"kind": "gemm"}}}}, "'us' is missing"),
     ({KEY: {"device": H200, "tokens": {"8": {"kind": "matvec", "us": 1}}}}, "matvec takes up to 4 tokens"),
-    ({"int4 64x64": {"device": H200, "tokens": {"1": {"kind": "matvec", "us": 1}}}}, "4-bit weights"),
+    ({"int4 64x64": {"device": H200, "tokens": {"8": {"kind": "matvec", "us": 1}}}}, "up to 4 tokens"),
     ({"int8 64x64": {"device": H200, "tokens": {"1": {"kind": "library", "us": 1}}}}, "unknown kind 'library'"),
 ]
 

@@ -98,6 +98,9 @@ def test_a_kernel_named_in_the_config_runs_or_raises_r25():
         graft_compile(Stack(), (x,), config={"kernels": {"rms_norm": "triton"}})
     with pytest.raises(WrongType, match="one of aten, triton, reference"):
         load_config({"kernels": {"rms_norm": "cuda"}})
+    idle = graft_compile(Stack(), (x,), config={"kernels": {"rope": "reference"}})
+    assert any("the graph has no graft::rope;" in note for note in idle.report.notes)
+    assert not any("kernels:" in note for note in compiled.report.notes)
     with pytest.raises(UsageError, match="did you mean 'rms_norm'"):
         load_config({"kernels": {"rms_nrm": "triton"}})
     with pytest.raises(UsageError, match="inside Inductor choose their kernels"):

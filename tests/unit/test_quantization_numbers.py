@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from graft.errors import QuantizationError
 from graft.ops.fused_linear import quantize as quantizing
-from graft.ops.fused_linear.packing import GROUP, dequantize, pack_int4, unpack_int4
+from graft.ops.fused_linear.packing import GROUP, dequantize, pack_bytes, pack_int4, unpack_bytes, unpack_int4
 from graft.ops.fused_linear.quantize import (
     QUANTIZERS,
     check_fp8,
@@ -117,7 +117,7 @@ def test_the_scale_is_rounded_before_the_weights(kind, dtype):
     assert scale.dtype is (dtype if kind == "int4" else torch.float32)
     assert scale.shape == ((5, 3) if kind == "int4" else (5,))
     assert q.dtype is {"int8": torch.int8, "int4": torch.int16, "fp8": torch.float8_e4m3fn}[kind]
-    assert q.shape == ((5, 128) if kind == "int4" else (5, 300))
+    assert q.shape == ((5, 128) if kind == "int4" else (5, 320))
     assert measure(w, q, scale).steps <= HALF + SLACK
 
 
@@ -222,6 +222,20 @@ def test_packing_is_the_format_and_unpacking_its_inverse(n, k, seed):
     assert words.tolist() == [slow_pack(row) for row in q.tolist()]
     assert torch.equal(unpack_int4(words, k), q.to(torch.int8))
     assert k < 2 or words.tolist() != [slow_pack(row[::-1]) for row in q.tolist()] or q.tolist() == q.flip(1).tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 3), st.sampled_from([1, 31, 32, 64, 65, 100, 200]), st.sampled_from(["int8", "fp8"]))
+def test_bytes_are_packed_two_runs_to_a_word(n, k, kind):
+    q = torch.arange(n * k).remainder(120).view(n, k).to(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    packed = pack_bytes(q)
+    assert packed.dtype is q.dtype and packed.shape == (n, -(-k // 64) * 64)
+    flat, wide = q.float(), packed.float()
+    for place in range(packed.shape[1]):
+        span, inside = divmod(place, 64)
+        source = 64 * span + 32 * (inside % 2) + inside // 2
+        assert torch.equal(wide[:, place], flat[:, source] if source < k else torch.zeros(n))
+    assert torch.equal(unpack_bytes(packed, k).float(), flat)
 
 
 def test_each_group_has_its_own_scale():

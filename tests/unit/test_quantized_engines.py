@@ -35,9 +35,9 @@ def test_tokens_of_tiny_families_run_r21(family):
     assert record.status == "applied" and record.matches
     left = reasons(record)
     assert ("experts are no linear layers" in left) == (family == "mixtral")
-    assert "lm_head" in left or "tied" in left
+    assert ("lm_head.weight_int8" in dict(llm.graph_module.named_parameters())) != ("tied" in left)
     assert any(
-        note.startswith("quantize_linear:") and "as int8" in note and left[:20] in note for note in llm.report.notes
+        note.startswith("quantize_linear:") and "as int8," in note and left[:20] in note for note in llm.report.notes
     )
     params = graft.SamplingParams(max_tokens=4, ignore_eos=True)
     assert [len(o.token_ids) for o in llm.generate([[5, 9, 77, 31], [8, 3]], params)] == [4, 4]
@@ -53,16 +53,35 @@ def test_the_engines_tokens_are_those_of_the_weights_that_the_stored_ones_stand_
     for index, layer in enumerate(module.model.layers):
         for name, parts in groups.items():
             q, scale = (state[f"model.layers.{index}.{name}.weight_{leaf}"] for leaf in ("int8", "scale"))
-            full, start = dequantize(q, scale, q.shape[1], torch.float32), 0
-            for part in parts:
-                linear = getattr(getattr(layer, name.split(".")[0]), part)
+            linears = [getattr(getattr(layer, name.split(".")[0]), part) for part in parts]
+            full, start = dequantize(q, scale, linears[0].in_features, torch.float32), 0
+            for linear in linears:
                 linear.weight.data = full[start : start + linear.out_features]
                 start += linear.out_features
+    head = module.lm_head
+    head.weight.data = dequantize(
+        *(state[f"lm_head.weight_{leaf}"] for leaf in ("int8", "scale")), head.in_features, torch.float32
+    )
     prompt = torch.tensor([[5, 9, 77, 31]])
     with torch.no_grad():
         expected = module.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
     (output,) = llm.generate([prompt[0].tolist()], graft.SamplingParams(max_tokens=8, ignore_eos=True))
     assert output.token_ids == expected[0, 4:].tolist()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_output_head_has_eight_bits_or_is_left(kind):
+    model = load_model("tiny-llama", dtype="float32", device="cpu")
+    for head in ("int8", "fp8", "none"):
+        settings = {"transforms": on(kind, head=head)["transforms"]}
+        llm = graft.LLM(model, config=settings)
+        record = llm.report.transforms["quantize_linear"]
+        formats = {match.note.split(":")[0]: match.note.split()[1].rstrip(",") for match in record.matches}
+        assert formats.pop("lm_head.weight", None) == (None if head == "none" else head)
+        assert set(formats.values()) == {kind}
+        assert ("lm_head.weight is skipped ('lm_head')" in reasons(record)) == (head == "none")
+        counts = [note for note in llm.report.notes if note.startswith("quantize_linear: ")]
+        assert (f"1 weight as {head}" in counts[0]) == (head not in ("none", kind))
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -79,7 +98,7 @@ def test_an_engine_that_loaded_the_model_gives_up_its_weights():
     layer = module.model.layers[0]
     for part in (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.up_proj, layer.mlp.down_proj):
         assert part.weight.is_meta and part.weight.shape == (part.out_features, part.in_features)
-    assert not module.lm_head.weight.is_meta and not module.model.embed_tokens.weight.is_meta
+    assert module.lm_head.weight.is_meta and not module.model.embed_tokens.weight.is_meta
     with pytest.raises(UsageError, match=r"given up when they were quantized.*keep_weights=True"):
         module(torch.tensor([[1, 2]]))
     assert len(llm.generate([[1, 2]], graft.SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
@@ -102,7 +121,7 @@ def test_weights_go_layer_by_layer(monkeypatch):
     config = {"transforms": on()["transforms"] | off}
     module = load_model("tiny-llama", dtype="float32", device="cpu").module
     run_pipeline(capture_decoder(module), load_config(config), Context(owned=module))
-    assert len(seen) == 2 * 4  # qkv, output, gate and up, down
+    assert len(seen) == 2 * 4 + 1  # qkv, output, gate and up, down; the output head
     seen.clear()
     kept = load_model("tiny-llama", dtype="float32", device="cpu").module
     with pytest.raises(TransformError, match="AssertionError: model"):  # the caller's stay, so this sees them
@@ -195,7 +214,7 @@ def test_the_variants_of_a_module_share_their_quantized_weights(tmp_path):
 
 def test_the_report_counts_bytes_and_reads_older_ones():
     record, made = compiled(MLP(), torch.randn(2, 24))
-    assert record.matches[0].note.endswith(f"{24 * 41 * 4} → {24 * 41 + 41 * 4} bytes")
+    assert record.matches[0].note.endswith(f"{24 * 41 * 4} → {64 * 41 + 41 * 4} bytes")
     text = made.report.to_json()
     assert Report.from_json(text) == made.report
     older = Report.from_json(text.replace('"note":', '"was_not_there":'))
@@ -214,7 +233,7 @@ def test_the_command_line_takes_a_format_r21(verb):
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     if verb == "run":
-        assert len(data["report"]["transforms"]["quantize_linear"]["matches"]) == 8
+        assert len(data["report"]["transforms"]["quantize_linear"]["matches"]) == 9
         assert not any("keeps its own weights" in note for note in data["report"]["notes"])
     else:
         assert data["setup"]["quantize"] == "int8" and not any(row["failed"] for row in data["rows"])

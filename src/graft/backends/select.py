@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -42,11 +42,15 @@ def lower(
     if backend == "cuda_graph":
         from graft.backends.cuda_graph import lower_cuda_graph
 
-        return lower_cuda_graph(gm, kernels, reuse_outputs=reuse_outputs)
-    if backend == "inductor":
+        lowered = lower_cuda_graph(gm, kernels, reuse_outputs=reuse_outputs)
+    elif backend == "inductor":
         from graft.backends.inductor import lower_inductor
 
-        return lower_inductor(gm, kernels)
-    from graft.backends.eager import lower_eager
+        lowered = lower_inductor(gm, kernels)
+    else:
+        from graft.backends.eager import lower_eager
 
-    return lower_eager(gm, kernels or {})
+        lowered = lower_eager(gm, kernels or {})
+    idle = [op for op in kernels or {} if f"graft::{op}" not in lowered.kernels]
+    notes = [f"kernels: the graph has no graft::{op}; it may have become part of a larger op" for op in idle]
+    return replace(lowered, notes=(*lowered.notes, *notes))

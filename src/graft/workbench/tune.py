@@ -95,10 +95,9 @@ def candidates(shape: Shape, tokens: int, units: int = 132) -> Iterator[How]:
 
     yield None
     for rows in (1, 2, 4):
-        for warps in (4, 8):
-            for ahead in (0, 4 * units) if tokens == 1 else (0,):
-                if how_problem(Matvec(rows, warps, ahead), shape, tokens) is None:
-                    yield Matvec(rows, warps, ahead)
+        for warps in (2, 4, 8):
+            if how_problem(Matvec(rows, warps), shape, tokens) is None:
+                yield Matvec(rows, warps)
     if tokens == 1 and shape.format != "int4":
         return
     block = padded_tokens(tokens)

@@ -10,9 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graft.ops.fused_linear.matvec import fetch_ahead
 from graft.ops.fused_linear.widen import columns_of, take_pair, take_part
 from graft.ops.swiglu.triton import activate
+
+FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+
+
+@triton.jit
+def fetch_ahead(pointers, size):
+    """Asks for `size` bytes behind each pointer to be in L2; nothing waits for them. In one piece: sector by sector
+    they would come from memory in as many."""
+    tl.inline_asm_elementwise(FETCH, "=r,l,r", [pointers, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -116,9 +124,9 @@ def gemm_kernel(
                 begin = weight + row.to(tl.int64) * width + first * BK
                 values = tl.minimum(tl.minimum(EARLY, end - first) * BK, width - first * BK)
                 size = values * (weight.dtype.element_ty.primitive_bitwidth // 8)
-                fetch_ahead(begin, size, False)
+                fetch_ahead(begin, size)
                 if GATED:
-                    fetch_ahead(begin + n.to(tl.int64) * width, size, False)
+                    fetch_ahead(begin + n.to(tl.int64) * width, size)
         tl.extra.cuda.gdc_wait()
     for step in range(first, end):
         column = step * BK + lane

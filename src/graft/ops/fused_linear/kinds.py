@@ -9,13 +9,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Matvec:
-    """`rows` of the weight a program. The first `ahead` programs fetch the rows of the next `waves` times as many
-    into the cache while they wait."""
+    """`rows` of the weight a program."""
 
     rows: int = 1
     warps: int = 4
-    ahead: int = 0
-    waves: int = 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Gemm:
 
 How = Matvec | Gemm | None  # None: torch's own product, or for quantized weights the default Gemm
 KINDS: dict[str, type[Matvec] | type[Gemm]] = {"matvec": Matvec, "gemm": Gemm}
-EXTRAS = ("ahead", "waves", "early", "norm_inside")  # not shown where they have their defaults
+EXTRAS = ("early", "norm_inside")  # not shown where they have their defaults
 WEIGHTS = ("plain", "int8", "fp8", "int4")
 MOST_MATVEC_TOKENS = 4  # each has an accumulator of its own; beyond that tensor cores are faster
 KEY = re.compile(rf"({'|'.join(WEIGHTS)}) ([1-9]\d*)x([1-9]\d*)( gated)?( norm)?", re.ASCII)

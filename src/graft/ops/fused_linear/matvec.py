@@ -1,7 +1,7 @@
 """fused_linear for a few tokens: one program a few rows of the weight, read once, tile by tile.
 
-The first tile is in registers, and more of the weight on its way into the cache, before the program waits for the
-kernel ahead of it: weights do not depend on that one.
+Tiles are on their way into registers before the program waits for the kernel ahead of it: weights do not depend on
+that one.
 """
 
 from __future__ import annotations
@@ -11,22 +11,6 @@ import triton.language as tl
 
 from graft.ops.fused_linear.widen import RUN_4, as_float, columns_of, widen
 from graft.ops.swiglu.triton import activate
-
-FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
-FETCH_ONCE = tl.constexpr(
-    "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
-    " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
-)
-
-
-@triton.jit
-def fetch_ahead(pointers, size, ONCE: tl.constexpr):
-    """Asks for `size` bytes behind each pointer to be in L2; nothing waits for them. In one piece: sector by sector
-    they would come from memory in as many. ONCE: every thread has all pointers, and the first asks."""
-    if ONCE:
-        tl.inline_asm_elementwise(FETCH_ONCE, "=r,l,r", [pointers, size], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        tl.inline_asm_elementwise(FETCH, "=r,l,r", [pointers, size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -42,20 +26,6 @@ def load_tiles(
         at = row.to(tl.int64)[:, None] * k + step * BK + lane[None, :]
         tiles = tiles + (tl.load(weight + at, mask=mask, other=0, eviction_policy="evict_first"),)
     return tiles
-
-
-@triton.jit
-def fetch_waves(
-    weight, above, program, n, k, AHEAD: tl.constexpr, WAVES: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr
-):  # fmt: skip
-    """The rows of the programs that are 1, 2, … WAVES times AHEAD further on go into the cache."""
-    for wave in tl.static_range(1, WAVES + 1):
-        if (program < AHEAD) & ((program + wave * AHEAD + 1) * BN <= n):
-            later = (program + wave * AHEAD).to(tl.int64) * BN * k + tl.arange(0, 1)
-            size = BN * k * (weight.dtype.element_ty.primitive_bitwidth // 8)
-            fetch_ahead(weight + later, size, True)
-            if GATED:
-                fetch_ahead(above + later, size, True)
 
 
 @triton.jit
@@ -186,20 +156,17 @@ def sum_rows(y, up, squares, k, eps, NORM: tl.constexpr, GATED: tl.constexpr):
 def matvec_kernel(
     x, weight, bias, scale, norm, residual, out, n, k, eighths, groups, stride_x, eps, offset,
     TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
-    AHEAD: tl.constexpr, WAVES: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
-    TOO_MUCH: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr, TOO_MUCH: tl.constexpr, BIAS: tl.constexpr,
+    SCALE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """n: rows of the result; with a gate the weight has 2 n, the second n for `up`. eighths: of the numbers or words
     of a row in memory; BK of them are a tile, STEPS tiles are all, EVEN if none is cut off, and EARLY of them are on
-    their way before the wait. AHEAD: the first AHEAD programs fetch the rows of the programs that are 1, 2, … WAVES
-    times as many further on while they wait; 0 for none."""
+    their way before the wait."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GATED: tl.constexpr = ACTIVATION != "none"
     width = eighths * 8  # so that it is known to be a multiple
-    program = tl.program_id(0)
-    row = program * BN + tl.arange(0, BN)
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
     lane = tl.arange(0, BK)
     above = weight
     if GATED:
@@ -207,8 +174,6 @@ def matvec_kernel(
     ws = load_tiles(weight, row, lane, n, width, 0, EARLY, BK, EVEN)
     vs = load_tiles(above, row, lane, n, width, 0, EARLY if GATED else 0, BK, EVEN)
     if PDL:
-        if AHEAD > 0:
-            fetch_waves(weight, above, program, n, width, AHEAD, WAVES, BN, GATED)
         tl.extra.cuda.gdc_wait()
     ys, ups, squares, sums = nothing_yet(TOKENS, BN, BK // 8)
     for step in tl.static_range(STEPS):

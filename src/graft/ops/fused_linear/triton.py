@@ -109,7 +109,6 @@ def launch_matvec(call: Call, how: Matvec) -> Tensor:
         or_x(call, call.residual), out, n, k, width // 8, -(-k // GROUP), call.x.stride(0), call.eps, call.shift,
         TOKENS=tokens, BN=how.rows, BK=tile, STEPS=steps,
         EARLY=max(1, min(steps, MOST_EARLY // (how.rows * (1 + call.gated)))),
-        AHEAD=how.ahead if fetchable(call) else 0, WAVES=how.waves,
         EVEN=width % tile == 0 and width * PARTS[call.kind] == k, KIND=call.kind, FAST=fast,
         TOO_MUCH=TOO_MUCH.get(call.kind, 0.0) if fast else 0.0,
         BIAS=call.bias is not None, SCALE=call.by_row, NORM=call.norm is not None,

@@ -26,7 +26,7 @@ class FuseRoPEIntoAttention(BaseTransform):
     after:   %o = graft.rope_attention(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slots, %rows, %block_tables,
                                        %starts, %lengths, %spans, …)
 
-    The op runs as one kernel for few sequences that decode in short contexts, and as the two it replaces otherwise.
+    The op runs as one kernel for sequences that decode, and as the two it replaces otherwise.
     Numerics: the reference is the two references, bitwise; the kernel rounds where they do.
     """
 

@@ -28,7 +28,6 @@ from graft.ops.cached_attention.tiles.triton import (
     logits,
     seen_of,
 )
-from graft.ops.fused_linear.matvec import fetch_ahead
 from graft.ops.launch import counters, pdl_supported
 
 PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way; two fill an SM's share of bandwidth
@@ -48,7 +47,6 @@ def split_kv_kernel(
     sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    AHEAD: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURNS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -69,13 +67,6 @@ def split_kv_kernel(
     newest = newest_of(table, length, s_block, s_token, BLOCK) + kv * s_head
     here = (end == length) & (length > 0)  # the newest token is in this part
     if PDL:
-        for tile in tl.static_range(AHEAD):
-            place = start + tile * TILE + tl.arange(0, TILE)
-            base = blocks_of(table, place, length, BLOCK, WIDE) * s_block
-            base += inside_blocks(start, BLOCK, TILE) * s_token + kv * s_head
-            size = d * (k_cache.dtype.element_ty.primitive_bitwidth // 8)
-            fetch_ahead(k_cache + base, size, False)
-            fetch_ahead(v_cache + base, size, False)
         tl.extra.cuda.gdc_wait()
     group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, D)
@@ -132,7 +123,7 @@ def split_kv(
         many = n * kv > MANY_PROGRAMS
         tile = max(16, min(32 if many else 64, TILE_BYTES // (wide * q.element_size())))
         splits = splits or split_count(n, kv, q.device)
-        options = {"LEAST": LEAST_TILES, "AHEAD": 0, "num_warps": 2 if many else 4, "num_stages": 3}
+        options = {"LEAST": LEAST_TILES, "num_warps": 2 if many else 4, "num_stages": 3}
     k, v, cos, sin = turn or (q, q, q, q)
     strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
     partial = torch.empty((n, h, splits, d) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
