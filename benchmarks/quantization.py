@@ -4,7 +4,7 @@ python benchmarks/quantization.py --model smollm2-135m --device cpu --dtype floa
 
 The text is quantization.txt, written for this. The first row is the model as it is; `int4, no search` scales every
 group by its largest magnitude; `int4, wrong scales` has the scales of the neighbouring group, to show what a defect
-would look like.
+would look like. In the last rows only the output head is quantized, which has weights of its own for that.
 """
 
 from __future__ import annotations
@@ -25,15 +25,26 @@ from graft.workbench.quality import Quality, logits_of, quality, with_transforms
 
 TEXT = Path(__file__).with_name("quantization.txt")
 ROWS = ("int8", "fp8", "int4", "int4, no search", "int4, wrong scales")
+HEADS = ("int8", "fp8", "int4")
 
 
 def quantized(gm: GraphModule, row: str) -> GraphModule:
     """The graph of one row of the table."""
     settings = {"format": row.partition(",")[0], "search": row != "int4, no search"}
+    if row.startswith("head alone"):
+        settings = {"head": row.rpartition(" ")[2], "skip": ["layers"]}
     made = with_transforms(gm, {"quantize_linear": settings})
     if row == "int4, wrong scales":
         shift_scales(made)
     return made
+
+
+@torch.no_grad()
+def untied(module: torch.nn.Module) -> GraphModule:
+    """The graph of the same model, whose head has weights of its own."""
+    head: Any = module.get_submodule("lm_head")
+    head.weight = torch.nn.Parameter(head.weight.clone())
+    return capture_decoder(module)
 
 
 @torch.no_grad()
@@ -75,7 +86,9 @@ def main() -> None:
     print(f"{'weights':20} {'MB':>7} {'perplexity':>10} {'ratio':>7} {'KL':>9} {'top-1':>7} {'seconds':>8}")
     base = quality(original, ids)
     print(f"{options.dtype:20} {sizes(gm)['megabytes']:7.1f} {base.perplexity:10.4f}")
-    for row in ROWS:
+    for row in (*ROWS, *(f"head alone as {kind}" for kind in HEADS)):
+        if row == f"head alone as {HEADS[0]}":
+            gm = untied(model.module)
         found, more = measure(row, gm, ids, device, original)
         if options.json:
             print(json.dumps({"weights": row, **asdict(found), **more}))

@@ -197,14 +197,15 @@ def fresh_kernels(monkeypatch):
         for value in vars(module).values()
         if isinstance(value, triton.JITFunction)
     }
-    compiled = []
+    compiled, original = [], triton.compiler.compile
+
+    def compile_it(source, *args, **kwargs):
+        compiled.append((source.hash(), str(kwargs["options"])))
+        return original(source, *args, **kwargs)
+
+    monkeypatch.setattr(triton.compiler, "compile", compile_it)  # a function takes it from there when first called
     for function in functions.values():
-
-        def compile_it(source, *args, original=function.compile, **kwargs):
-            compiled.append((source.hash(), str(kwargs["options"])))
-            return original(source, *args, **kwargs)
-
-        monkeypatch.setattr(function, "compile", compile_it)
+        monkeypatch.setattr(function, "compile", compile_it, raising=False)
         monkeypatch.setattr(function, "device_caches", defaultdict(function.create_binder))
     return compiled
 
