@@ -40,7 +40,7 @@ def quantized(gm: GraphModule, row: str) -> GraphModule:
 
 
 @torch.no_grad()
-def untied(module: torch.nn.Module) -> GraphModule:
+def untied(module: Any) -> GraphModule:
     """The graph of the same model, whose head has weights of its own."""
     head: Any = module.get_submodule("lm_head")
     head.weight = torch.nn.Parameter(head.weight.clone())
