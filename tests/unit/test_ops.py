@@ -124,7 +124,7 @@ WRONG = {
     "argmax_rows": lambda args: (-args[0],),
     "deliver_rows": lambda args: (args[0], args[1] + 1, args[2]),
     "attention": lambda args: (*args[:4], args[4] * 1.05, *args[5:]),
-    "fused_linear": lambda args: (*args[:10], (args[10] if args[10] is not None else 0) + 0.05),
+    "fused_linear": lambda args: (*args[:10], (args[10] if args[10] is not None else 0) + 0.05, *args[11:]),
     "linear": lambda args: (args[0] * 1.05, *args[1:]),
     "moe_route": lambda args: (args[0] * 2, *args[1:]),
     "moe_experts": lambda args: (args[0], args[1] * 1.05, *args[2:]),

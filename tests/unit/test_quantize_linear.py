@@ -63,31 +63,58 @@ def test_the_graph_before_and_after():
 
 
 class Fused(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, cast_last: bool = False, parameter: bool = True) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(16, 24))
-        self.norm = nn.Parameter(torch.rand(24))
+        self.cast_last = cast_last
+        if parameter:
+            self.norm = nn.Parameter(torch.rand(24))
+        else:
+            self.register_buffer("norm", torch.rand(24))
 
     def forward(self, x, r):
         return torch.ops.graft.fused_linear(
-            x, self.w, norm=self.norm, eps=1e-5, activation="silu", residual=r, offset=1.0
+            x, self.w, norm=self.norm, eps=1e-5, activation="silu", residual=r, offset=1.0, cast_last=self.cast_last
         )
 
 
-def test_what_is_fused_already_stays_fused():
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("cast_last", [False, True])
+def test_what_is_fused_already_stays_fused_and_the_norms_weight_goes_into_the_products(cast_last, kind):
+    """What is added to it too (Gemma), or not: then it is only there where the cast comes last."""
     torch.manual_seed(1)
-    module, x, r = Fused(), torch.randn(2, 24), torch.randn(2, 8)
-    record, made = compiled(module, x, r)
-    assert len(record.matches) == 1, reasons(record)
+    module, x, r = Fused(cast_last), torch.randn(2, 24), torch.randn(2, 8)
+    record, made = compiled(module, x, r, kind=kind)
+    assert len(record.matches) == 1 and ", times norm," in record.matches[0].note, reasons(record)
     (node,) = fused_calls(made)
     given = operands(node)
-    assert given["norm"].target == "norm" and given["activation"] == "silu" and given["eps"] == 1e-5
-    assert given["residual"].name == "r" and given["offset"] == 1.0 and given["bias"] is None
-    assert given["weight"].target == "w_int8" and given["scale"].target == "w_scale"
+    assert given["norm"] is None and given["normed"] and given["activation"] == "silu" and given["eps"] == 1e-5
+    assert given["residual"].name == "r" and given["offset"] == 0.0 and given["bias"] is None
+    assert given["weight"].target == f"w_{kind}" and given["scale"].target == "w_scale"
+    stored = dequantize(
+        *(made.graph_module.get_parameter(f"w_{leaf}") for leaf in (kind, "scale")), 24, torch.float32
+    )
+    for shift in (0.0, 1.0):
+        meant = module.w * (module.norm + shift)
+        near = (stored - meant).norm() / meant.norm() < {"int8": 0.01, "fp8": 0.05, "int4": 0.2}[kind]
+        assert near == (shift == float(cast_last))
     with torch.no_grad():
-        torch.testing.assert_close(made(x, r), module(x, r), rtol=0.05, atol=0.05)
+        expected = torch.ops.graft.fused_linear(
+            x, stored, norm=torch.ones(24), eps=1e-5, activation="silu", residual=r
+        )
+        torch.testing.assert_close(made(x, r), expected)
     again = run_pipeline(made.graph_module, load_config(on())).transforms["quantize_linear"]
     assert again.status == "no_match" and again.reason == "the graph has no linear layer"  # they have a scale
+
+
+def test_a_norm_whose_weight_may_change_stays():
+    module, x, r = Fused(parameter=False), torch.randn(2, 24), torch.randn(2, 8)
+    _, made = compiled(module, x, r)
+    (node,) = fused_calls(made)
+    given = operands(node)
+    assert given["norm"].target == "norm" and not given["normed"] and given["offset"] == 1.0
+    with torch.no_grad():
+        torch.testing.assert_close(made(x, r), module(x, r), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("kind", ["mm", "addmm"])

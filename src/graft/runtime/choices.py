@@ -26,7 +26,11 @@ def model_shapes(module: GraphModule) -> dict[Shape, int]:
             if rows is None or depth is None:
                 raise VerificationError(f"{where(node)}: the sizes of its weight are not fixed")
             format = FORMATS.get(weight.dtype, "plain")
-            found[Shape(rows // 2 if gated else rows, depth, format, gated, given["norm"] is not None)] += 1
+            found[
+                Shape(
+                    rows // 2 if gated else rows, depth, format, gated, given["norm"] is not None or given["normed"]
+                )
+            ] += 1
     return dict(found)
 
 

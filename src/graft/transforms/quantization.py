@@ -55,6 +55,7 @@ class Quantized:
     scale: Tensor
     rounding: Rounding | None  # None on the meta device, where there is nothing to round
     before: int
+    norm: str = ""  # whose weight is in it
 
     @property
     def after(self) -> int:
@@ -69,7 +70,8 @@ class Quantized:
     @property
     def note(self) -> str:
         error = f"relative error {self.rounding.relative:.2e}" if self.rounding else "no values (meta)"
-        return f"{self.name}: {self.format}, {error}, {self.before} → {self.after} bytes"
+        also = f", times {self.norm}" if self.norm else ""
+        return f"{self.name}: {self.format}{also}, {error}, {self.before} → {self.after} bytes"
 
 
 @dataclass(frozen=True)
@@ -111,25 +113,30 @@ def pattern_fits(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class How:
-    """The format; whether int4 looks for the best clipping; whether the weight lies as [k, n]."""
+    """The format; whether int4 looks for the best clipping; whether the weight lies as [k, n]; the name of the norm's
+    weight that goes into it, and what is added to that."""
 
     format: str
     search: bool = True
     transposed: bool = False
+    norm: str = ""
+    shift: float = 0.0
 
 
 def quantize_weight(gm: GraphModule, name: str, how: How, shared: dict[Any, Any] | None) -> Quantized:
     """The weight in its new format, checked."""
     weight = attribute(gm, name).detach()
-    key = ("quantize_linear", how, identity(weight))
+    columns = attribute(gm, how.norm).detach().float() + how.shift if how.norm else None  # [k]
+    key = ("quantize_linear", how, identity(weight), identity(attribute(gm, how.norm)) if how.norm else None)
     if shared is not None and key in shared:
         return shared[key]
     rows = weight.t() if how.transposed else weight
     if weight.is_meta:
-        return Quantized(name, how.format, *abstract(rows, how.format), None, weight.nbytes)
-    options = {"search": how.search} if how.format == "int4" else {}
+        return Quantized(name, how.format, *abstract(rows, how.format), None, weight.nbytes, how.norm)
+    options: dict[str, Any] = {} if columns is None else {"columns": columns}
+    options |= {"search": how.search} if how.format == "int4" else {}
     q, scale = QUANTIZERS[how.format](rows, name, **options)
-    made = Quantized(name, how.format, q, scale, measure(rows, q, scale, name), weight.nbytes)
+    made = Quantized(name, how.format, q, scale, measure(rows, q, scale, name, columns), weight.nbytes, how.norm)
     if shared is not None:
         shared[key] = made
     return made

@@ -24,6 +24,7 @@ class Shape:
     norm: str = ""  # or plain, cast_last
     activation: str = "none"
     residual: bool = False
+    normed: bool = False
 
 
 def make(shape: Shape, device: str, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
@@ -36,8 +37,8 @@ def make(shape: Shape, device: str, dtype: torch.dtype, generator: torch.Generat
     residual = randn((1, shape.rows, width), device, dtype, generator) if shape.residual else None
     last = shape.norm == "cast_last"
     return (
-        x, weight, bias, scale, norm, 1e-5 if norm is not None else 0.0, 1.0 if last else 0.0, last,
-        shape.activation, False, residual,
+        x, weight, bias, scale, norm, 1e-5 if norm is not None or shape.normed else 0.0, 1.0 if last else 0.0, last,
+        shape.activation, False, residual, shape.normed,
     )  # fmt: skip
 
 
@@ -75,6 +76,9 @@ CASES = [
     case("bias and residual, 9 tokens", 9, 40, 576, bias=True, residual=True),
     case("plain, 33 tokens", 33, 80, 576),
     case("int8 qkv, norm", 1, 64, 2048, weight="int8", norm="plain"),
+    case("int8 gate-up, normed", 1, 64, 576, weight="int8", normed=True, activation="silu"),
+    case("int4 qkv, normed, 2 tokens", 2, 64, 2048, weight="int4", normed=True),
+    case("fp8 gate-up, normed, 18 tokens", 18, 64, 576, weight="fp8", normed=True, activation="silu"),
     case("int8 gate-up, 3 tokens", 3, 64, 576, weight="int8", norm="plain", activation="silu"),
     case("int8 down, residual, 20 tokens", 20, 48, 1536, weight="int8", residual=True),
     case("fp8 qkv, norm", 1, 64, 2048, weight="fp8", norm="plain"),

@@ -24,15 +24,18 @@ def fetch_ahead(pointers, size):
 
 
 @triton.jit
-def load_tokens(x, norm, token, depth, tokens, k, stride_x, offset, squares, NORM: tl.constexpr):
+def load_tokens(
+    x, norm, token, depth, tokens, k, stride_x, offset, squares, NORM: tl.constexpr, WEIGHTED: tl.constexpr
+):  # fmt: skip
     """x as [depth, tokens], times the norm's weight, and its squares added to `squares`."""
     mask = (depth < k)[:, None] & (token < tokens)[None, :]
     h = tl.load(x + token.to(tl.int64)[None, :] * stride_x + depth[:, None], mask=mask, other=0.0)
     if NORM:
         wide = h.to(tl.float32)
         squares += wide * wide
-        g = tl.load(norm + depth, mask=depth < k, other=0.0).to(tl.float32) + offset
-        h = (wide * g[:, None]).to(x.dtype.element_ty)
+        if WEIGHTED:
+            g = tl.load(norm + depth, mask=depth < k, other=0.0).to(tl.float32) + offset
+            h = (wide * g[:, None]).to(x.dtype.element_ty)
     return h, squares
 
 
@@ -100,7 +103,7 @@ def gemm_kernel(
     n, k, width, groups, tokens, stride_x, eps, offset,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
     KIND: tl.constexpr, FAST: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """width: numbers or words of a row of the weight, in memory; BK of them are a block, of 4-bit weights a span.
     EARLY: blocks of the weight that are fetched into the cache before the wait."""
@@ -137,7 +140,7 @@ def gemm_kernel(
             v = tl.load(own + n.to(tl.int64) * width + column[None, :], mask=mask, other=0)
         for part in tl.static_range(PARTS):
             depth = columns_of(step * BK, lane, part, KIND)
-            h, squares = load_tokens(x, norm, token, depth, tokens, k, stride_x, offset, squares, NORM)
+            h, squares = load_tokens(x, norm, token, depth, tokens, k, stride_x, offset, squares, NORM, WEIGHTED)
             acc, acc_up = dot_block(
                 acc, acc_up, w, v, h, row, n, step * PARTS + part, groups, scale, part, KIND, GATED, FAST
             )

@@ -46,7 +46,8 @@ def nothing_yet(TOKENS: tl.constexpr, BN: tl.constexpr, EIGHTHS: tl.constexpr):
 
 @triton.jit
 def load_token(
-    x, norm, token, column, k, stride_x, offset, squares, NORM: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr
+    x, norm, token, column, k, stride_x, offset, squares, NORM: tl.constexpr, WEIGHTED: tl.constexpr,
+    OFFSET: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Values of one token, [BK], times the norm's weight, and its squares added to `squares`."""
     mask = None if EVEN else column < k
@@ -54,7 +55,9 @@ def load_token(
     h = as_float(tl.load(x + token * stride_x + column, mask=mask, other=other), FAST)
     if NORM:
         squares += by_eights(h * h)
-        h *= as_float(tl.load(norm + column, mask=mask, other=other), FAST) + offset
+    if WEIGHTED:
+        g = as_float(tl.load(norm + column, mask=mask, other=other), FAST)
+        h *= g + offset if OFFSET else g
     return h, squares
 
 
@@ -79,7 +82,7 @@ def group_scales(scale, row, first, n, groups, BK: tl.constexpr, PART: tl.conste
 def add_tile(
     ys, ups, squares, sums, w, v, x, norm, scale, row, first, lane, n, k, groups, stride_x, offset,
     TOKENS: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr, TOO_MUCH: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    NORM: tl.constexpr, WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of the rows for every token: each part of its words with the values of x that it meets."""
     PARTS: tl.constexpr = 4 if KIND == "int4" else (1 if KIND == "plain" else 2)
@@ -93,7 +96,9 @@ def add_tile(
         y, up, square, total = ys[token], ups[token], squares[token], sums[token]
         for part in tl.static_range(PARTS):
             column = columns_of(first, lane, part, KIND)
-            h, square = load_token(x, norm, token, column, k, stride_x, offset, square, NORM, EVEN, FAST)
+            h, square = load_token(
+                x, norm, token, column, k, stride_x, offset, square, NORM, WEIGHTED, OFFSET, EVEN, FAST
+            )
             product = by_eights(qs[part] * h[None, :])  # [BN, BK / 8]
             product_up = by_eights(rs[part] * h[None, :]) if GATED else product
             if KIND == "int4":
@@ -157,11 +162,13 @@ def matvec_kernel(
     x, weight, bias, scale, norm, residual, out, n, k, eighths, groups, stride_x, eps, offset,
     TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
     EVEN: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr, TOO_MUCH: tl.constexpr, BIAS: tl.constexpr,
-    SCALE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, NORM: tl.constexpr, WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """n: rows of the result; with a gate the weight has 2 n, the second n for `up`. eighths: of the numbers or words
     of a row in memory; BK of them are a tile, STEPS tiles are all, EVEN if none is cut off, and EARLY of them are on
-    their way before the wait."""
+    their way before the wait. NORM: x is divided by its root mean square; WEIGHTED: and multiplied with `norm`, plus
+    `offset` where OFFSET."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GATED: tl.constexpr = ACTIVATION != "none"
@@ -183,7 +190,7 @@ def matvec_kernel(
                 vs = vs + load_tiles(above, row, lane, n, width, step + EARLY, step + EARLY + 1, BK, EVEN)
         ys, ups, squares, sums = add_tile(
             ys, ups, squares, sums, ws[step], vs[step] if GATED else ws[step], x, norm, scale, row, step * BK, lane,
-            n, k, groups, stride_x, offset, TOKENS, BK, KIND, FAST, TOO_MUCH, NORM, GATED, EVEN,
+            n, k, groups, stride_x, offset, TOKENS, BK, KIND, FAST, TOO_MUCH, NORM, WEIGHTED, OFFSET, GATED, EVEN,
         )  # fmt: skip
     for token in tl.static_range(TOKENS):
         own, own_up = ys[token], ups[token]

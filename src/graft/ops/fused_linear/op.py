@@ -18,7 +18,7 @@ QUANTIZED = (torch.int8, torch.float8_e4m3fn, PACKED)
 def fake(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, norm: Tensor | None = None,
     eps: float = 0.0, offset: float = 0.0, cast_last: bool = False, activation: str = "none", upcast: bool = False,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, normed: bool = False,
 ) -> Tensor:  # fmt: skip
     n = weight.shape[0]
     return x.new_empty((*x.shape[:-1], n if activation == "none" else n // 2))
@@ -27,7 +27,7 @@ def fake(
 def gpu_problem(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, norm: Tensor | None = None,
     eps: float = 0.0, offset: float = 0.0, cast_last: bool = False, activation: str = "none", upcast: bool = False,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, normed: bool = False,
 ) -> str | None:  # fmt: skip
     """Why no kernel of ours can run a call, or None."""
     kinds = {t.dtype for t in (x, bias, norm, residual) if t is not None}
@@ -80,8 +80,8 @@ define(
     OpSpec(
         name="fused_linear",
         schema="(Tensor x, Tensor weight, Tensor? bias=None, Tensor? scale=None, Tensor? norm=None, float eps=0.0,"
-        ' float offset=0.0, bool cast_last=False, str activation="none", bool upcast=False, Tensor? residual=None)'
-        " -> Tensor",
+        ' float offset=0.0, bool cast_last=False, str activation="none", bool upcast=False, Tensor? residual=None,'
+        " bool normed=False) -> Tensor",
         reference=fused_linear,
         fake=fake,
         kernels=(

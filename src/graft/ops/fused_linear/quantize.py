@@ -1,5 +1,6 @@
 """Weights rounded to 8 or 4 bits, in the formats of packing.py.
 
+`columns` [k], float32, is multiplied into the weight first: that of a norm whose division comes after the product.
 Every scale is rounded to the dtype that it is stored in before the weights are divided by it, so that what a kernel
 reads is what was decided here. Rows are independent and go in pieces: beside the result, memory grows by about eight
 float32 copies of a piece. All runs on the weight's own device; the same weight gives the same bits.
@@ -25,26 +26,30 @@ RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 WORKING = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def quantize_int8(weight: Tensor, name: str = "the weight") -> tuple[Tensor, Tensor]:
+def quantize_int8(
+    weight: Tensor, name: str = "the weight", *, columns: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """[n, k] → int8 [n, ceil(k / 64) * 64], float32 scale [n]: the largest magnitude of a row is 127."""
     q, scale = packed_bytes(weight, torch.int8), row_scales(weight)
-    for rows, piece in pieces(weight):
+    for rows, piece in pieces(weight, columns):
         scale[rows] = row_scale(piece, INT8_TOP, name)
         q[rows] = pack_bytes((piece / scale[rows, None]).round_().clamp_(-INT8_TOP, INT8_TOP).to(torch.int8))
     return q, scale
 
 
-def quantize_fp8(weight: Tensor, name: str = "the weight") -> tuple[Tensor, Tensor]:
+def quantize_fp8(weight: Tensor, name: str = "the weight", *, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """[n, k] → float8_e4m3fn [n, ceil(k / 64) * 64], float32 scale [n]: the largest magnitude of a row is 448."""
     check_fp8(weight.device)
     q, scale = packed_bytes(weight, FP8), row_scales(weight)
-    for rows, piece in pieces(weight):
+    for rows, piece in pieces(weight, columns):
         scale[rows] = row_scale(piece, FP8_TOP, name)
         q[rows] = pack_bytes((piece / scale[rows, None]).clamp_(-FP8_TOP, FP8_TOP).to(FP8))
     return q, scale
 
 
-def quantize_int4(weight: Tensor, name: str = "the weight", *, search: bool = True) -> tuple[Tensor, Tensor]:
+def quantize_int4(
+    weight: Tensor, name: str = "the weight", *, columns: Tensor | None = None, search: bool = True
+) -> tuple[Tensor, Tensor]:
     """[n, k] → words [n, ceil(k / 512) * 128], scale [n, ceil(k / 128)] in the weight's dtype.
 
     search: of each group, the clipping and the sign of the scale with the least squared error; else the largest
@@ -54,7 +59,7 @@ def quantize_int4(weight: Tensor, name: str = "the weight", *, search: bool = Tr
     groups = -(-k // GROUP)
     q = torch.empty((n, -(-k // SPAN) * GROUP), dtype=PACKED, device=weight.device)
     scale = torch.empty((n, groups), dtype=weight.dtype, device=weight.device)
-    for rows, piece in pieces(weight):
+    for rows, piece in pieces(weight, columns):
         padded = torch.nn.functional.pad(piece, (0, groups * GROUP - k)).view(-1, groups, GROUP)
         chosen = plain_scale(padded, weight.dtype, name)  # [rows, groups]
         if search:
@@ -118,8 +123,8 @@ def least_scale(dtype: torch.dtype) -> float:
     return 2.0**-24 if dtype is torch.float16 else torch.finfo(dtype).tiny
 
 
-def pieces(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Whole rows at a time, in float32."""
+def pieces(weight: Tensor, columns: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Whole rows at a time, in float32, times `columns` [k]."""
     n, k = weight.shape
     if weight.dtype not in WORKING:
         raise QuantizationError(f"weights of {weight.dtype} are not quantized; known are float32, bfloat16, float16")
@@ -127,7 +132,8 @@ def pieces(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     step = max(1, size // max(k, 1))
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
-        yield rows, weight[rows].detach().float()
+        piece = weight[rows].detach().float()
+        yield rows, piece if columns is None else piece * columns
 
 
 def packed_bytes(weight: Tensor, dtype: torch.dtype) -> Tensor:

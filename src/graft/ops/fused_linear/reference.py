@@ -14,14 +14,17 @@ from graft.ops.swiglu.reference import swiglu
 def fused_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, norm: Tensor | None = None,
     eps: float = 0.0, offset: float = 0.0, cast_last: bool = False, activation: str = "none", upcast: bool = False,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, normed: bool = False,
 ) -> Tensor:  # fmt: skip
     """x: [..., k]; weight: [n, k], or quantized with a scale (see packing); bias: [n]; norm: [k], of graft::rms_norm.
 
+    normed: without `norm`, x is divided by its root mean square all the same: the norm's weight is in `weight`.
     activation: "none", or one of graft::swiglu: rows [:n/2] of the weight give the gate, the rest give up.
     residual: added last, [..., n] or [..., n/2].
     """
     h = x if norm is None else rms_norm(x, norm, eps, offset, cast_last)
+    if normed:
+        h = rms_norm(x, x.new_ones(x.shape[-1]), eps)
     if scale is None:
         y = F.linear(h, weight, bias)
     else:  # the product is in float32: quantized weights are no 16-bit numbers

@@ -32,11 +32,13 @@ class Rounding:
     steps: float
 
 
-def measure(weight: Tensor, q: Tensor, scale: Tensor, name: str = "the weight") -> Rounding:
-    """Compares the stored form with the original; raises QuantizationError for more than rounding."""
+def measure(
+    weight: Tensor, q: Tensor, scale: Tensor, name: str = "the weight", columns: Tensor | None = None
+) -> Rounding:
+    """Compares the stored form with the original times `columns`; raises QuantizationError for more than rounding."""
     lost = total = torch.zeros((), dtype=torch.float64, device=weight.device)
     worst = torch.zeros((), device=weight.device)
-    for rows, piece in pieces(weight):
+    for rows, piece in pieces(weight, columns):
         groups, whole, step = in_groups(piece, q[rows], scale[rows])
         difference = whole * step - groups
         check_loss(difference, groups, q.dtype, scale.dtype, name)

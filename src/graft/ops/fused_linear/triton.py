@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ class Call:
     activation: str = "none"
     upcast: bool = False
     residual: Tensor | None = None
+    normed: bool = False
+
+    @property
+    def divided(self) -> bool:
+        """Whether x is divided by its root mean square."""
+        return self.normed or self.norm is not None
 
     @property
     def gated(self) -> bool:
@@ -79,7 +86,7 @@ def with_rows(run: Callable[[Call], Tensor], x: Tensor, *rest: Any) -> Tensor:
 
 
 def launch(call: Call) -> Tensor:
-    shape = Shape(call.rows, call.x.shape[1], call.kind, call.gated, call.norm is not None)
+    shape = Shape(call.rows, call.x.shape[1], call.kind, call.gated, call.divided)
     how = choose_kernel(shape, call.x.shape[0], device_name(call.x.device)).how
     return run_as(call, how)
 
@@ -111,8 +118,8 @@ def launch_matvec(call: Call, how: Matvec) -> Tensor:
         EARLY=max(1, min(steps, MOST_EARLY // (how.rows * (1 + call.gated)))),
         EVEN=width % tile == 0 and width * PARTS[call.kind] == k, KIND=call.kind, FAST=fast,
         TOO_MUCH=TOO_MUCH.get(call.kind, 0.0) if fast else 0.0,
-        BIAS=call.bias is not None, SCALE=call.by_row, NORM=call.norm is not None,
-        ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
+        BIAS=call.bias is not None, SCALE=call.by_row, NORM=call.divided, WEIGHTED=call.norm is not None,
+        OFFSET=call.shift != 0, ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
         num_warps=how.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -120,7 +127,7 @@ def launch_matvec(call: Call, how: Matvec) -> Tensor:
 
 def launch_gemm(call: Call, how: Gemm) -> Tensor:
     # in float16 a row times the norm's weight may be beyond 65,504 before it is divided by its root mean square
-    if call.norm is not None and (not how.norm_inside or call.x.dtype is torch.float16):
+    if call.divided and (not how.norm_inside or call.x.dtype is torch.float16):
         call = without_norm(call)
     how = fitting(call, how)
     tokens, k = call.x.shape
@@ -135,8 +142,8 @@ def launch_gemm(call: Call, how: Gemm) -> Tensor:
         n, k, weight.shape[1], -(-k // GROUP), tokens, call.x.stride(0), call.eps, call.shift,
         BN=how.rows, BM=how.tokens, BK=GROUP if call.kind == "int4" else how.depth // PARTS[call.kind],
         SPLITS=how.splits, EARLY=how.early, KIND=call.kind, FAST=call.x.dtype is torch.bfloat16 and call.x.is_cuda,
-        BIAS=call.bias is not None, SCALE=call.by_row, NORM=call.norm is not None, ACTIVATION=call.activation,
-        RESIDUAL=call.residual is not None, PDL=pdl,
+        BIAS=call.bias is not None, SCALE=call.by_row, NORM=call.divided, WEIGHTED=call.norm is not None,
+        ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
         num_warps=how.warps, num_stages=how.stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -169,7 +176,7 @@ def fetchable(call: Call) -> bool:
 
 def library(call: Call) -> Tensor:
     """torch's own product, with the norm and the activation as kernels of their own."""
-    call = without_norm(call) if call.norm is not None else call
+    call = without_norm(call) if call.divided else call
     weight = call.weight
     if call.scale is not None:
         weight = dequantize(weight, call.scale, call.x.shape[1], call.x.dtype)
@@ -184,9 +191,16 @@ def library(call: Call) -> Tensor:
 
 def without_norm(call: Call) -> Call:
     """The call on rows that are normed already."""
-    assert call.norm is not None
-    normed = rms_norm_triton(call.x, call.norm, call.eps, call.offset, call.cast_last)
-    return replace(call, x=normed, norm=None, eps=0.0, offset=0.0, cast_last=False)
+    k, dtype, device = call.x.shape[1], call.x.dtype, call.x.device
+    norm = ones(k, dtype, device) if call.norm is None else call.norm
+    x = rms_norm_triton(call.x, norm, call.eps, call.offset, call.cast_last)
+    return replace(call, x=x, norm=None, eps=0.0, offset=0.0, cast_last=False, normed=False)
+
+
+@cache
+def ones(k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The weight of a norm that has none left; a few kilobytes for each width of a model."""
+    return torch.ones(k, dtype=dtype, device=device)
 
 
 def or_x(call: Call, tensor: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.graph.edit import Editor
+from graft.graph.edit import Editor, attribute
 from graft.graph.match import NearMiss
 from graft.graph.nodes import calls, is_op, module_path, options_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig
@@ -52,13 +52,14 @@ class QuantizeLinear(BaseTransform):
     """Weights of linear layers as int8 (a scale a row), fp8 (e4m3, a scale a row) or int4 (a scale each 128).
 
     before:  %y = linear(%x, %w, %b);   %z = graft.fused_linear(%x, %v, norm=%g, eps=…);   %u = addmm(%b, %x, %t)
-    after:   %y = graft.fused_linear(%x, %q, %b, %s);   %z = graft.fused_linear(%x, %r, scale=%t, norm=%g, eps=…);  …
+    after:   %y = graft.fused_linear(%x, %q, %b, %s);   %z = graft.fused_linear(%x, %r, scale=%t, eps=…, normed=True)
 
     Only parameters that nothing else reads; a tied embedding, what `skip` names and experts stay as they are, each
-    with its reason. The output head has 8 bits in every format (`head`). Layer by layer; where the engine loaded the
-    module itself, the old weight is given up as soon as the new one is there. Numerics: they change by design. Each
-    weight is checked to be the nearest number that its scale can give (ops/fused_linear/rounding.py), and the record
-    says how far that is; products are summed in float32.
+    with its reason. The output head has 8 bits in every format (`head`). The weight of a norm goes into the product's
+    before that is rounded, and with it a sixth of the kernel's instructions. Layer by layer; where the engine loaded
+    the module itself, the old weight is given up as soon as the new one is there. Numerics: they change by design.
+    Each weight is checked to be the nearest number that its scale can give (ops/fused_linear/rounding.py), and the
+    record says how far that is; products are summed in float32.
     """
 
     config: QuantizeConfig  # pyrefly: ignore
@@ -80,7 +81,9 @@ class QuantizeLinear(BaseTransform):
                 misses.append(near_miss(node, problem))
                 continue
             weight = given["weight"]
-            how = How(self.format_of(str(weight.target)), self.config.search, transposed=is_op(node, MM, ADDMM))
+            how = How(
+                self.format_of(str(weight.target)), self.config.search, is_op(node, MM, ADDMM), *norm_of(gm, given)
+            )
             made = quantize_weight(gm, str(weight.target), how, context.shared)
             done.append((rewrite(editor, node, given, made), made))
             if owned is not None:
@@ -141,6 +144,16 @@ def call_problem(node: Node) -> str | None:
     return None if bias.dim() == 1 else "what is added is not one row"
 
 
+def norm_of(gm: GraphModule, given: dict[str, Any]) -> tuple[str, float]:
+    """The weight of the norm that goes into the product's, and what is added to it; or neither: it may change."""
+    norm = given["norm"]
+    if not isinstance(norm, Node) or norm.op != "get_attr":
+        return "", 0.0
+    if not isinstance(attribute(gm, str(norm.target)), torch.nn.Parameter):
+        return "", 0.0
+    return str(norm.target), given["offset"] if given["cast_last"] else 0.0
+
+
 def rewrite(editor: Editor, node: Node, given: dict[str, Any], made: Quantized) -> MatchRecord:
     weight = given["weight"]
     owner = made.name.rpartition(".")[0]
@@ -149,6 +162,8 @@ def rewrite(editor: Editor, node: Node, given: dict[str, Any], made: Quantized) 
     q = editor.parameter(f"{prefix}{leaf}_{made.format}", made.q, before=node, like=node)
     scale = editor.parameter(f"{prefix}{leaf}_scale", made.scale, before=node, like=node)
     full = {**given, "weight": q, "scale": scale}
+    if made.norm:
+        full |= {"norm": None, "offset": 0.0, "cast_last": False, "normed": True}
     args = [full[name] for name in FIELDS]
     defaults = [argument.default_value for argument in FUSED._schema.arguments]
     while args[-1] is defaults[len(args) - 1] or args[-1] == defaults[len(args) - 1]:
@@ -158,8 +173,9 @@ def rewrite(editor: Editor, node: Node, given: dict[str, Any], made: Quantized) 
     record = MatchRecord(where(node), module_path(node), (node.name,), names, made.format, made.proof, made.note)
     editor.replace(node, new)
     editor.graph.erase_node(node)
-    if not weight.users:
-        editor.graph.erase_node(weight)
+    for unused in (weight, given["norm"]):
+        if isinstance(unused, Node) and not unused.users:
+            editor.graph.erase_node(unused)
     return record
 
 
