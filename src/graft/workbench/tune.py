@@ -107,6 +107,9 @@ def candidates(shape: Shape, tokens: int, units: int = 132) -> Iterator[How]:
             if splits == 1 or shape.n // rows * splits <= 9 * units:  # more programs fill no gap
                 for depth, stages in tiles:
                     yield Gemm(rows, block, depth, splits, 4, stages, early=512 // depth)
+    if tokens > 16:  # with more rows a program the tokens are read less often
+        for splits in (1, 2, 4):
+            yield Gemm(128, block, 64, splits, 8, 3)
     depth, stages = tiles[0]
     yield Gemm(64, block, depth, 1, 4, stages)
     if shape.norm:
