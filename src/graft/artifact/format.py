@@ -27,7 +27,7 @@ from torch.fx import GraphModule
 from graft.errors import ArtifactError
 from graft.graph.signature import Signature
 
-FORMAT = 1
+FORMAT = 2  # 2: 8-bit weights lie as words of two runs
 MARK = "graft artifact"
 MANIFEST, WEIGHTS, STATE = "manifest.json", "weights.safetensors", "state.safetensors"
 TEXTS = ("graph", "signature", "aliases", "report")  # one file of each for every graph
