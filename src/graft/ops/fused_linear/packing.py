@@ -2,7 +2,7 @@
 
     dtype of the weight   shape              scale                  a weight is
     that of x             [n, k]             none                   itself
-    int8                  [n, bytes]         [n]                    q * scale
+    int8                  [n, bytes]         [n]                    (byte - 128) * scale, the byte without sign
     float8_e4m3fn         [n, bytes]         [n]                    q * scale
     int16                 [n, words]         [n, groups]            (nibble - 8) * scale of its group of 128
 
@@ -21,6 +21,7 @@ GROUP = 128  # weights that share a scale
 NIBBLES = 4  # 4-bit weights in a word
 SPAN = GROUP * NIBBLES
 RUN = 32  # 8-bit weights in order; the next run shares their words
+SIGN = 0x80
 MIDDLE = 8  # the nibble that stands for 0
 PACKED = torch.int16
 
@@ -45,16 +46,20 @@ def shifts(device: torch.device) -> Tensor:
 
 
 def pack_bytes(q: Tensor) -> Tensor:
-    """q: [n, k], int8 or float8_e4m3fn → the same numbers, in the order of words: [n, ceil(k / 64) * 64]."""
+    """q: [n, k], int8 or float8_e4m3fn → in the order of words, of int8 with the sign bit turned over:
+    [n, ceil(k / 64) * 64]."""
     n, k = q.shape
     padded = torch.nn.functional.pad(q.view(torch.uint8), (0, -k % (2 * RUN)))
+    if q.dtype is torch.int8:
+        padded ^= SIGN
     return padded.view(n, -1, 2, RUN).transpose(2, 3).reshape(n, -1).view(q.dtype)
 
 
 def unpack_bytes(words: Tensor, k: int) -> Tensor:
-    """[n, bytes], in the order of words → [n, k]."""
+    """[n, bytes], as pack_bytes wrote them → [n, k]."""
     runs = words.view(words.shape[0], -1, RUN, 2).transpose(2, 3)
-    return runs.reshape(words.shape[0], -1)[:, :k]
+    q = runs.reshape(words.shape[0], -1)[:, :k]
+    return (q.contiguous().view(torch.uint8) ^ SIGN).view(torch.int8) if words.dtype is torch.int8 else q
 
 
 def dequantize(weight: Tensor, scale: Tensor, k: int, dtype: torch.dtype) -> Tensor:

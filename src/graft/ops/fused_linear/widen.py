@@ -13,12 +13,11 @@ from graft.ops.fused_linear.packing import GROUP, RUN
 
 RUN_8, RUN_4 = tl.constexpr(RUN), tl.constexpr(GROUP)
 
-# Two words: parts 0 of both, then parts 1. With its sign bit turned over a byte is its number + 128; in the mantissa
-# of 32768 that makes 32896 too much.
+# Two words: parts 0 of both, then parts 1. A byte stands for its number + 128; in the mantissa of 32768 that makes
+# 32896 too much.
 BYTES = tl.constexpr(
-    "{ .reg .b32 u; xor.b32 u, $4, 0x80808080;"
-    " prmt.b32 $0, u, 0x47000000, 0x7404; prmt.b32 $1, u, 0x47000000, 0x7424;"
-    " prmt.b32 $2, u, 0x47000000, 0x7414; prmt.b32 $3, u, 0x47000000, 0x7434; }"
+    "prmt.b32 $0, $4, 0x47000000, 0x7404; prmt.b32 $1, $4, 0x47000000, 0x7424;"
+    " prmt.b32 $2, $4, 0x47000000, 0x7414; prmt.b32 $3, $4, 0x47000000, 0x7434;"
 )
 FLOATS = tl.constexpr(
     "{ .reg .b16 a, b, c, d; .reg .b32 p, q; mov.b32 {a, b}, $4;"
@@ -64,7 +63,7 @@ def take_part(words, PART: tl.constexpr, dtype: tl.constexpr, KIND: tl.constexpr
     if KIND == "int4":
         return (((words.to(tl.int32) >> (4 * PART)) & 0xF) - 8).to(dtype)
     elif KIND == "int8":
-        return (words >> (8 * PART)).to(tl.int8).to(dtype)
+        return ((words >> (8 * PART)) ^ 0x80).to(tl.int8).to(dtype)
     elif KIND == "fp8":
         return (words >> (8 * PART)).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
     else:
