@@ -100,6 +100,11 @@ def elsewhere(gm: GraphModule, context: Context, devices: tuple[Device, ...]) ->
     return f"the graph is on {device}, the transform is for {', '.join(devices) or 'no device'}"
 
 
+def not_for(device: str, devices: tuple[Device, ...]) -> str:
+    """Why a transform of attention leaves a graph on this device alone, or ''."""
+    return "" if device in devices else f"it is for {' and '.join(devices)}, the graph is on {device}"
+
+
 def device_of(gm: GraphModule) -> str:
     """The kind of device of the graph's first computed tensor."""
     made = (tensor_val(node) for node in calls(gm.graph))

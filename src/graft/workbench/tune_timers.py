@@ -14,7 +14,7 @@ from torch import Tensor
 from graft.errors import OutOfMemory
 from graft.kvcache.tensors import LayerShape, bytes_per_block
 from graft.ops.fused_linear.kinds import How, Shape
-from graft.ops.fused_linear.packing import GROUP, PACKED, RUN, SPAN
+from graft.ops.fused_linear.quantize import abstract
 from graft.ops.fused_linear.triton import Call, run_as
 from graft.ops.launch import launch_failures
 from graft.runtime.build import build_engine
@@ -113,10 +113,11 @@ def make_weight(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor | No
     rows, k = 2 * shape.n if shape.gated else shape.n, shape.k
     if shape.format == "plain":
         return torch.randn(rows, k, device=device, dtype=torch.bfloat16) * k**-0.5, None
+    packed, scales = abstract(torch.empty(rows, k, dtype=torch.bfloat16, device="meta"), shape.format)
     if shape.format == "int4":
-        words = torch.randint(-(2**15), 2**15, (rows, -(-k // SPAN) * GROUP), device=device, dtype=PACKED)
-        return words, torch.rand(rows, -(-k // GROUP), device=device, dtype=torch.bfloat16) * k**-0.5
-    q = torch.randint(-127, 128, (rows, -(-k // (2 * RUN)) * 2 * RUN), device=device, dtype=torch.int8)
+        words = torch.randint(-(2**15), 2**15, packed.shape, device=device, dtype=packed.dtype)
+        return words, torch.rand(scales.shape, device=device, dtype=scales.dtype) * k**-0.5
+    q = torch.randint(-127, 128, packed.shape, device=device, dtype=torch.int8)
     scale = torch.rand(rows, device=device) * k**-0.5
     if shape.format == "int8":
         return q, scale / 64

@@ -102,15 +102,14 @@ def gemm_kernel(
     x, weight, bias, scale, norm, residual, out, parts, arrived,
     n, k, width, groups, tokens, stride_x, eps, offset,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
-    KIND: tl.constexpr, FAST: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr,
-    WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    NORM: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """width: numbers or words of a row of the weight, in memory; BK of them are a block, of 4-bit weights a span.
     EARLY: blocks of the weight that are fetched into the cache before the wait."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     GATED: tl.constexpr = ACTIVATION != "none"
-    PARTS: tl.constexpr = 4 if KIND == "int4" else (1 if KIND == "plain" else 2)
     block, split = tl.program_id(0), tl.program_id(1)
     row = block * BN + tl.arange(0, BN)
     token = tl.program_id(2) * BM + tl.arange(0, BM)

@@ -81,11 +81,11 @@ def group_scales(scale, row, first, n, groups, BK: tl.constexpr, PART: tl.conste
 @triton.jit
 def add_tile(
     ys, ups, squares, sums, w, v, x, norm, scale, row, first, lane, n, k, groups, stride_x, offset,
-    TOKENS: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr, TOO_MUCH: tl.constexpr,
-    NORM: tl.constexpr, WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    TOKENS: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr,
+    TOO_MUCH: tl.constexpr, NORM: tl.constexpr, WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of the rows for every token: each part of its words with the values of x that it meets."""
-    PARTS: tl.constexpr = 4 if KIND == "int4" else (1 if KIND == "plain" else 2)
     qs = widen(w, KIND, FAST)
     rs = widen(v, KIND, FAST)
     new_ys = ()
@@ -161,9 +161,9 @@ def sum_rows(y, up, squares, k, eps, NORM: tl.constexpr, GATED: tl.constexpr):
 def matvec_kernel(
     x, weight, bias, scale, norm, residual, out, n, k, eighths, groups, stride_x, eps, offset,
     TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr,
-    EVEN: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr, TOO_MUCH: tl.constexpr, BIAS: tl.constexpr,
-    SCALE: tl.constexpr, NORM: tl.constexpr, WEIGHTED: tl.constexpr, OFFSET: tl.constexpr, ACTIVATION: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr, FAST: tl.constexpr, TOO_MUCH: tl.constexpr,
+    BIAS: tl.constexpr, SCALE: tl.constexpr, NORM: tl.constexpr, WEIGHTED: tl.constexpr, OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """n: rows of the result; with a gate the weight has 2 n, the second n for `up`. eighths: of the numbers or words
     of a row in memory; BK of them are a tile, STEPS tiles are all, EVEN if none is cut off, and EARLY of them are on
@@ -190,7 +190,8 @@ def matvec_kernel(
                 vs = vs + load_tiles(above, row, lane, n, width, step + EARLY, step + EARLY + 1, BK, EVEN)
         ys, ups, squares, sums = add_tile(
             ys, ups, squares, sums, ws[step], vs[step] if GATED else ws[step], x, norm, scale, row, step * BK, lane,
-            n, k, groups, stride_x, offset, TOKENS, BK, KIND, FAST, TOO_MUCH, NORM, WEIGHTED, OFFSET, GATED, EVEN,
+            n, k, groups, stride_x, offset, TOKENS, BK, KIND, PARTS, FAST, TOO_MUCH, NORM, WEIGHTED, OFFSET, GATED,
+            EVEN,
         )  # fmt: skip
     for token in tl.static_range(TOKENS):
         own, own_up = ys[token], ups[token]

@@ -10,7 +10,7 @@ from graft.graph.match import NearMiss
 from graft.graph.memory import mutated_args, storage_root
 from graft.graph.nodes import calls, is_op, module_path, options_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, no_match_reason
-from graft.transforms.decode import DecodeConfig, device_of
+from graft.transforms.decode import DecodeConfig, device_of, not_for
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
 
@@ -37,11 +37,9 @@ class FuseRoPEIntoAttention(BaseTransform):
         return DecodeConfig
 
     def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
-        device = device_of(gm)
         assert isinstance(self.config, DecodeConfig)
-        if device not in self.config.devices:
-            wanted = " and ".join(self.config.devices)
-            return Outcome(reason=f"it is for {wanted}, the graph is on {device}", skipped=True)
+        if reason := not_for(device_of(gm), self.config.devices):
+            return Outcome(reason=reason, skipped=True)
         layers = [node for node in calls(gm.graph) if is_op(node, ops.cached_attention.default)]
         if not layers:
             return Outcome(reason="the graph has no graft::cached_attention")

@@ -13,7 +13,7 @@ from graft.graph.match import Match, NearMiss, check_outside
 from graft.graph.memory import mutated_roots
 from graft.graph.nodes import calls, is_op, module_path, options_of, tensor_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, erase_dead, no_match_reason
-from graft.transforms.decode import DecodeConfig
+from graft.transforms.decode import DecodeConfig, not_for
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
 from graft.transforms.walk import unexpected
@@ -70,9 +70,8 @@ class FuseRoPEKVWrite(BaseTransform):
             return Outcome(reason="the graph has no graft::paged_attention")
         device = tensor_of(layers[0]).device.type
         assert isinstance(self.config, DecodeConfig)
-        if device not in self.config.devices:
-            wanted = " and ".join(self.config.devices)
-            return Outcome(reason=f"it is for {wanted}, the graph is on {device}", skipped=True)
+        if reason := not_for(device, self.config.devices):
+            return Outcome(reason=reason, skipped=True)
         order = {node: index for index, node in enumerate(gm.graph.nodes)}
         mutated = mutated_roots(gm.graph)
         pairs: list[Pair] = []
