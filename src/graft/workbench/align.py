@@ -82,18 +82,25 @@ def spread(found: Alignment) -> None:
 
 
 def downward(found: Alignment) -> bool:
-    """The same op with the same literals on paired inputs is the same value; its module only breaks ties."""
+    """The same op with the same literals on paired inputs is the same value; its origin only breaks ties."""
     index = grouped(found.open_before(), lambda i: (i.op, i.target, i.literals, i.inputs))
+    wanted = {origin(item) for item in found.open_after()}
     paired = False
     for new in found.open_after():
         inputs = tuple((slot, found.to_before[i]) for slot, i in new.inputs)
         candidates = index.get((new.op, new.target, new.literals, inputs))
         if candidates and all(i is not None for _, i in inputs):
-            old = next((c for c in candidates if c.module == new.module), candidates[0])
+            old = candidates[0]
+            if len(candidates) > 1:
+                old = min(candidates, key=lambda c: (origin(c) != origin(new), origin(c) in wanted, c.index))
             candidates.remove(old)
             found.pair(old.index, new.index)
             paired = True
     return paired
+
+
+def origin(item: Item) -> Hashable:
+    return item.op, item.module, item.source
 
 
 def upward(found: Alignment) -> bool:
