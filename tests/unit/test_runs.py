@@ -1,4 +1,4 @@
-"""Runs on disk: what a dump holds, that its graphs run again with equal results, what is told of bad ones (R8, R51)."""
+"""Runs on disk: what a dump holds, that its graphs run again with equal results, and bad ones (R8, R51)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from decode_cases import forced
 from typer.testing import CliRunner
 
 import graft
-from decode_cases import forced
 from graft.cli.app import app
 from graft.errors import DumpError, RunMismatch, UnknownTransform
 from graft.graph.nodes import placeholders
@@ -187,7 +187,7 @@ def test_places_fold_by_layer():
 def test_runs_of_two_models_are_a_note_or_with_strict_an_error_r51(runs):
     diff = diff_runs(runs[0], runs[2])
     assert diff.made_of[0].what == "model" and diff.made_of[0].after == "tiny-qwen2" and diff.graph
-    with pytest.raises(RunMismatch, match="tiny-qwen2.*leave out --strict"):
+    with pytest.raises(RunMismatch, match=r"tiny-qwen2.*leave out --strict"):
         diff_runs(runs[0], runs[2], strict=True)
 
 

@@ -8,7 +8,7 @@ steps far), then by its op, literals and module alone. Every step goes over the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import count
 
 from graft.workbench.facts import Item
@@ -54,6 +54,9 @@ def align(before: list[Item], after: list[Item]) -> Alignment:
     for old_labels, new_labels in reversed(labels):
         pair_equal_groups(found, old_labels, new_labels)
         spread(found)
+    pair_equal_groups(found, *([origin(item) for item in items] for items in (before, after)))
+    spread(found)
+    spread(found, loose=True)
     pair_nearest(found, labels[0])
     pair_changed(found)
     return found
@@ -74,33 +77,34 @@ def readers(items: list[Item]) -> list[list[tuple[int, str]]]:
     return found
 
 
-def spread(found: Alignment) -> None:
+def spread(found: Alignment, *, loose: bool = False) -> None:
     """Pairs calls of one op on pairs, and what pairs read at one slot, until that adds nothing."""
     for _ in range(RADIUS):  # what a pass in order leaves for the next is short; the levels below find the rest
-        if not downward(found) | upward(found):
+        if not downward(found, loose) | upward(found):
             return
 
 
-def downward(found: Alignment) -> bool:
-    """The same op with the same literals on paired inputs is the same value; its origin only breaks ties."""
+def downward(found: Alignment, loose: bool) -> bool:
+    """The same op with the same literals on paired inputs is the same value. Unless `loose`, a node is left to the
+    one that comes from the same line of the same module, where there is one."""
     index = grouped(found.open_before(), lambda i: (i.op, i.target, i.literals, i.inputs))
-    wanted = {origin(item) for item in found.open_after()}
+    offered, wanted = ({origin(item) for item in items} for items in (found.open_before(), found.open_after()))
     paired = False
     for new in found.open_after():
         inputs = tuple((slot, found.to_before[i]) for slot, i in new.inputs)
         candidates = index.get((new.op, new.target, new.literals, inputs))
         if candidates and all(i is not None for _, i in inputs):
-            old = candidates[0]
-            if len(candidates) > 1:
-                old = min(candidates, key=lambda c: (origin(c) != origin(new), origin(c) in wanted, c.index))
-            candidates.remove(old)
-            found.pair(old.index, new.index)
-            paired = True
+            old = min(candidates, key=lambda c: (origin(c) != origin(new), origin(c) in wanted, c.index))
+            apart = origin(old) != origin(new) and (origin(old) in wanted or origin(new) in offered)
+            if loose or not apart:
+                candidates.remove(old)
+                found.pair(old.index, new.index)
+                paired = True
     return paired
 
 
 def origin(item: Item) -> Hashable:
-    return item.op, item.module, item.source
+    return kind(item), item.source
 
 
 def upward(found: Alignment) -> bool:
@@ -153,7 +157,7 @@ def own_label(found: Alignment, item: Item, side: int) -> Hashable:
     return kind(item), tuple((slot, items[i].target) for slot, i in item.inputs if items[i].is_leaf)
 
 
-def pair_equal_groups(found: Alignment, old_labels: list[int], new_labels: list[int]) -> None:
+def pair_equal_groups(found: Alignment, old_labels: Sequence[Hashable], new_labels: Sequence[Hashable]) -> None:
     """Open nodes of one label, in order, where there are as many on both sides."""
     before = grouped(found.open_before(), lambda i: old_labels[i.index])
     for label, items in grouped(found.open_after(), lambda i: new_labels[i.index]).items():
