@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from graft.transforms.registry import TransformRegistry
     from graft.transforms.report import Report
     from graft.workbench.diff import diff_graphs
-    from graft.workbench.dump import load_dump
     from graft.workbench.runs import open_run
+    from graft.workbench.stored import load_dump
 
 __version__ = "0.1.0"
 
@@ -45,7 +45,7 @@ _HOMES = {
     "inline_buffers": "graft.state.lifting",
     "Lifted": "graft.state.lifting",
     "Binding": "graft.state.lifting",
-    "load_dump": "graft.workbench.dump",
+    "load_dump": "graft.workbench.stored",
     "diff_graphs": "graft.workbench.diff",
     "open_run": "graft.workbench.runs",
 }

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.fx import Graph, map_arg
 
+from graft.graph.folding import folded_text
 from graft.graph.trace import export_graph
 from graft.transforms.config import load_config
 from graft.workbench.diff import diff_graphs
@@ -271,6 +272,32 @@ def test_a_layer_without_a_change_is_named_and_another_source_is_seen_r51(stack)
     adds[20].replace_input_with(adds[20].args[0], adds[11])  # layer 20 adds to the result of layer 11
     odd = [group for group in fold(diff_graphs(stack, changed)).layers if not group.usual]
     assert [group.indices for group in odd] == [(20,)] and len(odd[0].extra) == 1
+
+
+def test_another_value_of_the_layer_above_is_seen_though_every_layer_reads_others_r51(stack):
+    """Every layer adds to a copy of what it added to; layer 5 to that of an earlier value of the layer above."""
+    changed = edited(stack, None, untouched=range(32))
+    adds = [node for node in changed.nodes if node.target is aten.add.Tensor]
+    for index, node in enumerate(adds):
+        source = adds[4].args[1] if index == 5 else node.args[0]  # of one shape, and both in layer 4
+        with changed.inserting_before(node):
+            copy = changed.call_function(aten.clone.default, (source,))
+        copy.meta = dict(node.meta)
+        node.update_arg(0, copy)
+    usual, odd = fold(diff_graphs(stack, changed)).layers
+    assert usual.indices == (*range(5), *range(6, 32)) and odd.indices == (5,)
+    assert [(c.kind, c.node.op) for c in odd.extra] == [("added", "aten.clone")]
+
+
+def test_equal_layers_stand_once_in_the_text_r8(stack):
+    text = folded_text(stack)
+    assert len(text.splitlines()) < len(list(stack.nodes)) / 4 and "# layer 31: 8 nodes, as in layer 0" in text
+    odd = folded_text(edited(stack, 7, untouched=[i for i in range(32) if i != 7]))
+    assert "as in layer 7" not in odd and "# layer 8: 8 nodes, as in layer 0" in odd and "approximate=tanh" in odd
+    changed = edited(stack, None, untouched=range(32))
+    adds = [node for node in changed.nodes if node.target is aten.add.Tensor]
+    adds[5].update_arg(0, adds[4].args[1])  # of one shape, and both in layer 4
+    assert "# layer 5:" not in folded_text(changed) and "# layer 6: 8 nodes, as in layer 0" in folded_text(changed)
 
 
 def test_one_dtype_for_another_in_the_whole_model_is_one_line_r51(stack):

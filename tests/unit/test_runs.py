@@ -21,8 +21,9 @@ from graft.graph.nodes import placeholders
 from graft.transforms.config import load_config, quantize_sets
 from graft.transforms.dumps import MANIFEST, MARKER, WEIGHTS, DumpWriter
 from graft.workbench.diff_runs import compare_records, diff_runs, folded
-from graft.workbench.dump import dump_model, load_state, save_state
+from graft.workbench.dump import dump_model
 from graft.workbench.runs import open_run
+from graft.workbench.stored import load_state, save_state
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transform_before_after.py"
 T = 6

@@ -39,9 +39,13 @@ def diff(
         raise UsageError("graft diff RUN needs --transform T (before and after it), or a second run to compare with")
     if other is None and strict:
         raise UsageError("--strict is about two runs; give a second one")
-    lines, document = (
-        one_run(run, transform, unfold) if other is None else two_runs(run, other, transform, unfold, strict)
-    )
+    from graft.cli.show import err
+
+    with err.status("comparing graphs"):
+        if other is None:
+            lines, document = one_run(run, transform, unfold)
+        else:
+            lines, document = two_runs(run, other, transform, unfold, strict)
     if as_json:
         print(json.dumps(document))
     elif as_markdown:

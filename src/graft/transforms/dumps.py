@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from graft import __version__
 from graft.errors import DumpError
+from graft.graph.folding import folded_text
 from graft.graph.serial import FORMAT, graph_to_json
 from graft.graph.text import graph_text
 from graft.graph.verify import module_state
@@ -55,6 +56,7 @@ class DumpWriter:
     folder: Path | None = None
     steps: list[str] = field(default_factory=list)
     kinds: Counter[tuple[str, str]] = field(default_factory=Counter)  # dtype and device of what floats in the model
+    fold: bool = False  # whether the text shows equal layers once
     state: dict[str, torch.Tensor] | None = None  # where it is to be kept: all that any step refers to
 
     @staticmethod
@@ -85,8 +87,9 @@ class DumpWriter:
         if self.folder is None:
             return
         stem = self.folder / f"{len(self.steps):03d}_{stage}_{name}"
+        text = folded_text(gm.graph) if self.fold else graph_text(gm.graph)
         try:
-            stem.with_suffix(".txt").write_text(f"# stage: {stage}\n# transform: {name}\n{graph_text(gm.graph)}")
+            stem.with_suffix(".txt").write_text(f"# stage: {stage}\n# transform: {name}\n{text}")
             stem.with_suffix(".json").write_text(graph_to_json(gm))
         except OSError as error:
             raise DumpError(f"cannot write {stem}: {error}") from error

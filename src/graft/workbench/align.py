@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import count
 
-from graft.workbench.facts import Item
+from graft.graph.facts import Item
 
 RADIUS = 4  # steps of surroundings: a norm taken apart is 7 calls long, so its middle is told from either end
 NEAREST = 16  # candidates that are weighed against each other where several would do
@@ -54,7 +54,8 @@ def align(before: list[Item], after: list[Item]) -> Alignment:
     for old_labels, new_labels in reversed(labels):
         pair_equal_groups(found, old_labels, new_labels)
         spread(found)
-    pair_equal_groups(found, *([origin(item) for item in items] for items in (before, after)))
+    lines = [[(labels[0][s][item.index], item.source) for item in items] for s, items in enumerate((before, after))]
+    pair_equal_groups(found, lines[0], lines[1])
     spread(found)
     spread(found, loose=True)
     pair_nearest(found, labels[0])

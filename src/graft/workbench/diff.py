@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from torch.fx import Graph
 
+from graft.graph.facts import Item, Layer, homes, read_graph, same_symbols
 from graft.workbench.align import Alignment, align
-from graft.workbench.facts import Item, Layer, homes, read_graph, same_symbols
 
 Kind = Literal["added", "removed", "rewired", "literal", "metadata"]
 KINDS: tuple[Kind, ...] = ("added", "removed", "rewired", "literal", "metadata")

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from graft.errors import DumpError, RunMismatch, UnknownTransform
+from graft.graph.facts import layer_of
 from graft.transforms.report import TransformRecord
 from graft.workbench.diff import Detail, GraphDiff, diff_graphs
-from graft.workbench.facts import layer_of
 from graft.workbench.layers import ranges
 from graft.workbench.runs import Run
 

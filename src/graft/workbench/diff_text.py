@@ -79,7 +79,7 @@ def usual_lines(group: Layers, several: bool) -> Iterator[Line]:
     if not group.changes:
         yield Line("head", f"{layers_text(group, several)}: no difference")
         return
-    shown = f", layer {group.indices[0]} shown" if len(group.indices) > 1 else ""
+    shown = f", layer {group.shown} shown" if len(group.indices) > 1 else ""
     yield Line("head", f"{layers_text(group, several)}{shown}")
     yield from change_lines(group.changes)
 

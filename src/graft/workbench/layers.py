@@ -7,21 +7,22 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from graft.graph.facts import Sources, general, own_shape
 from graft.workbench.diff import Change, Detail, GraphDiff
-from graft.workbench.facts import Item, Layer, homes, layer_of
 
 Shape = Callable[[Change], Hashable]
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers of one stack (`model.layers`) with equal differences; `changes` are those of the first of them.
+    """Layers of one stack (`model.layers`) with equal differences; `changes` are those of `shown`, one of them.
 
     usual: whether most layers are so. missing, extra: how the others differ from the usual ones.
     """
 
     stack: str
     indices: tuple[int, ...]
+    shown: int
     changes: tuple[Change, ...]
     usual: bool
     missing: tuple[Change, ...] = ()
@@ -46,10 +47,10 @@ class Folded:
 
 
 def fold(diff: GraphDiff) -> Folded:
-    shape = shapes(diff)
+    exact, blurred = shapes(diff), shapes(diff, blurred=True)
     changes, everywhere = without_everywhere(diff)
     by_stack, outside = by_layer(diff, changes)
-    found = [group for stack, layers in by_stack.items() for group in fold_stack(stack, layers, shape)]
+    found = [group for stack, layers in by_stack.items() for group in fold_stack(stack, layers, exact, blurred)]
     return Folded(tuple(found), tuple(repeated(outside)), everywhere)
 
 
@@ -57,7 +58,7 @@ def unfolded(diff: GraphDiff) -> Folded:
     """Every layer that has a change by itself."""
     by_stack, outside = by_layer(diff, diff.changes)
     found = [
-        Layers(stack, (index,), tuple(changes), usual=True)
+        Layers(stack, (index,), index, tuple(changes), usual=True)
         for stack, layers in by_stack.items()
         for index, changes in layers.items()
         if changes
@@ -76,19 +77,24 @@ def by_layer(diff: GraphDiff, changes: Iterable[Change]) -> tuple[dict[str, dict
     return found, outside
 
 
-def fold_stack(stack: str, layers: dict[int, list[Change]], shape: Shape) -> list[Layers]:
+def fold_stack(stack: str, layers: dict[int, list[Change]], shape: Shape, blurred: Shape) -> list[Layers]:
     if not any(layers.values()):
         return []
     groups: dict[Hashable, list[int]] = {}
     for index, changes in layers.items():
         groups.setdefault(frozenset(Counter(map(shape, changes)).items()), []).append(index)
-    first, *others = sorted(groups.values(), key=lambda indices: (-len(indices), indices[0]))
-    usual = layers[first[0]]
-    found = [Layers(stack, tuple(first), tuple(usual), usual=True)]
-    for indices in others:
+    lowest = [min(layers)]
+    ordered = sorted(groups.values(), key=lambda indices: (-len(indices), indices == lowest, indices[0]))
+    shown = ordered[0][0]
+    usual = layers[shown]
+    if lowest in ordered[1:] and Counter(map(blurred, layers[lowest[0]])) == Counter(map(blurred, usual)):
+        ordered.remove(lowest)  # it reads something else in place of a layer above, and that is all
+        ordered[0] = lowest + ordered[0]
+    found = [Layers(stack, tuple(ordered[0]), shown, tuple(usual), usual=True)]
+    for indices in ordered[1:]:
         own = layers[indices[0]]
         odd = without(usual, own, shape), without(own, usual, shape)
-        found.append(Layers(stack, tuple(indices), tuple(own), False, *odd))
+        found.append(Layers(stack, tuple(indices), indices[0], tuple(own), False, *odd))
     return found
 
 
@@ -117,46 +123,25 @@ def without_everywhere(diff: GraphDiff) -> tuple[list[Change], tuple[tuple[Detai
     return kept, tuple(everywhere.items())
 
 
-def shapes(diff: GraphDiff) -> Shape:
+def shapes(diff: GraphDiff, *, blurred: bool = False) -> Shape:
     """A change without names and the number of its layer: equal for equal layers."""
-    sides = ((diff.before, homes(diff.before)), (diff.after, homes(diff.after)))
-
-    def source(index: int, side: int, layer: Layer | None) -> Hashable:
-        """What is read. The layer above and what is outside are all one: the first layer reads the embedding."""
-        item, home = sides[side][0][index], sides[side][1][index]
-        if item.is_leaf:
-            return item.op, general(item.target, layer)
-        if layer is not None and home == layer:
-            return item.op, general(item.module, layer)
-        near = home is None or (layer is not None and home == Layer(layer.stack, layer.index - 1))
-        return "above" if near else home, item.value
+    sources = Sources(diff.before), Sources(diff.after)
 
     def shape(change: Change) -> Hashable:
-        layer, node = change.layer, change.node
-        slots = {detail.what for detail in change.details} if change.kind == "rewired" else None
-        inputs: list[Hashable] = []
-        if change.kind in ("added", "removed", "rewired"):
-            for side, item in enumerate((change.before, change.after)):
-                wired = item.inputs if item is not None else ()
-                inputs += [(side, s, source(i, side, layer)) for s, i in wired if slots is None or s in slots]
-        details = [(d.what, general(d.before, layer), general(d.after, layer)) for d in change.details]
-        return (change.kind, own_shape(node, layer), tuple(inputs), () if slots is not None else tuple(details))
+        layer = change.layer
+        if change.kind in ("literal", "metadata"):
+            details = [(d.what, general(d.before, layer), general(d.after, layer)) for d in change.details]
+            return change.kind, own_shape(change.node, layer), tuple(details)
+        slots = {detail.what for detail in change.details}  # of a rewired node; of others all of them
+        read = [
+            (side, slot, source(index, layer, blurred=blurred))
+            for side, (item, source) in enumerate(zip((change.before, change.after), sources, strict=True))
+            for slot, index in (item.inputs if item is not None else ())
+            if not slots or slot in slots
+        ]
+        return change.kind, own_shape(change.node, layer), tuple(read)
 
     return shape
-
-
-def own_shape(node: Item, layer: Layer | None) -> Hashable:
-    origin = general(node.module, layer), node.source, node.made_by
-    return node.op, general(node.target, layer), node.literals, node.value, *origin
-
-
-def general(path: str, layer: Layer | None) -> str:
-    """`model.layers.7.mlp` and `k_cache_7` in layer 7 → `model.layers.*.mlp` and `k_cache_*`."""
-    if layer is None:
-        return path
-    if layer_of(path) == layer:
-        return re.sub(rf"(^|\.){layer.index}(\.|$)", r"\1*\2", path, count=1)
-    return re.sub(rf"_{layer.index}$", "_*", path)
 
 
 def repeated(changes: Iterable[Change]) -> list[Repeated]:

@@ -16,7 +16,7 @@ from graft.errors import DumpError, UnknownTransform
 from graft.graph.serial import FORMAT
 from graft.transforms.dumps import MANIFEST, MARKER, REPORT, RUN_FORMAT, Manifest
 from graft.transforms.report import Report
-from graft.workbench.dump import load_dump, load_state
+from graft.workbench.stored import load_dump, load_state
 
 STEM = re.compile(r"(\d{3})_([a-z]+)_(\w+)", re.ASCII)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -66,14 +67,59 @@ def layer_of(path: str) -> Layer | None:
 
 def homes(items: Sequence[Item]) -> list[Layer | None]:
     """The layer of each node. A value that several layers read belongs to none, wherever it was first computed."""
-    found = [layer_of(item.place) for item in items]
-    read_in: list[set[Layer]] = [set() for _ in items]
+    several = shared(items)
+    return [None if item.index in several else layer_of(item.place) for item in items]
+
+
+def shared(items: Sequence[Item]) -> set[int]:
+    """The nodes that several layers read."""
+    read_in: dict[int, set[Layer]] = defaultdict(set)
     for item in items:
-        layer = found[item.index]
+        layer = layer_of(item.place)
         for _, index in item.inputs:
             if layer is not None:
                 read_in[index].add(layer)
-    return [None if len(layers) > 1 else home for home, layers in zip(found, read_in, strict=True)]
+    return {index for index, layers in read_in.items() if len(layers) > 1}
+
+
+def general(path: str, layer: Layer | None) -> str:
+    """`model.layers.7.mlp` and `k_cache_7` in layer 7 → `model.layers.*.mlp` and `k_cache_*`."""
+    if layer is None:
+        return path
+    if layer_of(path) == layer:
+        return LAYER.sub("*", path, count=1)
+    return re.sub(rf"_{layer.index}$", "_*", path)
+
+
+class Sources:
+    """What a node reads, said without names, so that it is equal for equal layers.
+
+    A value of this layer or of the one above is its op and module, a weight its name without the number. What several
+    layers read is itself. The first layer reads something else in place of a layer above; `blurred` leaves out what.
+    """
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.items, self.homes, self.shared = items, homes(items), shared(items)
+
+    def __call__(self, index: int, layer: Layer | None, *, blurred: bool = False) -> Hashable:
+        item, home = self.items[index], self.homes[index]
+        if index in self.shared:
+            return item.name
+        if item.is_leaf:
+            name = general(item.target, layer)
+            return item.value if blurred and item.op == "input" and name == item.target else (item.op, name)
+        if layer is not None and home == layer:
+            return item.op, general(item.module, layer)
+        above = Layer(layer.stack, layer.index - 1) if layer is not None else None
+        if home not in (None, above):
+            return home, item.op, item.module
+        return item.value if blurred else (item.value, item.op, general(item.module, above))
+
+
+def own_shape(item: Item, layer: Layer | None) -> Hashable:
+    """A node without its name, the number of its layer and what it reads."""
+    origin = general(item.module, layer), item.source, item.made_by
+    return item.op, general(item.target, layer), item.literals, item.value, *origin
 
 
 def read_graph(graph: Graph) -> list[Item]:
