@@ -255,7 +255,7 @@ def test_equal_layers_are_told_once_and_the_other_one_is_named_r51(stack):
     text = [line.text for line in graph_lines(diff)]
     assert text[0] == "layers 0–6, 8–31 × 31, layer 0 shown"
     assert sum("gelu" in line for line in text) == 3  # once for all layers, and in layer 7: not so, but else
-    place = text.index("layer 7 differs: 1 of these not there, 1 others")
+    place = text.index("layer 7 differs: 1 of these not there, 1 other")
     assert "not there: " in text[place + 1] and "approximate=tanh" in text[place + 2]
     every = [line.text for line in graph_lines(diff, unfold=True)]
     assert "layer 31" in every and sum("gelu" in line and line.startswith("  +") for line in every) == 32

@@ -300,4 +300,4 @@ def test_before_and_after_as_a_program_r51(monkeypatch, capsys):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     printed = capsys.readouterr().out
     assert printed.startswith("fuse_rms_norm on tiny-llama: 149 → 114 nodes, 5 added, 40 removed, 11 rewired")
-    assert "layers 0–1 × 2" in printed and "graft.rms_norm(%embedding" in printed
+    assert "layers 0–1 × 2" in printed and "graft.rms_norm(%add" in printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -90,7 +91,8 @@ def differing_lines(group: Layers, several: bool) -> Iterator[Line]:
     if not group.changes:
         yield Line("head", f"{head} nothing changed there")
         return
-    yield Line("head", f"{head} {len(group.missing)} of these not there, {len(group.extra)} others")
+    others = f"{len(group.extra)} other{'' if len(group.extra) == 1 else 's'}"
+    yield Line("head", f"{head} {len(group.missing)} of these not there, {others}")
     yield from change_lines(group.missing, "not there: ")
     yield from change_lines(group.extra)
 
@@ -145,7 +147,7 @@ def markdown(lines: Iterable[Line]) -> str:
             found.append(f"!{text[1:]}" if text.startswith("~") else text)
         else:
             found += ["", {"title": "## ", "head": "### "}.get(line.style, "- ") + line.text, ""]
-    return "\n".join([*found, "```"] if block else found).strip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join([*found, "```"] if block else found).strip()) + "\n"
 
 
 def graph_dict(diff: GraphDiff) -> dict[str, Any]:
