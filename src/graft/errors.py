@@ -208,6 +208,15 @@ class DumpError(GraftError):
     """A dump folder cannot be written or read."""
 
 
+class RunMismatch(UsageError):
+    """Two runs that are not of one model, where that was asked for."""
+
+    def __init__(self, before: str, after: str) -> None:
+        super().__init__(
+            f"{before} and {after} cannot be compared strictly; dump the same model twice, or leave out --strict"
+        )
+
+
 class GuardFailed(UsageError):
     """The inputs take another way through the program than the one that was captured."""
 
