@@ -112,7 +112,7 @@ def assert_same_numbers(got: Any, wanted: Any, *, roundings: float = 0, wrong: A
         raise failure(
             f"the same numbers {within}",
             f"{text}{part}",
-            advice="correct the replacement; if it is meant to round elsewhere, say so (exact=False) and allow it here",
+            advice="correct the replacement; if it rounds elsewhere by design, say so (exact=False), allow it here",
         )
     if wrong is not None and compare(wrong, wanted, roundings)[0] <= 1:
         raise failure(
