@@ -210,7 +210,11 @@ def try_out(body: Body, name: str) -> Tried:
         except GraftError:
             raise
         except Exception as error:  # whatever the user's functions raise when they are traced
-            raise PatternError(f"{pattern.__name__} cannot be tried out: {type(error).__name__}: {error}") from error
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise PatternError(
+                f"{pattern.__name__} or {replacement.__name__} cannot be traced: {why}; both must be plain functions"
+                " of tensors and numbers, without branches on what the tensors hold"
+            ) from error
         else:
             return Tried(rewrite, *graphs, exact)
     raise AssertionError("unreachable")

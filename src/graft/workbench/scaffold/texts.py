@@ -109,7 +109,7 @@ def test_text(new: New) -> str:
         extra += fill("test_op", {"op": new.op})
     if new.kernel:
         extra += fill("test_triton", {"op": new.op, "op_module": place.op_module(new.op)})
-    return fill(
+    text = fill(
         "test",
         {
             "name": new.name,
@@ -127,6 +127,7 @@ def test_text(new: New) -> str:
             "extra_tests": extra.rstrip("\n"),
         },
     )
+    return text.rstrip("\n") + "\n"
 
 
 INTERPRETER = """
