@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHAPES = {"x": "b s d", "weight": "d"}
 SCALE = 2.0
 
 
@@ -47,12 +46,22 @@ def branching(x: Tensor, weight: Tensor) -> Tensor:
     return x * weight if x.sum() > 0 else x
 
 
-def same(x: Tensor, weight: Tensor) -> Tensor:
-    return x * weight
+def rolled(x: Tensor) -> Tensor:
+    return torch.flip(x, [-1]) * x
+
+
+def repeated(x: Tensor, n: int) -> Tensor:
+    return x.exp() * n
+
+
+def capped(x: Tensor, cap: float, slope: float) -> Tensor:
+    return torch.tanh(x / cap) * cap - slope * x
 """
 GATED = """
 import torch.nn.functional as F
 from torch import Tensor
+
+SHAPES = {"gate": "t d", "up": "t d"}
 
 
 def squared_relu_gate(gate: Tensor, up: Tensor) -> Tensor:

@@ -47,9 +47,12 @@ def test_a_listed_transform_is_not_listed_twice_r54():
     assert with_entry(once, "c", "match") == once
 
 
-def test_where_the_files_go_r54(tmp_path):
-    assert Place.of(SOURCE / "graft" / "cli") == Place(ROOT.resolve(), True)
-    assert Place.of(tmp_path) == Place(tmp_path.resolve(), False)
+def test_where_the_files_go_r54(tmp_path, monkeypatch):
+    monkeypatch.chdir(SOURCE / "graft" / "cli")
+    assert Place.of(None) == Place.of(ROOT) == Place(ROOT.resolve(), True)
+    assert Place.of(Path("here")) == Place((SOURCE / "graft" / "cli" / "here").resolve(), False)
+    monkeypatch.chdir(tmp_path)
+    assert Place.of(None) == Place(tmp_path.resolve(), False)
 
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -94,6 +97,8 @@ def test_a_name_is_an_identifier_or_refused_r54(name):
     [
         ({"op": True, "name": "fuse_rms_norm_2", "stage": "later"}, UsageError, "match, fuse, state, schedule"),
         ({"op": True, "name": "fuse_on_cuda"}, UsageError, "ops carry no backend"),
+        ({"op": True, "name": "fuse_x"}, UsageError, "its own files use for something else"),
+        ({"op": True, "name": "fuse_define"}, UsageError, "its own files use for something else"),
         ({"op": True, "name": "swiglu"}, UsageError, "an op graft::swiglu is there already"),
         ({"replacement": "{f}:known"}, UsageError, "--replacement needs --pattern"),
         ({"pattern": "{f}:norm"}, UsageError, "either --replacement FILE.py:function, or --op"),
@@ -124,10 +129,12 @@ def test_a_file_that_is_not_python_is_told_r63(tmp_path):
 
 def test_why_no_kernel_was_generated_is_told_r54(tmp_path, functions):
     made = new_transform("fuse_mine", tmp_path / "p", op=True, pattern=f"{functions}:norm")
-    assert made.no_kernel == "it takes numbers beside tensors"
-    assert "kernels=" not in (tmp_path / "p" / "mine_op" / "op.py").read_text()
-    made = new_transform("fuse_same", tmp_path / "p", op=True, pattern=f"{functions}:same")
     assert made.no_kernel == "its tensors differ in shape"
+    assert "kernels=" not in (tmp_path / "p" / "mine_op" / "op.py").read_text()
+    made = new_transform("fuse_sorted", tmp_path / "p", op=True, pattern=f"{functions}:rolled")
+    assert "which is not an op that can be generated" in made.no_kernel
+    made = new_transform("fuse_power", tmp_path / "p", op=True, pattern=f"{functions}:repeated")
+    assert made.no_kernel == "it takes whole numbers, which may be sizes"
 
 
 def test_nothing_is_overwritten_without_force_r54(tmp_path):

@@ -31,6 +31,12 @@ def test_plugins_pass_their_tests_as_generated_r54(tmp_path, functions):
     assert made.op == "relu_squared" and made.no_kernel == ""
     kernel = (folder / "relu_squared_op" / "triton.py").read_text()
     assert "t0 = tl.maximum(gate, 0.0)\n    t1 = t0 * t0\n    t2 = t1 * up\n" in kernel
+    new_transform("fuse_soft_cap", folder, op=True, pattern=f"{functions}:capped", stage="schedule")
+    kernel = (folder / "soft_cap_op" / "triton.py").read_text()
+    assert (
+        "soft_cap_kernel(x_ptr, out, count, cap, slope, BLOCK" in kernel
+        and "t0 = x / cap\n    t1 = tanh(t0)" in kernel
+    )
     new_transform("fuse_norm", folder, pattern=f"{functions}:norm", replacement=f"{functions}:known")
     text = (folder / "fuse_norm.py").read_text()
     assert "after:   %rms_norm_default = graft.rms_norm(%x, %weight, eps)" in text and "import math" not in text
@@ -56,10 +62,10 @@ def test_the_generated_tests_can_fail_r54(tmp_path):
 # ── a checkout ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_in_a_checkout_the_rules_of_the_code_hold_r54(checkout):
+def test_in_a_checkout_the_rules_of_the_code_hold_r54(checkout, monkeypatch):
     """One name for registry, YAML and file; op folders complete; families account for it; ruff has nothing to say."""
-    inside = checkout / "src" / "graft" / "cli"
-    made = new_transform("fuse_plain", inside, op=True)
+    monkeypatch.chdir(checkout / "src" / "graft" / "cli")
+    made = new_transform("fuse_plain", op=True)
     assert made.checkout and made.root == checkout
     assert {p.name for p in made.changed} == {"default.yaml", "common.yaml"}
     new_transform("fuse_other", checkout, stage="schedule")

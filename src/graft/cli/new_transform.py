@@ -26,8 +26,13 @@ def new_transform(
     ] = None,
     stage: Annotated[str, typer.Option(help="match, fuse, state or schedule.")] = "match",
     folder: Annotated[
-        Path, typer.Option("--dir", help="A checkout of graft, or a folder for a plugin.", metavar="DIR")
-    ] = Path("."),
+        Path | None,
+        typer.Option(
+            "--dir",
+            help="A checkout of graft, or a folder for a plugin; else the checkout around this folder.",
+            metavar="DIR",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write files anew that are there already.")] = False,
     as_json: Json = False,
 ) -> None:

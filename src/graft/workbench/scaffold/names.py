@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from graft.errors import UsageError
 from graft.ops import OPS
 from graft.transforms.registry import TransformRegistry, load_all
 
+FILES = ("define", "fake", "make", "tl", "torch", "triton", "wrong")  # what the files of an op define or import
 BACKENDS = ("triton", "torch", "cuda", "cpu")  # an op's name says what it computes, not what runs it
 
 
@@ -44,7 +46,10 @@ def op_name(name: str) -> str:
     return name.removeprefix("fuse_")
 
 
-def check_op(op: str, own_folder: Path, force: bool) -> None:
+def check_op(op: str, used: Sequence[str], own_folder: Path, force: bool) -> None:
+    """used: the names of the pattern's arguments, which the op's own name must not hide."""
+    if op in used or op in FILES:
+        raise UsageError(f"the op would be graft::{op}, which its own files use for something else; choose another")
     word = next((word for word in BACKENDS if word in op), None)
     if word is not None:
         raise UsageError(

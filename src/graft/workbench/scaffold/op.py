@@ -4,86 +4,23 @@ written from the pattern (tensors of one shape, element by element)."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
-import torch
-from torch.fx import Graph, Node
-
-from graft.graph.nodes import calls, output_node
-from graft.ops.elementwise.program import Ref
-from graft.transforms.elementwise import steps_of
+from graft.graph.nodes import calls
 from graft.workbench.scaffold.body import Body, Tried, function_name, literals_of, tensor_arguments, typed_arguments
+from graft.workbench.scaffold.kernel import Kernel, kernel_of
 from graft.workbench.scaffold.render import fill
-
-# Steps of graft::elementwise as Triton; those in HELPERS are functions of ops/elementwise/triton.py.
-EXPRESSIONS = {
-    "neg": "-{0}", "abs": "tl.abs({0})", "exp": "tl.exp({0})", "log": "tl.log({0})", "sqrt": "tl.sqrt({0})",
-    "rsqrt": "tl.rsqrt({0})", "reciprocal": "1.0 / {0}", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
-    "erf": "tl.erf({0})", "relu": "tl.maximum({0}, 0.0)", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
-    "div": "{0} / {1}", "rsub": "{1} - {0}", "to": "{0}",
-}  # fmt: skip
-HELPERS = ("clamp", "gelu", "gelu_tanh", "maximum", "minimum", "sigmoid", "silu", "softplus", "tanh")
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """The lines of a kernel's computation, the value it stores, and the helpers it calls."""
-
-    steps: tuple[str, ...]
-    result: str
-    helpers: tuple[str, ...]
-
-
-def kernel_of(body: Body, graph: Graph) -> Kernel | str:
-    """The pattern as a kernel, or why none is generated."""
-    if literals_of(body.pattern):
-        return "it takes numbers beside tensors"
-    if len(set(body.shapes.values())) > 1:
-        return "its tensors differ in shape"
-    values: dict[Node, str] = {}
-    lines: list[str] = []
-    helpers: set[str] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            values[node] = node.meta["pattern_input"]
-    for node in calls(graph):
-        steps = steps_of(node)
-        if isinstance(steps, str):
-            return steps
-        names: list[str] = []
-        for step in steps:
-            texts = [operand(argument, values, names) for argument in step.args]
-            if step.op in HELPERS:
-                helpers.add(step.op)
-                text = f"{step.op}({', '.join(texts)})"
-            elif step.op in EXPRESSIONS:
-                text = EXPRESSIONS[step.op].format(*texts)
-            else:
-                return f"{step.op} has no expression in Triton here"
-            names.append(f"t{len(lines)}")
-            lines.append(f"{names[-1]} = {text}")
-        values[node] = names[-1]
-    (returned,) = output_node(graph).all_input_nodes
-    return Kernel(tuple(lines), values[returned], tuple(sorted(helpers)))
-
-
-def operand(argument: object, values: dict[Node, str], names: list[str]) -> str:
-    if isinstance(argument, Node):
-        return values[argument]
-    if isinstance(argument, Ref):
-        return names[argument.index]
-    return "0.0" if isinstance(argument, torch.dtype) else repr(float(argument))  # pyrefly: ignore[bad-argument-type]
 
 
 def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, str], str]:
     """File name → text, and why there is no Triton kernel ('' where there is one)."""
-    kernel = kernel_of(body, tried.before)
+    kernel = kernel_of(body, tried.rewrite)
     tensors, typed = tensor_arguments(body.pattern), typed_arguments(body.pattern)
     names = ", ".join(name for name, _ in typed)
     common = {
         "op": op,
         "op_module": module,
         "names": names,
+        "tensors": ", ".join(tensors),
         "first": tensors[0],
         "typed": ", ".join(f"{name}: {kind}" for name, kind in typed),
         "schema": ", ".join(f"{kind} {name}" for name, kind in typed),
@@ -160,10 +97,12 @@ def triton_text(kernel: Kernel, common: dict[str, str], tensors: list[str]) -> s
         common
         | {
             "helper_import": imported,
-            "pointers": ", ".join(f"{name}_ptr" for name in tensors),
+            "pointers": ", ".join([*(f"{name}_ptr" for name in tensors), "out", "count", *kernel.numbers]),
             "loads": "\n".join(loads),
             "steps": "\n".join(f"    {line}" for line in kernel.steps),
             "result": kernel.result,
-            "contiguous": ", ".join(f"{name}.contiguous()" for name in tensors),
+            "given": ", ".join(
+                [*(f"{name}.contiguous()" for name in tensors), "out", "out.numel()", *kernel.numbers]
+            ),
         },
     )

@@ -14,13 +14,13 @@ class Place:
     checkout: bool
 
     @staticmethod
-    def of(folder: Path) -> Place:
-        """The checkout that `folder` lies in, else `folder` itself."""
-        folder = folder.resolve()
-        for root in (folder, *folder.parents):
+    def of(folder: Path | None) -> Place:
+        """`folder`, which may be a checkout itself; left out, the checkout around the working directory, or that."""
+        start = (folder or Path.cwd()).resolve()
+        for root in (start,) if folder else (start, *start.parents):
             if (root / "src/graft/transforms/default.yaml").is_file():
                 return Place(root, True)
-        return Place(folder, False)
+        return Place(start, False)
 
     def transform(self, name: str) -> Path:
         return self.root / (f"src/graft/transforms/library/{name}.py" if self.checkout else f"{name}.py")

@@ -10,7 +10,7 @@ from graft.errors import UsageError
 from graft.files import write_together
 from graft.transforms.base import Stage
 from graft.workbench.scaffold import names
-from graft.workbench.scaffold.body import Body, body_of_functions, default_body, try_out
+from graft.workbench.scaffold.body import Body, arguments, body_of_functions, default_body, try_out
 from graft.workbench.scaffold.op import op_files
 from graft.workbench.scaffold.place import Place
 from graft.workbench.scaffold.texts import New, test_text, transform_text
@@ -31,7 +31,7 @@ class Written:
 
 def new_transform(
     name: str,
-    folder: Path,
+    folder: Path | None = None,
     *,
     op: bool = False,
     stage: str = "match",
@@ -39,7 +39,7 @@ def new_transform(
     replacement: str | None = None,
     force: bool = False,
 ) -> Written:
-    """Writes a transform, its YAML entry (off), its tests, and with `op` an op folder, in `folder`."""
+    """Writes a transform, its YAML entry (off), its tests, and with `op` an op folder. folder: see Place.of."""
     names.check_name(name)
     if stage not in [s.value for s in Stage]:
         raise UsageError(f"--stage {stage}: a stage is one of {', '.join(s.value for s in Stage)}")
@@ -64,7 +64,7 @@ def write_transform(name: str, body: Body, place: Place, stage: str = "match", f
     names.check_free(name, place.transform(name), force)
     op = names.op_name(name) if body.replacement is None else ""
     if op:
-        names.check_op(op, place.op_folder(op), force)
+        names.check_op(op, arguments(body.pattern), place.op_folder(op), force)
     if not place.checkout:
         names.check_importable(name, place.root)
     tried = try_out(body, name)
