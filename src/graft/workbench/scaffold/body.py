@@ -21,7 +21,8 @@ USUAL = ("import torch", "import torch.nn.functional as F", "from torch import T
 
 @dataclass(frozen=True)
 class Body:
-    """Two functions of the same arguments, as source, and what they import.
+    """Two functions of the same arguments, as source, and what they import: all that `write_transform` (plan.py)
+    needs. Whoever has a pattern from elsewhere makes a Body of it.
 
     shapes: as a Rewrite takes them. replacement: None where an op is to be made, whose reference is the pattern.
     wrong: an expression for a result that is nearly right. extra_tests: more of the test file.
