@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.select import Lowered
-from graft.errors import UsageError
+from graft.errors import Recompiled, UsageError
 from graft.graph.edit import second_module
 from graft.graph.memory import mutated_roots
 from graft.graph.nodes import is_op, leaves, placeholders, val
@@ -158,10 +158,6 @@ def cache_hits() -> int:
 
 
 # ── what tests look at ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Recompiled(Exception):
-    """A call that Dynamo compiled anew although recompiling was refused; the message has the guards that failed."""
 
 
 def reset_compiler() -> None:

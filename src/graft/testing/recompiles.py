@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from graft.backends.inductor import Recompiled, refuse_recompiles, reset_compiler
+from graft.backends.inductor import refuse_recompiles, reset_compiler
+from graft.errors import Recompiled
 from graft.runtime.compile import CompiledModule
 from graft.testing.failure import failure
 
@@ -49,7 +50,7 @@ def assert_no_recompiles(
     if problem is not None:
         index, why = problem
         raise failure(
-            f"calls {allowed + 1} to {len(calls)} run what the first {allowed} compiled",
+            f"all calls after the first {allowed} run what is compiled already",
             f"call {index + 1} with {shapes(calls[index])} compiled again",
             why,
             advice=ADVICE,

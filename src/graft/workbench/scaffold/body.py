@@ -198,27 +198,23 @@ def try_out(body: Body, name: str) -> Tried:
     missing = sorted(set(tensor_names(pattern)) ^ set(body.shapes))
     if missing:
         raise PatternError(f"SHAPES and the arguments of {pattern.__name__} differ in {', '.join(missing)}")
-    exact = True
-    for rounded in (False, True):  # the same bits, or a few roundings off
-        rewrite = Rewrite(pattern, replacement, dict(body.shapes), exact=not rounded)
+    misfit: AssertionError | None = None
+    for exact in (True, False):  # the same bits, or a few roundings off
+        rewrite = Rewrite(pattern, replacement, dict(body.shapes), exact=exact)
         transform = type(name, (PatternTransform,), {"rewrites": lambda _, r=rewrite: [r], "name": name})
         try:
-            graphs = check(transform(TransformConfig(Stage.MATCH)), rewrite)
+            return Tried(rewrite, *check(transform(TransformConfig(Stage.MATCH)), rewrite), exact)
         except AssertionError as error:
-            if rounded:
-                raise PatternError(f"{pattern.__name__} and {replacement.__name__} do not fit: {error}") from error
-            exact = False
+            misfit = error
         except GraftError:
             raise
         except Exception as error:  # whatever the user's functions raise when they are traced
-            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise PatternError(
                 f"{pattern.__name__} or {replacement.__name__} cannot be traced: {why}; both must be plain functions"
                 " of tensors and numbers, without branches on what the tensors hold"
             ) from error
-        else:
-            return Tried(rewrite, *graphs, exact)
-    raise AssertionError("unreachable")
+    raise PatternError(f"{pattern.__name__} and {replacement.__name__} do not fit: {misfit}") from misfit
 
 
 def check(transform: PatternTransform, rewrite: Rewrite) -> tuple[torch.fx.Graph, torch.fx.Graph]:
