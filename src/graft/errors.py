@@ -282,5 +282,9 @@ class GraphRefused(GraftError):
     """A graph of torch.compile that graft leaves to stock Inductor; the message says why."""
 
 
+class Recompiled(GraftError):
+    """A call that Dynamo compiled anew although that was refused; the message has the guards that failed."""
+
+
 class CaptureRefused(GraftError):
     """What a CUDA graph cannot hold; the message names the node, and nothing was written."""

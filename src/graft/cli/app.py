@@ -17,6 +17,7 @@ from graft.cli.dump import dump
 from graft.cli.events import events
 from graft.cli.explain import explain
 from graft.cli.models import models
+from graft.cli.new_transform import new_transform
 from graft.cli.ops import ops
 from graft.cli.run import run
 from graft.cli.transforms import transforms
@@ -49,7 +50,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-for verb in (run, chat, bench, events, transforms, explain, ops, tune, config, models, dump, diff):
+for verb in (run, chat, bench, events, transforms, explain, ops, tune, config, models, dump, diff, new_transform):
     app.command()(guarded(verb))
 
 
