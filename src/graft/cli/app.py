@@ -12,6 +12,7 @@ import typer
 from graft.cli.bench import bench
 from graft.cli.chat import chat
 from graft.cli.config import config
+from graft.cli.discover import discover
 from graft.cli.dump import dump
 from graft.cli.events import events
 from graft.cli.explain import explain
@@ -48,7 +49,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-for verb in (run, chat, bench, events, transforms, explain, ops, tune, config, models, dump):
+for verb in (run, chat, bench, events, transforms, explain, ops, tune, config, models, dump, discover):
     app.command()(guarded(verb))
 
 

@@ -1,0 +1,165 @@
+"""From a graph to its candidates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch.fx import GraphModule
+
+from graft.files import Progress
+from graft.graph.edit import second_module
+from graft.graph.memory import mutated_roots
+from graft.graph.text import node_text
+from graft.transforms.base import Context
+from graft.transforms.config import PipelineConfig, load_config
+from graft.transforms.pipeline import run_pipeline
+from graft.transforms.positions import computed_from_positions
+from graft.transforms.walk import NoFit
+from graft.workbench.discover.aten import aten_kernels
+from graft.workbench.discover.calls import is_attention, is_free, is_product
+from graft.workbench.discover.candidates import Candidate, Discovery
+from graft.workbench.discover.grouping import grouped, places
+from graft.workbench.discover.inductor import inductor_patterns
+from graft.workbench.discover.judge import Evidence, judge
+from graft.workbench.discover.known import look_by_value
+from graft.workbench.discover.lookup import Existing, has_devices, look_in_graft, transform_file
+from graft.workbench.discover.regions import Piece, find_pieces
+from graft.workbench.discover.savings import Estimate, Machine, cost, fused_bytes, size_notes, sizes_for, step_cost
+from graft.workbench.discover.source import op_name
+from graft.workbench.discover.subgraph import extract
+
+TOKENS = (1, 512)
+
+
+def discover(
+    gm: GraphModule,
+    *,
+    model: str = "",
+    config: PipelineConfig | None = None,
+    tokens: Sequence[int] = TOKENS,
+    machine: Machine | None = None,
+    progress: Progress | None = None,
+) -> Discovery:
+    """The fusion candidates of a captured or transformed graph, which stays as it is.
+
+    `config` is the one that the graph was transformed with: what its transforms would do on a GPU is not a candidate.
+    """
+    started = time.perf_counter()
+    machine, tokens = machine or Machine(), tuple(tokens)
+    groups = grouped(find_pieces(gm))
+    elsewhere = taken_on_gpu(gm, config or load_config()) if groups else {}
+    steps = tuple(step_cost(gm.graph, count, machine) for count in tokens)
+    found = []
+    for index, (key, pieces) in enumerate(groups.items()):
+        if progress:
+            progress("looking for kernels", index, len(groups))
+        found.append(candidate_of(key, pieces, gm, elsewhere, (tokens, machine, steps)))
+    found.sort(key=lambda c: (c.recommendation == "defer", *(-e.saving_us for e in c.estimates)))
+    seconds = time.perf_counter() - started
+    notes = size_notes(gm.graph, tokens)
+    return Discovery(model, tuple(found), tokens, notes, machine, steps, seconds)
+
+
+def candidate_of(
+    key: str,
+    pieces: list[Piece],
+    gm: GraphModule,
+    elsewhere: dict[str, str],
+    model: tuple[tuple[int, ...], Machine, tuple[float, ...]],
+) -> Candidate:
+    piece = pieces[0]
+    evidence = gather(piece, pieces, gm, elsewhere)
+    estimates = tuple(
+        estimate(pieces, evidence, count, model[1], step) for count, step in zip(model[0], model[2], strict=True)
+    )
+    candidate = Candidate(
+        id=key,
+        kind=piece.kind,
+        title=title_of(piece),
+        count=len(pieces),
+        places=places(pieces),
+        nodes=tuple(node_text(node, origin=False) for node in piece.nodes),
+        estimates=estimates,
+        lookup="found" if evidence.existing else "not_found",
+        existing=evidence.existing,
+        recommendation="defer",
+        reason="",
+        pieces=tuple(pieces),
+    )
+    return replace(candidate, **judge(candidate, evidence))
+
+
+def title_of(piece: Piece) -> str:
+    """`sigmoid → mul → add`."""
+    names = [op_name(node) for node in piece.nodes if not is_free(node)]
+    return " → ".join(names if len(names) <= 9 else [*names[:7], "…", names[-1]])
+
+
+def gather(piece: Piece, pieces: list[Piece], gm: GraphModule, elsewhere: dict[str, str]) -> Evidence:
+    """All that is known about a piece: what exists for it whole, what for a part of it, who takes it on a GPU."""
+    subgraph = extract(piece)
+    on_gpu = takers(pieces, elsewhere)
+    if piece.kind == "position_table":
+        return Evidence(tabulated(piece, gm), subgraph, on_gpu=on_gpu)
+    own = look_in_graft(subgraph)
+    others = look_by_value(subgraph, (*aten_kernels(), *inductor_patterns()))
+    existing = (*(own.found if own.whole else ()), *others)
+    partly = () if own.whole else own.found
+    rewritten = own.rewritten if own.whole else None
+    return Evidence(existing, subgraph, rewritten, partly, own.covered, own.misses, on_gpu)
+
+
+def takers(pieces: list[Piece], elsewhere: dict[str, str]) -> tuple[str, ...]:
+    """Who takes every call of every place that is no product; () where one is left."""
+    names = [n.name for one in pieces for n in one.nodes if not (is_free(n) or is_product(n) or is_attention(n))]
+    return tuple(sorted({elsewhere[n] for n in names})) if all(n in elsewhere for n in names) else ()
+
+
+def tabulated(piece: Piece, gm: GraphModule) -> tuple[Existing, ...]:
+    """tabulate_rope, where every result is computed from the positions alone, each by itself."""
+    mutated = mutated_roots(gm.graph)
+    try:
+        for node in piece.outputs():
+            computed_from_positions(node, mutated)
+    except NoFit:
+        return ()
+    return (Existing("graft", "aten::embedding", transform_file("tabulate_rope"), ("tabulate_rope",)),)
+
+
+def taken_on_gpu(gm: GraphModule, config: PipelineConfig) -> dict[str, str]:
+    """Calls of the graph that an enabled transform takes on a GPU, by name, and which one does."""
+    chosen = {
+        name: replace(settings, on_error="skip", devices=("cuda", "cpu", "meta"))  # pyrefly: ignore
+        if has_devices(settings)
+        else replace(settings, enabled=False)
+        for name, settings in config.transforms.items()
+    }
+    twin = second_module(gm)
+    report = run_pipeline(twin, replace(config, transforms=chosen, verify="structure"), Context(route="decoder"))
+    return {
+        name: record.name
+        for record in report.transforms.values()
+        for match in record.matches
+        for name in match.replaced
+    }
+
+
+def estimate(pieces: Sequence[Piece], evidence: Evidence, tokens: int, machine: Machine, step: float) -> Estimate:
+    """All places together. Where existing kernels need more than one launch, theirs are counted."""
+    graph = next(iter(pieces[0].nodes)).graph
+    sizes = sizes_for(graph, tokens)
+    now = [cost(piece.nodes, sizes) for piece in pieces]
+    alone = [fused_bytes(piece, sizes) for piece in pieces]
+    launches, extra = 1, 0
+    if evidence.rewritten is not None:
+        launches, moved = cost(evidence.rewritten.graph.nodes, sizes)
+        extra = max(0, moved - alone[0])
+    bytes_now = sum(moved for _, moved in now)
+    bytes_after = min(bytes_now, sum(alone) + extra * len(pieces))
+    launches_now, launches_after = sum(count for count, _ in now), launches * len(pieces)
+    saving = machine.microseconds(launches_now - launches_after, bytes_now - bytes_after)
+    return Estimate(
+        tokens, launches_now, launches_after, bytes_now, bytes_after, saving, saving / step if step else 0.0
+    )
