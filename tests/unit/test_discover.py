@@ -160,6 +160,54 @@ def test_a_block_that_exists_under_another_spelling_is_not_novel_r53():
     assert ("aten::silu", "torch/include/ATen/ops/silu.h") in [(e.symbol, e.file) for e in candidate.existing]
 
 
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (2, 8)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        weights = torch.softmax(q @ k.transpose(-2, -1) * 0.25, dim=-1)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+def test_attention_is_found_in_graft_aten_and_inductor_r53():
+    (candidate, *_) = discover(graph_of(Stack(Attention))).worthwhile
+    assert (candidate.kind, candidate.count) == ("attention_neighbour", LAYERS)
+    symbols = {(found.where, found.symbol) for found in candidate.existing}
+    assert {("graft", "graft::attention"), ("aten", "aten::scaled_dot_product_attention")} <= symbols
+    inductor = [found for found in candidate.existing if found.where == "inductor"]
+    assert inductor and inductor[0].file == "torch/_inductor/fx_passes/fuse_attention.py"
+    assert inductor[0].symbol.startswith("_sfdp_pattern_")
+
+
+def test_what_a_switch_brings_back_comes_before_a_new_kernel_r53():
+    off = load_config({"transforms": {"fuse_rms_norm": {"enabled": False}}})
+    (candidate,) = discover(graph_of(Stack(LogitScaledNorm)), config=off).worthwhile
+    assert candidate.recommendation == "use_existing_kernel" and "of its" in candidate.reason
+    (novel,) = discover(graph_of(Stack(LogitScaledNorm))).worthwhile
+    assert novel.recommendation == "needs_triton_fallback" and novel.saving_us > candidate.saving_us
+
+
+def test_risks_name_second_readers_casts_and_writes_r53(switched_off):
+    risks = " ".join(switched_off.worthwhile[0].risks)
+    assert "second readers: %add" in risks and "precision casts: bfloat16 and float32" in risks
+
+    class Writes(GatedResidual):
+        def forward(self, x):
+            gate = torch.sigmoid(self.gate(x))
+            self.seen.add_(1)
+            return x + gate * self.value(x)
+
+        def __init__(self, width):
+            super().__init__(width)
+            self.register_buffer("seen", torch.zeros(()))
+
+    (candidate,) = discover(graph_of(Writes(16), dynamic=False)).worthwhile
+    assert any("mutation in between" in risk for risk in candidate.risks)
+    assert not any("dynamic" in risk for risk in candidate.risks)
+
+
 def test_a_fully_fused_model_has_nothing_worthwhile_left_r53():
     found = discover_model("tiny-llama", load_config())
     assert found.worthwhile == () and found.candidates
@@ -194,12 +242,6 @@ def test_a_candidate_is_found_by_its_id_or_the_beginning_of_it_r53(switched_off)
             switched_off.find(wrong)
 
 
-def load(candidate):
-    space: dict = {}
-    exec(candidate.reference_source(), space)
-    return space[candidate.function_name]
-
-
 @pytest.mark.parametrize("block", [SquaredReluMLP, GatedResidual, LogitScaledNorm])
 def test_the_subgraph_and_the_source_compute_what_the_model_does_r53(block):
     candidate = discover(graph_of(Stack(block))).candidates[0]
@@ -207,19 +249,22 @@ def test_the_subgraph_and_the_source_compute_what_the_model_does_r53(block):
     assert len(list(calls(gm.graph))) == len(candidate.nodes)
     inputs = made_up_inputs(gm)
     (expected,) = run_in_float64(gm, inputs)
-    assert torch.equal(load(candidate)(*inputs), expected)
+    assert torch.equal(candidate.function()(*inputs), expected)
     assert torch.equal(gm(*inputs), expected)
 
 
 @pytest.mark.parametrize("block", [SquaredReluMLP, GatedResidual, LogitScaledNorm])
-def test_the_source_is_a_pattern_that_matches_its_model_everywhere_r53(block, tmp_path, monkeypatch):
+def test_the_source_is_a_pattern_that_matches_its_model_everywhere_r53(block):
     gm = graph_of(Stack(block))
     candidate = discover(gm).candidates[0]
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / f"found_{candidate.id}.py").write_text(candidate.reference_source())
-    function = getattr(__import__(f"found_{candidate.id}"), candidate.function_name)
-    matches, _ = Finder(function, candidate.pattern_shapes()).find(gm.graph)
-    assert len(matches) == candidate.count == LAYERS
+    matches, _ = Finder(candidate.function(), candidate.pattern_shapes()).find(gm.graph)
+    assert len(matches) == candidate.count == LAYERS and candidate.pattern_problem() == ""
+
+
+def test_a_candidate_that_cannot_be_a_pattern_says_why_r53():
+    found = discover_model("tiny-gemma-2", load_config())
+    norms = next(c for c in found.worthwhile if c.title == "rms_norm → add_rms_norm")
+    assert "0 of its 3 places" in norms.pattern_problem() and "hang together" in norms.pattern_problem()
 
 
 def test_sources_of_a_model_run_and_give_the_same_graph_r53(switched_off):
@@ -233,8 +278,9 @@ def test_sources_of_a_model_run_and_give_the_same_graph_r53(switched_off):
             )
             for node in placeholders(gm.graph)
         ]
-        again = trace_function(load(candidate), examples)
+        again = trace_function(candidate.function(), examples)
         assert [n.target for n in calls(again.graph)] == [n.target for n in calls(gm.graph)]
+        assert candidate.pattern_problem() == ""
 
 
 def test_the_graph_stays_as_it_was_r53():

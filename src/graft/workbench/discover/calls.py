@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from graft.graph.memory import alias_sources, is_mutating
-from graft.graph.nodes import is_op, tensor_val, val
+from graft.graph.nodes import OpOverload, is_op, tensor_val, val
 from graft.transforms.elementwise import is_pointwise
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -101,3 +101,7 @@ def readers(node: Node) -> list[Node]:
 
 def is_call(node: Any) -> bool:
     return isinstance(node, Node) and node.op == "call_function"
+
+
+def is_graft(target: Any) -> bool:
+    return isinstance(target, OpOverload) and target.namespace == "graft"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch.fx import GraphModule
 
-from graft.errors import UnknownCandidate
+from graft.errors import PatternError, UnknownCandidate
+from graft.graph.match import Finder
 from graft.graph.nodes import placeholders, tensor_val
 from graft.workbench.discover.lookup import Existing
 from graft.workbench.discover.regions import Kind, Piece
 from graft.workbench.discover.savings import Estimate, Machine
-from graft.workbench.discover.source import function_source
+from graft.workbench.discover.source import function_source, op_name
 from graft.workbench.discover.subgraph import extract
 
 Recommendation = Literal["use_existing_kernel", "needs_triton_fallback", "defer"]
@@ -55,14 +57,32 @@ class Candidate:
         """The instance as a plain PyTorch function, as text."""
         return function_source(self.subgraph(), self.function_name, f"{self.title}, found {self.count} times.")
 
+    def function(self) -> Callable[..., Any]:
+        """That source, loaded."""
+        space: dict[str, Any] = {}
+        exec(compile(self.reference_source(), f"<candidate {self.id}>", "exec"), space)
+        return space[self.function_name]
+
+    def pattern_problem(self) -> str:
+        """'' where the source, taken as a pattern, matches its graph at every place; else why it does not."""
+        graph = self.pieces[0].nodes[0].graph
+        try:
+            matches, misses = Finder(self.function(), self.pattern_shapes()).find(graph)
+        except (PatternError, TypeError) as error:
+            return str(error)
+        if len(matches) >= self.count:
+            return ""
+        why = f": {max(misses, key=lambda miss: miss.matched).reason}" if misses else ""
+        return f"as a pattern it fits at {len(matches)} of its {self.count} places{why}"
+
     def pattern_shapes(self) -> dict[str, str]:
-        """What a pattern of this source is traced with: `{"x": "b s d", "weight": "d"}`. Sizes that slices cut
-        are numbers; a tensor wider than the narrowest one names its dtype."""
+        """What a pattern of this source is traced with: `{"x": "b s d", "weight": "d"}`. Sizes that calls
+        name are numbers; a tensor wider than the narrowest one names its dtype."""
         gm = self.subgraph()
         tensors = {node.name: value for node in placeholders(gm.graph) if (value := tensor_val(node)) is not None}
         floats = [t.dtype for t in tensors.values() if t.is_floating_point()]
         narrowest = min(floats, key=lambda dtype: dtype.itemsize, default=None)
-        fixed = any("slice" in line or "cat(" in line for line in self.nodes)
+        fixed = any(op_name(node) in SIZED for node in self.pieces[0].nodes)
         letters: dict[str, str] = {}
         shapes = {}
         for name, tensor in tensors.items():
@@ -80,6 +100,7 @@ class Candidate:
         }
 
 
+SIZED = ("slice", "cat", "stack", "reshape", "expand", "layer_norm")  # their numbers follow from sizes
 PLAIN = (
     *("id", "kind", "title", "count", "places", "nodes", "lookup", "recommendation"),
     *("reason", "strengths", "weaknesses", "risks"),

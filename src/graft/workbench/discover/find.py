@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
 from graft.files import Progress
 from graft.graph.edit import second_module
 from graft.graph.memory import mutated_roots
+from graft.graph.nodes import calls
 from graft.graph.text import node_text
 from graft.transforms.base import Context
 from graft.transforms.config import PipelineConfig, load_config
@@ -24,13 +25,21 @@ from graft.workbench.discover.grouping import grouped, places
 from graft.workbench.discover.inductor import inductor_patterns
 from graft.workbench.discover.judge import Evidence, judge
 from graft.workbench.discover.known import look_by_value
-from graft.workbench.discover.lookup import Existing, has_devices, look_in_graft, transform_file
+from graft.workbench.discover.lookup import Existing, graft_op, has_devices, look_in_graft, transform_file
 from graft.workbench.discover.regions import Piece, find_pieces
-from graft.workbench.discover.savings import Estimate, Machine, cost, fused_bytes, size_notes, sizes_for, step_cost
+from graft.workbench.discover.savings import Estimate, Machine, Step, cost, fused_bytes, size_notes, step_of
 from graft.workbench.discover.source import op_name
 from graft.workbench.discover.subgraph import extract
 
 TOKENS = (1, 512)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """on_gpu: calls that an enabled transform takes on a GPU, and which one. off: transforms that are off."""
+
+    on_gpu: dict[str, str]
+    off: set[str]
 
 
 def discover(
@@ -49,31 +58,33 @@ def discover(
     started = time.perf_counter()
     machine, tokens = machine or Machine(), tuple(tokens)
     groups = grouped(find_pieces(gm))
-    elsewhere = taken_on_gpu(gm, config or load_config()) if groups else {}
-    steps = tuple(step_cost(gm.graph, count, machine) for count in tokens)
+    config = config or load_config()
+    elsewhere = taken_on_gpu(gm, config) if groups else {}
+    off = {name for name, settings in config.transforms.items() if not settings.enabled}
+    steps = tuple(step_of(gm.graph, count, machine) for count in tokens)
     found = []
     for index, (key, pieces) in enumerate(groups.items()):
         if progress:
             progress("looking for kernels", index, len(groups))
-        found.append(candidate_of(key, pieces, gm, elsewhere, (tokens, machine, steps)))
+        found.append(candidate_of(key, pieces, gm, Setting(elsewhere, off), steps, machine))
     found.sort(key=lambda c: (c.recommendation == "defer", *(-e.saving_us for e in c.estimates)))
     seconds = time.perf_counter() - started
-    notes = size_notes(gm.graph, tokens)
-    return Discovery(model, tuple(found), tokens, notes, machine, steps, seconds)
+    notes = size_notes(gm.graph, steps)
+    taken = tuple(step.microseconds for step in steps)
+    return Discovery(model, tuple(found), tokens, notes, machine, taken, seconds)
 
 
 def candidate_of(
     key: str,
     pieces: list[Piece],
     gm: GraphModule,
-    elsewhere: dict[str, str],
-    model: tuple[tuple[int, ...], Machine, tuple[float, ...]],
+    setting: Setting,
+    steps: Sequence[Step],
+    machine: Machine,
 ) -> Candidate:
     piece = pieces[0]
-    evidence = gather(piece, pieces, gm, elsewhere)
-    estimates = tuple(
-        estimate(pieces, evidence, count, model[1], step) for count, step in zip(model[0], model[2], strict=True)
-    )
+    evidence = gather(piece, pieces, gm, setting)
+    estimates = tuple(estimate(pieces, evidence, step, machine) for step in steps)
     candidate = Candidate(
         id=key,
         kind=piece.kind,
@@ -97,18 +108,34 @@ def title_of(piece: Piece) -> str:
     return " → ".join(names if len(names) <= 9 else [*names[:7], "…", names[-1]])
 
 
-def gather(piece: Piece, pieces: list[Piece], gm: GraphModule, elsewhere: dict[str, str]) -> Evidence:
+def gather(piece: Piece, pieces: list[Piece], gm: GraphModule, setting: Setting) -> Evidence:
     """All that is known about a piece: what exists for it whole, what for a part of it, who takes it on a GPU."""
     subgraph = extract(piece)
-    on_gpu = takers(pieces, elsewhere)
+    on_gpu = takers(pieces, setting.on_gpu)
     if piece.kind == "position_table":
         return Evidence(tabulated(piece, gm), subgraph, on_gpu=on_gpu)
+    if piece.walk is not None:
+        found = [graft_op(op, (piece.walk.transform,)) for op in piece.walk.ops]
+        if piece.kind != "experts":
+            found += look_by_value(subgraph, (*aten_kernels(), *inductor_patterns()))
+        return Evidence(tuple(found), subgraph, launches=piece.walk.launches, on_gpu=on_gpu)
     own = look_in_graft(subgraph)
     others = look_by_value(subgraph, (*aten_kernels(), *inductor_patterns()))
-    existing = (*(own.found if own.whole else ()), *others)
-    partly = () if own.whole else own.found
-    rewritten = own.rewritten if own.whole else None
-    return Evidence(existing, subgraph, rewritten, partly, own.covered, own.misses, on_gpu)
+    launches = sum(not is_free(node) for node in calls(own.rewritten.graph))
+    # a part that a switch brings back comes first; what is then left of the piece is another candidate
+    off = any(name in setting.off for name in own.transforms)
+    switch = not own.whole and not others and off and launches < piece.launches()
+    known = own.whole or switch
+    return Evidence(
+        (*(own.found if known else ()), *others),
+        subgraph,
+        own.rewritten if known else None,
+        launches if known else 1,
+        () if own.whole else own.found,
+        own.covered,
+        own.misses,
+        on_gpu,
+    )
 
 
 def takers(pieces: list[Piece], elsewhere: dict[str, str]) -> tuple[str, ...]:
@@ -146,20 +173,17 @@ def taken_on_gpu(gm: GraphModule, config: PipelineConfig) -> dict[str, str]:
     }
 
 
-def estimate(pieces: Sequence[Piece], evidence: Evidence, tokens: int, machine: Machine, step: float) -> Estimate:
+def estimate(pieces: Sequence[Piece], evidence: Evidence, step: Step, machine: Machine) -> Estimate:
     """All places together. Where existing kernels need more than one launch, theirs are counted."""
-    graph = next(iter(pieces[0].nodes)).graph
-    sizes = sizes_for(graph, tokens)
+    sizes = step.sizes
     now = [cost(piece.nodes, sizes) for piece in pieces]
     alone = [fused_bytes(piece, sizes) for piece in pieces]
-    launches, extra = 1, 0
+    extra = 0
     if evidence.rewritten is not None:
-        launches, moved = cost(evidence.rewritten.graph.nodes, sizes)
-        extra = max(0, moved - alone[0])
+        extra = max(0, cost(evidence.rewritten.graph.nodes, sizes)[1] - alone[0])
     bytes_now = sum(moved for _, moved in now)
     bytes_after = min(bytes_now, sum(alone) + extra * len(pieces))
-    launches_now, launches_after = sum(count for count, _ in now), launches * len(pieces)
+    launches_now, launches_after = sum(count for count, _ in now), evidence.launches * len(pieces)
     saving = machine.microseconds(launches_now - launches_after, bytes_now - bytes_after)
-    return Estimate(
-        tokens, launches_now, launches_after, bytes_now, bytes_after, saving, saving / step if step else 0.0
-    )
+    share = saving / step.microseconds if step.microseconds else 0.0
+    return Estimate(step.tokens, launches_now, launches_after, bytes_now, bytes_after, saving, share)

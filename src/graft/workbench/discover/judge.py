@@ -25,11 +25,12 @@ WORTH = 0.01  # of the modelled step, at any count of tokens: less is below what
 @dataclass(frozen=True)
 class Evidence:
     """What is known about a candidate. `existing` computes all of it, `partly` some of its calls; `rewritten` is the
-    piece after graft's transforms; `on_gpu`: enabled transforms that take it where they run."""
+    piece after graft's transforms, `launches` what is left of it; `on_gpu`: enabled transforms that take it there."""
 
     existing: tuple[Existing, ...]
     subgraph: GraphModule
     rewritten: GraphModule | None = None
+    launches: int = 1
     partly: tuple[Existing, ...] = ()
     covered: int = 0
     misses: tuple[str, ...] = ()
@@ -59,6 +60,9 @@ def verdict(candidate: Candidate, evidence: Evidence) -> tuple[str, str]:
     if evidence.existing:
         first = evidence.existing[0]
         by = f" ({', '.join(first.transforms)})" if first.transforms else ""
+        calls = candidate.pieces[0].launches()
+        if evidence.partly and first in evidence.partly:
+            return "use_existing_kernel", f"{first.symbol}{by} computes {evidence.covered} of its {calls} calls"
         return "use_existing_kernel", f"{first.symbol}{by} computes all of it"
     return "needs_triton_fallback", "no kernel of graft, ATen or Inductor's patterns computes it as a whole"
 
@@ -91,9 +95,7 @@ def weaknesses(candidate: Candidate, evidence: Evidence) -> list[str]:
     if evidence.partly:
         calls_now = candidate.pieces[0].launches()
         names = ", ".join(dict.fromkeys(e.symbol for e in evidence.partly))
-        found.append(
-            f"{names} takes {evidence.covered} of its {calls_now} calls already; a new kernel saves the rest"
-        )
+        found.append(f"{names} takes {evidence.covered} of its {calls_now} calls; one new kernel would take them all")
     found += [f"{existing.symbol}: {existing.note}" for existing in evidence.existing if existing.note]
     found += [f"refused so far: {miss}" for miss in evidence.misses[:3]]
     return found

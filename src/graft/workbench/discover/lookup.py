@@ -13,14 +13,14 @@ from torch.fx import GraphModule
 
 import graft
 from graft.graph.edit import second_module
-from graft.graph.nodes import OpOverload, calls
+from graft.graph.nodes import calls
 from graft.graph.text import target_text
 from graft.ops import OPS
 from graft.transforms.base import Context
 from graft.transforms.config import PipelineConfig, load_config
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.registry import TransformRegistry
-from graft.workbench.discover.calls import is_free
+from graft.workbench.discover.calls import is_free, is_graft
 
 Where = Literal["graft", "aten", "inductor"]
 ROOT = Path(graft.__file__).parent.parent
@@ -55,7 +55,7 @@ class GraftLookup:
 
 
 def look_in_graft(gm: GraphModule) -> GraftLookup:
-    """Runs the library on a copy of the piece: first what does not ask for a device, then for a GPU too."""
+    """Runs the library on a copy of the piece, which has no state: first what asks for no device, then all of it."""
     first = transformed(gm, devices=False)
     return first if first.whole else max(first, transformed(gm, devices=True), key=lambda found: found.covered)
 
@@ -69,7 +69,7 @@ def transformed(gm: GraphModule, devices: bool) -> GraftLookup:
     stayed = {node.name for node in left if node.name in names}
     made = list(dict.fromkeys(node.target for node in left if node.name not in names))
     transforms = tuple(record.name for record in fired)
-    found = tuple(graft_op(target, transforms) for target in made)
+    found = tuple(graft_op(target, transforms) for target in made if is_graft(target))
     misses = {f"{r.name}: {miss.reason}" for r in report.transforms.values() for miss in r.near_misses}
     whole = bool(fired) and not stayed and all(is_graft(target) for target in made)
     return GraftLookup(found, transforms, twin, whole, len(names) - len(stayed), tuple(sorted(misses)))
@@ -91,14 +91,8 @@ def has_devices(settings: Any) -> bool:
     return any(f.name == "devices" for f in fields(settings))
 
 
-def is_graft(target: Any) -> bool:
-    return isinstance(target, OpOverload) and target.namespace == "graft"
-
-
 def graft_op(target: Any, transforms: tuple[str, ...]) -> Existing:
     symbol = target_text(target).replace("graft.", "graft::")
-    if not is_graft(target):
-        return Existing("aten", symbol, "", transforms)
     spec = OPS[target._schema.name.removeprefix("graft::")]
     folder = Path(inspect.getsourcefile(spec.reference) or "").parent
     return Existing("graft", symbol, str((folder / "op.py").relative_to(ROOT)), transforms)

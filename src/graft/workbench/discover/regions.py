@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import getitem
 from typing import Literal
 
 import torch
@@ -28,9 +29,16 @@ from graft.workbench.discover.calls import (
     through_views,
     works_on_rows,
 )
+from graft.workbench.discover.seeds import Walk, walked
 
 Kind = Literal[
-    "norm_chain", "elementwise_chain", "gemm_epilogue", "gemm_prologue", "attention_neighbour", "position_table"
+    "norm_chain",
+    "elementwise_chain",
+    "gemm_epilogue",
+    "gemm_prologue",
+    "attention_neighbour",
+    "experts",
+    "position_table",
 ]
 
 
@@ -40,6 +48,7 @@ class Piece:
 
     kind: Kind
     nodes: tuple[Node, ...]
+    walk: Walk | None = None  # the walk of the library that takes it
 
     def inputs(self) -> list[Node]:
         inside = set(self.nodes)
@@ -59,14 +68,15 @@ def find_pieces(gm: GraphModule) -> list[Piece]:
     check_shapes(graph)
     order = {node: index for index, node in enumerate(graph.nodes)}
     tables = position_nodes(gm)
-    apart = {*tables, *(fixed := computed_from_weights(graph))}
+    walks = walked(gm)
+    apart = {*tables, *(fixed := computed_from_weights(graph)), *(node for walk in walks for node in walk.nodes)}
     rows = [node for node in graph.nodes if node not in apart and works_on_rows(node)]
     keys = {node: row_key(node) for node in rows if first_tensor(node) is not None}
     grown = [tuple(region.nodes) for region in Grower(graph, keys, "discover").grow()]
     joined = {node for nodes in grown for node in nodes}
     alone = [(node,) for node in keys if node not in joined and not is_free(node)]
-    pieces: list[Piece] = []
-    taken: set[Node] = set()
+    pieces = [Piece(walk.kind, walk.nodes, walk) for walk in walks]
+    taken = {node for piece in pieces for node in piece.nodes}
     for found in (*grown, *alone):
         nodes = in_order(with_products(trimmed(with_weights(found, fixed))), order)
         if sum(not is_free(node) for node in nodes) > 1 and not taken & set(nodes):
@@ -141,11 +151,12 @@ def with_weights(nodes: tuple[Node, ...], fixed: set[Node]) -> list[Node]:
 
 
 def trimmed(nodes: list[Node]) -> list[Node]:
-    """Without views at its end: they are what reads it."""
+    """Without views at its end, which are what reads it; the items of a tuple are its results."""
     kept = dict.fromkeys(nodes)
     changed = True
     while changed:
-        loose = [n for n in kept if is_free(n) and not any(user in kept for user in n.users)]
+        last = [n for n in kept if is_free(n) and not any(user in kept for user in n.users)]
+        loose = [n for n in last if not (is_op(n, getitem) and n.args[0] in kept)]
         changed = bool(loose)
         for node in loose:
             del kept[node]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,25 +53,28 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers for the symbols of a graph."""
+    """Numbers for the symbols of a graph. Equal layers share their values, so what one takes is kept by value."""
 
     values: dict[str, int]
+    known: dict[int, tuple[Any, int]] = field(default_factory=dict)  # the value is held, so that its id stays its own
 
     def of(self, size: Any) -> int:
-        known = static_int(size)
-        if known is not None:
-            return known
+        if not isinstance(size, torch.SymInt):
+            return int(size)
         expression = size.node.expr
         return int(expression.xreplace({s: self.values.get(str(s), 1) for s in expression.free_symbols}))
 
     def count(self, value: torch.Tensor) -> int:
         """Elements in memory: a dim that is expanded has one."""
         pairs = zip(value.shape, value.stride(), strict=True)
-        return math.prod(1 if static_int(stride) == 0 else self.of(size) for size, stride in pairs)
+        return math.prod(1 if type(stride) is int and stride == 0 else self.of(size) for size, stride in pairs)
 
     def bytes(self, node: Node) -> int:
-        tensors = [leaf for leaf in leaves(val(node)) if isinstance(leaf, torch.Tensor)]
-        return sum(self.count(t) * t.element_size() for t in tensors)
+        value = val(node)
+        if id(value) not in self.known:
+            tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+            self.known[id(value)] = (value, sum(self.count(t) * t.element_size() for t in tensors))
+        return self.known[id(value)][1]
 
 
 def sizes_for(graph: Graph, tokens: int) -> Sizes:
@@ -87,13 +90,13 @@ def sizes_for(graph: Graph, tokens: int) -> Sizes:
     return Sizes(values)
 
 
-def size_notes(graph: Graph, tokens: Sequence[int]) -> tuple[str, ...]:
+def size_notes(graph: Graph, steps: Sequence[Step]) -> tuple[str, ...]:
     """`s44 = 1`, `s70 = 1 and 512`: what every symbol was taken for."""
-    flat = [s for n in graph.nodes for v in leaves(val(n)) if isinstance(v, torch.Tensor) for s in v.shape]
-    free = {str(f) for s in flat if isinstance(s, torch.SymInt) for f in s.node.expr.free_symbols}
+    values = {id(v): v for n in graph.nodes for v in leaves(val(n)) if isinstance(v, torch.Tensor)}
+    flat = [size for value in values.values() for size in value.shape if isinstance(size, torch.SymInt)]
     notes = []
-    for name in sorted(free):
-        taken = dict.fromkeys(sizes_for(graph, count).values.get(name, 1) for count in tokens)
+    for name in sorted({str(symbol) for size in flat for symbol in size.node.expr.free_symbols}):
+        taken = dict.fromkeys(step.sizes.values.get(name, 1) for step in steps)
         data = " (decided by data)" if name.startswith("u") else ""
         notes.append(f"{name} = {' and '.join(map(str, taken))}{data}")
     return tuple(notes)
@@ -118,6 +121,15 @@ def fused_bytes(piece: Piece, sizes: Sizes) -> int:
     return sum(sizes.bytes(node) for node in (*piece.inputs(), *piece.outputs()))
 
 
-def step_cost(graph: Graph, tokens: int, machine: Machine) -> float:
-    """Microseconds of the whole graph by the same model, for shares."""
-    return machine.microseconds(*cost(graph.nodes, sizes_for(graph, tokens)))
+@dataclass(frozen=True)
+class Step:
+    """A step of so many tokens: its sizes, and the microseconds of the whole graph by the same model."""
+
+    tokens: int
+    sizes: Sizes
+    microseconds: float
+
+
+def step_of(graph: Graph, tokens: int, machine: Machine) -> Step:
+    sizes = sizes_for(graph, tokens)
+    return Step(tokens, sizes, machine.microseconds(*cost(graph.nodes, sizes)))

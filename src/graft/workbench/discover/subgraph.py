@@ -18,7 +18,7 @@ LARGEST = 1 << 25  # elements of an input that is made up: 0.3 s in float64
 
 def extract(piece: Piece) -> GraphModule:
     """A module of its own: inputs in the order of their first use (weights too, marked as such), results as a tuple
-    unless there is one."""
+    unless there is one; the last comes first, since a pattern is laid on from there."""
     graph, copies = Graph(), {}
     for number, (node, name) in enumerate(input_names(piece).items()):
         copies[node] = graph.placeholder(name)
@@ -28,7 +28,7 @@ def extract(piece: Piece) -> GraphModule:
         copies[node].meta["discovered"] = number
     for node in piece.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    results = [copies[node] for node in piece.outputs()]
+    results = [copies[node] for node in reversed(piece.outputs())]
     graph.output(results[0] if len(results) == 1 else tuple(results))
     return GraphModule(torch.nn.Module(), graph)
 
