@@ -102,5 +102,6 @@ def aten_kernels() -> tuple[Known, ...]:
     for symbol, call, tensors, numbers, note in TABLE:
         file = torch_file(f"include/ATen/ops/{symbol}.h")
         if file is not None and hasattr(torch.ops.aten, symbol):
-            found.append(Known("aten", f"aten::{symbol}", file, call, tensors, numbers, note))
+            heads = symbol == "scaled_dot_product_attention"
+            found.append(Known("aten", f"aten::{symbol}", file, call, tensors, numbers, note, heads))
     return tuple(found)

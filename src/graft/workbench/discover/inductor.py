@@ -53,7 +53,7 @@ def attention_patterns(functions: list[ast.FunctionDef], place: str) -> Iterator
         plain = [one for one in names if one not in scales and one != "dropout_p"]
         if len(scales) < 2:
             call = partial(call_pattern, space[name], [*plain, *scales], "dropout_p" in names)
-            yield Known("inductor", name, place, call, len(plain), len(scales), note)
+            yield Known("inductor", name, place, call, len(plain), len(scales), note, heads=True)
 
 
 def call_pattern(function: Callable[..., Any], names: list[str], dropout: bool, *given: Any) -> Any:

@@ -21,7 +21,8 @@ MOST_TENSORS, MOST_NUMBERS = 5, 6
 
 @dataclass(frozen=True)
 class Known:
-    """`call` takes `tensors` tensors, then `numbers` numbers."""
+    """`call` takes `tensors` tensors, then `numbers` numbers. heads: of attention, whose second tensor and whose
+    result may be the transposed ones in a piece."""
 
     where: Where
     symbol: str
@@ -30,6 +31,7 @@ class Known:
     tensors: int
     numbers: int = 0
     note: str = ""
+    heads: bool = False
 
 
 def look_by_value(gm: GraphModule, known: Sequence[Known]) -> list[Existing]:
@@ -57,12 +59,19 @@ def gives(known: Known, values: Sequence[Any], numbers: Sequence[float], wanted:
 
 
 def same(known: Known, tensors: Sequence[Any], numbers: Sequence[float], wanted: Tensor) -> bool:
+    if not known.heads or any(tensor.dim() < 4 for tensor in tensors[:3]):
+        return equal(known, tensors, numbers, wanted)
+    query, key, *rest = tensors
+    keys, results = (key, key.transpose(-2, -1)), (wanted, wanted.transpose(-3, -2))
+    return any(equal(known, (query, k, *rest), numbers, result) for k in keys for result in results)
+
+
+def equal(known: Known, tensors: Sequence[Any], numbers: Sequence[float], wanted: Tensor) -> bool:
     try:
         with torch.no_grad():
             got = known.call(*tensors, *numbers)
     except (RuntimeError, TypeError, ValueError, IndexError, ZeroDivisionError):
         return False  # it does not take inputs of these shapes
-    if not isinstance(got, Tensor) or got.shape != wanted.shape:
+    if not isinstance(got, Tensor) or got.shape != wanted.shape or not wanted.numel():
         return False
-    scale = wanted.abs().max().item()
-    return bool((got.double() - wanted).abs().max().item() <= EQUAL * scale) if wanted.numel() else False
+    return bool((got.double() - wanted).abs().max().item() <= EQUAL * wanted.abs().max().item())
