@@ -15,7 +15,7 @@ from graft.workbench.discover.lookup import Existing
 from graft.workbench.discover.regions import Kind, Piece
 from graft.workbench.discover.savings import Estimate, Machine
 from graft.workbench.discover.source import function_source, op_name
-from graft.workbench.discover.subgraph import extract
+from graft.workbench.discover.subgraph import SIZED, extract
 
 Recommendation = Literal["use_existing_kernel", "needs_triton_fallback", "defer"]
 
@@ -100,7 +100,6 @@ class Candidate:
         }
 
 
-SIZED = ("slice", "cat", "stack", "reshape", "expand", "layer_norm")  # their numbers follow from sizes
 PLAIN = (
     *("id", "kind", "title", "count", "places", "nodes", "lookup", "recommendation"),
     *("reason", "strengths", "weaknesses", "risks"),

@@ -145,7 +145,7 @@ def generated(piece: Piece) -> bool:
 def next_product(piece: Piece) -> str:
     """The product that the piece could become a part of, in words."""
     working = [node for node in piece.nodes if not is_free(node)]
-    if any(is_product(node) for node in working):
+    if any(is_product(node) for node in working) or piece.kind in ("attention_neighbour", "experts"):
         return ""
     before = [through_views(a) for a in piece.inputs() if is_product(through_views(a))]
     if before and all(is_pointwise(node) for node in working) and piece.kind == "gemm_epilogue":

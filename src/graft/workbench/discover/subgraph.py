@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
-from torch.fx.node import map_aggregate
 
-from graft.graph.evaluate import Inputs
+from graft.graph.evaluate import example_size, fill
 from graft.graph.nodes import calls, is_weight, output_node, placeholders, tensor_val, val
 from graft.transforms.proof import in_float64, widened
 from graft.workbench.discover.regions import Piece
+from graft.workbench.discover.source import op_name
 
 LARGEST = 1 << 25  # elements of an input that is made up: 0.3 s in float64
+SIZED = ("slice", "cat", "stack", "reshape", "expand", "layer_norm")  # calls whose numbers follow from sizes
 
 
 def extract(piece: Piece) -> GraphModule:
@@ -52,22 +54,37 @@ def input_names(piece: Piece) -> dict[Node, str]:
 
 
 def made_up_inputs(gm: GraphModule) -> list[Any] | None:
-    """One value for each input, float64 where it is a float; None where one would be too large."""
-    inputs = Inputs("random", seed=11)
-    given = placeholders(gm.graph)
-    for node in given:
+    """One value for each input, float64 where it is a float; None where one would be too large. Sizes are those of
+    the example; large static ones are taken smaller where no call names a size."""
+    shrunk = Shrunk(gm)
+    shapes = [(node, val(node), shrunk.shape(node)) for node in placeholders(gm.graph)]
+    if any(math.prod(shape) > LARGEST for _, _, shape in shapes):
+        return None
+    generator = torch.Generator().manual_seed(11)
+    return [
+        widened(fill(shape, value.dtype, "random", generator))
+        if isinstance(value, torch.Tensor)
+        else example_size(value, node)
+        for node, value, shape in shapes
+    ]
+
+
+class Shrunk:
+    """Static sizes above 64, each as another small one: what a kernel computes does not depend on them."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.smaller: dict[int, int] = {}
+        self.allowed = not any(op_name(node) in SIZED for node in calls(gm.graph))
+
+    def shape(self, node: Node) -> list[int]:
         value = tensor_val(node)
-        if value is not None and hint_count(value) > LARGEST:
-            return None
-    return [map_aggregate(inputs.at(node), widened) for node in given]
+        return [] if value is None else [self.size(size, node) for size in value.shape]
 
-
-def hint_count(value: torch.Tensor) -> int:
-    count = 1
-    for size in value.shape:
-        hint = size.node.hint if isinstance(size, torch.SymInt) else size
-        count *= int(hint) if hint is not None else 1
-    return count
+    def size(self, size: Any, node: Node) -> int:
+        count = example_size(size, node)
+        if not self.allowed or isinstance(size, torch.SymInt) or count <= 64:
+            return count
+        return self.smaller.setdefault(count, 65 + len(self.smaller))
 
 
 def run_in_float64(gm: GraphModule, inputs: list[Any]) -> list[torch.Tensor]:
