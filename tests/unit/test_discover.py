@@ -213,6 +213,18 @@ def test_a_fully_fused_model_has_nothing_worthwhile_left_r53():
     assert found.worthwhile == () and found.candidates
     assert found.nothing_left().startswith("nothing worthwhile is left: the largest that was considered is ")
     assert all(candidate.reason for candidate in found.candidates)
+    reasons = {c.kind: c.reason for c in found.candidates}
+    assert reasons["position_table"] == "tabulate_rope takes it on a GPU, enabled already"
+    assert reasons["attention_neighbour"] == "fuse_rope_kv_write takes it on a GPU, enabled already"
+
+
+def test_what_is_switched_off_on_a_gpu_is_a_candidate_again_r53():
+    off = {"transforms": {"tabulate_rope": {"enabled": False}, "fuse_norm_into_matvec": {"enabled": False}}}
+    found = discover_model("tiny-llama", load_config(off))
+    assert {(c.kind, c.existing[0].transforms) for c in found.worthwhile} == {
+        ("position_table", ("tabulate_rope",)),
+        ("gemm_prologue", ("fuse_norm_into_matvec",)),
+    }
 
 
 def test_a_graph_of_products_alone_says_so_r53():

@@ -113,14 +113,16 @@ def gather(piece: Piece, pieces: list[Piece], gm: GraphModule, setting: Setting)
     subgraph = extract(piece)
     on_gpu = takers(pieces, setting.on_gpu)
     if piece.kind == "position_table":
-        return Evidence(tabulated(piece, gm), subgraph, on_gpu=on_gpu)
+        table = tabulated(piece, gm)
+        on_gpu = ("tabulate_rope",) if table and "tabulate_rope" not in setting.off else ()
+        return Evidence(table, subgraph, on_gpu=on_gpu)
     if piece.walk is not None:
         found = [graft_op(op, (piece.walk.transform,)) for op in piece.walk.ops]
         if piece.kind != "experts":
-            found += look_by_value(subgraph, (*aten_kernels(), *inductor_patterns()))
+            found += look_by_value(subgraph, (*aten_kernels(), *inductor_patterns()))[0]
         return Evidence(tuple(found), subgraph, launches=piece.walk.launches, on_gpu=on_gpu)
     own = look_in_graft(subgraph)
-    others = look_by_value(subgraph, (*aten_kernels(), *inductor_patterns()))
+    others, unseen = look_by_value(subgraph, (*aten_kernels(), *inductor_patterns()))
     launches = sum(not is_free(node) for node in calls(own.rewritten.graph))
     # a part that a switch brings back comes first; what is then left of the piece is another candidate
     off = any(name in setting.off for name in own.transforms)
@@ -135,6 +137,7 @@ def gather(piece: Piece, pieces: list[Piece], gm: GraphModule, setting: Setting)
         own.covered,
         own.misses,
         on_gpu,
+        unseen,
     )
 
 

@@ -35,6 +35,7 @@ class Evidence:
     covered: int = 0
     misses: tuple[str, ...] = ()
     on_gpu: tuple[str, ...] = ()
+    unseen: str = ""  # why ATen and Inductor could not be compared
 
 
 def judge(candidate: Candidate, evidence: Evidence) -> dict[str, Any]:
@@ -53,8 +54,8 @@ def verdict(candidate: Candidate, evidence: Evidence) -> tuple[str, str]:
     if evidence.on_gpu:
         verb = "takes" if len(evidence.on_gpu) == 1 else "take"
         return "defer", f"{' and '.join(evidence.on_gpu)} {verb} it on a GPU, enabled already"
-    if candidate.kind == "position_table":
-        return "defer", "it runs once a step, whatever the depth, and tabulate_rope reads it from a table on a GPU"
+    if candidate.kind == "position_table" and not evidence.existing:
+        return "defer", "it is computed from the positions once a step, whatever the depth"
     if best < WORTH:
         return "defer", f"it is {best:.2%} of the step, less than the {WORTH:.0%} that a measurement can show"
     if evidence.existing:
@@ -97,6 +98,8 @@ def weaknesses(candidate: Candidate, evidence: Evidence) -> list[str]:
         names = ", ".join(dict.fromkeys(e.symbol for e in evidence.partly))
         found.append(f"{names} takes {evidence.covered} of its {calls_now} calls; one new kernel would take them all")
     found += [f"{existing.symbol}: {existing.note}" for existing in evidence.existing if existing.note]
+    if evidence.unseen and not evidence.existing:
+        found.append(f"ATen and Inductor were not compared by value: {evidence.unseen}")
     found += [f"refused so far: {miss}" for miss in evidence.misses[:3]]
     return found
 
@@ -117,6 +120,9 @@ def risks(candidate: Candidate) -> list[str]:
     if len(dtypes) > 1:
         names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         found.append(f"precision casts: {names}; the kernel must round where the model does")
+    narrow = any(dtype.itemsize < 4 for dtype in dtypes)
+    if narrow and candidate.existing and candidate.existing[0].where != "graft":
+        found.append(f"{candidate.existing[0].symbol} was compared in float64; in 16 bits it may round elsewhere")
     if writes_between(piece):
         found.append("mutation in between: the graph writes memory between its first and last call")
     if any(is_op(node, torch.ops.aten.dropout.default) for node in piece.nodes):

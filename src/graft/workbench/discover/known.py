@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graft.graph.nodes import placeholders, tensor_val
+from graft.graph.nodes import output_node, placeholders, tensor_val
 from graft.workbench.discover.lookup import Existing, Where
-from graft.workbench.discover.subgraph import literals_of, made_up_inputs, run_in_float64
+from graft.workbench.discover.subgraph import LARGEST, literals_of, made_up_inputs, run_in_float64
 
 EQUAL = 1e-9  # of the largest value: both sides run in float64
 MOST_TENSORS, MOST_NUMBERS = 5, 6
@@ -34,19 +34,25 @@ class Known:
     heads: bool = False
 
 
-def look_by_value(gm: GraphModule, known: Sequence[Known]) -> list[Existing]:
-    """Those of `known` that give what the piece gives, in float64, for some order of its inputs."""
-    given = [node for node in placeholders(gm.graph) if tensor_val(node) is not None]
-    values = made_up_inputs(gm) if len(given) == len(placeholders(gm.graph)) <= MOST_TENSORS else None
+def look_by_value(gm: GraphModule, known: Sequence[Known]) -> tuple[list[Existing], str]:
+    """Those of `known` that give what the piece gives, in float64, for some order of its inputs; and why nothing
+    could be compared, if so."""
+    given = placeholders(gm.graph)
+    if any(tensor_val(node) is None for node in given):
+        return [], "it takes sizes as inputs"
+    if len(given) > MOST_TENSORS:
+        return [], f"it has {len(given)} inputs, more than {MOST_TENSORS}"
+    if isinstance(output_node(gm.graph).args[0], (list, tuple)):
+        return [], ""  # kernels that are known here give one result
+    fitting = [k for k in known if k.tensors == len(given)]
+    values = made_up_inputs(gm) if fitting else []
     if values is None:
-        return []
-    fitting = [k for k in known if k.tensors == len(values)]
-    if not fitting:
-        return []
-    results = run_in_float64(gm, values)
+        return [], f"an input has more than {LARGEST:,} elements"
+    (wanted,) = run_in_float64(gm, values) if fitting else (None,)
     numbers = literals_of(gm)[:MOST_NUMBERS]
-    found = [k for k in fitting if len(results) == 1 and gives(k, values, numbers, results[0])]
-    return [Existing(k.where, k.symbol, k.file, note=k.note) for k in {(k.symbol, k.file): k for k in found}.values()]
+    found = [k for k in fitting if wanted is not None and gives(k, values, numbers, wanted)]
+    by_name = {(k.symbol, k.file): k for k in found}
+    return [Existing(k.where, k.symbol, k.file, note=k.note) for k in by_name.values()], ""
 
 
 def gives(known: Known, values: Sequence[Any], numbers: Sequence[float], wanted: Tensor) -> bool:
