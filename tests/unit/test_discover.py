@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -333,3 +335,15 @@ def test_unknown_shapes_are_an_error_that_says_what_to_do_r53():
     del node.meta["val"]
     with pytest.raises(ShapesUnknown, match=r"%sigmoid .*no recorded shape.*graft dump"):
         discover(gm)
+
+
+def test_a_dump_without_shapes_is_told_r53(tmp_path):
+    dump_model("tiny-llama", tmp_path / "run", load_config())
+    last = sorted((tmp_path / "run").glob("[0-9]*.json"))[-1]
+    data = json.loads(last.read_text())
+    for entry in data["nodes"]:
+        if entry["name"].startswith("linear"):
+            entry["value"] = None
+    last.write_text(json.dumps(data))
+    with pytest.raises(ShapesUnknown, match="dump it again"):
+        discover_run(tmp_path / "run")

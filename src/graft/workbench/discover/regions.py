@@ -108,14 +108,14 @@ def is_position_source(gm: GraphModule, node: Node) -> bool:
 
 
 def check_shapes(graph: Graph) -> None:
-    unknown = next((n for n in graph.nodes if is_call(n) and val(n) is None and returns_something(n)), None)
+    unknown = next((n for n in graph.nodes if is_call(n) and val(n) is None and returns_tensors(n)), None)
     if unknown is not None:
         raise ShapesUnknown(where(unknown))
 
 
-def returns_something(node: Node) -> bool:
+def returns_tensors(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is None or bool(schema.returns)
+    return schema is not None and any("Tensor" in str(result.type) for result in schema.returns)
 
 
 def row_key(node: Node) -> tuple[object, ...]:

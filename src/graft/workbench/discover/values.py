@@ -37,7 +37,7 @@ def read_value(text: str, symbols: dict[str, Any]) -> Any:
         return tuple(read_value(part, symbols) for part in split(text[1:-1]))
     found = TENSOR.fullmatch(text)
     if found is None:
-        known = all(name in symbols for name in re.findall(r"[a-z]\w*", text))
+        known = all(name in symbols for name in re.findall(r"\b[a-z]\w*", text))
         return evaluate(text, symbols) if known and text not in ("None", "") and "." not in text else None
     dtype = DTYPES.get(found[1]) or getattr(torch, found[1].removeprefix("torch."))
     sizes = [evaluate(size, symbols) for size in split(found[2])]
