@@ -217,6 +217,19 @@ class RunMismatch(UsageError):
         )
 
 
+class ShapesUnknown(GraftError):
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"{where} has no recorded shape, so what it moves cannot be counted; capture the model with graft"
+            " (graft discover MODEL), or dump it again (graft dump MODEL -o DIR)"
+        )
+
+
+class UnknownCandidate(UsageError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown candidate {name!r}{near(name, known)} `graft discover` lists them")
+
+
 class GuardFailed(UsageError):
     """The inputs take another way through the program than the one that was captured."""
 

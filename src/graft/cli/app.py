@@ -13,6 +13,7 @@ from graft.cli.bench import bench
 from graft.cli.chat import chat
 from graft.cli.config import config
 from graft.cli.diff import diff
+from graft.cli.discover import discover
 from graft.cli.dump import dump
 from graft.cli.events import events
 from graft.cli.explain import explain
@@ -50,7 +51,23 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-for verb in (run, chat, bench, events, transforms, explain, ops, tune, config, models, dump, diff, new_transform):
+VERBS = (
+    run,
+    chat,
+    bench,
+    events,
+    transforms,
+    explain,
+    ops,
+    tune,
+    config,
+    models,
+    dump,
+    diff,
+    discover,
+    new_transform,
+)
+for verb in VERBS:
     app.command()(guarded(verb))
 
 
