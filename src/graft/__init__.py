@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from graft.transforms.base import BaseTransform, PatternTransform, Rewrite, TransformConfig
     from graft.transforms.registry import TransformRegistry
     from graft.transforms.report import Report
-    from graft.workbench.dump import load_dump
+    from graft.workbench.diff import diff_graphs
+    from graft.workbench.runs import open_run
+    from graft.workbench.stored import load_dump
 
 __version__ = "0.1.0"
 
@@ -43,7 +45,9 @@ _HOMES = {
     "inline_buffers": "graft.state.lifting",
     "Lifted": "graft.state.lifting",
     "Binding": "graft.state.lifting",
-    "load_dump": "graft.workbench.dump",
+    "load_dump": "graft.workbench.stored",
+    "diff_graphs": "graft.workbench.diff",
+    "open_run": "graft.workbench.runs",
 }
 __all__ = [
     "LLM",
@@ -61,11 +65,13 @@ __all__ = [
     "TransformRegistry",
     "backend_reports",
     "compile",
+    "diff_graphs",
     "inductor_reports",
     "inline_buffers",
     "lift_buffers",
     "load",
     "load_dump",
+    "open_run",
     "passes_for_inductor",
 ]
 

@@ -208,6 +208,28 @@ class DumpError(GraftError):
     """A dump folder cannot be written or read."""
 
 
+class RunMismatch(UsageError):
+    """Two runs that are not of one model, where that was asked for."""
+
+    def __init__(self, before: str, after: str) -> None:
+        super().__init__(
+            f"{before} and {after} cannot be compared strictly; dump the same model twice, or leave out --strict"
+        )
+
+
+class ShapesUnknown(GraftError):
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"{where} has no recorded shape, so what it moves cannot be counted; capture the model with graft"
+            " (graft discover MODEL), or dump it again (graft dump MODEL -o DIR)"
+        )
+
+
+class UnknownCandidate(UsageError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown candidate {name!r}{near(name, known)} `graft discover` lists them")
+
+
 class GuardFailed(UsageError):
     """The inputs take another way through the program than the one that was captured."""
 
@@ -271,6 +293,10 @@ class EventOrder(GraftError):
 
 class GraphRefused(GraftError):
     """A graph of torch.compile that graft leaves to stock Inductor; the message says why."""
+
+
+class Recompiled(GraftError):
+    """A call that Dynamo compiled anew although that was refused; the message has the guards that failed."""
 
 
 class CaptureRefused(GraftError):

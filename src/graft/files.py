@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,6 +43,38 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         if is_disk_full(error):
             raise DiskFull(str(target), str(error)) from error
         raise
+
+
+def write_together(files: Mapping[Path, str]) -> None:
+    """Writes every file, or none: all are first written beside their places; what was there comes back on error."""
+    partial = {target: target.with_name(f".{target.name}.{os.getpid()}.partial") for target in files}
+    before = {target: target.read_bytes() if target.exists() else None for target in files}
+    fresh = new_folders(files)
+    try:
+        for target, text in files.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial[target].write_text(text)
+        for target, path in partial.items():
+            path.replace(target)
+    except BaseException as error:  # Ctrl-C included: all is as it was, and the error goes on
+        for target, path in partial.items():
+            path.unlink(missing_ok=True)
+            content = before[target]
+            if content is not None:
+                target.write_bytes(content)
+            else:
+                target.unlink(missing_ok=True)
+        for folder in fresh:
+            folder.rmdir()
+        if isinstance(error, OSError):
+            raise DiskFull(str(error.filename or next(iter(files))), str(error)) from error
+        raise
+
+
+def new_folders(files: Iterable[Path]) -> list[Path]:
+    """The folders that are made for `files`, the deepest first."""
+    found = {folder for target in files for folder in target.parents if not folder.exists()}
+    return sorted(found, key=lambda folder: len(folder.parts), reverse=True)
 
 
 def put_in_place(temporary: Path, target: Path) -> None:

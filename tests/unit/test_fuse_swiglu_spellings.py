@@ -12,6 +12,7 @@ from torch import nn
 from graft.graph.nodes import calls, is_op
 from graft.graph.text import graph_text
 from graft.graph.trace import export_graph
+from graft.testing import assert_fuses, assert_not_fuses, assert_same_numbers
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.registry import TransformRegistry, load_all
@@ -32,15 +33,6 @@ def fuse(module, *args):
 
 def data(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 class Merged(nn.Module):
@@ -104,39 +96,34 @@ BY_HAND = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", EXACT)
 def test_gated_activation_fuses_to_the_same_bits_r13(name, dtype):
-    module, args = Function(EXACT[name]), [data(2, 3, 33, dtype=DTYPES[dtype], seed=s) for s in (0, 1)]
-    _, gm, report = fuse(module, *args)
-    assert len(report["fuse_swiglu"].matches) == 1 and not report["fuse_swiglu"].near_misses
-    assert [n.target for n in calls(gm.graph)] == [SWIGLU]
-    assert torch.equal(gm(*args), module(*args))
+    function, args = EXACT[name], tuple(data(2, 3, 33, dtype=DTYPES[dtype], seed=s) for s in (0, 1))
+    fused = assert_fuses(function, args, "fuse_swiglu", count=1, verify="structure")
+    assert fused.called == ["graft.swiglu"] and not fused.record.near_misses
+    assert_same_numbers(fused(*args), function(*args))
 
 
-def assert_close(got, wanted, roundings):
-    bound = roundings * torch.finfo(wanted.dtype).eps
-    torch.testing.assert_close(got, wanted, rtol=bound, atol=bound)
-    with pytest.raises(AssertionError):  # the tolerance rejects a slightly wrong result
-        torch.testing.assert_close(got * (1 + 8 * bound), wanted, rtol=bound, atol=bound)
+def wrong_by(result, roundings):
+    """What the tolerance has to reject."""
+    return result * (1 + 8 * roundings * torch.finfo(result.dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_gated_activation_by_hand_or_from_float32_fuses_to_a_rounding_r13(name, dtype):
-    module, args = Function(ROUNDED[name]), [data(2, 3, 33, dtype=DTYPES[dtype], seed=s) for s in (0, 1)]
-    _, gm, report = fuse(module, *args)
-    assert len(report["fuse_swiglu"].matches) == 1, report["fuse_swiglu"].reason
-    assert [n.target for n in calls(gm.graph)] == [SWIGLU]
-    assert_close(gm(*args), module(*args), 2)
+    function, args = ROUNDED[name], tuple(data(2, 3, 33, dtype=DTYPES[dtype], seed=s) for s in (0, 1))
+    fused = assert_fuses(function, args, "fuse_swiglu", count=1, verify="structure")
+    assert fused.called == ["graft.swiglu"]
+    wanted = function(*args)
+    assert_same_numbers(fused(*args), wanted, roundings=2, wrong=wrong_by(wanted, 2))
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_gelu_by_hand_fuses_in_float32_alone_r13_r26(name):
-    module, args = Function(BY_HAND[name]), [data(2, 3, 33, seed=s) for s in (0, 1)]
-    _, gm, report = fuse(module, *args)
-    assert len(report["fuse_swiglu"].matches) == 1, report["fuse_swiglu"].reason
-    assert_close(gm(*args), module(*args), 8)
-    before, gm, report = fuse(module, *(a.bfloat16() for a in args))
-    assert "rounds after every step" in report["fuse_swiglu"].reason
-    assert graph_text(gm.graph) == before
+    function, args = BY_HAND[name], tuple(data(2, 3, 33, seed=s) for s in (0, 1))
+    fused, wanted = assert_fuses(function, args, "fuse_swiglu", count=1), function(*args)
+    assert_same_numbers(fused(*args), wanted, roundings=8, wrong=wrong_by(wanted, 8))
+    narrow = tuple(a.bfloat16() for a in args)
+    assert_not_fuses(function, narrow, "fuse_swiglu", reason="rounds after every step")
 
 
 def silu_twice(g, u):
@@ -163,11 +150,8 @@ NEGATIVES = {
 @pytest.mark.parametrize("name", NEGATIVES)
 def test_what_is_no_gated_activation_is_left_alone_r13_r26(name):
     function, reason = NEGATIVES[name]
-    before, gm, report = fuse(Function(function), data(2, 3, D), data(2, 3, D, seed=1))
-    record = report["fuse_swiglu"]
-    assert not record.matches and record.near_misses, record.reason
-    assert reason in record.reason, record.reason
-    assert graph_text(gm.graph) == before
+    left = assert_not_fuses(function, (data(2, 3, D), data(2, 3, D, seed=1)), "fuse_swiglu", reason=reason)
+    assert left.record.near_misses and reason in left.record.reason  # it is the nearest miss that says so
 
 
 # ── merging ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.compile_fx import view_to_reshape
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.utils import run_and_get_code
 
 import graft
 from conftest import tiny
@@ -25,17 +25,13 @@ from graft.errors import UnknownKey
 from graft.graph.edit import Editor
 from graft.graph.text import graph_text
 from graft.runtime import inductor_passes
+from graft.testing import generated_kernels, post_grad_graph
 
 FUSION_PASS = "post_grad_custom_pre_pass"
 LLAMA = {"fuse_rms_norm": 5, "fuse_swiglu": 2, "fuse_rope": 4, "fuse_add_rms_norm": 4}
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")  # of the testing kit
 
 
 class Lab:
@@ -238,22 +234,31 @@ def test_through_inductor_to_the_generated_code_r24():
     """All the way: the fused ops are calls in Inductor's code, and the numbers are eager's."""
     model = tiny("llama").module
     first = len(inductor_passes._reports)
-    options = {**graft.passes_for_inductor(), "fx_graph_cache": False}
     ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        got, code = run_and_get_code(torch.compile(model, options=options), input_ids=ids, use_cache=False)
         wanted = model(input_ids=ids, use_cache=False).logits
-    torch.testing.assert_close(got.logits, wanted, rtol=1e-5, atol=1e-5)
+    made = generated_kernels(model, options=graft.passes_for_inductor(), input_ids=ids, use_cache=False)
+    got = made.result.logits
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(got.logits.roll(1, 1), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.roll(1, 1), wanted, rtol=1e-5, atol=1e-5)
     (report,) = inductor_passes._reports[first:]
     assert counts(report) == LLAMA
-    text = "\n".join(code)
-    calls = {
-        name: text.count(f"torch.ops.graft.{name}.default(")
-        for name in ("rms_norm", "add_rms_norm", "rope", "swiglu")
-    }
-    assert calls == {"rms_norm": 1, "add_rms_norm": 4, "rope": 4, "swiglu": 2}
+    called = Counter(name.split(".")[3] for name in made.calls if name.startswith("torch.ops.graft."))
+    assert called == {"rms_norm": 1, "add_rms_norm": 4, "rope": 4, "swiglu": 2}
+    assert made.kernels  # what is left between them is Inductor's own
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma-2"])
+def test_all_of_inductors_fx_passes_run_on_the_fused_graph_r24(family):
+    """Its own post-grad passes come after graft's; what they leave is executed."""
+    model = tiny(family).module
+    ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+    seen = post_grad_graph(model, input_ids=ids, use_cache=False, options=graft.passes_for_inductor())
+    with torch.no_grad():
+        wanted = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(seen.result.logits, wanted, rtol=1e-5, atol=1e-5)
+    assert "graft." not in "".join(seen.before) and seen.called.count("graft.rope") == 4
 
 
 PROGRAM = """

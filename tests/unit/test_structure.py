@@ -22,7 +22,8 @@ LEVELS = [
     {"ops", "kvcache", "state"},
     {"transforms", "backends", "artifact", "capture", "models"},
     {"runtime"},
-    {"workbench", "testing", "serve"},
+    {"testing"},
+    {"workbench", "serve"},
     {"cli"},
 ]
 LEVEL = {package: index for index, packages in enumerate(LEVELS) for package in packages}

@@ -13,7 +13,7 @@ from torch_compile_cases import (
     Block,
     counts,
     eager_backend,
-    fresh_dynamo,  # noqa: F401  (autouse)
+    pytestmark,  # noqa: F401  (every test starts with nothing compiled)
     run,
 )
 from transformers import StaticCache

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 
 import graft
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")  # of the testing kit; taken over by the files that import this
 
 
 class Block(nn.Module):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.select import Lowered
-from graft.errors import UsageError
+from graft.errors import Recompiled, UsageError
 from graft.graph.edit import second_module
 from graft.graph.memory import mutated_roots
 from graft.graph.nodes import is_op, leaves, placeholders, val
@@ -155,6 +155,84 @@ def static_inputs() -> list[int]:
 def cache_hits() -> int:
     """How many graphs of this process came from Inductor's caches; a hit of the outer cache counts in both."""
     return max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
+
+
+# ── what tests look at ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def reset_compiler() -> None:
+    """Forgets all that torch.compile has compiled in this process."""
+    torch._dynamo.reset()
+
+
+@contextmanager
+def refuse_recompiles() -> Iterator[None]:
+    """Within it, a function that was compiled before and would be compiled again raises Recompiled."""
+    from torch._dynamo.exc import RecompileError
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        try:
+            yield
+        except RecompileError as error:
+            raise Recompiled(str(error)) from error
+
+
+@contextmanager
+def without_caches() -> Iterator[None]:
+    """Within it, graphs are compiled and passes run; nothing comes from AOTAutograd's or Inductor's caches."""
+    with ExitStack() as stack:
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False))
+        yield
+
+
+def cache_counts() -> dict[str, int]:
+    """Hits, misses and bypasses of both caches so far; a hit of the outer cache counts in both."""
+    pairs = {kind: (f"fxgraph_cache_{kind}", f"autograd_cache_{kind}") for kind in ("hit", "miss", "bypass")}
+    return {k: max(counters["inductor"][a], counters["aot_autograd"][b]) for k, (a, b) in pairs.items()}
+
+
+def post_grad_backend(options: Mapping[str, Any], see: Callable[[str, GraphModule], None]) -> Callable[..., Any]:
+    """A backend that goes through Inductor's FX passes and stops before it generates code; the last graph runs.
+
+    see: called with ("before", graph) and ("after", graph), around the post-grad passes.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.compile_fx import view_to_reshape
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+    from torch._inductor.virtualized import V
+
+    def lower(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with V.set_fake_mode(detect_fake_mode(inputs)), torch._inductor.config.patch(dict(options)):
+            joint_graph_passes(gm)
+            view_to_reshape(gm)
+            see("before", gm)
+            post_grad_passes(gm, True)
+            see("after", gm)
+        gm.recompile()
+        return make_boxed_func(gm.forward)
+
+    return aot_autograd(
+        fw_compiler=lower,
+        inference_compiler=lower,
+        decompositions=decompositions(),
+        keep_inference_input_mutations=True,
+    )
+
+
+def generated_code(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+    """The result of a compiled function, and the code that Inductor wrote for it in this call."""
+    from torch._inductor.utils import run_and_get_code
+
+    trust_instruction_sets()
+    with without_caches():
+        return run_and_get_code(function, *args, **kwargs)
+
+
+# ── graphs ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def sort_graph(graph: Graph) -> None:

@@ -12,10 +12,13 @@ import typer
 from graft.cli.bench import bench
 from graft.cli.chat import chat
 from graft.cli.config import config
+from graft.cli.diff import diff
+from graft.cli.discover import discover
 from graft.cli.dump import dump
 from graft.cli.events import events
 from graft.cli.explain import explain
 from graft.cli.models import models
+from graft.cli.new_transform import new_transform
 from graft.cli.ops import ops
 from graft.cli.run import run
 from graft.cli.transforms import transforms
@@ -48,7 +51,23 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-for verb in (run, chat, bench, events, transforms, explain, ops, tune, config, models, dump):
+VERBS = (
+    run,
+    chat,
+    bench,
+    events,
+    transforms,
+    explain,
+    ops,
+    tune,
+    config,
+    models,
+    dump,
+    diff,
+    discover,
+    new_transform,
+)
+for verb in VERBS:
     app.command()(guarded(verb))
 
 

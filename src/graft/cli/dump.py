@@ -13,6 +13,10 @@ from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
 def dump(
     model: Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the dumps.", metavar="DIR")],
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Also the weights of every step, so that the graphs can be run.")
+    ] = False,
+    fold: Annotated[bool, typer.Option("--fold", help="Show equal layers once in the text.")] = False,
     dtype: DType = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
@@ -26,7 +30,7 @@ def dump(
 
     settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))
     with progress_bar() as progress:
-        report = dump_model(model, output, settings, dtype, progress)
+        report = dump_model(model, output, settings, dtype, progress, weights=weights, fold=fold)
     if as_json:
         print(report.to_json())
         return

@@ -174,6 +174,8 @@ def attach(root: torch.nn.Module, name: str, spec: dict[str, Any], given: torch.
     )
     if list(tensor.shape) != spec["shape"]:
         raise DumpError(f"{name} has shape {list(tensor.shape)}, the dump expects {spec['shape']}")
+    if str(tensor.dtype) != f"torch.{spec['dtype']}":
+        raise DumpError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, the dump expects {spec['dtype']}")
     if spec["kind"] == "parameter" and not isinstance(tensor, torch.nn.Parameter):
         tensor = torch.nn.Parameter(tensor.detach(), requires_grad=False)
     attach_state(root, name, tensor, persistent=spec["persistent"])

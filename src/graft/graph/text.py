@@ -71,6 +71,9 @@ def value_text(value: Any) -> str:
 
 
 def type_text(node: Node) -> str:
+    """A graph that was loaded from a dump has the text of its values, not the values."""
+    if "val" not in node.meta and (text := node.meta.get("value_text")) not in (None, "None"):
+        return f" : {text}"
     value = val(node)
     return "" if value is None else f" : {abstract_text(value)}"
 

@@ -1,1 +1,65 @@
-"""Kits for testing transforms."""
+"""The kit for testing transforms: a pytest plugin (`graft.testing.plugin`) and plain helpers.
+
+    from graft.testing import assert_fuses, assert_not_fuses
+
+Each helper raises one AssertionError that says what was expected, what was found, how near it came, and what to do.
+Loaded on first use: a pytest run that has graft installed and does not use it imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graft.testing.fusion import Trial, assert_fuses, assert_not_fuses, try_transform
+    from graft.testing.generated import Generated, generated_kernels
+    from graft.testing.metadata import assert_metadata_preserved
+    from graft.testing.negatives import assert_refused_or_harmless
+    from graft.testing.numbers import assert_matches_eager, assert_same_numbers, matrix
+    from graft.testing.post_grad import PostGrad, post_grad_graph
+    from graft.testing.recompiles import assert_no_recompiles
+    from graft.testing.round_trip import RoundTrip, cache_round_trip
+
+_HOMES = {
+    "Trial": "fusion",
+    "assert_fuses": "fusion",
+    "assert_not_fuses": "fusion",
+    "try_transform": "fusion",
+    "Generated": "generated",
+    "generated_kernels": "generated",
+    "assert_metadata_preserved": "metadata",
+    "assert_refused_or_harmless": "negatives",
+    "assert_matches_eager": "numbers",
+    "assert_same_numbers": "numbers",
+    "matrix": "numbers",
+    "PostGrad": "post_grad",
+    "post_grad_graph": "post_grad",
+    "assert_no_recompiles": "recompiles",
+    "RoundTrip": "round_trip",
+    "cache_round_trip": "round_trip",
+}
+__all__ = [
+    "Generated",
+    "PostGrad",
+    "RoundTrip",
+    "Trial",
+    "assert_fuses",
+    "assert_matches_eager",
+    "assert_metadata_preserved",
+    "assert_no_recompiles",
+    "assert_not_fuses",
+    "assert_refused_or_harmless",
+    "assert_same_numbers",
+    "cache_round_trip",
+    "generated_kernels",
+    "matrix",
+    "post_grad_graph",
+    "try_transform",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'graft.testing' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"graft.testing.{_HOMES[name]}"), name)

@@ -1,9 +1,7 @@
 """Generates graphs that a rewrite must leave alone, or may only take where the numbers stay the same.
 
     for case in negatives(rewrite):
-        gm, before = case.module, case.run()
-        report = run_pipeline(gm, config)
-        # refused with a reason and the graph unchanged, or case.run() gives `before` again
+        assert_refused_or_harmless(transform, case)
 
 Each is the traced pattern with one change: a second reader, a result more, another dim, another dtype, a dropout, a
 computed weight, a broadcast argument.
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,8 +23,13 @@ from graft.graph.edit import AbstractCalls, fake_mode
 from graft.graph.nodes import calls, output_node, placeholders, tensor_of, tensor_val
 from graft.graph.pattern import literal_names, size_of, tensor_names
 from graft.graph.rules import DIMS
+from graft.graph.text import graph_text
 from graft.graph.trace import quiet, trace_function
-from graft.transforms.base import Rewrite
+from graft.testing.failure import failure, graph_lines, match_lines, miss_lines
+from graft.testing.numbers import compare
+from graft.transforms.base import Context, PatternTransform, Rewrite
+from graft.transforms.pipeline import run_one
+from graft.transforms.report import TransformRecord
 
 aten = torch.ops.aten
 WEIGHTS = ("weight", "bias")  # how the names of such arguments begin
@@ -85,6 +88,35 @@ def negatives(rewrite: Rewrite) -> list[Negative]:
     base, abstract = positive(rewrite), AbstractCalls()
     made = [mutate(base, abstract, *change) for change in changes(base.module.graph)]
     return [case for case in made if case is not None]
+
+
+def assert_refused_or_harmless(transform: PatternTransform, case: Negative) -> TransformRecord:
+    """Refused with a reason and the graph as it was; or fused, and the numbers stay (exact patterns: every bit)."""
+    __tracebackhide__ = True
+    text, expected = graph_text(case.module.graph), case.run()
+    settings = replace(transform.config, enabled=True)
+    record = run_one(case.module, transform, settings, Context())  # the pipeline, without its recompiling
+    after = graph_text(case.module.graph)
+    if not record.matches:
+        if not record.reason or after != text:
+            raise failure(
+                f"{case.name}: {transform.name} refuses it with a reason, and the graph stays as it was",
+                "refused, and yet the graph changed" if after != text else "refused without a reason",
+                [*miss_lines(record.near_misses), *graph_lines(after)],
+                advice="give Outcome a reason; change the graph only through Editor, with a match for each change",
+            )
+        return record
+    exact = {rewrite.pattern.__name__: rewrite.exact for rewrite in transform.rewrites()}
+    roundings = 0 if all(exact[match.pattern] for match in record.matches) else 2
+    share, problem = compare(case.run(), expected, roundings)
+    if share > min(roundings, 1):
+        raise failure(
+            f"{case.name}: {transform.name} refuses it, or gives the same numbers",
+            f"it fused, and the graph gives {problem}",
+            [*match_lines(record), *graph_lines(text)],
+            advice="refuse this place in the rewrite's `check`, with a reason",
+        )
+    return record
 
 
 Change = Callable[[dict[Node, Node], list[Tensor]], None]

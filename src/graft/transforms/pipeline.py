@@ -64,7 +64,7 @@ def run_pipeline(
     context: Context | None = None,
     *,
     model: str = "",
-    dump_dir: str | Path | None = None,
+    dump_dir: str | Path | DumpWriter | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Applies every enabled transform to `gm` in place and returns the report."""
@@ -87,7 +87,7 @@ def run_pipeline(
     drop_unused_state(gm)
     gm.recompile()
     report = Report(model, records, notes=tuple(context.notes))
-    dumps.finish(report)
+    dumps.finish(report, config, context)
     return report
 
 

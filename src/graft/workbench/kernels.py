@@ -43,7 +43,8 @@ def kernel_rows(names: Sequence[str] = (), device: str = "cpu") -> list[KernelRo
 
 def op_rows(name: str, dtype: torch.dtype, device: str) -> list[KernelRow]:
     spec = OPS[name]
-    cases: list[Case] = importlib.import_module(f"graft.ops.{name}.cases").CASES
+    home = spec.reference.__module__.rpartition(".")[0]  # a plugin's op has a folder of its own
+    cases: list[Case] = importlib.import_module(f"{home}.cases").CASES
     calls = [case.make(device, dtype, torch.Generator().manual_seed(0)) for case in cases]
     chosen = [choose(spec, *call).name for call in calls]
     rows = []

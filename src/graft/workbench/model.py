@@ -10,9 +10,12 @@ from graft.models.load import LoadedModel, load_model
 from graft.models.registry import entries
 
 
-def captured(name: str, dtype: str = "auto", progress: Progress | None = None) -> tuple[LoadedModel, GraphModule]:
+def captured(
+    name: str, dtype: str = "auto", progress: Progress | None = None, *, weights: bool = False
+) -> tuple[LoadedModel, GraphModule]:
+    """weights: random ones too."""
     entry = entries().get(name)
-    device = "meta" if entry is not None and entry.kind == "random" else "cpu"
+    device = "meta" if entry is not None and entry.kind == "random" and not weights else "cpu"
     model = load_model(name, dtype=dtype, device=device, progress=progress)
     if progress:
         progress("capturing the graph", 0, 1)

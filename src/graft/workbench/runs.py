@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from graft.errors import DumpError, near
-from graft.transforms.dumps import MARKER
+from graft.errors import DumpError, UnknownTransform
+from graft.graph.serial import FORMAT
+from graft.transforms.dumps import MANIFEST, MARKER, REPORT, RUN_FORMAT, Manifest
 from graft.transforms.report import Report
-from graft.workbench.dump import load_dump
+from graft.workbench.stored import load_dump, load_state
 
 STEM = re.compile(r"(\d{3})_([a-z]+)_(\w+)", re.ASCII)
 
@@ -26,9 +30,9 @@ class Step:
     transform: str
     stem: Path
 
-    def graph(self, state: dict[str, torch.Tensor] | None = None) -> GraphModule:
-        """`state` gives the weights; without it they are on the meta device."""
-        return load_dump(self.stem, state)
+    def graph(self, state: Mapping[str, torch.Tensor] | None = None) -> GraphModule:
+        """`state` gives the weights; without it they are on the meta device, whatever is stored beside the dump."""
+        return load_dump(self.stem, state or {})
 
     def text(self) -> str:
         return self.stem.with_suffix(".txt").read_text()
@@ -39,22 +43,73 @@ class Run:
     folder: Path
     report: Report
     steps: tuple[Step, ...]
+    manifest: Manifest
 
     def around(self, transform: str) -> tuple[Step, Step]:
         """The steps before and after a transform."""
-        names = [step.transform for step in self.steps]
-        if transform not in names[1:]:
-            raise DumpError(f"{self.folder} has no graph after {transform!r}{near(transform, names[1:])}")
-        place = names.index(transform, 1)
-        return self.steps[place - 1], self.steps[place]
+        after = self.after(transform)
+        return self.steps[self.steps.index(after) - 1], after
+
+    def after(self, transform: str) -> Step:
+        """The step of a transform."""
+        for step in self.steps[1:]:
+            if step.transform == transform:
+                return step
+        if transform in self.report.transforms:
+            raise DumpError(
+                f"{transform} was off in {self.folder}, so there is no graph after it;"
+                f" dump again with --set transforms.{transform}.enabled=true"
+            )
+        raise UnknownTransform(transform, self.report.transforms, str(self.folder))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The weights of all steps, where they were dumped too."""
+        return load_state(self.folder)
 
 
 def open_run(folder: str | Path) -> Run:
     path = Path(folder)
+    if not path.is_dir():
+        raise DumpError(f"{path} is not a folder; graft dump MODEL -o DIR writes a folder of dumps")
     if not (path / MARKER).is_file():
         raise DumpError(f"{path} is no folder of dumps; graft dump MODEL -o DIR writes one")
-    found = ((STEM.fullmatch(file.stem), file) for file in sorted(path.glob("*.json")))
-    steps = [Step(int(m[1]), m[2], m[3], file.with_suffix("")) for m, file in found if m]
-    if not steps or not (path / "report.json").is_file():
-        raise DumpError(f"{path} holds no whole run, it was interrupted; dump the model again")
-    return Run(path, Report.from_json((path / "report.json").read_text()), tuple(steps))
+    if not (path / MANIFEST).is_file() or not (path / REPORT).is_file():
+        raise DumpError(
+            f"{path} holds no whole run: it was interrupted, or an older graft wrote it; dump the model again"
+        )
+    manifest = read_manifest(path / MANIFEST)
+    steps = tuple(read_step(path, stem) for stem in manifest.steps)
+    try:
+        report = Report.from_json((path / REPORT).read_text())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(path / REPORT, error) from error
+    return Run(path, report, steps, manifest)
+
+
+def read_manifest(file: Path) -> Manifest:
+    try:
+        data: dict[str, Any] = json.loads(file.read_text())
+        formats = data["format"], data["graphs"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(file, error) from error
+    if formats != (RUN_FORMAT, FORMAT):
+        raise DumpError(
+            f"{file.parent} has format {formats[0]} with graphs of format {formats[1]}, this graft reads {RUN_FORMAT}"
+            f" with {FORMAT}; it was written by graft {data.get('versions', {}).get('graft')}: dump the model again"
+        )
+    try:
+        known: dict[str, Any] = {field.name: data[field.name] for field in fields(Manifest)}
+        return Manifest(**(known | {"steps": tuple(known["steps"])}))
+    except (KeyError, TypeError) as error:
+        raise damaged(file, error) from error
+
+
+def read_step(folder: Path, stem: str) -> Step:
+    found = STEM.fullmatch(stem)
+    if found is None or not (folder / f"{stem}.json").is_file():
+        raise DumpError(f"{folder} lacks {stem}.json, which its run wrote; dump the model again")
+    return Step(int(found[1]), found[2], found[3], folder / stem)
+
+
+def damaged(file: Path, error: Exception) -> DumpError:
+    return DumpError(f"{file} is damaged ({type(error).__name__}: {error}); dump the model again")

@@ -1,0 +1,121 @@
+"""What was compiled once is found again: graft's artifact in a fresh process, Inductor's graph in its cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from graft.backends.inductor import cache_counts, reset_compiler, trust_instruction_sets
+from graft.runtime.compile import CompiledModule
+from graft.runtime.compile import compile as graft_compile
+from graft.runtime.inductor_passes import passes_for_inductor
+from graft.testing.failure import failure
+from graft.testing.fusion import Config, Tried, as_module, name_of
+from graft.testing.numbers import compare
+
+CHILD = """
+import importlib, sys, torch, graft
+folder, *plugins = sys.argv[1:]
+for name in plugins:
+    importlib.import_module(name)
+args = torch.load(f"{folder}/args.pt", weights_only=False)
+torch.save(graft.load(f"{folder}/artifact")(*args), f"{folder}/results.pt")
+"""
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """The results of both times, seconds for each, and for Inductor what its caches counted the second time."""
+
+    first: Any = field(repr=False)
+    second: Any = field(repr=False)
+    seconds: tuple[float, float]
+    hits: int = 0
+    misses: int = 0
+
+
+def cache_round_trip(
+    module: Tried,
+    args: tuple[Any, ...],
+    *,
+    route: Literal["artifact", "inductor"] = "artifact",
+    config: Config = None,
+    plugins: Sequence[str] = (),
+) -> RoundTrip:
+    """Compiles the module, gets it back, and holds the results to be the same bit for bit.
+
+    artifact: `graft.compile`, `save`, and `graft.load` in a fresh process (`plugins`: modules that it must import for
+    their ops). inductor: torch.compile with graft's passes, forgotten and compiled again, now out of its cache.
+    """
+    __tracebackhide__ = True
+    with torch.no_grad():
+        if route == "inductor":
+            trip = through_inductor(as_module(module), args, config, name_of(module))
+        else:
+            trip = through_artifact(module, args, config, plugins)
+    share, problem = compare(trip.second, trip.first, 0)
+    if share > 0:
+        raise failure(
+            f"{name_of(module)} gives the same bits after a round trip ({route})",
+            problem,
+            advice="look for state that is not saved, or for a key that leaves something out (a kernel, an option)",
+        )
+    return trip
+
+
+def through_artifact(module: Tried, args: tuple[Any, ...], config: Config, plugins: Sequence[str]) -> RoundTrip:
+    started = time.perf_counter()
+    compiled = module if isinstance(module, CompiledModule) else graft_compile(as_module(module), args, config=config)
+    with tempfile.TemporaryDirectory() as folder:
+        compiled.save(f"{folder}/artifact")  # as it is before the call, which may write its buffers
+        torch.save(args, f"{folder}/args.pt")
+        first = compiled(*args)
+        middle = time.perf_counter()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD, folder, *plugins],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise failure(
+                f"a fresh process loads the artifact of {name_of(module)} and runs it",
+                f"it ended with {done.returncode}",
+                done.stderr.strip().splitlines()[-3:],
+                advice="name the modules that define its ops in plugins=…; all else must be saved with the graph",
+            )
+        second = torch.load(Path(folder) / "results.pt", weights_only=False)
+    return RoundTrip(first, second, (middle - started, time.perf_counter() - middle))
+
+
+def through_inductor(module: nn.Module, args: tuple[Any, ...], config: Config, name: str) -> RoundTrip:
+    trust_instruction_sets()
+    results, seconds, counts = [], [], []
+    for _ in range(2):
+        reset_compiler()
+        before, started = cache_counts(), time.perf_counter()
+        results.append(torch.compile(module, options=passes_for_inductor(config))(*args))
+        seconds.append(time.perf_counter() - started)
+        counts.append({kind: count - before[kind] for kind, count in cache_counts().items()})
+    reset_compiler()
+    second = counts[1]
+    if not second["hit"] or second["miss"] or second["bypass"]:
+        raise failure(
+            f"{name}, compiled again, comes out of Inductor's cache",
+            f"the second time: {second}",
+            ["a bypass: something in the graph or in the options has no key (a pass without uuid, an unknown op)"],
+            advice="TORCH_LOGS=+torch._inductor.codecache says what is left out; switch caches on if they are off",
+        )
+    return RoundTrip(results[0], results[1], (seconds[0], seconds[1]), second["hit"], second["miss"])

@@ -1,0 +1,83 @@
+"""Comparing by value: does a known kernel give what a piece gives, for some order of its inputs?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from graft.graph.nodes import output_node, placeholders, tensor_val
+from graft.workbench.discover.lookup import Existing, Where
+from graft.workbench.discover.subgraph import LARGEST, literals_of, made_up_inputs, run_in_float64
+
+EQUAL = 1e-9  # of the largest value: both sides run in float64
+MOST_TENSORS, MOST_NUMBERS = 5, 6
+
+
+@dataclass(frozen=True)
+class Known:
+    """`call` takes `tensors` tensors, then `numbers` numbers. heads: of attention, whose second tensor and whose
+    result may be the transposed ones in a piece."""
+
+    where: Where
+    symbol: str
+    file: str
+    call: Callable[..., Any]
+    tensors: int
+    numbers: int = 0
+    note: str = ""
+    heads: bool = False
+
+
+def look_by_value(gm: GraphModule, known: Sequence[Known]) -> tuple[list[Existing], str]:
+    """Those of `known` that give what the piece gives, in float64, for some order of its inputs; and why nothing
+    could be compared, if so."""
+    given = placeholders(gm.graph)
+    if any(tensor_val(node) is None for node in given):
+        return [], "it takes sizes as inputs"
+    if len(given) > MOST_TENSORS:
+        return [], f"it has {len(given)} inputs, more than {MOST_TENSORS}"
+    if isinstance(output_node(gm.graph).args[0], (list, tuple)):
+        return [], ""  # kernels that are known here give one result
+    fitting = [k for k in known if k.tensors == len(given)]
+    values = made_up_inputs(gm) if fitting else []
+    if values is None:
+        return [], f"an input has more than {LARGEST:,} elements"
+    (wanted,) = run_in_float64(gm, values) if fitting else (None,)
+    numbers = literals_of(gm)[:MOST_NUMBERS]
+    found = [k for k in fitting if wanted is not None and gives(k, values, numbers, wanted)]
+    by_name = {(k.symbol, k.file): k for k in found}
+    return [Existing(k.where, k.symbol, k.file, note=k.note) for k in by_name.values()], ""
+
+
+def gives(known: Known, values: Sequence[Any], numbers: Sequence[float], wanted: Tensor) -> bool:
+    orders = itertools.permutations(values)
+    return any(
+        same(known, order, chosen, wanted)
+        for order in orders
+        for chosen in itertools.product(numbers, repeat=known.numbers)
+    )
+
+
+def same(known: Known, tensors: Sequence[Any], numbers: Sequence[float], wanted: Tensor) -> bool:
+    if not known.heads or any(tensor.dim() < 4 for tensor in tensors[:3]):
+        return equal(known, tensors, numbers, wanted)
+    query, key, *rest = tensors
+    keys, results = (key, key.transpose(-2, -1)), (wanted, wanted.transpose(-3, -2))
+    return any(equal(known, (query, k, *rest), numbers, result) for k in keys for result in results)
+
+
+def equal(known: Known, tensors: Sequence[Any], numbers: Sequence[float], wanted: Tensor) -> bool:
+    try:
+        with torch.no_grad():
+            got = known.call(*tensors, *numbers)
+    except (RuntimeError, TypeError, ValueError, IndexError, ZeroDivisionError):
+        return False  # it does not take inputs of these shapes
+    if not isinstance(got, Tensor) or got.shape != wanted.shape or not wanted.numel():
+        return False
+    return bool((got.double() - wanted).abs().max().item() <= EQUAL * wanted.abs().max().item())

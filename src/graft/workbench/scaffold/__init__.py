@@ -1,0 +1,1 @@
+"""What `graft new-transform` writes."""

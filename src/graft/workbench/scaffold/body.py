@@ -1,0 +1,233 @@
+"""The pattern and the replacement that a new transform is written around, as source, and whether they are right."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graft.errors import GraftError, PatternError, UsageError
+from graft.graph.pattern import tensor_names
+from graft.testing.negatives import assert_refused_or_harmless, negatives, positive
+from graft.transforms.base import PatternTransform, Rewrite, Stage, TransformConfig
+
+USUAL = ("import torch", "import torch.nn.functional as F", "from torch import Tensor")
+
+
+@dataclass(frozen=True)
+class Body:
+    """Two functions of the same arguments, as source, and what they import: all that `write_transform` (plan.py)
+    needs. Whoever has a pattern from elsewhere makes a Body of it.
+
+    shapes: as a Rewrite takes them. replacement: None where an op is to be made, whose reference is the pattern.
+    wrong: an expression for a result that is nearly right. extra_tests: more of the test file.
+    """
+
+    pattern: str
+    replacement: str | None
+    imports: tuple[str, ...]
+    shapes: Mapping[str, str]
+    wrong: str = ""
+    extra_tests: str = ""
+
+    @property
+    def pattern_name(self) -> str:
+        return function_name(self.pattern)
+
+
+DEFAULT_PATTERN = """def silu_by_hand(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)"""
+DEFAULT_REPLACEMENT = """def silu(x: Tensor) -> Tensor:
+    return F.silu(x)"""
+DEFAULT_TESTS = '''
+
+def test_another_function_is_left_alone():
+    """quick_gelu: x * sigmoid(1.702 x)."""
+    assert_not_fuses(Wrong(), INPUTS, NAME, reason="expected %mul again", config=CONFIG)
+'''
+
+
+def default_body(op: bool) -> Body:
+    """A worked example that matches a small module; its functions are there to be replaced."""
+    return Body(
+        DEFAULT_PATTERN,
+        None if op else DEFAULT_REPLACEMENT,
+        USUAL,
+        {"x": "b s d"},
+        "x * torch.sigmoid(1.702 * x)",
+        DEFAULT_TESTS,
+    )
+
+
+def body_of_functions(pattern: str, replacement: str | None) -> Body:
+    """From `FILE.py:function` of both. A dict SHAPES in the pattern's file gives the shapes of the arguments."""
+    source, imports, tree = read_function(pattern)
+    other, more = None, ()
+    if replacement is not None:
+        other, more, _ = read_function(replacement)
+        if arguments(source) != arguments(other):
+            raise PatternError(
+                f"{pattern} takes {', '.join(arguments(source))} and {replacement} takes"
+                f" {', '.join(arguments(other))}; both need the same arguments, in the same order"
+            )
+        if function_name(source) == function_name(other):
+            raise UsageError(f"pattern and replacement are both named {function_name(source)}; rename one of them")
+    shapes = given_shapes(tree, pattern) or {name: guess_shape(name) for name in tensor_arguments(source)}
+    return Body(source, other, tuple(dict.fromkeys((*imports, *more, "from torch import Tensor"))), shapes)
+
+
+def guess_shape(name: str) -> str:
+    return "d" if name.startswith(("weight", "bias")) else "b s d"
+
+
+def read_function(reference: str) -> tuple[str, tuple[str, ...], ast.Module]:
+    """`FILE.py:function` → its source, the imports it uses, and the file's tree."""
+    path, colon, name = reference.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise UsageError(f"{reference!r} does not name a function; write FILE.py:function")
+    try:
+        text = Path(path).read_text()
+        tree = ast.parse(text)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}; write FILE.py:function") from error
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not Python: {error}") from error
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        raise UsageError(f"{path} has no function {name!r} at its top level; it has {', '.join(functions) or 'none'}")
+    node = functions[name]
+    source = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
+    return source, used_imports(tree, node, reference), tree
+
+
+def used_imports(tree: ast.Module, function: ast.FunctionDef, reference: str) -> tuple[str, ...]:
+    """The file's imports that the function needs; any other name from outside it is an error."""
+    known: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and getattr(node, "module", "") != "__future__":
+            for alias in node.names:
+                one = copy_import(node, alias)
+                known[alias.asname or alias.name.split(".")[0]] = ast.unparse(one)
+    own = {a.arg for a in ast.walk(function) if isinstance(a, ast.arg)}
+    own |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    free = {n.id for n in ast.walk(function) if isinstance(n, ast.Name)} - own - set(dir(builtins))
+    missing = sorted(free - set(known))
+    if missing:
+        raise UsageError(f"{reference} uses {', '.join(missing)} of its file; write it inside the function")
+    return tuple(known[name] for name in sorted(free))
+
+
+def copy_import(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> ast.stmt:
+    if isinstance(node, ast.Import):
+        return ast.Import([alias])
+    return ast.ImportFrom(node.module, [alias], node.level)
+
+
+def given_shapes(tree: ast.Module, reference: str) -> dict[str, str] | None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "SHAPES" for t in node.targets):
+            try:
+                return dict(ast.literal_eval(node.value))
+            except (ValueError, TypeError) as error:
+                raise UsageError(f"SHAPES beside {reference} is not a plain dict like {{'x': 'b s d'}}") from error
+    return None
+
+
+def parsed(source: str) -> ast.FunctionDef:
+    (node,) = ast.parse(source).body
+    assert isinstance(node, ast.FunctionDef)
+    return node
+
+
+def function_name(source: str) -> str:
+    return parsed(source).name
+
+
+def arguments(source: str) -> list[str]:
+    return [argument.arg for argument in parsed(source).args.args]
+
+
+def kind_of(argument: ast.arg) -> str:
+    """Tensor, int or float."""
+    text = ast.unparse(argument.annotation) if argument.annotation else "Tensor"
+    return text if text in ("int", "float") else "Tensor"
+
+
+def tensor_arguments(source: str) -> list[str]:
+    return [a.arg for a in parsed(source).args.args if kind_of(a) == "Tensor"]
+
+
+def typed_arguments(source: str) -> list[tuple[str, str]]:
+    """(name, Tensor | int | float) of each."""
+    return [(a.arg, kind_of(a)) for a in parsed(source).args.args]
+
+
+def literals_of(source: str) -> dict[str, int | float]:
+    """What tests give for the numbers among the arguments, as graft.testing.negatives does."""
+    return {name: 2 if kind == "int" else 0.25 for name, kind in typed_arguments(source) if kind != "Tensor"}
+
+
+# ── whether they are right ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The rewrite as functions, the traced pattern and replacement, and whether both give the same bits."""
+
+    rewrite: Rewrite
+    before: torch.fx.Graph
+    after: torch.fx.Graph
+    exact: bool
+
+
+def functions_of(body: Body) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    scope: dict[str, Any] = {"__name__": "graft_new_transform"}
+    for source in (*USUAL, *body.imports, body.pattern, body.replacement or body.pattern):
+        exec(compile(f"from __future__ import annotations\n{source}", "<new transform>", "exec"), scope)
+    return scope[body.pattern_name], scope[function_name(body.replacement or body.pattern)]
+
+
+def try_out(body: Body, name: str) -> Tried:
+    """Runs what the generated tests will run; what would fail there is told before anything is written."""
+    pattern, replacement = functions_of(body)
+    missing = sorted(set(tensor_names(pattern)) ^ set(body.shapes))
+    if missing:
+        raise PatternError(f"SHAPES and the arguments of {pattern.__name__} differ in {', '.join(missing)}")
+    misfit: AssertionError | None = None
+    for exact in (True, False):  # the same bits, or a few roundings off
+        rewrite = Rewrite(pattern, replacement, dict(body.shapes), exact=exact)
+        transform = type(name, (PatternTransform,), {"rewrites": lambda _, r=rewrite: [r], "name": name})
+        try:
+            return Tried(rewrite, *check(transform(TransformConfig(Stage.MATCH)), rewrite), exact)
+        except AssertionError as error:
+            misfit = error
+        except GraftError:
+            raise
+        except Exception as error:  # whatever the user's functions raise when they are traced
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise PatternError(
+                f"{pattern.__name__} or {replacement.__name__} cannot be traced: {why}; both must be plain functions"
+                " of tensors and numbers, without branches on what the tensors hold"
+            ) from error
+    raise PatternError(f"{pattern.__name__} and {replacement.__name__} do not fit: {misfit}") from misfit
+
+
+def check(transform: PatternTransform, rewrite: Rewrite) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+    """The pattern is found, its numbers stay in every dtype, and every changed graph is refused or stays right."""
+    case = positive(rewrite, torch.float32)
+    before = torch.fx.Graph()
+    before.output(before.graph_copy(case.module.graph, {}))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = positive(rewrite, dtype)
+        record = assert_refused_or_harmless(transform, found)
+        if not record.matches:
+            raise PatternError(f"{rewrite.pattern.__name__} does not match itself in {dtype}: {record.reason}")
+        case = found if dtype is torch.float32 else case
+    for negative in negatives(rewrite):
+        assert_refused_or_harmless(transform, negative)
+    return before, case.module.graph

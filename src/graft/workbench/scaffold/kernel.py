@@ -1,0 +1,108 @@
+"""A Triton kernel written from a pattern: tensors of one shape, element by element, numbers as scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from graft.graph.nodes import calls, output_node, placeholders
+from graft.graph.trace import trace_function
+from graft.ops.elementwise.program import Ref
+from graft.testing.negatives import examples
+from graft.transforms.base import Rewrite
+from graft.transforms.elementwise import Step, steps_of
+from graft.workbench.scaffold.body import Body, literals_of, tensor_arguments
+
+# Steps of graft::elementwise as Triton; those in HELPERS are functions of ops/elementwise/triton.py.
+EXPRESSIONS = {
+    "neg": "-{0}", "abs": "tl.abs({0})", "exp": "tl.exp({0})", "log": "tl.log({0})", "sqrt": "tl.sqrt({0})",
+    "rsqrt": "tl.rsqrt({0})", "reciprocal": "1.0 / {0}", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
+    "erf": "tl.erf({0})", "relu": "tl.maximum({0}, 0.0)", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
+    "div": "{0} / {1}", "rsub": "{1} - {0}", "to": "{0}",
+}  # fmt: skip
+HELPERS = ("clamp", "gelu", "gelu_tanh", "maximum", "minimum", "sigmoid", "silu", "softplus", "tanh")
+# A number that differs between two traces with these is an argument of the pattern, or follows from one.
+FIRST, SECOND = 0.3713, 0.7129
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The lines of a kernel's computation, the value it stores, its helpers, and the numbers it takes."""
+
+    steps: tuple[str, ...]
+    result: str
+    helpers: tuple[str, ...]
+    numbers: tuple[str, ...]
+
+
+def kernel_of(body: Body, rewrite: Rewrite) -> Kernel | str:
+    """The pattern as a kernel, or why none is generated."""
+    names = list(literals_of(body.pattern))
+    if any(isinstance(value, int) for value in literals_of(body.pattern).values()):
+        return "it takes whole numbers, which may be sizes"
+    if len(set(body.shapes.values())) > 1:
+        return "its tensors differ in shape"
+    values = [{name: base * (i + 1) for i, name in enumerate(names)} for base in (FIRST, SECOND)]
+    graphs = [traced(rewrite, literals) for literals in values]
+    both = [[(node, steps_of(node)) for node in calls(graph)] for graph in graphs]
+    places: dict[Node, str] = dict(zip(placeholders(graphs[0]), tensor_arguments(body.pattern), strict=True))
+    lines: list[str] = []
+    helpers: set[str] = set()
+    for (node, steps), (_, others) in zip(*both, strict=True):
+        if isinstance(steps, str) or isinstance(others, str):
+            return steps if isinstance(steps, str) else str(others)
+        own: list[str] = []
+        for step, other in zip(steps, others, strict=True):
+            text = expression(step, other, places, own, values)
+            if text is None:
+                return f"{step.op} at {step.args} has no expression in Triton here"
+            helpers |= {step.op} & set(HELPERS)
+            own.append(f"t{len(lines)}")
+            lines.append(f"{own[-1]} = {text}")
+        places[node] = own[-1]
+    (returned,) = output_node(graphs[0]).all_input_nodes
+    return Kernel(tuple(lines), places[returned], tuple(sorted(helpers)), tuple(names))
+
+
+def traced(rewrite: Rewrite, literals: Mapping[str, float]) -> Graph:
+    tensors = tuple(examples(rewrite, torch.float32).values())
+    pattern: Callable[..., Any] = rewrite.pattern
+    return trace_function(lambda *args: pattern(*args, **literals), tensors).graph
+
+
+def expression(
+    step: Step, other: Step, places: Mapping[Node, str], own: list[str], values: list[dict[str, float]]
+) -> str | None:
+    """One step as Triton; `other` is the same step traced with other numbers."""
+    texts = []
+    for argument, second in zip(step.args, other.args, strict=True):
+        if isinstance(argument, Node):
+            texts.append(places[argument])
+        elif isinstance(argument, Ref):
+            texts.append(own[argument.index])
+        elif isinstance(argument, torch.dtype):
+            texts.append("")  # all is float32 in the kernel
+        else:
+            number = number_text(float(argument), float(second), values)
+            if number is None:
+                return None
+            texts.append(number)
+    if step.op in HELPERS:
+        return f"{step.op}({', '.join(texts)})"
+    return EXPRESSIONS[step.op].format(*texts) if step.op in EXPRESSIONS else None
+
+
+def number_text(first: float, second: float, values: list[dict[str, float]]) -> str | None:
+    """A constant, an argument, its reciprocal or its negative; None for anything else that follows from arguments."""
+    if first == second:
+        return repr(first)
+    forms = (("{}", lambda v: v), ("(1.0 / {})", lambda v: 1 / v), ("(-{})", lambda v: -v))
+    for name in values[0]:
+        for form, value in forms:
+            if (first, second) == (value(values[0][name]), value(values[1][name])):
+                return form.format(name)
+    return None

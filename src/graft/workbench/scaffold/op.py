@@ -1,0 +1,108 @@
+"""The folder of a new op: its schema, a reference that is the pattern, cases, and a Triton kernel where one can be
+written from the pattern (tensors of one shape, element by element)."""
+
+from __future__ import annotations
+
+import re
+
+from graft.graph.nodes import calls
+from graft.workbench.scaffold.body import Body, Tried, function_name, literals_of, tensor_arguments, typed_arguments
+from graft.workbench.scaffold.kernel import Kernel, kernel_of
+from graft.workbench.scaffold.render import fill
+
+
+def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, str], str]:
+    """File name → text, and why there is no Triton kernel ('' where there is one)."""
+    kernel = kernel_of(body, tried.rewrite)
+    tensors, typed = tensor_arguments(body.pattern), typed_arguments(body.pattern)
+    names = ", ".join(name for name, _ in typed)
+    common = {
+        "op": op,
+        "op_module": module,
+        "names": names,
+        "tensors": ", ".join(tensors),
+        "first": tensors[0],
+        "typed": ", ".join(f"{name}: {kind}" for name, kind in typed),
+        "schema": ", ".join(f"{kind} {name}" for name, kind in typed),
+    }
+    has = isinstance(kernel, Kernel)
+    parts = {
+        "imports": op_imports(op, module, has),
+        "triton_parts": "\n\n" + fill("op_triton", common).strip("\n") + "\n" if has else "",
+        "kernels": '\n        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),' if has else "",
+    }
+    files = {
+        "__init__.py": "",
+        "op.py": fill("op", common | parts),
+        "reference.py": reference_text(op, body),
+        "cases.py": cases_text(op, body, len(list(calls(tried.before)))),
+    }
+    if isinstance(kernel, Kernel):
+        files["triton.py"] = triton_text(kernel, common, tensors)
+        return files, ""
+    return files, kernel
+
+
+def op_imports(op: str, module: str, kernel: bool) -> str:
+    spec = f"from graft.ops.spec import {'Kernel, OpSpec, define, needs_triton' if kernel else 'OpSpec, define'}"
+    own = f"from {module}.reference import {op}"
+    return "\n".join(sorted([spec, own])) if module.startswith("graft.") else f"{spec}\n\n{own}"
+
+
+def reference_text(op: str, body: Body) -> str:
+    source = re.sub(rf"^def {function_name(body.pattern)}\b", f"def {op}", body.pattern)
+    return fill("reference", {"op": op, "reference": source, "imports": import_block(body.imports, source)})
+
+
+def import_block(imports: tuple[str, ...], *sources: str) -> str:
+    """Those of `imports` that the sources use, in the usual order."""
+    text = "\n".join(sources)
+    used = [line for line in dict.fromkeys(imports) if re.search(rf"\b{line.split()[-1].split('.')[0]}\b", text)]
+    plain = sorted(line for line in used if line.startswith("import"))
+    return "\n".join([*plain, *sorted(line for line in used if not line.startswith("import"))])
+
+
+def cases_text(op: str, body: Body, reduction: int) -> str:
+    letters = "".join(sorted({c for shape in body.shapes.values() for c in shape.partition(":")[0] if c.isalpha()}))
+    shapes = [body.shapes[name].partition(":")[0].split() for name in tensor_arguments(body.pattern)]
+    tuples = tuple_text([tuple_text([size_text(dim) for dim in shape]) for shape in shapes])
+    literals = "".join(f", {value}" for value in literals_of(body.pattern).values()) or ","
+    return fill(
+        "cases",
+        {
+            "op": op,
+            "shape_tuples": tuples,
+            "literals": literals,
+            "letters": letters,
+            "last": next((d for d in reversed(shapes[0]) if d.isalpha()), letters[-1]),
+            "reduction": str(max(4, reduction)),
+        },
+    )
+
+
+def tuple_text(items: list[str]) -> str:
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+def size_text(dim: str) -> str:
+    """`d` → sizes["d"], `2` → 2, `d+6` → sizes["d"] + 6."""
+    return re.sub(r"[a-z]", lambda m: f'sizes["{m[0]}"]', dim)
+
+
+def triton_text(kernel: Kernel, common: dict[str, str], tensors: list[str]) -> str:
+    imported = f"\nfrom graft.ops.elementwise.triton import {', '.join(kernel.helpers)}\n" if kernel.helpers else ""
+    loads = [f"    {n} = tl.load({n}_ptr + at, mask=mask, other=0.0).to(tl.float32)" for n in tensors]
+    return fill(
+        "triton",
+        common
+        | {
+            "helper_import": imported,
+            "pointers": ", ".join([*(f"{name}_ptr" for name in tensors), "out", "count", *kernel.numbers]),
+            "loads": "\n".join(loads),
+            "steps": "\n".join(f"    {line}" for line in kernel.steps),
+            "result": kernel.result,
+            "given": ", ".join(
+                [*(f"{name}.contiguous()" for name in tensors), "out", "out.numel()", *kernel.numbers]
+            ),
+        },
+    )

@@ -1,0 +1,118 @@
+"""From a name to files: in a checkout of graft, or as a plugin beside it. All of them are written, or none."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from graft.errors import UsageError
+from graft.files import write_together
+from graft.transforms.base import Stage
+from graft.workbench.scaffold import names
+from graft.workbench.scaffold.body import Body, arguments, body_of_functions, default_body, try_out
+from graft.workbench.scaffold.op import op_files
+from graft.workbench.scaffold.place import Place
+from graft.workbench.scaffold.texts import New, test_text, transform_text
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was made. no_kernel: why the op has no Triton kernel yet, where it was asked for."""
+
+    name: str
+    root: Path
+    checkout: bool
+    files: tuple[Path, ...]
+    changed: tuple[Path, ...]
+    op: str = ""
+    no_kernel: str = ""
+
+
+def new_transform(
+    name: str,
+    folder: Path | None = None,
+    *,
+    op: bool = False,
+    stage: str = "match",
+    pattern: str | None = None,
+    replacement: str | None = None,
+    force: bool = False,
+) -> Written:
+    """Writes a transform, its YAML entry (off), its tests, and with `op` an op folder. folder: see Place.of."""
+    names.check_name(name)
+    if stage not in [s.value for s in Stage]:
+        raise UsageError(f"--stage {stage}: a stage is one of {', '.join(s.value for s in Stage)}")
+    body = choose_body(op, pattern, replacement)
+    return write_transform(name, body, Place.of(folder), stage, force)
+
+
+def choose_body(op: bool, pattern: str | None, replacement: str | None) -> Body:
+    if pattern is None:
+        if replacement is not None:
+            raise UsageError("--replacement needs --pattern, the function that it replaces")
+        return default_body(op)
+    if op == (replacement is not None):
+        raise UsageError(
+            "--pattern needs either --replacement FILE.py:function, or --op to make an op of the pattern"
+        )
+    return body_of_functions(pattern, replacement)
+
+
+def write_transform(name: str, body: Body, place: Place, stage: str = "match", force: bool = False) -> Written:
+    """The whole of it for a given pattern; `body.replacement` None makes an op, whose reference is the pattern."""
+    names.check_free(name, place.transform(name), force)
+    op = names.op_name(name) if body.replacement is None else ""
+    if op:
+        names.check_op(op, arguments(body.pattern), place.op_folder(op), force)
+    if not place.checkout:
+        names.check_importable(name, place.root)
+    tried = try_out(body, name)
+    made: dict[Path, str] = {}
+    no_kernel = ""
+    if op:
+        files, no_kernel = op_files(op, place.op_module(op), body, tried)
+        made |= {place.op_folder(op) / file: text for file, text in files.items()}
+    new = New(name, op, body, tried, place, kernel=bool(op) and not no_kernel)
+    made[place.transform(name)] = transform_text(new)
+    made[place.test(name)] = test_text(new)
+    changed = listings(name, stage, place)
+    if not place.checkout:
+        made |= changed
+        changed = {}
+    taken = [path for path in made if path.exists()]
+    if taken and not force:
+        raise UsageError(f"{taken[0]} is there already; choose another name, or --force to write it anew")
+    write_together({**made, **changed})
+    return Written(name, place.root, place.checkout, tuple(made), tuple(changed), op, no_kernel)
+
+
+# ── listings ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PLUGIN_CONFIG = """# Laid over graft's own configuration: --plugin {name} --config {name}.yaml
+transforms:
+  {name}: {{stage: {stage}, enabled: false}}
+"""
+
+
+def listings(name: str, stage: str, place: Place) -> dict[Path, str]:
+    """The YAML files in which the transform is listed: off, and for every family why it is absent."""
+    if not place.checkout:
+        return {place.root / f"{name}.yaml": PLUGIN_CONFIG.format(name=name, stage=stage)}
+    defaults = place.root / "src/graft/transforms/default.yaml"
+    common = place.root / "src/graft/models/registry/common.yaml"
+    changed = {defaults: with_entry(defaults.read_text(), name, stage)}
+    text = common.read_text()
+    if not re.search(rf"^  {name}:", text, re.MULTILINE):
+        changed[common] = text.rstrip("\n") + f"\n  {name}: off by default\n"
+    return changed
+
+
+def with_entry(text: str, name: str, stage: str) -> str:
+    """default.yaml with the transform after the last one of its stage; a transform that is listed stays as it is."""
+    lines = text.split("\n")
+    if any(line.startswith(f"  {name}:") for line in lines):
+        return text
+    last = max(i for i, line in enumerate(lines) if re.match(rf"  \w+:\s+\{{stage: {stage}\b", line))
+    lines.insert(last + 1, f"  {name + ':':<20} {{stage: {stage}, enabled: false}}")
+    return "\n".join(lines)

@@ -1,0 +1,64 @@
+"""The tutorial and its example, followed word for word, so that they cannot rot."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tutorial_runner import follow
+
+import graft
+from graft import testing
+
+SOURCE = Path(graft.__file__).parents[1]
+TUTORIAL = SOURCE.parent / "docs" / "write_a_transform.md"
+EXAMPLE = SOURCE.parent / "examples" / "write_a_transform.py"
+
+
+def python(*args, cwd):
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "GRAFT_CACHE_DIR": str(cwd)}
+    return subprocess.run(
+        [sys.executable, *map(str, args)], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_tutorial_followed_word_for_word_adds_a_working_fusion_r54_r58(tmp_path):
+    runner = Path(__file__).with_name("tutorial_runner.py")
+    done = python(runner, TUTORIAL, tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"followed 10 commands, compared 2\d lines", done.stdout), done.stdout
+    assert (tmp_path / "my_fusions" / "fuse_soft_cap.py").exists()
+
+
+def test_the_example_runs_r58(tmp_path):
+    done = python(EXAMPLE, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "before" in done.stdout and "aten.tanh" in done.stdout and "graft.soft_cap" in done.stdout
+    assert "matches=1" in done.stdout and "near miss" in done.stdout
+
+
+def test_a_tutorial_that_has_rotted_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    document = tmp_path / "doc.md"
+    document.write_text(
+        "```python\n# a.txt\none\n```\n\n```bash\ncat a.txt\necho two 2 three\n```\n\n"
+        "```text\ntwo … three\none\n```\n"
+    )
+    assert follow(document) == (2, 2)
+    document.write_text("```bash\necho one\n```\n\n```text\ntwo\n```\n")
+    with pytest.raises(AssertionError, match="'two' is not in what was printed:\none"):
+        follow(document)
+    document.write_text("```bash\nfalse\n```\n")
+    with pytest.raises(AssertionError, match="false"):
+        follow(document)
+
+
+def test_every_helper_is_documented_r58():
+    text = TUTORIAL.read_text()
+    helpers = [name for name in testing.__all__ if name[0].islower()]
+    missing = [name for name in helpers if f"`{name}" not in text and f"`@{name}" not in text]
+    assert missing == ["assert_same_numbers", "try_transform"]

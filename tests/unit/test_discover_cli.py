@@ -1,0 +1,77 @@
+"""`graft discover` as people call it: text, JSON, Markdown, exit codes (R53, R61, R63)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from graft.cli.app import app
+from graft.transforms.config import load_config
+from graft.workbench.dump import dump_model
+
+SWIGLU_OFF = ("--set", "transforms.fuse_swiglu.enabled=false")
+
+
+def call(*args):
+    return CliRunner().invoke(app, ["discover", *args])
+
+
+def test_text_names_assumptions_kernel_and_place_r53():
+    done = call("tiny-llama", *SWIGLU_OFF, "--top", "1")
+    assert done.exit_code == 0
+    for text in ("4620 GB/s, 1.5 µs a launch", "s70 = 1 and 512", "use_existing_kernel  gemm_epilogue × 2"):
+        assert text in done.stdout
+    assert "found graft::swiglu in graft/ops/swiglu/op.py by fuse_swiglu" in done.stdout
+    assert "model.layers.*.mlp × 2" in done.stdout and "aten.silu(" in done.stdout
+
+
+def test_nothing_left_is_said_and_no_failure_r53():
+    done = call("tiny-llama", "--top", "1")
+    assert done.exit_code == 0 and "nothing worthwhile is left: " in done.stdout
+
+
+def test_json_is_one_document_and_numbers_can_be_given_r53():
+    done = call("tiny-llama", *SWIGLU_OFF, "--json", "--tokens", "4", "--bandwidth", "100", "--launch-us", "7")
+    found = json.loads(done.stdout)
+    assert found["machine"] == {"bandwidth_gb_s": 100.0, "launch_us": 7.0, "source": "as given"}
+    first = found["candidates"][0]
+    assert first["lookup"] == "found" and first["existing"][0]["symbol"] == "graft::swiglu"
+    (estimate,) = first["estimates"]
+    saved = estimate["bytes_now"] - estimate["bytes_after"]
+    assert estimate["tokens"] == 4 and estimate["saving_us"] == pytest.approx(2 * 7 + saved / 100e3)
+    assert first["reference"].startswith("import torch") and found["nothing_left"] == ""
+
+
+def test_markdown_has_a_table_and_the_graph_r53():
+    done = call("tiny-llama", *SWIGLU_OFF, "--markdown")
+    assert done.stdout.startswith("# Fusion candidates of tiny-llama")
+    assert "| gemm_epilogue | silu → mul | 2 |" in done.stdout and "```" in done.stdout
+
+
+def test_a_folder_of_dumps_by_step_r53(tmp_path):
+    run = tmp_path / "run"
+    dump_model("tiny-llama", run, load_config())
+    before = call(str(run), "--step", "fuse_rms_norm")
+    assert before.exit_code == 0 and "tiny-llama after fuse_rms_norm" in before.stdout
+    assert "graft::rope" in before.stdout and "graft::swiglu" in before.stdout
+    after = call(str(run))
+    assert after.exit_code == 0 and "nothing worthwhile is left" in after.stdout
+    changed = call(str(run), *SWIGLU_OFF)
+    assert changed.exit_code == 2 and "cannot change" in changed.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "told"),
+    [
+        (("tiny-lama",), 2, "did you mean"),
+        (("tiny-llama", "--step", "fuse_rope"), 2, "--step fuse_rope is for a folder of dumps"),
+        (("tiny-llama", "--tokens", "0"), 2, "--tokens 0"),
+        (("tiny-llama", "--set", "transforms.fuse_ropes.enabled=false"), 2, "did you mean"),
+        ((".",), 1, "neither a folder of dumps"),
+    ],
+)
+def test_bad_input_gets_one_line_r63(args, code, told):
+    done = call(*args)
+    assert done.exit_code == code and told in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,425 @@
+"""The testing kit: each helper passes where it should, and fails with its message where it should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import graft
+from graft.errors import UnknownTransform
+from graft.graph.nodes import calls, is_op
+from graft.testing import (
+    assert_fuses,
+    assert_matches_eager,
+    assert_metadata_preserved,
+    assert_no_recompiles,
+    assert_not_fuses,
+    assert_refused_or_harmless,
+    assert_same_numbers,
+    cache_round_trip,
+    generated_kernels,
+    matrix,
+    post_grad_graph,
+    try_transform,
+)
+from graft.testing.generated import read_calls, read_kernels
+from graft.testing.negatives import negatives, positive
+from graft.transforms.base import BaseTransform, Outcome, PatternTransform, Rewrite, Stage, TransformConfig
+from graft.transforms.registry import TransformRegistry
+from graft.transforms.report import MatchRecord
+
+aten = torch.ops.aten
+X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Gated(nn.Module):
+    def __init__(self, keep=False, layers=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.keep, self.layers = keep, layers
+
+    def forward(self, x):
+        for _ in range(self.layers):
+            a = F.silu(self.gate(x))
+            x = a * self.up(x)
+        return (x, a) if self.keep else x
+
+
+@pytest.fixture
+def registered():
+    """Registers transforms for one test."""
+    added = []
+
+    def add(name, transform):
+        TransformRegistry.register(name)(transform)
+        added.append(name)
+        return {"transforms": {name: {"stage": "match"}}}
+
+    yield add
+    for name in added:
+        del TransformRegistry._known[name]
+
+
+def rewriting(pattern, replacement, **options):
+    class Small(PatternTransform):
+        def rewrites(self):
+            return [Rewrite(pattern, replacement, {"x": "b s d"}, **options)]
+
+    return Small
+
+
+def wave(x: Tensor) -> Tensor:
+    return torch.sin(x) * 2
+
+
+def doubled(x: Tensor) -> Tensor:
+    return 2 * torch.sin(x)
+
+
+def off(x: Tensor) -> Tensor:
+    return torch.sin(x) * 2.001
+
+
+# ── assert_fuses ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_assert_fuses_counts_proves_and_gives_the_graph_r58():
+    trial = assert_fuses(Gated(layers=2), (X,), "fuse_swiglu", count=2)
+    assert trial.called.count("graft.swiglu") == 2 and "aten.silu" in trial.before
+    assert all(match.proof for match in trial.record.matches)
+    assert torch.equal(trial(X), Gated(layers=2)(X))
+    assert not assert_fuses(Gated(), (X,), "fuse_swiglu", verify="structure").record.matches[0].proof
+
+
+def test_assert_fuses_says_what_it_found_and_what_came_near_r58():
+    with pytest.raises(AssertionError) as failed:
+        assert_fuses(Gated(keep=True), (X,), "fuse_swiglu", count=1)
+    text = str(failed.value)
+    assert text.startswith("expected: fuse_swiglu matches Gated once\nfound:    it matched 0 times\n")
+    assert "near miss at %mul" in text and "has a second reader" in text and "2 of 2 calls of silu fitted" in text
+    assert "%silu = aten.silu(%linear) : f32[2, 3, 8]" in text and "what to do: compare the pattern" in text
+    with pytest.raises(AssertionError, match="matches Gated 3 times\nfound:    it matched 2 times\n  matched %mul"):
+        assert_fuses(Gated(layers=2), (X,), "fuse_swiglu", count=3)
+
+
+def test_a_replacement_that_is_off_is_told_with_the_error_r58(registered):
+    config = registered("fuse_wave", rewriting(wave, off))
+    with pytest.raises(
+        AssertionError, match=r"it failed, and the graph was put back\n.*is off by .*\nwhat to do: corr"
+    ):
+        assert_fuses(wave, (X,), "fuse_wave", config=config)
+    assert assert_fuses(wave, (X,), "fuse_wave", config=config, verify="structure").record.matches
+
+
+def test_transforms_run_alongside_in_the_pipelines_order_r58():
+    def normed(x):
+        return torch.rms_norm(x + x.sin(), (8,), torch.ones(8), 1e-6)
+
+    module = nn.RMSNorm(8, eps=1e-6)
+    fused = assert_fuses(
+        lambda x: module(x + x.sin()), (X,), "fuse_add_rms_norm", alongside=["fuse_rms_norm"], count=1
+    )
+    assert fused.called[:2] == ["aten.sin", "graft.add_rms_norm"]
+    assert_not_fuses(normed, (X,), "fuse_add_rms_norm")
+
+
+def test_an_unknown_transform_is_an_error_that_names_the_mark_r58(registered):
+    with pytest.raises(UnknownTransform, match=r"needs_transform\); did you mean 'fuse_swiglu'"):
+        assert_fuses(Gated(), (X,), "fuse_swiglue")
+    registered("fuse_wave", rewriting(wave, doubled))
+    with pytest.raises(UnknownTransform, match="needs config=…, with its stage"):
+        assert_fuses(wave, (X,), "fuse_wave")
+
+
+# ── assert_not_fuses ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_assert_not_fuses_holds_reason_and_graph_r58():
+    trial = assert_not_fuses(Gated(keep=True), (X,), "fuse_swiglu", reason="second reader")
+    assert trial.after == trial.before
+
+
+def test_assert_not_fuses_shows_the_match_or_the_other_reason_r58():
+    with pytest.raises(
+        AssertionError, match=r"leaves Gated alone\nfound:    it matched once\n  matched %mul.* as silu"
+    ):
+        assert_not_fuses(Gated(), (X,), "fuse_swiglu")
+    with pytest.raises(
+        AssertionError, match=r"says why: 'a broadcast'\nfound:    it gave another reason: .*second r"
+    ):
+        assert_not_fuses(Gated(keep=True), (X,), "fuse_swiglu", reason="a broadcast")
+
+
+def test_assert_not_fuses_sees_a_change_without_a_match_r58(registered):
+    class Silent(BaseTransform):
+        def apply(self, gm, context):
+            for node in calls(gm.graph):
+                if is_op(node, aten.sin.default):
+                    node.target = aten.cos.default
+            return Outcome(reason="nothing to see here")
+
+    config = registered("silent", Silent)
+    with pytest.raises(AssertionError, match="no match was recorded, and yet the graph changed"):
+        assert_not_fuses(wave, (X,), "silent", config=config)
+
+
+def test_assert_not_fuses_tells_a_refusal_of_verification_from_one_of_the_pattern_r58(registered):
+    config = registered("fuse_wave", rewriting(wave, off))
+    with pytest.raises(AssertionError, match="it matched, and what it made was refused"):
+        assert_not_fuses(wave, (X,), "fuse_wave", config=config)
+
+
+# ── metadata ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_metadata_of_our_fusions_is_preserved_r58():
+    assert_metadata_preserved(Gated(layers=2), (X,), "fuse_swiglu", count=2)
+    free = ({0: torch.export.Dim("b"), 1: torch.export.Dim("s")},)
+    assert_metadata_preserved(nn.RMSNorm(8, eps=1e-6), (X,), "fuse_rms_norm", dynamic_shapes=free)
+
+
+class Careless(BaseTransform):
+    """Makes sin(x) anew without the editor; what it forgets is told by `lost`."""
+
+    lost: tuple[str, ...] = ()
+
+    def apply(self, gm, context):
+        node = next(n for n in calls(gm.graph) if is_op(n, aten.sin.default))
+        with gm.graph.inserting_before(node):
+            new = gm.graph.call_function(aten.sin.default, node.args)
+        new.meta = {k: v for k, v in {**node.meta, "made_by": self.name}.items() if k not in self.lost}
+        gm.meta["graft_replaced"].append((node.name, new.name))
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        return Outcome((MatchRecord(f"%{node.name}", "", (node.name,), (new.name,)),))
+
+
+class Wave(nn.Module):
+    def forward(self, x):
+        return torch.sin(x) * 2
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("made_by", r"says it was made by \(nobody\), not by careless"),
+        ("stack_trace", r"has the source line \(none\), what it replaced has test_testing_kit.py:\d+"),
+    ],
+)
+def test_lost_metadata_is_named_r58(registered, lost, message):
+    config = registered("careless", type("Lossy", (Careless,), {"lost": (lost,)}))
+    with pytest.raises(AssertionError, match=message) as failed:
+        assert_metadata_preserved(Wave(), (X,), "careless", config=config)
+    assert "1 of these are lost or wrong" in str(failed.value) and "Editor.call" in str(failed.value)
+    TransformRegistry._known["careless"].lost = ()
+    assert_metadata_preserved(Wave(), (X,), "careless", config=config)
+
+
+def test_a_module_path_that_is_lost_is_named_r58(registered):
+    config = registered("careless", type("Lossy", (Careless,), {"lost": ("nn_module_stack",)}))
+    with pytest.raises(AssertionError, match=r"has the module \(none\), what it replaced has 0"):
+        assert_metadata_preserved(nn.Sequential(Wave()), (X,), "careless", config=config)
+
+
+def test_a_shape_rule_that_lies_is_found_by_running_the_graph_r58(registered):
+    library = torch.library.Library("graft_kit_test", "FRAGMENT")
+    library.define("lies(Tensor x) -> Tensor")
+    library.impl("lies", lambda x: (2 * torch.sin(x)).double(), "CompositeExplicitAutograd")
+    torch.library.register_fake("graft_kit_test::lies", lambda x: torch.empty_like(x), lib=library)
+
+    def lying(x: Tensor) -> Tensor:
+        return torch.ops.graft_kit_test.lies(x)
+
+    config = registered("fuse_wave", rewriting(wave, lying))
+    with pytest.raises(AssertionError, match=r"recorded as f32\[2, 3, 8\], and running it gives f64\[2, 3, 8\]"):
+        assert_metadata_preserved(Wave(), (X,), "fuse_wave", config=config, verify="structure")
+
+
+# ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@matrix(devices=("cpu", "cuda"))
+def test_eager_against_compiled_r58(dtype, device):
+    wrong = Gated()
+    wrong.up.weight.data *= 1.02
+    assert_matches_eager(Gated(), (X,), "fuse_swiglu", dtype=dtype, device=device, wrong=wrong)
+
+
+def test_other_numbers_are_told_with_their_place_r58():
+    bad = X.clone()
+    bad[1, 2, 3] += 1
+    with pytest.raises(AssertionError, match=r"bit for bit\nfound: .* at \(1, 2, 3\)"):
+        assert_same_numbers(bad, X)
+    with pytest.raises(AssertionError, match=r"within 2 roundings of the dtype\nfound: .* times what is allowed"):
+        assert_same_numbers((X, [bad]), (X, [X]), roundings=2)
+    assert_same_numbers(X * (1 + 2**-23), X, roundings=2, wrong=X * (1 + 2**-18))
+    with pytest.raises(AssertionError, match=r"float64 .*, not torch.float32"):
+        assert_same_numbers(X.double(), X)
+    with pytest.raises(AssertionError, match="2 results, not 1"):
+        assert_same_numbers([X, X], [X])
+    nan = torch.tensor([float("nan"), 1.0])
+    assert_same_numbers(nan, nan.clone())
+    with pytest.raises(AssertionError, match="instead of nan"):
+        assert_same_numbers(torch.ones(2), nan, roundings=100)
+
+
+def test_a_comparison_that_lets_a_wrong_variant_pass_fails_r58():
+    with pytest.raises(AssertionError, match=r"the wrong variant is rejected .*\nfound:    it passes"):
+        assert_same_numbers(X, X, roundings=4, wrong=X * (1 + 2**-23))
+    with pytest.raises(AssertionError, match="it passes, so this comparison would let a defect through"):
+        assert_matches_eager(Gated(), (X,), "fuse_swiglu", roundings=1, wrong=Gated())
+
+
+def test_numbers_without_a_fusion_prove_nothing_r58():
+    with pytest.raises(AssertionError, match=r"found:    fuse_swiglu did not match\n.*second reader"):
+        assert_matches_eager(Gated(keep=True), (X,), "fuse_swiglu")
+
+
+# ── generated negatives ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_generated_negatives_fail_with_the_case_and_the_graph_r58():
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        return torch.sin(x) * y
+
+    def wrong(x: Tensor, y: Tensor) -> Tensor:
+        return torch.sin(x) * y * float(y.shape[0] > 1)
+
+    class Product(PatternTransform):
+        name = "product"
+
+        def rewrites(self):
+            return [Rewrite(product, wrong, {"x": "b d", "y": "b d"})]
+
+    transform = Product(TransformConfig(Stage.MATCH))
+    assert assert_refused_or_harmless(transform, positive(transform.rewrites()[0])).matches
+    with pytest.raises(AssertionError, match=r"product: broadcast y.*\nfound:    it fused, and the graph gives 0"):
+        for case in negatives(transform.rewrites()[0]):
+            assert_refused_or_harmless(transform, case)
+
+
+# ── torch.compile ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_post_grad_graph_with_and_without_grafts_passes_r58():
+    module = Gated()
+    stock, fused = post_grad_graph(module, X), post_grad_graph(module, X, options=graft.passes_for_inductor())
+    assert "aten.exp" in stock.called and not any("graft" in name for name in stock.called)
+    assert fused.called.count("graft.swiglu") == 1 and "aten.exp" not in fused.called
+    assert "aten.exp" in fused.before[0] and "graft.swiglu" in fused.after[0] and len(fused.graph.nodes)
+    assert_same_numbers(fused.result, module(X), roundings=4, wrong=stock.result * 1.001)
+
+
+def test_graph_breaks_are_told_r58():
+    def broken(x):
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    seen = post_grad_graph(broken, X)
+    assert len(seen.graphs) == 2 and seen.called == ["aten.sin", "aten.cos"]
+    with pytest.raises(AssertionError, match="expected: one graph\nfound:    2 graphs, so the function breaks"):
+        seen.graph  # noqa: B018
+
+
+def test_generated_kernels_and_the_ops_beside_them_r58():
+    module = Gated()
+    made = generated_kernels(module, X, options=graft.passes_for_inductor())
+    assert made.calls.count("torch.ops.graft.swiglu.default") == 1 and not made.kernels
+    torch.testing.assert_close(made.result, module(X))
+    own = generated_kernels(lambda x: x.sin() * x.cos(), X)
+    (kernel,) = own.kernels
+    assert kernel.language == "cpp" and kernel.name.startswith("cpp_fused") and "sin" in kernel.source
+    assert not own.calls and "async_compile" in own.code[0]
+
+
+def test_triton_kernels_are_read_too_r58():
+    import ast
+
+    tree = ast.parse(
+        "triton_poi_fused_add_0 = async_compile.triton('triton_poi_fused_add_0', '''import triton\\ndef k(): pass''',"
+        " device_str='cuda')\nextern_kernels.mm(a, b, out=c)\nd = torch.ops.graft.rope.default(c)\n"
+    )
+    (kernel,) = read_kernels(tree)
+    assert (kernel.name, kernel.language) == ("triton_poi_fused_add_0", "triton") and "def k" in kernel.source
+    assert list(read_calls(tree)) == ["extern_kernels.mm", "torch.ops.graft.rope.default"]
+
+
+def test_recompiles_are_told_with_dynamos_reason_r58():
+    def branches(x, n):
+        return x * n
+
+    assert_no_recompiles(Gated(), [(X,), (X + 1,), (X.clone(),)])
+    assert_no_recompiles(Gated(), [(X,), (X[:, :2].contiguous(),), (X.repeat(2, 3, 1),)], dynamic=True)
+    with pytest.raises(
+        AssertionError, match=r"call 3 with torch.float32 \[2, 2, 8\] compiled again\n(.|\n)*expected 3, actual 2"
+    ):
+        assert_no_recompiles(Gated(), [(X,), (X,), (X[:, :2],)])
+    with pytest.raises(AssertionError, match="n == 2"):
+        assert_no_recompiles(torch.compile(branches, backend="eager"), [(X, 2), (X, 3)])
+    assert_no_recompiles(torch.compile(branches, backend="eager"), [(X, 2), (X, 3), (X, 4)], allowed=2)
+    with pytest.raises(ValueError, match="leave nothing to check"):
+        assert_no_recompiles(Gated(), [(X,)])
+
+
+def test_recaptures_of_a_compiled_module_are_told_r58():
+    class Branch(nn.Module):
+        def forward(self, x):
+            return x.sin() if x.shape[1] == 3 else x.cos()
+
+    free = ({1: torch.export.Dim.DYNAMIC},)
+    compiled = graft.compile(Gated(), (X,), dynamic_shapes=free)
+    assert_no_recompiles(compiled, [(X,), (X[:, :2],), (X.repeat(1, 2, 1),)])
+    compiled = graft.compile(Branch(), (X[:, :2],), dynamic_shapes=({1: torch.export.Dim.AUTO},))
+    with pytest.raises(
+        AssertionError, match=r"call 2 with torch.float32 \[2, 3, 8\] compiled again\n.*variant 2 was"
+    ):
+        assert_no_recompiles(compiled, [(X[:, :2],), (X,)])
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        self.seen.add_(x.sum((0, 1)))
+        return F.silu(x) * x + self.seen
+
+
+def test_an_artifact_makes_the_round_trip_r58():
+    trip = cache_round_trip(Counter(), (X,))
+    assert torch.equal(trip.first, trip.second) and len(trip.seconds) == 2
+
+
+def test_inductors_cache_makes_the_round_trip_r58(registered):
+    trip = cache_round_trip(Gated(), (X,), route="inductor")
+    assert trip.hits and not trip.misses
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        pytest.raises(AssertionError, match=r"comes out of Inductor's cache\nfound:    the second time: \{'hit': 0"),
+    ):
+        cache_round_trip(Gated(), (X,), route="inductor")
+
+
+def test_a_round_trip_that_changes_the_numbers_is_told_r58(monkeypatch):
+    from graft.testing import round_trip
+
+    lying = round_trip.CHILD.replace("(*args), f", "(*args) * 2, f")
+    monkeypatch.setattr(round_trip, "CHILD", lying)
+    with pytest.raises(AssertionError, match=r"same bits after a round trip \(artifact\)\nfound: .* instead of"):
+        cache_round_trip(Gated(), (X,))
+    monkeypatch.setattr(round_trip, "CHILD", "raise SystemExit('no such op')")
+    with pytest.raises(
+        AssertionError, match=r"found:    it ended with 1\n  no such op\nwhat to do: name the modules"
+    ):
+        cache_round_trip(Gated(), (X,))
+
+
+def test_helpers_take_plain_functions_and_keyword_arguments_r58():
+    trial = try_transform(lambda x, y: F.silu(x) * y, (X,), "fuse_swiglu", kwargs={"y": X})
+    assert len(trial.record.matches) == 1 and trial.name == "<lambda>"
