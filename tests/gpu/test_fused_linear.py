@@ -8,7 +8,9 @@ import torch
 from graft.ops import OPS
 from graft.ops.cases import tolerance
 from graft.ops.fused_linear.cases import Shape, make
+from graft.ops.fused_linear.kinds import Even
 from graft.ops.fused_linear.reference import fused_linear
+from graft.ops.fused_linear.triton import run_as, with_rows
 
 SPEC = OPS["fused_linear"]
 TOKENS = (1, 2, 3, 4, 5, 16, 17, 64, 65, 128, 129, 300, 2048)
@@ -50,6 +52,22 @@ def test_every_kernel_by_name_is_right_and_what_is_wrong_is_caught_r25(kernel, w
             continue
         got = kernel.run(*args)
         assert off_by(got, args) < 1
+        assert off_by(got.roll(1, -1), args) > 10
+
+
+@pytest.mark.parametrize(
+    "how", [Even(112, 64, 128, 1, 4, 3), Even(128, 64, 64, 4, 4, 5, 8), Even(48, 128, 64, 3, 8, 3, 2)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "options", [{"norm": "plain", "activation": "silu"}, {"residual": True, "bias": True}], ids=["gated", "sum"]
+)
+def test_even_shares_are_right_and_again_r22(how, dtype, options):
+    for tokens, n, k in ((17, 512, 1152), (64, 1000, 1024), (130, 30, 2056)):
+        args = arguments(Shape(tokens, n, k, **options), dtype)
+        for _ in range(2):
+            got = with_rows(lambda call: run_as(call, how), *args)
+            assert off_by(got, args) < 1, (tokens, n, k)
         assert off_by(got.roll(1, -1), args) > 10
 
 

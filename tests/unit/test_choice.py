@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from graft.errors import TableError
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import choose_kernel, look_up, overridden, ranges, ranges_text, tuned_file
-from graft.ops.fused_linear.kinds import WEIGHTS, Gemm, Matvec, Shape, how_problem, how_text
+from graft.ops.fused_linear.kinds import WEIGHTS, Even, Gemm, Matvec, Shape, how_problem, how_text
 from graft.ops.fused_linear.tables import Entry, merge, parse_table, read_table, table_json, write_table
 
 H200 = "NVIDIA H200"
@@ -22,7 +22,9 @@ sizes = st.sampled_from([8, 64, 576, 1536, 4096, 14336])
 shapes = st.builds(Shape, sizes, sizes, st.sampled_from(WEIGHTS), st.booleans(), st.booleans())
 counts = st.sampled_from([1, 2, 3, 4, 8, 16, 100])
 hows = st.one_of(
-    st.none(), st.builds(Matvec, st.sampled_from([1, 2, 4])), st.builds(Gemm, st.sampled_from([32, 64]), early=counts)
+    st.none(),
+    st.builds(Matvec, st.sampled_from([1, 2, 4])),
+    st.builds(Gemm, st.sampled_from([32, 64]), early=counts),
 )
 entries = st.builds(
     Entry,
@@ -121,6 +123,19 @@ def test_the_text_of_ranges_r26():
         "int8 4096x4096 gated norm: 1–4 default, more: default; measured on B alone"
     )
     assert how_text(Gemm(early=4, norm_inside=True)).endswith("stages=4, early=4, norm_inside=True)")
+
+
+@pytest.mark.parametrize(
+    "how, format, reason",
+    [
+        (Even(rows=112), "plain", None),
+        (Even(rows=112), "int8", "even takes plain weights, not int8"),
+        (Even(rows=100), "plain", "even takes 16, 32 … 496 rows, not 100"),
+        (Even(rows=512), "plain", "even takes 16, 32 … 496 rows, not 512"),
+    ],
+)
+def test_even_shares_say_what_they_cannot_take_r26(how, format, reason):
+    assert how_problem(how, replace(SQUARE, format=format), 64) == reason
 
 
 def test_another_device_is_told_r26():

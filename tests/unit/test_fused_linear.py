@@ -14,6 +14,7 @@ from graft.ops import OPS, choose
 from graft.ops.cases import tolerance
 from graft.ops.fused_linear.cases import Shape, make
 from graft.ops.fused_linear.choice import Gemm, Matvec
+from graft.ops.fused_linear.kinds import Even
 from graft.ops.fused_linear.reference import fused_linear
 from graft.ops.launch import ring
 
@@ -76,6 +77,23 @@ def test_gemm_agrees_with_float64_r22(shape, int4, tokens, rows, splits, inside)
     assert not ring(torch.device(DEVICE)).zeros.any()  # counters are left as they were found
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    SHAPES,
+    st.integers(1, 40),
+    st.sampled_from([16, 48, 112]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([4, 60, 130]),
+)
+def test_even_shares_agree_with_float64_r22(shape, tokens, rows, splits, n):
+    """Rows that are the sum of one, two and three powers of two; a last program with few or none of a tile."""
+    shape = replace(shape, rows=tokens, weight="plain", n=n)
+    how = Even(rows=rows, tokens=16, depth=64, splits=splits)
+    args = arguments(shape, torch.float32)
+    assert agrees(lambda call: kernels.run_as(call, how), args, torch.float32, shape.k)
+    assert not ring(torch.device(DEVICE)).zeros.any()
+
+
 @settings(max_examples=15, deadline=None)
 @given(SHAPES, st.sampled_from(["", "int4"]), st.integers(1, 9))
 def test_torchs_own_product_agrees_with_float64_r25(shape, int4, tokens):
@@ -94,12 +112,13 @@ def test_torchs_own_product_agrees_with_float64_r25(shape, int4, tokens):
         lambda call: replace(call, eps=call.eps + 0.01),
     ],
 )
-@pytest.mark.parametrize("kernel", ["matvec", "gemm"])
+@pytest.mark.parametrize("kernel", ["matvec", "gemm", "even"])
 def test_what_is_slightly_wrong_is_caught(wrong, kernel):
     shape = Shape(2, 12, 512, bias=True, norm="plain", residual=True)
     run = {
         "matvec": lambda call: kernels.launch_matvec(call, Matvec(2, 2)),
         "gemm": lambda call: kernels.launch_gemm(call, Gemm(rows=16, tokens=16, depth=64, splits=2)),
+        "even": lambda call: kernels.launch_even(call, Even(rows=48, tokens=16, splits=2)),
     }[kernel]
     args = arguments(shape, torch.float32)
     assert agrees(run, args, torch.float32, shape.k)

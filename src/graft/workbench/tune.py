@@ -14,7 +14,7 @@ import torch
 from graft.errors import GraftError, NoGpu
 from graft.files import Progress
 from graft.ops.fused_linear.choice import look_up, overridden, shipped_table
-from graft.ops.fused_linear.kinds import Gemm, How, Matvec, Shape, count_text, how_problem, how_text
+from graft.ops.fused_linear.kinds import Even, Gemm, How, Matvec, Shape, count_text, how_problem, how_text
 from graft.ops.fused_linear.packing import GROUP
 from graft.ops.fused_linear.tables import Entry, Table
 
@@ -94,10 +94,8 @@ def candidates(shape: Shape, tokens: int, units: int = 132) -> Iterator[How]:
     from graft.ops.fused_linear.triton import padded_tokens
 
     yield None
-    for rows in (1, 2, 4):
-        for warps in (2, 4, 8):
-            if how_problem(Matvec(rows, warps), shape, tokens) is None:
-                yield Matvec(rows, warps)
+    matvecs = [Matvec(rows, warps) for rows in (1, 2, 4) for warps in (2, 4, 8)]
+    yield from (how for how in matvecs if how_problem(how, shape, tokens) is None)
     if tokens == 1 and shape.format != "int4":
         return
     block = padded_tokens(tokens)
@@ -110,10 +108,21 @@ def candidates(shape: Shape, tokens: int, units: int = 132) -> Iterator[How]:
     if tokens > 16:  # with more rows a program the tokens are read less often
         for splits in (1, 2, 4):
             yield Gemm(128, block, 64, splits, 8, 3)
+        if shape.format == "plain":
+            yield from even_shares(shape, max(64, block), units)
     depth, stages = tiles[0]
     yield Gemm(64, block, depth, 1, 4, stages)
     if shape.norm:
         yield Gemm(64, block, depth, 1, 4, stages, norm_inside=True)
+
+
+def even_shares(shape: Shape, block: int, units: int) -> Iterator[Even]:
+    """Rows a program such that every multiprocessor has one; of more rows than that, blocks of 128."""
+    for splits in (1, 2, 4):
+        rows = -(-shape.n * splits // (16 * units)) * 16
+        if rows <= 256 or splits == 1:
+            for depth, stages, early in ((64, 5, 8), (128, 3, 0)):
+                yield Even(rows if rows <= 256 else 128, block, depth, splits, 4, stages, early)
 
 
 def tune(

@@ -97,14 +97,17 @@ def make_calls(shape: Shape, tokens: int, device: torch.device) -> list[Call]:
     gate adds a residual, as those of a decoder do."""
     copies = max(FEWEST_COPIES, min(MOST_COPIES, -(-COLD // weight_bytes(shape))))
     x = torch.randn(tokens, shape.k, device=device, dtype=torch.bfloat16)
-    norm = torch.randn(shape.k, device=device, dtype=torch.bfloat16) if shape.norm else None
+    folded = shape.norm and shape.format != "plain"  # the norm's weight is in a quantized one
+    norm = torch.randn(shape.k, device=device, dtype=torch.bfloat16) if shape.norm and not folded else None
     after = not (shape.gated or shape.norm)
     residual = torch.randn(tokens, shape.n, device=device, dtype=torch.bfloat16) if after else None
     activation = "silu" if shape.gated else "none"
     calls = []
     for _ in range(copies):
         weight, scale = make_weight(shape, device)
-        calls.append(Call(x, weight, None, scale, norm, 1e-5, activation=activation, residual=residual))
+        calls.append(
+            Call(x, weight, None, scale, norm, 1e-5, activation=activation, residual=residual, normed=folded)
+        )
     return calls
 
 

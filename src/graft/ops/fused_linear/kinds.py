@@ -30,8 +30,22 @@ class Gemm:
     norm_inside: bool = False
 
 
-How = Matvec | Gemm | None  # None: torch's own product, or for quantized weights the default Gemm
-KINDS: dict[str, type[Matvec] | type[Gemm]] = {"matvec": Matvec, "gemm": Gemm}
+@dataclass(frozen=True)
+class Even:
+    """All tokens and `rows` of the weight a program, any multiple of 16 up to 496; the rest as for Gemm. Plain
+    weights; a norm goes before, in a kernel of its own."""
+
+    rows: int = 112
+    tokens: int = 64
+    depth: int = 64
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+    early: int = 0
+
+
+How = Matvec | Gemm | Even | None  # None: torch's own product, or for quantized weights the default Gemm
+KINDS: dict[str, type[Matvec] | type[Gemm] | type[Even]] = {"matvec": Matvec, "gemm": Gemm, "even": Even}
 EXTRAS = ("early", "norm_inside")  # not shown where they have their defaults
 WEIGHTS = ("plain", "int8", "fp8", "int4")
 MOST_MATVEC_TOKENS = 4  # each has an accumulator of its own; beyond that tensor cores are faster
@@ -88,6 +102,10 @@ def kind_of(how: How, format: str) -> str:
 
 def how_problem(how: How, shape: Shape, tokens: int) -> str | None:
     """Why a kernel cannot run this many tokens of a shape, or None."""
+    if isinstance(how, Even):
+        if shape.format != "plain":
+            return f"even takes plain weights, not {shape.format}"
+        return None if how.rows % 16 == 0 and how.rows < 512 else f"even takes 16, 32 … 496 rows, not {how.rows}"
     if not isinstance(how, Matvec):
         return None
     if tokens > MOST_MATVEC_TOKENS:

@@ -13,8 +13,9 @@ import triton
 from torch import Tensor
 
 from graft.ops.fused_linear.choice import FORMATS, Gemm, How, Matvec, Shape, choose_kernel
+from graft.ops.fused_linear.even import even_kernel
 from graft.ops.fused_linear.gemm import gemm_kernel
-from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS
+from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS, Even
 from graft.ops.fused_linear.matvec import matvec_kernel
 from graft.ops.fused_linear.packing import GROUP, PACKED, dequantize
 from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
@@ -97,6 +98,8 @@ def run_as(call: Call, how: How) -> Tensor:
         return launch_matvec(call, how)
     if how is None and call.scale is None:
         return library(call)
+    if isinstance(how, Even) and call.scale is None:
+        return launch_even(call, how)
     return launch_gemm(call, how if isinstance(how, Gemm) else default_gemm(call))
 
 
@@ -145,6 +148,26 @@ def launch_gemm(call: Call, how: Gemm) -> Tensor:
         FAST=call.x.dtype is torch.bfloat16 and call.x.is_cuda,
         BIAS=call.bias is not None, SCALE=call.by_row, NORM=call.divided, WEIGHTED=call.norm is not None,
         ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
+        num_warps=how.warps, num_stages=how.stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def launch_even(call: Call, how: Even) -> Tensor:
+    call = without_norm(call) if call.divided else call
+    if call.x.dtype is torch.float32:  # half as much fits into shared memory
+        how = replace(how, depth=min(how.depth, 32), stages=2)
+    tokens, k = call.x.shape
+    n = call.rows
+    out = room(call.x.device, call.x.dtype, tokens, n)
+    pdl = pdl_supported(call.x.device)
+    blocks, groups = triton.cdiv(n, how.rows), triton.cdiv(tokens, how.tokens)
+    parts, arrived = workspace(call.x.device, how, blocks * groups, call.gated)
+    even_kernel[(blocks, how.splits, groups)](
+        call.x, call.weight, or_x(call, call.bias), or_x(call, call.residual), out, parts, arrived,
+        n, k, tokens, call.x.stride(0),
+        BN=how.rows, BM=how.tokens, BK=how.depth, SPLITS=how.splits, EARLY=how.early if fetchable(call) else 0,
+        BIAS=call.bias is not None, ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
         num_warps=how.warps, num_stages=how.stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -209,7 +232,7 @@ def or_x(call: Call, tensor: Tensor | None) -> Tensor:
     return call.x if tensor is None else tensor
 
 
-def workspace(device: torch.device, how: Gemm, blocks: int, gated: bool) -> tuple[Tensor, Tensor]:
+def workspace(device: torch.device, how: Gemm | Even, blocks: int, gated: bool) -> tuple[Tensor, Tensor]:
     """Memory for the parts of a split product, and a counter for each block of it; unread where there is one part."""
     size = (1 + gated) * how.rows * how.tokens + how.tokens
     parts = room(device, torch.float32, blocks * how.splits * size if how.splits > 1 else 1)
