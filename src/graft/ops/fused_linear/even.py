@@ -2,8 +2,8 @@
 when they share them evenly.
 
 Blocks of 64 rows leave the device uneven: 14,336 rows are 224 of them, two on 92 of its 132 multiprocessors and one
-on 40, and those with two decide when it ends. With 112 rows a program, 128 have the same share, and the tokens are read
-half as often. Blocks are powers of two in Triton, so a program's rows are a few of them: 112 = 64 + 32 + 16. The
+on 40, and those with two decide when it ends. With 112 rows a program, 128 have the same share, and the tokens are
+read half as often. Blocks are powers of two in Triton, so a program's rows are a few of them: 112 = 64 + 32 + 16. The
 tokens are the left operand, padded to 64 or 128; the rows are the right one.
 """
 
