@@ -54,6 +54,8 @@ def off(given, expected):
 @pytest.mark.parametrize("tokens", [1, 3, 16, 40])
 @pytest.mark.parametrize("shape", SHAPES, ids=Shape.key)
 def test_every_candidate_computes_the_product_r26(shape, tokens):
+    from triton.runtime.errors import OutOfResources
+
     from graft.ops.fused_linear.triton import run_as
     from graft.workbench.tune_timers import make_calls
 
@@ -62,9 +64,15 @@ def test_every_candidate_computes_the_product_r26(shape, tokens):
     expected = wide(call)
     # bf16: 2^-9 for the result, some more for what is rounded inside (the normed row, the gate)
     limit = 0.02
+    ran = 0
     for how in candidates(shape, tokens):
-        error = off(run_as(call, how), expected)
+        try:
+            error = off(run_as(call, how), expected)
+        except OutOfResources:  # `graft tune` names it as one that did not run
+            continue
+        ran += 1
         assert error < limit, f"{how_text(how, shape.format)}: {error:.3g}"
+    assert ran > len(list(candidates(shape, tokens))) // 2
     changed = call.x.clone()
     changed[:, : shape.k // 4] = 0
     assert off(run_as(replace(call, x=changed), None), expected) > limit  # a part of the depth left out is seen
@@ -105,11 +113,11 @@ def test_an_override_changes_the_kernels_of_a_recorded_step_r26(monkeypatch):
     seen = []
     real = launches.launch_matvec
     monkeypatch.setattr(launches, "launch_matvec", lambda call, how: seen.append(how) or real(call, how))
-    entries = {shape: {1: Entry(Matvec(4, 8, 1), 0.0, "here")} for shape in shapes}
+    entries = {shape: {1: Entry(Matvec(4, 8), 0.0, "here")} for shape in shapes}
     with overridden(entries):
         us = DecodeTimer(llm)(1)
     assert isinstance(us, float) and us > 0, us
-    assert set(seen) == {Matvec(4, 8, 1)}
+    assert set(seen) == {Matvec(4, 8)}
 
 
 def test_the_command_r26(tmp_path):
