@@ -1,0 +1,50 @@
+"""Nodes as short JSON lists. Ops, shapes, modules and lines repeat in every layer and step, so each is stored once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graft.graph.facts import Item, Layer, general
+
+HUB = 8  # a node with more readers is a named port on each of them: its edges would cross the whole drawing
+
+
+class Strings:
+    """Texts by number. `table` goes into the page beside what refers to it."""
+
+    def __init__(self) -> None:
+        self.table: list[str] = []
+        self.numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        number = self.numbers.setdefault(text, len(self.table))
+        if number == len(self.table):
+            self.table.append(text)
+        return number
+
+
+def pack_item(item: Item, strings: Strings, layer: Layer | None = None) -> list[Any]:
+    """[name, op, value, module, source, made by, literals]; all but the name by number. The module of a weight is
+    that of its target, and the number of the layer stands as `*`."""
+    literals = ", ".join(f"{slot}={text}" for slot, text in item.literals)
+    module = item.target if item.op == "weight" else item.module
+    fields = (item.op, item.value, general(module, layer), item.source, item.made_by, literals)
+    return [item.name, *map(strings, fields)]
+
+
+def readers(items: list[Item] | tuple[Item, ...]) -> list[list[int]]:
+    """Which nodes read each one; one that reads a value twice counts once."""
+    found: list[list[int]] = [[] for _ in items]
+    for item in items:
+        for index in dict.fromkeys(index for _, index in item.inputs):
+            found[index].append(item.index)
+    return found
+
+
+def source_kind(item: Item, read_by: list[list[int]]) -> int:
+    """How a value from elsewhere is drawn: 0 with an edge, 1 as the port of a hub, 2 as a weight, 3 as an input."""
+    if item.op == "weight":
+        return 2
+    if item.op == "input":
+        return 3
+    return int(len(read_by[item.index]) > HUB)

@@ -1,0 +1,186 @@
+"""A graph as an overview of parts: folded layers, modules outside them, inputs. One part is drawn at a time.
+
+The flat graph of a 32-layer model has thousands of nodes, and laying it out takes most of a minute; a part has about
+sixty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from graft.graph.facts import Item, Layer, homes
+from graft.graph.folding import equal_layers
+from graft.workbench.layers import ranges
+from graft.workbench.report.packing import HUB, Strings, pack_item, readers, source_kind
+
+RUNS = 12  # boxes of one stack; where layers alternate more often, equal ones share a box wherever they stand
+
+
+@dataclass
+class Part:
+    """Nodes that are drawn together. `copies`: layers that are the same but for the names."""
+
+    title: str
+    layer: Layer | None
+    members: list[Item] = field(default_factory=list)
+    copies: list[Layer] = field(default_factory=list)
+
+
+@dataclass
+class Box:
+    """A node of the overview: a part, or a run of equal layers, of which `part` is the first one drawn."""
+
+    part: int
+    title: str
+    layers: list[Layer]
+    ports: dict[str, None] = field(default_factory=dict)
+
+
+def pack_step(items: list[Item], strings: Strings) -> dict[str, Any]:
+    """One graph: parts with their nodes, boxes with their edges, and a sentence on its layers."""
+    same, home = equal_layers(items), homes(items)
+    keys = part_keys(items, home)
+    parts: dict[Any, Part] = {}
+    members: dict[Layer, list[Item]] = {}
+    for item, key in zip(items, keys, strict=True):
+        layer = key if isinstance(key, Layer) else None
+        if layer is not None:
+            members.setdefault(layer, []).append(item)
+        if layer in same:
+            continue
+        title = f"layer {layer.index}" if layer else key[0]
+        parts.setdefault(key, Part(title, layer)).members.append(item)
+    for layer in sorted(same, key=lambda one: (one.stack, one.index)):
+        parts[same[layer]].copies.append(layer)
+    read_by = readers(items)
+    packed = [pack_part(part, items, members, keys, read_by, strings) for part in parts.values()]
+    boxes, edges = overview(items, keys, parts, same, read_by)
+    return {"nodes": len(items), "parts": packed, "boxes": boxes, "edges": edges, "said": said(same, members)}
+
+
+def part_keys(items: list[Item], home: list[Layer | None]) -> list[Any]:
+    """The layer of a node, or its module with whether it stands before, between or behind the layers."""
+    inside = [index for index, layer in enumerate(home) if layer is not None and items[index].op != "weight"]
+    first, last = (inside[0], inside[-1]) if inside else (len(items), -1)
+    keys: list[Any] = list(home)
+    for item in reversed(items):  # a weight is with its first reader, which stands below it
+        if keys[item.index] is not None:
+            continue
+        if item.op in ("input", "output"):
+            keys[item.index] = (f"{item.op}s" if item.op == "input" else "output", 0)
+        else:
+            module = item.target.rpartition(".")[0] if item.op == "weight" else item.module
+            place = item.index if item.op != "weight" else first_reader(item.index, items)
+            keys[item.index] = (module or "the model itself", (place > first) + (place > last))
+    return keys
+
+
+def first_reader(index: int, items: list[Item]) -> int:
+    return next((item.index for item in items if any(i == index for _, i in item.inputs)), index)
+
+
+def pack_part(
+    part: Part,
+    items: list[Item],
+    members: dict[Layer, list[Item]],
+    keys: list[Any],
+    read_by: list[list[int]],
+    strings: Strings,
+) -> dict[str, Any]:
+    """nodes: packed, with inputs as [slot, position, …], where -1, -2, … are the entries of `outer`; and whether
+    the value is read elsewhere. copies: [number, names, names of outer values] of each equal layer."""
+    places = {item.index: place for place, item in enumerate(part.members)}
+    nodes, outer = [], []
+    for item in part.members:
+        inputs: list[int] = []
+        for slot, index in item.inputs:
+            if index not in places:
+                outer.append([items[index].name, source_kind(items[index], read_by), strings(origin(keys[index]))])
+            inputs += [strings(slot), places[index] if index in places else -len(outer)]
+        elsewhere = int(any(reader not in places for reader in read_by[item.index]))
+        hub = int(len(read_by[item.index]) > HUB)
+        nodes.append([*pack_item(item, strings, part.layer), inputs, elsewhere, hub])
+    copies = []
+    for layer in part.copies:
+        own = {item.index for item in members[layer]}
+        names = [items[i].name for item in members[layer] for _, i in item.inputs if i not in own]
+        copies.append([layer.index, [item.name for item in members[layer]], names])
+    layer = [part.layer.stack, part.layer.index] if part.layer else None
+    return {"title": part.title, "layer": layer, "nodes": nodes, "outer": outer, "copies": copies}
+
+
+def origin(key: Any) -> str:
+    return f"layer {key.index}" if isinstance(key, Layer) else key[0]
+
+
+def overview(
+    items: list[Item], keys: list[Any], parts: dict[Any, Part], same: dict[Layer, Layer], read_by: list[list[int]]
+) -> tuple[list[list[Any]], list[list[int]]]:
+    """Boxes as [part, title, layers, ports], and edges between them. A hub is a port, not an edge."""
+    numbers = {key: number for number, key in enumerate(parts)}
+    boxes, where = make_boxes(parts, numbers, same)
+    edges: dict[tuple[int, int], None] = {}
+    for item in items:
+        target = where[keys[item.index]]
+        for _, index in item.inputs:
+            source = where[keys[index]]
+            if source == target or items[index].op == "weight":
+                continue
+            if len(read_by[index]) > HUB:
+                boxes[target].ports[items[index].name] = None
+            else:
+                edges[source, target] = None
+    packed = [[box.part, box.title, [layer.index for layer in box.layers], list(box.ports)] for box in boxes]
+    return packed, [list(edge) for edge in edges]
+
+
+def make_boxes(
+    parts: dict[Any, Part], numbers: dict[Any, int], same: dict[Layer, Layer]
+) -> tuple[list[Box], dict[Any, int]]:
+    """The boxes, and which of them each key is in."""
+    boxes: list[Box] = []
+    where: dict[Any, int] = {}
+    for key in parts:
+        if not isinstance(key, Layer):
+            where[key] = len(boxes)
+            boxes.append(Box(numbers[key], parts[key].title, []))
+    layers = sorted({key for key in parts if isinstance(key, Layer)} | set(same), key=lambda k: (k.stack, k.index))
+    for run in layer_runs(layers, same):
+        where |= dict.fromkeys(run, len(boxes))
+        title = f"layer{'s' if len(run) > 1 else ''} {ranges([layer.index for layer in run])}"
+        boxes.append(Box(numbers[same.get(run[0], run[0])], title, run))
+    return boxes, where
+
+
+def layer_runs(layers: list[Layer], same: dict[Layer, Layer]) -> list[list[Layer]]:
+    """Equal layers that follow each other; or all equal ones, where that would be too many boxes."""
+    runs: list[list[Layer]] = []
+    groups: dict[Layer, list[Layer]] = {}
+    for layer in layers:
+        first = same.get(layer, layer)
+        groups.setdefault(first, []).append(layer)
+        if runs and same.get(runs[-1][0], runs[-1][0]) == first:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return runs if len(runs) <= RUNS else list(groups.values())
+
+
+def said(same: dict[Layer, Layer], members: dict[Layer, list[Item]]) -> str:
+    """`32 layers: 0–6, 8–31 are equal (× 31), 7 differs`."""
+    stacks: dict[str, dict[Layer, list[int]]] = {}
+    for layer in sorted(members, key=lambda one: (one.stack, one.index)):
+        stacks.setdefault(layer.stack, {}).setdefault(same.get(layer, layer), []).append(layer.index)
+    texts = []
+    for stack, groups in stacks.items():
+        ordered = sorted(groups.values(), key=lambda one: -len(one))
+        number = sum(map(len, ordered))
+        name = f"{stack}: " if len(stacks) > 1 else ""
+        if len(ordered) == 1:
+            texts.append(f"{name}{number} layer{'s, all equal' if number > 1 else ''}")
+            continue
+        others = ", ".join(f"{ranges(group)} differ{'' if len(group) > 1 else 's'}" for group in ordered[1:])
+        equal = f"{ranges(ordered[0])} are equal (× {len(ordered[0])}), " if len(ordered[0]) > 1 else ""
+        texts.append(f"{name}{number} layers: {equal}{others if equal else 'no two are equal'}")
+    return "; ".join(texts) or "no numbered layers"

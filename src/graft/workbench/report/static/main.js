@@ -1,0 +1,18 @@
+// Starts everything, in the order in which the parts need each other.
+
+startTheme();
+startTransforms();
+startLayers();
+startSearch();
+startKeys();
+followHash();
+themeListeners.push(() => [...drawings.keys()].forEach((holder) => redraw(holder)));
+
+let width = innerWidth;
+addEventListener('resize', () => {
+  if (innerWidth === width) return; // a phone hides its bars while it scrolls
+  width = innerWidth;
+  [...drawings.keys()].forEach((holder) => redraw(holder));
+});
+addEventListener('beforeprint', () => all('details').forEach((one) => (one.open = true)));
+document.documentElement.dataset.ready = String(Math.round(performance.now()));

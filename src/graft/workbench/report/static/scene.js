@@ -1,0 +1,146 @@
+// Scenes: what is drawn. {nodes: [{id, label, sub, family, group, change, chips, pill, stack, item}], edges}.
+// Hubs, weights and inputs are chips on their readers, not edges.
+
+const SAME = 0, REMOVED = 1, ADDED = 2, REWIRED = 3, OTHER = 4;
+const VALUE = 0, HUB = 1, WEIGHT = 2, INPUT = 3;
+const MARKS = ['', '− ', '+ ', '~ ', '≈ '];
+const PRODUCTS = /^(linear|matmul|mm|bmm|addmm|baddbmm|fused_linear|einsum|moe_experts|conv1d)/;
+const MOVES = /^(reshape|view|transpose|permute|slice|select|cat|expand|unsqueeze|squeeze|getitem|to|clone|contiguous|sym_)/;
+
+const shortOp = (op) => op.split('.')[1] ?? op;
+
+function family(node) {
+  const name = shortOp(node.op);
+  if (node.op === 'input' || node.op === 'weight' || node.op === 'output') return 'edge';
+  if (/attention/.test(name)) return 'attention';
+  if (PRODUCTS.test(name)) return 'product';
+  if (node.op.startsWith('graft.')) return 'fused';
+  return MOVES.test(name) ? 'move' : 'plain';
+}
+
+// The module inside the layer: `model.layers.*.self_attn.q_proj` → `self_attn`.
+function groupOf(node) {
+  const inside = node.general.split('*.')[1];
+  return inside && node.op !== 'weight' ? inside.split('.')[0] : null;
+}
+
+const lastTwo = (path) => path.split('.').slice(-2).join('.');
+
+function drawnNode(id, node, change = SAME) {
+  const leaf = node.op === 'weight' || node.op === 'input';
+  const label = node.op === 'weight' ? lastTwo(node.module) : node.op === 'input' ? node.name : shortOp(node.op);
+  return {
+    id, label: MARKS[change] + label, sub: node.value, family: family(node), group: groupOf(node), change,
+    chips: [], item: node, leaf,
+  };
+}
+
+// A value from elsewhere with an edge of its own, or one that is read elsewhere.
+const pill = (id, label, change = SAME) => ({id, label, sub: '', family: 'pill', group: null, change, chips: [], pill: true});
+
+function addChip(node, text, kind, change = SAME) {
+  const known = node.chips.find((chip) => chip.text === text);
+  if (!known) node.chips.push({text, kind, change});
+}
+
+function partScene(opened) {
+  const scene = {nodes: [], edges: []};
+  const drawn = new Map();
+  const alone = opened.nodes.every((node) => node.inputs.length === 0);
+  opened.nodes.forEach((node, place) => {
+    if (node.op === 'weight' && !alone) return;
+    const made = drawnNode(`n${place}`, node);
+    drawn.set(place, made);
+    scene.nodes.push(made);
+  });
+  for (const [place, target] of drawn) {
+    for (const input of opened.nodes[place].inputs) readInto(scene, opened, drawn, target, input);
+    if (opened.nodes[place].elsewhere) readElsewhere(scene, opened, target);
+  }
+  return scene;
+}
+
+function readInto(scene, opened, drawn, target, input) {
+  const source = input.outer ?? opened.nodes[input.place];
+  if (input.outer) {
+    if (source.kind !== VALUE) return addChip(target, source.name, source.kind);
+    const id = `in:${source.name}`;
+    if (!scene.nodes.some((one) => one.id === id)) scene.nodes.push(pill(id, `${source.name} from ${source.from}`));
+    return addEdge(scene, id, target.id, SAME);
+  }
+  if (!drawn.has(input.place)) return addChip(target, lastTwo(source.module), WEIGHT);
+  if (source.hub) return addChip(target, source.name, HUB);
+  return addEdge(scene, drawn.get(input.place).id, target.id, SAME);
+}
+
+function readElsewhere(scene, opened, node) {
+  if (node.item.hub || node.leaf) return;
+  const id = `out:${node.id}`;
+  scene.nodes.push(pill(id, 'read elsewhere'));
+  addEdge(scene, node.id, id, SAME);
+}
+
+function addEdge(scene, a, b, change) {
+  if (!scene.edges.some((edge) => edge.a === a && edge.b === b)) scene.edges.push({a, b, change});
+}
+
+// view: 'both', 'before' or 'after'. whole: all of the layer, or what changed with its neighbours.
+function diffScene(drawing, view, whole) {
+  const hidden = (change) => (view === 'before' && change === ADDED) || (view === 'after' && change === REMOVED);
+  const nodes = drawing.nodes.map((packed) => ({...unpack(packed, drawing.layer), change: packed[7], note: packed[8]}));
+  const shown = shownPlaces(drawing, nodes, whole).filter((place) => !hidden(nodes[place].change));
+  const scene = {nodes: [], edges: []};
+  const drawn = new Map();
+  for (const place of shown) {
+    const node = nodes[place];
+    if (node.op === 'weight' && node.change === SAME) continue;
+    const made = drawnNode(`n${place}`, node, node.change);
+    const times = (drawing.times ?? {})[place];
+    if (times) made.label += ` × ${times}`;
+    made.stack = Boolean(times);
+    drawn.set(place, made);
+    scene.nodes.push(made);
+  }
+  for (const [a, b, change] of drawing.edges) {
+    if (hidden(change) || !drawn.has(b)) continue;
+    if (drawn.has(a) && !drawing.hubs.includes(a)) addEdge(scene, `n${a}`, `n${b}`, change);
+    else if (nodes[a].op === 'weight') addChip(drawn.get(b), lastTwo(nodes[a].module), WEIGHT, change);
+    else if (drawing.hubs.includes(a)) addChip(drawn.get(b), nodes[a].name, HUB, change);
+  }
+  for (const [to, name, kind, change] of drawing.outer) {
+    if (!hidden(change) && drawn.has(to)) addChip(drawn.get(to), name, kind, change);
+  }
+  return scene;
+}
+
+function shownPlaces(drawing, nodes, whole) {
+  const every = nodes.map((_, place) => place);
+  if (whole) return every;
+  const changed = new Set(every.filter((place) => nodes[place].change !== SAME));
+  const near = new Set(changed);
+  for (const [a, b] of drawing.edges) {
+    if (changed.has(a)) near.add(b);
+    if (changed.has(b)) near.add(a);
+  }
+  return every.filter((place) => near.has(place));
+}
+
+function overviewScene(step, chosen) {
+  const scene = {nodes: [], edges: []};
+  step.boxes.forEach(([number, title, layers, ports], place) => {
+    const part = step.parts[number];
+    const calls = part.nodes.filter((node) => graphs.strings[node[1]] !== 'weight').length;
+    const single = calls === 1 && !layers.length;
+    const sub = single ? shortOp(graphs.strings[part.nodes.find((n) => graphs.strings[n[1]] !== 'weight')[1]])
+      : `${calls} node${calls === 1 ? '' : 's'}${layers.length > 1 ? ' each' : ''}`;
+    const node = {
+      id: `b${place}`, label: title + (layers.length > 1 ? ` × ${layers.length}` : ''), sub: title === sub ? '' : sub,
+      family: layers.length ? 'layer' : title === 'inputs' || title === 'output' ? 'pill' : 'plain', group: null,
+      change: SAME, chips: [], box: place, stack: layers.length > 1, chosen: place === chosen,
+    };
+    for (const port of ports) addChip(node, port, HUB);
+    scene.nodes.push(node);
+  });
+  for (const [a, b] of step.edges) addEdge(scene, `b${a}`, `b${b}`, SAME);
+  return scene;
+}
