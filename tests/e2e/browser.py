@@ -141,7 +141,8 @@ def browser(profile: Path) -> Iterator[Browser]:
     from_read, from_write = os.pipe()
     options = [
         *("--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--no-first-run"),
-        *("--disable-dev-shm-usage", "--hide-scrollbars", "--disable-background-networking", f"--user-data-dir={profile}"),
+        *("--disable-dev-shm-usage", "--hide-scrollbars", "--disable-background-networking"),
+        f"--user-data-dir={profile}",
     ]  # fmt: skip
     shell = f'exec "$0" "$@" 3<&{to_read} 4>&{from_write}'  # the browser reads from 3 and writes to 4
     process = subprocess.Popen(

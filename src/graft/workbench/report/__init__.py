@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs no network: pipeline, layers, what each transform did, candidates, kernel times."""
+"""A run as one HTML file that needs no network: pipeline, layers, changes, candidates, kernel times."""
 
 from graft.workbench.report.data import ReportData, collect
 from graft.workbench.report.page import render, write_report

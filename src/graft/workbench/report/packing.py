@@ -1,10 +1,10 @@
-"""Nodes as short JSON lists. Ops, shapes, modules and lines repeat in every layer and step, so each is stored once."""
+"""Nodes as short JSON lists. Ops, shapes, modules and lines repeat in every layer, so each text is stored once."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from graft.graph.facts import Item, Layer, general
+from graft.graph.facts import SYMBOL, Item, Layer, general
 
 HUB = 8  # a node with more readers is a named port on each of them: its edges would cross the whole drawing
 
@@ -39,6 +39,11 @@ def readers(items: list[Item] | tuple[Item, ...]) -> list[list[int]]:
         for index in dict.fromkeys(index for _, index in item.inputs):
             found[index].append(item.index)
     return found
+
+
+def port_name(item: Item) -> str:
+    """A size is known by its symbol (`s70`), all else by its name."""
+    return item.value if SYMBOL.fullmatch(item.value) else item.name
 
 
 def source_kind(item: Item, read_by: list[list[int]]) -> int:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from graft.graph.facts import Item, Layer, homes
+from graft.graph.facts import Item, Layer, homes, layer_of
 from graft.graph.folding import equal_layers
 from graft.workbench.layers import ranges
-from graft.workbench.report.packing import HUB, Strings, pack_item, readers, source_kind
+from graft.workbench.report.packing import HUB, Strings, pack_item, port_name, readers, source_kind
 
 RUNS = 12  # boxes of one stack; where layers alternate more often, equal ones share a box wherever they stand
 
@@ -35,6 +35,7 @@ class Box:
     title: str
     layers: list[Layer]
     ports: dict[str, None] = field(default_factory=dict)
+    inputs: dict[str, None] = field(default_factory=dict)
 
 
 def pack_step(items: list[Item], strings: Strings) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def pack_step(items: list[Item], strings: Strings) -> dict[str, Any]:
             members.setdefault(layer, []).append(item)
         if layer in same:
             continue
-        title = f"layer {layer.index}" if layer else key[0]
+        title = f"layer {layer.index}" if layer else module_title(key[0])
         parts.setdefault(key, Part(title, layer)).members.append(item)
     for layer in sorted(same, key=lambda one: (one.stack, one.index)):
         parts[same[layer]].copies.append(layer)
@@ -76,6 +77,13 @@ def part_keys(items: list[Item], home: list[Layer | None]) -> list[Any]:
     return keys
 
 
+def module_title(module: str) -> str:
+    """`model.rotary_emb` → `rotary_emb`; what a layer computes for others says so."""
+    layer = layer_of(module)
+    last = module.rpartition(".")[2]
+    return f"{last}, shared by layers" if layer else last
+
+
 def first_reader(index: int, items: list[Item]) -> int:
     return next((item.index for item in items if any(i == index for _, i in item.inputs)), index)
 
@@ -96,7 +104,10 @@ def pack_part(
         inputs: list[int] = []
         for slot, index in item.inputs:
             if index not in places:
-                outer.append([items[index].name, source_kind(items[index], read_by), strings(origin(keys[index]))])
+                port = strings(port_name(items[index]))
+                outer.append(
+                    [items[index].name, source_kind(items[index], read_by), strings(origin(keys[index])), port]
+                )
             inputs += [strings(slot), places[index] if index in places else -len(outer)]
         elsewhere = int(any(reader not in places for reader in read_by[item.index]))
         hub = int(len(read_by[item.index]) > HUB)
@@ -117,7 +128,8 @@ def origin(key: Any) -> str:
 def overview(
     items: list[Item], keys: list[Any], parts: dict[Any, Part], same: dict[Layer, Layer], read_by: list[list[int]]
 ) -> tuple[list[list[Any]], list[list[int]]]:
-    """Boxes as [part, title, layers, ports], and edges between them. A hub is a port, not an edge."""
+    """Boxes as [part, title, layers, ports, inputs], and edges between them. A hub is a port, not an edge, and so is
+    an input of the graph."""
     numbers = {key: number for number, key in enumerate(parts)}
     boxes, where = make_boxes(parts, numbers, same)
     edges: dict[tuple[int, int], None] = {}
@@ -128,10 +140,15 @@ def overview(
             if source == target or items[index].op == "weight":
                 continue
             if len(read_by[index]) > HUB:
-                boxes[target].ports[items[index].name] = None
+                boxes[target].ports[port_name(items[index])] = None
+            elif items[index].op == "input":
+                boxes[target].inputs[items[index].name] = None
             else:
                 edges[source, target] = None
-    packed = [[box.part, box.title, [layer.index for layer in box.layers], list(box.ports)] for box in boxes]
+    packed = [
+        [box.part, box.title, [layer.index for layer in box.layers], list(box.ports), list(box.inputs)]
+        for box in boxes
+    ]
     return packed, [list(edge) for edge in edges]
 
 

@@ -10,7 +10,7 @@ from graft.graph.facts import Item, Layer, homes
 from graft.workbench.diff import GraphDiff
 from graft.workbench.diff_text import change_text, layers_text
 from graft.workbench.layers import Folded
-from graft.workbench.report.packing import Strings, pack_item, readers, source_kind
+from graft.workbench.report.packing import Strings, pack_item, port_name, readers, source_kind
 
 KINDS = {"removed": 1, "added": 2, "rewired": 3, "literal": 4, "metadata": 4}
 SAME, REMOVED, ADDED = 0, 1, 2
@@ -99,7 +99,7 @@ def scene(title: str, both: Both, members: Iterable[int], strings: Strings, laye
     ]
     edges = [[places[a], places[b], kind] for (a, b), kind in both.edges.items() if a in places and b in places]
     outer = [
-        [places[b], both.items[a].name, both.source_kinds[a], kind]
+        [places[b], port_name(both.items[a]), both.source_kinds[a], kind]
         for (a, b), kind in both.edges.items()
         if b in places and a not in places
     ]

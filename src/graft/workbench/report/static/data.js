@@ -22,7 +22,7 @@ function element(tag, attributes = {}, ...children) {
 function unpack(packed, layer) {
   const [op, value, module, source, madeBy, literals] = packed.slice(1, 7).map((number) => graphs.strings[number]);
   return {
-    name: packed[0], op, value: value.replace(/@meta$/, ''), general: module, source, madeBy, literals,
+    name: packed[0], op, value: value.replaceAll('@meta', ''), general: module, source, madeBy, literals,
     module: layer === null || layer === undefined ? module : module.replace('*', layer),
   };
 }
@@ -32,9 +32,9 @@ function openPart(step, number, index) {
   const part = step.parts[number];
   const copy = part.copies.find((one) => one[0] === index);
   const layer = part.layer ? (copy ? copy[0] : part.layer[1]) : null;
-  const outer = part.outer.map(([name, kind, from], place) => {
+  const outer = part.outer.map(([name, kind, from, port], place) => {
     const own = copy ? copy[2][place] : name;
-    return {name: own, kind, from: copy && own !== name ? above(graphs.strings[from], part.layer[1], layer) : graphs.strings[from]};
+    return {name: own, port: own === name ? graphs.strings[port] : own, kind, from: copy && own !== name ? above(graphs.strings[from], part.layer[1], layer) : graphs.strings[from]};
   });
   const nodes = part.nodes.map((packed, place) => {
     const node = unpack(packed, layer);

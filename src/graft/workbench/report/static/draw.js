@@ -3,13 +3,13 @@
 
 const drawings = new Map(); // element → what it shows
 
-function draw(holder, scene, {onNode, label, zoom = 1} = {}) {
+function draw(holder, scene, {onNode, label, zoom = 1, least = 0.7} = {}) {
   const size = layout(scene);
   drawings.get(holder)?.cy.destroy();
   holder.replaceChildren();
   const inner = element('div', {class: 'canvas', role: 'img', 'aria-label': label ?? 'graph'});
   holder.append(inner);
-  const fit = Math.min(1, Math.max(0.55, (holder.clientWidth - 2) / size.width)) * zoom;
+  const fit = Math.min(1, Math.max(least, (holder.clientWidth - 2) / size.width)) * zoom;
   inner.style.width = `${Math.ceil(size.width * fit)}px`;
   inner.style.height = `${Math.ceil(size.height * fit)}px`;
   const cy = cytoscape({
@@ -20,7 +20,7 @@ function draw(holder, scene, {onNode, label, zoom = 1} = {}) {
   cy.on('tap', 'node.body', (event) => onNode?.(event.target.data('node')));
   cy.on('mouseover', 'node.body', () => (inner.style.cursor = 'pointer'));
   cy.on('mouseout', 'node.body', () => (inner.style.cursor = ''));
-  drawings.set(holder, {cy, scene, options: {onNode, label, zoom}, fit});
+  drawings.set(holder, {cy, scene, options: {onNode, label, zoom, least}, fit});
   return cy;
 }
 
@@ -44,7 +44,7 @@ function elements(scene) {
     node.chips.forEach((chip, number) => found.push(...chipElements(node, chip, number)));
   }
   for (const [number, edge] of scene.edges.entries()) {
-    const turn = edge.points ? bends(edge.points, at.get(edge.a), at.get(edge.b)) : null;
+    const turn = edge.points && !isFree(edge, at, scene.nodes) ? bends(edge.points, at.get(edge.a), at.get(edge.b)) : null;
     found.push({
       data: {id: `e${number}`, source: edge.a, target: edge.b, ...(turn ?? {})},
       classes: `${changeClass(edge.change)} ${turn ? 'bent' : ''}`,
@@ -99,7 +99,7 @@ function styles() {
       style: {
         shape: 'round-rectangle', 'background-color': colour('group'), 'background-opacity': 0.5, 'border-width': 1,
         'border-color': line, 'border-opacity': 0.5, label: 'data(label)', color: muted, 'font-size': 11, 'font-weight': 600,
-        'text-halign': 'center', 'text-valign': 'top', 'text-margin-y': -3, padding: 10, 'font-family': 'system-ui, sans-serif',
+        'text-halign': 'center', 'text-valign': 'top', 'text-margin-y': -3, padding: 10, 'text-background-color': surface, 'text-background-opacity': 0.85, 'text-background-padding': 2, 'font-family': 'system-ui, sans-serif',
       },
     },
     {

@@ -26,8 +26,8 @@ function showStep(number) {
   open.step = number;
   byId('step').value = number;
   byId('said').textContent = step.said;
-  const layered = step.boxes.findIndex((box) => box[2].length);
-  showBox(Math.max(layered, 0));
+  const most = Math.max(...step.boxes.map((box) => box[2].length));
+  showBox(step.boxes.findIndex((box) => box[2].length === most));
 }
 
 function showBox(number, layer = null) {
@@ -36,7 +36,7 @@ function showBox(number, layer = null) {
   open.box = number;
   open.layer = layers.length ? (layer ?? layers[0]) : null;
   draw(byId('overview'), overviewScene(step, number), {
-    label: `Overview: ${step.said}`, onNode: (node) => showBox(node.box), zoom: drawings.get(byId('overview'))?.options.zoom,
+    label: `Overview: ${step.said}`, onNode: (node) => showBox(node.box), least: 0.6, zoom: drawings.get(byId('overview'))?.options.zoom,
   });
   showPart();
 }

@@ -21,7 +21,8 @@ function measure(node) {
     chip.width = Math.ceil(textWidth(MARKS[chip.change] + chip.text, 'chip')) + 12;
   }
   node.chipWidth = node.chips.length ? Math.max(...node.chips.map((chip) => chip.width)) + 12 : 0;
-  node.boxWidth = node.width + node.chipWidth;
+  node.right = node.chipWidth <= 64 ? node.chipWidth : 0; // as much on the right keeps chains straight
+  node.boxWidth = node.width + node.chipWidth + node.right;
   node.boxHeight = Math.max(node.height, node.chips.length * 18);
 }
 
@@ -29,7 +30,7 @@ function layout(scene) {
   scene.nodes.forEach(measure);
   if (!scene.edges.length && scene.nodes.length > 4) return grid(scene);
   const graph = new dagre.graphlib.Graph({compound: true});
-  graph.setGraph({rankdir: 'TB', nodesep: 22, ranksep: 30, edgesep: 14, marginx: 14, marginy: 14});
+  graph.setGraph({rankdir: 'TB', nodesep: 18, ranksep: 28, edgesep: 12, marginx: 14, marginy: 14});
   graph.setDefaultEdgeLabel(() => ({}));
   const groups = new Set(scene.nodes.map((node) => node.group).filter(Boolean));
   for (const group of groups) graph.setNode(`g:${group}`, {});
@@ -46,9 +47,9 @@ function layout(scene) {
   return {width, height};
 }
 
-// dagre's box holds chips and body; the body stands on its right.
+// dagre's box holds chips and body; the chips stand on its left.
 function place(node, {x, y}) {
-  node.x = x + node.chipWidth / 2;
+  node.x = x + (node.chipWidth - node.right) / 2;
   node.y = y;
   const left = x - node.boxWidth / 2;
   const top = y - (node.chips.length * 18) / 2 + 9;
@@ -69,6 +70,24 @@ function grid(scene) {
   });
   scene.groups = [];
   return {width: columns * width + 20, height: Math.ceil(scene.nodes.length / columns) * height + 20};
+}
+
+// Whether a straight line between two nodes runs over no other.
+function isFree(edge, at, nodes) {
+  const from = at.get(edge.a), to = at.get(edge.b);
+  return nodes.every((node) => node === from || node === to || !crosses(from, to, node));
+}
+
+// A node with its chips against a line, in steps of 8 pixels: boxes are 22 and more.
+function crosses(from, to, node) {
+  const left = node.x - node.width / 2 - node.chipWidth - 4, right = node.x + node.width / 2 + 4;
+  const top = node.y - node.boxHeight / 2 - 4, bottom = node.y + node.boxHeight / 2 + 4;
+  const steps = Math.ceil(Math.hypot(to.x - from.x, to.y - from.y) / 8);
+  for (let step = 0; step <= steps; step++) {
+    const x = from.x + ((to.x - from.x) * step) / steps, y = from.y + ((to.y - from.y) * step) / steps;
+    if (x > left && x < right && y > top && y < bottom) return true;
+  }
+  return false;
 }
 
 // The bends of an edge as cytoscape wants them: along and beside the straight line between its ends.

@@ -3,6 +3,7 @@
 
 const SAME = 0, REMOVED = 1, ADDED = 2, REWIRED = 3, OTHER = 4;
 const VALUE = 0, HUB = 1, WEIGHT = 2, INPUT = 3;
+const NAMED = 2; // ports of a box that the overview names; the open part names all
 const MARKS = ['', '− ', '+ ', '~ ', '≈ '];
 const PRODUCTS = /^(linear|matmul|mm|bmm|addmm|baddbmm|fused_linear|einsum|moe_experts|conv1d)/;
 const MOVES = /^(reshape|view|transpose|permute|slice|select|cat|expand|unsqueeze|squeeze|getitem|to|clone|contiguous|sym_)/;
@@ -26,9 +27,19 @@ function groupOf(node) {
 
 const lastTwo = (path) => path.split('.').slice(-2).join('.');
 
+// The weight of a node's own module goes without saying: the node is named after the module.
+const ownWeight = (weight, reader) => weight.module.startsWith(`${reader.module}.`);
+
+// `linear · q_proj`: the module, where it is not the group's that is drawn around it.
+function callLabel(node) {
+  const last = node.general.split('.').at(-1);
+  const named = last && last !== '*' && last !== groupOf(node) && family(node) === 'product';
+  return shortOp(node.op) + (named ? ` · ${last}` : '');
+}
+
 function drawnNode(id, node, change = SAME) {
   const leaf = node.op === 'weight' || node.op === 'input';
-  const label = node.op === 'weight' ? lastTwo(node.module) : node.op === 'input' ? node.name : shortOp(node.op);
+  const label = node.op === 'weight' ? lastTwo(node.module) : node.op === 'input' ? node.name : callLabel(node);
   return {
     id, label: MARKS[change] + label, sub: node.value, family: family(node), group: groupOf(node), change,
     chips: [], item: node, leaf,
@@ -63,12 +74,12 @@ function partScene(opened) {
 function readInto(scene, opened, drawn, target, input) {
   const source = input.outer ?? opened.nodes[input.place];
   if (input.outer) {
-    if (source.kind !== VALUE) return addChip(target, source.name, source.kind);
+    if (source.kind !== VALUE) return addChip(target, source.port, source.kind);
     const id = `in:${source.name}`;
     if (!scene.nodes.some((one) => one.id === id)) scene.nodes.push(pill(id, `${source.name} from ${source.from}`));
     return addEdge(scene, id, target.id, SAME);
   }
-  if (!drawn.has(input.place)) return addChip(target, lastTwo(source.module), WEIGHT);
+  if (!drawn.has(input.place)) return ownWeight(source, target.item) || addChip(target, lastTwo(source.module), WEIGHT);
   if (source.hub) return addChip(target, source.name, HUB);
   return addEdge(scene, drawn.get(input.place).id, target.id, SAME);
 }
@@ -95,6 +106,7 @@ function diffScene(drawing, view, whole) {
     const node = nodes[place];
     if (node.op === 'weight' && node.change === SAME) continue;
     const made = drawnNode(`n${place}`, node, node.change);
+    if (!whole) made.group = null; // a group around two far nodes would be mostly empty
     const times = (drawing.times ?? {})[place];
     if (times) made.label += ` × ${times}`;
     made.stack = Boolean(times);
@@ -104,7 +116,9 @@ function diffScene(drawing, view, whole) {
   for (const [a, b, change] of drawing.edges) {
     if (hidden(change) || !drawn.has(b)) continue;
     if (drawn.has(a) && !drawing.hubs.includes(a)) addEdge(scene, `n${a}`, `n${b}`, change);
-    else if (nodes[a].op === 'weight') addChip(drawn.get(b), lastTwo(nodes[a].module), WEIGHT, change);
+    else if (nodes[a].op === 'weight') {
+      if (change !== SAME || !ownWeight(nodes[a], nodes[b])) addChip(drawn.get(b), lastTwo(nodes[a].module), WEIGHT, change);
+    }
     else if (drawing.hubs.includes(a)) addChip(drawn.get(b), nodes[a].name, HUB, change);
   }
   for (const [to, name, kind, change] of drawing.outer) {
@@ -127,7 +141,7 @@ function shownPlaces(drawing, nodes, whole) {
 
 function overviewScene(step, chosen) {
   const scene = {nodes: [], edges: []};
-  step.boxes.forEach(([number, title, layers, ports], place) => {
+  step.boxes.forEach(([number, title, layers, ports, inputs], place) => {
     const part = step.parts[number];
     const calls = part.nodes.filter((node) => graphs.strings[node[1]] !== 'weight').length;
     const single = calls === 1 && !layers.length;
@@ -138,7 +152,10 @@ function overviewScene(step, chosen) {
       family: layers.length ? 'layer' : title === 'inputs' || title === 'output' ? 'pill' : 'plain', group: null,
       change: SAME, chips: [], box: place, stack: layers.length > 1, chosen: place === chosen,
     };
-    for (const port of ports) addChip(node, port, HUB);
+    for (const [names, kind, what] of [[ports, HUB, 'ports'], [inputs, INPUT, 'inputs']]) {
+      if (names.length > NAMED) addChip(node, `${names.length} ${what}`, kind);
+      else names.forEach((name) => addChip(node, name, kind));
+    }
     scene.nodes.push(node);
   });
   for (const [a, b] of step.edges) addEdge(scene, `b${a}`, `b${b}`, SAME);

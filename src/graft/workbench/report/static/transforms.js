@@ -43,6 +43,7 @@ function openTransform(name) {
     button.setAttribute('aria-expanded', String(button.dataset.open === name));
   }
   opened = name;
+  byId('drawer-place').textContent = `transform ${rows().findIndex((row) => row.dataset.transform === name) + 1} of ${rows().length}`;
   byId('drawer').scrollTop = 0;
   article.querySelector('h2').focus({preventScroll: true});
   rows().find((row) => row.dataset.transform === name)?.scrollIntoView({block: 'nearest'});
