@@ -4,7 +4,7 @@
 const drawings = new Map(); // element → what it shows
 
 function draw(holder, scene, {onNode, label, zoom = 1, least = 0.7} = {}) {
-  const size = layout(scene);
+  const size = layout(scene, holder.clientWidth / 0.85);
   drawings.get(holder)?.cy.destroy();
   holder.replaceChildren();
   const inner = element('div', {class: 'canvas', role: 'img', 'aria-label': label ?? 'graph'});
@@ -99,7 +99,7 @@ function styles() {
       style: {
         shape: 'round-rectangle', 'background-color': colour('group'), 'background-opacity': 0.5, 'border-width': 1,
         'border-color': line, 'border-opacity': 0.5, label: 'data(label)', color: muted, 'font-size': 11, 'font-weight': 600,
-        'text-halign': 'center', 'text-valign': 'top', 'text-margin-y': -3, padding: 10, 'text-background-color': surface, 'text-background-opacity': 0.85, 'text-background-padding': 2, 'font-family': 'system-ui, sans-serif',
+        'text-halign': 'center', 'text-valign': 'top', 'text-margin-y': -3, 'text-margin-x': (group) => textWidth(group.data('label'), 'group') / 2 - group.width() / 2, padding: 10, 'text-background-color': surface, 'text-background-opacity': 0.85, 'text-background-padding': 2, 'font-family': 'system-ui, sans-serif',
       },
     },
     {

@@ -2,11 +2,16 @@
 
 startTheme();
 startTransforms();
-startLayers();
 startSearch();
 startKeys();
-followHash();
 themeListeners.push(() => [...drawings.keys()].forEach((holder) => redraw(holder)));
+
+// The tables are there to be read before anything is drawn.
+requestAnimationFrame(() => setTimeout(() => {
+  startLayers();
+  followHash();
+  document.documentElement.dataset.ready = String(Math.round(performance.now()));
+}));
 
 let width = innerWidth;
 addEventListener('resize', () => {
@@ -15,4 +20,3 @@ addEventListener('resize', () => {
   [...drawings.keys()].forEach((holder) => redraw(holder));
 });
 addEventListener('beforeprint', () => all('details').forEach((one) => (one.open = true)));
-document.documentElement.dataset.ready = String(Math.round(performance.now()));

@@ -47,7 +47,11 @@ function drawnNode(id, node, change = SAME) {
 }
 
 // A value from elsewhere with an edge of its own, or one that is read elsewhere.
-const pill = (id, label, change = SAME) => ({id, label, sub: '', family: 'pill', group: null, change, chips: [], pill: true});
+function addPill(scene, id, label) {
+  const known = scene.nodes.some((node) => node.id === id);
+  if (!known) scene.nodes.push({id, label, sub: '', family: 'pill', group: null, change: SAME, chips: [], pill: true});
+  return id;
+}
 
 function addChip(node, text, kind, change = SAME) {
   const known = node.chips.find((chip) => chip.text === text);
@@ -66,7 +70,7 @@ function partScene(opened) {
   });
   for (const [place, target] of drawn) {
     for (const input of opened.nodes[place].inputs) readInto(scene, opened, drawn, target, input);
-    if (opened.nodes[place].elsewhere) readElsewhere(scene, opened, target);
+    if (opened.nodes[place].elsewhere) readElsewhere(scene, target);
   }
   return scene;
 }
@@ -75,20 +79,16 @@ function readInto(scene, opened, drawn, target, input) {
   const source = input.outer ?? opened.nodes[input.place];
   if (input.outer) {
     if (source.kind !== VALUE) return addChip(target, source.port, source.kind);
-    const id = `in:${source.name}`;
-    if (!scene.nodes.some((one) => one.id === id)) scene.nodes.push(pill(id, `${source.name} from ${source.from}`));
-    return addEdge(scene, id, target.id, SAME);
+    return addEdge(scene, addPill(scene, `in:${source.name}`, `${source.name} from ${source.from}`), target.id, SAME);
   }
   if (!drawn.has(input.place)) return ownWeight(source, target.item) || addChip(target, lastTwo(source.module), WEIGHT);
   if (source.hub) return addChip(target, source.name, HUB);
   return addEdge(scene, drawn.get(input.place).id, target.id, SAME);
 }
 
-function readElsewhere(scene, opened, node) {
+function readElsewhere(scene, node) {
   if (node.item.hub || node.leaf) return;
-  const id = `out:${node.id}`;
-  scene.nodes.push(pill(id, 'read elsewhere'));
-  addEdge(scene, node.id, id, SAME);
+  addEdge(scene, node.id, addPill(scene, `out:${node.id}`, 'read elsewhere'), SAME);
 }
 
 function addEdge(scene, a, b, change) {
@@ -122,7 +122,9 @@ function diffScene(drawing, view, whole) {
     else if (drawing.hubs.includes(a)) addChip(drawn.get(b), nodes[a].name, HUB, change);
   }
   for (const [to, name, kind, change] of drawing.outer) {
-    if (!hidden(change) && drawn.has(to)) addChip(drawn.get(to), name, kind, change);
+    if (hidden(change) || !drawn.has(to)) continue;
+    if (kind !== VALUE) addChip(drawn.get(to), name, kind, change);
+    else addEdge(scene, addPill(scene, `in:${name}`, name), `n${to}`, change);
   }
   return scene;
 }
