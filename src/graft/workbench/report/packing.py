@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from graft.graph.facts import SYMBOL, Item, Layer, general
+from graft.graph.facts import SYMBOL, Item, Layer, general, shared
 
-HUB = 8  # a node with more readers is a named port on each of them: its edges would cross the whole drawing
+HUB = 8  # a value with more readers is a named port on each of them: its edges would cross the whole drawing
 
 
 class Strings:
@@ -32,24 +33,25 @@ def pack_item(item: Item, strings: Strings, layer: Layer | None = None) -> list[
     return [item.name, *map(strings, fields)]
 
 
-def readers(items: list[Item] | tuple[Item, ...]) -> list[list[int]]:
-    """Which nodes read each one; one that reads a value twice counts once."""
-    found: list[list[int]] = [[] for _ in items]
-    for item in items:
-        for index in dict.fromkeys(index for _, index in item.inputs):
-            found[index].append(item.index)
-    return found
+class Readers:
+    """Which nodes read each one, and which values are ports: those that several layers read, or many nodes."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.of: list[list[int]] = [[] for _ in items]
+        for item in items:
+            for index in dict.fromkeys(index for _, index in item.inputs):
+                self.of[index].append(item.index)
+        self.ports = shared(items) | {index for index, found in enumerate(self.of) if len(found) > HUB}
+
+    def kind(self, item: Item) -> int:
+        """How a value from elsewhere is drawn: 0 with an edge, 1 as a port, 2 as a weight, 3 as an input."""
+        if item.op == "weight":
+            return 2
+        if item.op == "input":
+            return 3
+        return int(item.index in self.ports)
 
 
 def port_name(item: Item) -> str:
     """A size is known by its symbol (`s70`), all else by its name."""
     return item.value if SYMBOL.fullmatch(item.value) else item.name
-
-
-def source_kind(item: Item, read_by: list[list[int]]) -> int:
-    """How a value from elsewhere is drawn: 0 with an edge, 1 as the port of a hub, 2 as a weight, 3 as an input."""
-    if item.op == "weight":
-        return 2
-    if item.op == "input":
-        return 3
-    return int(len(read_by[item.index]) > HUB)

@@ -23,7 +23,7 @@ STYLES = ("base.css", "parts.css", "print.css")
 # in order: each file may use what those before it define
 SCRIPTS = (
     *("data.js", "theme.js", "scene.js", "layout.js", "draw.js", "layers.js"),
-    *("transforms.js", "search.js", "keys.js", "main.js"),
+    *("transforms.js", "search.js", "keys.js", "print.js", "main.js"),
 )
 VENDOR = ("cytoscape.min.js", "dagre.min.js")
 

@@ -12,7 +12,7 @@ from typing import Any
 from graft.graph.facts import Item, Layer, homes, layer_of
 from graft.graph.folding import equal_layers
 from graft.workbench.layers import ranges
-from graft.workbench.report.packing import HUB, Strings, pack_item, port_name, readers, source_kind
+from graft.workbench.report.packing import Readers, Strings, pack_item, port_name
 
 RUNS = 12  # boxes of one stack; where layers alternate more often, equal ones share a box wherever they stand
 
@@ -41,7 +41,8 @@ class Box:
 def pack_step(items: list[Item], strings: Strings) -> dict[str, Any]:
     """One graph: parts with their nodes, boxes with their edges, and a sentence on its layers."""
     same, home = equal_layers(items), homes(items)
-    keys = part_keys(items, home)
+    readers = Readers(items)
+    keys = part_keys(items, home, readers)
     parts: dict[Any, Part] = {}
     members: dict[Layer, list[Item]] = {}
     for item, key in zip(items, keys, strict=True):
@@ -54,13 +55,12 @@ def pack_step(items: list[Item], strings: Strings) -> dict[str, Any]:
         parts.setdefault(key, Part(title, layer)).members.append(item)
     for layer in sorted(same, key=lambda one: (one.stack, one.index)):
         parts[same[layer]].copies.append(layer)
-    read_by = readers(items)
-    packed = [pack_part(part, items, members, keys, read_by, strings) for part in parts.values()]
-    boxes, edges = overview(items, keys, parts, same, read_by)
+    packed = [pack_part(part, items, members, keys, readers, strings) for part in parts.values()]
+    boxes, edges = overview(items, keys, parts, same, readers)
     return {"nodes": len(items), "parts": packed, "boxes": boxes, "edges": edges, "said": said(same, members)}
 
 
-def part_keys(items: list[Item], home: list[Layer | None]) -> list[Any]:
+def part_keys(items: list[Item], home: list[Layer | None], readers: Readers) -> list[Any]:
     """The layer of a node, or its module with whether it stands before, between or behind the layers."""
     inside = [index for index, layer in enumerate(home) if layer is not None and items[index].op != "weight"]
     first, last = (inside[0], inside[-1]) if inside else (len(items), -1)
@@ -69,11 +69,14 @@ def part_keys(items: list[Item], home: list[Layer | None]) -> list[Any]:
         if keys[item.index] is not None:
             continue
         if item.op in ("input", "output"):
-            keys[item.index] = (f"{item.op}s" if item.op == "input" else "output", 0)
+            keys[item.index] = ("inputs" if item.op == "input" else "output", 0)
+            continue
+        reader = keys[readers.of[item.index][0]] if item.op == "weight" and readers.of[item.index] else None
+        if reader is not None and not isinstance(reader, Layer):
+            keys[item.index] = reader
         else:
-            module = item.target.rpartition(".")[0] if item.op == "weight" else item.module
-            place = item.index if item.op != "weight" else first_reader(item.index, items)
-            keys[item.index] = (module or "the model itself", (place > first) + (place > last))
+            module = item.place.rpartition(".")[0] if item.op == "weight" else item.module
+            keys[item.index] = (module or "the model itself", (item.index > first) + (item.index > last))
     return keys
 
 
@@ -84,16 +87,12 @@ def module_title(module: str) -> str:
     return f"{last}, shared by layers" if layer else last
 
 
-def first_reader(index: int, items: list[Item]) -> int:
-    return next((item.index for item in items if any(i == index for _, i in item.inputs)), index)
-
-
 def pack_part(
     part: Part,
     items: list[Item],
     members: dict[Layer, list[Item]],
     keys: list[Any],
-    read_by: list[list[int]],
+    readers: Readers,
     strings: Strings,
 ) -> dict[str, Any]:
     """nodes: packed, with inputs as [slot, position, …], where -1, -2, … are the entries of `outer`; and whether
@@ -105,13 +104,11 @@ def pack_part(
         for slot, index in item.inputs:
             if index not in places:
                 port = strings(port_name(items[index]))
-                outer.append(
-                    [items[index].name, source_kind(items[index], read_by), strings(origin(keys[index])), port]
-                )
+                outer.append([items[index].name, readers.kind(items[index]), strings(origin(keys[index])), port])
             inputs += [strings(slot), places[index] if index in places else -len(outer)]
-        elsewhere = int(any(reader not in places for reader in read_by[item.index]))
-        hub = int(len(read_by[item.index]) > HUB)
-        nodes.append([*pack_item(item, strings, part.layer), inputs, elsewhere, hub])
+        elsewhere = int(any(reader not in places for reader in readers.of[item.index]))
+        port = int(item.index in readers.ports)
+        nodes.append([*pack_item(item, strings, part.layer), inputs, elsewhere, port])
     copies = []
     for layer in part.copies:
         own = {item.index for item in members[layer]}
@@ -126,9 +123,9 @@ def origin(key: Any) -> str:
 
 
 def overview(
-    items: list[Item], keys: list[Any], parts: dict[Any, Part], same: dict[Layer, Layer], read_by: list[list[int]]
+    items: list[Item], keys: list[Any], parts: dict[Any, Part], same: dict[Layer, Layer], readers: Readers
 ) -> tuple[list[list[Any]], list[list[int]]]:
-    """Boxes as [part, title, layers, ports, inputs], and edges between them. A hub is a port, not an edge, and so is
+    """Boxes as [part, title, layers, ports, inputs], and edges between them. What is a port is no edge, nor is
     an input of the graph."""
     numbers = {key: number for number, key in enumerate(parts)}
     boxes, where = make_boxes(parts, numbers, same)
@@ -139,7 +136,7 @@ def overview(
             source = where[keys[index]]
             if source == target or items[index].op == "weight":
                 continue
-            if len(read_by[index]) > HUB:
+            if index in readers.ports:
                 boxes[target].ports[port_name(items[index])] = None
             elif items[index].op == "input":
                 boxes[target].inputs[items[index].name] = None

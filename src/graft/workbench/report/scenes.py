@@ -10,7 +10,7 @@ from graft.graph.facts import Item, Layer, homes
 from graft.workbench.diff import GraphDiff
 from graft.workbench.diff_text import change_text, layers_text
 from graft.workbench.layers import Folded
-from graft.workbench.report.packing import Strings, pack_item, port_name, readers, source_kind
+from graft.workbench.report.packing import Readers, Strings, pack_item, port_name
 
 KINDS = {"removed": 1, "added": 2, "rewired": 3, "literal": 4, "metadata": 4}
 SAME, REMOVED, ADDED = 0, 1, 2
@@ -32,14 +32,14 @@ class Both:
 def both_graphs(diff: GraphDiff) -> Both:
     number: dict[int, int] = {old: new for new, old in enumerate(diff.partners) if old is not None}
     items, layers = list(diff.after), homes(diff.after)
-    before_homes, after_readers, before_readers = homes(diff.before), readers(diff.after), readers(diff.before)
-    source_kinds = [source_kind(item, after_readers) for item in diff.after]
+    before_homes, after, before = homes(diff.before), Readers(diff.after), Readers(diff.before)
+    source_kinds = [after.kind(item) for item in diff.after]
     for item in diff.before:
         if item.index not in number:
             number[item.index] = len(items)
             items.append(item)
             layers.append(before_homes[item.index])
-            source_kinds.append(source_kind(item, before_readers))
+            source_kinds.append(before.kind(item))
     kinds: dict[int, int] = {}
     notes: dict[int, list[str]] = {}
     for change in diff.changes:

@@ -13,7 +13,7 @@ function startLayers() {
   byId('layer-after').addEventListener('click', () => moveLayer(1));
   for (const button of all('[data-zoom]')) {
     button.addEventListener('click', () => {
-      const holder = byId(button.dataset.for);
+      const holder = button.dataset.for ? byId(button.dataset.for) : button.closest('article').querySelector('.drawing');
       const zoom = (drawings.get(holder)?.options.zoom ?? 1) * Number(button.dataset.zoom);
       redraw(holder, {zoom: Math.min(2, Math.max(0.4, zoom))});
     });
@@ -43,9 +43,10 @@ function showBox(number, layer = null) {
 
 function showPart(chosen = null) {
   const step = graphs.steps[open.step];
-  const [number, title, layers] = step.boxes[open.box];
+  const [number, title] = step.boxes[open.box];
   const opened = openPart(step, number, open.layer);
-  const times = layers.length > 1 ? ` · one of ${layers.length} equal layers` : '';
+  const equal = step.parts[number].copies.length + 1;
+  const times = equal > 1 ? ` · one of ${equal} equal layers` : '';
   byId('part-title').textContent = opened.layer === null ? title : `${opened.title}${times}`;
   for (const id of ['layer-before', 'layer-after']) byId(id).hidden = allLayers(step).length < 2;
   const holder = byId('inside');

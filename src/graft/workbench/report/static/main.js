@@ -4,6 +4,7 @@ startTheme();
 startTransforms();
 startSearch();
 startKeys();
+startPrint();
 themeListeners.push(() => [...drawings.keys()].forEach((holder) => redraw(holder)));
 
 // The tables are there to be read before anything is drawn.
@@ -19,4 +20,3 @@ addEventListener('resize', () => {
   width = innerWidth;
   [...drawings.keys()].forEach((holder) => redraw(holder));
 });
-addEventListener('beforeprint', () => all('details').forEach((one) => (one.open = true)));

@@ -98,7 +98,7 @@ function drawDiff(article) {
   const view = article.querySelector('[data-view][aria-pressed="true"]').dataset.view;
   const whole = article.querySelector('[data-whole]').checked;
   draw(holder, diffScene(drawing, view, whole), {
-    label: `${drawing.title}, ${view}; as text below`,
+    label: `${drawing.title}, ${view}; as text below`, least: 0.6,
     onNode: (node) => {
       if (!node.item) return;
       const {name, op, value, module, source, note: changed} = node.item;
