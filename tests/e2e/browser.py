@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,21 +137,17 @@ class Browser:
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
     """A Chromium of its own with `profile` as its folder; it ends with the block."""
-    to_read, to_write = os.pipe()
-    from_read, from_write = os.pipe()
+    to_read, to_write = high_pipe()
+    from_read, from_write = high_pipe()
     options = [
         *("--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--no-first-run"),
         *("--disable-dev-shm-usage", "--hide-scrollbars", "--disable-background-networking"),
         f"--user-data-dir={profile}",
-    ]  # fmt: skip
-    shell = f'exec "$0" "$@" 3<&{to_read} 4>&{from_write}'  # the browser reads from 3 and writes to 4
-    process = subprocess.Popen(
-        ["sh", "-c", shell, chromium() or "chromium", *options],
-        pass_fds=(to_read, from_write),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    ]
+    path = chromium() or "chromium"
+    quiet = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
+    pipes = [(os.POSIX_SPAWN_DUP2, to_read, 3), (os.POSIX_SPAWN_DUP2, from_write, 4)]  # it reads 3 and writes 4
+    process = os.posix_spawn(path, [path, *options], os.environ, file_actions=[*quiet, *pipes], setpgroup=0)
     os.close(to_read)
     os.close(from_write)
     try:
@@ -159,8 +155,14 @@ def browser(profile: Path) -> Iterator[Browser]:
     finally:
         os.close(to_write)
         os.close(from_read)
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its own group: the browser and its helpers
-            process.wait()
+        os.killpg(process, signal.SIGKILL)  # its own group: the browser and its helpers; nothing of it is kept
+        os.waitpid(process, 0)
+
+
+def high_pipe() -> tuple[int, int]:
+    """A pipe whose numbers are not those that the browser's ends get."""
+    pair = os.pipe()
+    moved = fcntl.fcntl(pair[0], fcntl.F_DUPFD_CLOEXEC, 10), fcntl.fcntl(pair[1], fcntl.F_DUPFD_CLOEXEC, 10)
+    for number in pair:
+        os.close(number)
+    return moved

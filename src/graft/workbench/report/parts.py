@@ -162,9 +162,15 @@ def make_boxes(
     layers = sorted({key for key in parts if isinstance(key, Layer)} | set(same), key=lambda k: (k.stack, k.index))
     for run in layer_runs(layers, same):
         where |= dict.fromkeys(run, len(boxes))
-        title = f"layer{'s' if len(run) > 1 else ''} {ranges([layer.index for layer in run])}"
-        boxes.append(Box(numbers[same.get(run[0], run[0])], title, run))
+        boxes.append(Box(numbers[same.get(run[0], run[0])], run_title([layer.index for layer in run]), run))
     return boxes, where
+
+
+def run_title(indices: list[int]) -> str:
+    """`layer 7`, `layers 0–6`, `layers 1, 3, 5, …`."""
+    parts = ranges(indices).split(", ")
+    text = ", ".join(parts if len(parts) <= 4 else [*parts[:3], "…"])
+    return f"layer{'s' if len(indices) > 1 else ''} {text}"
 
 
 def layer_runs(layers: list[Layer], same: dict[Layer, Layer]) -> list[list[Layer]]:
@@ -182,7 +188,7 @@ def layer_runs(layers: list[Layer], same: dict[Layer, Layer]) -> list[list[Layer
 
 
 def said(same: dict[Layer, Layer], members: dict[Layer, list[Item]]) -> str:
-    """`32 layers: 0–6, 8–31 are equal (× 31), 7 differs`."""
+    """`32 layers: 0–6, 8–31 are equal (× 31), layer 7 differs`."""
     stacks: dict[str, dict[Layer, list[int]]] = {}
     for layer in sorted(members, key=lambda one: (one.stack, one.index)):
         stacks.setdefault(layer.stack, {}).setdefault(same.get(layer, layer), []).append(layer.index)
@@ -194,7 +200,10 @@ def said(same: dict[Layer, Layer], members: dict[Layer, list[Item]]) -> str:
         if len(ordered) == 1:
             texts.append(f"{name}{number} layer{'s, all equal' if number > 1 else ''}")
             continue
-        others = ", ".join(f"{ranges(group)} differ{'' if len(group) > 1 else 's'}" for group in ordered[1:])
+        others = ", ".join(
+            f"layers {ranges(group)} differ (× {len(group)})" if len(group) > 1 else f"layer {group[0]} differs"
+            for group in ordered[1:]
+        )
         equal = f"{ranges(ordered[0])} are equal (× {len(ordered[0])}), " if len(ordered[0]) > 1 else ""
         texts.append(f"{name}{number} layers: {equal}{others if equal else 'no two are equal'}")
     return "; ".join(texts) or "no numbered layers"

@@ -64,19 +64,20 @@ def proof(group: Iterable[MatchRecord]) -> str:
 
 
 def miss_rows(record: TransformRecord) -> list[MissRow]:
-    """The nearest first."""
+    """The nearest first. Forms of a pattern that failed for one reason at one place are one row."""
     groups: dict[Hashable, list[NearMiss]] = {}
     for miss in record.near_misses:
         place, _, reason = miss_text(miss.anchor, miss.reason).partition(": ")
-        groups.setdefault((general(place, layer_of(place)), miss.pattern, reason), []).append(miss)
+        groups.setdefault((general(place, layer_of(place)), reason), []).append(miss)
     rows = []
     for group in groups.values():
-        first = group[0]
-        modules = (miss_text(miss.anchor, "").removesuffix(": ") or "the model itself" for miss in group)
+        nearest = max(group, key=lambda miss: miss.matched / max(miss.size, 1))
+        anchors = {miss.anchor: miss_text(miss.anchor, "").removesuffix(": ") or "the model itself" for miss in group}
+        forms = ", ".join(dict.fromkeys(miss.pattern for miss in group if miss.pattern))
         rows.append(
             MissRow(
-                "; ".join(folded(modules)), len(group), first.pattern, first.reason, first.anchor, first.node,
-                first.matched, first.size,
+                "; ".join(folded(anchors.values())), len(anchors), forms,
+                nearest.reason, nearest.anchor, nearest.node, nearest.matched, nearest.size,
             )
         )  # fmt: skip
     return sorted(rows, key=lambda row: -row.matched / max(row.size, 1))
