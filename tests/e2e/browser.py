@@ -29,19 +29,21 @@ class BrowserError(Exception):
 
 
 class Browser:
-    """One page. `problems` has every console error, exception and refused request since it was opened."""
+    """One page at a time. `problems` has every console error, exception and refused request since it was opened."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self.commands, self.answers = commands, answers
-        self.buffer, self.number, self.session = b"", 0, ""
+        self.buffer, self.number, self.session, self.target = b"", 0, "", ""
         self.problems: list[str] = []
         self.requests: list[str] = []
         self.loaded = False
 
     def open(self, address: str, width: int = 1440, height: int = 900) -> float:
         """Loads a page; how many seconds that took, by the page's own clock."""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        if self.session:
+            self.close()
+        self.target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.size(width, height)
@@ -51,6 +53,11 @@ class Browser:
         while not self.loaded:
             self.take(end)
         return self.evaluate("performance.timing.loadEventStart - performance.timing.navigationStart") / 1e3
+
+    def close(self) -> None:
+        """Closes the page; another can be opened."""
+        self.session = ""
+        self.call("Target.closeTarget", targetId=self.target)
 
     def size(self, width: int, height: int) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
@@ -69,12 +76,18 @@ class Browser:
     def click(self, selector: str) -> None:
         """A real click in the middle of an element."""
         quoted = json.dumps(selector)
-        self.evaluate(f"document.querySelector({quoted}).scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        self.scroll_to(selector)
         box = self.evaluate(f"document.querySelector({quoted}).getBoundingClientRect().toJSON()")
         self.click_at(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
 
+    def scroll_to(self, selector: str, block: str = "center") -> None:
+        """Until the page has seen it: its scroll events come with the next frame."""
+        quoted, way = json.dumps(selector), json.dumps({"block": block, "behavior": "instant"})
+        frames = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
+        self.evaluate(f"(document.querySelector({quoted}).scrollIntoView({way}), {frames})")
+
     def click_at(self, x: float, y: float) -> None:
-        for kind in ("mousePressed", "mouseReleased"):
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def press(self, key: str) -> None:

@@ -128,6 +128,15 @@ def test_json_in_a_page_reads_back_and_cannot_end_its_element_r56(value):
     assert "<" not in text and ">" not in text and text.isascii()
 
 
+def test_every_file_of_the_page_is_used_r56():
+    names = {file.name for file in (PACKAGE / "static").iterdir()}
+    assert names == {*SCRIPTS, *STYLES}
+    templates = {file.name: file.read_text() for file in (PACKAGE / "templates").iterdir()}
+    assert {name for name in templates if name != "report.html.j2"} == set(
+        re.findall(r'include "([^"]+)"', templates["report.html.j2"])
+    )
+
+
 def test_vendored_code_is_whole_named_and_licensed_r56():
     vendor = PACKAGE / "vendor"
     readme = (vendor / "README.md").read_text()
