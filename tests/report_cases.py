@@ -54,10 +54,26 @@ class Stack(nn.Module):
         return x
 
 
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x).relu()
+
+
 def dump_stack(folder: Path, model: str = "stack", layers: int = 10, odd: int = 7) -> Path:
     """Ten layers, of which the seventh nearly matches fuse_rms_norm; `shift` is read by all of them."""
     gm = export_graph(Stack(layers, odd).eval(), (torch.randn(2, 8),))
     run_pipeline(gm, load_config(), Context(), model=model, dump_dir=folder)
+    return folder
+
+
+def dump_plain(folder: Path) -> Path:
+    """One linear layer: nothing is numbered, and no transform finds anything."""
+    gm = export_graph(Plain().eval(), (torch.randn(2, 4),))
+    run_pipeline(gm, load_config(), Context(), model="plain", dump_dir=folder)
     return folder
 
 

@@ -8,7 +8,7 @@ import pytest
 from browser import browser, chromium
 
 from graft.workbench.report import write_report
-from report_cases import HOSTILE, dump_deep, dump_stack
+from report_cases import HOSTILE, dump_deep, dump_plain, dump_stack
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here: apt-get install chromium")
 PATIENCE = 30.0  # seconds until a page must have done what it was asked; only a hang takes as long
@@ -227,6 +227,20 @@ def test_names_that_look_like_code_stay_names_r56(page, small):
     shown = page.evaluate("document.querySelector('h1').textContent")
     assert shown.startswith("</script><script>document.title='owned'</script> \"'&<!-- ünïcode")
     assert page.evaluate("document.title").startswith("</script>")
+    assert page.problems == []
+
+
+def test_a_graph_without_layers_and_without_a_match_opens_too_r56(page, tmp_path):
+    file = tmp_path / "report.html"
+    write_report(dump_plain(tmp_path / "run"), file)
+    open_page(page, file)
+    assert page.evaluate("document.getElementById('said').textContent") == "no numbered layers"
+    page.press("j")
+    page.press("Enter")
+    text = page.evaluate("document.querySelector('#drawer article:not([hidden])').innerText")
+    assert "the graph is the same before and after" in text
+    page.press("]")
+    assert painted(page, "document.getElementById('overview')") > 100
     assert page.problems == []
 
 

@@ -79,6 +79,8 @@ def collect(folder: str | Path, kernels: Path | None = None, progress: Progress 
     if progress:
         progress("looking for candidates", 0, 1)
     discovery, why = candidates(run)
+    if progress:
+        progress("comparing layers", 0, 1)
     load_all()
     views = [view(record, graphs.diffs.get(name), strings) for name, record in run.report.transforms.items()]
     counts = {

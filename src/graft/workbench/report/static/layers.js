@@ -85,6 +85,7 @@ function showPlace({number, layer, place}) {
   showBox(box, layer);
   showPart(place);
   byId('layers').scrollIntoView({block: 'start'});
+  byId('inside').focus({preventScroll: true});
 }
 
 function showNode(opened, node) {

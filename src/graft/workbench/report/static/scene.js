@@ -22,7 +22,7 @@ function family(node) {
 // The module inside the layer: `model.layers.*.self_attn.q_proj` → `self_attn`.
 function groupOf(node) {
   const inside = node.general.split('*.')[1];
-  return inside && node.op !== 'weight' ? inside.split('.')[0] : null;
+  return inside && (node.op !== 'weight' || inside.split('.').length > 2) ? inside.split('.')[0] : null;
 }
 
 const lastTwo = (path) => path.split('.').slice(-2).join('.');

@@ -46,7 +46,7 @@ function showHits(text) {
   const found = words.length ? buildIndex().filter((one) => words.every((word) => one.key.includes(word))) : [];
   const list = byId('hits');
   list.replaceChildren(...found.slice(0, MOST).map((hit, number) => element(
-    'li', {role: 'option', id: `hit${number}`, 'aria-selected': String(number === 0), onclick: () => { closeSearch(); hit.go(); }},
+    'li', {role: 'option', id: `hit${number}`, 'aria-selected': String(number === 0), onclick: () => follow(hit)},
     element('span', {class: `kind ${hit.kind}`}, hit.kind), element('b', {}, hit.text), element('small', {}, hit.more ?? ''),
   )));
   const more = found.length - MOST;
@@ -54,6 +54,13 @@ function showHits(text) {
   if (words.length && !found.length) list.append(element('li', {class: 'more'}, 'nothing found in this step'));
   list.hidden = !words.length;
   byId('search').setAttribute('aria-expanded', String(!list.hidden));
+}
+
+// The keys belong to what was found, no longer to the search.
+function follow(hit) {
+  closeSearch();
+  byId('search').blur();
+  hit.go();
 }
 
 function moveHit(by) {

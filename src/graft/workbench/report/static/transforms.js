@@ -16,7 +16,15 @@ function startTransforms() {
   byId('drawer-before').addEventListener('click', () => stepTransform(-1));
   byId('drawer-after').addEventListener('click', () => stepTransform(1));
   for (const article of all('#drawer article')) startDiff(article);
+  for (const button of all('.more-button')) button.addEventListener('click', () => toggleDetail(button));
   addEventListener('hashchange', followHash);
+}
+
+// The row under a candidate.
+function toggleDetail(button) {
+  const row = byId(button.getAttribute('aria-controls'));
+  row.hidden = !row.hidden;
+  button.setAttribute('aria-expanded', String(!row.hidden));
 }
 
 function sortBy(head) {
@@ -38,7 +46,7 @@ function openTransform(name) {
   byId('drawer').hidden = false;
   document.body.classList.add('drawn');
   byId('drawer').setAttribute('aria-labelledby', article.querySelector('h2').id);
-  for (const row of rows()) row.setAttribute('aria-selected', String(row.dataset.transform === name));
+  for (const row of rows()) row.setAttribute('aria-current', String(row.dataset.transform === name));
   for (const button of all('#pipeline tbody [data-open]')) {
     button.setAttribute('aria-expanded', String(button.dataset.open === name));
   }
@@ -57,7 +65,7 @@ function closeTransform() {
   opened = null;
   byId('drawer').hidden = true;
   document.body.classList.remove('drawn');
-  for (const row of rows()) row.setAttribute('aria-selected', 'false');
+  for (const row of rows()) row.setAttribute('aria-current', 'false');
   for (const button of all('#pipeline tbody [data-open]')) button.setAttribute('aria-expanded', 'false');
   rows().find((row) => row.dataset.transform === name)?.querySelector('[data-open]').focus();
   history.replaceState(null, '', location.pathname + location.search);
