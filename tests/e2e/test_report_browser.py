@@ -121,6 +121,8 @@ def test_every_transform_and_every_step_can_be_drawn_r56(page, decoder):
                 "(() => { const s = document.querySelector('#drawer article:not([hidden]) [data-drawing]');"
                 f" s.value = '{part}'; s.dispatchEvent(new Event('change')); }})()"
             )
+            for way in ("before", "after", "both"):
+                page.evaluate(f"document.querySelector('#drawer article:not([hidden]) [data-view={way}]').click()")
         page.evaluate("document.querySelector('#drawer article:not([hidden]) [data-whole]')?.click()")
         page.press("j")
     page.press("Escape")

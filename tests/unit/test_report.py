@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -161,6 +163,11 @@ def test_the_command_writes_a_file_and_says_its_size_r56(folder, tmp_path):
     again = call(folder, "-o", file)
     assert again.exit_code == 0 and "MB, stack" in again.stdout and "None was measured" in file.read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k.json", "report.html"]
+
+
+def test_help_needs_no_torch_r62():
+    code = "import sys\nfrom graft.cli.report import report\nassert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def broken(tmp_path, folder, what):

@@ -4,8 +4,13 @@
 const drawings = new Map(); // element → what it shows
 
 function draw(holder, scene, {onNode, label, zoom = 1, least = 0.7} = {}) {
-  const size = layout(scene, holder.clientWidth / 0.85);
   drawings.get(holder)?.cy.destroy();
+  drawings.delete(holder);
+  if (!scene.nodes.length) {
+    holder.replaceChildren(element('p', {class: 'empty'}, 'None of it is in this graph.'));
+    return null;
+  }
+  const size = layout(scene, holder.clientWidth / 0.85);
   holder.replaceChildren();
   const inner = element('div', {class: 'canvas', role: 'img', 'aria-label': label ?? 'graph'});
   holder.append(inner);
@@ -20,6 +25,8 @@ function draw(holder, scene, {onNode, label, zoom = 1, least = 0.7} = {}) {
   cy.on('tap', 'node.body', (event) => onNode?.(event.target.data('node')));
   cy.on('mouseover', 'node.body', () => (inner.style.cursor = 'pointer'));
   cy.on('mouseout', 'node.body', () => (inner.style.cursor = ''));
+  const first = scene.nodes.reduce((top, node) => (node.y < top.y ? node : top), scene.nodes[0]);
+  holder.scrollTo({left: first.x * fit - holder.clientWidth / 2, top: 0, behavior: 'instant'});
   drawings.set(holder, {cy, scene, options: {onNode, label, zoom, least}, fit});
   return cy;
 }

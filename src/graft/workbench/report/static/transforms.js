@@ -100,7 +100,9 @@ function drawDiff(article) {
   const note = article.querySelector('.node-note');
   note.textContent = '';
   if (drawing.large) {
-    holder.replaceChildren(element('p', {class: 'quiet'}, `${drawing.large} nodes are too many for one drawing; the text below has what changed.`));
+    drawings.get(holder)?.cy.destroy();
+    drawings.delete(holder);
+    holder.replaceChildren(element('p', {class: 'empty'}, `${drawing.large} nodes are too many for one drawing; the text below has what changed.`));
     return;
   }
   const view = article.querySelector('[data-view][aria-pressed="true"]').dataset.view;
