@@ -208,6 +208,10 @@ class DumpError(GraftError):
     """A dump folder cannot be written or read."""
 
 
+class ReportError(GraftError):
+    """A report cannot be written, or a file that goes into it cannot be read."""
+
+
 class RunMismatch(UsageError):
     """Two runs that are not of one model, where that was asked for."""
 

@@ -20,6 +20,7 @@ from graft.cli.explain import explain
 from graft.cli.models import models
 from graft.cli.new_transform import new_transform
 from graft.cli.ops import ops
+from graft.cli.report import report
 from graft.cli.run import run
 from graft.cli.transforms import transforms
 from graft.cli.tune import tune
@@ -65,6 +66,7 @@ VERBS = (
     dump,
     diff,
     discover,
+    report,
     new_transform,
 )
 for verb in VERBS:

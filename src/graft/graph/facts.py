@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -60,6 +60,7 @@ class Layer:
     index: int
 
 
+@lru_cache(1 << 16)  # asked for every node and every input of it, with a few hundred different paths
 def layer_of(path: str) -> Layer | None:
     found = LAYER.search(path)
     return Layer(path[: found.start()].rstrip("."), int(found[1])) if found else None

@@ -64,6 +64,7 @@ class GraphDiff:
     before: tuple[Item, ...]
     after: tuple[Item, ...]
     changes: tuple[Change, ...]
+    partners: tuple[int | None, ...] = ()  # for each node after: which one it was before
 
     def of(self, kind: Kind) -> tuple[Change, ...]:
         return tuple(change for change in self.changes if change.kind == kind)
@@ -103,7 +104,7 @@ def diff_graphs(before: Graph, after: Graph) -> GraphDiff:
                 ("metadata", metadata),
             )
             changes += [Change(kind, old[partner], item, tuple(details), home) for kind, details in kinds if details]
-    return GraphDiff(tuple(old), tuple(new), tuple(in_order(changes, old, new)))
+    return GraphDiff(tuple(old), tuple(new), tuple(in_order(changes, old, new)), tuple(found.to_before))
 
 
 def in_order(changes: list[Change], old: list[Item], new: list[Item]) -> list[Change]:

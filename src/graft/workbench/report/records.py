@@ -1,0 +1,83 @@
+"""What a transform matched and nearly matched, equal layers told once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from graft.graph.facts import general, layer_of
+from graft.graph.match import NearMiss
+from graft.transforms.report import MatchRecord, TransformRecord
+from graft.workbench.diff_runs import folded, miss_text
+
+
+@dataclass(frozen=True)
+class MatchRow:
+    """Matches of one kind. `anchor` is that of the first; `proof` the one that used most of what is allowed."""
+
+    place: str
+    count: int
+    pattern: str
+    replaced: tuple[str, ...]
+    made: tuple[str, ...]
+    anchor: str
+    note: str
+    proof: str
+
+
+@dataclass(frozen=True)
+class MissRow:
+    place: str
+    count: int
+    pattern: str
+    reason: str
+    anchor: str
+    node: str
+    matched: int
+    size: int
+
+
+def match_rows(record: TransformRecord) -> list[MatchRow]:
+    groups: dict[Hashable, list[MatchRecord]] = {}
+    for match in record.matches:
+        place = general(match.module, layer_of(match.module))
+        key = place, match.pattern, match.note, len(match.replaced), len(match.made)
+        groups.setdefault(key, []).append(match)
+    rows = []
+    for group in groups.values():
+        first = group[0]
+        places = "; ".join(folded(match.module or "the model itself" for match in group))
+        rows.append(
+            MatchRow(
+                places, len(group), first.pattern, first.replaced, first.made, first.anchor, first.note, proof(group)
+            )
+        )
+    return rows
+
+
+def proof(group: Iterable[MatchRecord]) -> str:
+    proofs = [match.proof for match in group if match.proof is not None]
+    if not proofs:
+        return ""
+    worst = max(proofs, key=lambda one: one.share)
+    return f"{len(proofs)} proven, worst {worst.error:.1e} of {worst.limit:.1e} allowed ({worst.inputs} inputs)"
+
+
+def miss_rows(record: TransformRecord) -> list[MissRow]:
+    """The nearest first. Forms of a pattern that failed for one reason at one place are one row."""
+    groups: dict[Hashable, list[NearMiss]] = {}
+    for miss in record.near_misses:
+        place, _, reason = miss_text(miss.anchor, miss.reason).partition(": ")
+        groups.setdefault((general(place, layer_of(place)), reason), []).append(miss)
+    rows = []
+    for group in groups.values():
+        nearest = max(group, key=lambda miss: miss.matched / max(miss.size, 1))
+        anchors = {miss.anchor: miss_text(miss.anchor, "").removesuffix(": ") or "the model itself" for miss in group}
+        forms = ", ".join(dict.fromkeys(miss.pattern for miss in group if miss.pattern))
+        rows.append(
+            MissRow(
+                "; ".join(folded(anchors.values())), len(anchors), forms,
+                nearest.reason, nearest.anchor, nearest.node, nearest.matched, nearest.size,
+            )
+        )  # fmt: skip
+    return sorted(rows, key=lambda row: -row.matched / max(row.size, 1))

@@ -1,0 +1,70 @@
+// What the page carries: graphs by step, drawings of changes by transform, and the texts that they refer to by number.
+
+const read = (id) => JSON.parse(document.getElementById(id).textContent);
+const graphs = read('graphs');
+const docs = read('docs');
+const byId = (id) => document.getElementById(id);
+const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+
+// Builds an element. Text is always set as text: a name that looks like markup stays a name.
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined) continue;
+    if (key === 'onclick') made.addEventListener('click', value);
+    else made.setAttribute(key, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+// [name, op, value, module, source, made by, literals] with the layer's number where `*` stands.
+function unpack(packed, layer) {
+  const [op, value, module, source, madeBy, literals] = packed.slice(1, 7).map((number) => graphs.strings[number]);
+  return {
+    name: packed[0], op, value: value.replaceAll('@meta', ''), general: module, source, madeBy, literals,
+    module: layer === null || layer === undefined ? module : module.replace('*', layer),
+  };
+}
+
+// One part of a step, or one of the layers that are equal to it: `index` is the number of that layer.
+function openPart(step, number, index) {
+  const part = step.parts[number];
+  const copy = part.copies.find((one) => one[0] === index);
+  const layer = part.layer ? (copy ? copy[0] : part.layer[1]) : null;
+  const outer = part.outer.map(([name, kind, from, port], place) => {
+    const own = copy ? copy[2][place] : name;
+    return {name: own, port: own === name ? graphs.strings[port] : own, kind, from: copy && own !== name ? above(graphs.strings[from], part.layer[1], layer) : graphs.strings[from]};
+  });
+  const nodes = part.nodes.map((packed, place) => {
+    const node = unpack(packed, layer);
+    if (copy) node.name = copy[1][place];
+    const inputs = packed[7];
+    node.inputs = [];
+    for (let at = 0; at < inputs.length; at += 2) {
+      const to = inputs[at + 1];
+      node.inputs.push({slot: graphs.strings[inputs[at]], place: to, outer: to < 0 ? outer[-1 - to] : null});
+    }
+    node.elsewhere = Boolean(packed[8]);
+    node.hub = Boolean(packed[9]);
+    return node;
+  });
+  return {number, layer, title: layer === null ? part.title : `layer ${layer}`, nodes, outer};
+}
+
+// What layer 1 reads from layer 0, layer 10 reads from layer 9; and what layer 0 reads, the others read from above.
+function above(from, drawn, layer) {
+  const found = from.match(/^layer (\d+)$/);
+  return `layer ${found ? Number(found[1]) + layer - drawn : layer - 1}`;
+}
+
+// Every node of a step with where it is, for the search.
+function* nodesOf(step) {
+  for (const [number, part] of step.parts.entries()) {
+    const first = part.layer ? part.layer[1] : null;
+    for (const layer of [first, ...part.copies.map((copy) => copy[0])]) {
+      const opened = openPart(step, number, layer);
+      for (const [place, node] of opened.nodes.entries()) yield {node, number, layer, place};
+    }
+  }
+}

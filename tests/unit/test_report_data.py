@@ -1,0 +1,203 @@
+"""What a report is made of: folded layers, ports, changes, matches and near misses, kernel times (R56)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from graft.errors import DumpError, ReportError
+from graft.graph.facts import read_graph
+from graft.graph.trace import export_graph
+from graft.transforms.report import MatchRecord, TransformRecord
+from graft.workbench.kernel_times import KernelRow, StepTimes
+from graft.workbench.report import collect
+from graft.workbench.report.kernel_file import find_kernels, read_kernels
+from graft.workbench.report.packing import HUB, Readers, Strings
+from graft.workbench.report.parts import RUNS, pack_step
+from graft.workbench.report.records import match_rows
+from graft.workbench.report.scenes import LARGEST
+from graft.workbench.runs import open_run
+from report_cases import Stack, dump_stack
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return dump_stack(tmp_path_factory.mktemp("stack"))
+
+
+@pytest.fixture(scope="module")
+def data(folder):
+    return collect(folder)
+
+
+def view(data, name):
+    return next(one for one in data.transforms if one.record.name == name)
+
+
+def unpacked(step):
+    """Every node of a packed step by name, with the names of what it reads: folded layers from their copies."""
+    found = {}
+    for part in step["parts"]:
+        first = [None, [node[0] for node in part["nodes"]], [outer[0] for outer in part["outer"]]]
+        for _, names, outer in (first, *part["copies"]):
+            for place, node in enumerate(part["nodes"]):
+                reads = node[7][1::2]
+                found[names[place]] = sorted(names[at] if at >= 0 else outer[-1 - at] for at in reads)
+    return found
+
+
+def test_head_and_counts_say_what_was_run_r56(data):
+    assert data.head["model"] == "stack" and data.head["device"] == "cpu" and data.head["dtype"] == "float32"
+    assert {"graft", "torch", "transformers"} <= set(data.head) and data.head["run"].endswith("UTC")
+    assert data.counts["layers"] == 10 and data.counts["matches"] == 9 + 8 and data.counts["near misses"] == 7
+    assert data.counts["nodes captured"] > data.counts["nodes at the end"] > 0
+
+
+def test_equal_layers_are_one_box_and_the_odd_one_is_named_r56(data):
+    first = data.graphs["steps"][0]
+    assert first["said"] == "10 layers: 0–6, 8–9 are equal (× 9), layer 7 differs"
+    titles = [box[1] for box in first["boxes"]]
+    assert titles[-3:] == ["layers 0–6", "layer 7", "layers 8–9"]
+    layers = [part for part in first["parts"] if part["layer"]]
+    assert [part["layer"][1] for part in layers] == [0, 7]
+    assert [copy[0] for copy in layers[0]["copies"]] == [1, 2, 3, 4, 5, 6, 8, 9]
+
+
+def test_no_node_and_no_edge_is_lost_by_folding_r56(folder, data):
+    run = open_run(folder)
+    for step in data.graphs["steps"]:
+        stored = next(one for one in run.steps if one.transform == step["name"])
+        items = read_graph(stored.graph().graph)
+        assert unpacked(step) == {item.name: sorted(items[index].name for _, index in item.inputs) for item in items}
+
+
+def test_what_several_layers_read_is_a_port_and_no_edge_r56(folder, data):
+    step = data.graphs["steps"][0]
+    layers = {number for number, box in enumerate(step["boxes"]) if box[2]}
+    assert all("sin" in step["boxes"][number][3] for number in layers)
+    shift = next(number for number, box in enumerate(step["boxes"]) if box[1] == "the model itself")
+    assert not any(edge[0] == shift for edge in step["edges"])
+    chain = sorted(tuple(edge) for edge in step["edges"] if set(edge) <= layers)
+    assert chain == [(3, 4), (4, 5)]
+    items = read_graph(open_run(folder).steps[0].graph().graph)
+    sin = next(item for item in items if item.op == "aten.sin")
+    readers = Readers(items)
+    assert len(readers.of[sin.index]) == 10 > HUB and readers.kind(sin) == 1
+
+
+def test_layers_that_alternate_share_boxes_r56():
+    """Where runs of equal layers would be more boxes than can be read, equal layers are one box wherever they are."""
+    module = Stack(2 * RUNS + 2, odd=-1).eval()
+    for layer in list(module.layers)[::2]:
+        layer.norm.leaks = True
+    items = read_graph(export_graph(module, (torch.randn(2, 8),)).graph)
+    boxes = [box for box in pack_step(items, Strings())["boxes"] if box[2]]
+    assert [box[1] for box in boxes] == ["layer 0", "layers 1, 3, 5, …", "layers 2, 4, 6, …"]
+    assert sorted(index for box in boxes for index in box[2]) == list(range(2 * RUNS + 2))
+
+
+def test_a_transform_has_its_diff_as_text_and_as_drawings_r56(data):
+    norm = view(data, "fuse_rms_norm")
+    assert "removed" in norm.summary and any(line.style == "added" for line in norm.lines)
+    drawing = norm.drawings[0]
+    assert drawing["title"] == "layers 0–6, 8–9 × 9, layer 1 shown"
+    strings = data.graphs["strings"]
+    kinds = {}
+    for node in drawing["nodes"]:
+        kinds.setdefault(node[7], []).append(strings[node[1]])
+    assert kinds[2] == ["graft.rms_norm"]
+    assert sorted(kinds[1]) == sorted(
+        ["aten.pow.Tensor_Scalar", "aten.mean.dim", "aten.add.Tensor", "aten.rsqrt", *["aten.mul.Tensor"] * 2]
+    )
+    assert kinds[3] == ["aten.linear"]
+    rewired = next(node for node in drawing["nodes"] if node[7] == 3)
+    assert "→ %rms_norm_default" in rewired[8]
+    added = [edge for edge in drawing["edges"] if edge[2] == 2]
+    removed = [edge for edge in drawing["edges"] if edge[2] == 1]
+    assert added and removed and not {tuple(e[:2]) for e in added} & {tuple(e[:2]) for e in removed}
+    assert not view(data, "fuse_moe").drawings and not view(data, "fuse_moe").lines
+
+
+def test_steps_that_change_nothing_are_not_stored_again_r56(folder, data):
+    assert [step["name"] for step in data.graphs["steps"]] == ["captured", "fuse_rms_norm", "fuse_add_rms_norm"]
+    assert len(open_run(folder).steps) > 10
+
+
+def test_a_drawing_that_is_too_large_is_said_to_be_r56(data, monkeypatch):
+    from graft.workbench.diff_runs import diff_transform
+    from graft.workbench.layers import fold
+    from graft.workbench.report import scenes as module
+
+    monkeypatch.setattr(module, "LARGEST", 3)
+    diff = diff_transform(data.run, "fuse_rms_norm")
+    found = module.scenes(diff, fold(diff), Strings())
+    assert found[0]["large"] > 3 and "nodes" not in found[0] and LARGEST > 60
+
+
+def test_matches_and_near_misses_are_told_once_for_equal_layers_r56(data):
+    norm = view(data, "fuse_rms_norm")
+    assert [(row.place, row.count) for row in norm.matches] == [("layers.*.norm × 9 (layers 0–6, 8–9)", 9)]
+    nearest = norm.misses[0]
+    assert nearest.place == "layers.7.norm" and nearest.count == 1 and "has a second reader" in nearest.reason
+    assert nearest.matched == nearest.size and nearest.pattern.count(",") >= 1
+    assert len(norm.misses) == 2 < len(norm.record.near_misses)
+
+
+def test_matches_of_several_kinds_stay_apart_r56():
+    forms = enumerate(("x", "y", "x"))
+    matches = tuple(MatchRecord("%a", f"layers.{index}.mlp", ("a",), ("b",), form) for index, form in forms)
+    record = TransformRecord("t", "match", "applied", matches)
+    assert [(row.pattern, row.count) for row in match_rows(record)] == [("x", 2), ("y", 1)]
+
+
+def test_candidates_are_of_the_last_graph_and_their_absence_has_a_reason_r56(data, folder, monkeypatch):
+    assert data.discovery is not None and "fuse_add_rms_norm" not in data.no_candidates
+    assert data.discovery.model.startswith("stack after ")
+    from graft.workbench.report import data as module
+
+    def unknown(_):
+        raise DumpError("no shapes here")
+
+    monkeypatch.setattr(module, "discover_run", unknown)
+    assert module.candidates(open_run(folder)) == (None, "no shapes here")
+
+
+def kernel_document(model="stack"):
+    row = KernelRow("k<ernel>", "8×4", 2.0, 10.0, 5.0, 9.0, 90.0, None, None)
+    step = StepTimes(1, 16, 20.0, 4, "a GPU", True, 10.0, 10.0, 9.0, 1.0, 2.0, 1e6, 2.0, (row,))
+    return {"setup": {"model": model, "device": "cuda:0"}, "steps": [{**vars(step), "rows": [vars(row)]}]}
+
+
+def test_kernel_times_come_from_the_run_or_a_named_file_r56(tmp_path):
+    assert find_kernels(tmp_path, None) is None
+    (tmp_path / "kernels.json").write_text(json.dumps(kernel_document()))
+    found = find_kernels(tmp_path, None)
+    assert found is not None and found.steps[0].rows[0].name == "k<ernel>"
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(kernel_document("another")))
+    named = find_kernels(tmp_path, other)
+    assert named is not None and named.setup["model"] == "another"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[1]", '{"setup": {}, "steps": [{}]}', '{"setup": {}, "steps": 5}', '{"setup": null, "steps": []}'],
+)
+def test_a_file_without_kernel_times_is_refused_r63(tmp_path, content):
+    file = tmp_path / "kernels.json"
+    file.write_text(content)
+    with pytest.raises(ReportError, match=r"has no kernel times.*graft bench MODEL --kernels --json"):
+        read_kernels(file)
+
+
+def test_times_that_are_no_numbers_are_refused_r63(tmp_path):
+    document = kernel_document()
+    document["steps"][0]["rows"][0]["us"] = "10"
+    file = tmp_path / "kernels.json"
+    file.write_text(json.dumps(document))
+    with pytest.raises(ReportError, match="not a number"):
+        read_kernels(file)
+    with pytest.raises(ReportError, match=r"cannot read .*nowhere"):
+        read_kernels(tmp_path / "nowhere.json")
