@@ -11,6 +11,7 @@ import typer
 
 from graft.cli.bench import bench
 from graft.cli.chat import chat
+from graft.cli.check import check
 from graft.cli.config import config
 from graft.cli.diff import diff
 from graft.cli.discover import discover
@@ -66,6 +67,7 @@ VERBS = (
     diff,
     discover,
     new_transform,
+    check,
 )
 for verb in VERBS:
     app.command()(guarded(verb))
