@@ -32,7 +32,10 @@ def scale(patch: Any, name: str, factor: float, at: Collection[int] | None = Non
         matches = list(outcome.matches)
         for index, match in enumerate(matches):
             if at is None or index in at:
-                made = present[match.made[-1]]
+                read = [
+                    n for n in map(present.get, match.made) if n is not None and n.op == "call_function" and n.users
+                ]
+                made = read[-1]
                 scaled = editor.call(aten.mul.Tensor, (made, factor), before=made.next, like=made)
                 editor.replace(made, scaled)
                 scaled.update_arg(0, made)  # its own reader too was pointed at the product
@@ -69,3 +72,18 @@ def refuse(patch: Any, name: str, place: str) -> None:
         return replace(rewrite, check=checked)
 
     patch.setattr(transform, "rewrites", lambda self: [check(rewrite) for rewrite in rewrites(self)])
+
+
+def capture_once(patch: Any) -> None:
+    """Tests check one tiny model many times; its graph is captured for the first of them."""
+    from graft.workbench.check import trial
+
+    capture, known = trial.captured_decoder, {}
+
+    def captured(model: Any, progress: Any = None) -> Any:
+        key = model.config.model_type, model.config.num_hidden_layers, next(model.parameters()).dtype
+        if key not in known:
+            known[key] = capture(model, progress)
+        return known[key]
+
+    patch.setattr(trial, "captured_decoder", captured)

@@ -12,7 +12,8 @@ from graft.transforms.dumps import WEIGHTS
 from graft.transforms.report import TransformRecord
 from graft.workbench.check.graphs import metadata_problems
 from graft.workbench.check.outputs import Outputs, distance, stored_outputs
-from graft.workbench.diff_runs import TransformDiff, compare_records
+from graft.workbench.check.steps import StepGraphs
+from graft.workbench.diff_runs import TransformDiff, compare_records, manifest_changes
 from graft.workbench.runs import Run, open_run
 
 ChangeKind = Literal[
@@ -42,8 +43,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Baseline:
-    run: Run
+    graphs: StepGraphs
     outputs: Outputs
+
+    @property
+    def run(self) -> Run:
+        return self.graphs.run
 
 
 def open_baseline(folder: str | Path) -> Baseline:
@@ -51,7 +56,7 @@ def open_baseline(folder: str | Path) -> Baseline:
     run = open_run(folder)
     stored = stored_outputs(run.folder)
     state = run.state() if not stored and (run.folder / WEIGHTS).is_file() else {}
-    return Baseline(run, Outputs(run, state, stored))
+    return Baseline(StepGraphs(run), Outputs(run, state, stored))
 
 
 def check_same_model(baseline: Run, model: str, dtype: str) -> None:
@@ -61,18 +66,21 @@ def check_same_model(baseline: Run, model: str, dtype: str) -> None:
         raise BaselineMismatch(str(baseline.folder), f"{kept.model} in {kept.dtype}", f"{model} in {dtype}")
 
 
-def compare(run: Run, outputs: Outputs, baseline: Baseline, names: list[str], allowed: float) -> list[Change]:
-    """One change for each of `names`, in the order they ran."""
-    return [compare_one(run, outputs, baseline, name, allowed) for name in names]
+def other_makings(baseline: Baseline, run: Run) -> list[str]:
+    """What this run was made of that the baseline was not: versions, options; not what a check sets by itself."""
+    details = manifest_changes(baseline.run, run)
+    told = [d for d in details if not d.what.endswith((".on_error", ".devices")) and d.what != "verify"]
+    return [f"since the baseline {d.what}: {d.before} → {d.after}" for d in told]
 
 
-def compare_one(run: Run, outputs: Outputs, baseline: Baseline, name: str, allowed: float) -> Change:
-    old, new = baseline.run.report.transforms.get(name), run.report.transforms.get(name)
+def compare(graphs: StepGraphs, outputs: Outputs, baseline: Baseline, name: str, allowed: float) -> Change:
+    """What became of one transform."""
+    old, new = baseline.run.report.transforms.get(name), graphs.run.report.transforms.get(name)
     kinds: list[ChangeKind] = []
     reasons: list[str] = []
     for kind, reason in (
-        *match_changes(compare_records(name, old, new)),
-        *metadata_changes(baseline.run, run, name, old, new),
+        *match_changes(compare_records(name, old, new), old, new),
+        *metadata_changes(baseline.graphs, graphs, name, old, new),
     ):
         kinds.append(kind)
         reasons.append(reason)
@@ -85,21 +93,34 @@ def compare_one(run: Run, outputs: Outputs, baseline: Baseline, name: str, allow
     return Change(name, tuple(kinds) or ("unchanged",), "; ".join(reasons), drift)
 
 
-def match_changes(diff: TransformDiff) -> Iterator[tuple[ChangeKind, str]]:
+def match_changes(
+    diff: TransformDiff, old: TransformRecord | None, new: TransformRecord | None
+) -> Iterator[tuple[ChangeKind, str]]:
+    """A match that is elsewhere now was lost at one place and gained at another."""
     counts = f"{diff.matches[0]} → {diff.matches[1]}"
     status = f", {diff.status[0]} → {diff.status[1]}" if diff.status[0] != diff.status[1] else ""
-    misses = f"; now: {diff.new_misses[0]}" if diff.new_misses else ""
     if diff.lost:
-        yield "match loss", f"matches {counts}{status}: not any more at {', '.join(diff.lost)}{misses}"
+        text = f"matches {counts}{status}: not any more at {', '.join(diff.lost)}"
+        yield "match loss", text + (f"; {reason}" if (reason := why_lost(old, new)) else "")
     if diff.gained:
         yield "match gain", f"matches {counts}{status}: new at {', '.join(diff.gained)}"
 
 
+def why_lost(old: TransformRecord | None, new: TransformRecord | None) -> str:
+    """What stopped the match that came nearest at a place that was lost, or what the transform says as a whole."""
+    if old is None or new is None:
+        return ""
+    lost = {match.module for match in old.matches} - {match.module for match in new.matches}
+    misses = [miss for miss in new.near_misses if any(f"({module}," in miss.anchor for module in lost)]
+    closest = max(misses, key=lambda miss: miss.matched / max(miss.size, 1), default=None)
+    return closest.reason if closest else new.reason
+
+
 def metadata_changes(
-    before: Run, after: Run, name: str, old: TransformRecord | None, new: TransformRecord | None
+    before: StepGraphs, after: StepGraphs, name: str, old: TransformRecord | None, new: TransformRecord | None
 ) -> Iterator[tuple[ChangeKind, str]]:
     now = metadata_problems(after, name) if new and new.matches else []
-    was = metadata_problems(before, name) if old and old.matches else []
+    was = metadata_problems(before, name) if now and old and old.matches else []
     if len(now) > len(was):
         added = [problem for problem in now if problem not in was] or now
         yield "metadata loss", f"{len(now) - len(was)} more than before: {added[0]}"
@@ -117,9 +138,9 @@ def drift_of(
     if here is None or there is None:
         return None, []
     drift = distance(outputs.after(here), baseline.after(there))
-    if drift == 0:
-        return 0.0, []
     inherited = distance(outputs.after(here - 1), baseline.after(there - 1))
+    if drift == 0 or inherited == float("inf"):  # what is not a number already cannot get worse
+        return drift, []
     own = distance(outputs.after(here), outputs.after(here - 1))
     own_before = distance(baseline.after(there), baseline.after(there - 1))
     moved = own > allowed >= own_before

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from graft.errors import UnknownTransform, UsageError
+from graft.errors import DumpError, UnknownTransform, UsageError
 from graft.files import Progress
-from graft.models.registry import Family, families
+from graft.models.registry import Family, entries, families
 from graft.transforms.config import PipelineConfig
 from graft.transforms.pipeline import order_transforms
 from graft.transforms.registry import TransformRegistry
@@ -21,7 +21,7 @@ from graft.workbench.check.graphs import run_lines
 from graft.workbench.check.line import Line
 from graft.workbench.check.negative_tests import negative_line
 from graft.workbench.check.note import note_text, write_note
-from graft.workbench.check.outputs import Outputs, distance, limit
+from graft.workbench.check.outputs import Outputs, distance, limit, stored_outputs
 from graft.workbench.check.results import CheckReport, TransformCheck
 from graft.workbench.check.trial import Trial, read_run, try_model
 from graft.workbench.check.written import home_of, written_lines
@@ -62,16 +62,26 @@ def check(model: str, request: Request, progress: Progress | None = None) -> Che
             raise UsageError(f"{model} is a folder of dumps already; --save-baseline is for a model that is run")
         report = check_trial(read_run(model), request, kept)
     else:
+        name, dtype = chosen_model(model, request, kept)
         with tempfile.TemporaryDirectory() as scratch:
-            name = model or (kept.run.manifest.model if kept else "") or usual_model(request.transform)
-            trial = try_model(
-                name, request.config, request.save or Path(scratch), dtype=request.dtype,
-                proven=names_of(request), progress=progress,
-            )  # fmt: skip
+            folder = request.save or Path(scratch)
+            trial = try_model(name, request.config, folder, dtype=dtype, proven=names_of(request), progress=progress)
             if progress:
                 progress("looking at the run", 0, 1)
             report = check_trial(trial, request, kept)
     return replace(report, seconds=time.perf_counter() - started)
+
+
+def chosen_model(model: str, request: Request, kept: saved.Baseline | None) -> tuple[str, str]:
+    """The model and its dtype: as asked for, else those of the baseline, else a tiny one."""
+    if model or kept is None:
+        return model or usual_model(request.transform), request.dtype
+    manifest = kept.run.manifest
+    if manifest.model not in entries():
+        raise UsageError(
+            f"the baseline is a run of {manifest.model}, which is no registry name; name it with --model"
+        )
+    return manifest.model, manifest.dtype if request.dtype == "auto" else request.dtype
 
 
 def switched_on(request: Request) -> Request:
@@ -110,13 +120,17 @@ def check_trial(trial: Trial, request: Request, kept: saved.Baseline | None = No
     names = names_of(request) if request.transform or trial.captured is not None else ran(trial)
     if kept is not None:
         saved.check_same_model(kept.run, manifest.model, manifest.dtype)
-    outputs = Outputs(run, trial.state)
+    outputs = Outputs(run, trial.state, {} if trial.captured else stored_outputs(run.folder))
     checks = tuple(check_one(trial, name, request) for name in names)
     allowed = limit(run, getattr(torch, manifest.dtype)) if not outputs.problem else 0.0
-    line, found = end_to_end(trial, outputs, allowed)
+    try:
+        line, found = end_to_end(trial, outputs, allowed)
+    except DumpError as error:
+        line, found = Line("end to end", "fail", str(error)), None
     changes, notes = [], list(trial.notes)
     if kept is not None:
-        changes = saved.compare(run, outputs, kept, names, allowed)
+        changes = [saved.compare(trial.graphs, outputs, kept, name, allowed) for name in names]
+        notes += saved.other_makings(kept, run)
         notes += [f"numbers were not compared: {text}" for text in (outputs.problem or kept.outputs.problem,) if text]
     if request.save is not None and not outputs.problem:
         outputs.save()
@@ -142,7 +156,8 @@ def check_one(trial: Trial, name: str, request: Request) -> TransformCheck:
         negative_line(name, home.tests),
         *run_lines(trial, name),
     ]
-    return TransformCheck(name, tuple(lines), trial.run.report.transforms[name].summary)
+    record = trial.run.report.transforms[name]
+    return TransformCheck(name, tuple(lines), record.summary, len(record.matches))
 
 
 def end_to_end(trial: Trial, outputs: Outputs, allowed: float) -> tuple[Line, Bisection | None]:

@@ -62,9 +62,10 @@ def negative_tests(name: str, folder: Path) -> Evidence | None:
     return Evidence("by their titles", tuple(text for _, text in sorted(by_name))) if by_name else None
 
 
-def naming_files(name: str, folder: Path) -> tuple[Path, ...]:
-    """The files with a test about this transform."""
-    return tuple(path for path in test_files(folder) if tests_about(name, path))
+def own_files(name: str, folder: Path, found: Evidence | None) -> tuple[Path, ...]:
+    """The files to run after a change: the transform's own, and those that hold it back."""
+    holding = {test.partition("::")[0] for test in found.tests} if found else set()
+    return tuple(path for path in test_files(folder) if is_own(name, path) or path.name in holding)
 
 
 def is_own(name: str, path: Path) -> bool:

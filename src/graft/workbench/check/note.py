@@ -18,8 +18,7 @@ from graft.ops import OPS
 from graft.transforms.config import PipelineConfig
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import TransformRecord
-from graft.workbench.check.graphs import readable
-from graft.workbench.check.negative_tests import naming_files, negative_tests
+from graft.workbench.check.negative_tests import negative_tests, own_files
 from graft.workbench.check.results import CheckReport, TransformCheck
 from graft.workbench.check.risks import open_risks
 from graft.workbench.check.trial import Trial
@@ -106,14 +105,14 @@ def made_ops(record: TransformRecord, trial: Trial) -> list[str]:
     if not record.matches:
         return []
     names = {name for match in record.matches for name in match.made}
-    graph = trial.run.after(record.name).graph().graph
-    return [target_text(node.target) for node in calls(graph) if node.name in names]
+    _, after = trial.graphs.around(record.name)
+    return [target_text(node.target) for node in calls(after.graph) if node.name in names]
 
 
 def rationale(record: TransformRecord, trial: Trial) -> Iterator[str]:
     """What it saves, by the recorded shapes, and what the author says about numerics."""
     if record.matches:
-        before, after = (readable(step).graph for step in trial.run.around(record.name))
+        before, after = (gm.graph for gm in trial.graphs.around(record.name))
         yield "| tokens in a step | launches | bytes moved | estimated µs |"
         yield "|---|---|---|---|"
         yield from (saving_row(before, after, tokens) for tokens in TOKENS)
@@ -154,8 +153,8 @@ def cell(text: str) -> str:
 def before_and_after(record: TransformRecord, report: CheckReport, trial: Trial) -> Iterator[str]:
     yield f"`{record.summary}`"
     if record.matches:
-        steps = [step.graph().graph for step in trial.run.around(record.name)]
-        counts = [Counter(target_text(node.target) for node in calls(graph)) for graph in steps]
+        around = trial.graphs.around(record.name)
+        counts = [Counter(target_text(node.target) for node in calls(gm.graph)) for gm in around]
         yield "\n| op | before | after |"
         yield "|---|---|---|"
         yield f"| all nodes | {record.nodes_before} | {record.nodes_after} |"
@@ -180,7 +179,7 @@ def tests(name: str, home: Home) -> Iterator[str]:
     else:
         yield f"Must not fuse ({found.how}):\n"
         yield from (f"- `{test}`" for test in found.tests)
-    files = naming_files(name, home.tests)
+    files = own_files(name, home.tests, found)
     if files:
         yield "\n```bash"
         yield f"python -m pytest {' '.join(shown(file, home.root) for file in files)}"

@@ -19,6 +19,7 @@ class TransformCheck:
     name: str
     lines: tuple[Line, ...]
     summary: str = ""
+    matches: int = 0
 
     @property
     def verdict(self) -> Verdict:
@@ -70,7 +71,13 @@ class CheckReport:
             "ok": self.ok,
             "failures": list(self.failures),
             "transforms": [
-                {"name": c.name, "verdict": c.verdict, "summary": c.summary, "lines": [asdict(n) for n in c.lines]}
+                {
+                    "name": c.name,
+                    "verdict": c.verdict,
+                    "summary": c.summary,
+                    "matches": c.matches,
+                    "lines": [asdict(n) for n in c.lines],
+                }
                 for c in self.checks
             ],
             "whole": [asdict(line) for line in self.whole],

@@ -23,6 +23,7 @@ from graft.transforms.dumps import WEIGHTS, DumpWriter
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.proof import Sides, prove
 from graft.transforms.report import MatchRecord, TransformRecord
+from graft.workbench.check.steps import StepGraphs
 from graft.workbench.discover.sources import config_of
 from graft.workbench.runs import Run, open_run
 
@@ -39,7 +40,7 @@ class Disproof:
 class Trial:
     """state: the weights, empty where there are none. captured: the graph as it was before, where it is at hand."""
 
-    run: Run
+    graphs: StepGraphs
     config: PipelineConfig
     family: Family | None
     layers: int | None
@@ -50,6 +51,10 @@ class Trial:
     captured: GraphModule | None = None
     context_length: int | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> Run:
+        return self.graphs.run
 
     def fresh_context(self) -> Context:
         return Context(route="decoder", context_length=self.context_length)
@@ -84,7 +89,7 @@ def try_model(
     )  # fmt: skip
     said = (f"tried on this device with their references: {', '.join(forced)}",) if forced else ()
     return Trial(
-        open_run(folder), chosen, model.family, model.layers, dumps.state or {}, bool(forced),
+        StepGraphs(open_run(folder)), chosen, model.family, model.layers, dumps.state or {}, bool(forced),
         prover.disproven, frozenset(prover.on_purpose), captured, model.context, said,
     )  # fmt: skip
 
@@ -99,8 +104,8 @@ def read_run(folder: str | Path) -> Trial:
     for_gpu = family.expect_gpu if family else {}
     records = run.report.transforms
     on_gpu = any(name in records and records[name].status == "applied" for name in for_gpu)
-    note = "read from dumps: nothing was run anew" + ("" if state else "; they were written without weights")
-    return Trial(run, config_of(run.report), family, layers, state, on_gpu, notes=(note,))
+    note = "read from dumps: nothing was captured or transformed anew"
+    return Trial(StepGraphs(run), config_of(run.report), family, layers, state, on_gpu, notes=(note,))
 
 
 def everywhere(config: PipelineConfig, device: str) -> tuple[PipelineConfig, list[str]]:
