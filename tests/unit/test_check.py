@@ -102,7 +102,7 @@ def test_numbers_that_change_on_purpose_are_held_to_what_they_became_r55():
     ("transform", "model"), [("", "tiny-llama"), ("fuse_layer_norm", "tiny-cohere"), ("fuse_moe", "tiny-mixtral")]
 )
 def test_without_a_model_one_is_taken_that_matches_r55(transform, model):
-    from graft.workbench.check.checklist import usual_model
+    from graft.workbench.check.request import usual_model
 
     assert usual_model(transform) == model
 

@@ -3,8 +3,9 @@
 from graft.workbench.check.all_models import check_all
 from graft.workbench.check.baseline import Change
 from graft.workbench.check.bisect import Bisection
-from graft.workbench.check.checklist import Request, check
+from graft.workbench.check.checklist import check
 from graft.workbench.check.line import Line
+from graft.workbench.check.request import Request
 from graft.workbench.check.results import CheckReport, TransformCheck
 
 __all__ = ["Bisection", "Change", "CheckReport", "Line", "Request", "TransformCheck", "check", "check_all"]

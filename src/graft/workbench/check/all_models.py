@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from graft.files import Progress
 from graft.models.registry import families
-from graft.workbench.check.checklist import Request, check
+from graft.workbench.check.checklist import check
+from graft.workbench.check.request import Request
 from graft.workbench.check.results import CheckReport
 
 
@@ -16,6 +18,6 @@ def check_all(request: Request, progress: Progress | None = None) -> Iterator[Ch
     for index, name in enumerate(names):
         if progress:
             progress(name, index, len(names))
-        yield check(name, request)
+        yield check(name, replace(request, must_match=False))
     if progress:
         progress("", len(names), len(names))

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from graft.errors import DumpError, UnknownTransform, UsageError
+from graft.errors import DumpError, UsageError
 from graft.files import Progress
-from graft.models.registry import Family, entries, families
-from graft.transforms.config import PipelineConfig
-from graft.transforms.pipeline import order_transforms
-from graft.transforms.registry import TransformRegistry
 from graft.workbench.check import baseline as saved
 from graft.workbench.check.bisect import Bisection, bisect
 from graft.workbench.check.graphs import run_lines
@@ -22,40 +18,17 @@ from graft.workbench.check.line import Line
 from graft.workbench.check.negative_tests import negative_line
 from graft.workbench.check.note import note_text, write_note
 from graft.workbench.check.outputs import Outputs, distance, limit, stored_outputs
+from graft.workbench.check.request import Request, check_request, chosen_model, names_of
 from graft.workbench.check.results import CheckReport, TransformCheck
 from graft.workbench.check.trial import Trial, read_run, try_model
 from graft.workbench.check.written import home_of, written_lines
 from graft.workbench.discover.sources import is_run
 
-USUAL = "llama"  # the family that is tried where the transform matches it
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be checked. transform: '' for all that are on. tests: their folder, where it is not the usual one.
-
-    baseline: a run to compare with. save: where to keep this one. note: where to write the iteration note.
-    """
-
-    config: PipelineConfig
-    transform: str = ""
-    dtype: str = "auto"
-    baseline: Path | None = None
-    save: Path | None = None
-    tests: Path | None = None
-    note: Path | None = None
-
 
 def check(model: str, request: Request, progress: Progress | None = None) -> CheckReport:
     """model: a registry name, a checkpoint, or a folder of dumps; '' for a tiny model that the transform matches."""
     started = time.perf_counter()
-    request = switched_on(request)
-    if request.note is not None and not request.transform:
-        raise UsageError("--note is about one transform; name it: graft check TRANSFORM --note FILE.md")
-    if request.save is not None and request.save == request.baseline:
-        raise UsageError(
-            f"{request.save} cannot be the baseline and be written anew; give --save-baseline another folder"
-        )
+    check_request(request)
     kept = saved.open_baseline(request.baseline) if request.baseline else None  # a bad one is told before any work
     if model and is_run(model):
         if request.save is not None:
@@ -65,53 +38,11 @@ def check(model: str, request: Request, progress: Progress | None = None) -> Che
         name, dtype = chosen_model(model, request, kept)
         with tempfile.TemporaryDirectory() as scratch:
             folder = request.save or Path(scratch)
-            trial = try_model(name, request.config, folder, dtype=dtype, proven=names_of(request), progress=progress)
+            trial = try_model(name, request.running, folder, dtype=dtype, proven=names_of(request), progress=progress)
             if progress:
                 progress("looking at the run", 0, 1)
             report = check_trial(trial, request, kept)
     return replace(report, seconds=time.perf_counter() - started)
-
-
-def chosen_model(model: str, request: Request, kept: saved.Baseline | None) -> tuple[str, str]:
-    """The model and its dtype: as asked for, else those of the baseline, else a tiny one."""
-    if model or kept is None:
-        return model or usual_model(request.transform), request.dtype
-    manifest = kept.run.manifest
-    if manifest.model not in entries():
-        raise UsageError(
-            f"the baseline is a run of {manifest.model}, which is no registry name; name it with --model"
-        )
-    return manifest.model, manifest.dtype if request.dtype == "auto" else request.dtype
-
-
-def switched_on(request: Request) -> Request:
-    """The transform that was asked for is on, whatever the configuration says."""
-    if not request.transform:
-        return request
-    TransformRegistry.get(request.transform)
-    transforms = dict(request.config.transforms)
-    if request.transform not in transforms:
-        raise UnknownTransform(
-            request.transform, transforms, "the configuration (a plugin's transform needs --config, with its stage)"
-        )
-    transforms[request.transform] = replace(transforms[request.transform], enabled=True)
-    return replace(request, config=replace(request.config, transforms=transforms))
-
-
-def names_of(request: Request) -> list[str]:
-    config = request.config
-    ordered = [name for name in order_transforms(config) if config.transforms[name].enabled]
-    return [request.transform] if request.transform else ordered
-
-
-def usual_model(transform: str) -> str:
-    """A tiny model of the registry that the transform is expected to match."""
-
-    def counted(family: Family) -> bool:
-        return not transform or transform in family.expect or transform in family.expect_gpu
-
-    ordered = sorted(families().values(), key=lambda family: family.name != USUAL)
-    return f"tiny-{next(filter(counted, ordered), families()[USUAL]).name}"
 
 
 def check_trial(trial: Trial, request: Request, kept: saved.Baseline | None = None) -> CheckReport:
@@ -120,7 +51,7 @@ def check_trial(trial: Trial, request: Request, kept: saved.Baseline | None = No
     names = names_of(request) if request.transform or trial.captured is not None else ran(trial)
     if kept is not None:
         saved.check_same_model(kept.run, manifest.model, manifest.dtype)
-    outputs = Outputs(run, trial.state, {} if trial.captured else stored_outputs(run.folder))
+    outputs = Outputs(run, trial.state, {} if trial.captured is not None else stored_outputs(run.folder))
     checks = tuple(check_one(trial, name, request) for name in names)
     allowed = limit(run, getattr(torch, manifest.dtype)) if not outputs.problem else 0.0
     try:
@@ -154,7 +85,7 @@ def check_one(trial: Trial, name: str, request: Request) -> TransformCheck:
     lines = [
         *written_lines(name, request.config, home),
         negative_line(name, home.tests),
-        *run_lines(trial, name),
+        *run_lines(trial, name, wanted=request.must_match and name == request.transform),
     ]
     record = trial.run.report.transforms[name]
     return TransformCheck(name, tuple(lines), record.summary, len(record.matches))

@@ -19,13 +19,14 @@ from graft.workbench.check.trial import Trial
 OFF = "off by default"  # how the registry says that it has no count
 
 
-def run_lines(trial: Trial, name: str) -> list[Line]:
+def run_lines(trial: Trial, name: str, *, wanted: bool = False) -> list[Line]:
+    """wanted: the transform was asked for by name, so no match at all needs a reason."""
     record = trial.run.report.transforms.get(name)
     if record is None:
         raise UnknownTransform(name, trial.run.report.transforms, str(trial.run.folder))
     if record.status == "rolled_back":
         return [Line("matches", "fail", f"it failed and was taken back: {record.reason}")]
-    lines = [matches_line(trial, record)]
+    lines = [matches_line(trial, record, wanted)]
     if not record.matches:
         why = f"nothing to look at: {record.reason or record.status}"
         return [*lines, *(Line(check, "skip", why) for check in ("dumps", "numerics", "metadata"))]
@@ -37,11 +38,17 @@ def run_lines(trial: Trial, name: str) -> list[Line]:
     return [*lines, dumps, numerics_line(trial, record), metadata]
 
 
-def matches_line(trial: Trial, record: TransformRecord) -> Line:
+def matches_line(trial: Trial, record: TransformRecord, wanted: bool) -> Line:
     """As often as the registry says for this family and number of layers."""
     found, family = len(record.matches), trial.family
     if record.status in ("disabled", "skipped"):
         return Line("matches", "skip", f"{record.status}: {record.reason}" if record.reason else record.status)
+    counted = family is not None and record.name in {*family.expect, *family.expect_gpu, *family.absent}
+    if wanted and not found and not counted:
+        model = trial.run.manifest.model
+        return Line(
+            "matches", "fail", f"none: {record.reason}; choose a --model that has what it looks for, not {model}"
+        )
     if family is None or trial.layers is None:
         return Line("matches", "skip", f"{found}; {trial.run.manifest.model} is of no family in the registry")
     expected = family.expected_matches(trial.layers, gpu=trial.on_gpu).get(record.name)
@@ -118,7 +125,7 @@ def metadata_line(graphs: StepGraphs, record: TransformRecord) -> Line:
         )
     made = sum(len(match.made) for match in record.matches)
     return Line(
-        "metadata", "pass", f"{made} new nodes have value, module, source line and maker; the others kept theirs"
+        "metadata", "pass", f"new nodes: {made}, with value, module, source line and maker; the others kept theirs"
     )
 
 

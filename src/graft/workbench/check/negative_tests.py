@@ -27,7 +27,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Evidence:
-    """how: with the testing kit, or by the titles of tests with assertions of their own. tests: file::test."""
+    """how: with the testing kit, or by the titles of tests with assertions of their own. tests: file::test, seen from
+    the folder of tests."""
 
     how: str
     tests: tuple[str, ...]
@@ -54,9 +55,9 @@ def negative_tests(name: str, folder: Path) -> Evidence | None:
     for path in test_files(folder):
         for test, part in tests_about(name, path):
             if part.names & HELPERS:
-                by_helper.append(f"{path.name}::{test}")
+                by_helper.append(f"{path.relative_to(folder)}::{test}")
             elif REFUSAL.search(test) and (is_own(name, path) or name in part.strings):
-                by_name.append((not is_own(name, path), f"{path.name}::{test}"))
+                by_name.append((not is_own(name, path), f"{path.relative_to(folder)}::{test}"))
     if by_helper:
         return Evidence("with the testing kit", tuple(by_helper))
     return Evidence("by their titles", tuple(text for _, text in sorted(by_name))) if by_name else None
@@ -65,7 +66,9 @@ def negative_tests(name: str, folder: Path) -> Evidence | None:
 def own_files(name: str, folder: Path, found: Evidence | None) -> tuple[Path, ...]:
     """The files to run after a change: the transform's own, and those that hold it back."""
     holding = {test.partition("::")[0] for test in found.tests} if found else set()
-    return tuple(path for path in test_files(folder) if is_own(name, path) or path.name in holding)
+    return tuple(
+        path for path in test_files(folder) if is_own(name, path) or str(path.relative_to(folder)) in holding
+    )
 
 
 def is_own(name: str, path: Path) -> bool:

@@ -24,6 +24,7 @@ from graft.workbench.check.risks import open_risks
 from graft.workbench.check.trial import Trial
 from graft.workbench.check.written import Home, shown
 from graft.workbench.diff_runs import folded
+from graft.workbench.diff_text import counted
 from graft.workbench.discover.savings import cost, machine_of, sizes_for
 
 TOKENS = (1, 512)  # in a step
@@ -77,7 +78,7 @@ def candidate(record: TransformRecord) -> Iterator[str]:
     if not record.matches:
         yield f"\nIt matched nowhere: {record.reason or record.status}."
         return
-    yield f"\n{len(record.matches)} matches:\n"
+    yield f"\n{counted(len(record.matches), 'match')}:\n"
     yield from (f"- {place}" for place in folded(match.module or "the root" for match in record.matches))
     patterns = Counter(match.pattern for match in record.matches if match.pattern)
     if patterns:
@@ -117,8 +118,8 @@ def rationale(record: TransformRecord, trial: Trial) -> Iterator[str]:
         yield "|---|---|---|---|"
         yield from (saving_row(before, after, tokens) for tokens in TOKENS)
         machine = machine_of()
-        yield f"\nOf the whole graph, batch 1; {machine.bandwidth_gb_s:.0f} GB/s and {machine.launch_us} µs a launch,"
-        yield f"{machine.source}. An estimate: nothing was timed."
+        costs = f"{machine.bandwidth_gb_s:.0f} GB/s and {machine.launch_us} µs a launch, {machine.source}"
+        yield f"\nOf the whole graph, batch 1; {costs}. An estimate: nothing was timed."
     doc = " ".join(doc_of(record.name).split())
     if "Numerics:" in doc:
         yield f"\nNumerics: {doc.partition('Numerics:')[2].strip()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -82,9 +83,14 @@ class CheckReport:
             ],
             "whole": [asdict(line) for line in self.whole],
             "baseline": self.baseline,
-            "changes": [asdict(change) | {"bad": change.bad} for change in self.changes],
-            "bisection": asdict(self.bisection) if self.bisection else None,
+            "changes": [plain(asdict(change)) | {"bad": change.bad} for change in self.changes],
+            "bisection": plain(asdict(self.bisection)) if self.bisection else None,
             "notes": list(self.notes),
             "seconds": round(self.seconds, 3),
             "versions": dict(self.versions),
         }
+
+
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: it becomes text."""
+    return {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
