@@ -81,7 +81,7 @@ def capture_once(patch: Any) -> None:
     capture, known = trial.captured_decoder, {}
 
     def captured(model: Any, progress: Any = None) -> Any:
-        key = model.config.model_type, model.config.num_hidden_layers, next(model.parameters()).dtype
+        key = model.config.model_type, model.config.num_hidden_layers, next(model.parameters()).dtype, model.device
         if key not in known:
             known[key] = capture(model, progress)
         return known[key]

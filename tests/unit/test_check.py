@@ -10,6 +10,7 @@ import pytest
 from check_cases import capture_once, drop_meta, plant, refuse, scale
 
 from graft.errors import DumpError, UnknownTransform, UsageError
+from graft.models.registry import entries
 from graft.transforms.base import PatternTransform
 from graft.transforms.config import load_config
 from graft.transforms.registry import TransformRegistry
@@ -105,6 +106,15 @@ def test_without_a_model_one_is_taken_that_matches_r55(transform, model):
     from graft.workbench.check.request import usual_model
 
     assert usual_model(transform) == model
+
+
+def test_a_model_of_real_size_is_checked_without_weights_r55(monkeypatch):
+    """Two layers of a model that is not called tiny."""
+    entry = entries()["tiny-llama"]
+    monkeypatch.setitem(entries(), "large", replace(entry, name="large"))
+    report = checked(model="large")
+    assert verdicts(report) == dict.fromkeys(LIST, "pass") and report.device == "meta"
+    assert report.whole[0].verdict == "skip" and "would be random" in report.whole[0].reason
 
 
 # ── each point, failing ─────────────────────────────────────────────────────────────────────────────────────────

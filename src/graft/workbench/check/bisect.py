@@ -65,7 +65,7 @@ def halves(count: int) -> int:
 
 def bisect(trial: Trial, outputs: Outputs, allowed: float, start: int, stop: int) -> Bisection:
     """Between step `start`, whose results are good, and step `stop`, whose results are further off than `allowed`."""
-    run = trial.run
+    run, before = trial.run, outputs.runs - 2  # both were run to see that something is wrong
     reference = outputs.after(start)
     # steps that changed nothing are not worth a run
     steps = [s.number for s in run.steps[start + 1 : stop + 1] if outputs.source(s.number).number == s.number]
@@ -76,7 +76,7 @@ def bisect(trial: Trial, outputs: Outputs, allowed: float, start: int, stop: int
         step.transform, distance(outputs.after(step.number), reference), allowed, matches=len(record.matches)
     )
     found = first_match(trial, outputs, found, step.number)
-    return replace(found, runs=outputs.runs, bound=bound(len(steps), len(record.matches)))
+    return replace(found, runs=outputs.runs - before, bound=bound(len(steps), len(record.matches)))
 
 
 def first_match(trial: Trial, outputs: Outputs, found: Bisection, number: int) -> Bisection:
@@ -92,7 +92,7 @@ def first_match(trial: Trial, outputs: Outputs, found: Bisection, number: int) -
     def bad(kept: int) -> bool:
         outputs.runs += 1
         gm = with_matches(replay.gm, replay.before, replay.matches, range(kept), replay.uses)
-        return distance(logits(gm, trial.state), reference) > found.limit
+        return distance(logits(gm), reference) > found.limit
 
     if not distance(outputs.after(number), reference) > found.limit:
         return replace(found, why_no_match="no step is bad by itself; the roundings of several add up")

@@ -51,7 +51,8 @@ def check_trial(trial: Trial, request: Request, kept: saved.Baseline | None = No
     names = names_of(request) if request.transform or trial.captured is not None else ran(trial)
     if kept is not None:
         saved.check_same_model(kept.run, manifest.model, manifest.dtype)
-    outputs = Outputs(run, trial.state, {} if trial.captured is not None else stored_outputs(run.folder))
+    fresh = trial.captured is not None
+    outputs = Outputs(run, trial.state, {} if fresh else stored_outputs(run.folder), fresh=fresh)
     checks = tuple(check_one(trial, name, request) for name in names)
     allowed = limit(run, getattr(torch, manifest.dtype)) if not outputs.problem else 0.0
     try:

@@ -14,26 +14,25 @@ from safetensors.torch import save_file
 from torch.fx import GraphModule, Interpreter, Node
 
 from graft.errors import DumpError
-from graft.graph.nodes import calls, is_op, placeholders
+from graft.graph.nodes import placeholders
 from graft.ops.cases import tolerance
 from graft.transforms.dumps import OUTPUTS
 from graft.workbench.discover.values import DTYPES, TENSOR, split
 from graft.workbench.runs import Run, Step
 
 TOKENS = 8  # of one sequence: less than a block of the cache
-SEED = 0
+SEED, VOCABULARY = 0, 100  # no model has fewer tokens
 
 
-def seeded_tokens(vocabulary: int) -> torch.Tensor:
-    """[1, TOKENS], the same in every run."""
-    generator = torch.Generator().manual_seed(SEED)
-    return torch.randint(0, vocabulary, (1, TOKENS), generator=generator)
+def seeded_tokens() -> torch.Tensor:
+    """[1, TOKENS], the same in every run and for every model."""
+    return torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(SEED))
 
 
-def inputs_of(gm: GraphModule, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+def inputs_of(gm: GraphModule) -> list[torch.Tensor]:
     """One sequence of TOKENS tokens for a decoder's graph of any stage: with a cache (empty) or without one."""
     known = {
-        "input_ids": seeded_tokens(vocabulary(gm, state)),
+        "input_ids": seeded_tokens(),
         "position_ids": torch.arange(TOKENS)[None],
         "logits_index": torch.tensor([TOKENS - 1]),
         "slots": torch.arange(TOKENS),
@@ -44,11 +43,6 @@ def inputs_of(gm: GraphModule, state: Mapping[str, torch.Tensor]) -> list[torch.
         "spans": torch.tensor([[TOKENS, TOKENS]]),
     }
     return [known[n.name] if n.name in known else empty_cache(n) for n in placeholders(gm.graph)]
-
-
-def vocabulary(gm: GraphModule, state: Mapping[str, torch.Tensor]) -> int:
-    tables = [n.args[0] for n in calls(gm.graph) if is_op(n, torch.ops.aten.embedding.default)]
-    return min(state[str(t.target)].shape[0] for t in tables if isinstance(t, Node) and t.op == "get_attr")
 
 
 def empty_cache(node: Node) -> torch.Tensor:
@@ -65,10 +59,10 @@ def empty_cache(node: Node) -> torch.Tensor:
     return torch.zeros([int(size) if size.isdigit() else 2 for size in split(found[2])], dtype=DTYPES[found[1]])
 
 
-def logits(gm: GraphModule, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def logits(gm: GraphModule) -> torch.Tensor:
     """[1, TOKENS, vocabulary], or [1, 1, vocabulary] where the graph gives the last token's alone."""
     with torch.no_grad():
-        return Interpreter(gm).run(*inputs_of(gm, state))[0].detach()
+        return Interpreter(gm).run(*inputs_of(gm))[0].detach()
 
 
 @dataclass
@@ -76,6 +70,7 @@ class Outputs:
     """The logits after each step of a run, computed when they are asked for; `runs` counts how often a graph ran.
 
     A step that changed nothing has those of the step before. stored: what was computed when the run was saved.
+    fresh: the run is of this very check.
     """
 
     run: Run
@@ -83,14 +78,17 @@ class Outputs:
     stored: Mapping[str, torch.Tensor] = field(default_factory=dict)
     known: dict[int, torch.Tensor] = field(default_factory=dict)
     runs: int = 0
+    fresh: bool = False
 
     @property
     def problem(self) -> str:
         """Why there are none, or ''."""
-        if self.stored or self.state:
-            return ""
         if self.run.manifest.route != "decoder":
             return f"{self.run.folder} is no run of a decoder, so its inputs are not known"
+        if self.stored or self.state:
+            return ""
+        if self.fresh:
+            return "its weights would be random, so none were made; a checkpoint or a tiny model has them"
         return (
             f"{self.run.folder} has neither weights nor results (graft dump --weights, graft check --save-baseline)"
         )
@@ -102,7 +100,7 @@ class Outputs:
                 self.known[step.number] = self.stored[step.transform]
             else:
                 self.runs += 1
-                self.known[step.number] = logits(step.graph(self.state), self.state)
+                self.known[step.number] = logits(step.graph(self.state))
         return self.known[step.number]
 
     def source(self, number: int) -> Step:
