@@ -66,6 +66,14 @@ def check_same_model(baseline: Run, model: str, dtype: str) -> None:
         raise BaselineMismatch(str(baseline.folder), f"{kept.model} in {kept.dtype}", f"{model} in {dtype}")
 
 
+def with_lost(names: list[str], baseline: Baseline) -> list[str]:
+    """Also those that matched in the baseline and are off now, or gone; in its order, so that causes come first."""
+    records = baseline.run.report.transforms
+    lost = [name for name, record in records.items() if record.matches and name not in names]
+    order = {name: index for index, name in enumerate(records)}
+    return sorted([*names, *lost], key=lambda name: order.get(name, len(order)))
+
+
 def other_makings(baseline: Baseline, run: Run) -> list[str]:
     """What this run was made of that the baseline was not: versions, options; not what a check sets by itself."""
     details = manifest_changes(baseline.run, run)

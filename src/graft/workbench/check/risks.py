@@ -29,7 +29,7 @@ def open_risks(record: TransformRecord, report: CheckReport, trial: Trial) -> li
         *elsewhere(record.name, trial),
         *report.notes,
     ]
-    if trial.run.manifest.device != "cuda":
+    if not trial.run.manifest.device.startswith("cuda"):
         found.append(
             "no kernel ran on a GPU: numbers are those of the references on this device, times are estimates"
         )
