@@ -110,7 +110,6 @@ def test_metadata_that_was_lost_before_is_no_loss_since_r55(tmp_path, monkeypatc
         (1.1, "float32", "numeric drift not acceptable"),
         (float("nan"), "float32", "numeric drift not acceptable"),
         (1.005, "bfloat16", "numeric drift acceptable"),
-        (1.1, "bfloat16", "numeric drift not acceptable"),
     ],
 )
 def test_numeric_drift_r55(saved, tmp_path, monkeypatch, factor, dtype, kind):

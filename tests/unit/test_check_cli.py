@@ -81,6 +81,8 @@ def test_a_baseline_is_saved_and_compared_with_r55(monkeypatch, tmp_path):
     out = graft(NAME, "--save-baseline", tmp_path / "kept").stdout
     assert f"compare with --baseline {tmp_path / 'kept'}" in out
     assert f"  unchanged: {NAME}\n" in graft(NAME, "--baseline", tmp_path / "kept").stdout
+    refused = graft("--model", tmp_path / "kept", "--set", "transforms.fuse_rope.enabled=false", code=2)
+    assert "folder of dumps, which --set cannot change" in refused.stderr
     scale(monkeypatch, NAME, 1 + 2**-22, at=[4])
     out = graft(NAME, "--baseline", tmp_path / "kept").stdout  # within the dtype's tolerance: no failure
     assert f"  {NAME}: numeric drift acceptable: results are off by" in out

@@ -59,7 +59,6 @@ def test_where_bad_does_not_stay_bad_a_boundary_is_found_r55(middle):
 @pytest.mark.parametrize(
     ("name", "matches", "number"),
     [
-        ("fuse_rms_norm", 5, 1),
         ("fuse_rms_norm", 5, 4),
         ("fuse_rope", 4, 2),
         ("fuse_add_rms_norm", 4, 4),

@@ -56,7 +56,15 @@ def check(
         if all_models:
             every_model(request, as_json)
         else:
+            refuse_sets(model, sets)
             one_model(model, request, as_json)
+
+
+def refuse_sets(model: str, sets: list[str] | None) -> None:
+    from graft.workbench.discover.sources import is_run
+
+    if sets and model and is_run(model):
+        raise UsageError(f"{model} is a folder of dumps, which --set cannot change; dump the model again")
 
 
 @contextmanager
