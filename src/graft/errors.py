@@ -221,6 +221,16 @@ class RunMismatch(UsageError):
         )
 
 
+class BaselineMismatch(UsageError):
+    """A baseline that is of something else than what is checked."""
+
+    def __init__(self, folder: str, kept: str, checked: str) -> None:
+        super().__init__(
+            f"the baseline {folder} is a run of {kept}, but {checked} is checked; check that model"
+            " (--model, --dtype), or save a baseline of this one (graft check --model MODEL --save-baseline DIR)"
+        )
+
+
 class ShapesUnknown(GraftError):
     def __init__(self, where: str) -> None:
         super().__init__(

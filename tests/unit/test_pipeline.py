@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -290,3 +291,19 @@ def test_damaged_dumps_are_told(tmp_path):
         graft.load_dump(file)
     with pytest.raises(DumpError, match="does not exist"):
         graft.load_dump(tmp_path / "none.json")
+
+
+def test_an_observer_sees_each_transform_that_matched_and_adds_to_its_record():
+    seen = []
+
+    def observe(gm, before, transform, record):
+        seen.append((record.name, transform.name, len(before.nodes), len(gm.graph.nodes)))
+        return dataclasses.replace(record, unproven="seen")
+
+    gm = capture_decoder(load_model("tiny-llama", dtype="float32", device="meta").module)
+    nodes = len(gm.graph.nodes)
+    report = run_pipeline(gm, load_config(), Context(route="decoder", context_length=64), observe=observe)
+    assert [name for name, *_ in seen] == [n for n, r in report.transforms.items() if r.matches] != []
+    assert seen[0] == ("fuse_rms_norm", "fuse_rms_norm", nodes, report.transforms["fuse_rms_norm"].nodes_after)
+    assert {r.unproven for r in report.transforms.values() if r.matches} == {"seen"}
+    assert {r.unproven for r in report.transforms.values() if not r.matches} == {""}

@@ -11,6 +11,7 @@ import typer
 
 from graft.cli.bench import bench
 from graft.cli.chat import chat
+from graft.cli.check import check
 from graft.cli.config import config
 from graft.cli.diff import diff
 from graft.cli.discover import discover
@@ -68,6 +69,7 @@ VERBS = (
     discover,
     report,
     new_transform,
+    check,
 )
 for verb in VERBS:
     app.command()(guarded(verb))

@@ -28,6 +28,7 @@ from graft.transforms.report import Report
 
 MARKER = "graft-dump.txt"
 MANIFEST, REPORT, WEIGHTS = "run.json", "report.json", "weights.safetensors"
+OUTPUTS = "outputs.safetensors"  # what `graft check --save-baseline` computed with the graphs
 RUN_FORMAT = 1
 
 
@@ -74,7 +75,7 @@ class DumpWriter:
             if existing and not (path / MARKER).exists():
                 raise DumpError(f"{path} is not empty and was not written by graft; choose another folder for dumps")
             for old in existing:
-                if old.name in (MARKER, MANIFEST, REPORT, WEIGHTS) or (
+                if old.name in (MARKER, MANIFEST, REPORT, WEIGHTS, OUTPUTS) or (
                     old.name[:3].isdigit() and old.suffix in (".txt", ".json")
                 ):
                     old.unlink()

@@ -26,6 +26,8 @@ from graft.transforms.report import Report, TransformRecord
 
 log = logging.getLogger("graft")
 Progress = Callable[[str, int, int], None]  # transform name, how many are done, how many there are
+# sees the graph before and after a transform that matched, and gives the record back, perhaps with more in it
+Observer = Callable[[GraphModule, Snapshot, BaseTransform, TransformRecord], TransformRecord]
 
 
 def order_transforms(config: PipelineConfig) -> list[str]:
@@ -66,8 +68,12 @@ def run_pipeline(
     model: str = "",
     dump_dir: str | Path | DumpWriter | None = None,
     progress: Progress | None = None,
+    observe: Observer | None = None,
 ) -> Report:
-    """Applies every enabled transform to `gm` in place and returns the report."""
+    """Applies every enabled transform to `gm` in place and returns the report.
+
+    observe: called after each transform that matched; what it raises ends the run.
+    """
     context = context or Context()
     names = order_transforms(config)
     dumps = DumpWriter.open(dump_dir)
@@ -78,7 +84,8 @@ def run_pipeline(
             progress(name, index, len(names))
         settings = config.transforms[name]
         with no_collection():
-            records[name] = run_one(gm, TransformRegistry.get(name)(settings), settings, context, config.verify)
+            transform = TransformRegistry.get(name)(settings)
+            records[name] = run_one(gm, transform, settings, context, config.verify, observe)
         log.info(records[name].summary)
         if settings.enabled:
             dumps.write(settings.stage.value, name, gm)
@@ -109,6 +116,7 @@ def run_one(
     settings: TransformConfig,
     context: Context,
     checked: Verify = "structure",
+    observe: Observer | None = None,
 ) -> TransformRecord:
     stage = settings.stage.value
     if not settings.enabled:
@@ -140,7 +148,7 @@ def run_one(
             seconds=time.perf_counter() - started,
             nodes_after=nodes_before,
         )
-    return TransformRecord(
+    record = TransformRecord(
         **common,
         status=status_of(outcome),
         matches=outcome.matches,
@@ -150,6 +158,7 @@ def run_one(
         nodes_after=len(gm.graph.nodes),
         unproven=transform.unprovable if checked == "matches" and outcome.matches else "",
     )
+    return observe(gm, before, transform, record) if observe and record.matches else record
 
 
 def status_of(outcome: Outcome) -> Any:

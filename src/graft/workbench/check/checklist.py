@@ -1,0 +1,124 @@
+"""The list for one model: from a name or a folder of dumps to a report."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from graft.errors import DumpError, UsageError
+from graft.files import Progress
+from graft.workbench.check import baseline as saved
+from graft.workbench.check.bisect import Bisection, bisect
+from graft.workbench.check.graphs import run_lines
+from graft.workbench.check.line import Line
+from graft.workbench.check.negative_tests import negative_line
+from graft.workbench.check.note import note_text, write_note
+from graft.workbench.check.outputs import Outputs, distance, limit, stored_outputs
+from graft.workbench.check.request import Request, check_request, chosen_model, names_of
+from graft.workbench.check.results import CheckReport, TransformCheck
+from graft.workbench.check.trial import Trial, read_run, try_model
+from graft.workbench.check.written import home_of, written_lines
+from graft.workbench.discover.sources import is_run
+
+
+def check(model: str, request: Request, progress: Progress | None = None) -> CheckReport:
+    """model: a registry name, a checkpoint, or a folder of dumps; '' for a tiny model that the transform matches."""
+    started = time.perf_counter()
+    check_request(request)
+    kept = saved.open_baseline(request.baseline) if request.baseline else None  # a bad one is told before any work
+    if model and is_run(model):
+        if request.save is not None:
+            raise UsageError(f"{model} is a folder of dumps already; --save-baseline is for a model that is run")
+        report = check_trial(read_run(model), request, kept)
+    else:
+        name, dtype = chosen_model(model, request, kept)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = request.save or Path(scratch)
+            trial = try_model(name, request.running, folder, dtype=dtype, proven=names_of(request), progress=progress)
+            if progress:
+                progress("looking at the run", 0, 1)
+            report = check_trial(trial, request, kept)
+    return replace(report, seconds=time.perf_counter() - started)
+
+
+def check_trial(trial: Trial, request: Request, kept: saved.Baseline | None = None) -> CheckReport:
+    run = trial.run
+    manifest = run.manifest
+    names = names_of(request) if request.transform or trial.captured is not None else ran(trial)
+    if kept is not None:
+        saved.check_same_model(kept.run, manifest.model, manifest.dtype)
+    fresh = trial.captured is not None
+    outputs = Outputs(run, trial.state, {} if fresh else stored_outputs(run.folder), fresh=fresh)
+    checks = tuple(check_one(trial, name, request) for name in names)
+    allowed = limit(run, getattr(torch, manifest.dtype)) if not outputs.problem else 0.0
+    try:
+        line, found = end_to_end(trial, outputs, allowed)
+    except DumpError as error:
+        line, found = Line("end to end", "fail", str(error)), None
+    changes, notes = [], list(trial.notes)
+    if kept is not None:
+        compared = names if request.transform else saved.with_lost(names, kept)
+        changes = [saved.compare(trial.graphs, outputs, kept, name, allowed) for name in compared]
+        notes += saved.other_makings(kept, run)
+        notes += [f"numbers were not compared: {text}" for text in (outputs.problem or kept.outputs.problem,) if text]
+    if request.save is not None and not outputs.problem:
+        outputs.save()
+    folder = str(kept.run.folder) if kept else ""
+    report = CheckReport(
+        manifest.model, manifest.dtype, manifest.device, checks, (line,), folder, tuple(changes), found,
+        tuple(notes), versions=manifest.versions,
+    )  # fmt: skip
+    if request.note is not None:
+        text = note_text(trial, report, request.config, home_of(request.transform, request.tests))
+        write_note(request.note, text)
+    return report
+
+
+def ran(trial: Trial) -> list[str]:
+    return [step.transform for step in trial.run.steps[1:]]
+
+
+def check_one(trial: Trial, name: str, request: Request) -> TransformCheck:
+    home = home_of(name, request.tests)
+    lines = [
+        *written_lines(name, request.config, home),
+        negative_line(name, home.tests),
+        *run_lines(trial, name, wanted=request.must_match and name == request.transform),
+    ]
+    record = trial.run.report.transforms[name]
+    return TransformCheck(name, tuple(lines), record.summary, len(record.matches))
+
+
+def end_to_end(trial: Trial, outputs: Outputs, allowed: float) -> tuple[Line, Bisection | None]:
+    """The results after the last transform against those of the captured graph, and where it goes wrong if it does.
+
+    Where a transform changes numbers on purpose, its results are what those after it are held to.
+    """
+    if outputs.problem:
+        return Line("end to end", "skip", outputs.problem), None
+    steps = trial.run.steps
+    starts = [0, *(step.number for step in steps if step.transform in trial.on_purpose)]
+    stops = [*(start - 1 for start in starts[1:]), steps[-1].number]
+    worst = 0.0
+    for start, stop in zip(starts, stops, strict=True):
+        error = distance(outputs.after(stop), outputs.after(start))
+        if error > allowed:
+            text = f"results after {steps[stop].transform} are off by {error:.1e} of the largest"
+            found = bisect(trial, outputs, allowed, start, stop)
+            return Line("end to end", "fail", f"{text}, {allowed:.1e} is allowed; first bad: {culprit(found)}"), found
+        worst = max(worst, error)
+    apart = f"; {', '.join(sorted(trial.on_purpose))} changes numbers on purpose" if trial.on_purpose else ""
+    return Line(
+        "end to end", "pass", f"results are off by {worst:.1e} of the largest, {allowed:.1e} is allowed{apart}"
+    ), None
+
+
+def culprit(found: Bisection) -> str:
+    """`fuse_rope, match 3 of 4 at %rope (model.layers.1.self_attn, …)`."""
+    if not found.match:
+        return f"{found.transform} ({found.why_no_match})"
+    return f"{found.transform}, match {found.number} of {found.matches} at {found.match}"

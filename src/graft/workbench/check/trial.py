@@ -1,0 +1,163 @@
+"""The run that is checked: a model that goes through the pipeline now, or one that did and was dumped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from graft.capture.cache import captured_decoder
+from graft.errors import ProofError
+from graft.files import Progress
+from graft.graph.edit import second_module
+from graft.graph.verify import Snapshot
+from graft.models.load import load_model
+from graft.models.registry import Family, entries
+from graft.transforms.base import BaseTransform, Context
+from graft.transforms.config import PipelineConfig
+from graft.transforms.dumps import WEIGHTS, DumpWriter
+from graft.transforms.pipeline import run_pipeline
+from graft.transforms.proof import Sides, prove
+from graft.transforms.report import MatchRecord, TransformRecord
+from graft.workbench.check.steps import StepGraphs
+from graft.workbench.discover.sources import config_of
+from graft.workbench.runs import Run, open_run
+
+
+@dataclass(frozen=True)
+class Disproof:
+    """A match whose replacement computes something else; `match` is '' where the whole transform is meant."""
+
+    match: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """state: the weights, empty where there are none. captured: the graph as it was before, where it is at hand."""
+
+    graphs: StepGraphs
+    config: PipelineConfig
+    family: Family | None
+    layers: int | None
+    state: Mapping[str, torch.Tensor]
+    on_gpu: bool  # whether the transforms that are for a GPU ran
+    disproven: Mapping[str, tuple[Disproof, ...]] = field(default_factory=dict)
+    on_purpose: frozenset[str] = frozenset()  # transforms that change numbers, and bring their own proof
+    captured: GraphModule | None = None
+    context_length: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> Run:
+        return self.graphs.run
+
+    def fresh_context(self) -> Context:
+        return Context(route="decoder", context_length=self.context_length)
+
+
+def try_model(
+    name: str,
+    config: PipelineConfig,
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    proven: Collection[str] = (),
+    progress: Progress | None = None,
+) -> Trial:
+    """Runs the pipeline as configured, dumping every step to `folder`; the matches of `proven` are run one by one.
+
+    A match that is wrong stays, so that what it does to the results can be seen. Models with random weights and a
+    real model's size go without weights: their matches are proven on made-up ones, their results are not computed.
+    """
+    entry = entries().get(name)
+    bare = entry is not None and entry.kind == "random" and not name.startswith("tiny-")
+    model = load_model(name, dtype=dtype, device="meta" if bare else "cpu", progress=progress)
+    captured, _ = captured_decoder(model.module, progress)
+    chosen, forced = everywhere(config, "meta" if bare else "cpu")
+    dumps = DumpWriter.open(folder)
+    dumps.state = None if bare else {}
+    prover = Prover(frozenset(proven))
+    context = Context(route="decoder", context_length=model.context)
+    run_pipeline(
+        second_module(captured), chosen, context, model=model.name, dump_dir=dumps, progress=progress,
+        observe=prover,
+    )  # fmt: skip
+    said = (f"tried on this device with their references: {', '.join(forced)}",) if forced else ()
+    return Trial(
+        StepGraphs(open_run(folder)), chosen, model.family, model.layers, dumps.state or {}, bool(forced),
+        prover.disproven, frozenset(prover.on_purpose), captured, model.context, said,
+    )  # fmt: skip
+
+
+def read_run(folder: str | Path) -> Trial:
+    """A folder of dumps as it is: nothing is captured or transformed anew."""
+    run = open_run(folder)
+    entry = entries().get(run.manifest.model)
+    family = entry.family if entry else None
+    layers = None if entry is None else entry.settings.get("num_hidden_layers", entry.settings.get("n_layer"))
+    state = run.state() if (run.folder / WEIGHTS).is_file() else {}
+    for_gpu = family.expect_gpu if family else {}
+    records = run.report.transforms
+    on_gpu = any(name in records and records[name].status == "applied" for name in for_gpu)
+    note = "read from dumps: nothing was captured or transformed anew"
+    return Trial(StepGraphs(run), config_of(run.report), family, layers, state, on_gpu, notes=(note,))
+
+
+def everywhere(config: PipelineConfig, device: str) -> tuple[PipelineConfig, list[str]]:
+    """Transforms for other devices run on this one too, and every error is recorded; which ones were forced.
+
+    Where a user said which devices, that holds.
+    """
+    chosen, forced = {}, []
+    for name, settings in config.transforms.items():
+        chosen[name] = replace(settings, on_error="skip")
+        options: Any = settings
+        said = config.origins.get(f"transforms.{name}.devices", "default.yaml") != "default.yaml"
+        if settings.enabled and device not in getattr(options, "devices", (device,)) and not said:
+            chosen[name] = replace(options, on_error="skip", devices=(*options.devices, device))
+            forced.append(name)
+    return replace(config, transforms=chosen, verify="structure"), forced
+
+
+class Prover:
+    """Runs the matches of the named transforms beside what they replaced, each by itself, and takes nothing back."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = names
+        self.disproven: dict[str, tuple[Disproof, ...]] = {}
+        self.on_purpose: set[str] = set()
+
+    def __call__(
+        self, gm: GraphModule, before: Snapshot, transform: BaseTransform, record: TransformRecord
+    ) -> TransformRecord:
+        if any(match.proof for match in record.matches):
+            self.on_purpose.add(record.name)
+        if record.name not in self.names:
+            return record
+        if transform.unprovable:
+            return replace(record, unproven=transform.unprovable)
+        found: list[Disproof] = []
+        try:
+            sides = Sides.of(gm, before, record.matches)
+            sides.check_rewiring()
+            matches = tuple(proven(sides, match, found) for match in record.matches)
+        except ProofError as error:
+            found, matches = [Disproof("", str(error))], record.matches
+        if found:
+            self.disproven[record.name] = tuple(found)
+        return replace(record, matches=matches, unproven=found[0].reason if found else "")
+
+
+def proven(sides: Sides, match: MatchRecord, failed: list[Disproof]) -> MatchRecord:
+    if match.proof:
+        return match
+    try:
+        return replace(match, proof=prove(sides, match))
+    except ProofError as error:
+        failed.append(Disproof(match.anchor, str(error)))
+        return match
