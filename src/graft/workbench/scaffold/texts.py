@@ -16,6 +16,8 @@ from graft.workbench.scaffold.body import (
     arguments,
     function_name,
     literals_of,
+    results_of,
+    returned,
     tensor_arguments,
     typed_arguments,
 )
@@ -41,7 +43,7 @@ def transform_text(new: New) -> str:
     body, op = new.body, new.op
     names, typed = arguments(body.pattern), typed_arguments(body.pattern)
     replacement = body.replacement or (
-        f"def {op}_fused({', '.join(f'{name}: {kind}' for name, kind in typed)}) -> Tensor:\n"
+        f"def {op}_fused({', '.join(f'{name}: {kind}' for name, kind in typed)}) -> {returned(body.pattern)}:\n"
         f"    return torch.ops.graft.{op}({', '.join(names)})"
     )
     numbers = literals_of(body.pattern)
@@ -106,7 +108,9 @@ def test_text(new: New) -> str:
     made = f"graft.{new.op}" if new.op else target_text(list(calls(new.tried.after))[-1].target)
     extra = body.extra_tests
     if new.op:
-        extra += fill("test_op", {"op": new.op})
+        form = "tuple(t.double() for t in {})" if results_of(body.pattern) else "{}.double()"
+        calls_of_op = (form.format(f"{new.op}(*{given})") for given in ("args", "wrong(args)"))
+        extra += fill("test_op", {"op": new.op, **dict(zip(("given", "given_wrong"), calls_of_op, strict=True))})
     if new.kernel:
         extra += fill("test_triton", {"op": new.op, "op_module": place.op_module(new.op)})
     text = fill(
