@@ -20,6 +20,7 @@ from graft.cli.explain import explain
 from graft.cli.models import models
 from graft.cli.new_transform import new_transform
 from graft.cli.ops import ops
+from graft.cli.repro import repro
 from graft.cli.run import run
 from graft.cli.transforms import transforms
 from graft.cli.tune import tune
@@ -66,6 +67,7 @@ VERBS = (
     diff,
     discover,
     new_transform,
+    repro,
 )
 for verb in VERBS:
     app.command()(guarded(verb))

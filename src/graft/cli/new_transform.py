@@ -62,21 +62,15 @@ def new_transform(
     In a checkout of graft the files go into the library; anywhere else they make a plugin. --from takes the pattern
     from what graft discover found (with its --dtype, --config, --set), and its op or the kernel that exists for it.
     """
-    from graft.errors import UsageError
     from graft.workbench.scaffold import plan
 
-    given = {"--model": model, "--config": config, "--set": sets, "--plugin": plugins}
     if candidate is None:
-        unused = [option for option, value in given.items() if value]
-        if unused:
-            raise UsageError(f"{unused[0]} belongs to --from CANDIDATE, which is not there")
+        refuse_unused({"--model": model, "--config": config, "--set": sets, "--plugin": plugins})
         written = plan.new_transform(
             name, folder, op=op, stage=stage, pattern=pattern, replacement=replacement, force=force
         )
     else:
-        if pattern or replacement:
-            raise UsageError("--from brings its own pattern and replacement; leave out --pattern and --replacement")
-        seed = read_candidate(candidate, model, dtype, config, sets, plugins)
+        seed = read_candidate(candidate, model, pattern or replacement, dtype, config, sets, plugins)
         written = plan.transform_from(name, seed, folder, op=op, stage=stage, force=force)
     if as_json:
         print(json.dumps(as_dict(written)))
@@ -84,9 +78,18 @@ def new_transform(
         show(written)
 
 
+def refuse_unused(options: dict[str, object]) -> None:
+    from graft.errors import UsageError
+
+    for option, value in options.items():
+        if value:
+            raise UsageError(f"{option} belongs to --from CANDIDATE, which is not there")
+
+
 def read_candidate(
     candidate: str,
     model: str | None,
+    function: str | None,
     dtype: str,
     config: str | None,
     sets: list[str] | None,
@@ -100,6 +103,8 @@ def read_candidate(
     from graft.workbench.discover.sources import discover_model, discover_run, is_run
     from graft.workbench.scaffold.candidate import read_seed
 
+    if function:
+        raise UsageError("--from brings its own pattern and replacement; leave out --pattern and --replacement")
     if model is None:
         return read_seed(candidate, None)
     dumps = is_run(model)
