@@ -69,7 +69,7 @@ def test_the_file_runs_by_itself_and_a_broken_replacement_exits_1_r59(plain, tmp
     done = cli("repro", plain, "--match", "fuse_rms_norm:3", "-o", path)
     assert done.exit_code == 0 and f"python {path}" in done.output.replace("\n", ""), done.output
     text = path.read_text()
-    assert "def original(add_3: Tensor, weight: Tensor) -> Tensor:" in text or "def original(" in text
+    assert re.search(r"def original\(\w+: Tensor, \w+: Tensor\) -> Tensor:", text)
     assert "torch.ops.graft.rms_norm.default(" in text and "import graft.ops" in text
     assert (
         re.search(r"were given values: s\d+ = \d+, s\d+ = \d+\.", text) and "model.layers.1.input_layernorm" in text
@@ -182,7 +182,7 @@ def test_bad_input_is_told_and_nothing_is_written_r59_r63(plain, tmp_path):
         ("fuse_rope:x", ""),
         ("", "fuse_rope"),
     ):
-        with pytest.raises(UnknownMatch, match="graft repro .* lists them"):
+        with pytest.raises(UnknownMatch, match=r"graft repro .* lists them"):
             find_match(run, name, transform)
     with pytest.raises(UnknownTransform, match="fuse_rope"):
         find_match(run, "fuse_ropes:1")
@@ -200,7 +200,7 @@ def test_bad_input_is_told_and_nothing_is_written_r59_r63(plain, tmp_path):
         entry["value"] = None
     try:
         last.write_text(json.dumps(data))
-        with pytest.raises(ReproRefused, match="dump the model again|cannot be told"):
+        with pytest.raises(ReproRefused, match=r"dump the model again|cannot be told"):
             repro_source(run, find_match(run, "fuse_rope:1"))
     finally:
         last.write_text(text)

@@ -17,6 +17,7 @@ from graft.cli.discover import discover
 from graft.cli.dump import dump
 from graft.cli.events import events
 from graft.cli.explain import explain
+from graft.cli.export import export
 from graft.cli.models import models
 from graft.cli.new_transform import new_transform
 from graft.cli.ops import ops
@@ -68,6 +69,7 @@ VERBS = (
     discover,
     new_transform,
     repro,
+    export,
 )
 for verb in VERBS:
     app.command()(guarded(verb))

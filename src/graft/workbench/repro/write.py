@@ -85,7 +85,6 @@ def repro_source(run: Run, listed: Listed, plugins: tuple[str, ...] = ()) -> str
     weights = stored and any(node.op == "get_attr" for node in piece.inputs)
     filled = Template(TEMPLATE.read_text()).substitute(
         title=f"{listed.id} of {run.report.model or run.folder}: {listed.record.anchor}",
-        module=listed.record.module or "the root module",
         command=f"graft repro {run.folder} --match {listed.id}",
         versions=f"graft {run.manifest.versions['graft']}, torch {run.manifest.versions['torch']}",
         sizes=sizes_text(piece),
@@ -163,7 +162,7 @@ def limit_of(piece: Cut, record: MatchRecord) -> tuple[float, str]:
         if value is not None and value.dtype in UNIT:
             coarsest = max(coarsest, value.dtype, key=UNIT.__getitem__)
             longest = max(longest, *shape_of(node)[-1:])
-    limit = 4 * tolerance(coarsest, longest)
+    limit = 2 * tolerance(coarsest, longest)
     dtype = str(coarsest).removeprefix("torch.")
     if record.proof is not None and 2 * record.proof.limit > limit:
         return 2 * record.proof.limit, "twice what the proof of the run allowed against float64"
