@@ -65,7 +65,8 @@ def new_transform(
     from graft.workbench.scaffold import plan
 
     if candidate is None:
-        refuse_unused({"--model": model, "--config": config, "--set": sets, "--plugin": plugins})
+        chosen = "" if dtype == "auto" else dtype
+        refuse_unused({"--model": model, "--dtype": chosen, "--config": config, "--set": sets, "--plugin": plugins})
         written = plan.new_transform(
             name, folder, op=op, stage=stage, pattern=pattern, replacement=replacement, force=force
         )

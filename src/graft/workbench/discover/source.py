@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import keyword
 import operator
 import re
@@ -102,6 +103,8 @@ def argument_source(value: Any, names: dict[Node, str]) -> str:
         return 'float("nan")'
     if value in (float("inf"), float("-inf")):
         return f'float("{value}")'
+    if isinstance(value, str):
+        return json.dumps(value)
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
     return repr(value)

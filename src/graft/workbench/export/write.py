@@ -11,6 +11,7 @@ from graft.errors import ExportRefused
 from graft.files import write_together
 from graft.transforms.dumps import WEIGHTS
 from graft.transforms.stream_schedule import Slot
+from graft.workbench.discover.candidates import counted
 from graft.workbench.discover.savings import Machine
 from graft.workbench.discover.values import restore_values
 from graft.workbench.export.explorer import collection
@@ -62,18 +63,18 @@ def step_named(run: Run, name: str) -> Step:
 def export_trace(run: Run, step: Step, output: Path, tokens: int, timed: bool, device: str) -> Exported:
     shapes, machine = step.graph(), Machine()
     restore_values(shapes)
-    title = f"after {step.transform}, {tokens} token{'s' * (tokens != 1)}, predicted from bytes and launches"
+    title = f"{step.transform}: {counted(tokens)}, predicted from bytes and launches"
     rows: list[tuple[str, Sequence[Slot]]] = [(title, predicted_slots(shapes, tokens, machine))]
     if timed:
         calls = timed_slots(step.graph(run.state()), shapes, device)
-        rows.append((f"after {step.transform}, timed on {device} with made-up inputs", calls))
+        rows.append((f"{step.transform}: timed on {device} with made-up inputs", calls))
     write_together({output: json.dumps(trace_document(run.report, rows))})
     notes = (
         f"predicted with {machine.bandwidth_gb_s:.0f} GB/s and {machine.launch_us} µs a launch, {machine.source}",
         "open it at ui.perfetto.dev",
     )
     ran = sum(record.status != "disabled" for record in run.report.transforms.values())
-    what = f"{ran} transforms, {' and '.join(f'{len(slots)} calls {name}' for name, slots in rows)}"
+    what = "; ".join([f"{ran} transforms", *(f"{len(slots)} calls of {name}" for name, slots in rows)])
     return Exported(output, step.transform, what, notes)
 
 

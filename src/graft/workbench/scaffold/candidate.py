@@ -24,6 +24,7 @@ from graft.workbench.discover.source import function_source
 from graft.workbench.discover.subgraph import literals_of, made_up_inputs, run_in_float64
 from graft.workbench.scaffold.body import USUAL, Body
 from graft.workbench.scaffold.names import op_name
+from graft.workbench.scaffold.op import LINE
 
 # Two sizes for each letter: source that is the same for both does not depend on them.
 SIZES = tuple({c: base + 2 * i for i, c in enumerate("abcdefghijklmnopqrstuvwxyz")} for base in (6, 68))
@@ -52,8 +53,25 @@ class Seed:
         """The function alone, under another name, with where it was found."""
         lines = self.source[self.source.index("def ") :].rstrip().split("\n")
         lines[0] = re.sub(r"^def \w+", f"def {name}", lines[0])
-        lines[1] = f'    """{self.title}: found {self.count} times in {self.model}."""'
-        return "\n".join(lines)
+        lines[1] = f'    """{self.title}: found {times(self.count)} in {self.model}."""'
+        return wrapped("\n".join(lines))
+
+
+def wrapped(source: str) -> str:
+    """Calls and signatures that are longer than a line, with their arguments on a line of their own."""
+    lines = []
+    for line in source.split("\n"):
+        found = re.fullmatch(r"(\s*)(.*?\()(.*)(\).*)", line) if len(line) > LINE else None
+        if found is None:
+            lines.append(line)
+        else:
+            space, head, inner, tail = found.groups()
+            lines += [f"{space}{head}", f"{space}    {inner}", f"{space}{tail}"]
+    return "\n".join(lines)
+
+
+def times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def seed_of(candidate: Candidate, model: str) -> Seed:
@@ -130,7 +148,8 @@ def existing_call(seed: Seed, name: str) -> tuple[str, str]:
             problems.append(f"{symbol}: {error}")
             continue
         if sources and sources[0] == sources[1]:
-            done = f"{' and '.join(transforms)} does this already (graft explain)" if transforms else ""
+            verb = "does" if len(transforms) == 1 else "do"
+            done = f"{' and '.join(transforms)} {verb} this already (graft explain)" if transforms else ""
             return sources[0], done
         problems.append(f"{symbol}: {'its arguments follow from sizes' if sources else 'a pattern, not a kernel'}")
     raise UsageError(
@@ -187,4 +206,4 @@ def traced(seed: Seed, function: Callable[..., Any], sizes: Mapping[str, int]) -
 
 def bare_source(gm: GraphModule, name: str) -> str:
     source = function_source(gm, name)
-    return source[source.index("def ") :].rstrip()
+    return wrapped(source[source.index("def ") :].rstrip())

@@ -29,6 +29,7 @@ PRODUCTS = (
     torch.ops.graft.linear.default,
     torch.ops.graft.fused_linear.default,
 )
+LINE = 118  # characters
 WIDTH = 1536  # of the last dim, in the case for one token
 
 
@@ -42,6 +43,7 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "op_module": module,
         "names": names,
         "tensors": ", ".join(tensors),
+        "tensor_tuple": tuple_text(tensors),
         "first": tensors[0],
         "typed": ", ".join(f"{name}: {kind}" for name, kind in typed),
         "schema": ", ".join(f"{kind} {name}" for name, kind in typed),
@@ -91,7 +93,10 @@ def cases_text(op: str, body: Body, called: list[Any]) -> str:
     reduction = WIDTH if product else max(4, len(called))
     letters = "".join(sorted({c for shape in body.shapes.values() for c in shape.partition(":")[0] if c.isalpha()}))
     shapes = [body.shapes[name].partition(":")[0].split() for name in tensor_arguments(body.pattern)]
-    tuples = tuple_text([tuple_text([size_text(dim) for dim in shape]) for shape in shapes])
+    each = [tuple_text([size_text(dim) for dim in shape]) for shape in shapes]
+    tuples = tuple_text(each)
+    if len(tuples) > LINE - len("    shapes = "):
+        tuples = "(\n" + "".join(f"        {one},\n" for one in each) + "    )"
     literals = "".join(f", {value}" for value in literals_of(body.pattern).values()) or ","
     return fill(
         "cases",
@@ -117,7 +122,7 @@ def made_text(body: Body, literals: str, product: bool) -> str:
     if not any(dtypes) and not any(small):
         return f"    return (*(randn(shape, device, dtype, generator) for shape in shapes){literals})"
     kinds = tuple_text([f"torch.{name}" if name else "dtype" for name in dtypes])
-    scales = tuple_text([f"{size_text(d[-1])} ** -0.5" if few else "1.0" for d, few in zip(dims, small, strict=True)])
+    scales = tuple_text([root_text(d[-1]) if few else "1.0" for d, few in zip(dims, small, strict=True)])
     return (
         f"    kinds = {kinds}\n"
         f"    scales = {scales}\n"
@@ -125,6 +130,10 @@ def made_text(body: Body, literals: str, product: bool) -> str:
         "    made = (randn(shape, device, kind, generator) * scale for shape, kind, scale in given)\n"
         f"    return (*made{literals})"
     )
+
+
+def root_text(dim: str) -> str:
+    return f"{dim}**-0.5" if dim.isdigit() else f"{size_text(dim)} ** -0.5"
 
 
 def tuple_text(items: list[str]) -> str:

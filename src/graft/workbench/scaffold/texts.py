@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from graft.workbench.scaffold.body import (
     typed_arguments,
 )
 from graft.workbench.scaffold.names import class_name
-from graft.workbench.scaffold.op import import_block
+from graft.workbench.scaffold.op import LINE, import_block
 from graft.workbench.scaffold.place import Place
 from graft.workbench.scaffold.render import fill
 
@@ -48,6 +49,7 @@ def transform_text(new: New) -> str:
     )
     numbers = literals_of(body.pattern)
     call = ", ".join(name if name in numbers else f"%{name}" for name in names)
+    result = "out" if "y" in names else "y"
     graft = ["from graft.transforms.base import PatternTransform, Rewrite"]
     graft.append("from graft.transforms.registry import TransformRegistry")
     register = f"import {new.place.op_module(op)}.op  # noqa: F401 (registers the op)"
@@ -69,7 +71,7 @@ def transform_text(new: New) -> str:
             "shapes": dict_text(body.shapes),
             "options": "" if new.tried.exact else ", exact=False",
             "before": doc_text(new.tried.before, numbers),
-            "after": f"%y = graft.{op}({call})" if op else doc_text(new.tried.after, numbers),
+            "after": f"%{result} = graft.{op}({call})" if op else doc_text(new.tried.after, numbers),
             "numerics": numerics(new),
         },
     )
@@ -90,7 +92,9 @@ def doc_text(graph: Graph, numbers: Mapping[str, int | float]) -> str:
     for name, value in numbers.items():
         if list(numbers.values()).count(value) == 1:
             lines = [re.sub(rf"(?<=, ){re.escape(str(value))}(?=[,)])", name, line) for line in lines]
-    return "\n             ".join(lines)
+    indent = " " * 13  # after `    before:  `
+    folded = [textwrap.wrap(line, LINE - len(indent), subsequent_indent="    ") for line in lines]
+    return f"\n{indent}".join(part for parts in folded for part in parts)
 
 
 def dict_text(values: Mapping[str, str]) -> str:
