@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import graft
 from graft.cli.app import app
-from graft.errors import DumpError, ExportRefused, UnknownTransform
+from graft.errors import DumpError, ExportRefused, UnknownTransform, UsageError
 from graft.graph.trace import export_graph
 from graft.graph.verify import module_state
 from graft.transforms.base import Context
@@ -102,6 +102,11 @@ def test_the_calls_of_a_run_are_timed_where_asked_r59(weighted, tmp_path):
     timed = [e["name"] for e in document["traceEvents"] if e["ph"] == "X" and e["pid"] == 2]
     assert timed == called and len(rows[2, 0]) == len(called)
     assert "timed on cpu" in done.what
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="no GPU"):
+            export_run(weighted, "perfetto", tmp_path / "no.json", step="captured", timed=True, device="cuda")
+    with pytest.raises(UsageError, match="computes nothing"):
+        export_run(weighted, "perfetto", tmp_path / "no.json", step="captured", timed=True, device="meta")
     with pytest.raises(ExportRefused, match=r"layout in the cache.*--step"):
         export_run(weighted, "perfetto", tmp_path / "no.json", timed=True)
     assert not (tmp_path / "no.json").exists()

@@ -65,8 +65,7 @@ def new_transform(
     from graft.workbench.scaffold import plan
 
     if candidate is None:
-        chosen = "" if dtype == "auto" else dtype
-        refuse_unused({"--model": model, "--dtype": chosen, "--config": config, "--set": sets, "--plugin": plugins})
+        refuse_unused({"--model": model, "--dtype": dtype, "--config": config, "--set": sets, "--plugin": plugins})
         written = plan.new_transform(
             name, folder, op=op, stage=stage, pattern=pattern, replacement=replacement, force=force
         )
@@ -83,7 +82,7 @@ def refuse_unused(options: dict[str, object]) -> None:
     from graft.errors import UsageError
 
     for option, value in options.items():
-        if value:
+        if value and value != "auto":
             raise UsageError(f"{option} belongs to --from CANDIDATE, which is not there")
 
 

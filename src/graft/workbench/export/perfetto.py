@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_aggregate
 
-from graft.errors import ExportRefused
+from graft.errors import ExportRefused, UsageError
 from graft.graph.nodes import calls, module_path
+from graft.models.load import resolve_device
 from graft.transforms.report import Report, TransformRecord
 from graft.transforms.stream_schedule import Slot
 from graft.workbench.discover.calls import is_free
@@ -74,6 +76,18 @@ def predicted_slots(gm: GraphModule, tokens: int, machine: Machine) -> tuple[Slo
     return tuple(slots)
 
 
+def on_device(gm: GraphModule, device: torch.device) -> GraphModule:
+    """With its weights, and the tensors that it makes itself, on a device."""
+    for node in calls(gm.graph):
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), lambda v: at(v, device))
+    gm.recompile()
+    return gm.to(device)
+
+
+def at(value: Any, device: torch.device) -> Any:
+    return device if isinstance(value, torch.device) else value
+
+
 class Timed(Interpreter):
     """Runs a graph call by call and notes when each began and ended, in microseconds."""
 
@@ -100,12 +114,15 @@ def timed_slots(gm: GraphModule, shapes: GraphModule, device: str = "cpu") -> tu
         raise ExportRefused(
             f"the graph cannot be timed on made-up inputs: {reason}; choose an earlier one with --step"
         )
-    args = [t.to(device) for t in made_up_arguments(shapes)]
-    moved = gm.to(device)
+    place = resolve_device(device)
+    if place.type == "meta":
+        raise UsageError("--device meta computes nothing that could be timed; use cpu or cuda")
+    args = [t.to(place) for t in made_up_arguments(shapes)]
+    moved = on_device(gm, place)
     with torch.no_grad():
         for _ in range(WARM_UP):
             moved(*args)
-        if torch.device(device).type == "cuda":
+        if place.type == "cuda":
             with torch.profiler.profile() as profile:
                 moved(*args)
                 torch.cuda.synchronize()
