@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class GraftError(Exception):
@@ -242,6 +242,20 @@ class ShapesUnknown(GraftError):
 class UnknownCandidate(UsageError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         super().__init__(f"unknown candidate {name!r}{near(name, known)} `graft discover` lists them")
+
+
+class UnknownMatch(UsageError):
+    def __init__(self, name: str, known: Sequence[str], run: str) -> None:
+        listed = f"it has {', '.join(known[:3])}{' …' if len(known) > 3 else ''}" if known else "it has none"
+        super().__init__(f"unknown match {name!r} of {run}: {listed}; graft repro {run} lists them")
+
+
+class ReproRefused(GraftError):
+    """A match that no file of its own can show; the message says why."""
+
+
+class ExportRefused(GraftError):
+    """A graph that a format cannot hold; the message says what would be lost."""
 
 
 class GuardFailed(UsageError):

@@ -16,6 +16,7 @@ from graft import testing
 
 SOURCE = Path(graft.__file__).parents[1]
 TUTORIAL = SOURCE.parent / "docs" / "write_a_transform.md"
+SHIP = SOURCE.parent / "docs" / "ship.md"
 EXAMPLE = SOURCE.parent / "examples" / "write_a_transform.py"
 
 
@@ -30,8 +31,16 @@ def test_the_tutorial_followed_word_for_word_adds_a_working_fusion_r54_r58(tmp_p
     runner = Path(__file__).with_name("tutorial_runner.py")
     done = python(runner, TUTORIAL, tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert re.search(r"followed 10 commands, compared 2\d lines", done.stdout), done.stdout
+    assert re.search(r"followed 15 commands, compared 3\d lines", done.stdout), done.stdout
     assert (tmp_path / "my_fusions" / "fuse_soft_cap.py").exists()
+    assert (tmp_path / "found_fusions" / "fuse_norm_add.py").exists()
+
+
+def test_the_page_on_repro_and_exports_followed_word_for_word_r59(tmp_path):
+    done = python(Path(__file__).with_name("tutorial_runner.py"), SHIP, tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"followed 9 commands, compared \d+ lines", done.stdout), done.stdout
+    assert {"swiglu.py", "trace.json", "graphs.json", "model.pt2"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_the_example_runs_r58(tmp_path):

@@ -43,7 +43,7 @@ def run(command: str) -> str:
     sys.path[:0] = path
     if words[0] == "graft":
         return graft(words[1:])
-    command = command.replace("python -m", f"{shlex.quote(sys.executable)} -m")
+    command = re.sub(r"^python ", f"{shlex.quote(sys.executable)} ", command)
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout

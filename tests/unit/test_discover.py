@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graft.errors import DumpError, ShapesUnknown, UnknownCandidate, UnknownModel, UsageError
+from graft.errors import DumpError, ShapesUnknown, UnknownCandidate, UnknownModel, UnknownTransform, UsageError
 from graft.graph.match import Finder
 from graft.graph.nodes import calls, placeholders
 from graft.graph.trace import export_graph, trace_function
@@ -312,7 +312,7 @@ def test_a_run_on_disk_gives_the_same_candidates_r53(switched_off, tmp_path):
     ]
     first = discover_run(tmp_path / "run", "captured")
     assert first.worthwhile and "captured" in first.model
-    with pytest.raises(DumpError, match="did you mean"):
+    with pytest.raises(UnknownTransform, match="did you mean"):
         discover_run(tmp_path / "run", "fuse_ropes")
 
 

@@ -18,10 +18,12 @@ from graft.cli.discover import discover
 from graft.cli.dump import dump
 from graft.cli.events import events
 from graft.cli.explain import explain
+from graft.cli.export import export
 from graft.cli.models import models
 from graft.cli.new_transform import new_transform
 from graft.cli.ops import ops
 from graft.cli.report import report
+from graft.cli.repro import repro
 from graft.cli.run import run
 from graft.cli.transforms import transforms
 from graft.cli.tune import tune
@@ -67,9 +69,11 @@ VERBS = (
     dump,
     diff,
     discover,
-    report,
     new_transform,
     check,
+    repro,
+    report,
+    export,
 )
 for verb in VERBS:
     app.command()(guarded(verb))

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graft.cli.options import Json
+from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
 
 if TYPE_CHECKING:
+    from graft.workbench.scaffold.candidate import Seed
     from graft.workbench.scaffold.plan import Written
 
 
@@ -24,7 +25,23 @@ def new_transform(
     replacement: Annotated[
         str | None, typer.Option(help="The function that takes its place.", metavar="FILE.py:FUNCTION")
     ] = None,
-    stage: Annotated[str, typer.Option(help="match, fuse, state or schedule.")] = "match",
+    candidate: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="A candidate of graft discover: its id, with --model; or FILE.json:ID of graft discover --json.",
+            metavar="CANDIDATE",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Where the candidate was found: a model or a folder of dumps.", metavar="MODEL")
+    ] = None,
+    stage: Annotated[
+        str | None,
+        typer.Option(
+            help="match, fuse, state or schedule; match if left out, with --from schedule.", metavar="STAGE"
+        ),
+    ] = None,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -34,21 +51,74 @@ def new_transform(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write files anew that are there already.")] = False,
+    dtype: DType = "auto",
+    config: ConfigFile = None,
+    sets: Sets = None,
+    plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
     """Write a transform, its YAML entry (off), its op if asked for, and its tests, which pass as they are.
 
-    In a checkout of graft the files go into the library; anywhere else they make a plugin.
+    In a checkout of graft the files go into the library; anywhere else they make a plugin. --from takes the pattern
+    from what graft discover found (with its --dtype, --config, --set), and its op or the kernel that exists for it.
     """
     from graft.workbench.scaffold import plan
 
-    written = plan.new_transform(
-        name, folder, op=op, stage=stage, pattern=pattern, replacement=replacement, force=force
-    )
+    if candidate is None:
+        refuse_unused({"--model": model, "--dtype": dtype, "--config": config, "--set": sets, "--plugin": plugins})
+        written = plan.new_transform(
+            name, folder, op=op, stage=stage, pattern=pattern, replacement=replacement, force=force
+        )
+    else:
+        seed = read_candidate(candidate, model, pattern or replacement, dtype, config, sets, plugins)
+        written = plan.transform_from(name, seed, folder, op=op, stage=stage, force=force)
     if as_json:
         print(json.dumps(as_dict(written)))
     else:
         show(written)
+
+
+def refuse_unused(options: dict[str, object]) -> None:
+    from graft.errors import UsageError
+
+    for option, value in options.items():
+        if value and value != "auto":
+            raise UsageError(f"{option} belongs to --from CANDIDATE, which is not there")
+
+
+def read_candidate(
+    candidate: str,
+    model: str | None,
+    function: str | None,
+    dtype: str,
+    config: str | None,
+    sets: list[str] | None,
+    plugins: list[str] | None,
+) -> Seed:
+    """Discovers again, as graft discover would, unless the candidate is in a file."""
+    from graft.cli.show import progress_bar
+    from graft.errors import UsageError
+    from graft.transforms.config import load_config
+    from graft.workbench.discover import Discovery
+    from graft.workbench.discover.sources import discover_model, discover_run, is_run
+    from graft.workbench.scaffold.candidate import read_seed
+
+    if function:
+        raise UsageError("--from brings its own pattern and replacement; leave out --pattern and --replacement")
+    if model is None:
+        return read_seed(candidate, None)
+    dumps = is_run(model)
+    if dumps and (config or sets):
+        raise UsageError(f"{model} is a folder of dumps, which --config and --set cannot change; name the model")
+    settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))
+
+    def found() -> Discovery:
+        with progress_bar() as progress:
+            if dumps:
+                return discover_run(model, progress=progress)
+            return discover_model(model, settings, dtype, progress=progress)
+
+    return read_seed(candidate, found)
 
 
 def as_dict(written: Written) -> dict[str, object]:
@@ -60,6 +130,7 @@ def as_dict(written: Written) -> dict[str, object]:
         "changed": [str(path.relative_to(written.root)) for path in written.changed],
         "op": written.op,
         "no_kernel": written.no_kernel,
+        "note": written.note,
     }
 
 
@@ -73,6 +144,8 @@ def show(written: Written) -> None:
             out.print(f"  {mark:<8} {path.relative_to(written.root)}", markup=False, soft_wrap=True)
     if written.no_kernel:
         out.print(f"no Triton kernel was generated: {written.no_kernel}", markup=False, soft_wrap=True)
+    if written.note:
+        out.print(written.note, markup=False, soft_wrap=True)
     out.print("next", style="cyan")
     test = next(path for path in written.files if path.name == f"test_{written.name}.py").relative_to(written.root)
     using = "" if written.checkout else f" --plugin {written.name} --config {written.name}.yaml"

@@ -147,7 +147,7 @@ def abstract_call(node: Node) -> Any:
 
 
 def linear_result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: ARG001
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty((*x.shape[:-1], *weight.shape[:-1]))  # a weight of one dim gives one number a row
 
 
 def matmul_result(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -169,7 +169,7 @@ def argument_changes(graph: Graph) -> Iterator[tuple[str, str, Change]]:
         if node.meta["weight"]:
             yield "computed weight", name, lambda copies, _, n=node: insert(copies[n], aten.mul.Tensor, 1.5)
         shared = sum(tensor_of(other).dim() >= tensor.dim() for other in inputs) > 1  # else nothing to be spread over
-        for dim in {0, tensor.dim() - 1} if shared else {tensor.dim() - 1}:
+        for dim in ({0, tensor.dim() - 1} if shared else {tensor.dim() - 1}) if tensor.dim() else ():
             if tensor.shape[dim] != 1:
                 yield "broadcast", f"{name} dim {dim}", lambda c, a, i=index, d=dim: flatten_dim(c, a, inputs, i, d)
         if tensor.dim() > 1 and shared:

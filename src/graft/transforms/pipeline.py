@@ -126,14 +126,18 @@ def run_one(
     outputs_before, notes_before = dict(context.outputs), list(context.notes)
     common: dict[str, Any] = {"name": transform.name, "stage": stage, "nodes_before": nodes_before}
     gm.meta["graft_replaced"] = []  # the editor notes here what took the place of what
+    clock = Phases()
     try:
-        outcome = transform.apply(gm, context)
+        with clock.phase("rewrite"):
+            outcome = transform.apply(gm, context)
         if outcome.matches:
-            drop_dead(gm)
-            verify(gm, before)
-            check_memory(gm, before, uses, [(match.replaced, match.made) for match in outcome.matches])
+            with clock.phase("check"):
+                drop_dead(gm)
+                verify(gm, before)
+                check_memory(gm, before, uses, [(match.replaced, match.made) for match in outcome.matches])
             if checked == "matches" and not transform.unprovable:
-                outcome = replace(outcome, matches=prove_matches(gm, before, outcome.matches))
+                with clock.phase("prove"):
+                    outcome = replace(outcome, matches=prove_matches(gm, before, outcome.matches))
     except Exception as error:
         before.restore(gm)
         context.outputs, context.notes = outputs_before, notes_before
@@ -147,6 +151,7 @@ def run_one(
             reason=f"{type(error).__name__}: {error}",
             seconds=time.perf_counter() - started,
             nodes_after=nodes_before,
+            phases=tuple(clock.spent),
         )
     record = TransformRecord(
         **common,
@@ -157,8 +162,24 @@ def run_one(
         seconds=time.perf_counter() - started,
         nodes_after=len(gm.graph.nodes),
         unproven=transform.unprovable if checked == "matches" and outcome.matches else "",
+        phases=tuple(clock.spent),
     )
     return observe(gm, before, transform, record) if observe and record.matches else record
+
+
+class Phases:
+    """What the seconds of a transform went into."""
+
+    def __init__(self) -> None:
+        self.spent: list[tuple[str, float]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent.append((name, time.perf_counter() - started))
 
 
 def status_of(outcome: Outcome) -> Any:

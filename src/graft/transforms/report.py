@@ -42,7 +42,8 @@ class MatchRecord:
 
 @dataclass(frozen=True)
 class TransformRecord:
-    """What became of one transform. `unproven`: why its matches carry no proof, where one was asked for."""
+    """What became of one transform. `unproven`: why its matches carry no proof, where one was asked for. `phases`:
+    what its seconds went into, in order; what is left of them is the snapshot."""
 
     name: str
     stage: str
@@ -54,6 +55,7 @@ class TransformRecord:
     nodes_before: int = 0
     nodes_after: int = 0
     unproven: str = ""
+    phases: tuple[tuple[str, float], ...] = ()
 
     @property
     def summary(self) -> str:
@@ -104,5 +106,7 @@ def read_match(entry: dict[str, Any]) -> MatchRecord:
 def read_record(entry: dict[str, Any]) -> TransformRecord:
     matches = tuple(read_match(match) for match in entry["matches"])
     misses = tuple(NearMiss(**miss) for miss in entry["near_misses"])
-    plain = {f.name: entry[f.name] for f in fields(TransformRecord) if f.name not in ("matches", "near_misses")}
-    return TransformRecord(**plain, matches=matches, near_misses=misses)
+    nested = ("matches", "near_misses", "phases")
+    plain = {f.name: entry[f.name] for f in fields(TransformRecord) if f.name not in nested}
+    phases = tuple((str(name), float(seconds)) for name, seconds in entry.get("phases", ()))
+    return TransformRecord(**plain, matches=matches, near_misses=misses, phases=phases)

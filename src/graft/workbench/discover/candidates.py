@@ -97,6 +97,7 @@ class Candidate:
             "estimates": [vars(estimate) for estimate in self.estimates],
             "existing": [vars(found) for found in self.existing],
             "reference": self.reference_source(),
+            "pattern": {"shapes": self.pattern_shapes(), "problem": self.pattern_problem()},
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +56,26 @@ def look_by_value(gm: GraphModule, known: Sequence[Known]) -> tuple[list[Existin
 
 
 def gives(known: Known, values: Sequence[Any], numbers: Sequence[float], wanted: Tensor) -> bool:
-    orders = itertools.permutations(values)
-    return any(
-        same(known, order, chosen, wanted)
-        for order in orders
-        for chosen in itertools.product(numbers, repeat=known.numbers)
-    )
+    return any(same(known, tensors, chosen, wanted) for _, tensors, chosen in ways(known, values, numbers))
+
+
+def filling(
+    known: Known, values: Sequence[Any], numbers: Sequence[float], wanted: Tensor
+) -> tuple[tuple[int, ...], tuple[float, ...]] | None:
+    """Which inputs it takes in what order, and with what numbers, to give `wanted` as it stands."""
+    for order, tensors, chosen in ways(known, values, numbers[:MOST_NUMBERS]):
+        if equal(known, tensors, chosen, wanted):
+            return order, chosen
+    return None
+
+
+def ways(
+    known: Known, values: Sequence[Any], numbers: Sequence[float]
+) -> Iterator[tuple[tuple[int, ...], list[Any], tuple[float, ...]]]:
+    """Every order of the inputs with every choice of numbers."""
+    for order in itertools.permutations(range(len(values))):
+        for chosen in itertools.product(numbers, repeat=known.numbers):
+            yield order, [values[index] for index in order], chosen
 
 
 def same(known: Known, tensors: Sequence[Any], numbers: Sequence[float], wanted: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import keyword
 import operator
 import re
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.graph.nodes import OpOverload, calls, output_node, placeholders, tensor_val
+from graft.graph.nodes import OpOverload, calls, is_op, output_node, placeholders, tensor_val
 
 aten = torch.ops.aten
 UNARY = ("rsqrt", "sqrt", "exp", "log", "sin", "cos", "tanh", "sigmoid", "neg", "abs", "erf", "reciprocal", "relu")
@@ -65,9 +66,21 @@ def function_source(gm: GraphModule, name: str, note: str = "") -> str:
     returned = f"tuple[{', '.join(['Tensor'] * len(results))}]" if several else "Tensor"
     lines = ["import torch", "from torch import Tensor", "", "", f"def {name}({given}) -> {returned}:"]
     lines += [f'    """{note}"""'] if note else []
-    lines += [f"    {names[node]} = {call_source(node, names)}" for node in calls(gm.graph)]
+    working = working_dtype(gm)
+    for node in calls(gm.graph):
+        text = call_source(node, names)
+        lines.append(f"    {names[node]} = {text.replace(*working) if is_op(node, aten.to.dtype) else text}")
     text = ", ".join(names[n] for n in results) if several else names[results]  # pyrefly: ignore
     return "\n".join([*lines, f"    return {text}", ""])
+
+
+def working_dtype(gm: GraphModule) -> tuple[str, str]:
+    """A cast to the 16 bits that an input has is one to the input's dtype: the model may come in another one."""
+    for node in placeholders(gm.graph):
+        value = tensor_val(node)
+        if value is not None and value.is_floating_point() and value.dtype.itemsize == 2:
+            return f"({value.dtype})", f"({node.name}.dtype)"
+    return "", ""
 
 
 def call_source(node: Node, names: dict[Node, str]) -> str:
@@ -90,6 +103,8 @@ def argument_source(value: Any, names: dict[Node, str]) -> str:
         return 'float("nan")'
     if value in (float("inf"), float("-inf")):
         return f'float("{value}")'
+    if isinstance(value, str):
+        return json.dumps(value)
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
     return repr(value)

@@ -152,6 +152,21 @@ def arguments(source: str) -> list[str]:
     return [argument.arg for argument in parsed(source).args.args]
 
 
+def results_of(source: str) -> int:
+    """How many tensors it gives, by its annotation; 0 where that is one tensor and no tuple."""
+    node = parsed(source).returns
+    several = (
+        isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple) and ast.unparse(node.value) == "tuple"
+    )
+    return len(node.slice.elts) if several else 0  # pyrefly: ignore
+
+
+def returned(source: str) -> str:
+    """The annotation of its result: Tensor, or tuple[Tensor, Tensor]."""
+    count = results_of(source)
+    return f"tuple[{', '.join(['Tensor'] * count)}]" if count else "Tensor"
+
+
 def kind_of(argument: ast.arg) -> str:
     """Tensor, int or float."""
     text = ast.unparse(argument.annotation) if argument.annotation else "Tensor"

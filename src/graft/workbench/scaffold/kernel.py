@@ -15,7 +15,7 @@ from graft.ops.elementwise.program import Ref
 from graft.testing.negatives import examples
 from graft.transforms.base import Rewrite
 from graft.transforms.elementwise import Step, steps_of
-from graft.workbench.scaffold.body import Body, literals_of, tensor_arguments
+from graft.workbench.scaffold.body import Body, literals_of, results_of, tensor_arguments
 
 # Steps of graft::elementwise as Triton; those in HELPERS are functions of ops/elementwise/triton.py.
 EXPRESSIONS = {
@@ -46,6 +46,8 @@ def kernel_of(body: Body, rewrite: Rewrite) -> Kernel | str:
         return "it takes whole numbers, which may be sizes"
     if len(set(body.shapes.values())) > 1:
         return "its tensors differ in shape"
+    if results_of(body.pattern):
+        return "it gives several results"
     values = [{name: base * (i + 1) for i, name in enumerate(names)} for base in (FIRST, SECOND)]
     graphs = [traced(rewrite, literals) for literals in values]
     both = [[(node, steps_of(node)) for node in calls(graph)] for graph in graphs]

@@ -4,11 +4,33 @@ written from the pattern (tensors of one shape, element by element)."""
 from __future__ import annotations
 
 import re
+from typing import Any
+
+import torch
 
 from graft.graph.nodes import calls
-from graft.workbench.scaffold.body import Body, Tried, function_name, literals_of, tensor_arguments, typed_arguments
+from graft.workbench.scaffold.body import (
+    Body,
+    Tried,
+    function_name,
+    literals_of,
+    results_of,
+    returned,
+    tensor_arguments,
+    typed_arguments,
+)
 from graft.workbench.scaffold.kernel import Kernel, kernel_of
 from graft.workbench.scaffold.render import fill
+
+aten = torch.ops.aten
+PRODUCTS = (
+    aten.linear.default,
+    aten.matmul.default,
+    torch.ops.graft.linear.default,
+    torch.ops.graft.fused_linear.default,
+)
+LINE = 118  # characters
+WIDTH = 1536  # of the last dim, in the case for one token
 
 
 def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, str], str]:
@@ -21,9 +43,13 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "op_module": module,
         "names": names,
         "tensors": ", ".join(tensors),
+        "tensor_tuple": tuple_text(tensors),
         "first": tensors[0],
         "typed": ", ".join(f"{name}: {kind}" for name, kind in typed),
         "schema": ", ".join(f"{kind} {name}" for name, kind in typed),
+        "returned": returned(body.pattern),
+        "results": f"({', '.join(['Tensor'] * count)})" if (count := results_of(body.pattern)) else "Tensor",
+        "empty": "tuple(t.new_empty(t.shape) for t in result)" if count else "result.new_empty(result.shape)",
     }
     has = isinstance(kernel, Kernel)
     parts = {
@@ -35,7 +61,7 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "__init__.py": "",
         "op.py": fill("op", common | parts),
         "reference.py": reference_text(op, body),
-        "cases.py": cases_text(op, body, len(list(calls(tried.before)))),
+        "cases.py": cases_text(op, body, list(calls(tried.before))),
     }
     if isinstance(kernel, Kernel):
         files["triton.py"] = triton_text(kernel, common, tensors)
@@ -62,25 +88,57 @@ def import_block(imports: tuple[str, ...], *sources: str) -> str:
     return "\n".join([*plain, *sorted(line for line in used if not line.startswith("import"))])
 
 
-def cases_text(op: str, body: Body, reduction: int) -> str:
+def cases_text(op: str, body: Body, called: list[Any]) -> str:
+    product = any(node.target in PRODUCTS for node in called)
+    reduction = WIDTH if product else max(4, len(called))
     letters = "".join(sorted({c for shape in body.shapes.values() for c in shape.partition(":")[0] if c.isalpha()}))
     shapes = [body.shapes[name].partition(":")[0].split() for name in tensor_arguments(body.pattern)]
-    tuples = tuple_text([tuple_text([size_text(dim) for dim in shape]) for shape in shapes])
+    each = [tuple_text([size_text(dim) for dim in shape]) for shape in shapes]
+    tuples = tuple_text(each)
+    if len(tuples) > LINE - len("    shapes = "):
+        tuples = "(\n" + "".join(f"        {one},\n" for one in each) + "    )"
     literals = "".join(f", {value}" for value in literals_of(body.pattern).values()) or ","
     return fill(
         "cases",
         {
             "op": op,
             "shape_tuples": tuples,
-            "literals": literals,
+            "made": made_text(body, literals, product),
             "letters": letters,
-            "last": next((d for d in reversed(shapes[0]) if d.isalpha()), letters[-1]),
-            "reduction": str(max(4, reduction)),
+            "last": next((d for d in reversed(shapes[0]) if d.isalpha()), letters[-1:] or "a"),
+            "reduction": str(reduction),
+            "width": str(WIDTH),
         },
     )
 
 
+def made_text(body: Body, literals: str, product: bool) -> str:
+    """The tensors of a case. One whose dtype is named beside its shape has that one; the weight of a product is
+    small, as in real models, so that results are around 1."""
+    tensors = tensor_arguments(body.pattern)
+    dtypes = [body.shapes[name].partition(":")[2].strip() for name in tensors]
+    dims = [body.shapes[name].partition(":")[0].split() for name in tensors]
+    small = [product and name.startswith("weight") and len(d) == 2 for name, d in zip(tensors, dims, strict=True)]
+    if not any(dtypes) and not any(small):
+        return f"    return (*(randn(shape, device, dtype, generator) for shape in shapes){literals})"
+    kinds = tuple_text([f"torch.{name}" if name else "dtype" for name in dtypes])
+    scales = tuple_text([root_text(d[-1]) if few else "1.0" for d, few in zip(dims, small, strict=True)])
+    return (
+        f"    kinds = {kinds}\n"
+        f"    scales = {scales}\n"
+        "    given = zip(shapes, kinds, scales, strict=True)\n"
+        "    made = (randn(shape, device, kind, generator) * scale for shape, kind, scale in given)\n"
+        f"    return (*made{literals})"
+    )
+
+
+def root_text(dim: str) -> str:
+    return f"{dim}**-0.5" if dim.isdigit() else f"{size_text(dim)} ** -0.5"
+
+
 def tuple_text(items: list[str]) -> str:
+    if not items:
+        return "()"
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
 

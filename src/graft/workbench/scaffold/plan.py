@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from graft.errors import UsageError
+from graft.errors import PatternError, UsageError
 from graft.files import write_together
 from graft.transforms.base import Stage
 from graft.workbench.scaffold import names
 from graft.workbench.scaffold.body import Body, arguments, body_of_functions, default_body, try_out
+from graft.workbench.scaffold.candidate import BEFORE, STAGE, Seed, body_of_seed
 from graft.workbench.scaffold.op import op_files
 from graft.workbench.scaffold.place import Place
 from graft.workbench.scaffold.texts import New, test_text, transform_text
@@ -18,7 +19,7 @@ from graft.workbench.scaffold.texts import New, test_text, transform_text
 
 @dataclass(frozen=True)
 class Written:
-    """What was made. no_kernel: why the op has no Triton kernel yet, where it was asked for."""
+    """What was made. no_kernel: why the op has no Triton kernel yet, where it was asked for. note: what to know."""
 
     name: str
     root: Path
@@ -27,6 +28,7 @@ class Written:
     changed: tuple[Path, ...]
     op: str = ""
     no_kernel: str = ""
+    note: str = ""
 
 
 def new_transform(
@@ -34,17 +36,47 @@ def new_transform(
     folder: Path | None = None,
     *,
     op: bool = False,
-    stage: str = "match",
+    stage: str | None = None,
     pattern: str | None = None,
     replacement: str | None = None,
     force: bool = False,
 ) -> Written:
     """Writes a transform, its YAML entry (off), its tests, and with `op` an op folder. folder: see Place.of."""
-    names.check_name(name)
-    if stage not in [s.value for s in Stage]:
-        raise UsageError(f"--stage {stage}: a stage is one of {', '.join(s.value for s in Stage)}")
+    check_request(name, stage)
     body = choose_body(op, pattern, replacement)
-    return write_transform(name, body, Place.of(folder), stage, force)
+    return write_transform(name, body, Place.of(folder), stage or "match", force)
+
+
+def transform_from(
+    name: str,
+    seed: Seed,
+    folder: Path | None = None,
+    *,
+    op: bool = False,
+    stage: str | None = None,
+    force: bool = False,
+) -> Written:
+    """The same for a candidate of `graft discover`: its op is made, unless a kernel that exists can be called."""
+    check_request(name, stage)
+    body, note = body_of_seed(seed, name, op)
+    try:
+        written = write_transform(name, body, Place.of(folder), stage or STAGE, force, BEFORE if not stage else ())
+    except PatternError as error:
+        if body.replacement is None:
+            raise
+        why = next((line for line in str(error).split("\n") if line.startswith("found:")), str(error).split("\n")[0])
+        raise PatternError(
+            f"candidate {seed.id}: {seed.existing[0][1]} fits its model, but not all that its pattern fits"
+            f" ({why.removeprefix('found:').strip()}). {note or 'Nothing was written'};"
+            " pass --op to make an op of its own"
+        ) from error
+    return replace(written, note=note)
+
+
+def check_request(name: str, stage: str | None) -> None:
+    names.check_name(name)
+    if stage is not None and stage not in [s.value for s in Stage]:
+        raise UsageError(f"--stage {stage}: a stage is one of {', '.join(s.value for s in Stage)}")
 
 
 def choose_body(op: bool, pattern: str | None, replacement: str | None) -> Body:
@@ -59,8 +91,16 @@ def choose_body(op: bool, pattern: str | None, replacement: str | None) -> Body:
     return body_of_functions(pattern, replacement)
 
 
-def write_transform(name: str, body: Body, place: Place, stage: str = "match", force: bool = False) -> Written:
-    """The whole of it for a given pattern; `body.replacement` None makes an op, whose reference is the pattern."""
+def write_transform(
+    name: str,
+    body: Body,
+    place: Place,
+    stage: str = "match",
+    force: bool = False,
+    before: tuple[str, ...] = (),
+) -> Written:
+    """The whole of it for a given pattern; `body.replacement` None makes an op, whose reference is the pattern.
+    before: the transforms of its stage that come after it."""
     names.check_free(name, place.transform(name), force)
     op = names.op_name(name) if body.replacement is None else ""
     if op:
@@ -76,7 +116,7 @@ def write_transform(name: str, body: Body, place: Place, stage: str = "match", f
     new = New(name, op, body, tried, place, kernel=bool(op) and not no_kernel)
     made[place.transform(name)] = transform_text(new)
     made[place.test(name)] = test_text(new)
-    changed = listings(name, stage, place)
+    changed = listings(name, stage, place, before)
     if not place.checkout:
         made |= changed
         changed = {}
@@ -91,28 +131,33 @@ def write_transform(name: str, body: Body, place: Place, stage: str = "match", f
 
 PLUGIN_CONFIG = """# Laid over graft's own configuration: --plugin {name} --config {name}.yaml
 transforms:
-  {name}: {{stage: {stage}, enabled: false}}
+  {name}: {{{entry}}}
 """
 
 
-def listings(name: str, stage: str, place: Place) -> dict[Path, str]:
+def listings(name: str, stage: str, place: Place, before: tuple[str, ...] = ()) -> dict[Path, str]:
     """The YAML files in which the transform is listed: off, and for every family why it is absent."""
     if not place.checkout:
-        return {place.root / f"{name}.yaml": PLUGIN_CONFIG.format(name=name, stage=stage)}
+        return {place.root / f"{name}.yaml": PLUGIN_CONFIG.format(name=name, entry=entry_text(stage, before))}
     defaults = place.root / "src/graft/transforms/default.yaml"
     common = place.root / "src/graft/models/registry/common.yaml"
-    changed = {defaults: with_entry(defaults.read_text(), name, stage)}
+    changed = {defaults: with_entry(defaults.read_text(), name, stage, before)}
     text = common.read_text()
     if not re.search(rf"^  {name}:", text, re.MULTILINE):
         changed[common] = text.rstrip("\n") + f"\n  {name}: off by default\n"
     return changed
 
 
-def with_entry(text: str, name: str, stage: str) -> str:
+def entry_text(stage: str, before: tuple[str, ...]) -> str:
+    order = f", before: [{', '.join(before)}]" if before else ""
+    return f"stage: {stage}, enabled: false{order}"
+
+
+def with_entry(text: str, name: str, stage: str, before: tuple[str, ...] = ()) -> str:
     """default.yaml with the transform after the last one of its stage; a transform that is listed stays as it is."""
     lines = text.split("\n")
     if any(line.startswith(f"  {name}:") for line in lines):
         return text
     last = max(i for i, line in enumerate(lines) if re.match(rf"  \w+:\s+\{{stage: {stage}\b", line))
-    lines.insert(last + 1, f"  {name + ':':<20} {{stage: {stage}, enabled: false}}")
+    lines.insert(last + 1, f"  {name + ':':<20} {{{entry_text(stage, before)}}}")
     return "\n".join(lines)

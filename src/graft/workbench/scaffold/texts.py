@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,11 +17,13 @@ from graft.workbench.scaffold.body import (
     arguments,
     function_name,
     literals_of,
+    results_of,
+    returned,
     tensor_arguments,
     typed_arguments,
 )
 from graft.workbench.scaffold.names import class_name
-from graft.workbench.scaffold.op import import_block
+from graft.workbench.scaffold.op import LINE, import_block
 from graft.workbench.scaffold.place import Place
 from graft.workbench.scaffold.render import fill
 
@@ -41,11 +44,12 @@ def transform_text(new: New) -> str:
     body, op = new.body, new.op
     names, typed = arguments(body.pattern), typed_arguments(body.pattern)
     replacement = body.replacement or (
-        f"def {op}_fused({', '.join(f'{name}: {kind}' for name, kind in typed)}) -> Tensor:\n"
+        f"def {op}_fused({', '.join(f'{name}: {kind}' for name, kind in typed)}) -> {returned(body.pattern)}:\n"
         f"    return torch.ops.graft.{op}({', '.join(names)})"
     )
     numbers = literals_of(body.pattern)
     call = ", ".join(name if name in numbers else f"%{name}" for name in names)
+    result = "out" if "y" in names else "y"
     graft = ["from graft.transforms.base import PatternTransform, Rewrite"]
     graft.append("from graft.transforms.registry import TransformRegistry")
     register = f"import {new.place.op_module(op)}.op  # noqa: F401 (registers the op)"
@@ -67,7 +71,7 @@ def transform_text(new: New) -> str:
             "shapes": dict_text(body.shapes),
             "options": "" if new.tried.exact else ", exact=False",
             "before": doc_text(new.tried.before, numbers),
-            "after": f"%y = graft.{op}({call})" if op else doc_text(new.tried.after, numbers),
+            "after": f"%{result} = graft.{op}({call})" if op else doc_text(new.tried.after, numbers),
             "numerics": numerics(new),
         },
     )
@@ -88,7 +92,9 @@ def doc_text(graph: Graph, numbers: Mapping[str, int | float]) -> str:
     for name, value in numbers.items():
         if list(numbers.values()).count(value) == 1:
             lines = [re.sub(rf"(?<=, ){re.escape(str(value))}(?=[,)])", name, line) for line in lines]
-    return "\n             ".join(lines)
+    indent = " " * 13  # after `    before:  `
+    folded = [textwrap.wrap(line, LINE - len(indent), subsequent_indent="    ") for line in lines]
+    return f"\n{indent}".join(part for parts in folded for part in parts)
 
 
 def dict_text(values: Mapping[str, str]) -> str:
@@ -106,7 +112,9 @@ def test_text(new: New) -> str:
     made = f"graft.{new.op}" if new.op else target_text(list(calls(new.tried.after))[-1].target)
     extra = body.extra_tests
     if new.op:
-        extra += fill("test_op", {"op": new.op})
+        form = "tuple(t.double() for t in {})" if results_of(body.pattern) else "{}.double()"
+        calls_of_op = (form.format(f"{new.op}(*{given})") for given in ("args", "wrong(args)"))
+        extra += fill("test_op", {"op": new.op, **dict(zip(("given", "given_wrong"), calls_of_op, strict=True))})
     if new.kernel:
         extra += fill("test_triton", {"op": new.op, "op_module": place.op_module(new.op)})
     text = fill(

@@ -1,0 +1,140 @@
+"""A run as a trace (ui.perfetto.dev): the pipeline, and the calls of a graph as they were predicted or timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_aggregate
+
+from graft.errors import ExportRefused, UsageError
+from graft.graph.nodes import calls, module_path
+from graft.models.load import resolve_device
+from graft.transforms.report import Report, TransformRecord
+from graft.transforms.stream_schedule import Slot
+from graft.workbench.discover.calls import is_free
+from graft.workbench.discover.savings import Machine, call_bytes, sizes_for
+from graft.workbench.export.inputs import made_up_arguments, needs_layout
+from graft.workbench.trace import profiled_slots, trace_events
+
+SECOND = 1e6  # a trace counts in microseconds
+WARM_UP = 2
+
+
+def pipeline_events(report: Report, pid: int = 0) -> list[dict[str, Any]]:
+    """One slice a transform, one after another as they ran, with the matches it made; what it spent its time on is
+    nested. Transforms that were off have no slice."""
+    name = f"pipeline of {report.model or 'a graph'}"
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}},
+        {"ph": "M", "pid": pid, "tid": 0, "name": "thread_name", "args": {"name": "transforms"}},
+    ]
+    at = 0.0
+    for record in report.transforms.values():
+        if record.status == "disabled":
+            continue
+        events += record_events(record, at, pid)
+        at += record.seconds * SECOND
+        events.append({"ph": "C", "pid": pid, "name": "nodes", "ts": at, "args": {"nodes": record.nodes_after}})
+    return events
+
+
+def record_events(record: TransformRecord, at: float, pid: int) -> list[dict[str, Any]]:
+    common = {"ph": "X", "pid": pid, "tid": 0, "cat": record.stage}
+    proven = [match.proof for match in record.matches if match.proof is not None]
+    args: dict[str, Any] = {
+        "status": record.status,
+        "matches": len(record.matches),
+        "near_misses": len(record.near_misses),
+        "nodes_before": record.nodes_before,
+        "nodes_after": record.nodes_after,
+        "proven": len(proven),
+    }
+    args |= {"reason": record.reason} if record.reason else {}
+    whole = record.seconds * SECOND
+    events = [{**common, "name": record.name, "ts": at, "dur": whole, "args": args}]
+    spent = sum(seconds for _, seconds in record.phases) * SECOND
+    at += max(whole - spent, 0.0)  # the snapshot comes first
+    for phase, seconds in record.phases:
+        told = {"matches": [match.anchor for match in record.matches]} if phase == "rewrite" else {}
+        events.append({**common, "name": phase, "ts": at, "dur": seconds * SECOND, "args": told})
+        at += seconds * SECOND
+    return events
+
+
+def predicted_slots(gm: GraphModule, tokens: int, machine: Machine) -> tuple[Slot, ...]:
+    """The calls of a step one after another, as long as their bytes and launches take by the model of `discover`."""
+    sizes, at, slots = sizes_for(gm.graph, tokens), 0.0, []
+    for node in calls(gm.graph):
+        if not is_free(node):
+            us = machine.microseconds(1, call_bytes(node, sizes))
+            slots.append(Slot(node.name, module_path(node), 0, at, us))
+            at += us
+    return tuple(slots)
+
+
+def on_device(gm: GraphModule, device: torch.device) -> GraphModule:
+    """With its weights, and the tensors that it makes itself, on a device."""
+    for node in calls(gm.graph):
+        node.args, node.kwargs = map_aggregate((node.args, node.kwargs), lambda v: at(v, device))
+    gm.recompile()
+    return gm.to(device)
+
+
+def at(value: Any, device: torch.device) -> Any:
+    return device if isinstance(value, torch.device) else value
+
+
+class Timed(Interpreter):
+    """Runs a graph call by call and notes when each began and ended, in microseconds."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.slots: list[Slot] = []
+        self.began = time.perf_counter()
+
+    def run_node(self, n: Node) -> Any:
+        started = time.perf_counter()
+        result = super().run_node(n)
+        ended = time.perf_counter()
+        if n.op == "call_function":
+            at, us = (started - self.began) * SECOND, (ended - started) * SECOND
+            self.slots.append(Slot(n.name, module_path(n), 0, at, us))
+        return result
+
+
+def timed_slots(gm: GraphModule, shapes: GraphModule, device: str = "cpu") -> tuple[Slot, ...]:
+    """The calls of one run after a warm-up: by the clock on a CPU, by torch's profiler on a GPU. `shapes`: the same
+    graph with its abstract values, from which inputs are made up."""
+    reason = needs_layout(gm)
+    if reason:
+        raise ExportRefused(
+            f"the graph cannot be timed on made-up inputs: {reason}; choose an earlier one with --step"
+        )
+    place = resolve_device(device)
+    if place.type == "meta":
+        raise UsageError("--device meta computes nothing that could be timed; use cpu or cuda")
+    args = [t.to(place) for t in made_up_arguments(shapes)]
+    moved = on_device(gm, place)
+    with torch.no_grad():
+        for _ in range(WARM_UP):
+            moved(*args)
+        if place.type == "cuda":
+            with torch.profiler.profile() as profile:
+                moved(*args)
+                torch.cuda.synchronize()
+            return profiled_slots(profile)
+        timed = Timed(moved)
+        timed.run(*args)
+    return tuple(timed.slots)
+
+
+def trace_document(report: Report, rows: Iterable[tuple[str, Sequence[Slot]]]) -> dict[str, Any]:
+    """The pipeline as the first process, then one process for each (name, calls)."""
+    events = pipeline_events(report)
+    for pid, (name, slots) in enumerate(rows, 1):
+        events += trace_events(slots, name, pid)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

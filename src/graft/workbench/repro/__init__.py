@@ -1,0 +1,1 @@
+"""One match of a run as a file that runs by itself."""
