@@ -20,6 +20,10 @@ def discover(
     step: Annotated[str, typer.Option(help="Of dumps: the graph after this transform.", metavar="TRANSFORM")] = "",
     bandwidth: Annotated[float | None, typer.Option(help="GB/s, where you measured it.", min=1.0)] = None,
     launch_us: Annotated[float | None, typer.Option(help="µs that a launch costs, where you measured it.")] = None,
+    measure_on: Annotated[
+        str,
+        typer.Option("--measure", help="Time candidates: auto (a GPU if any), cuda, cpu, none.", metavar="DEVICE"),
+    ] = "auto",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     dtype: DType = "auto",
     config: ConfigFile = None,
@@ -31,10 +35,12 @@ def discover(
     from graft.cli.show import out, progress_bar
     from graft.errors import UsageError
     from graft.transforms.config import load_config
+    from graft.workbench.discover.measure import device_to_measure_on, measure
     from graft.workbench.discover.savings import machine_of
     from graft.workbench.discover.sources import discover_model, discover_run, is_run, read_tokens
 
     counts, machine = read_tokens(tokens), machine_of(bandwidth, launch_us)
+    device = device_to_measure_on(measure_on)
     dumps = is_run(model)
     if step and not dumps:
         raise UsageError(
@@ -50,6 +56,8 @@ def discover(
             found = discover_run(model, step, tokens=counts, machine=machine, progress=progress)
         else:
             found = discover_model(model, settings, dtype, tokens=counts, machine=machine, progress=progress)
+        if device is not None:
+            found = measure(found, device, progress)
     if as_json:
         print(json.dumps(found.to_dict()))
     elif markdown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.fx import GraphModule
 
@@ -16,6 +16,9 @@ from graft.workbench.discover.regions import Kind, Piece
 from graft.workbench.discover.savings import Estimate, Machine
 from graft.workbench.discover.source import function_source, op_name
 from graft.workbench.discover.subgraph import SIZED, extract
+
+if TYPE_CHECKING:
+    from graft.workbench.discover.measure import Measured
 
 Recommendation = Literal["use_existing_kernel", "needs_triton_fallback", "defer"]
 
@@ -38,6 +41,7 @@ class Candidate:
     strengths: tuple[str, ...] = ()
     weaknesses: tuple[str, ...] = ()
     risks: tuple[str, ...] = ()
+    measured: tuple[Measured, ...] = ()  # by count of tokens, where a device was at hand
     pieces: tuple[Piece, ...] = field(default=(), repr=False)
 
     @property
@@ -95,6 +99,7 @@ class Candidate:
         plain = {name: getattr(self, name) for name in PLAIN}
         return plain | {
             "estimates": [vars(estimate) for estimate in self.estimates],
+            "measured": [one.to_dict() for one in self.measured],
             "existing": [vars(found) for found in self.existing],
             "reference": self.reference_source(),
             "pattern": {"shapes": self.pattern_shapes(), "problem": self.pattern_problem()},

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from graft.workbench.discover.candidates import Candidate, Discovery, counted
 from graft.workbench.discover.lookup import Existing
+from graft.workbench.discover.measure import Measured
 from graft.workbench.discover.savings import Estimate
 
 
@@ -29,6 +30,8 @@ def details(candidate: Candidate) -> Iterator[tuple[str, list[str]]]:
     yield "calls", [candidate.title]
     yield "where", [", ".join(candidate.places)]
     yield "estimate", [estimate_text(estimate) for estimate in candidate.estimates]
+    if candidate.measured:
+        yield "measured", [measured_text(one) for one in candidate.measured]
     yield "lookup", [existing_text(e) for e in candidate.existing] or ["not_found"]
     yield "why", [candidate.reason]
     for name in ("strengths", "weaknesses", "risks"):
@@ -42,6 +45,16 @@ def estimate_text(e: Estimate) -> str:
     return (
         f"{counted(e.tokens)}: {e.launches_now} → {e.launches_after} launches,"
         f" {size(e.bytes_now)} → {size(e.bytes_after)}, {e.saving_us:.1f} µs ({e.share:.1%} of the step)"
+    )
+
+
+def measured_text(one: Measured) -> str:
+    if one.problem:
+        return f"{counted(one.tokens)}: not on {one.device}, {one.problem}"
+    kernel = "" if one.existing_us is None else f", by the existing kernel {one.existing_us:.1f} µs"
+    return (
+        f"{counted(one.tokens)}: a place takes {one.now_us:.1f} µs on {one.device}{kernel}, a copy of its bytes"
+        f" {one.copy_us:.1f} µs; × {one.places} saves {one.saving_us:.1f} µs"
     )
 
 
