@@ -78,7 +78,8 @@ def strengths(candidate: Candidate, evidence: Evidence) -> list[str]:
     last = candidate.estimates[-1]
     if last.bytes_now > 2 * last.bytes_after:
         found.append(
-            f"moves {last.bytes_now / max(last.bytes_after, 1):.1f} times fewer bytes at {last.tokens} token{'s' * (last.tokens != 1)}"
+            f"moves {last.bytes_now / max(last.bytes_after, 1):.1f} times fewer bytes"
+            f" at {last.tokens} token{'s' * (last.tokens != 1)}"
         )
     if not evidence.existing and generated(candidate.pieces[0]):
         place = transform_file("fuse_elementwise")
