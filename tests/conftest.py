@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
+import tempfile
 import warnings
 from functools import cache
 from typing import Any
@@ -14,7 +16,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("GRAFT_NO_GRAPH_CACHE", "1")  # tests are to capture; those of the cache turn it on
+# a model is captured once in a run, by whichever process comes first; test_stored_graphs holds that a stored graph is
+# the captured one. The folder is this run's own: its first process makes it, and the workers inherit the name.
+OWN_GRAPHS = "" if os.environ.get("GRAFT_GRAPH_CACHE_DIR") else tempfile.mkdtemp(prefix="graft-graphs-")
+os.environ["GRAFT_GRAPH_CACHE_DIR"] = OWN_GRAPHS or os.environ["GRAFT_GRAPH_CACHE_DIR"]
 os.environ |= {"NO_COLOR": "1", "COLUMNS": "160"}  # what the commands print, whatever the terminal
 warnings.filterwarnings("ignore")
 
@@ -46,6 +51,11 @@ FAMILIES = sorted(families())
 def tiny(family: str, dtype: str = "float32") -> LoadedModel:
     """A tiny model of a family. Shared: tests that rewrite weights load their own."""
     return load_model(f"tiny-{family}", dtype=dtype, device="cpu")
+
+
+def pytest_unconfigure() -> None:
+    if OWN_GRAPHS:
+        shutil.rmtree(OWN_GRAPHS, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 
 import graft
-from graft.capture.cache import OFF, captured_decoder
+from graft.capture.cache import FOLDER, OFF, captured_decoder
 from graft.capture.code import Unknowable
 from graft.capture.decoder import capture_decoder
 from graft.capture.fingerprint import fingerprint
@@ -26,7 +26,7 @@ from graft.models.load import load_model
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    monkeypatch.delenv(OFF)
+    monkeypatch.delenv(FOLDER)
     monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
     return tmp_path / "graphs"
 

@@ -10,7 +10,7 @@ import torch
 
 import graft.ops  # noqa: F401
 from conftest import FAMILIES
-from graft.capture.cache import OFF, captured_decoder
+from graft.capture.cache import FOLDER, captured_decoder
 from graft.graph.nodes import tensor_val
 from graft.graph.serial import graph_from_json, graph_to_json
 from graft.graph.storage import share_storage
@@ -26,7 +26,7 @@ from graft.transforms.pipeline import run_pipeline
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    monkeypatch.delenv(OFF)
+    monkeypatch.delenv(FOLDER)
     monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
 
 

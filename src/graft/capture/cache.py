@@ -3,7 +3,8 @@
     <cache directory>/graphs/<fingerprint>.json     a line with the fingerprint and a checksum, then the graph
 
 The file holds no weights: they are the model's own. A model that cannot be told from another (hooks, code without a
-version, see fingerprint.py) is captured each time, and the note says why. GRAFT_NO_GRAPH_CACHE=1 turns it off.
+version, see fingerprint.py) is captured each time, and the note says why. GRAFT_NO_GRAPH_CACHE=1 turns it off,
+GRAFT_GRAPH_CACHE_DIR names another folder for these files.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from graft.graph.serial import graph_from_json, graph_to_json
 from graft.graph.verify import module_state
 
 OFF = "GRAFT_NO_GRAPH_CACHE"
+FOLDER = "GRAFT_GRAPH_CACHE_DIR"
 CLASS_NAME = "CapturedDecoder"
 
 
@@ -34,7 +36,7 @@ def captured_decoder(model: PreTrainedModel, progress: Progress | None = None) -
     """What `capture_decoder` gives, from the cache where it is there, and a note on how it came."""
     started = time.perf_counter()
     key, why = cache_key(model)
-    file = None if key is None else cache_dir() / "graphs" / f"{key}.json"
+    file = None if key is None else graphs_dir() / f"{key}.json"
     if key is not None and file is not None and file.exists():
         if progress:
             progress("loading the captured graph", 0, 1)
@@ -50,6 +52,11 @@ def captured_decoder(model: PreTrainedModel, progress: Progress | None = None) -
     seconds = time.perf_counter() - started
     stored = "not stored" if key is None or file is None else store(file, key, gm, model)
     return gm, f"captured graph: captured in {seconds:.1f} s, {stored}{why}"
+
+
+def graphs_dir() -> Path:
+    named = os.environ.get(FOLDER)
+    return Path(named) if named else cache_dir() / "graphs"
 
 
 def cache_key(model: PreTrainedModel) -> tuple[str | None, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from graft.capture.decoder import capture_decoder
+from graft.capture.cache import captured_decoder
 from graft.files import Progress
 from graft.models.load import LoadedModel, load_model
 from graft.models.registry import entries
@@ -17,6 +17,4 @@ def captured(
     entry = entries().get(name)
     device = "meta" if entry is not None and entry.kind == "random" and not weights else "cpu"
     model = load_model(name, dtype=dtype, device=device, progress=progress)
-    if progress:
-        progress("capturing the graph", 0, 1)
-    return model, capture_decoder(model.module)
+    return model, captured_decoder(model.module, progress)[0]
