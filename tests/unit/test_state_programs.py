@@ -23,7 +23,7 @@ from state_statements import DTYPES, programs
 from graft.graph.memory import is_mutating
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the instruction sets of this machine are not tried out
-# 260 and 195, with `make fuzz` 520 on each backend; 64-bit integers are not on inductor, where they take twice as long
+# 260 and 195, with `make fuzz` 520 on each backend; no 64-bit integers on inductor, where they take twice as long
 # to compile
 MANY = 2 if os.environ.get("HYPOTHESIS_PROFILE") == "fuzz" else 1
 PROGRAMS = {
