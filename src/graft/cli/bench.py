@@ -66,7 +66,7 @@ def bench(
     """Measure latency and throughput over batch sizes, beside Hugging Face eager and torch.compile."""
     from graft.cli.bench_show import phase_lines
     from graft.models.load import DTYPES, resolve_device, resolve_dtype
-    from graft.workbench.phases import CAPTURE, PhaseClock
+    from graft.workbench.phases import STARTS, PhaseClock
 
     plan = make_plan(batch, prompt, new, repeats, against, peers, time_limit)
     check(model, plan, backend, plot, kernels)
@@ -78,7 +78,7 @@ def bench(
             quantize=quantize, keep_weights=bool(plan.against), max_num_seqs=max(256, *plan.batches),
             options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory),
         )  # fmt: skip
-        built = clock.since(CAPTURE)
+        built = clock.since(*STARTS)
         notes = {"command": shlex.join(["graft", *sys.argv[1:]]), "build_phases": clock.phases()}
         if kernels:
             table_of_kernels(llm, plan, notes, progress, as_json)

@@ -7,7 +7,8 @@ import time
 
 from graft.files import Progress
 
-CAPTURE = "capturing the graph"  # what an LLM reports first, its model being loaded
+# what an LLM reports first, its model being loaded: the one or, where the graph was stored, the other
+STARTS = ("loading the captured graph", "capturing the graph")
 AFTER_TRANSFORMS = "lowering, cache"
 
 
@@ -37,9 +38,9 @@ class PhaseClock:
             seconds[phase] = seconds.get(phase, 0.0) + end - began
         return seconds
 
-    def since(self, phase: str) -> float:
-        """Seconds since a phase first began; 0 where it never did."""
-        began = next((began for name, began in self.marks if name == phase), None)
+    def since(self, *phases: str) -> float:
+        """Seconds since one of the phases first began; 0 where none did."""
+        began = next((began for name, began in self.marks if name in phases), None)
         return 0.0 if began is None else time.perf_counter() - began
 
 
