@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from graft.backends.native.program import Buffer, InputPointer, OutputPointer, Place, Rows, Step, Value
+from graft.backends.native.program import Buffer, InputPointer, OutputPointer, Place, Pointer, Rows, Step, Value
 
 Memory = tuple[str, int, int]  # a kind of memory, first and last place in it
 
@@ -82,7 +82,7 @@ def touched(
     reads: list[Memory] = []
     writes: list[Memory] = []
     for name, argument in step.fields:
-        value = argument if isinstance(argument, Value) else getattr(argument, "value", None)
+        value = argument.value if isinstance(argument, Pointer) else argument
         if isinstance(value, Value):
             buffer, place = buffers[value.buffer], places[value.buffer]
             inside = place.output is None
@@ -93,5 +93,5 @@ def touched(
             memory = (f"{type(argument).__name__}{argument.index}", 0, 1)
         else:
             continue
-        (writes if name in step.writes else reads).append(memory)
+        (writes if name in step.kernel.writes else reads).append(memory)
     return reads, writes

@@ -72,7 +72,7 @@ def fingerprint(source: str, compiler: list[str]) -> str:
 
 
 def build(source: str) -> Built:
-    """The shared object of a source, from the cache or compiled now. A process that comes second waits for the first."""
+    """The shared object of a source, from the cache or compiled now. A second process waits for the first."""
     compiler = find_compiler()
     folder, key = cache_dir() / "native", fingerprint(source, compiler)
     made, text = folder / f"{key}.so", folder / f"{key}.cpp"

@@ -34,7 +34,7 @@ class CallStruct(ctypes.Structure):
 
 
 class Threads:
-    """The thread teams of one library. After a fork a process has none of its parent's threads, so it makes its own."""
+    """The thread team of one library. A forked process has none of its parent's threads, so it makes its own."""
 
     def __init__(self, library: ctypes.CDLL, count: int) -> None:
         self.library = library
@@ -86,8 +86,8 @@ class RegionCall:
         for index, dim in program.ones:
             if inputs[index].shape[dim] != 1:
                 raise UsageError(
-                    f"{program.inputs[index]} has {inputs[index].shape[dim]} rows of tokens, but a native step takes one"
-                    " row with the tokens of all sequences; pack them, or use backend='eager'"
+                    f"{program.inputs[index]} has {inputs[index].shape[dim]} rows of tokens, but a native step takes"
+                    " one, with the tokens of all sequences; pack them, or use backend='eager'"
                 )
         given = [self.laid_out(index, tensor) for index, tensor in enumerate(inputs)]
         tokens, selected = (

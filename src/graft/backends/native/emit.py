@@ -57,7 +57,7 @@ extern "C" void {name}(Call* call, void* team) {{
 
 def emit(programs: Sequence[Program], title: str) -> str:
     """The source of all regions of a graph."""
-    headers = sorted({"ops/view.h", *(step.header for program in programs for step in program.steps)})
+    headers = sorted({"ops/view.h", *(step.kernel.header for program in programs for step in program.steps)})
     includes = "\n".join(f'#include "{header}"' for header in headers)
     return HEAD.format(title=title, includes=includes) + "".join(emit_program(program) for program in programs)
 
@@ -68,7 +68,7 @@ def emit_program(program: Program) -> str:
         if index in program.barriers:
             body.append("  team.barrier();\n")
         body.append(emit_step(program, index, step))
-    scratch = ", ".join(dict.fromkeys(step.scratch for step in program.steps))
+    scratch = ", ".join(dict.fromkeys(step.kernel.scratch for step in program.steps))
     return FUNCTION.format(
         name=program.name,
         steps=len(program.steps),
@@ -96,13 +96,13 @@ def emit_step(program: Program, index: int, step: Step) -> str:
     lines = [f"  // {index}: %{step.node}" + (f"  {step.path}" if step.path else ""), "  {"]
     counter = f"{program.name}_next[{index}].value"
     arguments = [(name, argument_text(program, value, index)) for name, value in step.fields]
-    if step.body:
+    if step.kernel.body:
         lines += [f"    const auto {name} = {text};" for name, text in arguments]
-        lines += [f"    {line.replace('{counter}', counter)}" for line in step.body]
+        lines += [f"    {line.replace('{counter}', counter)}" for line in step.kernel.body]
     else:
-        lines.append(f"    {step.struct} a{{}};")
+        lines.append(f"    {step.kernel.struct} a{{}};")
         lines += [f"    a.{name} = {text};" for name, text in arguments]
-        lines.append(f"    {step.kernel}(team, thread, {counter}, a, scratch);")
+        lines.append(f"    {step.kernel.name}(team, thread, {counter}, a, scratch);")
     return "\n".join([*lines, "  }", ""])
 
 

@@ -16,6 +16,7 @@ from graft.backends.native.program import (
     Argument,
     Buffer,
     InputPointer,
+    Kernel,
     Layout,
     NotLowered,
     Output,
@@ -39,7 +40,7 @@ LOWERINGS: dict[object, Lowering] = {}
 
 
 def lowers(*targets: object) -> Callable[[Lowering], Lowering]:
-    """Says that a function lowers calls of these ops: it adds steps and binds the node's value, or raises NotLowered."""
+    """The function lowers calls of these ops: it adds steps and binds the node's value, or raises NotLowered."""
 
     def register(lowering: Lowering) -> Lowering:
         LOWERINGS.update(dict.fromkeys(targets, lowering))
@@ -125,7 +126,7 @@ class Planner:
         layout = self.layout(node)
         value = self.new(node, layout)
         self.step(
-            node, f"take<{CTYPES[tensor_of(node).dtype]}>", "TransferArgs", ROWS_HEADER, writes=("x",),
+            node, Kernel(f"take<{CTYPES[tensor_of(node).dtype]}>", "TransferArgs", ROWS_HEADER, ("x",)),
             memory=InputPointer(self.inputs.index(node)), **strides(layout), rows=self.rows(layout), x=value,
         )  # fmt: skip
 
@@ -182,12 +183,10 @@ class Planner:
     def bind(self, node: Node, value: Value | tuple[Value, ...]) -> None:
         self.values[node] = value
 
-    def step(
-        self, node: Node, kernel: str, struct: str, header: str, *, writes: tuple[str, ...] = ("out",),
-        scratch: str = "0", body: tuple[str, ...] = (), **fields: Argument,
-    ) -> None:  # fmt: skip
+    def step(self, node: Node, kernel: Kernel, /, **fields: Argument) -> None:
+        """Fields are the members of the kernel's arguments; `a__b` is the member b of the member a."""
         named = tuple((name.replace("__", "."), value) for name, value in fields.items())
-        self.steps.append(Step(kernel, struct, header, named, writes, node.name, module_path(node), scratch, body))
+        self.steps.append(Step(kernel, named, node.name, module_path(node)))
 
     def lower(self, node: Node) -> None:
         """Adds the steps of a node, or raises NotLowered and leaves all as it was."""
@@ -226,7 +225,7 @@ class Planner:
 
     def give(self, node: Node, value: Value, index: int) -> None:
         self.step(
-            node, f"give<{CTYPES[tensor_of(node).dtype]}>", "TransferArgs", ROWS_HEADER, writes=("memory",),
+            node, Kernel(f"give<{CTYPES[tensor_of(node).dtype]}>", "TransferArgs", ROWS_HEADER, ("memory",)),
             memory=OutputPointer(index), **strides(value.layout), rows=self.rows(value.layout), x=value,
         )  # fmt: skip
 

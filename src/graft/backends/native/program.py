@@ -112,18 +112,25 @@ Argument = Value | Pointer | Stride | InputPointer | OutputPointer | WeightPoint
 
 
 @dataclass(frozen=True)
-class Step:
-    """One call of a kernel by every thread. `writes` names the fields that it writes; it reads the others."""
+class Kernel:
+    """A C++ function. `writes` names the fields of its arguments that it writes; it reads the others."""
 
-    kernel: str  # `linear<WeightPlain<float>>`
+    name: str  # `linear<WeightPlain<float>>`
     struct: str  # `LinearArgs`; empty where there is a body
     header: str  # where both are
-    fields: tuple[tuple[str, Argument], ...]
-    writes: tuple[str, ...]
-    node: str
-    path: str  # of the module
+    writes: tuple[str, ...] = ("out",)
     scratch: str = "0"  # floats that a thread needs, in C++
     body: tuple[str, ...] = ()  # C++ in place of a call; the fields are then variables, `{counter}` hands out chunks
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a kernel by every thread."""
+
+    kernel: Kernel
+    fields: tuple[tuple[str, Argument], ...]
+    node: str
+    path: str  # of the module
 
 
 @dataclass(frozen=True)
@@ -161,5 +168,5 @@ class Program:
     outputs: tuple[Output, ...]
 
 
-class NotLowered(Exception):  # noqa: N818: the reason why a node is left to the eager backend, no failure
-    """Carries that reason, for the report."""
+class NotLowered(Exception):
+    """Why a node is left to the eager backend: for the report, and no failure."""

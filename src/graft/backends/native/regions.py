@@ -9,7 +9,7 @@ from operator import getitem
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.backends.native import ops  # noqa: F401: fills LOWERINGS
+import graft.backends.native.ops  # noqa: F401
 from graft.backends.native.plan import Planner, Sizes
 from graft.backends.native.program import NotLowered, Program
 from graft.graph.nodes import OpOverload, is_op, placeholders

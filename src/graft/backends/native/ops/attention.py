@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from graft.backends.native.plan import FLOATS, Planner, lowers
-from graft.backends.native.program import CTYPES, Argument, NotLowered, Text, Value
+from graft.backends.native.program import CTYPES, Argument, Kernel, NotLowered, Text, Value
 from graft.graph.nodes import options_of, tensor_of
 
 ops = torch.ops.graft
@@ -64,7 +64,8 @@ def turn(plan: Planner, o: dict[str, Any], norm: Any) -> dict[str, Argument]:
 def turn_rows(plan: Planner, node: Node, x: Any, turned: dict[str, Argument]) -> None:
     out = plan.new(node)
     plan.step(
-        node, "rope", "RopeArgs", "ops/rope/native.h", x=heads_of(plan, x), **turned, rows=plan.rows(out.layout), out=out
+        node, Kernel("rope", "RopeArgs", "ops/rope/native.h"), x=heads_of(plan, x), **turned,
+        rows=plan.rows(out.layout), out=out,
     )  # fmt: skip
     plan.bind(node, out)
 
@@ -86,11 +87,11 @@ def cache_type(o: dict[str, Any]) -> torch.dtype:
 def write(plan: Planner, node: Node, o: dict[str, Any]) -> None:
     kind = cache_type(o)
     k, v = heads_of(plan, o["k"]), heads_of(plan, o["v"])
+    caches = {name: plan.pointer(o[name], kind, written=True) for name in ("k_cache", "v_cache")}
+    name, header = f"kv_write<{CTYPES[kind]}>", "ops/rope_kv_write/native.h"
     plan.step(
-        node, f"kv_write<{CTYPES[kind]}>", "KvWriteArgs", "ops/rope_kv_write/native.h", writes=("k_cache", "v_cache"),
-        scratch=str(k.layout.size), k=k, v=v, **turn(plan, o, o.get("k_norm")),
-        k_cache=plan.pointer(o["k_cache"], kind, written=True), v_cache=plan.pointer(o["v_cache"], kind, written=True),
-        slots=plan.pointer(o["slots"]), rows=Text("T"),
+        node, Kernel(name, "KvWriteArgs", header, tuple(caches), scratch=str(k.layout.size)), k=k, v=v,
+        **turn(plan, o, o.get("k_norm")), **caches, slots=plan.pointer(o["slots"]), rows=Text("T"),
     )  # fmt: skip
 
 
@@ -99,10 +100,11 @@ def attend(plan: Planner, node: Node, o: dict[str, Any]) -> None:
     _, block, kv, size = tensor_of(o["k_cache"]).shape
     wide = out.layout.size
     scratch = f"attention_scratch({q.layout.heads // int(kv)}, {int(size)}, {wide}, {int(block)})"
+    caches = {name: plan.pointer(o[name], kind) for name in ("k_cache", "v_cache")}
+    name, header = f"attention<{CTYPES[kind]}>", "ops/cached_attention/native.h"
     plan.step(
-        node, f"attention<{CTYPES[kind]}>", "AttentionArgs", "ops/cached_attention/native.h", scratch=scratch, q=q,
-        **turn(plan, o, o.get("q_norm")), k_cache=plan.pointer(o["k_cache"], kind),
-        v_cache=plan.pointer(o["v_cache"], kind), kv=int(kv), block=int(block), tables=plan.pointer(o["block_tables"]),
+        node, Kernel(name, "AttentionArgs", header, scratch=scratch), q=q, **turn(plan, o, o.get("q_norm")), **caches,
+        kv=int(kv), block=int(block), tables=plan.pointer(o["block_tables"]),
         table_width=plan.size(o["block_tables"], 1), starts=plan.pointer(o["starts"]),
         lengths=plan.pointer(o["lengths"]), sequences=plan.size(o["lengths"], 0), scale=float(o["scale"]),
         window=int(o["window"] or 0), softcap=float(o["softcap"] or 0.0), sinks=plan.vector_or_null(o["sinks"]),

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from graft.backends.native.plan import Planner, lowers
-from graft.backends.native.program import CTYPES, Layout, NotLowered, Text
+from graft.backends.native.program import CTYPES, Kernel, Layout, NotLowered, Text
 from graft.graph.nodes import options_of, tensor_of
 
 ops = torch.ops.graft
@@ -19,7 +19,7 @@ def lower_moe_route(plan: Planner, node: Node) -> None:
     chosen = Layout(logits.layout.rows, 1, int(o["top_k"]), "flat")
     weights, ids = plan.new(node, chosen, "_weights"), plan.new(node, chosen, "_ids")
     plan.step(
-        node, "moe_route", "MoeRouteArgs", "ops/moe_route/native.h", writes=("weights", "ids"), logits=logits,
+        node, Kernel("moe_route", "MoeRouteArgs", "ops/moe_route/native.h", writes=("weights", "ids")), logits=logits,
         top_k=int(o["top_k"]), normalize=bool(o["normalize"]), select_first=bool(o["select_first"]),
         rows=plan.rows(chosen), weights=weights, ids=ids,
     )  # fmt: skip
@@ -43,7 +43,7 @@ def lower_moe_experts(plan: Planner, node: Node) -> None:
     for kernel, name, writes in (("experts_up", "gate_up", ("hidden",)), ("experts_down", "down", ("out",))):
         matrix = plan.weight(o[name], "as_is")
         plan.step(
-            node, f"{kernel}<{CTYPES[kind]}>", "ExpertsArgs", "ops/moe_experts/native.h", writes=writes,
+            node, Kernel(f"{kernel}<{CTYPES[kind]}>", "ExpertsArgs", "ops/moe_experts/native.h", writes=writes),
             matrix=matrix, **common, **({"out": out} if name == "down" else {}),
         )  # fmt: skip
     plan.bind(node, out)

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from graft.backends.native.plan import Planner, lowers
-from graft.backends.native.program import CTYPES, NotLowered, Pointer, Stride, Text, WeightPointer
+from graft.backends.native.program import CTYPES, Kernel, NotLowered, Pointer, Stride, Text, WeightPointer
 from graft.graph.nodes import is_op, options_of, tensor_of
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -53,9 +53,10 @@ def product(
     sum_with = None if residual is None else plan.flat(residual)
     if sum_with is not None and sum_with.layout.width != out.layout.width:
         raise NotLowered("the residual is broadcast")
+    scratch = f"linear_scratch<{form}>({plan.rows(rows.layout).text}, {rows.layout.width})"
     plan.step(
-        node, f"linear<{form}>", "LinearArgs", HEADER, scratch=f"linear_scratch<{form}>({plan.rows(rows.layout).text},"
-        f" {rows.layout.width})", x=Pointer(rows), ldx=Stride(rows), tokens=plan.rows(rows.layout),
+        node, Kernel(f"linear<{form}>", "LinearArgs", HEADER, scratch=scratch), x=Pointer(rows), ldx=Stride(rows),
+        tokens=plan.rows(rows.layout),
         k=rows.layout.width, n=out.layout.width, w=pointer, bias=plan.vector_or_null(bias),
         norm=plan.vector_or_null(norm), eps=eps, offset=float(offset), normed=normed, act=Text(f"Act::{activation}"),
         residual=Text("nullptr") if sum_with is None else Pointer(sum_with),
@@ -83,7 +84,7 @@ def lower_swiglu(plan: Planner, node: Node) -> None:
     if gate.layout != up.layout or gate.layout.heads > 1:
         raise NotLowered("gate and up differ in shape, or are in heads")
     plan.step(
-        node, "swiglu", "SwigluArgs", "ops/swiglu/native.h", gate=gate, up=up, act=Text(f"Act::{o['activation']}"),
-        rows=plan.rows(out.layout), out=out,
+        node, Kernel("swiglu", "SwigluArgs", "ops/swiglu/native.h"), gate=gate, up=up,
+        act=Text(f"Act::{o['activation']}"), rows=plan.rows(out.layout), out=out,
     )  # fmt: skip
     plan.bind(node, out)

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from graft.backends.native.emit import number
 from graft.backends.native.plan import Planner, lowers
-from graft.backends.native.program import Argument, NotLowered, Value, WeightPointer
+from graft.backends.native.program import Argument, Kernel, NotLowered, Value, WeightPointer
 from graft.graph.nodes import options_of, same_shape, tensor_of, tensor_val
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ def lower_pointwise(plan: Planner, node: Node) -> None:
         "  }",
         "});",
     )
-    plan.step(node, "pointwise", "", HEADER, body=body, **loop.operands, out=out)
+    plan.step(node, Kernel("pointwise", "", HEADER, body=body), **loop.operands, out=out)
 
 
 def inlined(plan: Planner, node: Node) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from graft.backends.native.plan import ROWS_HEADER, Planner, lowers
-from graft.backends.native.program import CTYPES, NotLowered, Text
+from graft.backends.native.program import CTYPES, Kernel, NotLowered, Text
 from graft.graph.nodes import tensor_of
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ def lower_embedding(plan: Planner, node: Node) -> None:
         raise NotLowered("its ids are not one a row")
     out = plan.new(node)
     plan.step(
-        node, f"embedding<{CTYPES[tensor_of(table).dtype]}>", "EmbeddingArgs", ROWS_HEADER,
+        node, Kernel(f"embedding<{CTYPES[tensor_of(table).dtype]}>", "EmbeddingArgs", ROWS_HEADER),
         table=plan.weight(table, "as_is"), entries=int(tensor_of(table).shape[0]), ids=plan.pointer(ids),
         rows=plan.rows(layout), out=out, problem=Text("call.problem"), step=Text("{step}"),
     )  # fmt: skip
@@ -37,7 +37,7 @@ def lower_index_select(plan: Planner, node: Node) -> None:
         raise NotLowered("it does not choose rows")
     out = plan.new(node)
     plan.step(
-        node, "select_rows", "SelectArgs", ROWS_HEADER, x=value, **{"from": plan.rows(value.layout)},
+        node, Kernel("select_rows", "SelectArgs", ROWS_HEADER), x=value, **{"from": plan.rows(value.layout)},
         index=plan.pointer(index), rows=plan.rows(layout), out=out, problem=Text("call.problem"), step=Text("{step}"),
     )  # fmt: skip
     plan.bind(node, out)
