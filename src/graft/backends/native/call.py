@@ -59,7 +59,7 @@ class Arena:
     def get(self, floats: int) -> int:
         """The address of at least so many floats."""
         if self.memory.numel() * 4 < floats * 4 + ALIGN:
-            self.memory = torch.empty(floats + ALIGN // 4, dtype=torch.float32)
+            self.memory = fresh([floats + ALIGN // 4], torch.float32)
         address = self.memory.data_ptr()
         return address + -address % ALIGN
 
@@ -96,7 +96,7 @@ class RegionCall:
         )
         rows = {"T": tokens, "N": selected}
         outputs = tuple(
-            torch.empty([rows[dim] if isinstance(dim, str) else dim for dim in output.shape], dtype=output.dtype)
+            fresh([rows[dim] if isinstance(dim, str) else dim for dim in output.shape], output.dtype)
             for output in program.outputs
         )
         with self.arena.lock:
@@ -130,6 +130,11 @@ class RegionCall:
                 f"{self.program.inputs[index]} is written and does not lie row by row; pass a contiguous tensor"
             )
         return tensor.contiguous()
+
+
+def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory that the step fills; what is in it before does not matter."""
+    return torch.empty(shape, dtype=dtype)
 
 
 def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:

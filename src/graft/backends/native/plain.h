@@ -187,8 +187,13 @@ void linear(Team&, int, std::atomic<int64_t>& next, const LinearArgs& a, float* 
   float* wide = scratch;  // one row of the weight
   float* rows = scratch + a.k;
   int64_t prepared = -1;
-  auto product = [&](int64_t row, const float* x) { return dot(x, wide, a.k) + (a.bias ? a.bias[row] : 0.0f); };
-  auto load = [&](int64_t row) { for (int64_t i = 0; i < a.k; ++i) wide[i] = widen(weight[row * a.k + i]); };
+  const bool one = a.tokens == 1;  // a row that is read once is not worth a copy
+  auto product = [&](int64_t row, const float* x) {
+    return (one ? dot(x, weight + row * a.k, a.k) : dot(x, wide, a.k)) + (a.bias ? a.bias[row] : 0.0f);
+  };
+  auto load = [&](int64_t row) {
+    for (int64_t i = 0; !one && i < a.k; ++i) wide[i] = widen(weight[row * a.k + i]);
+  };
   share(next, blocks * tiles, [&](int64_t chunk) {
     const int64_t first = chunk / tiles * kTokenBlock, count = std::min(kTokenBlock, a.tokens - first);
     if (norms && prepared != first) prepare(a, prepared = first, count, rows);

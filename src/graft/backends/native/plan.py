@@ -68,8 +68,8 @@ class Sizes:
             rows[str(shapes["logits_index"][0])] = "selected"
         return Sizes(str(batch), rows)
 
-    def layout(self, tensor: torch.Tensor) -> Layout:
-        if tensor.dtype not in FLOATS:
+    def layout(self, tensor: torch.Tensor, kinds: tuple[torch.dtype, ...] = FLOATS) -> Layout:
+        if tensor.dtype not in kinds:
             raise NotLowered(f"it is {str(tensor.dtype).removeprefix('torch.')}; rows are 16- or 32-bit floats")
         dims: list[Any] = list(tensor.shape)
         dims = dims[1:] if dims and str(dims[0]) == self.batch else dims
@@ -122,9 +122,16 @@ class Planner:
             raise NotLowered(f"%{node.name} is a part of every head")
         return value
 
-    def take(self, node: Node) -> None:
-        layout = self.layout(node)
+    def ids(self, node: Any) -> Value:
+        """Ids of experts, which are kept as floats."""
+        if node not in self.values and node in self.inputs:
+            self.take(node, (torch.int64,))
+        return self.value(node)
+
+    def take(self, node: Node, kinds: tuple[torch.dtype, ...] = FLOATS) -> None:
+        layout = self.shapes.layout(tensor_of(node), kinds)
         value = self.new(node, layout)
+        self.bind(node, value)
         self.step(
             node, Kernel(f"take<{CTYPES[tensor_of(node).dtype]}>", "TransferArgs", ROWS_HEADER, ("x",)),
             memory=InputPointer(self.inputs.index(node)), **strides(layout), rows=self.rows(layout), x=value,

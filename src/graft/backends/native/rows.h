@@ -6,6 +6,7 @@
 
 namespace graft {
 
+inline float widen(int64_t x) { return static_cast<float>(x); }
 template <> inline int64_t narrow<int64_t>(float x) { return static_cast<int64_t>(x); }  // ids of experts
 
 struct EmbeddingArgs {

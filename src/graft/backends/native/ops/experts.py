@@ -30,7 +30,7 @@ def lower_moe_route(plan: Planner, node: Node) -> None:
 def lower_moe_experts(plan: Planner, node: Node) -> None:
     """Two steps: what the experts hold inside is read by all threads."""
     o = options_of(node)
-    x, weights, ids, out = plan.flat(o["x"]), plan.flat(o["weights"]), plan.flat(o["ids"]), plan.new(node)
+    x, weights, ids, out = plan.flat(o["x"]), plan.flat(o["weights"]), plan.ids(o["ids"]), plan.new(node)
     _, d, f = (int(size) for size in tensor_of(o["down"]).shape)
     kind = tensor_of(o["down"]).dtype
     if kind not in CTYPES or tensor_of(o["gate_up"]).dtype is not kind:
