@@ -144,6 +144,15 @@ def compile_all(
     return done[:right], done[right:]
 
 
+def one_sequence(tokens: Tensor) -> list[Tensor]:
+    """The graph's inputs for one prompt in the first blocks of the cache (runtime/batch.py)."""
+    n, places = len(tokens), torch.arange(len(tokens))
+    return [
+        tokens[None], places[None], places[-1:], places, places * 0, torch.arange(-(-n // 16))[None],
+        torch.tensor([0, n]), torch.tensor([n]), torch.tensor([[n, n]]),
+    ]  # fmt: skip
+
+
 def poisoned(shape: Any, dtype: torch.dtype) -> Tensor:
     """NaN where floats are, so that what a kernel does not write shows."""
     return torch.full(list(shape), float("nan") if dtype.is_floating_point else -7, dtype=dtype)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny
-from native_cases import needs_compiler
+from native_cases import needs_compiler, one_sequence
 
+from conftest import tiny
 from graft import LLM
 from graft.backends.native import build as native
 from graft.backends.native.cpu import available_cores, thread_count
@@ -78,11 +78,10 @@ def test_two_processes_at_once_compile_once_r12(cache, counted):
 
 @needs_compiler
 def test_a_damaged_object_is_compiled_again_r12(cache):
-    _, built = native.load(SOURCE)
     for damage in (b"", b"not an object"):
-        built.path.unlink()  # never in place: this process has it loaded
-        built.path.write_bytes(damage)
-        library, again = native.load(SOURCE)
+        source = f"// {damage!r}\n{SOURCE}"  # a file that this process has loaded already would not be read again
+        native.build(source).path.write_bytes(damage)
+        library, again = native.load(source)
         assert again.compiled and library.answer() == 42
 
 
@@ -161,12 +160,7 @@ def test_one_thread_gives_the_same_logits_r12(monkeypatch):
     one = LLM(tiny("llama"), backend="native", kv_cache_memory="8MiB")
     monkeypatch.delenv("GRAFT_NUM_THREADS")
     many = LLM(tiny("llama"), backend="native", kv_cache_memory="8MiB")
-    length = 37
-    places = torch.arange(length)
-    inputs = [
-        (places % 100)[None], places[None], places[-1:], places, places * 0, torch.arange(3)[None],
-        torch.tensor([0, length]), torch.tensor([length]), torch.tensor([[length, length]]),
-    ]  # fmt: skip
+    inputs = one_sequence(torch.arange(37))
     first, second = (llm.engine.graph(*inputs, *llm.engine.tensors)[0] for llm in (one, many))
     assert torch.equal(first, second)
 

@@ -109,7 +109,8 @@ def not_for(device: str, context: Context, devices: tuple[Device, ...]) -> str:
     """Why a transform of attention leaves a graph on this device alone, or ''."""
     if applies(device, context, devices):
         return ""
-    return f"it is for {' and '.join(devices)}, the graph is on {device}"
+    named = ("the native backend" if name == "native" else name for name in devices)
+    return f"it is for {' and '.join(named)}, the graph is on {device}"
 
 
 def device_of(gm: GraphModule) -> str:

@@ -114,9 +114,8 @@ class Loop:
             raise NotLowered(f"{arg} is no number of the graph's own")
         if arg.op == "get_attr":
             return self.weight(arg)
-        if arg.op == "call_function" and is_pointwise(arg) and inlined(self.plan, arg) and arg in self.plan.values:
-            return self.expression(arg)
-        return self.row(arg)
+        own = arg in self.plan.nodes and arg not in self.plan.inputs
+        return self.expression(arg) if own and is_pointwise(arg) and inlined(self.plan, arg) else self.row(arg)
 
     def weight(self, arg: Node) -> str:
         tensor = tensor_of(arg)

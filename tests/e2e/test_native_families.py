@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from conftest import FAMILIES, tiny
 from native_cases import needs_compiler
 
+from conftest import FAMILIES, tiny
 from graft import LLM, SamplingParams
 
 pytestmark = needs_compiler
