@@ -79,7 +79,7 @@ def graph_of(
     op: Any, args: tuple[Any, ...], weights: frozenset[str], heads_last: frozenset[str] = frozenset()
 ) -> Built:
     """A graph that calls `op` once. `weights` are attributes; other floats are rows of tokens, or caches."""
-    s, graph, root, inputs = Symbols(), Graph(), torch.nn.Module(), []
+    s, graph, root, inputs = Symbols(), Graph(), torch.nn.Module(), [torch.zeros(1, 1)]
     ids = graph.placeholder("input_ids")
     ids.meta["val"] = s.fake((s.batch, s.tokens), torch.int64)
     given, fakes = [], []
@@ -137,7 +137,7 @@ def compile_all(
     def made(built: Built, region: Region) -> Built:
         tensors = {w.target: getattr(built.gm, w.target) for w in region.program.weights}
         run = RegionCall(region.program, library, team, prepare(region.program.weights, tensors, {}), arena)
-        order = [node.name for node in built.gm.graph.nodes if node.op == "placeholder"][1:]
+        order = [node.name for node in built.gm.graph.nodes if node.op == "placeholder"]
         return Built(run, built.gm, [built.inputs[order.index(node.name)] for node in region.inputs])
 
     done = [made(built, region) for built, region in zip(graphs, regions, strict=True)]
