@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import pytest
 import torch
 from native_cases import needs_compiler, one_sequence
+from typer.testing import CliRunner
 
 from conftest import tiny
 from graft import LLM, SamplingParams
 from graft.backends.native.plan import LOWERINGS
+from graft.cli.app import app
 from graft.errors import BadIndex, KernelUnavailable, UsageError
 
 pytestmark = needs_compiler
@@ -99,3 +102,35 @@ def test_two_rows_of_tokens_are_refused_r12():
     llm = built("llama")
     with pytest.raises(UsageError, match="pack them"):
         llm.engine.graph(torch.ones(2, 3, dtype=torch.int64), *[torch.zeros(1)] * (8 + len(llm.engine.tensors)))
+
+
+FUSIONS = (
+    "fuse_residual_into_matvec", "fuse_norm_into_matvec", "fuse_swiglu_into_matvec", "tabulate_rope",
+    "fuse_rope_kv_write", "fuse_rope_into_attention",
+)  # fmt: skip
+
+
+def test_what_is_fused_on_a_gpu_is_fused_for_the_native_backend_r22():
+    native, eager = (built("llama", backend).report.transforms for backend in ("native", "eager"))
+    assert {native[name].status for name in FUSIONS} == {"applied"}
+    assert {eager[name].status for name in FUSIONS} == {"skipped"}
+    assert native["widen_linear"].reason == "the native backend widens weights as it reads them"
+
+
+def test_unfused_graphs_are_lowered_too_r22():
+    """With the fusions kept to a GPU: norms, rotations, gates and sums by themselves. Cosines stay eager."""
+    llm = built("llama", config={"transforms": {name: {"devices": ["cuda"]} for name in FUSIONS}})
+    assert {llm.report.transforms[name].status for name in FUSIONS} == {"skipped"}
+    assert tokens(llm) == eager_tokens("llama")
+    ops_run = {"graft::rms_norm", "graft::add_rms_norm", "graft::rope", "graft::paged_attention", "graft::swiglu"}
+    assert {name for name, kernel in llm.report.kernels.items() if kernel == "native"} == ops_run
+    assert any("native: eager in" in note and "aten.cos" in note for note in llm.report.notes)
+
+
+def test_the_command_line_runs_it_r61():
+    result = CliRunner().invoke(
+        app, ["run", "-m", "tiny-llama", "--token-ids", "5,6,7", "--backend", "native", "--max-tokens", "8", "--json"]
+    )
+    document = json.loads(result.stdout)
+    assert result.exit_code == 0 and document["backend"] == "native"
+    assert len(document["outputs"][0]["token_ids"]) == 8
