@@ -1,0 +1,210 @@
+// The four kinds of packed weight, and the product of one tile of 16 rows with up to kMostTokens rows of x.
+//
+// Columns are padded with zeros to a multiple of kColumns, rows to 16. One tile after another:
+//   WeightF32    [columns][16] float32
+//   WeightBF16   [columns / 2][16][2] bfloat16
+//   WeightQ8     a block of 32 columns: 16 scales (float16), [8][16][4] int8
+//                w = scale * q
+//   WeightQ4     a block of 32 columns: 16 scales, 16 minimums (float16), [4][16][4] bytes: byte [j][r][c] has column
+//                4 j + c in its low four bits, column 16 + 4 j + c in its high four.   w = scale * q + minimum
+// The quantised kinds multiply int8 with int8: rows of x are quantised in blocks of 32 with a float32 scale.
+#pragma once
+#include <cstdint>
+
+#include "vec.h"
+
+namespace graft {
+
+constexpr int kColumnStep = 4;  // columns of one step of the float kinds
+constexpr int kBlock = 32;      // columns that share a scale
+
+struct Rows {
+  const float* data;  // one row after another, as W::store_row wrote them (or x itself)
+  int64_t stride;     // floats
+  int64_t columns;    // padded
+
+  const float* row(int token) const { return data + token * stride; }
+};
+
+// Sums of one token: several, so that an addition does not wait for the one before it.
+template <int T>
+constexpr int kSplit = T == 1 ? 4 : T == 2 ? 2 : 1;
+
+template <int T>
+inline void add_up(const F (&parts)[T][kSplit<T>], F* sums) {
+  for (int t = 0; t < T; t++) {
+    if constexpr (kSplit<T> == 4) sums[t] = (parts[t][0] + parts[t][1]) + (parts[t][2] + parts[t][3]);
+    if constexpr (kSplit<T> == 2) sums[t] = parts[t][0] + parts[t][1];
+    if constexpr (kSplit<T> == 1) sums[t] = parts[t][0];
+  }
+}
+
+struct FloatRows {
+  static constexpr bool kQuantised = false;
+  static constexpr int kColumns = kColumnStep;
+  static constexpr int kMostTokens = graft::kMostTokens;
+  static int64_t row_floats(int64_t columns) { return (columns + kLanes - 1) / kLanes * kLanes; }
+
+  template <class Value>
+  static void store_row(float* to, int64_t columns, Value value) {  // writes whole vectors: row_floats has the room
+    for (int64_t c = 0; c < columns; c += kLanes) store(to + c, value(c));
+  }
+};
+
+struct WeightF32 : FloatRows {
+  static int64_t tile_bytes(int64_t columns) { return columns * kLanes * 4; }
+
+  template <int T>
+  static void tile(const uint8_t* tile, const Rows& rows, int first, F* sums) {
+    const float* w = reinterpret_cast<const float*>(tile);
+    F parts[T][kSplit<T>];
+    for (auto& token : parts)
+      for (F& part : token) part = set(0.0f);
+    for (int64_t c = 0; c < rows.columns; c += kColumnStep, w += kColumnStep * kLanes) {
+      Four x[T];
+      for (int t = 0; t < T; t++) x[t] = four(rows.row(first + t) + c);
+      unroll<kColumnStep>([&](auto at) {
+        const F column = load(w + at * kLanes);
+        for (int t = 0; t < T; t++) {
+          F& part = parts[t][at % kSplit<T>];
+          part = fma_at<at>(column, x[t], part);
+        }
+      });
+    }
+    add_up<T>(parts, sums);
+  }
+};
+
+struct WeightBF16 : FloatRows {
+  static int64_t tile_bytes(int64_t columns) { return columns * kLanes * 2; }
+
+  template <int T>
+  static void tile(const uint8_t* tile, const Rows& rows, int first, F* sums) {
+    const bf16* w = reinterpret_cast<const bf16*>(tile);
+    F parts[T][kSplit<T>];
+    for (auto& token : parts)
+      for (F& part : token) part = set(0.0f);
+    for (int64_t c = 0; c < rows.columns; c += kColumnStep, w += kColumnStep * kLanes) {
+      Four x[T];
+      for (int t = 0; t < T; t++) x[t] = four(rows.row(first + t) + c);
+      unroll<kColumnStep / 2>([&](auto pair) {
+        F even, odd;
+        load_pairs(w + pair * 2 * kLanes, even, odd);
+        for (int t = 0; t < T; t++) {
+          F& part = parts[t][2 * pair % kSplit<T>];
+          part = fma_at<2 * pair>(even, x[t], part);
+          F& next = parts[t][(2 * pair + 1) % kSplit<T>];
+          next = fma_at<2 * pair + 1>(odd, x[t], next);
+        }
+      });
+    }
+    add_up<T>(parts, sums);
+  }
+};
+
+// A quantised row: `columns` int8, then for each block its scale, and scale * sum and sum (int32) of its int8.
+struct QuantisedRows {
+  static constexpr bool kQuantised = true;
+  static constexpr int kColumns = kBlock;
+  static constexpr int kMostTokens = graft::kMostQuantised;
+  static int64_t row_floats(int64_t columns) {
+    return (columns / 4 + columns / kBlock * 3 + kLanes - 1) / kLanes * kLanes;
+  }
+
+  struct Row {
+    const int8_t* q;
+    const float *scale, *share;
+    const int32_t* total;
+  };
+  static Row view(const float* row, int64_t columns) {
+    const float* scale = row + columns / 4;
+    const int64_t blocks = columns / kBlock;
+    return {reinterpret_cast<const int8_t*>(row), scale, scale + blocks, reinterpret_cast<const int32_t*>(scale + 2 * blocks)};
+  }
+
+  template <class Value>
+  static void store_row(float* to, int64_t columns, Value value) {
+    const Row row = view(to, columns);
+    for (int64_t b = 0; b < columns / kBlock; b++) {
+      const F low = value(b * kBlock), high = value(b * kBlock + kLanes);
+      const float most = largest(max(abs(low), abs(high)));
+      const float by = most > 0 && most <= 3.4028235e38f ? 127.0f / most : 0.0f;
+      // x - x is 0, or NaN where x is inf or NaN: such a block gives NaN, as it must
+      const float scale = most / 127.0f + sum((low - low) + (high - high));
+      int8_t* q = const_cast<int8_t*>(row.q) + b * kBlock;
+      const int total = store_bytes(q, low * set(by)) + store_bytes(q + kLanes, high * set(by));
+      const_cast<float*>(row.scale)[b] = scale;
+      const_cast<float*>(row.share)[b] = scale * float(total);
+      const_cast<int32_t*>(row.total)[b] = total;
+    }
+  }
+};
+
+struct WeightQ8 : QuantisedRows {
+  static constexpr int kBytes = kLanes * (2 + kBlock);  // of a block
+  static int64_t tile_bytes(int64_t columns) { return columns / kBlock * kBytes; }
+
+  template <int T>
+  static void tile(const uint8_t* w, const Rows& rows, int first, F* sums) {
+    Row row[T];
+    for (int t = 0; t < T; t++) row[t] = view(rows.row(first + t), rows.columns), sums[t] = set(0.0f);
+    for (int64_t b = 0; b < rows.columns / kBlock; b++, w += kBytes) {
+      I low[T], high[T];
+      Sixteen x[T], y[T];
+      for (int t = 0; t < T; t++) {
+        low[t] = ints(-kByteOffset * row[t].total[b]);
+        if constexpr (T == 1) high[t] = ints(0);
+        x[t] = sixteen(row[t].q + b * kBlock), y[t] = sixteen(row[t].q + b * kBlock + 16);
+      }
+      unroll<4>([&](auto at) {
+        const Bytes left = load_bytes(w + 32 + at * 64), right = load_bytes(w + 32 + (at + 4) * 64);
+        for (int t = 0; t < T; t++) {
+          low[t] = dot_bytes<at>(low[t], left, x[t]);
+          I& second = T == 1 ? high[t] : low[t];
+          second = dot_bytes<at>(second, right, y[t]);
+        }
+      });
+      const F scale = load(reinterpret_cast<const f16*>(w));
+      for (int t = 0; t < T; t++) {
+        if constexpr (T == 1) low[t] = low[t] + high[t];
+        sums[t] = fma(scale * set(row[t].scale[b]), to_float(low[t]), sums[t]);
+      }
+    }
+  }
+};
+
+struct WeightQ4 : QuantisedRows {
+  static constexpr int kBytes = kLanes * (4 + kBlock / 2);
+  static int64_t tile_bytes(int64_t columns) { return columns / kBlock * kBytes; }
+
+  template <int T>
+  static void tile(const uint8_t* w, const Rows& rows, int first, F* sums) {
+    Row row[T];
+    for (int t = 0; t < T; t++) row[t] = view(rows.row(first + t), rows.columns), sums[t] = set(0.0f);
+    for (int64_t b = 0; b < rows.columns / kBlock; b++, w += kBytes) {
+      I low[T], high[T];
+      Sixteen x[T], y[T];
+      for (int t = 0; t < T; t++) {
+        low[t] = ints(0);
+        if constexpr (T == 1) high[t] = ints(0);
+        x[t] = sixteen(row[t].q + b * kBlock), y[t] = sixteen(row[t].q + b * kBlock + 16);
+      }
+      unroll<4>([&](auto at) {
+        const Bytes both = load_bytes(w + 64 + at * 64), left = low_nibbles(both), right = high_nibbles(both);
+        for (int t = 0; t < T; t++) {
+          low[t] = dot_nibbles<at>(low[t], left, x[t]);
+          I& second = T == 1 ? high[t] : low[t];
+          second = dot_nibbles<at>(second, right, y[t]);
+        }
+      });
+      const F scale = load(reinterpret_cast<const f16*>(w)), least = load(reinterpret_cast<const f16*>(w) + kLanes);
+      for (int t = 0; t < T; t++) {
+        if constexpr (T == 1) low[t] = low[t] + high[t];
+        sums[t] = fma(least, set(row[t].share[b]), sums[t]);
+        sums[t] = fma(scale * set(row[t].scale[b]), to_float(low[t]), sums[t]);
+      }
+    }
+  }
+};
+
+}  // namespace graft
