@@ -32,6 +32,7 @@ class Product:
     residual: bool = False
     in_place: bool = False  # the residual is the result
     gap: int = 0  # floats between rows
+    shared: bool = True  # one place for the rows that the threads prepare
     seed: int = 0
 
 
@@ -76,7 +77,7 @@ def run(p: Product, d: Data, target: Target) -> torch.Tensor:
               np.array([1e-5, p.offset], np.float32), status]  # fmt: skip
     has_residual = 2 if p.in_place else int(p.residual)
     numbers = [KINDS.index(p.kind), p.threads, p.tokens, p.k, p.n, p.k + p.gap, p.n + p.gap, p.n + p.gap, int(p.bias),
-               int(p.norm), int(p.normed), ACTS.index(p.act), has_residual]  # fmt: skip
+               int(p.norm), int(p.normed), ACTS.index(p.act), has_residual, int(p.shared)]  # fmt: skip
     library(target).call("run_linear", arrays, numbers)
     assert status[0] == 0, "the kernel wrote past its scratch"
     assert (out[:, p.n :] == POISON).all(), "the kernel wrote between rows"

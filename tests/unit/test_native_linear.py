@@ -20,6 +20,7 @@ PRODUCTS = [
     Product("f32", 5, 33, 17, act="gelu_tanh", bias=True),
     Product("f32", 8, 48, 33, threads=2, normed=True, act="gelu", residual=True),
     Product("f32", 19, 100, 50, threads=2, norm=True, gap=3),
+    Product("f32", 11, 40, 36, threads=2, norm=True, shared=False),
     Product("f32", 7, 32, 16, in_place=True, gap=16),
 ]
 TARGETS = [t for t in targets() if not t.runner]  # quick to call
@@ -58,10 +59,11 @@ def test_wrong_variants_are_noticed_r22(target, kind):
 @given(
     kind=st.sampled_from(KINDS), tokens=st.integers(0, 23), k=st.integers(1, 140), n=st.integers(1, 70),
     threads=st.sampled_from([1, 2, 3]), bias=st.booleans(), norm=st.booleans(), act=st.sampled_from(ACTS),
-    residual=st.booleans(), gap=st.integers(0, 9), target=st.sampled_from(TARGETS or [None]), seed=st.integers(0, 9),
+    residual=st.booleans(), gap=st.integers(0, 9), shared=st.booleans(),
+    target=st.sampled_from(TARGETS or [None]), seed=st.integers(0, 9),
 )  # fmt: skip
-def test_any_size_agrees_r22(kind, tokens, k, n, threads, bias, norm, act, residual, gap, target, seed):
-    p = Product(kind, tokens, k, n, threads, bias, norm, 0.5, False, act, residual, False, gap, seed)
+def test_any_size_agrees_r22(kind, tokens, k, n, threads, bias, norm, act, residual, gap, shared, target, seed):
+    p = Product(kind, tokens, k, n, threads, bias, norm, 0.5, False, act, residual, False, gap, shared, seed)
     d = make(p)
     assert close(run(p, d, target), expected(p, d))
 

@@ -11,7 +11,7 @@
 #pragma once
 #include <cstdint>
 
-#include "vec.h"
+#include "../native/vec.h"
 
 namespace graft {
 
@@ -23,12 +23,12 @@ struct Rows {
   int64_t stride;     // floats
   int64_t columns;    // padded
 
-  const float* row(int token) const { return data + token * stride; }
+  const float* row(int64_t token) const { return data + token * stride; }
 };
 
 // Sums of one token: several, so that an addition does not wait for the one before it.
 template <int T>
-constexpr int kSplit = T == 1 ? 4 : T == 2 ? 2 : 1;
+constexpr int kSplit = T == 1 ? kChains : T == 2 ? 2 : 1;
 
 template <int T>
 inline void add_up(const F (&parts)[T][kSplit<T>], F* sums) {
@@ -55,14 +55,16 @@ struct WeightF32 : FloatRows {
   static int64_t tile_bytes(int64_t columns) { return columns * kLanes * 4; }
 
   template <int T>
-  static void tile(const uint8_t* tile, const Rows& rows, int first, F* sums) {
+  static void tile(const uint8_t* tile, const Rows& rows, int64_t first, F* sums) {
     const float* w = reinterpret_cast<const float*>(tile);
     F parts[T][kSplit<T>];
     for (auto& token : parts)
       for (F& part : token) part = set(0.0f);
-    for (int64_t c = 0; c < rows.columns; c += kColumnStep, w += kColumnStep * kLanes) {
+    const int64_t columns = rows.columns, stride = rows.stride;
+    const float* const from = rows.row(first);
+    for (int64_t c = 0; c < columns; c += kColumnStep, w += kColumnStep * kLanes) {
       Four x[T];
-      for (int t = 0; t < T; t++) x[t] = four(rows.row(first + t) + c);
+      for (int t = 0; t < T; t++) x[t] = four(from + t * stride + c);
       unroll<kColumnStep>([&](auto at) {
         const F column = load(w + at * kLanes);
         for (int t = 0; t < T; t++) {
@@ -79,14 +81,16 @@ struct WeightBF16 : FloatRows {
   static int64_t tile_bytes(int64_t columns) { return columns * kLanes * 2; }
 
   template <int T>
-  static void tile(const uint8_t* tile, const Rows& rows, int first, F* sums) {
+  static void tile(const uint8_t* tile, const Rows& rows, int64_t first, F* sums) {
     const bf16* w = reinterpret_cast<const bf16*>(tile);
     F parts[T][kSplit<T>];
     for (auto& token : parts)
       for (F& part : token) part = set(0.0f);
-    for (int64_t c = 0; c < rows.columns; c += kColumnStep, w += kColumnStep * kLanes) {
+    const int64_t columns = rows.columns, stride = rows.stride;
+    const float* const from = rows.row(first);
+    for (int64_t c = 0; c < columns; c += kColumnStep, w += kColumnStep * kLanes) {
       Four x[T];
-      for (int t = 0; t < T; t++) x[t] = four(rows.row(first + t) + c);
+      for (int t = 0; t < T; t++) x[t] = four(from + t * stride + c);
       unroll<kColumnStep / 2>([&](auto pair) {
         F even, odd;
         load_pairs(w + pair * 2 * kLanes, even, odd);
@@ -145,31 +149,26 @@ struct WeightQ8 : QuantisedRows {
   static int64_t tile_bytes(int64_t columns) { return columns / kBlock * kBytes; }
 
   template <int T>
-  static void tile(const uint8_t* w, const Rows& rows, int first, F* sums) {
+  static void tile(const uint8_t* w, const Rows& rows, int64_t first, F* sums) {
     Row row[T];
-    for (int t = 0; t < T; t++) row[t] = view(rows.row(first + t), rows.columns), sums[t] = set(0.0f);
-    for (int64_t b = 0; b < rows.columns / kBlock; b++, w += kBytes) {
-      I low[T], high[T];
-      Sixteen x[T], y[T];
-      for (int t = 0; t < T; t++) {
-        low[t] = ints(-kByteOffset * row[t].total[b]);
-        if constexpr (T == 1) high[t] = ints(0);
-        x[t] = sixteen(row[t].q + b * kBlock), y[t] = sixteen(row[t].q + b * kBlock + 16);
+    F parts[T];  // not `sums`: stores there would have to be made in every step
+    for (int t = 0; t < T; t++) row[t] = view(rows.row(first + t), rows.columns), parts[t] = set(0.0f);
+    const int64_t blocks = rows.columns / kBlock;
+    for (int64_t b = 0; b < blocks; b++, w += kBytes) {
+      I total[T];
+      for (int t = 0; t < T; t++) total[t] = ints(-kByteOffset * row[t].total[b]);
+      for (int half = 0; half < 2; half++) {
+        Sixteen x[T];
+        for (int t = 0; t < T; t++) x[t] = sixteen(row[t].q + b * kBlock + half * 16);
+        unroll<4>([&](auto at) {
+          const Bytes column = load_bytes(w + 32 + (half * 4 + at) * 64);
+          for (int t = 0; t < T; t++) total[t] = dot_bytes<at>(total[t], column, x[t]);
+        });
       }
-      unroll<4>([&](auto at) {
-        const Bytes left = load_bytes(w + 32 + at * 64), right = load_bytes(w + 32 + (at + 4) * 64);
-        for (int t = 0; t < T; t++) {
-          low[t] = dot_bytes<at>(low[t], left, x[t]);
-          I& second = T == 1 ? high[t] : low[t];
-          second = dot_bytes<at>(second, right, y[t]);
-        }
-      });
       const F scale = load(reinterpret_cast<const f16*>(w));
-      for (int t = 0; t < T; t++) {
-        if constexpr (T == 1) low[t] = low[t] + high[t];
-        sums[t] = fma(scale * set(row[t].scale[b]), to_float(low[t]), sums[t]);
-      }
+      for (int t = 0; t < T; t++) parts[t] = fma(scale * set(row[t].scale[b]), to_float(total[t]), parts[t]);
     }
+    for (int t = 0; t < T; t++) sums[t] = parts[t];
   }
 };
 
@@ -178,32 +177,26 @@ struct WeightQ4 : QuantisedRows {
   static int64_t tile_bytes(int64_t columns) { return columns / kBlock * kBytes; }
 
   template <int T>
-  static void tile(const uint8_t* w, const Rows& rows, int first, F* sums) {
+  static void tile(const uint8_t* w, const Rows& rows, int64_t first, F* sums) {
     Row row[T];
-    for (int t = 0; t < T; t++) row[t] = view(rows.row(first + t), rows.columns), sums[t] = set(0.0f);
-    for (int64_t b = 0; b < rows.columns / kBlock; b++, w += kBytes) {
-      I low[T], high[T];
-      Sixteen x[T], y[T];
-      for (int t = 0; t < T; t++) {
-        low[t] = ints(0);
-        if constexpr (T == 1) high[t] = ints(0);
-        x[t] = sixteen(row[t].q + b * kBlock), y[t] = sixteen(row[t].q + b * kBlock + 16);
-      }
+    F parts[T];
+    for (int t = 0; t < T; t++) row[t] = view(rows.row(first + t), rows.columns), parts[t] = set(0.0f);
+    const int64_t blocks = rows.columns / kBlock;
+    for (int64_t b = 0; b < blocks; b++, w += kBytes) {
+      I total[T];
+      for (int t = 0; t < T; t++) total[t] = ints(0);
       unroll<4>([&](auto at) {
-        const Bytes both = load_bytes(w + 64 + at * 64), left = low_nibbles(both), right = high_nibbles(both);
-        for (int t = 0; t < T; t++) {
-          low[t] = dot_nibbles<at>(low[t], left, x[t]);
-          I& second = T == 1 ? high[t] : low[t];
-          second = dot_nibbles<at>(second, right, y[t]);
-        }
+        const Bytes both = load_bytes(w + 64 + at * 64), low = low_nibbles(both), high = high_nibbles(both);
+        for (int t = 0; t < T; t++) total[t] = dot_nibbles<at>(total[t], low, sixteen(row[t].q + b * kBlock));
+        for (int t = 0; t < T; t++) total[t] = dot_nibbles<at>(total[t], high, sixteen(row[t].q + b * kBlock + 16));
       });
       const F scale = load(reinterpret_cast<const f16*>(w)), least = load(reinterpret_cast<const f16*>(w) + kLanes);
       for (int t = 0; t < T; t++) {
-        if constexpr (T == 1) low[t] = low[t] + high[t];
-        sums[t] = fma(least, set(row[t].share[b]), sums[t]);
-        sums[t] = fma(scale * set(row[t].scale[b]), to_float(low[t]), sums[t]);
+        parts[t] = fma(least, set(row[t].share[b]), parts[t]);
+        parts[t] = fma(scale * set(row[t].scale[b]), to_float(total[t]), parts[t]);
       }
     }
+    for (int t = 0; t < T; t++) sums[t] = parts[t];
   }
 };
 

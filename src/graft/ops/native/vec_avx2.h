@@ -6,6 +6,7 @@ namespace graft {
 
 constexpr const char* kIsa = "avx2";
 constexpr int kMostTokens = 4;  // 8 of the 16 registers hold sums
+constexpr int kChains = 4;        // sums side by side for one token, so that an addition does not wait for the last
 constexpr int kMostQuantised = 4;
 constexpr int kByteOffset = 0;
 
@@ -24,6 +25,7 @@ struct Four {
 struct Sixteen {
   const int8_t* x;
 };
+
 
 inline F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }

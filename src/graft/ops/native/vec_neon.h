@@ -6,6 +6,7 @@ namespace graft {
 
 constexpr const char* kIsa = "neon";
 constexpr int kMostTokens = 6;     // 24 of the 32 registers hold sums, 4 a step of the tile
+constexpr int kChains = 2;        // sums side by side for one token, so that an addition does not wait for the last
 constexpr int kMostQuantised = 4;  // 16 hold the sums of a block
 constexpr int kByteOffset = 0;
 
@@ -18,6 +19,7 @@ struct I {
 struct Bytes {
   int8x16_t a, b, c, d;
 };
+
 using Four = float32x4_t;
 using Sixteen = int8x16_t;
 

@@ -5,6 +5,7 @@ namespace graft {
 
 constexpr const char* kIsa = "portable";
 constexpr int kMostTokens = 4;   // tokens whose sums one pass over a tile keeps, float weights
+constexpr int kChains = 2;        // sums side by side for one token, so that an addition does not wait for the last
 constexpr int kMostQuantised = 4;
 constexpr int kByteOffset = 0;   // dot_bytes adds this much times the sum of the activations
 
@@ -30,6 +31,7 @@ inline F lanes(Each each) {
   for (int i = 0; i < kLanes; i++) r.v[i] = each(i);
   return r;
 }
+
 
 inline F set(float x) {
   return lanes([&](int) { return x; });
