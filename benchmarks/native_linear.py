@@ -3,8 +3,8 @@
     python benchmarks/native_linear.py [--threads 1 2] [--tokens 1 8] [--kinds bf16 q4] [--json file]
 
 Shapes are SmolLM2-135M's. Each shape has so many copies of its weight that no cache holds them, and one call goes
-through all of them, as a decode step does. The read bandwidth and all products are measured in turn, in one run; the best of
-several rounds counts, for others use this machine too.
+through all of them, as a decode step does. The read bandwidth and all products are measured in turn, in one run; the
+best of several rounds counts, for others use this machine too.
 """
 
 from __future__ import annotations
@@ -82,18 +82,8 @@ def products(
     weights, room = packed.repeat(copies), tokens * (k + 64) + 16
     tensors = [torch.randn(tokens, k), weights, torch.ones(k), torch.randn(tokens, n), torch.empty(tokens, n),
                torch.empty(threads * room), torch.empty(room)]  # fmt: skip
-    numbers = [
-        list(CPP).index(kind),
-        threads,
-        tokens,
-        k,
-        n,
-        int(gated),
-        int(norm),
-        int(residual),
-        copies,
-        packed.numel(),
-    ]
+    numbers = [list(CPP).index(kind), threads, tokens, k, n, int(gated), int(norm), int(residual), copies, packed.numel(),
+               room]  # fmt: skip
     return call(library.run_products, tensors, numbers), weights.numel()
 
 
