@@ -82,8 +82,8 @@ def products(
     weights, room = packed.repeat(copies), tokens * (k + 64) + 16
     tensors = [torch.randn(tokens, k), weights, torch.ones(k), torch.randn(tokens, n), torch.empty(tokens, n),
                torch.empty(threads * room), torch.empty(room)]  # fmt: skip
-    numbers = [list(CPP).index(kind), threads, tokens, k, n, int(gated), int(norm), int(residual), copies, packed.numel(),
-               room]  # fmt: skip
+    options = [int(gated), int(norm), int(residual)]
+    numbers = [list(CPP).index(kind), threads, tokens, k, n, *options, copies, packed.numel(), room]
     return call(library.run_products, tensors, numbers), weights.numel()
 
 
