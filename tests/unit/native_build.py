@@ -43,7 +43,7 @@ int main(int, char** names) {
   take(sizes.data(), 8 * head[2], file);
   std::vector<void*> arrays;
   for (int64_t size : sizes) {
-    arrays.push_back(aligned_alloc(64, (size + 127) / 64 * 64));
+    arrays.push_back(aligned_alloc(64, (size + 63) / 64 * 64));
     take(arrays.back(), size, file);
   }
   void (*const all[])(void**, const int64_t*) = {%(names)s};
@@ -60,7 +60,7 @@ class Target:
     isa: str
     compiler: str
     flags: tuple[str, ...]
-    runner: str = ""  # a program that runs the compiled one
+    runner: tuple[str, ...] = ()  # the command that runs a compiled program; empty: a library, called here
 
 
 def cpu_flags() -> set[str]:
@@ -82,8 +82,20 @@ def targets() -> list[Target]:
         found.append(Target("avx512", own, ("-DGRAFT_ISA_AVX512", *AVX512)))
     cross, qemu = shutil.which("x86_64-linux-gnu-g++"), shutil.which("qemu-x86_64")
     if platform.machine() != "x86_64" and cross and qemu:
-        found.append(Target("avx2", cross, ("-DGRAFT_ISA_AVX2", *AVX2), qemu))
+        found.append(
+            Target("avx2", cross, ("-DGRAFT_ISA_AVX2", *AVX2), (qemu, "-cpu", "max", "-L", "/usr/x86_64-linux-gnu"))
+        )
     return found
+
+
+def sanitized(kinds: str) -> Target | None:
+    """This machine's widest instruction set under sanitizers, or None where the compiler has none."""
+    own = shutil.which("g++") or shutil.which("clang++")
+    flags = (f"-fsanitize={kinds}", "-fno-sanitize-recover=all", "-march=native", "-g", "-O1")
+    probe = [own or "g++", *flags, "-x", "c++", "-", "-o", "/dev/null"]
+    if own is None or subprocess.run(probe, input=b"int main() {}", capture_output=True, check=False).returncode:
+        return None
+    return Target(kinds, own, flags, ("env", "ASAN_OPTIONS=detect_leaks=0", "TSAN_OPTIONS=halt_on_error=1"))
 
 
 def every_target():
@@ -132,16 +144,7 @@ class Compiled:
         head = np.array([self.entries.index(entry), len(numbers), len(arrays), *numbers, *[a.nbytes for a in arrays]])
         given, taken = self.folder / "given", self.folder / "taken"
         given.write_bytes(head.astype(np.int64).tobytes() + b"".join(a.tobytes() for a in arrays))
-        command = [
-            self.target.runner,
-            "-cpu",
-            "max",
-            "-L",
-            "/usr/x86_64-linux-gnu",
-            str(self.output),
-            str(given),
-            str(taken),
-        ]
+        command = [*self.target.runner, str(self.output), str(given), str(taken)]
         subprocess.run(command, check=True, timeout=300)
         left = taken.read_bytes()
         for array in arrays:
