@@ -33,11 +33,11 @@ def test_products_are_clean_r22(kinds):
 @pytest.mark.parametrize("kinds", ["address,undefined", "thread"])
 def test_the_team_is_clean_r22(kinds):
     target = target_of(kinds)
-    assert call(target, "barriers", 1, 3, 200, 0) == [0]
+    assert call(target, "barriers", 1, 3, 200, 7, 0, 0) == [0]
+    assert call(target, "barriers", 1, 3, 30, 7, 300, 0) == [0]
     assert call(target, "chunks", 100, 3, 50, 100) == [50] * 100
-    assert call(target, "callers", 3, 3, 4, 20) == [80] * 3
+    assert call(target, "callers", 2, 3, 4, 50) == [4 * 50 * 15, 0]
     assert call(target, "ends", 1, 3, 20) == [20]
-    assert call(target, "late", 1, 3, 30, 300) == [0]
 
 
 WRONG = """

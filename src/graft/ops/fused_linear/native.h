@@ -148,13 +148,16 @@ void linear(Team& team, int, std::atomic<int64_t>& next, const LinearArgs& a, fl
   const auto prepare = [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++) prepare_row<W>(a, columns, t, ready + t * row);
   };
-  int64_t chunk = take();
   if (shared) {
-    for (; chunk < parts; chunk = take()) prepare(4 * chunk, std::min(a.tokens, 4 * chunk + 4));
+    for (int64_t part = next.load(); part < parts;)  // a chunk of the product may be taken after the barrier only
+      if (next.compare_exchange_weak(part, part + 1)) {
+        prepare(4 * part, std::min(a.tokens, 4 * part + 4));
+        part = next.load();
+      }
     team.barrier();
-  } else if (!direct && chunk < chunks) {
-    prepare(0, a.tokens);
   }
+  int64_t chunk = take();
+  if (!shared && !direct && chunk < chunks) prepare(0, a.tokens);
   for (; chunk < parts + chunks; chunk = take()) {
     const int64_t first = (chunk - parts) * each, last = std::min(tiles, first + each);
     for (int64_t tile = first; tile < last; tile++)
