@@ -11,8 +11,8 @@ SOURCE = """
 #include "team.h"
 using namespace graft;
 
-// A chunk of a round must find all chunks of the round before done; numbers: threads, rounds, chunks, µs that chunks take
-// now and then, whether a barrier is left out. array 0: faults.
+// A chunk of a round must find all chunks of the round before done; numbers: threads, rounds, chunks, µs that chunks
+// take now and then, whether the barriers are left out. array 0: faults.
 struct Rounds {
   std::vector<std::atomic<int64_t>> next, cells;
   int64_t rounds, chunks, wait;
@@ -28,9 +28,9 @@ extern "C" void barriers(void** arrays, const int64_t* number) {
     for (int64_t round = 0; round < r.rounds; round++) {
       share(r.next[round], r.chunks, [&](int64_t chunk) {
         const int64_t now = (round & 1) * r.chunks, before = r.chunks - now;
-        for (int64_t i = 0; i < r.chunks; i++) r.faults += r.cells[before + i].load(std::memory_order_relaxed) != round;
+        for (int64_t i = 0; i < r.chunks; i++) r.faults += r.cells[before + i] != round;
         if (r.wait && (round + chunk) % 7 == 0) std::this_thread::sleep_for(std::chrono::microseconds(r.wait));
-        r.cells[now + chunk].store(round + 1, std::memory_order_relaxed);
+        r.cells[now + chunk] = round + 1;
       });
       if (!r.skip) all.barrier();
     }
@@ -53,7 +53,7 @@ extern "C" void chunks(void** arrays, const int64_t* number) {
   }, &c);
 }
 
-// Several callers use one team, one after another; numbers: threads, callers, runs. array 0: chunks done, wrong threads.
+// Several callers use one team, one after another; numbers: threads, callers, runs. array 0: chunks done, bad threads.
 struct Runs {
   std::vector<std::atomic<int64_t>> next;
   std::atomic<int64_t> done{0}, wrong{0};
