@@ -53,7 +53,7 @@ extern "C" void chunks(void** arrays, const int64_t* number) {
   }, &c);
 }
 
-// Several callers use one team, one after another; numbers: threads, callers, runs. array 0: chunks done, bad threads.
+// Several callers use one team, one after another; numbers: threads, callers, runs. array 0: chunks, bad threads.
 struct Runs {
   std::vector<std::atomic<int64_t>> next;
   std::atomic<int64_t> done{0}, wrong{0};
