@@ -115,6 +115,7 @@ struct WeightBF16 : FloatRows {
 
 // A quantised row: `columns` int8, then for each block its scale, and scale * sum and sum (int32) of its int8.
 struct QuantisedRows {
+  static constexpr float kLargest = 3.4028235e38f;
   static constexpr bool kQuantised = true;
   static constexpr int kColumns = kBlock;
   static constexpr int kMostTokens = graft::kMostQuantised;
@@ -135,19 +136,21 @@ struct QuantisedRows {
 
   template <class Value>
   static void store_row(float* to, int64_t columns, Value value) {
-    const Row row = view(to, columns);
-    for (int64_t b = 0; b < columns / kBlock; b++) {
+    int8_t* const q = reinterpret_cast<int8_t*>(to);
+    const int64_t blocks = columns / kBlock;
+    float *const scale = to + columns / 4, *const share = scale + blocks;
+    int32_t* const total = reinterpret_cast<int32_t*>(share + blocks);
+    F bad = set(0.0f);  // x - x: 0, or NaN where x is inf or NaN
+    for (int64_t b = 0; b < blocks; b++) {
       const F low = value(b * kBlock), high = value(b * kBlock + kLanes);
-      const float most = largest(max(abs(low), abs(high)));
-      const float by = most > 0 && most <= 3.4028235e38f ? 127.0f / most : 0.0f;
-      // x - x is 0, or NaN where x is inf or NaN: such a block gives NaN, as it must
-      const float scale = most / 127.0f + sum((low - low) + (high - high));
-      int8_t* q = const_cast<int8_t*>(row.q) + b * kBlock;
-      const int total = store_bytes(q, low * set(by)) + store_bytes(q + kLanes, high * set(by));
-      const_cast<float*>(row.scale)[b] = scale;
-      const_cast<float*>(row.share)[b] = scale * float(total);
-      const_cast<int32_t*>(row.total)[b] = total;
+      bad = bad + ((low - low) + (high - high));
+      const float most = largest(max(abs(low), abs(high))), by = most > 0 && most <= kLargest ? 127.0f / most : 0.0f;
+      total[b] = store_bytes(q + b * kBlock, low * set(by)) + store_bytes(q + b * kBlock + kLanes, high * set(by));
+      scale[b] = most * (1.0f / 127);
+      share[b] = scale[b] * float(total[b]);
     }
+    const float nan = sum(bad);  // in a scale: such a row gives NaN, as it must
+    if (nan != nan) scale[0] = share[0] = nan;
   }
 };
 

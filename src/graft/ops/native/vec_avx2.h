@@ -6,7 +6,7 @@ namespace graft {
 
 constexpr const char* kIsa = "avx2";
 constexpr int kMostTokens = 4;  // 8 of the 16 registers hold sums
-constexpr int kChains = 4;        // sums side by side for one token, so that an addition does not wait for the last
+constexpr int kChains = 4;  // sums side by side for one token, so that an addition does not wait for the last
 constexpr int kMostQuantised = 4;
 constexpr int kByteOffset = 0;
 

@@ -6,7 +6,7 @@ namespace graft {
 
 constexpr const char* kIsa = "avx512";
 constexpr int kMostTokens = 8;
-constexpr int kChains = 4;        // sums side by side for one token, so that an addition does not wait for the last
+constexpr int kChains = 4;  // sums side by side for one token, so that an addition does not wait for the last
 constexpr int kMostQuantised = 8;
 constexpr int kByteOffset = 128;  // vpdpbusd takes unsigned weights: 128 is added to each, so 128 sum(x) to each product
 

@@ -6,7 +6,7 @@ namespace graft {
 
 constexpr const char* kIsa = "neon";
 constexpr int kMostTokens = 6;     // 24 of the 32 registers hold sums, 4 a step of the tile
-constexpr int kChains = 2;        // sums side by side for one token, so that an addition does not wait for the last
+constexpr int kChains = 2;  // sums side by side for one token, so that an addition does not wait for the last
 constexpr int kMostQuantised = 4;  // 16 hold the sums of a block
 constexpr int kByteOffset = 0;
 

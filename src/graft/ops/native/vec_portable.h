@@ -5,7 +5,7 @@ namespace graft {
 
 constexpr const char* kIsa = "portable";
 constexpr int kMostTokens = 4;   // tokens whose sums one pass over a tile keeps, float weights
-constexpr int kChains = 2;        // sums side by side for one token, so that an addition does not wait for the last
+constexpr int kChains = 2;  // sums side by side for one token, so that an addition does not wait for the last
 constexpr int kMostQuantised = 4;
 constexpr int kByteOffset = 0;   // dot_bytes adds this much times the sum of the activations
 
