@@ -106,7 +106,8 @@ inline I ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; 
 inline I operator+(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline int store_bytes(int8_t* p, F x) {
-  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));  // quarters 0 2 1 3
+  const auto whole = [](__m256 v) { return _mm256_cvtps_epi32(_mm256_min_ps(v, _mm256_set1_ps(127.0f))); };  // NaN: 127
+  const __m256i words = _mm256_packs_epi32(whole(x.a), whole(x.b));  // quarters 0 2 1 3
   const __m256i order = _mm256_permute4x64_epi64(words, 0xd8);
   const __m128i low = _mm256_castsi256_si128(order), high = _mm256_extracti128_si256(order, 1);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(low, high));

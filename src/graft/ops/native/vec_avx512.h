@@ -72,7 +72,7 @@ inline I ints(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline I operator+(I x, I y) { return {_mm512_add_epi32(x.v, y.v)}; }
 inline F to_float(I x) { return {_mm512_cvtepi32_ps(x.v)}; }
 inline int store_bytes(int8_t* p, F x) {
-  const __m512i all = _mm512_cvtps_epi32(x.v);
+  const __m512i all = _mm512_cvtps_epi32(_mm512_min_ps(x.v, _mm512_set1_ps(127.0f)));  // a NaN becomes 127
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(all));
   return _mm512_reduce_add_epi32(all);
 }
