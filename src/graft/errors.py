@@ -72,6 +72,10 @@ class CheckpointError(GraftError):
     """A model's files are missing, truncated or not what they should be."""
 
 
+class PackingError(GraftError):
+    """A weight that cannot be packed for the native kernels."""
+
+
 class TokenizerMissing(GraftError):
     def __init__(self, model: str) -> None:
         super().__init__(
