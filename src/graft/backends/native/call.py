@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graft.backends.native.program import Program, Weight
 from graft.errors import BadIndex, UsageError
+from graft.ops.fused_linear.native_packing import pack
 
 ALIGN = 64  # bytes
 
@@ -152,4 +153,6 @@ def prepare(weights: Sequence[Weight], tensors: Mapping[str, Tensor], made: dict
 def in_form(weight: Weight, tensor: Tensor) -> Tensor:
     if weight.form == "float32":
         return tensor.to(torch.float32).contiguous()
-    return (tensor.t() if weight.form == "transposed" else tensor).contiguous()
+    if weight.form == "as_is":
+        return tensor.contiguous()
+    return pack(tensor.t() if weight.turned else tensor, weight.form, weight.gated).data

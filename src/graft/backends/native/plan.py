@@ -158,15 +158,17 @@ class Planner:
         key = (self.inputs.index(node), dim)
         return Size(self.sizes.setdefault(key, len(self.sizes)))
 
-    def weight(self, node: Any, form: Any, ctype: str = "void") -> WeightPointer:
-        """A tensor of the module; a transposed one is copied, so that it lies row by row."""
-        if is_op(node, aten.transpose.int) and form == "as_is" and tensor_of(node).dim() == 2:
-            return self.weight(node.args[0], "transposed", ctype)
+    def weight(
+        self, node: Any, form: Any, ctype: str = "void", *, gated: bool = False, turned: bool = False
+    ) -> WeightPointer:
+        """A tensor of the module, or the transpose of one."""
+        if is_op(node, aten.transpose.int) and tensor_of(node).dim() == 2:
+            return self.weight(node.args[0], form, ctype, gated=gated, turned=not turned)
         if not isinstance(node, Node) or node.op != "get_attr":
             raise NotLowered(f"{node} is computed, and it stands where a weight does")
         if tensor_of(node).dtype not in FLOATS:
             raise NotLowered(f"the weight {node.target} is {tensor_of(node).dtype}")
-        key = Weight(str(node.target), form)
+        key = Weight(str(node.target), form, gated, turned)
         return WeightPointer(self.weights.setdefault(key, len(self.weights)), ctype)
 
     def vector(self, node: Any) -> WeightPointer:

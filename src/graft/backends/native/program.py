@@ -135,10 +135,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the module: `as_is`, as `float32`, or `transposed` (and then row by row)."""
+    """A tensor of the module: `as_is`, as `float32`, or packed for the product (fused_linear/native_packing.py)."""
 
     target: str
-    form: Literal["as_is", "float32", "transposed"]
+    form: Literal["as_is", "float32", "f32", "bf16"]
+    gated: bool = False
+    turned: bool = False  # it lies as [k, n]
 
 
 @dataclass(frozen=True)

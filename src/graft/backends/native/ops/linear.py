@@ -8,11 +8,13 @@ import torch
 from torch.fx import Node
 
 from graft.backends.native.plan import Planner, lowers
-from graft.backends.native.program import CTYPES, Kernel, NotLowered, Pointer, Stride, Text, WeightPointer
-from graft.graph.nodes import is_op, options_of, tensor_of
+from graft.backends.native.program import Kernel, NotLowered, Pointer, Stride, Text, WeightPointer
+from graft.graph.nodes import options_of, tensor_of
+from graft.ops.fused_linear.native_packing import CPP
 
 aten, ops = torch.ops.aten, torch.ops.graft
-HEADER = "backends/native/plain.h"
+HEADER = "ops/fused_linear/native.h"
+KINDS = {torch.float32: "f32", torch.float16: "f32", torch.bfloat16: "bf16"}  # float16 is exact in float32 alone
 
 
 @lowers(aten.linear.default, ops.linear.default)
@@ -49,7 +51,7 @@ def product(
     transposed: bool = False,
 ) -> None:  # fmt: skip
     rows, out = plan.flat(x), plan.new(node)
-    pointer, form = matrix(plan, weight, transposed)
+    pointer, form = matrix(plan, weight, transposed, activation != "none")
     sum_with = None if residual is None else plan.flat(residual)
     if sum_with is not None and sum_with.layout.width != out.layout.width:
         raise NotLowered("the residual is broadcast")
@@ -65,16 +67,14 @@ def product(
     plan.bind(node, out)
 
 
-def matrix(plan: Planner, weight: Any, transposed: bool) -> tuple[WeightPointer, str]:
-    """Where the weight lies, and the C++ type that reads it."""
+def matrix(plan: Planner, weight: Any, transposed: bool, gated: bool) -> tuple[WeightPointer, str]:
+    """Where the packed weight lies, and the C++ type that reads it."""
     if tensor_of(weight).dim() != 2:
         raise NotLowered("the weight is not a matrix")
-    kind = tensor_of(weight).dtype
-    if kind not in CTYPES:
-        raise NotLowered(f"the weight is {kind}")
-    if transposed and is_op(weight, aten.transpose.int):
-        return plan.weight(weight.args[0], "as_is"), f"WeightPlain<{CTYPES[kind]}>"
-    return plan.weight(weight, "transposed" if transposed else "as_is"), f"WeightPlain<{CTYPES[kind]}>"
+    kind = KINDS.get(tensor_of(weight).dtype)
+    if kind is None:
+        raise NotLowered(f"the weight is {tensor_of(weight).dtype}")
+    return plan.weight(weight, kind, gated=gated, turned=transposed), CPP[kind]
 
 
 @lowers(ops.swiglu.default)
