@@ -72,6 +72,10 @@ class CheckpointError(GraftError):
     """A model's files are missing, truncated or not what they should be."""
 
 
+class PackingError(GraftError):
+    """A weight that cannot be packed for the native kernels."""
+
+
 class TokenizerMissing(GraftError):
     def __init__(self, model: str) -> None:
         super().__init__(
@@ -174,6 +178,41 @@ class TransformError(GraftError):
 class UnknownBackend(UsageError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         super().__init__(f"unknown backend {name!r}{near(name, known)}")
+
+
+class NoCompiler(UsageError):
+    def __init__(self, asked: str | None, tried: Iterable[str]) -> None:
+        missing = (
+            f"CXX names {asked!r}, which is not there" if asked else f"none of {', '.join(tried)} is on the path"
+        )
+        super().__init__(
+            f"backend='native' needs a C++ compiler: {missing}; install g++ or clang++ (apt install g++), name one in"
+            " CXX, or use backend='eager'"
+        )
+
+
+class CompilerFailed(GraftError):
+    def __init__(self, compiler: str, source: str, said: str) -> None:
+        super().__init__(
+            f"{compiler} could not compile {source}; use backend='eager', or try another compiler with CXX. It said:"
+            f"\n{said}"
+        )
+
+
+class TooManyThreads(UsageError):
+    def __init__(self, asked: int, cores: int) -> None:
+        super().__init__(
+            f"GRAFT_NUM_THREADS is {asked}, but this process may use {cores} cores, and threads that share one wait"
+            f" for each other; set it to {cores} or less, or unset it"
+        )
+
+
+class BadIndex(UsageError):
+    def __init__(self, node: str, path: str) -> None:
+        place = f"%{node}" + (f" ({path})" if path else "")
+        super().__init__(
+            f"{place} was given an index outside of its table: a token id or position that the model lacks"
+        )
 
 
 class QuantizationError(GraftError):

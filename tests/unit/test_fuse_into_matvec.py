@@ -320,7 +320,7 @@ def test_a_module_outside_the_engine_and_another_device_are_skipped_r22():
 
 def test_devices_are_checked_r22():
     assert set(MATVEC) | {"tabulate_rope"} <= set(DECODE)
-    assert load_config().transforms["fuse_norm_into_matvec"].devices == ("cuda",)
+    assert load_config().transforms["fuse_norm_into_matvec"].devices == ("cuda", "native")
     for wrong in (["gpu"], "cpu", [1]):
         with pytest.raises(ConfigError, match=r"transforms\.fuse_norm_into_matvec\.devices must be"):
             load_config({"transforms": {"fuse_norm_into_matvec": {"devices": wrong}}})

@@ -139,7 +139,9 @@ def test_it_is_skipped_where_no_kernel_does_it_r22():
     config = load_config({"transforms": {n: {"enabled": n == NAME} for n in TransformRegistry.names()}})
     gm = export_graph(module, module.inputs())
     record = run_pipeline(gm, config).transforms[NAME]
-    assert record.status == "skipped" and record.reason == "it is for cuda, the graph is on cpu"
+    assert (
+        record.status == "skipped" and record.reason == "it is for cuda and the native backend, the graph is on cpu"
+    )
     order = order_transforms(config)
     assert order.index(BEFORE) < order.index(NAME)
 
@@ -184,7 +186,7 @@ def test_engine_tokens_stay_the_same_r22(family, monkeypatch):
     assert with_it.report.kernels["graft::rope_attention"] == "by call: whole, steps, reference"
     assert not {"graft::rope_kv_write", "graft::cached_attention"} & set(with_it.report.kernels)
     assert "graft::cached_attention" in without.report.kernels
-    assert without.report.transforms[NAME].reason == "it is for cuda, the graph is on cpu"
+    assert without.report.transforms[NAME].reason == "it is for cuda and the native backend, the graph is on cpu"
     found = tokens(with_it)
     assert found == tokens(without) == tokens(plain)
     assert len({token for row in found for token in row}) > 4, "the tokens vary"

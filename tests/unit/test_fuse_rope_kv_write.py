@@ -134,7 +134,9 @@ def test_it_is_skipped_where_no_kernel_does_it_r22():
     config = load_config({"transforms": {n: {"enabled": n == NAME} for n in TransformRegistry.names()}})
     gm = export_graph(module, module.inputs())
     record = run_pipeline(gm, config).transforms[NAME]
-    assert record.status == "skipped" and record.reason == "it is for cuda, the graph is on cpu"
+    assert (
+        record.status == "skipped" and record.reason == "it is for cuda and the native backend, the graph is on cpu"
+    )
     order = order_transforms(config)
     assert order.index("insert_kv_cache") < order.index(NAME) < order.index("fuse_elementwise")
 

@@ -21,7 +21,7 @@ class Lowered:
     notes: tuple[str, ...] = ()
 
 
-BACKENDS = ("auto", "eager", "inductor", "cuda_graph")
+BACKENDS = ("auto", "eager", "inductor", "cuda_graph", "native")
 
 
 def lower(
@@ -47,6 +47,10 @@ def lower(
         from graft.backends.inductor import lower_inductor
 
         lowered = lower_inductor(gm, kernels)
+    elif backend == "native":
+        from graft.backends.native.lower import lower_native
+
+        lowered = lower_native(gm, kernels)
     else:
         from graft.backends.eager import lower_eager
 

@@ -21,7 +21,7 @@ Plugins = Annotated[
 ]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Backend = Annotated[str, typer.Option(help="auto, eager, inductor or cuda_graph.")]
+Backend = Annotated[str, typer.Option(help="auto, eager, inductor, cuda_graph or native.")]
 Model = Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens that make up this share.")]

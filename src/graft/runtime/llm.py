@@ -60,7 +60,7 @@ class LLM:
         keep = given is not None if keep_weights is None else keep_weights
         self.graph_module, captured = captured_decoder(self.model.module, progress)
         owned = None if keep else self.model.module
-        context = Context(route="decoder", context_length=self.model.context, owned=owned)
+        context = Context(route="decoder", backend=backend, context_length=self.model.context, owned=owned)
         report = run_pipeline(
             self.graph_module,
             settings,

@@ -45,12 +45,14 @@ class TransformConfig:
 class Context:
     """What transforms may know beyond the graph, and where they leave what the engine needs.
 
+    backend: what the graph is lowered to afterwards: the native one fuses on a CPU what others fuse on a GPU.
     owned: the module whose weights may be given up once the graph has others; None where it is somebody else's.
     shared: what several graphs of one module have in common, so that a second capture does not make it again.
     """
 
     route: Literal["decoder", "module"] = "module"
     block_size: int = 16
+    backend: str = "auto"
     context_length: int | None = None  # positions are below it
     measure: Measure | None = None  # runs graphs on real inputs, where there are any
     outputs: dict[str, Any] = field(default_factory=dict)

@@ -22,14 +22,15 @@ aten, ops = torch.ops.aten, torch.ops.graft
 LINEAR, FUSED = aten.linear.default, ops.fused_linear.default
 # read once: torch makes a new object of every argument that is asked for
 DEFAULTS: dict[str, Any] = {argument.name: argument.default_value for argument in FUSED._schema.arguments}
-Device = Literal["cuda", "cpu", "meta"]
+Device = Literal["cuda", "cpu", "meta", "native"]
 
 
 @dataclass(frozen=True)
 class DecodeConfig(TransformConfig):
-    """devices: where the transform runs; on others it is skipped, with the reason."""
+    """devices: where the transform runs; on others it is skipped, with the reason. `native` is the CPU, where the
+    graph is lowered to the native backend."""
 
-    devices: tuple[Device, ...] = ("cuda",)
+    devices: tuple[Device, ...] = ("cuda", "native")
 
 
 class MatvecTransform(BaseTransform):
@@ -93,16 +94,23 @@ def elsewhere(gm: GraphModule, context: Context, devices: tuple[Device, ...]) ->
     if context.route != "decoder":
         return "the module is not run by graft's engine, so it has no decode steps"
     device = device_of(gm)
-    if device in devices:
+    if applies(device, context, devices):
         return ""
     if device == "cpu":
         return "on cpu the product runs by itself; fused_linear would be its reference"
     return f"the graph is on {device}, the transform is for {', '.join(devices) or 'no device'}"
 
 
-def not_for(device: str, devices: tuple[Device, ...]) -> str:
+def applies(device: str, context: Context, devices: tuple[Device, ...]) -> bool:
+    return device in devices or (device == "cpu" and context.backend == "native" and "native" in devices)
+
+
+def not_for(device: str, context: Context, devices: tuple[Device, ...]) -> str:
     """Why a transform of attention leaves a graph on this device alone, or ''."""
-    return "" if device in devices else f"it is for {' and '.join(devices)}, the graph is on {device}"
+    if applies(device, context, devices):
+        return ""
+    named = ("the native backend" if name == "native" else name for name in devices)
+    return f"it is for {' and '.join(named)}, the graph is on {device}"
 
 
 def device_of(gm: GraphModule) -> str:

@@ -36,9 +36,9 @@ class FuseRoPEIntoAttention(BaseTransform):
     def get_config_class(cls) -> type[TransformConfig]:
         return DecodeConfig
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:
         assert isinstance(self.config, DecodeConfig)
-        if reason := not_for(device_of(gm), self.config.devices):
+        if reason := not_for(device_of(gm), context, self.config.devices):
             return Outcome(reason=reason, skipped=True)
         layers = [node for node in calls(gm.graph) if is_op(node, ops.cached_attention.default)]
         if not layers:

@@ -64,13 +64,13 @@ class FuseRoPEKVWrite(BaseTransform):
     def get_config_class(cls) -> type[TransformConfig]:
         return DecodeConfig
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:
         layers = [node for node in calls(gm.graph) if is_op(node, ops.paged_attention.default)]
         if not layers:
             return Outcome(reason="the graph has no graft::paged_attention")
         device = tensor_of(layers[0]).device.type
         assert isinstance(self.config, DecodeConfig)
-        if reason := not_for(device, self.config.devices):
+        if reason := not_for(device, context, self.config.devices):
             return Outcome(reason=reason, skipped=True)
         order = {node: index for index, node in enumerate(gm.graph.nodes)}
         mutated = mutated_roots(gm.graph)

@@ -1,0 +1,48 @@
+"""What this machine has: cores that the process may use, and the instructions of its CPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+from graft.errors import TooManyThreads, UsageError
+
+THREADS = "GRAFT_NUM_THREADS"
+
+
+def available_cores() -> int:
+    """Physical cores among those that the process may run on; two threads of one core share its memory port."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    if affinity is None:
+        return os.cpu_count() or 1
+    return len({siblings(cpu) for cpu in affinity(0)})
+
+
+def siblings(cpu: int) -> str:
+    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return path.read_text().strip() if path.exists() else str(cpu)
+
+
+def thread_count() -> int:
+    """GRAFT_NUM_THREADS, or every core that the process may use."""
+    cores, given = available_cores(), os.environ.get(THREADS)
+    if not given:
+        return cores
+    if not given.isdigit() or int(given) < 1:
+        raise UsageError(f"{THREADS} is {given!r}; give the number of threads, 1 to {cores}")
+    if int(given) > cores:
+        raise TooManyThreads(int(given), cores)
+    return int(given)
+
+
+@cache
+def cpu_features() -> str:
+    """Machine, model and instruction set, as far as the system tells: what compiled code may depend on."""
+    info = Path("/proc/cpuinfo")
+    kept = ("flags", "Features", "model name", "CPU implementer", "CPU part", "CPU variant")
+    lines = (
+        {line.strip() for line in info.read_text().splitlines() if line.startswith(kept)} if info.exists() else set()
+    )
+    return "\n".join([platform.machine(), platform.system(), platform.processor(), *sorted(lines)])

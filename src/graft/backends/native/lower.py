@@ -1,0 +1,134 @@
+"""The native backend: as much of the graph as there are kernels for runs as compiled C++, the rest eagerly."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import Counter
+from collections.abc import Mapping
+from operator import getitem
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from graft.backends.eager import bind_kernels, spec_of
+from graft.backends.native.build import Built, find_compiler, load
+from graft.backends.native.call import Arena, RegionCall, Threads, prepare
+from graft.backends.native.cpu import thread_count
+from graft.backends.native.emit import emit
+from graft.backends.native.program import Weight
+from graft.backends.native.regions import Region, Split, split
+from graft.backends.select import Lowered
+from graft.errors import UsageError
+from graft.graph.nodes import tensor_val, where
+
+
+def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None) -> Lowered:
+    """Called as the eager graph is. Notes say what was compiled, where it lies, and what stayed eager and why."""
+    named = named or {}
+    check_device(gm)
+    find_compiler()
+    threads = thread_count()
+    parts = split(gm, named)
+    if not parts.regions:
+        graph, kernels = bind_kernels(gm, named)
+        note = (
+            f"native: nothing could be lowered, so all runs eagerly: {next(iter(parts.reasons.values()), 'no ops')}"
+        )
+        return Lowered(GraphModule(gm, graph, class_name="NativeGraph"), "native", kernels, (note,))
+    started = time.perf_counter()
+    library, built = load(source_of(parts))
+    seconds = time.perf_counter() - started
+    calls = region_calls(gm, parts, library, threads)
+    shell = shell_of(gm, parts, calls)
+    graph, kernels = bind_kernels(
+        GraphModule(gm, shell), {op: name for op, name in named.items() if name != "native"}
+    )
+    kernels = {**{name: "native" for name in native_ops(parts)}, **kernels, **mixed(parts)}
+    return Lowered(
+        GraphModule(gm, graph, class_name="NativeGraph"), "native", kernels, notes(parts, built, seconds, threads)
+    )
+
+
+def source_of(parts: Split) -> str:
+    """The C++ of all regions."""
+    regions = len(parts.regions)
+    return emit(
+        [region.program for region in parts.regions], f"One step, {regions} native region{'s' * (regions > 1)}."
+    )
+
+
+def check_device(gm: GraphModule) -> None:
+    for node in gm.graph.nodes:
+        tensor = tensor_val(node)
+        if tensor is not None and tensor.device.type not in ("cpu", "meta"):
+            raise UsageError(
+                f"backend='native' compiles for the CPU, but {where(node)} is on {tensor.device}; load the model with"
+                " device='cpu', or use backend='eager'"
+            )
+
+
+def region_calls(gm: GraphModule, parts: Split, library: ctypes.CDLL, threads: int) -> list[RegionCall]:
+    arena, team = Arena(), Threads(library, threads)
+    made: dict[Weight, torch.Tensor] = {}
+    tensors = {weight.target: tensor_at(gm, weight.target) for r in parts.regions for weight in r.program.weights}
+    return [
+        RegionCall(region.program, library, team, prepare(region.program.weights, tensors, made), arena)
+        for region in parts.regions
+    ]
+
+
+def tensor_at(gm: GraphModule, target: str) -> torch.Tensor:
+    owner, _, name = target.rpartition(".")
+    return getattr(gm.get_submodule(owner), name)
+
+
+def shell_of(gm: GraphModule, parts: Split, calls: list[RegionCall]) -> Graph:
+    """The graph with each region as one call, which stands where its last node did."""
+    shell, table = Graph(), {}
+    at = {last_of(region, gm): (region, call) for region, call in zip(parts.regions, calls, strict=True)}
+    native = {node for region in parts.regions for node in region.nodes}
+    for node in gm.graph.nodes:
+        if node in at:
+            region, call = at[node]
+            result = shell.call_function(call, tuple(table[arg] for arg in region.inputs))
+            for index, output in enumerate(region.outputs):
+                table[output] = shell.call_function(getitem, (result, index))
+                table[output].meta = dict(output.meta)
+        elif node not in native:
+            table[node] = shell.node_copy(node, table.__getitem__)
+    shell.set_codegen(gm.graph._codegen)
+    shell.eliminate_dead_code()
+    return shell
+
+
+def last_of(region: Region, gm: GraphModule) -> Node:
+    """The last node that is not a part of a result, which may stand behind an eager one."""
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
+    own = [node for node in region.nodes if node.target is not getitem] or list(region.nodes)
+    return max(own, key=order.__getitem__)
+
+
+def native_ops(parts: Split) -> list[str]:
+    specs = (spec_of(node) for region in parts.regions for node in region.nodes)
+    return [f"graft::{spec.name}" for spec in specs if spec is not None]
+
+
+def mixed(parts: Split) -> dict[str, str]:
+    """Ops that run natively in some places and not in others."""
+    native = Counter(native_ops(parts))
+    eager = Counter(f"graft::{spec.name}" for node in parts.reasons if (spec := spec_of(node)) is not None)
+    return {name: f"native in {native[name]} places, eager in {eager[name]}" for name in native if eager[name]}
+
+
+def notes(parts: Split, built: Built, seconds: float, threads: int) -> tuple[str, ...]:
+    steps = sum(len(region.program.steps) for region in parts.regions)
+    waits = sum(len(region.program.barriers) for region in parts.regions)
+    how = f"compiled in {seconds:.1f} s" if built.compiled else "from the cache"
+    said = [
+        f"native: {steps} steps and {waits} barriers in {len(parts.regions)} regions, threads: {threads}, {how}:"
+        f" {built.source}"
+    ]
+    reasons = Counter(f"{node.target}: {reason}" for node, reason in parts.reasons.items())
+    said += [f"native: eager in {count} places: {reason}" for reason, count in reasons.items()]
+    return tuple(said)

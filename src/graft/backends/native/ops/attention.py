@@ -1,0 +1,113 @@
+"""Rotation, cache write and attention: ops/rope, rope_kv_write and cached_attention/native.h.
+
+graft.rope_attention   →  kv_write; attention        (attention turns the queries it reads)
+graft.paged_attention  →  kv_write; attention        (nothing turns)
+graft.rope_kv_write    →  kv_write; rope
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from graft.backends.native.plan import FLOATS, Planner, lowers
+from graft.backends.native.program import CTYPES, Argument, Kernel, NotLowered, Text, Value
+from graft.graph.nodes import options_of, tensor_of
+
+ops = torch.ops.graft
+
+
+@lowers(ops.rope.default, ops.rms_norm_rope.default)
+def lower_rope(plan: Planner, node: Node) -> None:
+    o = options_of(node)
+    turn_rows(plan, node, o["x"], turn(plan, o, o.get("weight")))
+
+
+@lowers(ops.rope_kv_write.default)
+def lower_rope_kv_write(plan: Planner, node: Node) -> None:
+    o = options_of(node)
+    write(plan, node, o)
+    turn_rows(plan, node, o["q"], turn(plan, o, o["q_norm"]))
+
+
+@lowers(ops.paged_attention.default, ops.rope_attention.default)
+def lower_rope_attention(plan: Planner, node: Node) -> None:
+    o = options_of(node)
+    write(plan, node, o)
+    attend(plan, node, o)
+
+
+@lowers(ops.cached_attention.default)
+def lower_cached_attention(plan: Planner, node: Node) -> None:
+    attend(plan, node, options_of(node))
+
+
+def turn(plan: Planner, o: dict[str, Any], norm: Any) -> dict[str, Argument]:
+    """The fields of C++'s Turn."""
+    fields: dict[str, Argument] = {
+        "turn__norm": plan.vector_or_null(norm),
+        "turn__eps": float(o.get("eps", 0.0)),
+        "turn__offset": float(o.get("offset", 0.0)),
+        "turn__turns": "cos" in o,
+        "turn__interleaved": bool(o.get("interleaved", False)),
+    }
+    if "cos" in o:
+        cos, sin = plan.value(o["cos"]), plan.value(o["sin"])
+        if cos.layout.heads != 1 or cos.layout != sin.layout:
+            raise NotLowered("cos and sin are not one angle for all heads of a token")
+        fields |= {"turn__cos": cos, "turn__sin": sin}
+    return fields
+
+
+def turn_rows(plan: Planner, node: Node, x: Any, turned: dict[str, Argument]) -> None:
+    out = plan.new(node)
+    plan.step(
+        node, Kernel("rope", "RopeArgs", "ops/rope/native.h"), x=heads_of(plan, x), **turned,
+        rows=plan.rows(out.layout), out=out,
+    )  # fmt: skip
+    plan.bind(node, out)
+
+
+def heads_of(plan: Planner, x: Any) -> Value:
+    value = plan.value(x)
+    if value.layout.rows != "tokens":
+        raise NotLowered(f"%{x.name} is not rows of tokens")
+    return value
+
+
+def cache_type(o: dict[str, Any]) -> torch.dtype:
+    kinds = {tensor_of(o[name]).dtype for name in ("k_cache", "v_cache")}
+    if len(kinds) != 1 or not kinds <= set(FLOATS):
+        raise NotLowered(f"the caches are {', '.join(sorted(map(str, kinds)))}")
+    return kinds.pop()
+
+
+def write(plan: Planner, node: Node, o: dict[str, Any]) -> None:
+    kind = cache_type(o)
+    k, v = heads_of(plan, o["k"]), heads_of(plan, o["v"])
+    caches = {name: plan.pointer(o[name], kind, written=True) for name in ("k_cache", "v_cache")}
+    name, header = f"kv_write<{CTYPES[kind]}>", "ops/rope_kv_write/native.h"
+    plan.step(
+        node, Kernel(name, "KvWriteArgs", header, tuple(caches), scratch=str(k.layout.size)), k=k, v=v,
+        **turn(plan, o, o.get("k_norm")), **caches, slots=plan.pointer(o["slots"]), rows=Text("T"),
+    )  # fmt: skip
+
+
+def attend(plan: Planner, node: Node, o: dict[str, Any]) -> None:
+    kind, q, out = cache_type(o), heads_of(plan, o["q"]), plan.new(node)
+    _, block, kv, size = tensor_of(o["k_cache"]).shape
+    wide = out.layout.size
+    scratch = f"attention_scratch({q.layout.heads // int(kv)}, {int(size)}, {wide}, {int(block)})"
+    caches = {name: plan.pointer(o[name], kind) for name in ("k_cache", "v_cache")}
+    name, header = f"attention<{CTYPES[kind]}>", "ops/cached_attention/native.h"
+    plan.step(
+        node, Kernel(name, "AttentionArgs", header, scratch=scratch), q=q, **turn(plan, o, o.get("q_norm")), **caches,
+        kv=int(kv), block=int(block), tables=plan.pointer(o["block_tables"]),
+        table_width=plan.size(o["block_tables"], 1), starts=plan.pointer(o["starts"]),
+        lengths=plan.pointer(o["lengths"]), sequences=plan.size(o["lengths"], 0), scale=float(o["scale"]),
+        window=int(o["window"] or 0), softcap=float(o["softcap"] or 0.0), sinks=plan.vector_or_null(o["sinks"]),
+        out=out,
+    )  # fmt: skip
+    plan.bind(node, out)

@@ -1,0 +1,49 @@
+"""Mixtures of experts: ops/moe_route and moe_experts/native.h."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from graft.backends.native.plan import Planner, lowers
+from graft.backends.native.program import CTYPES, Kernel, Layout, NotLowered, Text
+from graft.graph.nodes import options_of, tensor_of
+
+ops = torch.ops.graft
+
+
+@lowers(ops.moe_route.default)
+def lower_moe_route(plan: Planner, node: Node) -> None:
+    o = options_of(node)
+    logits = plan.flat(o["logits"])
+    chosen = Layout(logits.layout.rows, 1, int(o["top_k"]), "flat")
+    weights, ids = plan.new(node, chosen, "_weights"), plan.new(node, chosen, "_ids")
+    plan.step(
+        node, Kernel("moe_route", "MoeRouteArgs", "ops/moe_route/native.h", writes=("weights", "ids")), logits=logits,
+        top_k=int(o["top_k"]), normalize=bool(o["normalize"]), select_first=bool(o["select_first"]),
+        rows=plan.rows(chosen), weights=weights, ids=ids,
+    )  # fmt: skip
+    plan.bind(node, (weights, ids))
+
+
+@lowers(ops.moe_experts.default)
+def lower_moe_experts(plan: Planner, node: Node) -> None:
+    """Two steps: what the experts hold inside is read by all threads."""
+    o = options_of(node)
+    x, weights, ids, out = plan.flat(o["x"]), plan.flat(o["weights"]), plan.ids(o["ids"]), plan.new(node)
+    _, d, f = (int(size) for size in tensor_of(o["down"]).shape)
+    kind = tensor_of(o["down"]).dtype
+    if kind not in CTYPES or tensor_of(o["gate_up"]).dtype is not kind:
+        raise NotLowered(f"the experts are {kind}")
+    hidden = plan.new(node, Layout(x.layout.rows, 1, f * ids.layout.size, "flat"), "_hidden")
+    common = {
+        "x": x, "weights": weights, "ids": ids, "f": f, "d": d, "rows": plan.rows(x.layout), "hidden": hidden,
+        "act": Text(f"Act::{o['activation']}"),
+    }  # fmt: skip
+    for kernel, name, writes in (("experts_up", "gate_up", ("hidden",)), ("experts_down", "down", ("out",))):
+        matrix = plan.weight(o[name], "as_is")
+        plan.step(
+            node, Kernel(f"{kernel}<{CTYPES[kind]}>", "ExpertsArgs", "ops/moe_experts/native.h", writes=writes),
+            matrix=matrix, **common, **({"out": out} if name == "down" else {}),
+        )  # fmt: skip
+    plan.bind(node, out)

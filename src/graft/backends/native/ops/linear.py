@@ -1,0 +1,90 @@
+"""Linear layers, alone or with what is fused into them, and gated activations: LinearArgs and ops/swiglu/native.h."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from graft.backends.native.plan import Planner, lowers
+from graft.backends.native.program import Kernel, NotLowered, Pointer, Stride, Text, WeightPointer
+from graft.graph.nodes import options_of, tensor_of
+from graft.ops.fused_linear.native_packing import CPP
+
+aten, ops = torch.ops.aten, torch.ops.graft
+HEADER = "ops/fused_linear/native.h"
+KINDS = {torch.float32: "f32", torch.float16: "f32", torch.bfloat16: "bf16"}  # float16 is exact in float32 alone
+
+
+@lowers(aten.linear.default, ops.linear.default)
+def lower_linear(plan: Planner, node: Node) -> None:
+    x, weight, *bias = node.args
+    product(plan, node, x, weight, bias=bias[0] if bias else None)
+
+
+@lowers(aten.addmm.default)
+def lower_addmm(plan: Planner, node: Node) -> None:
+    """GPT-2's layers: the weight is [k, n], and is turned once."""
+    bias, x, weight = node.args[:3]
+    if node.kwargs or len(node.args) > 3:
+        raise NotLowered("it has beta or alpha")
+    product(plan, node, x, weight, bias=bias, transposed=True)
+
+
+@lowers(aten.mm.default)
+def lower_mm(plan: Planner, node: Node) -> None:
+    product(plan, node, *node.args, transposed=True)
+
+
+@lowers(ops.fused_linear.default)
+def lower_fused_linear(plan: Planner, node: Node) -> None:
+    o = options_of(node)
+    if o["scale"] is not None:
+        raise NotLowered("the weight is quantized, which has no native kernel yet")
+    product(plan, node, **{name: o[name] for name in o if name not in ("scale", "cast_last", "upcast")})
+
+
+def product(
+    plan: Planner, node: Node, x: Any, weight: Any, *, bias: Any = None, norm: Any = None, eps: float = 0.0,
+    offset: float = 0.0, activation: str = "none", residual: Any = None, normed: bool = False,
+    transposed: bool = False,
+) -> None:  # fmt: skip
+    rows, out = plan.flat(x), plan.new(node)
+    pointer, form = matrix(plan, weight, transposed, activation != "none")
+    sum_with = None if residual is None else plan.flat(residual)
+    if sum_with is not None and sum_with.layout.width != out.layout.width:
+        raise NotLowered("the residual is broadcast")
+    scratch = f"linear_scratch<{form}>({plan.rows(rows.layout).text}, {rows.layout.width})"
+    plan.step(
+        node, Kernel(f"linear<{form}>", "LinearArgs", HEADER, scratch=scratch), x=Pointer(rows), ldx=Stride(rows),
+        tokens=plan.rows(rows.layout),
+        k=rows.layout.width, n=out.layout.width, w=pointer, bias=plan.vector_or_null(bias),
+        norm=plan.vector_or_null(norm), eps=eps, offset=float(offset), normed=normed, act=Text(f"Act::{activation}"),
+        residual=Text("nullptr") if sum_with is None else Pointer(sum_with),
+        ldr=0 if sum_with is None else Stride(sum_with), out=Pointer(out), ldo=Stride(out),
+    )  # fmt: skip
+    plan.bind(node, out)
+
+
+def matrix(plan: Planner, weight: Any, transposed: bool, gated: bool) -> tuple[WeightPointer, str]:
+    """Where the packed weight lies, and the C++ type that reads it."""
+    if tensor_of(weight).dim() != 2:
+        raise NotLowered("the weight is not a matrix")
+    kind = KINDS.get(tensor_of(weight).dtype)
+    if kind is None:
+        raise NotLowered(f"the weight is {tensor_of(weight).dtype}")
+    return plan.weight(weight, kind, gated=gated, turned=transposed), CPP[kind]
+
+
+@lowers(ops.swiglu.default)
+def lower_swiglu(plan: Planner, node: Node) -> None:
+    o = options_of(node)
+    gate, up, out = plan.flat(o["gate"]), plan.flat(o["up"]), plan.new(node)
+    if gate.layout != up.layout or gate.layout.heads > 1:
+        raise NotLowered("gate and up differ in shape, or are in heads")
+    plan.step(
+        node, Kernel("swiglu", "SwigluArgs", "ops/swiglu/native.h"), gate=gate, up=up,
+        act=Text(f"Act::{o['activation']}"), rows=plan.rows(out.layout), out=out,
+    )  # fmt: skip
+    plan.bind(node, out)

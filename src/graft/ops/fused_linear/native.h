@@ -1,0 +1,168 @@
+// graft::fused_linear for the native backend: norm, product with a packed weight, bias, gated activation, residual.
+//
+// A weight lies in tiles of 16 rows (native_packing.py): the lanes of a vector are rows, so no sum goes across lanes.
+// All threads of the team call linear() with the same arguments; tiles are handed out in chunks. What the product reads
+// (normed, and for q8 and q4 quantised rows of x) every thread makes for itself when the tokens are few; when they are
+// many and there is a place for it, the team makes it once, with a barrier after it. A tile is read from memory once for
+// all tokens.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+
+#include "../native/act.h"
+#include "../native/team.h"
+#include "../native/vec.h"
+#include "native_weights.h"
+
+namespace graft {
+
+struct LinearArgs {
+  const float* x = nullptr;  // [tokens, k], rows ldx apart
+  int64_t ldx = 0;
+  int64_t tokens = 0, k = 0, n = 0;  // n: columns of the result; the weight has n rows, or 2 n when gated
+  const void* w = nullptr;           // packed; gated: gate tile and up tile side by side
+  const float* bias = nullptr;       // [n], or [2 n] when gated: the gate's, then up's
+  const float* norm = nullptr;       // [k]: x is normed and multiplied by norm + offset
+  float eps = 0, offset = 0;
+  bool normed = false;              // x is normed, the norm's weight is in w
+  Act act = Act::none;              // not none: act(gate) * up
+  const float* residual = nullptr;  // [tokens, n], rows ldr apart; may be `out` itself
+  int64_t ldr = 0;
+  float* out = nullptr;  // [tokens, n], rows ldo apart; not `x`
+  int64_t ldo = 0;
+  float* shared = nullptr;  // linear_shared<W> floats, one place for all threads; without it each prepares all rows
+};
+
+constexpr int64_t kFewTokens = 8;  // up to here every thread prepares the rows for itself
+
+inline int64_t whole(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+inline bool reads_x(const LinearArgs& a, bool quantised) {  // the product can read x as it lies
+  return !quantised && a.norm == nullptr && !a.normed && a.k % kColumnStep == 0;
+}
+
+// Floats of scratch that every thread needs, for any number of tokens up to this; `shared`: linear() is given that too.
+template <class W>
+inline int64_t linear_scratch(int64_t tokens, int64_t k, bool shared = false) {
+  return W::row_floats(whole(k, W::kColumns)) * (shared ? std::min<int64_t>(tokens, kFewTokens) : tokens) + kLanes;
+}
+
+template <class W>
+inline int64_t linear_shared(int64_t tokens, int64_t k) {
+  return tokens > kFewTokens ? W::row_floats(whole(k, W::kColumns)) * tokens + kLanes : 0;
+}
+
+// 1 / root mean square of a row, or 1 when there is no norm.
+inline float row_scale(const LinearArgs& a, const float* x) {
+  if (a.norm == nullptr && !a.normed) return 1.0f;
+  F low = set(0.0f), high = low;
+  int64_t c = 0;
+  for (; c + 2 * kLanes <= a.k; c += 2 * kLanes) {
+    const F u = load(x + c), v = load(x + c + kLanes);
+    low = fma(u, u, low), high = fma(v, v, high);
+  }
+  for (; c < a.k; c += kLanes) {
+    const F u = load(x + c, int(std::min<int64_t>(kLanes, a.k - c)));
+    low = fma(u, u, low);
+  }
+  return 1.0f / std::sqrt(sum(low + high) / float(a.k) + a.eps);
+}
+
+// Row `token` as the product takes it, to `to`. Columns after k are 0.
+template <class W>
+inline void prepare_row(const LinearArgs& a, int64_t columns, int64_t token, float* to) {
+  const float* x = a.x + token * a.ldx;
+  const F by = set(row_scale(a, x)), offset = set(a.offset);
+  W::store_row(to, columns, [&](int64_t c) {
+    const int lanes = int(std::min<int64_t>(kLanes, a.k - c));
+    if (lanes <= 0) return set(0.0f);
+    const F v = (lanes == kLanes ? load(x + c) : load(x + c, lanes)) * by;
+    return a.norm == nullptr ? v : v * ((lanes == kLanes ? load(a.norm + c) : load(a.norm + c, lanes)) + offset);
+  });
+}
+
+// What follows the sums of one tile, for one token: rows `row` .. of the result. Not inlined: it would be, 20 times.
+__attribute__((noinline)) inline void finish(const LinearArgs& a, int64_t token, int64_t row, F sums, F up) {
+  const int lanes = int(std::min<int64_t>(kLanes, a.n - row));
+  const auto part = [&](const float* p) { return lanes == kLanes ? load(p) : load(p, lanes); };
+  if (a.bias != nullptr) sums = sums + part(a.bias + row);
+  if (a.act != Act::none) {
+    if (a.bias != nullptr) up = up + part(a.bias + a.n + row);
+    sums = activate(a.act, sums) * up;
+  }
+  if (a.residual != nullptr) sums = sums + part(a.residual + token * a.ldr + row);
+  float* to = a.out + token * a.ldo + row;
+  lanes == kLanes ? store(to, sums) : store(to, sums, lanes);
+}
+
+// T tokens from `first` with one tile, or one pair of tiles.
+template <class W, int T>
+inline void tile_tokens(const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row, int64_t first) {
+  F sums[T], up[T];
+  W::template tile<T>(w, rows, first, sums);
+  if (a.act != Act::none) W::template tile<T>(w + W::tile_bytes(rows.columns), rows, first, up);
+  for (int t = 0; t < T; t++) finish(a, first + t, row, sums[t], a.act == Act::none ? sums[t] : up[t]);
+}
+
+template <class W, int T = W::kMostTokens>
+inline void tile_some(int64_t tokens, const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row, int64_t first) {
+  if constexpr (T > 1) {
+    if (tokens < T) return tile_some<W, T - 1>(tokens, a, rows, w, row, first);
+  }
+  tile_tokens<W, T>(a, rows, w, row, first);
+}
+
+// One tile of the result for all tokens, in passes of nearly the same size.
+template <class W>
+inline void tile_all(const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row) {
+  const int64_t passes = (a.tokens + W::kMostTokens - 1) / W::kMostTokens;
+  for (int64_t pass = 0; pass < passes; pass++) {
+    const int64_t first = a.tokens * pass / passes, last = a.tokens * (pass + 1) / passes;
+    tile_some<W>(last - first, a, rows, w, row, first);
+  }
+}
+
+// Tiles in one chunk: at least 8 chunks a thread where there are so many tiles, and no chunk above about 128 KB.
+inline int64_t chunk_tiles(int64_t tiles, int64_t bytes, int threads) {
+  const int64_t even = tiles / (8 * threads), fit = (int64_t(128) << 10) / std::max<int64_t>(bytes, 1);
+  return std::max<int64_t>(1, std::min(even, fit));
+}
+
+inline float* at_line(float* p) { return p + (-(reinterpret_cast<uintptr_t>(p) / 4) & (kLanes - 1)); }
+
+// scratch: linear_scratch<W> floats of this thread's own. next: 0 when the first thread comes.
+template <class W>
+void linear(Team& team, int, std::atomic<int64_t>& next, const LinearArgs& a, float* scratch) {
+  if (a.tokens == 0 || a.n == 0) return;
+  const int64_t columns = whole(a.k, W::kColumns), row = W::row_floats(columns);
+  const bool direct = reads_x(a, W::kQuantised), shared = !direct && a.shared != nullptr && a.tokens > kFewTokens;
+  float* const ready = at_line(shared ? a.shared : scratch);
+  const Rows rows = direct ? Rows{a.x, a.ldx, columns} : Rows{ready, row, columns};
+
+  const int64_t bytes = W::tile_bytes(columns) * (a.act == Act::none ? 1 : 2), tiles = (a.n + kLanes - 1) / kLanes;
+  const int64_t each = chunk_tiles(tiles, bytes, team.threads), chunks = (tiles + each - 1) / each;
+  const int64_t parts = shared ? (a.tokens + 3) / 4 : 0;  // chunks 0 .. parts - 1 prepare four rows each
+  const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
+  const auto prepare = [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++) prepare_row<W>(a, columns, t, ready + t * row);
+  };
+  if (shared) {
+    for (int64_t part = next.load(); part < parts;)  // a chunk of the product may be taken after the barrier only
+      if (next.compare_exchange_weak(part, part + 1)) {
+        prepare(4 * part, std::min(a.tokens, 4 * part + 4));
+        part = next.load();
+      }
+    team.barrier();
+  }
+  int64_t chunk = take();
+  if (!shared && !direct && chunk < chunks) prepare(0, a.tokens);
+  for (; chunk < parts + chunks; chunk = take()) {
+    const int64_t first = (chunk - parts) * each, last = std::min(tiles, first + each);
+    for (int64_t tile = first; tile < last; tile++)
+      tile_all<W>(a, rows, static_cast<const uint8_t*>(a.w) + tile * bytes, tile * kLanes);
+  }
+}
+
+}  // namespace graft

@@ -1,0 +1,24 @@
+// RMSNorm of rows, or of every head of a row, in float32.
+#pragma once
+
+#include "backends/native/plain.h"
+#include "ops/view.h"
+
+namespace graft {
+
+struct RmsNormArgs { View x; const float* weight; float eps; float offset; int64_t rows; View out; };
+
+// out = x / sqrt(mean(x²) + eps) * (weight + offset); `out` may be `x`.
+inline void rms_norm_row(const float* x, const float* weight, float eps, float offset, int64_t n, float* out) {
+  const float inverse = 1.0f / std::sqrt(dot(x, x, n) / static_cast<float>(n) + eps);
+  for (int64_t i = 0; i < n; ++i) out[i] = x[i] * inverse * (weight[i] + offset);
+}
+
+inline void rms_norm(Team&, int, std::atomic<int64_t>& next, const RmsNormArgs& a, float*) {
+  share(next, a.rows, [&](int64_t row) {
+    for (int64_t head = 0; head < a.x.heads; ++head)
+      rms_norm_row(a.x.at(row, head), a.weight, a.eps, a.offset, a.x.size, a.out.at(row, head));
+  });
+}
+
+}  // namespace graft

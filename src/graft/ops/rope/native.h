@@ -1,0 +1,41 @@
+// Rotary embedding of every head of a row, perhaps normed first (QK-norm).
+#pragma once
+
+#include "ops/rms_norm/native.h"
+
+namespace graft {
+
+// What turns a head: [rows, r] cosines and sines (r values of a head turn, the rest pass), and the norm before it.
+struct Turn {
+  View cos; View sin; bool turns; bool interleaved;
+  const float* norm; float eps; float offset;  // norm == nullptr: none
+};
+
+// out = x, normed and turned; they must not overlap.
+inline void turn_head(const Turn& turn, int64_t row, const float* x, int64_t n, float* out) {
+  if (turn.norm) {
+    rms_norm_row(x, turn.norm, turn.eps, turn.offset, n, out);
+  } else {
+    for (int64_t i = 0; i < n; ++i) out[i] = x[i];
+  }
+  if (!turn.turns) return;
+  const float *cos = turn.cos.row(row), *sin = turn.sin.row(row);
+  const int64_t half = turn.cos.size / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const int64_t first = turn.interleaved ? 2 * i : i, second = turn.interleaved ? 2 * i + 1 : i + half;
+    const float a = out[first], b = out[second];
+    out[first] = a * cos[first] - b * sin[first];
+    out[second] = b * cos[second] + a * sin[second];
+  }
+}
+
+struct RopeArgs { View x; Turn turn; int64_t rows; View out; };
+
+inline void rope(Team&, int, std::atomic<int64_t>& next, const RopeArgs& a, float*) {
+  share(next, a.rows, [&](int64_t row) {
+    for (int64_t head = 0; head < a.x.heads; ++head)
+      turn_head(a.turn, row, a.x.at(row, head), a.x.size, a.out.at(row, head));
+  });
+}
+
+}  // namespace graft

@@ -1,0 +1,36 @@
+// What a native kernel reads and writes: rows of tokens in an arena, whole or a part of their columns, in heads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace graft {
+
+struct View {  // element (row, head, i) lies at data[row * stride + head * head_stride + i]
+  float* data;
+  int64_t stride;
+  int64_t heads;
+  int64_t head_stride;
+  int64_t size;
+
+  float* row(int64_t row) const { return data + row * stride; }
+  float* at(int64_t row, int64_t head) const { return data + row * stride + head * head_stride; }
+};
+
+// One call of a step, as backends/native/call.py fills it.
+struct Call {
+  void* const* inputs;
+  const int64_t* sizes;
+  void* const* outputs;
+  const void* const* weights;
+  float* arena;
+  float* scratch;  // `scratch_floats` for each thread
+  int64_t scratch_floats;
+  int64_t tokens;
+  int64_t selected;
+  std::atomic<int64_t>* problem;  // 0, or 1 + the number of the step that met an index it cannot follow
+};
+
+struct alignas(64) Counter { std::atomic<int64_t> value; };
+
+}  // namespace graft

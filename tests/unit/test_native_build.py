@@ -1,0 +1,172 @@
+"""Compiling and keeping native code: once, by fingerprint, whole or not at all, and clear words when it cannot be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from native_cases import needs_compiler, one_sequence
+
+from conftest import tiny
+from graft import LLM
+from graft.backends.native import build as native
+from graft.backends.native.cpu import available_cores, thread_count
+from graft.errors import CompilerFailed, DiskFull, NoCompiler, TooManyThreads, UsageError
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "native"
+
+
+@pytest.fixture
+def counted(tmp_path, monkeypatch) -> Path:
+    """A compiler that notes every file it compiles; the notes."""
+    log, script = tmp_path / "runs", tmp_path / "counting-c++"
+    real = native.find_compiler()[0]
+    script.write_text(f'#!/bin/sh\ncase "$*" in *-shared*) echo run >> {log};; esac\nexec {real} "$@"\n')
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(script))
+    return log
+
+
+def runs(log: Path) -> int:
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+@needs_compiler
+def test_a_second_start_compiles_nothing_r12(cache, counted):
+    library, first = native.load(SOURCE)
+    assert library.answer() == 42 and first.compiled and runs(counted) == 1
+    library, second = native.load(SOURCE)
+    assert library.answer() == 42 and not second.compiled and runs(counted) == 1
+    assert sorted(path.suffix for path in cache.iterdir()) == [".cpp", ".lock", ".so"]
+    assert second.source.read_text() == SOURCE
+
+
+@needs_compiler
+def test_a_model_is_compiled_once_r12(cache, counted):
+    for _ in range(2):
+        llm = LLM(tiny("llama"), backend="native", kv_cache_memory="8MiB")
+        assert runs(counted) == 1
+    assert any("from the cache" in note for note in llm.report.notes)
+    source = next(cache.glob("*.cpp")).read_text()
+    assert "%fused_linear" in source and "model.layers.1.self_attn" in source and "team.barrier();" in source
+
+
+@needs_compiler
+def test_two_processes_at_once_compile_once_r12(cache, counted):
+    code = f"from graft.backends.native.build import load; print(load({SOURCE!r})[0].answer())"
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ.copy())
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0].strip() for process in started] == ["42", "42"]
+    assert runs(counted) == 1
+    assert not list(cache.glob(".*"))
+
+
+@needs_compiler
+def test_a_damaged_object_is_compiled_again_r12(cache):
+    for damage in (b"", b"not an object"):
+        source = f"// {damage!r}\n{SOURCE}"  # a file that this process has loaded already would not be read again
+        native.build(source).path.write_bytes(damage)
+        library, again = native.load(source)
+        assert again.compiled and library.answer() == 42
+
+
+@needs_compiler
+def test_everything_that_matters_is_in_the_fingerprint_r12(cache, monkeypatch):
+    compiler = native.find_compiler()
+    names = {native.fingerprint(SOURCE, compiler), native.fingerprint(SOURCE + " ", compiler)}
+    names.add(native.fingerprint(SOURCE, [*compiler, "-g"]))
+    monkeypatch.setattr(native, "cpu_features", lambda: "another CPU")
+    names.add(native.fingerprint(SOURCE, compiler))
+    monkeypatch.setenv("GRAFT_CXXFLAGS", "-O1")
+    names.add(native.fingerprint(SOURCE, compiler))
+    monkeypatch.setattr(native, "headers", list)
+    names.add(native.fingerprint(SOURCE, compiler))
+    monkeypatch.setattr(native, "version", lambda _: "another version")
+    names.add(native.fingerprint(SOURCE, compiler))
+    assert len(names) == 7
+
+
+@needs_compiler
+def test_a_compiler_that_fails_says_why_r12(cache):
+    with pytest.raises(CompilerFailed) as caught:
+        native.build("this is no C++\n")
+    assert "error" in str(caught.value) and str(cache) in str(caught.value) and "eager" in str(caught.value)
+    assert not list(cache.glob("*.so")) and not list(cache.glob(".*"))
+
+
+def test_no_compiler_is_a_clear_error_r12(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(NoCompiler, match="install g\\+\\+ or clang\\+\\+"):
+        LLM(tiny("llama"), backend="native")
+    monkeypatch.setenv("CXX", "/nowhere/c++ -O1")
+    with pytest.raises(NoCompiler, match="CXX names '/nowhere/c\\+\\+'"):
+        native.find_compiler()
+
+
+@needs_compiler
+def test_a_full_disk_leaves_nothing_r12(cache, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(DiskFull):
+        native.build(SOURCE)
+    assert not [path for path in cache.iterdir() if path.suffix != ".lock"]
+    monkeypatch.undo()
+
+
+@needs_compiler
+def test_a_cache_that_is_no_folder_is_a_clear_error_r12(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(DiskFull):
+        native.build(SOURCE)
+
+
+def test_the_number_of_threads_r12(monkeypatch):
+    monkeypatch.delenv("GRAFT_NUM_THREADS", raising=False)
+    assert 1 <= thread_count() == available_cores() <= (os.cpu_count() or 1)
+    monkeypatch.setenv("GRAFT_NUM_THREADS", "1")
+    assert thread_count() == 1
+    monkeypatch.setenv("GRAFT_NUM_THREADS", str(available_cores() + 1))
+    with pytest.raises(TooManyThreads, match="may use"):
+        thread_count()
+    for wrong in ("0", "two", "-1"):
+        monkeypatch.setenv("GRAFT_NUM_THREADS", wrong)
+        with pytest.raises(UsageError, match="number of threads"):
+            thread_count()
+
+
+@needs_compiler
+def test_one_thread_gives_the_same_logits_r12(monkeypatch):
+    """Chunks go to whoever comes; no sum depends on who that was."""
+    monkeypatch.setenv("GRAFT_NUM_THREADS", "1")
+    one = LLM(tiny("llama"), backend="native", kv_cache_memory="8MiB")
+    monkeypatch.delenv("GRAFT_NUM_THREADS")
+    many = LLM(tiny("llama"), backend="native", kv_cache_memory="8MiB")
+    inputs = one_sequence(torch.arange(37))
+    first, second = (llm.engine.graph(*inputs, *llm.engine.tensors)[0] for llm in (one, many))
+    assert torch.equal(first, second)
+
+
+@needs_compiler
+def test_headers_are_where_the_compiler_looks_r12():
+    assert shutil.which(native.find_compiler()[0])
+    names = {str(path.relative_to(native.ROOT)) for path in native.headers()}
+    assert {"ops/view.h", "ops/cached_attention/native.h"} <= names

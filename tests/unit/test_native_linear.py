@@ -1,0 +1,104 @@
+"""The native product: every kind of weight, prologue and epilogue against float64, on every instruction set here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native_build import every_target, targets
+from native_linear_cases import ACTS, KINDS, Product, close, expected, make, run
+
+from graft.ops.fused_linear.native_packing import pack
+
+PRODUCTS = [
+    Product("f32", 1, 576, 96, norm=True),
+    Product("f32", 2, 64, 40, bias=True, residual=True, gap=5),
+    Product("f32", 1, 96, 64, act="silu", norm=True, offset=1.0),
+    Product("f32", 5, 33, 17, act="gelu_tanh", bias=True),
+    Product("f32", 8, 48, 33, threads=2, normed=True, act="gelu", residual=True),
+    Product("f32", 19, 100, 50, threads=2, norm=True, gap=3),
+    Product("f32", 11, 40, 36, threads=2, norm=True, shared=False),
+    Product("f32", 7, 32, 16, in_place=True, gap=16),
+]
+TARGETS = [t for t in targets() if not t.runner]  # quick to call
+
+
+@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: f"{p.tokens}x{p.k}x{p.n}-{p.act}")
+def test_agrees_with_float64_r22(target, kind, product):
+    p = replace(product, kind=kind)
+    d = make(p)
+    assert close(run(p, d, target), expected(p, d))
+
+
+@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_variants_are_noticed_r22(target, kind):
+    p = Product(kind, 3, 96, 48, bias=True, norm=True, act="silu", residual=True)
+    d = make(p)
+    found = run(p, d, target)
+    assert close(found, expected(p, d))
+    for wrong in (
+        replace(p, bias=False), replace(p, norm=False), replace(p, norm=False, normed=True), replace(p, offset=1.0),
+        replace(p, act="gelu"), replace(p, act="gelu_tanh"), replace(p, residual=False),
+    ):  # fmt: skip
+        assert not close(found, expected(wrong, d)), wrong
+    swapped = replace(d.packed, data=d.packed.data.view(2, -1).flip(0).flatten())
+    assert not close(run(p, replace(d, packed=swapped), target), expected(p, d))
+    one = d.packed.data.clone()
+    one[-1] ^= 0xFF if kind == "q4" else 0x40  # one weight of the last row, or two
+    assert not close(run(p, replace(d, packed=replace(d.packed, data=one)), target), expected(p, d))
+
+
+@pytest.mark.skipif(not TARGETS, reason="no C++ compiler on this machine")
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS), tokens=st.integers(0, 23), k=st.integers(1, 140), n=st.integers(1, 70),
+    threads=st.sampled_from([1, 2, 3]), bias=st.booleans(), norm=st.booleans(), act=st.sampled_from(ACTS),
+    residual=st.booleans(), gap=st.integers(0, 9), shared=st.booleans(),
+    target=st.sampled_from(TARGETS or [None]), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_any_size_agrees_r22(kind, tokens, k, n, threads, bias, norm, act, residual, gap, shared, target, seed):
+    p = Product(kind, tokens, k, n, threads, bias, norm, 0.5, False, act, residual, False, gap, shared, seed)
+    d = make(p)
+    assert close(run(p, d, target), expected(p, d))
+
+
+@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [3, 12])
+def test_nan_and_inf_stay_in_their_row_r22(target, kind, tokens):
+    for norm in (False, True):
+        p = Product(kind, tokens, 70, 20, threads=2, norm=norm)
+        d = make(p)
+        clean = run(p, d, target)
+        d.x[1, 33] = float("nan")
+        d.x[2, 69] = float("inf")
+        found = run(p, d, target)
+        assert found[1].isnan().all() and not found[2].isfinite().any()
+        assert torch.equal(found[0], clean[0]) and torch.equal(found[3:], clean[3:])
+
+
+@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_weight_stays_in_its_column_r22(target, kind):
+    p = Product(kind, 2, 64, 24)
+    d = make(p)
+    weight = torch.randn(24, 64)
+    weight[17, 40] = float("nan")
+    found = run(p, replace(d, packed=pack(weight, kind)), target)
+    assert found[:, 17].isnan().all() and found[:, :17].isfinite().all() and found[:, 18:].isfinite().all()
+
+
+@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_result_does_not_depend_on_threads_r22(target, kind):
+    p = Product(kind, 1, 128, 320, norm=True, act="silu")
+    d = make(p)
+    one = run(p, d, target)
+    for threads in (2, 3, 5):
+        assert torch.equal(run(replace(p, threads=threads), d, target), one)

@@ -1,0 +1,111 @@
+"""Weights packed for the native product: what the tiles stand for, GGUF's blocks, sizes, and bad input."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graft.errors import PackingError
+from graft.ops.fused_linear.native_packing import CPP, pack, pack_gguf, unpack
+
+
+def weight(n: int, k: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.1
+
+
+def raw_of(quant: str, n: int, k: int) -> torch.Tensor:
+    """Bytes of a weight [n, k] in GGUF's blocks."""
+    if quant != "Q4_K":
+        kind = getattr(gguf.GGMLQuantizationType, quant)
+        return torch.from_numpy(gguf.quants.quantize(weight(n, k).numpy(), kind))
+    g = torch.Generator().manual_seed(1)
+    raw = torch.randint(0, 256, (n, k // 256, 144), dtype=torch.uint8, generator=g)
+    pairs = (torch.rand(n, k // 256, 2, generator=g) * 1e-3 + 1e-4).half()
+    raw[..., :4] = pairs.view(torch.uint8).view(n, k // 256, 4)
+    return raw.flatten(1)
+
+
+def meant(quant: str, raw: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.array(gguf.quants.dequantize(raw.numpy(), getattr(gguf.GGMLQuantizationType, quant))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 40), k=st.integers(1, 100), kind=st.sampled_from(list(CPP)), gated=st.booleans(),
+       dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))  # fmt: skip
+def test_unpack_is_the_inverse_r20(n, k, kind, gated, dtype):
+    n *= 2 if gated else 1
+    w = weight(n, k).to(dtype)
+    found = unpack(pack(w, kind, gated))
+    assert found.shape == (n, k) and found.dtype is torch.float32
+    blocks = torch.nn.functional.pad(w.float(), (0, -k % 32)).view(n, -1, 32)
+    spread = (blocks.amax(2) - blocks.amin(2)).repeat_interleave(32, 1)[:, :k]
+    largest = blocks.abs().amax(2).repeat_interleave(32, 1)[:, :k]
+    # half a step, and what a float16 scale and minimum round
+    slack = {"f32": 0 * largest, "bf16": w.float().abs() * 2**-8, "q8": largest * (0.5 / 127 + 2**-10),
+             "q4": spread * (0.5 / 15 + 2**-9) + largest * 2**-10}[kind]  # fmt: skip
+    assert ((found - w.float()).abs() <= slack + 1e-6 * (kind[0] == "q")).all()
+
+
+def test_rows_go_to_lanes_r20():
+    w = torch.arange(32 * 8, dtype=torch.float32).view(32, 8)
+    tiles = pack(w, "f32").data.view(torch.float32).view(2, 8, 16)  # [tile, column, row]
+    assert torch.equal(tiles[1, 3], w[16:, 3])
+    pairs = pack(w, "bf16").data.view(torch.bfloat16).view(2, 4, 16, 2)
+    assert torch.equal(pairs[0, 3, 5].float(), w[5, 6:8])
+    gated = pack(w, "f32", gated=True).data.view(torch.float32).view(2, 8, 16)
+    assert torch.equal(gated[0, 0], w[:16, 0]) and torch.equal(gated[1, 0], w[16:, 0])
+    four = pack(torch.arange(16).repeat(2)[None].float(), "q4").data  # one row: 0 .. 15, 0 .. 15
+    assert four[64:].view(4, 16, 4)[:, 0].flatten().tolist() == [17 * i for i in range(16)]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "Q4_1", "Q4_K"])
+def test_gguf_blocks_keep_their_numbers_r20(quant, gated):
+    raw = raw_of(quant, 96, 512)
+    packed = pack_gguf(raw, quant, gated)
+    found, want = unpack(packed), meant(quant, raw)
+    assert found.shape == want.shape
+    if quant == "Q4_K":  # scales and minimums of sub-blocks are rounded to float16
+        parts = want.abs().view(96, -1, 32).amax(2).repeat_interleave(32, 1)
+        assert ((found - want).abs() <= 2**-10 * (parts + 0.063 * 1.1)).all() and not torch.equal(found, want)
+    else:
+        assert torch.equal(found, want)
+    assert not torch.allclose(found, want.flip(0), atol=1e-3)
+    assert packed.data.numel() <= 1.15 * raw.numel()
+
+
+def test_packed_sizes_r20():
+    for n, k in ((960, 576), (576, 1536), (49152, 32)):
+        w = torch.zeros(n, k)
+        sizes = {kind: pack(w, kind).data.numel() * 8 / (n * k) for kind in CPP}
+        assert sizes == {"f32": 32, "bf16": 16, "q8": 8.5, "q4": 5}
+
+
+def test_special_weights_r20():
+    for kind in ("q8", "q4"):
+        zero = pack(torch.zeros(16, 32), kind)
+        assert torch.equal(unpack(zero), torch.zeros(16, 32))
+        same = torch.full((16, 32), 0.25)
+        assert torch.allclose(unpack(pack(same, kind)), same, atol=1e-3)
+        bad = torch.ones(16, 64)
+        bad[3, 40] = float("nan")
+        found = unpack(pack(bad, kind))
+        assert found[3, 32:].isnan().all() and found[3, :32].isfinite().all() and found[4].isfinite().all()
+
+
+def test_bad_input_has_one_clear_error_r20():
+    with pytest.raises(PackingError, match="'q5' is no kind of packed weight; known: f32, bf16, q8, q4"):
+        pack(torch.zeros(16, 32), "q5")
+    with pytest.raises(PackingError, match="17 rows"):
+        pack(torch.zeros(17, 32), "f32", gated=True)
+    with pytest.raises(PackingError, match="Q6_K has no packed form"):
+        pack_gguf(torch.zeros(16, 210, dtype=torch.uint8), "Q6_K")
+    with pytest.raises(PackingError, match="a multiple of 18"):
+        pack_gguf(torch.zeros(16, 20, dtype=torch.uint8), "Q4_0")
+    for kind in ("q8", "q4"):
+        with pytest.raises(PackingError, match="too large for float16 scales"):
+            pack(torch.full((16, 32), 3e7), kind)
