@@ -10,9 +10,9 @@ from torch import Tensor
 from graft.ops.cached_attention.reference import cached_attention
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
-# Tokens of a prompt from which torch's kernel, with keys gathered first, is quicker than graft's. bfloat16 on an H200:
-# 152 to 234 against 241 to 249 TFLOP/s for 2,048 tokens, 492 against 368 for 8,192, about 317 behind a prefix (flash);
-# 64 prompts of 128 tokens took 583 ms with a call each, of which the host needed more than half.
+# Tokens of a prompt from which torch's kernel, with keys gathered first, is quicker than graft's. bfloat16 on an
+# H200: 152 to 234 against 241 to 249 TFLOP/s for 2,048 tokens, 492 against 368 for 8,192, about 317 behind a prefix
+# (flash); 64 prompts of 128 tokens took 583 ms with a call each, of which the host needed more than half.
 LONG = 4096
 
 
