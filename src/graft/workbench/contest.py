@@ -2,8 +2,8 @@
 
 Times are taken with a clock around whole calls of `generate`, the device synchronised at both ends: an engine may
 hand work to the device and be ahead of it. One call with a single new token gives the time to the first token, and
-one with `new` more, less the former, that of the decode steps. On a GPU a call with a single token that does not count
-goes before both, so that both find the device in the same state: busy, not rested.
+one with `new` more, less the former, that of the decode steps. On a GPU a call with a single token that does not
+count goes before both, so that both find the device in the same state: busy, not rested.
 """
 
 from __future__ import annotations
