@@ -38,12 +38,12 @@ def assert_close(found, expected, dtype, reduction, what=""):
     assert worst <= bound, f"{what}: off by {worst:.2e} of the largest value, {bound:.2e} is allowed"
 
 
-def check(args, dtype, reduction):
-    """Runs every kernel that takes the call and returns their names."""
+def check(args, dtype, reduction, also=()):
+    """Runs every kernel that takes the call, and those in `also`, and returns their names."""
     expected = SPEC.reference(*wide(args))
     ran = []
     for kernel in SPEC.kernels:
-        if kernel.supports(*args) is None:
+        if kernel.supports(*args) is None or kernel.name in also:
             poison = torch.full((4 * args[0].numel(),), torch.nan, dtype=dtype, device="cuda")
             del poison  # the next tensors are made where NaN was
             assert_close(kernel.run(*args), expected, dtype, reduction, kernel.name)
@@ -73,13 +73,21 @@ def test_random_batches_agree_with_float64_r26(h, kv, d, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_prompt_of_its_own_and_behind_a_prefix_take_torchs_kernels_r26(dtype):
+def test_torchs_kernels_take_a_prompt_of_its_own_and_behind_a_prefix_r26(dtype):
     for new, old in (((700,), (0,)), ((130,), (1000,)), ((1, 1, 300, 40), (900, 5, 0, 77))):
         args = cached(new, old, 32, 8, 128, PLAIN, dtype)
-        assert check(args, dtype, 1200) == ["sdpa", "triton"]
+        assert check(args, dtype, 1200, also=("sdpa",)) == ["sdpa", "triton"]
+        assert (SPEC.kernels[1].supports(*args) is None) == (dtype is torch.float32)
         expected = SPEC.reference(*wide(args))
         with pytest.raises(AssertionError, match="off by"):
             assert_close(SPEC.kernels[1].run(*args[:8], args[8] * 1.5), expected, dtype, 1200)
+
+
+def test_long_prompts_go_to_torchs_kernel_r25():
+    args = cached((4096,), (0,), 4, 1, 128, PLAIN, torch.bfloat16)
+    assert check(args, torch.bfloat16, 4096) == ["sdpa", "triton"]
+    behind = cached((4096,), (16,), 4, 1, 128, PLAIN, torch.bfloat16)
+    assert "one launch for all is quicker" in SPEC.kernels[1].supports(*behind)
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -13,6 +13,7 @@ from graft.models.load import load_model
 from graft.models.registry import families
 
 NEW = 24
+SOME = "256MiB"  # of cache: several processes may share the GPU
 
 
 def prompts(lengths):
@@ -36,7 +37,7 @@ def test_greedy_tokens_equal_hugging_face_float32(family):
             eos_token_id=-1,
         )
         expected.append(out[0, len(prompt) :].tolist())
-    llm = graft.LLM(model)
+    llm = graft.LLM(model, kv_cache_memory=SOME)
     got = llm.generate(given, graft.SamplingParams(max_tokens=NEW, ignore_eos=True))
     assert [o.token_ids for o in got] == expected
     kernels = llm.report.kernels  # where nothing turns (GPT-2, a layer of SmolLM3) the write stays with the attention
@@ -56,7 +57,7 @@ def test_bfloat16_logits_stay_close_to_hugging_face(family):
     with torch.no_grad():
         expected = model.module(ids).logits[0, -1].float()
         shifted = model.module(ids[:, :-1]).logits[0, -1].float()
-    llm = graft.LLM(model)
+    llm = graft.LLM(model, kv_cache_memory=SOME)
     seen = []
     run = llm.engine.run
     llm.engine.run = lambda plan: seen.append(run(plan)) or seen[-1]
@@ -72,9 +73,9 @@ def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption_r42(family):
     shared = prompts((32,))[0]
     given = [shared + tail if i % 2 else tail for i, tail in enumerate(prompts((3, 40, 17, 33, 64, 5)))]
     params = [graft.SamplingParams(max_tokens=NEW - i, ignore_eos=True) for i in range(len(given))]
-    single = graft.LLM(model, enable_prefix_caching=False)
+    single = graft.LLM(model, kv_cache_memory=SOME, enable_prefix_caching=False)
     alone = [single.generate([p], one)[0].token_ids for p, one in zip(given, params, strict=True)]
-    llm = graft.LLM(model)
+    llm = graft.LLM(model, kv_cache_memory=SOME)
     for _ in range(2):
         assert [o.token_ids for o in llm.generate(given, params)] == alone
     assert llm.stats.cached_tokens > 64
@@ -94,7 +95,7 @@ def test_sampling_on_the_gpu_gives_what_it_gives_on_the_cpu_r42():
     given = prompts((5, 9, 17, 3, 30, 12, 8, 21))
     on_cpu = graft.LLM(model).generate(given, params)
     twin = replace(model, module=copy.deepcopy(model.module).to("cuda"))
-    on_gpu = graft.LLM(twin).generate(given, params)
+    on_gpu = graft.LLM(twin, kv_cache_memory=SOME).generate(given, params)
     for a, b in zip(on_gpu, on_cpu, strict=True):
         assert [x.token_ids for x in (a, *a.alternatives)] == [x.token_ids for x in (b, *b.alternatives)]
         for left, right in zip(a.logprobs, b.logprobs, strict=True):

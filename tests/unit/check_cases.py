@@ -15,6 +15,19 @@ from graft.transforms.registry import TransformRegistry, load_all
 aten = torch.ops.aten
 load_all()
 
+# the points of the list, in order
+LIST = [
+    "registered",
+    "listed",
+    "docstring",
+    "documented",
+    "negative tests",
+    "matches",
+    "dumps",
+    "numerics",
+    "metadata",
+]
+
 
 def plant(patch: Any, name: str, change: Any) -> None:
     """`change(gm, outcome)` is applied to what the transform did; it gives the outcome back."""

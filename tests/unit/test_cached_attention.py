@@ -184,6 +184,16 @@ def test_which_kernel_takes_a_call_is_said_r25():
         assert choose(spec, *batch((2, 1), (4, 0), 4, 2, 12)[0]).name == "triton"  # heads of 12
         with mock.patch.object(choice, "recording", lambda _: True):
             assert choose(spec, *args).name == "triton"
+        for new, old, dtype, name in (
+            ((5000,), (0,), torch.bfloat16, "sdpa"),
+            ((1, 5000), (9, 0), torch.bfloat16, "sdpa"),
+            ((5000,), (16,), torch.bfloat16, "triton"),  # behind a prefix
+            ((5000, 100), (0, 0), torch.bfloat16, "triton"),  # one of them is short
+            ((100,), (0,), torch.float32, "sdpa"),
+        ):
+            shapes = (new, old, 2, 1, 16, (None, None, False))
+            q, _, _, k_cache, v_cache, _, *rest = make(*shapes, DEVICE, dtype, torch.Generator().manual_seed(0))
+            assert choose(spec, q, k_cache, v_cache, *rest).name == name, (new, old, dtype)
 
 
 @pytest.mark.parametrize("few", [rope_kv_write.FEW, 0], ids=["few tokens", "many"])

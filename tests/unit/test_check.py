@@ -7,7 +7,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from check_cases import capture_once, drop_meta, plant, refuse, scale
+from check_cases import LIST, capture_once, drop_meta, plant, refuse, scale
 
 from graft.errors import DumpError, UnknownTransform, UsageError
 from graft.models.registry import entries
@@ -18,17 +18,6 @@ from graft.workbench.check import Request, check, negative_tests, written
 from graft.workbench.check.written import Home, home_of, in_docs, listed, registered
 
 CONFIG = load_config()
-LIST = [
-    "registered",
-    "listed",
-    "docstring",
-    "documented",
-    "negative tests",
-    "matches",
-    "dumps",
-    "numerics",
-    "metadata",
-]
 NAME = "fuse_rms_norm"
 
 

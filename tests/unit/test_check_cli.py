@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from check_cases import capture_once, drop_meta, scale
+from check_cases import LIST, capture_once, drop_meta, scale
 from typer.testing import CliRunner
 
 from graft.cli.app import app
@@ -16,17 +16,6 @@ from graft.transforms.registry import TransformRegistry
 from graft.workbench.check import all_models
 
 NAME = "fuse_rms_norm"
-LIST = [
-    "registered",
-    "listed",
-    "docstring",
-    "documented",
-    "negative tests",
-    "matches",
-    "dumps",
-    "numerics",
-    "metadata",
-]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -78,3 +78,14 @@ def test_a_context_grows_from_one_recording_into_the_next_r43():
         used = {width for rows, width, _ in llm.engine.loop.recordings.made if rows == 2}
     assert used == {3, llm.engine.loop.buffers.tables.shape[1]}
     assert not llm.stats.bucket_misses and llm.stats.steps_ahead > 30
+
+
+@pytest.mark.parametrize(("memory", "tokens"), [(80 << 30, 8192), (24 << 30, 2048)])
+def test_a_large_gpu_takes_more_tokens_a_step_r42(memory, tokens):
+    found = mock.Mock(total_memory=memory)
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda _: found):
+        assert EngineOptions().tokens_of_a_step(torch.device("cuda")) == tokens
+        assert EngineOptions(max_num_batched_tokens=100).tokens_of_a_step(torch.device("cuda")) == 100
+    assert EngineOptions().tokens_of_a_step(torch.device("cpu")) == 2048
+    with pytest.raises(UsageError, match="max_num_batched_tokens must be a whole number of at least 1, but is 0"):
+        EngineOptions(max_num_batched_tokens=0)

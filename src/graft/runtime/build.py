@@ -61,7 +61,7 @@ def build_engine(
         prefix_reuse=options.enable_prefix_caching,
         events=events,
     )
-    scheduler = Scheduler(manager, options.max_num_seqs, options.max_num_batched_tokens)
+    scheduler = Scheduler(manager, options.max_num_seqs, options.tokens_of_a_step(device))
     loop = make_loop(graph, tensors, scheduler, model.context, options, progress) if record else None
     engine = Engine(
         graph,

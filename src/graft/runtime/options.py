@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from graft.errors import UsageError
-from graft.kvcache.memory import parse_size
+from graft.kvcache.memory import GIB, parse_size
+
+LARGE_GPU = 40 * GIB  # memory; activations of 8,192 tokens of an 8B model take about one
+MANY_TOKENS, FEW_TOKENS = 8192, 2048
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,7 @@ class EngineOptions:
 
     kv_cache_memory: bytes, or text like "2GiB"; None takes what is free, with a margin.
     max_num_seqs: requests that run at once.
-    max_num_batched_tokens: tokens of one step; longer prompts are fed in chunks.
+    max_num_batched_tokens: tokens of one step; longer prompts are fed in chunks. None: see tokens_of_a_step.
     enable_prefix_caching: prompts that begin alike share what is in the cache.
     max_events: blocks that events not yet read may tell of.
     enforce_eager: decode without CUDA graphs.
@@ -24,7 +29,7 @@ class EngineOptions:
 
     kv_cache_memory: int | str | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
     max_events: int = 65_536
     enforce_eager: bool = False
@@ -33,7 +38,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_events"):
             value = getattr(self, name)
-            if not is_size(value):
+            if not is_size(value) and not (value is None and name == "max_num_batched_tokens"):
                 raise UsageError(f"{name} must be a whole number of at least 1, but is {value!r}")
         for name in ("enable_prefix_caching", "enforce_eager"):
             value = getattr(self, name)
@@ -43,6 +48,13 @@ class EngineOptions:
             object.__setattr__(self, "cudagraph_capture_sizes", self.capture_sizes(self.cudagraph_capture_sizes))
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory)
+
+    def tokens_of_a_step(self, device: torch.device) -> int:
+        """max_num_batched_tokens, or what suits the device: a large GPU is not busy with 2,048 tokens."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU
+        return MANY_TOKENS if large else FEW_TOKENS
 
     def capture_sizes(self, asked: object) -> tuple[int, ...]:
         name = "cudagraph_capture_sizes"

@@ -13,6 +13,7 @@ results mean nothing: every row must be padding, which any order of the kernels 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from contextlib import AbstractContextManager
 from contextvars import copy_context
 from typing import Any
 
-COMPILERS = 8  # threads; most of a compilation is outside of Python's lock
+COMPILERS = min(16, os.cpu_count() or 8)  # threads; most of a compilation is outside of Python's lock
 
 
 class Handed(Future):
