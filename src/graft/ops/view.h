@@ -4,6 +4,13 @@
 #include <atomic>
 #include <cstdint>
 
+// A step fills in arguments and calls kernels, once each: optimising it would take longer than compiling the kernels.
+#if defined(__clang__)
+#define GRAFT_STEP __attribute__((optnone, noinline))
+#else
+#define GRAFT_STEP __attribute__((optimize("O0"), noinline))
+#endif
+
 namespace graft {
 
 struct View {  // element (row, head, i) lies at data[row * stride + head * head_stride + i]
