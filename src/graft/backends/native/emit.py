@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 
 from graft.backends.native.build import Source
-from graft.backends.native.plan import ROWS
+from graft.backends.native.plan import ROWS, values_of
 from graft.backends.native.program import (
     Argument,
+    Buffer,
     InputPointer,
     OutputPointer,
     Pointer,
@@ -23,6 +24,8 @@ from graft.backends.native.program import (
 )
 
 TEAM = "ops/native/team.h"
+LINE = 112
+UNSET = ("nullptr", "0", "0.0f", "false", "Act::none")  # what a field is that nothing is assigned to
 
 HEAD = """\
 // {title}
@@ -56,8 +59,8 @@ GRAFT_STEP static void {name}_work(void* argument, Team& team, int thread) {{
   const int64_t T = call.tokens, N = call.selected;
   float* const scratch = call.scratch + thread * call.scratch_floats;
   (void)T, (void)N, (void)scratch;
-{buffers}
-{body}}}
+{body}  call.mark(thread, {steps});
+}}
 
 extern "C" int64_t {name}_scratch(int64_t T, int64_t N) {{  // floats that one thread needs
   (void)T, (void)N;
@@ -89,47 +92,61 @@ def emit(programs: Sequence[Program], title: str) -> Source:
 
 
 def emit_program(program: Program) -> str:
-    body = []
+    body, layer, seen = [], "", set()
     for index, step in enumerate(program.steps):
-        if index in program.barriers:
-            body.append("  team.barrier();\n")
-        body.append(emit_step(program, index, step))
+        if layer_of(step.path) != layer:
+            layer = layer_of(step.path)
+            body.append(f"\n  // ── {layer or 'model'} {'─' * (100 - len(layer))}\n")
+        body.append("  team.barrier();\n" if index in program.barriers else "")
+        body.append(emit_step(program, index, step, seen))
     scratch = ", ".join(dict.fromkeys(step.kernel.scratch for step in program.steps))
-    return FUNCTION.format(
-        name=program.name,
-        steps=len(program.steps),
-        buffers=emit_buffers(program),
-        body="".join(body),
-        scratch=scratch,
-    )
+    return FUNCTION.format(name=program.name, steps=len(program.steps), body="".join(body), scratch=scratch)
 
 
-def emit_buffers(program: Program) -> str:
-    lines = []
-    for buffer in program.buffers:
-        place, count = program.places[buffer.name], ROWS[buffer.rows]
-        if place.output is not None:
-            where = f"static_cast<float*>(call.outputs[{place.output}])"
-        elif buffer.rows == "tokens":
-            where = f"call.arena + {place.offset} * T"
-        else:
-            where = f"call.arena + {program.widths['tokens']} * T + {place.offset} * N"
-        lines.append(f"  float* const {buffer_name(buffer.name)} = {where};  // [{count}, {buffer.width}]")
-    return "\n".join(lines)
+def layer_of(path: str) -> str:
+    """`model.layers.3.mlp.down_proj` → `model.layers.3`."""
+    found = re.match(r".*?\.\d+(?=\.|$)", path)
+    return found.group() if found else ""
 
 
-def emit_step(program: Program, index: int, step: Step) -> str:
-    lines = [f"  // {index}: %{step.node}" + (f"  {step.path}" if step.path else ""), "  {"]
+def emit_buffer(program: Program, buffer: Buffer) -> str:
+    place, count = program.places[buffer.name], ROWS[buffer.rows]
+    if place.output is not None:
+        where = f"static_cast<float*>(call.outputs[{place.output}])"
+    elif buffer.rows == "tokens":
+        where = f"call.arena + {place.offset} * T"
+    else:
+        where = f"call.arena + {program.widths['tokens']} * T + {place.offset} * N"
+    return f"  float* const {buffer_name(buffer.name)} = {where};  // [{count}, {buffer.width}]"
+
+
+def emit_step(program: Program, index: int, step: Step, seen: set[str]) -> str:
+    """`seen`: buffers that have their pointer; others get it here."""
+    named = {value.buffer for value in values_of(step)}
+    fresh = [buffer for buffer in program.buffers if buffer.name in named - seen]
+    seen |= named
+    lines = [f"  // {index}: %{step.node}" + (f"  {step.path}" if step.path else "")]
+    lines += [*(emit_buffer(program, buffer) for buffer in fresh), "  {", f"    call.mark(thread, {index});"]
     counter = f"{program.name}_next[{index}].value"
     arguments = [(name, argument_text(program, value, index)) for name, value in step.fields]
     if step.kernel.body:
         lines += [f"    const auto {name} = {text};" for name, text in arguments]
         lines += [f"    {line.replace('{counter}', counter)}" for line in step.kernel.body]
     else:
-        lines.append(f"    {step.kernel.struct} a{{}};")
-        lines += [f"    a.{name} = {text};" for name, text in arguments]
+        given = [f"a.{name} = {text}" for name, text in arguments if text not in UNSET]
+        lines += [f"    {step.kernel.struct} a{{}};", *filled(given)]
         lines.append(f"    {step.kernel.name}(team, thread, {counter}, a, scratch);")
     return "\n".join([*lines, "  }", ""])
+
+
+def filled(given: Sequence[str]) -> list[str]:
+    """Assignments, several a line."""
+    lines = [""]
+    for text in given:
+        if lines[-1] and len(lines[-1]) + len(text) > LINE:
+            lines.append("")
+        lines[-1] += f" {text};" if lines[-1] else f"    {text};"
+    return [line for line in lines if line]
 
 
 def argument_text(program: Program, argument: Argument, step: int) -> str:
@@ -151,7 +168,7 @@ def argument_text(program: Program, argument: Argument, step: int) -> str:
         case Stride(value):
             return str(stride(program, value))
         case InputPointer(index, ctype):
-            return f"static_cast<{ctype}*>(call.inputs[{index}])"
+            return f"static_cast<{ctype}*>(call.inputs[{index}]) /* {program.inputs[index]} */"
         case OutputPointer(index):
             return f"call.outputs[{index}]"
         case WeightPointer(index, ctype):
