@@ -20,6 +20,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # the captured one. The folder is this run's own: its first process makes it, and the workers inherit the name.
 OWN_GRAPHS = "" if os.environ.get("GRAFT_GRAPH_CACHE_DIR") else tempfile.mkdtemp(prefix="graft-graphs-")
 os.environ["GRAFT_GRAPH_CACHE_DIR"] = OWN_GRAPHS or os.environ["GRAFT_GRAPH_CACHE_DIR"]
+# native code is kept from run to run, also where a test has a cache of its own: its name has all that it depends on
+os.environ.setdefault("GRAFT_NATIVE_CACHE_DIR", os.path.expanduser("~/.cache/graft/native-tests"))
 os.environ |= {"NO_COLOR": "1", "COLUMNS": "160"}  # what the commands print, whatever the terminal
 warnings.filterwarnings("ignore")
 

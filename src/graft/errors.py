@@ -191,12 +191,29 @@ class NoCompiler(UsageError):
         )
 
 
-class CompilerFailed(GraftError):
+class NativeFailed(GraftError):
+    """The native backend cannot serve; where nobody asked for it by name, eager does."""
+
+
+class CompilerFailed(NativeFailed):
     def __init__(self, compiler: str, source: str, said: str) -> None:
         super().__init__(
             f"{compiler} could not compile {source}; use backend='eager', or try another compiler with CXX. It said:"
             f"\n{said}"
         )
+
+
+class CannotLoad(NativeFailed):
+    def __init__(self, path: str, said: str) -> None:
+        super().__init__(
+            f"{path} was compiled but does not load: {said}; if its folder is mounted noexec, name another in"
+            " GRAFT_NATIVE_CACHE_DIR, or use backend='eager'"
+        )
+
+
+class NothingNative(NativeFailed):
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"backend='native' can lower nothing of this graph: {reason}; use backend='eager'")
 
 
 class TooManyThreads(UsageError):

@@ -8,7 +8,7 @@ import pytest
 
 from conftest import FAMILIES, tiny
 from graft import LLM, SamplingParams
-from graft.backends.native.build import COMPILERS
+from graft.backends.native.compiler import COMPILERS
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1] * 3, [11]]

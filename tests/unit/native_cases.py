@@ -19,8 +19,9 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
-from graft.backends.native.build import COMPILERS, load
+from graft.backends.native.build import load
 from graft.backends.native.call import Arena, RegionCall, Threads, prepare
+from graft.backends.native.compiler import COMPILERS
 from graft.backends.native.emit import emit
 from graft.backends.native.program import Program, Text
 from graft.backends.native.regions import Region, split

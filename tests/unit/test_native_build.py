@@ -17,23 +17,26 @@ from native_cases import needs_compiler, one_sequence
 from conftest import tiny
 from graft import LLM
 from graft.backends.native import build as native
-from graft.backends.native.cpu import available_cores, thread_count
-from graft.errors import CompilerFailed, DiskFull, NoCompiler, TooManyThreads, UsageError
+from graft.backends.native import compiler as compilers
+from graft.backends.native.build import Source
+from graft.backends.native.cpu import allowed, available_cores, thread_count
+from graft.errors import CannotLoad, CompilerFailed, DiskFull, NoCompiler, TooManyThreads, UsageError
 
-SOURCE = 'extern "C" int answer() { return 42; }\n'
+TEXT = 'extern "C" int answer() { return 42; }\n'
+SOURCE = Source(TEXT)
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "native"
+    monkeypatch.setenv("GRAFT_NATIVE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
 def counted(tmp_path, monkeypatch) -> Path:
     """A compiler that notes every file it compiles; the notes."""
     log, script = tmp_path / "runs", tmp_path / "counting-c++"
-    real = native.find_compiler()[0]
+    real = compilers.find_compiler()[0]
     script.write_text(f'#!/bin/sh\ncase "$*" in *-shared*) echo run >> {log};; esac\nexec {real} "$@"\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(script))
@@ -51,7 +54,7 @@ def test_a_second_start_compiles_nothing_r12(cache, counted):
     library, second = native.load(SOURCE)
     assert library.answer() == 42 and not second.compiled and runs(counted) == 1
     assert sorted(path.suffix for path in cache.iterdir()) == [".cpp", ".lock", ".so"]
-    assert second.source.read_text() == SOURCE
+    assert second.source.read_text() == TEXT
 
 
 @needs_compiler
@@ -60,13 +63,13 @@ def test_a_model_is_compiled_once_r12(cache, counted):
         llm = LLM(tiny("llama"), backend="native", kv_cache_memory="8MiB")
         assert runs(counted) == 1
     assert any("from the cache" in note for note in llm.report.notes)
-    source = next(cache.glob("*.cpp")).read_text()
+    source = next(path for path in cache.glob("*.cpp") if path.with_suffix(".so").exists()).read_text()
     assert "%fused_linear" in source and "model.layers.1.self_attn" in source and "team.barrier();" in source
 
 
 @needs_compiler
 def test_two_processes_at_once_compile_once_r12(cache, counted):
-    code = f"from graft.backends.native.build import load; print(load({SOURCE!r})[0].answer())"
+    code = f"from graft.backends.native.build import Source, load; print(load({SOURCE!r})[0].answer())"
     started = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ.copy())
         for _ in range(2)
@@ -79,7 +82,9 @@ def test_two_processes_at_once_compile_once_r12(cache, counted):
 @needs_compiler
 def test_a_damaged_object_is_compiled_again_r12(cache):
     for damage in (b"", b"not an object"):
-        source = f"// {damage!r}\n{SOURCE}"  # a file that this process has loaded already would not be read again
+        source = Source(
+            f"// {damage!r}\n{TEXT}"
+        )  # a file that this process has loaded already would not be read again
         native.build(source).path.write_bytes(damage)
         library, again = native.load(source)
         assert again.compiled and library.answer() == 42
@@ -87,24 +92,24 @@ def test_a_damaged_object_is_compiled_again_r12(cache):
 
 @needs_compiler
 def test_everything_that_matters_is_in_the_fingerprint_r12(cache, monkeypatch):
-    compiler = native.find_compiler()
-    names = {native.fingerprint(SOURCE, compiler), native.fingerprint(SOURCE + " ", compiler)}
-    names.add(native.fingerprint(SOURCE, [*compiler, "-g"]))
-    monkeypatch.setattr(native, "cpu_features", lambda: "another CPU")
-    names.add(native.fingerprint(SOURCE, compiler))
+    compiler = compilers.find_compiler()
+    names = {compilers.fingerprint(TEXT, compiler), compilers.fingerprint(TEXT + " ", compiler)}
+    names.add(compilers.fingerprint(TEXT, [*compiler, "-g"]))
+    monkeypatch.setattr(compilers, "cpu_features", lambda: "another CPU")
+    names.add(compilers.fingerprint(TEXT, compiler))
     monkeypatch.setenv("GRAFT_CXXFLAGS", "-O1")
-    names.add(native.fingerprint(SOURCE, compiler))
-    monkeypatch.setattr(native, "headers", list)
-    names.add(native.fingerprint(SOURCE, compiler))
-    monkeypatch.setattr(native, "version", lambda _: "another version")
-    names.add(native.fingerprint(SOURCE, compiler))
+    names.add(compilers.fingerprint(TEXT, compiler))
+    monkeypatch.setattr(compilers, "headers", list)
+    names.add(compilers.fingerprint(TEXT, compiler))
+    monkeypatch.setattr(compilers, "version", lambda _: "another version")
+    names.add(compilers.fingerprint(TEXT, compiler))
     assert len(names) == 7
 
 
 @needs_compiler
 def test_a_compiler_that_fails_says_why_r12(cache):
     with pytest.raises(CompilerFailed) as caught:
-        native.build("this is no C++\n")
+        native.build(Source("this is no C++\n"))
     assert "error" in str(caught.value) and str(cache) in str(caught.value) and "eager" in str(caught.value)
     assert not list(cache.glob("*.so")) and not list(cache.glob(".*"))
 
@@ -116,14 +121,11 @@ def test_no_compiler_is_a_clear_error_r12(monkeypatch, tmp_path):
         LLM(tiny("llama"), backend="native")
     monkeypatch.setenv("CXX", "/nowhere/c++ -O1")
     with pytest.raises(NoCompiler, match="CXX names '/nowhere/c\\+\\+'"):
-        native.find_compiler()
+        compilers.find_compiler()
 
 
 @needs_compiler
 def test_a_full_disk_leaves_nothing_r12(cache, monkeypatch):
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(DiskFull):
         native.build(SOURCE)
@@ -132,16 +134,46 @@ def test_a_full_disk_leaves_nothing_r12(cache, monkeypatch):
 
 
 @needs_compiler
-def test_a_cache_that_is_no_folder_is_a_clear_error_r12(tmp_path, monkeypatch):
+def test_two_graphs_share_their_kernels_r12(cache, counted):
+    for name in ("first", "second"):
+        text = f'extern "C" int kernel(); extern "C" int answer() {{ return kernel() + {len(name)}; }}'
+        library, _ = native.load(Source(text, 'extern "C" int kernel() { return 37; }'))
+        assert library.answer() == 37 + len(name)
+    assert len(list(cache.glob("*.o"))) == 1 and len(list(cache.glob("*.so"))) == 2
+    with pytest.raises(CompilerFailed, match="no C"):
+        native.build(Source(TEXT, "this is no C++ either\n"))
+    assert len(list(cache.glob("*.so"))) == 2 and len(list(cache.glob("*.o"))) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["file", "nowhere/at/all"])
+def test_a_cache_that_cannot_be_written_is_told_r12(tmp_path, monkeypatch, name):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path / "file"))
+    (tmp_path / "nowhere").write_text("")
+    monkeypatch.setenv("GRAFT_NATIVE_CACHE_DIR", str(tmp_path / name))
+    library, built = native.load(SOURCE)
+    assert library.answer() == 42 and built.compiled
+    assert "compiled at every start" in built.note and str(tmp_path / name) in built.note
+    monkeypatch.setattr(native.tempfile, "mkdtemp", full)
     with pytest.raises(DiskFull):
         native.build(SOURCE)
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@needs_compiler
+def test_an_object_that_does_not_load_is_a_clear_error_r12(cache):
+    with pytest.raises(CannotLoad, match=r"does not load: .*nobody_has_this"):
+        native.load(Source('extern "C" int nobody_has_this(); int (*answer)() = nobody_has_this;'))
 
 
 def test_the_number_of_threads_r12(monkeypatch):
     monkeypatch.delenv("GRAFT_NUM_THREADS", raising=False)
     assert 1 <= thread_count() == available_cores() <= (os.cpu_count() or 1)
+    for quota, cores in (("max 100000", 64), ("150000 100000", 2), ("1000 100000", 1), ("", 64)):
+        assert allowed(quota, 64) == cores
     monkeypatch.setenv("GRAFT_NUM_THREADS", "1")
     assert thread_count() == 1
     monkeypatch.setenv("GRAFT_NUM_THREADS", str(available_cores() + 1))
@@ -167,6 +199,6 @@ def test_one_thread_gives_the_same_logits_r12(monkeypatch):
 
 @needs_compiler
 def test_headers_are_where_the_compiler_looks_r12():
-    assert shutil.which(native.find_compiler()[0])
-    names = {str(path.relative_to(native.ROOT)) for path in native.headers()}
+    assert shutil.which(compilers.find_compiler()[0])
+    names = {str(path.relative_to(compilers.ROOT)) for path in compilers.headers()}
     assert {"ops/view.h", "ops/cached_attention/native.h"} <= names

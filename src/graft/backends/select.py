@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
-from graft.errors import UnknownBackend, UsageError
+from graft.errors import DiskFull, NativeFailed, NoCompiler, UnknownBackend, UsageError
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,49 @@ class Lowered:
     notes: tuple[str, ...] = ()
 
 
+NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("auto", "eager", "inductor", "cuda_graph", "native")
+
+
+def check_name(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise UnknownBackend(backend, BACKENDS)
+
+
+def decoder_backend(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str, tuple[str, ...]]:
+    """What a decoder of the engine is lowered to, and why, for the report: `auto` is native on a CPU with a compiler.
+
+    It is known before the pipeline, which fuses for the backend. Other modules keep eager as their `auto`: the native
+    backend takes the engine's packed tokens alone.
+    """
+    check_name(backend)
+    if backend != "auto":
+        return backend, ()
+    if device.type != "cpu":
+        return "eager", ()
+    if dtype not in NATIVE:
+        return "eager", (f"backend: eager, because native kernels compute in float32 and the weights are {dtype}",)
+    from graft.backends.native.compiler import find_compiler
+
+    try:
+        compiler = find_compiler()
+    except NoCompiler as error:
+        return "eager", (f"backend: eager, because {error}",)
+    return "native", (f"backend: native, because the model is on the CPU and {compiler[0]} is there",)
+
+
+def lower_decoder(
+    gm: GraphModule, backend: str, kernels: Mapping[str, str] | None = None, *, asked: str = "auto"
+) -> Lowered:
+    """Lowers what was made for `backend`. Where nobody asked for native by name, eager serves when that fails."""
+    try:
+        return lower(gm, backend, kernels)
+    except (NativeFailed, DiskFull) as error:
+        if asked != "auto":
+            raise
+        lowered = lower(gm, "eager", kernels)
+        note = f"backend: eager on the graph that was fused for native, because {error}"
+        return replace(lowered, notes=(note, *lowered.notes))
 
 
 def lower(
@@ -35,8 +78,7 @@ def lower(
 
     `reuse_outputs` lets a CUDA graph return its own result buffers, which the next call overwrites.
     """
-    if backend not in BACKENDS:
-        raise UnknownBackend(backend, BACKENDS)
+    check_name(backend)
     if reuse_outputs and backend != "cuda_graph":
         raise UsageError(f"reuse_outputs is for backend='cuda_graph'; {backend!r} returns new tensors at every call")
     if backend == "cuda_graph":

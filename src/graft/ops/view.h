@@ -2,7 +2,15 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+
+// A step fills in arguments and calls kernels, once each: optimising it would take longer than compiling the kernels.
+#if defined(__clang__)
+#define GRAFT_STEP __attribute__((optnone, noinline))
+#else
+#define GRAFT_STEP __attribute__((optimize("O0"), noinline))
+#endif
 
 namespace graft {
 
@@ -29,6 +37,12 @@ struct Call {
   int64_t tokens;
   int64_t selected;
   std::atomic<int64_t>* problem;  // 0, or 1 + the number of the step that met an index it cannot follow
+  int64_t* stamps;  // where thread 0 notes when it began each step, in nanoseconds; nullptr: nobody asks
+
+  void mark(int thread, int64_t step) const {
+    if (stamps != nullptr && thread == 0)
+      stamps[step] = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  }
 };
 
 struct alignas(64) Counter { std::atomic<int64_t> value; };

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from graft.backends import lower
+from graft.backends.select import decoder_backend, lower_decoder
 from graft.capture.cache import captured_decoder
 from graft.errors import GraftError, TokenizerMissing, UsageError, near
 from graft.files import Progress
@@ -60,7 +60,9 @@ class LLM:
         keep = given is not None if keep_weights is None else keep_weights
         self.graph_module, captured = captured_decoder(self.model.module, progress)
         owned = None if keep else self.model.module
-        context = Context(route="decoder", backend=backend, context_length=self.model.context, owned=owned)
+        first = next(self.model.module.parameters())
+        chosen, why = decoder_backend(backend, first.device, first.dtype)
+        context = Context(route="decoder", backend=chosen, context_length=self.model.context, owned=owned)
         report = run_pipeline(
             self.graph_module,
             settings,
@@ -69,7 +71,7 @@ class LLM:
             dump_dir=dump_dir,
             progress=transform_progress(progress),
         )
-        lowered = lower(self.graph_module, backend, settings.kernels)
+        lowered = lower_decoder(self.graph_module, chosen, settings.kernels, asked=backend)
         self.backend = lowered.backend
         layers = [LayerShape(c.kv_heads, c.head_dim, c.dtype) for c in context.outputs["kv_cache"]]
         self.engine, self.size = build_engine(
@@ -77,8 +79,8 @@ class LLM:
             progress=progress,
         )  # fmt: skip
         self.quantized: Saving | None = context.outputs.get("quantized")
-        place = next(self.model.module.parameters()).device
-        notes = (captured, *report.notes, *lowered.notes, *choice_notes(self.graph_module, place, lowered.kernels))
+        choices = choice_notes(self.graph_module, first.device, lowered.kernels)
+        notes = (captured, *why, *report.notes, *lowered.notes, *choices)
         self.built: Report = replace(report, kernels=lowered.kernels, notes=notes)
 
     def generate(

@@ -24,6 +24,7 @@ from graft.workbench.bench import prompts_for
 from graft.workbench.contest import synchronize
 from graft.workbench.kernel_bytes import kernel_bytes
 from graft.workbench.machine import device_name
+from graft.workbench.native_times import native_steps, watched
 from graft.workbench.plan import Cell
 from graft.workbench.roofline import Roofline
 from graft.workbench.traffic import cache_bytes, graph_weight_bytes, weight_bytes
@@ -110,13 +111,15 @@ def run_steps(llm: LLM, steps: int, device: torch.device) -> float:
 
 def profiled(llm: LLM, steps: int, device: torch.device) -> list[Launch]:
     on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with watched(llm.engine.graph) as noted, profile(activities=[activity]) as profiler:
         run_steps(llm, steps, device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))  # the profile's own events have no grids
         events = json.loads(path.read_text())["traceEvents"]
-    return gpu_launches(events) if on_gpu else cpu_calls(events)
+    native = [Launch(*call) for call in native_steps(noted)]
+    return gpu_launches(events) if on_gpu else cpu_calls(events) + native
 
 
 def gpu_launches(events: Iterable[dict[str, Any]]) -> list[Launch]:

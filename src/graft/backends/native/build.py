@@ -1,80 +1,73 @@
-"""From C++ to a shared object: compiled once, kept by the fingerprint of everything that it depends on."""
+"""From C++ to a shared object: compiled once, kept by the fingerprint of everything that it depends on.
+
+    <cache directory>/native/<fingerprint>.cpp, .so     the step of a graph
+    <cache directory>/native/<fingerprint>.o            its kernels, which other graphs with the same ones share
+
+GRAFT_NATIVE_CACHE_DIR names another folder for these files. Where it cannot be written, a temporary one serves.
+"""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
-import hashlib
+import errno
 import os
-import platform
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from graft.backends.native.cpu import cpu_features
-from graft.errors import CompilerFailed, DiskFull, NoCompiler
+from graft.backends.native.compiler import find_compiler, fingerprint, flags
+from graft.errors import CannotLoad, CompilerFailed, DiskFull
 from graft.files import cache_dir, is_disk_full
 
-ROOT = Path(__file__).parents[2]  # headers are named from here
-COMPILERS = ("c++", "g++", "clang++")
-# no -ffast-math: NaN must stay NaN, and sums keep their order
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
-EXTRA = "GRAFT_CXXFLAGS"  # more flags: -fsanitize=address, -DGRAFT_ISA_PORTABLE
+FOLDER = "GRAFT_NATIVE_CACHE_DIR"
 FIRST_LINES = 12  # of what a compiler that failed said
 
 
 @dataclass(frozen=True)
+class Source:
+    """C++ of a step, and of the kernels that it calls: they depend on no graph, and take longer to compile."""
+
+    step: str
+    kernels: str = ""
+
+
+@dataclass(frozen=True)
 class Built:
-    """A shared object, where its source lies, and whether it was compiled just now."""
+    """A shared object, where its source lies, and whether it was compiled just now. `note`: why not in the cache."""
 
     path: Path
     source: Path
     compiled: bool
+    note: str = ""
 
 
-def find_compiler() -> list[str]:
-    """The command of CXX, or the first compiler on the path."""
-    given = shlex.split(os.environ.get("CXX", ""))
-    for command in [given] if given else [[name] for name in COMPILERS]:
-        found = shutil.which(command[0])
-        if found:
-            return [found, *command[1:]]
-    raise NoCompiler(given[0] if given else None, COMPILERS)
+def native_dir() -> Path:
+    named = os.environ.get(FOLDER)
+    return Path(named) if named else cache_dir() / "native"
 
 
-def flags() -> list[str]:
-    own = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    return [*FLAGS, own, f"-I{ROOT}", *shlex.split(os.environ.get(EXTRA, ""))]
-
-
-@cache
-def version(compiler: tuple[str, ...]) -> str:
-    done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
-    return f"{done.stdout}{done.stderr}"
-
-
-def headers() -> list[Path]:
-    return sorted([*(ROOT / "ops").rglob("*.h"), *(ROOT / "backends").rglob("*.h")])
-
-
-def fingerprint(source: str, compiler: list[str]) -> str:
-    """Source, headers, compiler, flags and CPU: a change of any gives another name, so that no old object is met."""
-    digest = hashlib.blake2b(digest_size=16)
-    parts = [source, version(tuple(compiler)), *compiler, *flags(), cpu_features()]
-    for part in [*parts, *(path.read_text() for path in headers())]:
-        digest.update(part.encode())
-        digest.update(b"\0")
-    return digest.hexdigest()
-
-
-def build(source: str) -> Built:
+def build(source: Source) -> Built:
     """The shared object of a source, from the cache or compiled now. A second process waits for the first."""
     compiler = find_compiler()
-    folder, key = cache_dir() / "native", fingerprint(source, compiler)
+    try:
+        return build_in(native_dir(), source, compiler)
+    except DiskFull as error:
+        with disk_errors(Path(tempfile.gettempdir())):
+            folder = Path(tempfile.mkdtemp(prefix="graft-native-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        built = build_in(folder, source, compiler)
+        return Built(built.path, built.source, built.compiled, f"compiled at every start, because {error}")
+
+
+def build_in(folder: Path, source: Source, compiler: list[str]) -> Built:
+    key = fingerprint(f"{source.step}\0{source.kernels}", compiler)
     made, text = folder / f"{key}.so", folder / f"{key}.cpp"
     if made.exists():
         return Built(made, text, compiled=False)
@@ -83,9 +76,34 @@ def build(source: str) -> Built:
         with locked(folder / f"{key}.lock"):
             if made.exists():
                 return Built(made, text, compiled=False)
-            write(text, source)
-            compile_to(compiler, text, made)
+            compile_all(folder, source, compiler, text, made)
     return Built(made, text, compiled=True)
+
+
+def compile_all(folder: Path, source: Source, compiler: list[str], text: Path, made: Path) -> None:
+    """Step and kernels at the same time, then both together."""
+    write(text, source.step)
+    if not source.kernels:
+        return compile_to(compiler, ["-shared"], [text], made)
+    part = made.with_suffix(f".{os.getpid()}.o")
+    try:
+        with ThreadPoolExecutor(1) as other:
+            kernels = other.submit(kernel_object, folder, source.kernels, compiler)
+            compile_to(compiler, ["-c"], [text], part)
+        compile_to(compiler, ["-shared"], [part, kernels.result()], made)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def kernel_object(folder: Path, kernels: str, compiler: list[str]) -> Path:
+    key = fingerprint(kernels, compiler)
+    made, text = folder / f"{key}.o", folder / f"{key}.cpp"
+    if not made.exists():
+        with locked(folder / f"{key}.lock"):
+            if not made.exists():
+                write(text, kernels)
+                compile_to(compiler, ["-c"], [text], made)
+    return made
 
 
 def write(path: Path, text: str) -> None:
@@ -97,18 +115,18 @@ def write(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def compile_to(compiler: list[str], source: Path, target: Path) -> None:
+def compile_to(compiler: list[str], how: list[str], sources: list[Path], target: Path) -> None:
     """`target` appears whole or not at all."""
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    command = [*compiler, *flags(compiler), *how, *map(str, sources), "-o", str(partial)]
     try:
-        done = subprocess.run(
-            [*compiler, *flags(), str(source), "-o", str(partial)], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            said = f"{done.stderr}{done.stdout}".strip()
+            said = f"{done.stderr}{done.stdout}".strip() or f"nothing, and returned {done.returncode}"
             if "No space left on device" in said:
                 raise DiskFull(str(target), said.splitlines()[0])
-            raise CompilerFailed(shlex.join(compiler), str(source), "\n".join(said.splitlines()[:FIRST_LINES]))
+            first = "\n".join(said.splitlines()[:FIRST_LINES])
+            raise CompilerFailed(shlex.join(compiler), str(sources[0]), first)
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
@@ -119,7 +137,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if is_disk_full(error) or isinstance(error, (PermissionError, FileNotFoundError, NotADirectoryError)):
+        unwritable = isinstance(error, (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError))
+        if is_disk_full(error) or unwritable or error.errno == errno.EROFS:
             raise DiskFull(str(path), str(error)) from error
         raise
 
@@ -137,14 +156,16 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def load(source: str) -> tuple[ctypes.CDLL, Built]:
+def load(source: Source) -> tuple[ctypes.CDLL, Built]:
     """The library of a source. A cached object that does not load is compiled again, once."""
     built = build(source)
+    if not built.compiled:
+        try:
+            return ctypes.CDLL(str(built.path)), built
+        except OSError:  # cut short, or of another machine: compiled again, and what is wrong then is told
+            built.path.unlink(missing_ok=True)
+            built = build(source)
     try:
         return ctypes.CDLL(str(built.path)), built
-    except OSError:
-        if built.compiled:
-            raise
-        built.path.unlink(missing_ok=True)
-        built = build(source)
-        return ctypes.CDLL(str(built.path)), built
+    except OSError as error:
+        raise CannotLoad(str(built.path), str(error)) from error

@@ -31,6 +31,7 @@ class CallStruct(ctypes.Structure):
         ("tokens", ctypes.c_int64),
         ("selected", ctypes.c_int64),
         ("problem", ctypes.c_void_p),
+        ("stamps", ctypes.c_void_p),
     )
 
 
@@ -80,6 +81,7 @@ class RegionCall:
         self.scratch = getattr(library, f"{program.name}_scratch")
         self.scratch.argtypes, self.scratch.restype = (ctypes.c_int64, ctypes.c_int64), ctypes.c_int64
         self.pointers = pointers(self.weights)
+        self.stamps: list[list[int]] | None = None  # a list: every call adds the nanoseconds at which its steps began
         self.__name__ = program.name  # what the shell's code shows
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -115,11 +117,15 @@ class RegionCall:
         sizes = (ctypes.c_int64 * max(len(program.sizes), 1))(*(inputs[i].shape[d] for i, d in program.sizes))
         problem = ctypes.c_int64(0)
         given, made = pointers(inputs), pointers(outputs)
+        stamps = None if self.stamps is None else (ctypes.c_int64 * (len(program.steps) + 1))()
         call = CallStruct(
             ctypes.addressof(given), ctypes.addressof(sizes), ctypes.addressof(made), ctypes.addressof(self.pointers),
             arena, arena + held * 4, scratch, tokens, selected, ctypes.addressof(problem),
+            None if stamps is None else ctypes.addressof(stamps),
         )  # fmt: skip
         self.run(ctypes.byref(call), self.threads.get())
+        if self.stamps is not None and stamps is not None:
+            self.stamps.append(list(stamps))
         return problem.value
 
     def laid_out(self, index: int, tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from functools import cache
@@ -17,7 +18,16 @@ def available_cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     if affinity is None:
         return os.cpu_count() or 1
-    return len({siblings(cpu) for cpu in affinity(0)})
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    return allowed(quota.read_text() if quota.exists() else "", len({siblings(cpu) for cpu in affinity(0)}))
+
+
+def allowed(quota: str, cores: int) -> int:
+    """Of so many cores, those that a container's quota pays for: `150000 100000` is 1.5 of them, `max …` all."""
+    if not quota or quota.startswith("max"):
+        return cores
+    time, period = map(int, quota.split())
+    return min(cores, math.ceil(time / period))
 
 
 def siblings(cpu: int) -> str:

@@ -12,14 +12,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.eager import bind_kernels, spec_of
-from graft.backends.native.build import Built, find_compiler, load
+from graft.backends.native.build import Built, Source, load
 from graft.backends.native.call import Arena, RegionCall, Threads, prepare
+from graft.backends.native.compiler import find_compiler
 from graft.backends.native.cpu import thread_count
 from graft.backends.native.emit import emit
 from graft.backends.native.program import Weight
 from graft.backends.native.regions import Region, Split, split
 from graft.backends.select import Lowered
-from graft.errors import UsageError
+from graft.errors import NothingNative, UsageError
 from graft.graph.nodes import tensor_val, where
 
 
@@ -31,11 +32,7 @@ def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None) -> Low
     threads = thread_count()
     parts = split(gm, named)
     if not parts.regions:
-        graph, kernels = bind_kernels(gm, named)
-        note = (
-            f"native: nothing could be lowered, so all runs eagerly: {next(iter(parts.reasons.values()), 'no ops')}"
-        )
-        return Lowered(GraphModule(gm, graph, class_name="NativeGraph"), "native", kernels, (note,))
+        raise NothingNative(next(iter(parts.reasons.values()), "it has no ops"))
     started = time.perf_counter()
     library, built = load(source_of(parts))
     seconds = time.perf_counter() - started
@@ -50,7 +47,7 @@ def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None) -> Low
     )
 
 
-def source_of(parts: Split) -> str:
+def source_of(parts: Split) -> Source:
     """The C++ of all regions."""
     regions = len(parts.regions)
     return emit(
@@ -129,6 +126,7 @@ def notes(parts: Split, built: Built, seconds: float, threads: int) -> tuple[str
         f"native: {steps} steps and {waits} barriers in {len(parts.regions)} regions, threads: {threads}, {how}:"
         f" {built.source}"
     ]
+    said += [f"native: {built.note}"] if built.note else []
     reasons = Counter(f"{node.target}: {reason}" for node, reason in parts.reasons.items())
     said += [f"native: eager in {count} places: {reason}" for reason, count in reasons.items()]
     return tuple(said)

@@ -17,49 +17,82 @@ struct AttentionArgs {
 
 constexpr int64_t kTile = 8;
 
-// queries [rows, size], results [rows, wide], largest score and sum of each, a block of keys and one of values, scores
-inline int64_t attention_scratch(int64_t group, int64_t size, int64_t wide, int64_t block) {
-  const int64_t rows = kTile * group;
-  return rows * (size + wide + 2) + block * (size + wide + 1);
+// queries [rows, size], results [rows, wide], largest score and sum of weights of each
+inline int64_t attention_scratch(int64_t group, int64_t size, int64_t wide) {
+  return kTile * group * (size + wide + 2);
 }
 
-struct Running { float* q; float* sums; float* most; float* total; float* keys; float* values; float* scores; };
+struct Running { float* q; float* sums; float* most; float* total; };
 
-inline Running lay_out(float* scratch, int64_t rows, int64_t size, int64_t wide, int64_t block) {
+inline Running lay_out(float* scratch, int64_t rows, int64_t size, int64_t wide) {
   Running r{};
   r.q = scratch;
   r.sums = r.q + rows * size;
   r.most = r.sums + rows * wide;
   r.total = r.most + rows;
-  r.keys = r.total + rows;
-  r.values = r.keys + block * size;
-  r.scores = r.values + block * wide;
   return r;
 }
 
-// One query over `places` keys: scores, then the running softmax.
-inline void absorb(const AttentionArgs& a, const Running& r, int64_t row, int64_t begin, int64_t end) {
+// The last vector of n numbers may be a part of one.
+template <class T>
+inline F part(const T* from, int64_t n) { return n >= kLanes ? load(from) : load(from, int(n)); }
+
+template <class C>
+inline float key_dot(const float* q, const C* key, int64_t size) {
+  F low = set(0.0f), high = low;
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
+    low = fma(load(q + i), load(key + i), low);
+    high = fma(load(q + i + kLanes), load(key + i + kLanes), high);
+  }
+  for (; i < size; i += kLanes) low = fma(part(q + i, size - i), part(key + i, size - i), low);
+  return sum(low + high);
+}
+
+// sums[0 .. 16 V) = sums * shrink + the values of `keys` tokens, each times its weight; `width` of them are there.
+template <int V, class C>
+inline void add_values(float* sums, int64_t width, float shrink, const float* weights, const C* values, int64_t stride,
+                       int64_t keys) {
+  F total[V];
+  for (int v = 0; v < V; ++v) total[v] = part(sums + v * kLanes, width - v * kLanes) * set(shrink);
+  for (int64_t j = 0; j < keys; ++j) {
+    const F weight = set(weights[j]);
+    for (int v = 0; v < V; ++v)
+      total[v] = fma(weight, part(values + j * stride + v * kLanes, width - v * kLanes), total[v]);
+  }
+  for (int v = 0; v < V; ++v) {
+    const int64_t lanes = width - v * kLanes;
+    lanes >= kLanes ? store(sums + v * kLanes, total[v]) : store(sums + v * kLanes, total[v], int(lanes));
+  }
+}
+
+inline F soft_capped(F x, float cap) {  // cap tanh(x / cap), tanh u = 1 - 2 / (1 + e^2u); NaN stays NaN
+  return set(cap) - set(2.0f * cap) / (set(1.0f) + exp(x * set(2.0f / cap)));
+}
+
+// One query over up to 16 keys: scores, then the running softmax.
+template <class C>
+inline void absorb(const AttentionArgs& a, const Running& r, int64_t row, const C* keys, const C* values, int64_t count) {
   const int64_t size = a.q.size, wide = a.out.size;
+  float lanes[kLanes];
+  for (int64_t j = 0; j < count; ++j) lanes[j] = key_dot(r.q + row * size, keys + j * a.kv * size, size) * a.scale;
+  for (int64_t j = count; j < kLanes; ++j) lanes[j] = 0.0f;
+  F scores = load(lanes);
+  if (a.softcap > 0.0f) scores = soft_capped(scores, a.softcap);
+  store(lanes, scores);
+  for (int64_t j = count; j < kLanes; ++j) lanes[j] = -INFINITY;
+  scores = load(lanes);
+  const float most = std::fmax(r.most[row], largest(scores));  // of a NaN the weight is NaN, and so is the sum
+  const float shrink = most == r.most[row] ? 1.0f : std::exp(r.most[row] - most);  // 0 the first time
+  const F weights = exp(scores - set(most));
+  store(lanes, weights);
+  r.total[row] = r.total[row] * shrink + sum(weights);
+  r.most[row] = most;
   float* sums = r.sums + row * wide;
-  float most = r.most[row];
-  for (int64_t j = begin; j < end; ++j) {
-    float score = dot(r.q + row * size, r.keys + j * size, size) * a.scale;
-    if (a.softcap > 0.0f) score = a.softcap * std::tanh(score / a.softcap);
-    r.scores[j] = score;
-    most = score > most || std::isnan(score) ? score : most;  // NaN stays NaN
-  }
-  if (most != r.most[row]) {
-    const float shrink = std::exp(r.most[row] - most);  // 0 the first time
-    for (int64_t i = 0; i < wide; ++i) sums[i] *= shrink;
-    r.total[row] *= shrink;
-    r.most[row] = most;
-  }
-  for (int64_t j = begin; j < end; ++j) {
-    const float weight = std::exp(r.scores[j] - most);
-    const float* value = r.values + j * wide;
-    r.total[row] += weight;
-    for (int64_t i = 0; i < wide; ++i) sums[i] += weight * value[i];
-  }
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= wide; i += 4 * kLanes)
+    add_values<4>(sums + i, 4 * kLanes, shrink, lanes, values + i, a.kv * wide, count);
+  for (; i < wide; i += kLanes) add_values<1>(sums + i, wide - i, shrink, lanes, values + i, a.kv * wide, count);
 }
 
 struct Tile { int64_t sequence; int64_t first; int64_t count; };  // tokens `first`… of all packed ones
@@ -93,17 +126,15 @@ void attend(const AttentionArgs& a, const Tile& tile, int64_t head, int64_t head
   for (int64_t b = start / a.block; b * a.block < seen; ++b) {
     const int64_t slot = a.tables[tile.sequence * a.table_width + b] * a.block, base = b * a.block;
     const int64_t from = std::max<int64_t>(0, start - base), to = std::min(a.block, seen - base);
-    for (int64_t j = from; j < to; ++j) {
-      const C* key = static_cast<const C*>(a.k_cache) + ((slot + j) * a.kv + kv_head) * size;
-      const C* value = static_cast<const C*>(a.v_cache) + ((slot + j) * a.kv + kv_head) * wide;
-      for (int64_t i = 0; i < size; ++i) r.keys[j * size + i] = widen(key[i]);
-      for (int64_t i = 0; i < wide; ++i) r.values[j * wide + i] = widen(value[i]);
-    }
     for (int64_t row = 0; row < tile.count * heads; ++row) {
       const int64_t own = position + row / heads;
       const int64_t begin = a.window > 0 ? std::max(from, own + 1 - a.window - base) : from;
       const int64_t end = std::min(to, own + 1 - base);
-      if (begin < end) absorb(a, r, row, begin, end);
+      for (int64_t j = begin; j < end; j += kLanes) {
+        const int64_t place = (slot + j) * a.kv + kv_head;
+        absorb(a, r, row, static_cast<const C*>(a.k_cache) + place * size,
+               static_cast<const C*>(a.v_cache) + place * wide, std::min<int64_t>(kLanes, end - j));
+      }
     }
   }
   for (int64_t row = 0; row < tile.count * heads; ++row) {
@@ -119,7 +150,7 @@ void attention(Team& team, int, std::atomic<int64_t>& next, const AttentionArgs&
   const int64_t group = a.q.heads / a.kv;
   // few chunks would leave threads idle: then every query head reads the keys for itself
   const int64_t heads = tiles * a.kv >= 4 * team.threads ? group : 1, parts = a.q.heads / heads;
-  const Running running = lay_out(scratch, kTile * group, a.q.size, a.out.size, a.block);
+  const Running running = lay_out(scratch, kTile * group, a.q.size, a.out.size);
   share(next, tiles * parts, [&](int64_t chunk) {
     attend<C>(a, tile_at(a, chunk / parts), chunk % parts * heads, heads, running);
   });

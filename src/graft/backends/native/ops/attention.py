@@ -99,7 +99,7 @@ def attend(plan: Planner, node: Node, o: dict[str, Any]) -> None:
     kind, q, out = cache_type(o), heads_of(plan, o["q"]), plan.new(node)
     _, block, kv, size = tensor_of(o["k_cache"]).shape
     wide = out.layout.size
-    scratch = f"attention_scratch({q.layout.heads // int(kv)}, {int(size)}, {wide}, {int(block)})"
+    scratch = f"attention_scratch({q.layout.heads // int(kv)}, {int(size)}, {wide})"
     caches = {name: plan.pointer(o[name], kind) for name in ("k_cache", "v_cache")}
     name, header = f"attention<{CTYPES[kind]}>", "ops/cached_attention/native.h"
     plan.step(

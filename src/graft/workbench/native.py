@@ -1,0 +1,24 @@
+"""The C++ of a model's step, without compiling it."""
+
+from __future__ import annotations
+
+from graft.backends.native.lower import source_of
+from graft.backends.native.regions import split
+from graft.errors import NothingNative
+from graft.files import Progress
+from graft.transforms.base import Context
+from graft.transforms.config import PipelineConfig
+from graft.transforms.pipeline import run_pipeline
+from graft.workbench.model import captured
+
+
+def native_source(name: str, config: PipelineConfig, dtype: str = "auto", progress: Progress | None = None) -> str:
+    """What backend="native" would compile; the eager nodes and their reasons stand at its end, as comments."""
+    model, gm = captured(name, dtype, progress, weights=True)
+    context = Context(route="decoder", backend="native", context_length=model.context)
+    run_pipeline(gm, config, context, model=model.name, progress=progress)
+    parts = split(gm, config.kernels)
+    if not parts.regions:
+        raise NothingNative(next(iter(parts.reasons.values()), "it has no ops"))
+    left = [f"// eager: %{node.name}, {node.target}: {reason}\n" for node, reason in parts.reasons.items()]
+    return source_of(parts).step + "".join(left)
