@@ -54,7 +54,7 @@ def nothing_installed(monkeypatch):
 
 @pytest.fixture
 def growing_clock(monkeypatch):
-    """Each reading is later than the one before by more than the last time: a long call is longer than a short one."""
+    """The time between two readings grows, so that a long call takes longer than the short one before it."""
     count = [0]
 
     def tick() -> float:

@@ -6,6 +6,7 @@ that its own exporter makes.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,7 +121,10 @@ def stateful(module: Any) -> Any:
         torch.arange(batch),
         *past,
     )
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", torch.jit.TracerWarning
+        )  # of branches that the example takes as any step does
         model = openvino.convert_model(Step(module).eval(), example_input=example)
     names = [*INPUTS, *(f"past.{i}" for i in range(parts))]
     for port, name in zip(model.inputs, names, strict=True):
