@@ -217,10 +217,10 @@ class NothingNative(NativeFailed):
 
 
 class TooManyThreads(UsageError):
-    def __init__(self, asked: int, cores: int) -> None:
+    def __init__(self, asked: int, cores: int, name: str = "GRAFT_NUM_THREADS") -> None:
         super().__init__(
-            f"GRAFT_NUM_THREADS is {asked}, but this process may use {cores} cores, and threads that share one wait"
-            f" for each other; set it to {cores} or less, or unset it"
+            f"{name} is {asked}, but this process may use {cores} cores, and threads that share one wait"
+            f" for each other; set it to {cores} or less, or leave it out"
         )
 
 
@@ -258,6 +258,13 @@ class EngineStuck(GraftError):
 
 class OutOfMemory(GraftError):
     """Memory is not there for what was asked; the message has the numbers."""
+
+
+class PeerNotRun(GraftError):
+    """An engine that a benchmark leaves out: not there, or not for this model. Its row says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"not run: {reason}")
 
 
 class DumpError(GraftError):

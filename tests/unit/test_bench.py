@@ -20,10 +20,11 @@ from graft.models.load import load_model
 from graft.workbench import bench as workbench
 from graft.workbench import contest, plot
 from graft.workbench.bench import bench, prompts_for
-from graft.workbench.compare import RIVALS, EagerRival
+from graft.workbench.compare import PEERS, RIVALS, EagerRival
 from graft.workbench.contest import Graft, agreement
 from graft.workbench.plan import Cell, Plan, known_context
 from graft.workbench.plot import check_plot, write_plot
+from graft.workbench.rival import Task
 from graft.workbench.roofline import Roofline
 from graft.workbench.rows import Bench, Row
 from graft.workbench.traffic import (
@@ -81,8 +82,8 @@ def fakes(monkeypatch):
     broken = Fake("hugging face compile", clock, 0.3, "no compiler here\nand a long trace")
     monkeypatch.setattr(contest.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(workbench, "Graft", lambda llm: ours)
-    monkeypatch.setitem(RIVALS, "eager", lambda model, length: eager)
-    monkeypatch.setitem(RIVALS, "compile", lambda model, length: broken)
+    monkeypatch.setitem(RIVALS, "eager", lambda task: eager)
+    monkeypatch.setitem(RIVALS, "compile", lambda task: broken)
     monkeypatch.setattr("graft.workbench.roofline.measure_roofline", lambda device, dtype: ROOF)
     return ours, eager, broken
 
@@ -187,7 +188,7 @@ def test_graft_and_eager_give_the_same_tokens():
 def test_a_compiled_rival_gives_the_same_tokens_call_after_call():
     """The cache is emptied between calls and serves shorter ones; compilation is in the first call alone."""
     model = load_model("tiny-smollm2", dtype="float32", device="cpu")
-    eager, compiled = EagerRival(model), RIVALS["compile"](model, 20)
+    eager, compiled = EagerRival(model), RIVALS["compile"](Task(model, 20))
     calls = prompts_for(model, Cell(2, 9))
     for new in (4, 1, 9):
         prompts = [next(calls) for _ in range(2)]
@@ -198,19 +199,20 @@ def test_the_modes_of_the_compiled_rivals(monkeypatch):
     """A real one compiles for a minute with max-autotune; tests/gpu/test_bench.py runs it."""
     asked = []
     monkeypatch.setattr(torch, "compile", lambda module, **options: asked.append(options))
-    names = [RIVALS[name](engine().model, 20).name for name in ("compile", "autotune")]
+    names = [RIVALS[name](Task(engine().model, 20)).name for name in ("compile", "autotune")]
     assert names == ["hugging face compile", "hugging face autotune"]
     assert [options["mode"] for options in asked] == [None, "max-autotune"]
 
 
 def test_peers_are_all_rivals_with_a_line_for_each_phase(fakes, monkeypatch):
     monkeypatch.setattr("graft.runtime.llm.LLM", lambda *_, **__: engine())
-    monkeypatch.setitem(RIVALS, "autotune", lambda model, length: replace_name(fakes[1], "hugging face autotune"))
+    for name in ("llama.cpp", "openvino"):
+        monkeypatch.setitem(RIVALS, name, lambda task, name=name: replace_name(fakes[1], name))
     done = command("tiny-llama", "--peers", "--prompt", "12", "--new", "6", "--json")
     document = json.loads(done.stdout)
-    assert [row["engine"].split()[-1] for row in document["rows"]] == ["graft", *RIVALS]
+    assert [row["engine"].split()[-1] for row in document["rows"]] == ["graft", *PEERS["cpu"]]
     assert [row["failed"][:12] for row in document["rows"] if row["engine"].endswith("compile")] == ["RuntimeError"]
-    assert document["setup"]["batches"] == [1] and "autotune, first calls" in done.stderr
+    assert document["setup"]["batches"] == [1] and "llama.cpp, first calls" in done.stderr
 
 
 def test_the_command_prints_a_table_and_one_json_document_r61(tmp_path, monkeypatch):

@@ -96,8 +96,44 @@ extern "C" void ends(void** arrays, const int64_t* number) {
     right += first.done == (i % 3 ? 9 : 0) && second.done == (i % 8 == 1 ? 9 : 0);
   }
 }
+
+// Whoever gets chunk 0 of a round stops in it, as a thread does that has lost its core, until all other chunks
+// of the round are done. numbers: threads, rounds, chunks, ms until it gives up, whether chunks are split beforehand
+// instead of handed out. array 0: rounds in which it gave up; chunks done.
+struct Blocked {
+  std::vector<std::atomic<int64_t>> next, done;
+  int64_t chunks, patience;
+  bool split;
+  std::atomic<int64_t> given_up{0};
+};
+extern "C" void blocked(void** arrays, const int64_t* number) {
+  Blocked b{std::vector<std::atomic<int64_t>>(number[1]), std::vector<std::atomic<int64_t>>(number[1]), number[2],
+            number[3], number[4] != 0, {}};
+  Team team{int(number[0])};
+  team.run([](void* arg, Team& all, int thread) {
+    Blocked& b = *static_cast<Blocked*>(arg);
+    for (size_t round = 0; round < b.next.size(); round++) {
+      const auto work = [&](int64_t chunk) {
+        const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(b.patience);
+        while (chunk == 0 && b.done[round] < b.chunks - 1) {
+          std::this_thread::sleep_for(std::chrono::microseconds(100));
+          if (std::chrono::steady_clock::now() > end) { b.given_up++; break; }
+        }
+        b.done[round]++;
+      };
+      if (b.split)
+        for (int64_t chunk = thread; chunk < b.chunks; chunk += all.threads) work(chunk);
+      else
+        share(b.next[round], b.chunks, work);
+      all.barrier();
+    }
+  }, &b);
+  int64_t* found = static_cast<int64_t*>(arrays[0]);
+  found[0] = b.given_up;
+  for (auto& done : b.done) found[1] += done;
+}
 """
-ENTRIES = ("barriers", "chunks", "callers", "ends")
+ENTRIES = ("barriers", "chunks", "callers", "ends", "blocked")
 TEAMS = [p for p in every_target() if p.id in ("portable", "none")]  # a team has no vectors
 
 
@@ -143,3 +179,18 @@ def test_callers_take_turns_r22(target, threads):
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_a_team_ends_r22(target, threads):
     assert call(target, "ends", 1, threads, 60) == [60]
+
+
+@pytest.mark.parametrize("target", TEAMS)
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 100])
+def test_a_thread_that_stops_in_a_chunk_leaves_the_others_to_the_rest_r22(target, threads, chunks):
+    """It waits for all other chunks of the round; 60 s of patience are there to end a test that would hang."""
+    rounds = 20
+    assert call(target, "blocked", 2, threads, rounds, chunks, 60_000, 0) == [0, rounds * chunks]
+
+
+@pytest.mark.parametrize("target", TEAMS)
+def test_chunks_split_beforehand_would_wait_for_it_r22(target):
+    given_up, done = call(target, "blocked", 2, 2, 3, 100, 50, 1)
+    assert given_up > 0 and done >= 3 * 50

@@ -25,6 +25,8 @@ from graft.cli.options import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from graft.models.load import LoadedModel
     from graft.workbench.plan import Plan
     from graft.workbench.rows import Bench
@@ -41,11 +43,20 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Repeats in turns; medians are shown.")] = 3,
     against: Annotated[
-        str, typer.Option(help="Rivals, with commas between them: eager, compile, autotune; or none.")
+        str,
+        typer.Option(
+            help="Rivals, with commas between them: eager, compile, autotune, llama.cpp, openvino; or none."
+        ),
     ] = "eager,compile",
     peers: Annotated[
-        bool, typer.Option("--peers", help="All rivals; each compiles for minutes at every batch size.")
+        bool,
+        typer.Option(
+            "--peers", help="All rivals of this kind of device; some compile for minutes at every batch size."
+        ),
     ] = False,
+    threads: Annotated[
+        int | None, typer.Option(help="Of all contestants on a CPU. [the cores that the process may use]")
+    ] = None,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Instead: where the time of one decode step goes, kernel by kernel.")
     ] = False,
@@ -67,11 +78,13 @@ def bench(
     from graft.cli.bench_show import phase_lines
     from graft.models.load import DTYPES, resolve_device, resolve_dtype
     from graft.workbench.phases import STARTS, PhaseClock
+    from graft.workbench.threads import use_threads
 
-    plan = make_plan(batch, prompt, new, repeats, against, peers, time_limit)
+    place = resolve_device(device)
+    plan = make_plan(place, batch, prompt, new, repeats, against, peers, time_limit, threads)
     check(model, plan, backend, plot, kernels)
-    resolve_dtype(dtype, resolve_device(device), DTYPES["float32"])
-    with phase_lines(peers) as progress:
+    resolve_dtype(dtype, place, DTYPES["float32"])
+    with use_threads(plan.threads), phase_lines(peers) as progress:
         clock = PhaseClock(progress)
         llm = load_llm(
             model, clock, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
@@ -83,11 +96,12 @@ def bench(
         if kernels:
             table_of_kernels(llm, plan, notes, progress, as_json)
             return
-        result = measure(llm, plan, built, progress, notes)
+        result = measure(llm, plan, built, progress, notes, model)
     report(result, plot, as_json)
 
 
 def make_plan(
+    device: torch.device,
     batch: str | None,
     prompt: str,
     new: int | None,
@@ -95,9 +109,11 @@ def make_plan(
     against: str,
     peers: bool,
     time_limit: float | None,
+    threads: int | None,
 ) -> Plan:
-    from graft.workbench.compare import RIVALS
+    from graft.workbench.compare import PEERS
     from graft.workbench.plan import Plan
+    from graft.workbench.threads import checked_threads
 
     rivals = () if against == "none" else tuple(dict.fromkeys(against.split(",")))
     return Plan(
@@ -105,8 +121,9 @@ def make_plan(
         read_numbers("prompt", prompt),
         (127 if peers else 32) if new is None else new,
         repeats,
-        tuple(RIVALS) if peers else rivals,
+        PEERS.get(device.type, PEERS["cpu"]) if peers else rivals,
         time_limit,
+        checked_threads(threads, device),
     )
 
 
@@ -126,14 +143,14 @@ def check(model: str, plan: Plan, backend: str, plot: str | None, kernels: bool)
         raise UnknownBackend(backend, BACKENDS)
 
 
-def measure(llm: Any, plan: Plan, built: float, progress: Any, notes: dict[str, Any]) -> Bench:
+def measure(llm: Any, plan: Plan, built: float, progress: Any, notes: dict[str, Any], source: str) -> Bench:
     from graft.workbench.bench import bench as run
     from graft.workbench.roofline import measure_roofline
 
     progress("measuring what this machine can do", 0, 1)
     module = llm.model.module
     roofline = measure_roofline(next(module.parameters()).device, module.dtype)
-    return run(llm, plan, built, progress, roofline, notes)
+    return run(llm, plan, built, progress, roofline, notes, source)
 
 
 def report(result: Bench, plot: str | None, as_json: bool) -> None:

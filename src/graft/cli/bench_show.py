@@ -55,7 +55,8 @@ def show(result: Bench) -> None:
     for row in result.rows:
         if row.failed:
             where = f"batch {row.batch}, prompt {row.prompt}" if several else f"batch {row.batch}"
-            out.print(f"{where}, {row.engine} failed: {row.failed}", markup=False, soft_wrap=True)
+            what = row.failed if was_left_out(row) else f"failed: {row.failed}"
+            out.print(f"{where}, {row.engine} {what}", markup=False, soft_wrap=True)
     out.print(legend(result), markup=False)
 
 
@@ -65,7 +66,7 @@ def values(result: Bench, row: Row) -> list[str]:
         number(row.first_token_ms),
         number(row.prefill_tflops),
         percent(row.prefill_percent),
-        number(row.token_ms) if not row.failed else "failed",
+        number(row.token_ms) if not row.failed else "not run" if was_left_out(row) else "failed",
         number(row.decode_tokens_per_s),
         number(row.gb_per_s),
         percent(row.roofline_percent),
@@ -73,6 +74,11 @@ def values(result: Bench, row: Row) -> list[str]:
         f"{row.build_seconds:.1f}",
         f"{row.same_tokens:.0%}" if row.same_tokens is not None and row.engine != "graft" else "",
     ]
+
+
+def was_left_out(row: Row) -> bool:
+    """An engine that is not installed or has no file for this model, which is no failure."""
+    return row.failed.startswith("not run:")
 
 
 def legend(result: Bench) -> str:

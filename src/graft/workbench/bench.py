@@ -20,9 +20,10 @@ from graft.files import Progress
 from graft.models.load import LoadedModel
 from graft.runtime.llm import LLM
 from graft.workbench.compare import RIVALS
-from graft.workbench.contest import Contestant, Graft, Runner, Work
+from graft.workbench.contest import Graft, Runner, Work
 from graft.workbench.machine import facts
 from graft.workbench.plan import Cell, Plan
+from graft.workbench.rival import Contestant, Peer, Task
 from graft.workbench.roofline import Roofline
 from graft.workbench.rows import Bench, Row
 from graft.workbench.traffic import graph_weight_bytes, prompt_flops, step_bytes, weight_bytes
@@ -39,6 +40,7 @@ class Run:
     build_seconds: float
     roofline: Roofline | None
     tell: Callable[[str], None]
+    source: str = ""  # what the model was loaded from
     began: float = field(default_factory=lambda: time.perf_counter())
     longest: dict[str, float] = field(default_factory=dict)  # the first calls of each rival so far
 
@@ -59,10 +61,12 @@ def bench(
     progress: Progress | None = None,
     roofline: Roofline | None = None,
     notes: Mapping[str, Any] | None = None,
+    source: str | None = None,
 ) -> Bench:
     """Measures graft and its rivals in every cell. Ctrl-C ends it with the cells that are through.
 
-    `notes` go into the setup, beside what is known here.
+    `notes` go into the setup, beside what is known here. `source`: what the model was loaded from, its name if left
+    out; an engine with formats of its own reads that.
     """
     plan.check_context(llm.model.context)
     most = llm.engine.scheduler.max_num_seqs
@@ -72,7 +76,8 @@ def bench(
         )
     cells, done = list(plan.cells()), 0
     tell = progress or (lambda *_: None)
-    run = Run(llm, plan, build_seconds, roofline, lambda what: tell(what, done, len(cells)))
+    named = source or llm.model.name
+    run = Run(llm, plan, build_seconds, roofline, lambda what: tell(what, done, len(cells)), named)
     result = Bench(setup_of(run, notes or {}))
     try:
         for done, cell in enumerate(cells):  # noqa: B007 (read by the progress)
@@ -92,9 +97,25 @@ def bench_cell(run: Run, cell: Cell) -> list[Row]:
 def contest(run: Run, cell: Cell) -> list[Row]:
     plan, model = run.plan, run.llm.model
     device = next(model.module.parameters()).device
+    task = Task(model, plan.length(cell), cell.batch, run.source, plan.threads)
     runners = [Runner(Graft(run.llm), device, run.build_seconds)]
-    runners += [Runner(make_rival(name, model, plan.length(cell)), device) for name in plan.against]
-    calls = prompts_for(model, cell)
+    runners += [Runner(make_rival(name, task), device) for name in plan.against]
+    try:
+        measure(run, cell, runners)
+        rows = []
+        for runner in runners:
+            work = work_of(run, cell, runner.contestant, runner is runners[0])
+            rows.append(runner.row(plan, cell, work, run.roofline, runners[0].tokens))
+        return rows
+    finally:
+        for runner in runners:
+            if isinstance(runner.contestant, Peer):
+                runner.contestant.close()
+
+
+def measure(run: Run, cell: Cell, runners: list[Runner]) -> None:
+    """First calls one after the other, then the repeats in turns. The first runner is graft's and always begun."""
+    plan, calls = run.plan, prompts_for(run.llm.model, cell)
     where = f"batch {cell.batch}, prompt {cell.prompt}"
     prompts = [next(calls) for _ in range(cell.batch)]
     for runner in runners:
@@ -110,23 +131,23 @@ def contest(run: Run, cell: Cell) -> list[Row]:
             if not runner.failed:
                 run.tell(f"{where}: {runner.contestant.name}, repeat {repeat + 1} of {plan.repeats}")
                 runner.measure(three, plan.new)
-    ours, theirs = work_of(run, cell)
-    return [r.row(plan, cell, ours if r is runners[0] else theirs, run.roofline, runners[0].tokens) for r in runners]
 
 
-def work_of(run: Run, cell: Cell) -> tuple[Work, Work]:
-    """graft's and the rivals': they differ where graft reads quantized weights."""
+def work_of(run: Run, cell: Cell, contestant: Contestant, ours: bool) -> Work:
+    """What the cell asks of a contestant: they differ where one reads weights in another format."""
     module = run.llm.model.module
     # step i of `new` reads the prompt, the first token and the i - 1 tokens after it
-    read = step_bytes(module, cell.batch, cell.prompt + (run.plan.new + 1) / 2)
+    tokens = cell.prompt + (run.plan.new + 1) / 2
     flops = prompt_flops(module, cell.batch, cell.prompt)
-    quantized = graph_weight_bytes(run.llm.graph_module)
-    ours = read if quantized is None else read - weight_bytes(module, cell.batch) + quantized
-    return Work(ours, flops), Work(read, flops)
+    if isinstance(contestant, Peer):
+        return Work(contestant.step_bytes(cell.batch, tokens), flops)
+    read = step_bytes(module, cell.batch, tokens)
+    quantized = graph_weight_bytes(run.llm.graph_module) if ours else None
+    return Work(read if quantized is None else read - weight_bytes(module, cell.batch) + quantized, flops)
 
 
-def make_rival(name: str, model: LoadedModel, length: int) -> Contestant:
-    return RIVALS[name](model, length)
+def make_rival(name: str, task: Task) -> Contestant:
+    return RIVALS[name](task)
 
 
 def forget() -> None:

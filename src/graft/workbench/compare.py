@@ -1,4 +1,5 @@
-"""The same model in Hugging Face, for comparison: eager, and a static cache with torch.compile in two modes."""
+"""The same model in Hugging Face, for comparison: eager, and a static cache with torch.compile in two modes. And the
+table of all rivals."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ import torch
 from transformers import StaticCache
 
 from graft.models.load import LoadedModel
+from graft.workbench.peers_llama import LlamaCpp
+from graft.workbench.peers_openvino import OpenVino
+from graft.workbench.rival import Task
 
 
 class Clock:
@@ -90,23 +94,28 @@ class CompiledRival:
         return torch.cat(tokens, dim=1).tolist()
 
 
-def eager_rival(model: LoadedModel, length: int) -> EagerRival:  # noqa: ARG001 (its cache grows)
-    return EagerRival(model)
+def eager_rival(task: Task) -> EagerRival:
+    return EagerRival(task.model)
 
 
-def compiled_rival(model: LoadedModel, length: int) -> CompiledRival:
+def compiled_rival(task: Task) -> CompiledRival:
     """CUDA graphs are on where there is a GPU."""
-    return CompiledRival(model, length, "reduce-overhead" if model.module.device.type == "cuda" else None)
+    on_gpu = task.model.module.device.type == "cuda"
+    return CompiledRival(task.model, task.length, "reduce-overhead" if on_gpu else None)
 
 
-def autotuned_rival(model: LoadedModel, length: int) -> CompiledRival:
+def autotuned_rival(task: Task) -> CompiledRival:
     """Kernels by measurement; on a GPU with CUDA graphs."""
-    return CompiledRival(model, length, "max-autotune", "autotune")
+    return CompiledRival(task.model, task.length, "max-autotune", "autotune")
 
 
-# by the name that --against takes; each is made for one length of sequences
-RIVALS: dict[str, Callable[[LoadedModel, int], Any]] = {
+# by the name that --against takes; each is made for one cell
+RIVALS: dict[str, Callable[[Task], Any]] = {
     "eager": eager_rival,
     "compile": compiled_rival,
     "autotune": autotuned_rival,
+    "llama.cpp": LlamaCpp,
+    "openvino": OpenVino,
 }
+# what --peers takes: on a CPU max-autotune compiles for minutes and gives little
+PEERS = {"cuda": ("eager", "compile", "autotune"), "cpu": ("eager", "compile", "llama.cpp", "openvino")}

@@ -12,22 +12,17 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from graft.errors import OutOfCache
+from graft.errors import OutOfCache, PeerNotRun
 from graft.runtime.llm import LLM
 from graft.runtime.params import SamplingParams
 from graft.workbench.plan import Cell, Plan
+from graft.workbench.rival import Contestant
 from graft.workbench.roofline import Roofline
 from graft.workbench.rows import Row
-
-
-class Contestant(Protocol):
-    name: str
-
-    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]: ...
 
 
 class Graft:
@@ -74,6 +69,8 @@ class Runner:
             started = time.perf_counter()
             work()
             synchronize(self.device)
+        except PeerNotRun as error:
+            self.failed = str(error)
         except Exception as error:  # noqa: BLE001  a rival may die of anything, and that is its result
             lines = str(error).strip().splitlines()
             self.failed = f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"

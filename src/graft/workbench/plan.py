@@ -28,7 +28,7 @@ class Plan:
     """What is measured. `new` counts the tokens after the first.
 
     time_limit: seconds after which no rival is begun; one whose first calls took longer before than what is left is
-    not begun either. None: no limit.
+    not begun either. None: no limit. threads: of every contestant on a CPU; None leaves them as they are.
     """
 
     batches: tuple[int, ...] = (1, 8, 32)
@@ -37,6 +37,7 @@ class Plan:
     repeats: int = 3
     against: tuple[str, ...] = ("eager", "compile")
     time_limit: float | None = None
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         for name, values in (("batch", self.batches), ("prompt", self.prompts), ("new", (self.new,))):

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from graft.errors import CompilerFailed, DiskFull, NoCompiler
 from graft.kvcache.memory import free_memory
+from graft.workbench.read_native import Reader, last_level_cache
 
 GPU_BYTES, CPU_BYTES = 4 << 30, 1 << 28  # read in one go: far more than the caches hold
 GPU_SIDE = 8192  # of the square matrices multiplied
@@ -52,10 +54,25 @@ def gpu_read(device: torch.device) -> tuple[float, str]:
 
 
 def cpu_read() -> tuple[float, str]:
-    """Bytes a second of a sum over far more than the caches hold, with the threads that torch has."""
-    x = torch.ones(CPU_BYTES // 4, dtype=torch.float32)
-    seconds = cpu_seconds(lambda: x.sum())
-    return x.nbytes / seconds, f"a sum over {x.nbytes / 1e9:.2f} GB, threads: {torch.get_num_threads()}"
+    """Bytes a second of a kernel that only reads, with as many threads as torch has; without a compiler of a sum."""
+    x = torch.ones(cpu_buffer() // 4, dtype=torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        reader = Reader(threads)
+    except (NoCompiler, CompilerFailed, DiskFull) as error:
+        seconds = cpu_seconds(lambda: x.sum())
+        return x.nbytes / seconds, f"a sum over {x.nbytes / 1e9:.2f} GB, threads: {threads}; {type(error).__name__}"
+    try:
+        seconds = cpu_seconds(lambda: reader.read(x))
+    finally:
+        reader.close()
+    return x.nbytes / seconds, f"a C++ kernel over {x.nbytes / 1e9:.2f} GB, threads: {threads}"
+
+
+def cpu_buffer() -> int:
+    """Bytes to read: more than four times the last cache, as far as half of the free memory has room for it."""
+    wanted = max(CPU_BYTES, 5 * last_level_cache())
+    return min(wanted, free_memory(torch.device("cpu")) // 2) // 4096 * 4096
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
