@@ -156,7 +156,8 @@ def make_engines(args: argparse.Namespace, results: Results) -> tuple[dict[str, 
             engines[f"graft {name}"] = native_llm(args.model, FORMATS[name], 8 * (args.prompt + args.new + 64))
         except GraftError as error:
             results.missing[f"graft {name}"] = str(error).splitlines()[0]
-    eager = [NamedEager(name, load_model(args.model, dtype=name.split()[1], device="cpu")) for name in EAGER]
+    dtypes = args.eager.split(",")
+    eager = [NamedEager(f"eager {dtype}", load_model(args.model, dtype=dtype, device="cpu")) for dtype in dtypes]
     return engines, list(eager)
 
 
@@ -218,6 +219,7 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--eager", default="float32,bfloat16", help="dtypes of Hugging Face")
     parser.add_argument("--eager-new", type=int, default=8, help="decode steps of Hugging Face")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int)
