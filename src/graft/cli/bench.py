@@ -32,6 +32,19 @@ if TYPE_CHECKING:
     from graft.workbench.rows import Bench
 
 
+Against = Annotated[
+    str,
+    typer.Option(help="Rivals, with commas between them: eager, compile, autotune, llama.cpp, openvino; or none."),
+]
+Peers = Annotated[
+    bool,
+    typer.Option("--peers", help="All rivals of this kind of device; some compile for minutes at every batch size."),
+]
+Threads = Annotated[
+    int | None, typer.Option(help="Of all contestants on a CPU. [the cores that the process may use]")
+]
+
+
 def bench(
     model: Model = DEFAULT_MODEL,
     batch: Annotated[
@@ -42,21 +55,9 @@ def bench(
         int | None, typer.Option(help="Decode steps: new tokens after the first. [32; with --peers 127]")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Repeats in turns; medians are shown.")] = 3,
-    against: Annotated[
-        str,
-        typer.Option(
-            help="Rivals, with commas between them: eager, compile, autotune, llama.cpp, openvino; or none."
-        ),
-    ] = "eager,compile",
-    peers: Annotated[
-        bool,
-        typer.Option(
-            "--peers", help="All rivals of this kind of device; some compile for minutes at every batch size."
-        ),
-    ] = False,
-    threads: Annotated[
-        int | None, typer.Option(help="Of all contestants on a CPU. [the cores that the process may use]")
-    ] = None,
+    against: Against = "eager,compile",
+    peers: Peers = False,
+    threads: Threads = None,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Instead: where the time of one decode step goes, kernel by kernel.")
     ] = False,
@@ -84,11 +85,12 @@ def bench(
     plan = make_plan(place, batch, prompt, new, repeats, against, peers, time_limit, threads)
     check(model, plan, backend, plot, kernels)
     resolve_dtype(dtype, place, DTYPES["float32"])
+    module_runs = bool({*plan.against} - {"llama.cpp"})  # all others run the Hugging Face module
     with use_threads(plan.threads), phase_lines(peers) as progress:
         clock = PhaseClock(progress)
         llm = load_llm(
             model, clock, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
-            quantize=quantize, keep_weights=bool(plan.against), max_num_seqs=max(256, *plan.batches),
+            quantize=quantize, keep_weights=module_runs, max_num_seqs=max(256, *plan.batches),
             options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory),
         )  # fmt: skip
         built = clock.since(*STARTS)
