@@ -36,12 +36,12 @@ from graft.workbench.traffic import step_bytes
 from native_hog import hog_table
 
 CPU = torch.device("cpu")
-# keep_weights: floats, where a GGUF file would otherwise be read in its own blocks
-FORMATS: dict[str, dict[str, Any]] = {
-    "bf16": {"dtype": "bfloat16", "keep_weights": True},
+# None: floats, from a model that was loaded as such. A GGUF file that the engine loads itself stays in its own blocks
+FORMATS: dict[str, dict[str, Any] | None] = {
+    "bf16": None,
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},
-    "file": {"keep_weights": False},
+    "file": {},
 }
 EAGER = ("eager float32", "eager bfloat16")
 
@@ -136,15 +136,16 @@ def verdicts(results: Results, bandwidth: float | None, left: float | None) -> l
     ]
 
 
-def native_llm(model: str, options: dict[str, Any], tokens: int) -> graft.LLM:
+def native_llm(model: str, options: dict[str, Any] | None, tokens: int) -> graft.LLM:
     """Raises GraftError where a part of the step would not be native: its time would be another backend's."""
     cache = tokens * 30 * 2 * 1024 * 4  # more than any of the small models keeps
     given = {"device": "cpu", "backend": "native", "kv_cache_memory": cache}
-    llm = graft.LLM(model, **given, **options)
+    source = load_model(model, dtype="bfloat16", device="cpu") if options is None else model
+    llm = graft.LLM(source, **given, **(options or {}))
     eager = next((note for note in llm.built.notes if note.startswith("native: eager")), None)
     if eager is not None:
         raise GraftError(f"not run: not native from end to end: {eager.removeprefix('native: ')}")
-    if "dtype" not in options and llm.quantized is None:
+    if options is not None and llm.quantized is None:
         raise GraftError("not run: the weights came as floats")
     return llm
 

@@ -155,11 +155,12 @@ def test_a_format_that_is_not_native_from_end_to_end_is_not_measured(native, mon
     notes = ["native: 9 steps and 3 barriers", "native: eager in 2 places: graft.fused_linear: no kernel"]
     monkeypatch.setattr(native.graft, "LLM", lambda *_, **__: SimpleNamespace(built=SimpleNamespace(notes=notes)))
     with pytest.raises(GraftError, match="not native from end to end: eager in 2 places"):
-        native.native_llm("m", {"dtype": "bfloat16"}, 10)
+        native.native_llm("m", {"quantize": "int8"}, 10)
     monkeypatch.setattr(
         native.graft, "LLM", lambda *_, **__: SimpleNamespace(built=SimpleNamespace(notes=[]), quantized=None)
     )
-    assert native.native_llm("m", {"dtype": "bfloat16"}, 10).quantized is None
+    monkeypatch.setattr(native, "load_model", lambda *_, **__: None)
+    assert native.native_llm("m", None, 10).quantized is None, "floats were asked for"
     with pytest.raises(GraftError, match="came as floats"):
         native.native_llm("m", {"quantize": "int8"}, 10)
 
