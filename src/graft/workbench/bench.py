@@ -105,11 +105,11 @@ def contest(run: Run, cell: Cell) -> list[Row]:
             runner.warm_up(prompts, min(1 + plan.new, WARM_UP))
             run.longest[name] = max(run.longest.get(name, 0.0), runner.setup_seconds)
     for repeat in range(plan.repeats):
-        three = [[next(calls) for _ in range(cell.batch)] for _ in range(3)]
+        short, long, before = ([next(calls) for _ in range(cell.batch)] for _ in range(3))
         for runner in runners:
             if not runner.failed:
                 run.tell(f"{where}: {runner.contestant.name}, repeat {repeat + 1} of {plan.repeats}")
-                runner.measure(three, plan.new)
+                runner.measure(short, long, plan.new, before)
     ours, theirs = work_of(run, cell)
     return [r.row(plan, cell, ours if r is runners[0] else theirs, run.roofline, runners[0].tokens) for r in runners]
 
