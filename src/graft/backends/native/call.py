@@ -28,6 +28,7 @@ class CallStruct(ctypes.Structure):
         ("arena", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("scratch_floats", ctypes.c_int64),
+        ("shared", ctypes.c_void_p),
         ("tokens", ctypes.c_int64),
         ("selected", ctypes.c_int64),
         ("problem", ctypes.c_void_p),
@@ -78,8 +79,9 @@ class RegionCall:
         self.arena = arena
         self.run = getattr(library, program.name)
         self.run.argtypes, self.run.restype = (ctypes.c_void_p, ctypes.c_void_p), None
-        self.scratch = getattr(library, f"{program.name}_scratch")
-        self.scratch.argtypes, self.scratch.restype = (ctypes.c_int64, ctypes.c_int64), ctypes.c_int64
+        self.scratch, self.shared = (getattr(library, f"{program.name}_{kind}") for kind in ("scratch", "shared"))
+        for floats in (self.scratch, self.shared):
+            floats.argtypes, floats.restype = (ctypes.c_int64, ctypes.c_int64), ctypes.c_int64
         self.pointers = pointers(self.weights)
         self.stamps: list[list[int]] | None = None  # a list: every call adds the nanoseconds at which its steps began
         self.__name__ = program.name  # what the shell's code shows
@@ -113,14 +115,15 @@ class RegionCall:
         program, count = self.program, self.threads.count
         scratch = -(-self.scratch(tokens, selected) // 16) * 16
         held = program.widths["tokens"] * tokens + program.widths["selected"] * selected
-        arena = self.arena.get(held + scratch * count)
+        own = held + scratch * count
+        arena = self.arena.get(own + self.shared(tokens, selected))
         sizes = (ctypes.c_int64 * max(len(program.sizes), 1))(*(inputs[i].shape[d] for i, d in program.sizes))
         problem = ctypes.c_int64(0)
         given, made = pointers(inputs), pointers(outputs)
         stamps = None if self.stamps is None else (ctypes.c_int64 * (len(program.steps) + 1))()
         call = CallStruct(
             ctypes.addressof(given), ctypes.addressof(sizes), ctypes.addressof(made), ctypes.addressof(self.pointers),
-            arena, arena + held * 4, scratch, tokens, selected, ctypes.addressof(problem),
+            arena, arena + held * 4, scratch, arena + own * 4, tokens, selected, ctypes.addressof(problem),
             None if stamps is None else ctypes.addressof(stamps),
         )  # fmt: skip
         self.run(ctypes.byref(call), self.threads.get())
