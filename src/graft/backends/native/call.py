@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from graft.backends.native.program import Program, Weight
+from graft.backends.native.program import Program
 from graft.errors import BadIndex, UsageError
-from graft.ops.fused_linear.native_packing import pack
 
 ALIGN = 64  # bytes
 
@@ -149,19 +148,3 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * max(len(tensors), 1))(*(tensor.data_ptr() for tensor in tensors))
-
-
-def prepare(weights: Sequence[Weight], tensors: Mapping[str, Tensor], made: dict[Weight, Tensor]) -> list[Tensor]:
-    """The weights as the kernels read them; `made` keeps what several regions share."""
-    for weight in weights:
-        if weight not in made:
-            made[weight] = in_form(weight, tensors[weight.target].detach())
-    return [made[weight] for weight in weights]
-
-
-def in_form(weight: Weight, tensor: Tensor) -> Tensor:
-    if weight.form == "float32":
-        return tensor.to(torch.float32).contiguous()
-    if weight.form == "as_is":
-        return tensor.contiguous()
-    return pack(tensor.t() if weight.turned else tensor, weight.form, weight.gated).data
