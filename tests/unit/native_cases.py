@@ -20,11 +20,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils import _pytree as pytree
 
 from graft.backends.native.build import load
-from graft.backends.native.call import Arena, RegionCall, Threads, prepare
+from graft.backends.native.call import Arena, RegionCall, Threads
 from graft.backends.native.compiler import COMPILERS
 from graft.backends.native.emit import emit
 from graft.backends.native.program import Program, Text
 from graft.backends.native.regions import Region, split
+from graft.backends.native.weights import prepare
 from graft.ops import OPS
 from graft.ops.cases import tolerance
 

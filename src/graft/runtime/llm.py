@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from graft.files import Progress
 from graft.kvcache.events import Event
 from graft.kvcache.tensors import LayerShape
 from graft.models.load import LoadedModel, load_model
-from graft.runtime.build import build_engine
+from graft.runtime.build import build_engine, fingerprint
 from graft.runtime.choices import choice_notes
 from graft.runtime.core import Output, Request, Stats
 from graft.runtime.options import EngineOptions
@@ -23,7 +24,7 @@ from graft.runtime.prompts import Prompt, as_list, chat_tokens, check_fits, enco
 from graft.transforms.base import Context
 from graft.transforms.config import Layer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
 from graft.transforms.pipeline import run_pipeline
-from graft.transforms.quantization import Saving
+from graft.transforms.quantization import Saving, release
 from graft.transforms.report import Report
 
 
@@ -31,8 +32,8 @@ class LLM:
     """Loads, captures, transforms and lowers a decoder, and generates with it. `options`: see EngineOptions.
 
     quantize: "int8", "int4" or "fp8", the transform quantize_linear. Where the LLM loaded the model itself, it gives
-    up the weights that were quantized, and `llm.model.module` refuses to run; a LoadedModel of the caller keeps them.
-    keep_weights says it either way.
+    up the weights that were quantized, or packed for native kernels, and `llm.model.module` refuses to run; a
+    LoadedModel of the caller keeps them. keep_weights says it either way.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class LLM:
             dump_dir=dump_dir,
             progress=transform_progress(progress),
         )
-        lowered = lower_decoder(self.graph_module, chosen, settings.kernels, asked=backend)
+        content = fingerprint(self.model, self.graph_module)
+        give_up = None if owned is None else partial(release, self.graph_module, owned)
+        lowered = lower_decoder(self.graph_module, chosen, settings.kernels, asked=backend, release=give_up)
         self.backend = lowered.backend
         layers = [LayerShape(c.kv_heads, c.head_dim, c.dtype) for c in context.outputs["kv_cache"]]
         self.engine, self.size = build_engine(
             lowered.call, self.model, layers, context.block_size, sizes, self.graph_module, backend=lowered.backend,
-            progress=progress,
+            progress=progress, content=content,
         )  # fmt: skip
         self.quantized: Saving | None = context.outputs.get("quantized")
         choices = choice_notes(self.graph_module, first.device, lowered.kernels)

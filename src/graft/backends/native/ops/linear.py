@@ -55,14 +55,15 @@ def product(
     sum_with = None if residual is None else plan.flat(residual)
     if sum_with is not None and sum_with.layout.width != out.layout.width:
         raise NotLowered("the residual is broadcast")
-    scratch = f"linear_scratch<{form}>({plan.rows(rows.layout).text}, {rows.layout.width})"
+    sizes = f"<{form}>({plan.rows(rows.layout).text}, {rows.layout.width}"
+    scratch, shared = f"linear_scratch{sizes}, true)", f"linear_shared{sizes})"
     plan.step(
-        node, Kernel(f"linear<{form}>", "LinearArgs", HEADER, scratch=scratch), x=Pointer(rows), ldx=Stride(rows),
-        tokens=plan.rows(rows.layout),
-        k=rows.layout.width, n=out.layout.width, w=pointer, bias=plan.vector_or_null(bias),
-        norm=plan.vector_or_null(norm), eps=eps, offset=float(offset), normed=normed, act=Text(f"Act::{activation}"),
-        residual=Text("nullptr") if sum_with is None else Pointer(sum_with),
+        node, Kernel(f"linear<{form}>", "LinearArgs", HEADER, scratch=scratch, shared=shared), x=Pointer(rows),
+        ldx=Stride(rows), tokens=plan.rows(rows.layout), k=rows.layout.width, n=out.layout.width, w=pointer,
+        bias=plan.vector_or_null(bias), norm=plan.vector_or_null(norm), eps=eps, offset=float(offset), normed=normed,
+        act=Text(f"Act::{activation}"), residual=Text("nullptr") if sum_with is None else Pointer(sum_with),
         ldr=0 if sum_with is None else Stride(sum_with), out=Pointer(out), ldo=Stride(out),
+        shared=Text("call.shared"),
     )  # fmt: skip
     plan.bind(node, out)
 
