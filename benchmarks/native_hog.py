@@ -75,11 +75,10 @@ class Hog:
 def measure(runners: Mapping[str, tuple[Runner, Runner]], calls: Any, hog: Hog, new: int, repeats: int) -> None:
     """The first of each pair runs alone, the second beside the busy process; in turns."""
     for _ in range(repeats):
-        short, long = [next(calls)], [next(calls)]
         for alone, busy in runners.values():
-            alone.measure(short, long, new)
+            alone.measure([[next(calls)] for _ in range(3)], new)
             with hog.on():
-                busy.measure([next(calls)], [next(calls)], new)
+                busy.measure([[next(calls)] for _ in range(3)], new)
 
 
 def falls(runners: Mapping[str, tuple[Runner, Runner]], new: int) -> list[Fall]:

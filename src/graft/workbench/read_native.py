@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graft.backends.native.build import Source, load
 
-SOURCE = """// Reads all of a buffer, for the roofline of `graft bench`.
+SOURCE = Source("""// Reads all of a buffer, for the roofline of `graft bench`.
 #include "ops/native/read.h"
 
 extern "C" void* graft_team(int threads) { return new graft::Team(threads); }
@@ -19,7 +19,7 @@ extern "C" void graft_team_end(void* team) { delete static_cast<graft::Team*>(te
 extern "C" uint64_t graft_read(void* team, const uint64_t* at, int64_t words) {
   return graft::read_all(*static_cast<graft::Team*>(team), at, words);
 }
-"""
+""")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graft.errors import CompilerFailed, DiskFull, NoCompiler
+from graft.errors import CannotLoad, CompilerFailed, DiskFull, NoCompiler
 from graft.kvcache.memory import free_memory
 from graft.workbench.read_native import Reader, last_level_cache
 
@@ -59,7 +59,7 @@ def cpu_read() -> tuple[float, str]:
     threads = torch.get_num_threads()
     try:
         reader = Reader(threads)
-    except (NoCompiler, CompilerFailed, DiskFull) as error:
+    except (NoCompiler, CompilerFailed, CannotLoad, DiskFull) as error:
         seconds = cpu_seconds(lambda: x.sum())
         return x.nbytes / seconds, f"a sum over {x.nbytes / 1e9:.2f} GB, threads: {threads}; {type(error).__name__}"
     try:
