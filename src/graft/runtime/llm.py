@@ -7,13 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.fx import GraphModule
+
 from graft.backends import lower
 from graft.capture.cache import captured_decoder
 from graft.errors import GraftError, TokenizerMissing, UsageError, near
 from graft.files import Progress
+from graft.graph.edit import attribute
 from graft.kvcache.events import Event
 from graft.kvcache.tensors import LayerShape
 from graft.models.load import LoadedModel, load_model
+from graft.ops.fused_linear.file_rows import Held
 from graft.runtime.build import build_engine
 from graft.runtime.choices import choice_notes
 from graft.runtime.core import Output, Request, Stats
@@ -30,9 +35,10 @@ from graft.transforms.report import Report
 class LLM:
     """Loads, captures, transforms and lowers a decoder, and generates with it. `options`: see EngineOptions.
 
-    quantize: "int8", "int4" or "fp8", the transform quantize_linear. Where the LLM loaded the model itself, it gives
-    up the weights that were quantized, and `llm.model.module` refuses to run; a LoadedModel of the caller keeps them.
-    keep_weights says it either way.
+    quantize: "int8", "int4" or "fp8", the transform quantize_linear; None: floats, but for a GGUF file and the native
+    backend, which reads the file's own blocks; "none": floats in any case. Where the LLM loaded the model itself, it
+    gives up the weights that were quantized, and `llm.model.module` refuses to run; a LoadedModel of the caller keeps
+    them. keep_weights says it either way.
     """
 
     def __init__(
@@ -49,9 +55,13 @@ class LLM:
         keep_weights: bool | None = None,
         **options: Any,
     ) -> None:
-        sizes, sets = engine_options(options), quantize_sets(quantize)
-        given = model if isinstance(model, LoadedModel) else None
-        self.model = given or load_model(model, dtype=dtype, device=device, progress=progress)  # pyrefly: ignore
+        sizes, given = engine_options(options), model if isinstance(model, LoadedModel) else None
+        quantize_sets(quantize)  # a wrong format is told before the model is loaded
+        self.model = given or load_model(
+            model,  # pyrefly: ignore
+            dtype=dtype, device=device, progress=progress, in_blocks=in_blocks(backend, quantize, keep_weights),
+        )  # fmt: skip
+        sets = quantize_sets(quantize if self.model.held is None else "file")
         if isinstance(config, PipelineConfig):
             settings = with_sets(config, sets)
         else:
@@ -60,7 +70,11 @@ class LLM:
         keep = given is not None if keep_weights is None else keep_weights
         self.graph_module, captured = captured_decoder(self.model.module, progress)
         owned = None if keep else self.model.module
-        context = Context(route="decoder", backend=backend, context_length=self.model.context, owned=owned)
+        held = self.model.held
+        context = Context(route="decoder", backend=backend, context_length=self.model.context, owned=owned, held=held)
+        context.notes += filled(
+            held, self.graph_module, "verify: matches computes with them", settings.verify == "matches"
+        )
         report = run_pipeline(
             self.graph_module,
             settings,
@@ -69,6 +83,7 @@ class LLM:
             dump_dir=dump_dir,
             progress=transform_progress(progress),
         )
+        dequantised = filled(held, self.graph_module, "the graph reads them as floats")
         lowered = lower(self.graph_module, backend, settings.kernels)
         self.backend = lowered.backend
         layers = [LayerShape(c.kv_heads, c.head_dim, c.dtype) for c in context.outputs["kv_cache"]]
@@ -77,8 +92,14 @@ class LLM:
             progress=progress,
         )  # fmt: skip
         self.quantized: Saving | None = context.outputs.get("quantized")
-        place = next(self.model.module.parameters()).device
-        notes = (captured, *report.notes, *lowered.notes, *choice_notes(self.graph_module, place, lowered.kernels))
+        place = next(self.graph_module.parameters()).device
+        notes = (
+            captured,
+            *report.notes,
+            *dequantised,
+            *lowered.notes,
+            *choice_notes(self.graph_module, place, lowered.kernels),
+        )
         self.built: Report = replace(report, kernels=lowered.kernels, notes=notes)
 
     def generate(
@@ -204,6 +225,20 @@ class LLM:
             tuple(self.output(sibling) for sibling in request.siblings),
             request.prompt,
         )
+
+
+def in_blocks(backend: str, quantize: str | None, keep_weights: bool | None) -> bool:
+    """Whether the weights of a GGUF file may stay in its blocks: nobody else needs them as floats."""
+    return backend == "native" and quantize is None and not keep_weights
+
+
+def filled(held: Held | None, gm: GraphModule, why: str, wanted: bool = True) -> list[str]:
+    """Dequantises what of a file the graph's parameters stand for; a line for the report."""
+    if held is None or not wanted:
+        return []
+    read = [attribute(gm, str(node.target)) for node in gm.graph.nodes if node.op == "get_attr"]
+    done = held.fill_all(tensor for tensor in read if isinstance(tensor, Tensor))
+    return [f"weights: {len(done)} of the file's were dequantised, because {why}"] if done else []
 
 
 def engine_options(options: Mapping[str, Any]) -> EngineOptions:
