@@ -43,7 +43,7 @@ def load_llm(
 
     given = {"sets": (*(sets or ()), *quantize_sets(quantize)), "plugins": tuple(plugins or ())}
     load_config(config, **given)  # a wrong key is told before the model is loaded
-    blocks = in_blocks(options.get("backend", "auto"), quantize, keep_weights)
+    blocks = in_blocks(options.get("backend", "auto"), quantize)
     loaded = load_model(model, dtype=dtype, device=device, progress=progress, in_blocks=blocks)
     settings = load_config(config, model=overlay(loaded), **given)
     more = options_for(loaded) if options_for else {}

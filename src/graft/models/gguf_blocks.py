@@ -189,6 +189,13 @@ def held_model(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple
     return model.eval(), held
 
 
+def float_model(folder: Path, dtype: torch.dtype, attention: str | None) -> Any:
+    """The module with all its weights, dequantised."""
+    model, held = held_model(folder, dtype, attention)
+    held.fill_all(model.parameters())
+    return model
+
+
 def stored(part: FileRows, raw: Tensor) -> FileRows:
     return FileRows(part.quant, raw, part.order, part.turned, part.source)
 

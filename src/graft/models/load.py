@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from graft.kvcache.memory import free_memory, is_out_of_memory, size_text
 from graft.models.embedded import embedded_folder, embedded_gguf
 from graft.models.files import check_folder
 from graft.models.gguf import convert_gguf
-from graft.models.gguf_blocks import blocks_folder, held_model
+from graft.models.gguf_blocks import blocks_folder, float_model, held_model
 from graft.models.registry import Entry, Family, entries, family_of
 from graft.ops.fused_linear.file_rows import Held
 
@@ -37,6 +37,7 @@ class LoadedModel:
     family: Family | None
     context: int  # how many tokens fit
     held: Held | None = None  # weights that still lie in their file: the module has shapes alone
+    floats: Callable[[], PreTrainedModel] | None = None  # of a model with such weights: a module that has them
 
     @property
     def layers(self) -> int:
@@ -145,9 +146,10 @@ def load_blocks(folder: Path, name: str, dtype: str) -> LoadedModel:
     config: Any = AutoConfig.from_pretrained(folder)
     family = family_of(config.model_type, name)
     place = torch.device("cpu")
-    attention = family.reference_attention if family else None
-    model, held = held_model(folder, resolve_dtype(dtype, place, torch.float32), attention)
-    return LoadedModel(name, model, load_tokenizer(folder), family, config.max_position_embeddings, held)
+    options = (folder, resolve_dtype(dtype, place, torch.float32), family.reference_attention if family else None)
+    model, held = held_model(*options)
+    context = config.max_position_embeddings
+    return LoadedModel(name, model, load_tokenizer(folder), family, context, held, lambda: float_model(*options))
 
 
 def on_device(model: Any, device: torch.device) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -26,7 +27,7 @@ from graft.runtime.options import EngineOptions
 from graft.runtime.params import SamplingParams
 from graft.runtime.prompts import Prompt, as_list, chat_tokens, check_fits, encode
 from graft.transforms.base import Context
-from graft.transforms.config import Layer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
+from graft.transforms.config import DEFAULTS, Layer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.quantization import Saving
 from graft.transforms.report import Report
@@ -38,7 +39,7 @@ class LLM:
     quantize: "int8", "int4" or "fp8", the transform quantize_linear; None: floats, but for a GGUF file and the native
     backend, which reads the file's own blocks; "none": floats in any case. Where the LLM loaded the model itself, it
     gives up the weights that were quantized, and `llm.model.module` refuses to run; a LoadedModel of the caller keeps
-    them. keep_weights says it either way.
+    them. keep_weights says it either way; of a file's own blocks it makes a second, dequantised copy.
     """
 
     def __init__(
@@ -59,18 +60,13 @@ class LLM:
         quantize_sets(quantize)  # a wrong format is told before the model is loaded
         self.model = given or load_model(
             model,  # pyrefly: ignore
-            dtype=dtype, device=device, progress=progress, in_blocks=in_blocks(backend, quantize, keep_weights),
+            dtype=dtype, device=device, progress=progress, in_blocks=in_blocks(backend, quantize),
         )  # fmt: skip
-        sets = quantize_sets(quantize if self.model.held is None else "file")
-        if isinstance(config, PipelineConfig):
-            settings = with_sets(config, sets)
-        else:
-            settings = load_config(config, model=overlay(self.model), sets=sets)
-        require_cache(settings)
+        held, settings = self.model.held, settings_for(self.model, config, quantize)
         keep = given is not None if keep_weights is None else keep_weights
+        keep = keep and held is None
         self.graph_module, captured = captured_decoder(self.model.module, progress)
         owned = None if keep else self.model.module
-        held = self.model.held
         context = Context(route="decoder", backend=backend, context_length=self.model.context, owned=owned, held=held)
         context.notes += filled(
             held, self.graph_module, "verify: matches computes with them", settings.verify == "matches"
@@ -92,7 +88,9 @@ class LLM:
             progress=progress,
         )  # fmt: skip
         self.quantized: Saving | None = context.outputs.get("quantized")
-        place = next(self.graph_module.parameters()).device
+        if keep_weights and self.model.floats is not None:
+            self.model = replace(self.model, module=self.model.floats(), held=None, floats=None)
+        place = self.device
         notes = (
             captured,
             *report.notes,
@@ -101,6 +99,11 @@ class LLM:
             *choice_notes(self.graph_module, place, lowered.kernels),
         )
         self.built: Report = replace(report, kernels=lowered.kernels, notes=notes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the graph's weights are; the module's own may be given up."""
+        return next(self.graph_module.parameters()).device
 
     def generate(
         self,
@@ -227,9 +230,23 @@ class LLM:
         )
 
 
-def in_blocks(backend: str, quantize: str | None, keep_weights: bool | None) -> bool:
-    """Whether the weights of a GGUF file may stay in its blocks: nobody else needs them as floats."""
-    return backend == "native" and quantize is None and not keep_weights
+def settings_for(
+    model: LoadedModel, config: str | Path | Mapping[str, Any] | PipelineConfig | None, quantize: str | None
+) -> PipelineConfig:
+    """The configuration of the model, the caller and `quantize`; weights in a file's blocks stay so by default."""
+    if isinstance(config, PipelineConfig):
+        settings = with_sets(config, quantize_sets(quantize))
+    else:
+        settings = load_config(config, model=overlay(model), sets=quantize_sets(quantize))
+    if model.held is not None and settings.origins["transforms.quantize_linear.enabled"] == DEFAULTS.name:
+        settings = with_sets(settings, quantize_sets("file"))
+    require_cache(settings)
+    return settings
+
+
+def in_blocks(backend: str, quantize: str | None) -> bool:
+    """Whether the weights of a GGUF file stay in its blocks, for the native backend to read."""
+    return backend == "native" and quantize is None
 
 
 def filled(held: Held | None, gm: GraphModule, why: str, wanted: bool = True) -> list[str]:

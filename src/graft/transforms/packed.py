@@ -75,8 +75,7 @@ def pack_layers(
             continue
         records += rewrite_use(editor, use, made)
         done.append(made)
-        held = context.held is not None and attribute(gm, name) in context.held
-        if held and context.held is not None:
+        if context.held is not None:
             context.held.drop(attribute(gm, name))
         if owned is not None:
             release(gm, owned, name)
@@ -143,17 +142,18 @@ def packed_weight(gm: GraphModule, context: Context, use: Use, format: str) -> Q
     """The weight in tiles, or why it stays."""
     name = str(use.weight.target)
     weight, turned, twice = attribute(gm, name).detach(), is_op(use.readers[0], MM, ADDMM), gated(use.readers[0])
-    if context.held is not None and weight in context.held:
+    held = context.held is not None and weight in context.held
+    if context.held is not None and held and format == FILE:
         parts = context.held.of(weight)
         if parts[0].turned != turned:
             return f"{name} is stored turned in the file, and the product reads it the other way"
         packed = context.held.packed(weight, twice)
         stored = "+".join(context.held.quants(weight))
         return Quantized(name, packed.kind, *in_graph(packed), None, weight.nbytes, stored=stored)
-    if format == FILE:
-        return f"{name} has floats in the file"
-    if not use.products:
-        return f"{name} is a table"
+    if format == FILE or not use.products:
+        return f"{name} has floats in the file" if format == FILE else f"{name} is a table"
+    if context.held is not None and held:
+        context.held.fill(weight)
     rows = weight.t() if turned else weight
     packed, rounding = pack_checked(rows, KIND[format], twice, name)
     return Quantized(name, packed.kind, *in_graph(packed), rounding, weight.nbytes)

@@ -91,7 +91,7 @@ def bench_cell(run: Run, cell: Cell) -> list[Row]:
 
 def contest(run: Run, cell: Cell) -> list[Row]:
     plan, model = run.plan, run.llm.model
-    device = next(model.module.parameters()).device
+    device = run.llm.device
     runners = [Runner(Graft(run.llm), device, run.build_seconds)]
     runners += [Runner(make_rival(name, model, plan.length(cell)), device) for name in plan.against]
     calls = prompts_for(model, cell)
@@ -148,7 +148,7 @@ def prompts_for(model: LoadedModel, cell: Cell) -> Iterator[list[int]]:
 
 def setup_of(run: Run, notes: Mapping[str, Any]) -> dict[str, Any]:
     llm = run.llm
-    device = next(llm.model.module.parameters()).device
+    device = llm.device
     return {
         "model": llm.model.name,
         "dtype": str(llm.model.module.dtype).removeprefix("torch."),

@@ -246,8 +246,11 @@ class Planner:
         )
 
     def rows_from(self) -> dict[Rows, tuple[int, int]]:
+        """From logits_index where there is one: inputs with a row a sequence have its symbol, and may have fewer."""
         found: dict[Rows, tuple[int, int]] = {}
-        for (index, dim), size in self.input_dims():
+        for (index, dim), size in sorted(
+            self.input_dims(), key=lambda each: self.inputs[each[0][0]].name != "logits_index"
+        ):
             if size in self.shapes.rows:
                 found.setdefault(self.shapes.rows[size], (index, dim))
         return found

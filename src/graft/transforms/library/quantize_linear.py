@@ -121,6 +121,8 @@ class QuantizeLinear(BaseTransform):
         return (*self.config.skip, OUTPUT_HEAD) if self.config.head == "none" else self.config.skip
 
     def format_of(self, name: str) -> str:
+        if self.config.format == "file":
+            return "file"
         return self.config.head if pattern_fits(OUTPUT_HEAD, name) else self.config.format
 
     def idle_patterns(self, layers: Layers) -> list[str]:
