@@ -39,7 +39,7 @@ def build_engine(
     weights: holds what the graph reads. content: its fingerprint, where some of it was given up since.
     record: whether decode steps are recorded; None: where that is of use (see loop_problem).
     """
-    device = next(model.module.parameters()).device
+    device = next(weights.parameters()).device  # the module's own may be given up, and on the meta device
     size = bytes_per_block(layers, block_size)
     most = options.max_num_seqs * -(-model.context // block_size)
     found = cache_size(size, most, device, options.kv_cache_memory)

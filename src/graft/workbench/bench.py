@@ -96,7 +96,7 @@ def bench_cell(run: Run, cell: Cell) -> list[Row]:
 
 def contest(run: Run, cell: Cell) -> list[Row]:
     plan, model = run.plan, run.llm.model
-    device = next(model.module.parameters()).device
+    device = run.llm.device
     task = Task(model, plan.length(cell), cell.batch, run.source, plan.threads)
     runners = [Runner(Graft(run.llm), device, run.build_seconds)]
     runners += [Runner(make_rival(name, task), device) for name in plan.against]
@@ -169,7 +169,7 @@ def prompts_for(model: LoadedModel, cell: Cell) -> Iterator[list[int]]:
 
 def setup_of(run: Run, notes: Mapping[str, Any]) -> dict[str, Any]:
     llm = run.llm
-    device = next(llm.model.module.parameters()).device
+    device = llm.device
     return {
         "model": llm.model.name,
         "dtype": str(llm.model.module.dtype).removeprefix("torch."),

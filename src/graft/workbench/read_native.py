@@ -28,7 +28,7 @@ class Reader:
     """A team of its own that reads a tensor; `read` gives the sum of its 8-byte words, modulo 2**64."""
 
     def __init__(self, threads: int) -> None:
-        self.library, _ = load(Source(SOURCE))
+        self.library, _ = load(SOURCE)
         self.library.graft_team.restype = ctypes.c_void_p
         self.library.graft_team_end.argtypes = (ctypes.c_void_p,)
         self.library.graft_read.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
