@@ -38,7 +38,7 @@ class LLM:
     """Loads, captures, transforms and lowers a decoder, and generates with it. `options`: see EngineOptions.
 
     quantize: "int8", "int4" or "fp8", the transform quantize_linear; None: floats, but for a GGUF file with
-    `dtype="auto"` and the native backend, which reads the file's own blocks; "none": floats in any case. Where the LLM
+    `dtype="auto"` and the native backend, which reads the file's own blocks; "none": floats always. Where the LLM
     loaded the model itself, it gives up the weights that were quantized, or packed for native kernels, and
     `llm.model.module` refuses to run; a LoadedModel of the caller keeps them. keep_weights says it either way; of a
     file's own blocks it makes a second, dequantised copy.
