@@ -1,7 +1,8 @@
 # make run   set up, then answer a prompt with the embedded model and show what was done to it
 # make test  set up, then lint, type-check and run the tests
+# make sanitize  the native kernels under address, undefined-behaviour and thread sanitizers
 # make fuzz  the property tests with new random examples
-.PHONY: run test fuzz check bench setup clean
+.PHONY: run test sanitize fuzz check bench setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,6 +16,14 @@ run: $(READY)
 # one process a core, each with one thread: most tests are many small calls; one order of sets, so that a run repeats
 test: check
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+# once as programs of their own, and once inside of Python, where a model's whole step runs
+sanitize: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_native_sanitizers.py
+	OMP_NUM_THREADS=1 GRAFT_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1" \
+	  GRAFT_NATIVE_CACHE_DIR="$$(mktemp -d)" ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" \
+	  $(BIN)/python -m pytest -p no:xdist tests/unit/test_native_kernels.py tests/unit/test_native_attention.py \
+	  tests/unit/test_native_rows.py "tests/e2e/test_native_families.py" -k "not families or llama or gpt_oss or gemma-2"
 
 # the property tests with examples that no run has seen
 fuzz: $(READY)

@@ -174,10 +174,10 @@ def contest(args: argparse.Namespace, batch: int, contestants: Sequence[Contesta
     for runner in runners:
         runner.warm_up(prompts, 2)
     for _ in range(args.repeats):
-        three = [[next(calls) for _ in range(batch)] for _ in range(3)]
+        short, long, before = [[next(calls) for _ in range(batch)] for _ in range(3)]
         for runner in runners:
             if not runner.failed:
-                runner.measure(three, steps(runner))
+                runner.measure(short, long, steps(runner), before)
     for runner in runners:
         name = runner.contestant.name
         if runner.failed:

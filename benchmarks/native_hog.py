@@ -76,9 +76,9 @@ def measure(runners: Mapping[str, tuple[Runner, Runner]], calls: Any, hog: Hog, 
     """The first of each pair runs alone, the second beside the busy process; in turns."""
     for _ in range(repeats):
         for alone, busy in runners.values():
-            alone.measure([[next(calls)] for _ in range(3)], new)
+            alone.measure([next(calls)], [next(calls)], new)
             with hog.on():
-                busy.measure([[next(calls)] for _ in range(3)], new)
+                busy.measure([next(calls)], [next(calls)], new)
 
 
 def falls(runners: Mapping[str, tuple[Runner, Runner]], new: int) -> list[Fall]:

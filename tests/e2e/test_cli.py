@@ -126,7 +126,19 @@ def test_ops_lists_kernels_and_reasons_r25():
     assert "graft::rope" in told.stdout and "not where Triton kernels run on a GPU" in told.stdout
     rows = json.loads(graft("ops", "rope", "--device", "cpu", "--json").stdout)
     assert {row["kernel"] for row in rows} == {"triton", "reference"} and all(row["cases"] for row in rows)
-    forced = graft("run", "-m", "tiny-llama", "--token-ids", "5", "--set", "kernels.rope=triton", "--device", "cpu")
+    forced = graft(
+        "run",
+        "-m",
+        "tiny-llama",
+        "--token-ids",
+        "5",
+        "--set",
+        "kernels.rope=triton",
+        "--device",
+        "cpu",
+        "--backend",
+        "eager",
+    )
     assert forced.returncode == 1 and "kernel 'triton' of graft::rope cannot run this call" in forced.stderr
 
 

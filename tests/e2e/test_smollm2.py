@@ -18,7 +18,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def llm():
-    return graft.LLM("smollm2-135m", dtype="float32", device="cpu")
+    return graft.LLM("smollm2-135m", dtype="float32", device="cpu", keep_weights=True)
 
 
 def test_every_transform_matches_or_says_why(llm):

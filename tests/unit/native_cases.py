@@ -20,11 +20,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils import _pytree as pytree
 
 from graft.backends.native.build import load
-from graft.backends.native.call import Arena, RegionCall, Threads, prepare
+from graft.backends.native.call import Arena, RegionCall, Threads
 from graft.backends.native.compiler import COMPILERS
 from graft.backends.native.emit import emit
 from graft.backends.native.program import Program, Text
 from graft.backends.native.regions import Region, split
+from graft.backends.native.weights import prepare
 from graft.ops import OPS
 from graft.ops.cases import tolerance
 
@@ -67,6 +68,7 @@ def rows_shape(s: Symbols, tensor: Tensor) -> tuple[Any, ...]:
 
 
 LAYOUT: dict[str, Callable[[Symbols], tuple[Any, ...]]] = {
+    "ids": lambda s: (s.batch, s.tokens),
     "slots": lambda s: (s.tokens,),
     "rows": lambda s: (s.tokens,),
     "block_tables": lambda s: (s.sequences, s.table),
@@ -182,6 +184,7 @@ WEIGHTS = {
     "linear": frozenset({"w", "b"}),
     "fused_linear": frozenset({"weight", "bias", "norm"}),
     "moe_experts": frozenset({"gate_up", "down"}),
+    "packed_embedding": frozenset({"weight", "scale"}),
 }
 # kernel, field and how it is changed: what must then fail
 WRONG = {
@@ -199,13 +202,15 @@ WRONG = {
     "fused_linear": ("linear", "k", lambda k: k - 1),
     "moe_route": ("moe_route", "top_k", lambda k: k - 1 if k > 1 else 2),
     "moe_experts": ("experts_up", "act", lambda _: Text("Act::none")),
+    "packed_embedding": ("packed_embedding", "columns", lambda columns: columns - 32),
 }
 CACHES = ("k_cache", "v_cache")
 
 
 def packed(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Batches laid side by side as rows of one: [b, s, w] → [1, b·s, w], [b, h, s, d] → [1, h, b·s, d]."""
-    if op in ("rope_kv_write", "cached_attention", "paged_attention", "rope_attention", "moe_route", "moe_experts"):
+    if op in ("rope_kv_write", "cached_attention", "paged_attention", "rope_attention", "moe_route", "moe_experts",
+              "packed_embedding"):  # fmt: skip
         return args
     names = [argument.name for argument in getattr(ops, op).default._schema.arguments]
     weights = WEIGHTS.get(op, NORMS)
@@ -234,7 +239,7 @@ def programs(op: str) -> list[tuple[torch.dtype, str, tuple[Any, ...], float, Bu
     for dtype, case in product(DTYPES, cases_of(op)):
         args = case.make("cpu", dtype, torch.Generator().manual_seed(0))
         if op == "fused_linear" and args[3] is not None:
-            continue  # quantized weights stay eager
+            continue  # quantized for a GPU: they stay eager
         last = frozenset({"x", "cos", "sin"}) if is_heads_last(op, args) else frozenset()
         args = packed(op, args)
         found.append((dtype, case.name, args, tolerance(dtype, case.reduction)))
@@ -277,6 +282,8 @@ def expected(op: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
     given = wide(args)
     if op == "moe_route":
         given[3] = torch.float64
+    if op == "packed_embedding":
+        given[4] = torch.float64
     made = OPS[op].reference(*given)
     named = dict(zip([a.name for a in getattr(ops, op).default._schema.arguments], given, strict=False))
     caches = [written(op, named[name], args) for name in CACHES if name in named]

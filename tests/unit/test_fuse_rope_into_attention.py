@@ -178,7 +178,7 @@ def test_engine_tokens_stay_the_same_r22(family, monkeypatch):
     captured = capture_decoder(tiny(family).module)  # once for all; it takes longer than everything else
     monkeypatch.setattr(cache, "capture_decoder", lambda _: second_module(captured))
     with_it, without, plain = (
-        graft.LLM(tiny(family), config=config, max_num_batched_tokens=20)
+        graft.LLM(tiny(family), config=config, max_num_batched_tokens=20, backend="eager")
         for config in (on(BEFORE, NAME), on(BEFORE), None)
     )
     layers = with_it.model.layers

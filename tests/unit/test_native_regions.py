@@ -14,7 +14,7 @@ from conftest import tiny
 from graft import LLM, SamplingParams
 from graft.backends.native.plan import LOWERINGS
 from graft.cli.app import app
-from graft.errors import BadIndex, KernelUnavailable, UsageError
+from graft.errors import BadIndex, KernelUnavailable, NothingNative, UsageError
 
 pytestmark = needs_compiler
 ops, aten = torch.ops.graft, torch.ops.aten
@@ -74,9 +74,11 @@ def test_sixteen_bit_values_cross_the_borders_r12(monkeypatch):
 def test_nothing_to_lower_is_said_r12(monkeypatch):
     for op in list(LOWERINGS):
         monkeypatch.delitem(LOWERINGS, op)
-    llm = built("llama")
-    assert tokens(llm) == eager_tokens("llama")
-    assert any("nothing could be lowered" in note for note in llm.report.notes)
+    with pytest.raises(NothingNative, match="there is no native kernel of aten"):
+        built("llama")
+    llm = LLM(tiny("llama"), kv_cache_memory="8MiB")  # nobody asked for native by name
+    assert llm.backend == "eager" and tokens(llm) == eager_tokens("llama")
+    assert any("backend: eager" in note and "there is no native kernel" in note for note in llm.report.notes)
 
 
 def test_a_kernel_that_the_configuration_names_is_run_r12():

@@ -132,6 +132,7 @@ WRONG = {
     "cached_attention": lambda args: (*args[:8], args[8] * 1.05, *args[9:]),
     "rope_kv_write": lambda args: (*args[:4], -args[4], *args[5:]),
     "rope_attention": lambda args: (*args[:4], -args[4], *args[5:]),
+    "packed_embedding": lambda args: (*args[:2], (args[2] + 1) % args[1].shape[0], *args[3:]),
     "elementwise": lambda args: ([args[0][0] * 1.15, *args[0][1:]], args[1]),
 }
 

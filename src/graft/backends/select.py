@@ -54,11 +54,16 @@ def decoder_backend(backend: str, device: torch.device, dtype: torch.dtype) -> t
 
 
 def lower_decoder(
-    gm: GraphModule, backend: str, kernels: Mapping[str, str] | None = None, *, asked: str = "auto"
+    gm: GraphModule,
+    backend: str,
+    kernels: Mapping[str, str] | None = None,
+    *,
+    asked: str = "auto",
+    release: Callable[[str], None] | None = None,
 ) -> Lowered:
     """Lowers what was made for `backend`. Where nobody asked for native by name, eager serves when that fails."""
     try:
-        return lower(gm, backend, kernels)
+        return lower(gm, backend, kernels, release=release)
     except (NativeFailed, DiskFull) as error:
         if asked != "auto":
             raise
@@ -73,10 +78,12 @@ def lower(
     kernels: Mapping[str, str] | None = None,
     *,
     reuse_outputs: bool = False,
+    release: Callable[[str], None] | None = None,
 ) -> Lowered:
     """`kernels` names the kernel that an op must run; the others get the first that applies.
 
-    `reuse_outputs` lets a CUDA graph return its own result buffers, which the next call overwrites.
+    `reuse_outputs` lets a CUDA graph return its own result buffers, which the next call overwrites. `release`
+    gives up a weight of the module's own; the native backend calls it for those that it has packed.
     """
     check_name(backend)
     if reuse_outputs and backend != "cuda_graph":
@@ -92,7 +99,7 @@ def lower(
     elif backend == "native":
         from graft.backends.native.lower import lower_native
 
-        lowered = lower_native(gm, kernels)
+        lowered = lower_native(gm, kernels, release)
     else:
         from graft.backends.eager import lower_eager
 

@@ -151,7 +151,7 @@ def measure(llm: Any, plan: Plan, built: float, progress: Any, notes: dict[str, 
 
     progress("measuring what this machine can do", 0, 1)
     module = llm.model.module
-    roofline = measure_roofline(next(module.parameters()).device, module.dtype)
+    roofline = measure_roofline(llm.device, module.dtype)
     return run(llm, plan, built, progress, roofline, notes, source)
 
 
@@ -178,7 +178,7 @@ def table_of_kernels(llm: Any, plan: Plan, notes: dict[str, Any], progress: Any,
     from graft.workbench.roofline import measure_roofline
 
     module = llm.model.module
-    device = next(module.parameters()).device
+    device = llm.device
     roofline = measure_roofline(device, module.dtype)
     tables = []
     for done, cell in enumerate(plan.cells()):

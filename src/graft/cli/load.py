@@ -38,12 +38,13 @@ def load_llm(
     keep_weights: the Hugging Face module is used as well, so quantizing must leave it its weights.
     """
     from graft.models.load import load_model
-    from graft.runtime.llm import LLM, overlay
+    from graft.runtime.llm import LLM, in_blocks, overlay
     from graft.transforms.config import load_config, quantize_sets
 
     given = {"sets": (*(sets or ()), *quantize_sets(quantize)), "plugins": tuple(plugins or ())}
     load_config(config, **given)  # a wrong key is told before the model is loaded
-    loaded = load_model(model, dtype=dtype, device=device, progress=progress)
+    blocks = in_blocks(options.get("backend", "auto"), quantize, dtype, device)
+    loaded = load_model(model, dtype=dtype, device=device, progress=progress, in_blocks=blocks)
     settings = load_config(config, model=overlay(loaded), **given)
     more = options_for(loaded) if options_for else {}
     return LLM(loaded, config=settings, progress=progress, keep_weights=keep_weights, **options, **more)

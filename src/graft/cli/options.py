@@ -33,6 +33,9 @@ CacheMemory = Annotated[
 ]
 Quantize = Annotated[
     str | None,
-    typer.Option(help="Weights of linear layers as int8, int4 or fp8; the output head stays.", metavar="FORMAT"),
+    typer.Option(
+        help="Weights of linear layers as int8, int4 or fp8; none: floats, where native keeps a GGUF file's own.",
+        metavar="FORMAT",
+    ),
 ]
 DEFAULT_MODEL = "smollm2-135m"

@@ -184,7 +184,7 @@ def show_speeds(llm: LLM, speeds: dict[str, float]) -> None:
         rival = speeds["hugging_face_eager"]
         rates.append(f"Hugging Face eager {rival:.1f} tokens/s ({speeds['graft'] / rival:.2f}x)" if rival else "")
     out.print(
-        f"{llm.model.name}, {dtype}, {llm.model.module.device}: {s.prompt_tokens} prompt + {s.new_tokens} new tokens,"
+        f"{llm.model.name}, {dtype}, {llm.device}: {s.prompt_tokens} prompt + {s.new_tokens} new tokens,"
         " decode: " + ", ".join(rates),
         markup=False,
     )

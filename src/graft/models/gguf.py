@@ -61,31 +61,39 @@ def check_gguf(path: Path) -> None:
 def write_folder(path: Path, folder: Path, progress: Progress | None) -> None:
     """Config, tokenizer and dequantised weights, in Hugging Face's names and layout."""
     from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    def step(index: int, what: str) -> None:
-        if progress:
-            progress(what, index, 4)
+    _, model = write_front(path, folder, progress)
+    tell(progress, 2, "dequantising the weights")
+    loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=STORED_DTYPE)
+    tell(progress, 3, "writing safetensors")
+    save_file(wanted(model, loaded["tensors"]), folder / "model.safetensors", metadata={"format": "pt"})
+    tell(progress, 4, "done")
 
-    step(0, "reading the tokenizer")
+
+def write_front(path: Path, folder: Path, progress: Progress | None) -> tuple[Any, torch.nn.Module]:
+    """Writes tokenizer and config; the config, and the model on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tell(progress, 0, "reading the tokenizer")
     tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     tokenizer.clean_up_tokenization_spaces = False  # it would take spaces out of decoded text
     tokenizer.save_pretrained(folder)
-    step(1, "reading the config")
+    tell(progress, 1, "reading the config")
     config: Any = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
     config.dtype = STORED_DTYPE
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    step(2, "dequantising the weights")
-    loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=STORED_DTYPE)
-    step(3, "writing safetensors")
-    save_file(wanted(model, loaded["tensors"]), folder / "model.safetensors", metadata={"format": "pt"})
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    step(4, "done")
+    return config, model
+
+
+def tell(progress: Progress | None, index: int, what: str) -> None:
+    if progress:
+        progress(what, index, 4)
 
 
 def wanted(model: torch.nn.Module, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from graft.errors import CheckpointError, OutOfMemory, UnknownModel, UsageError, near
 from graft.files import Progress
 from graft.kvcache.memory import free_memory, is_out_of_memory, size_text
-from graft.models.embedded import embedded_folder
+from graft.models.embedded import embedded_folder, embedded_gguf
 from graft.models.files import check_folder
 from graft.models.gguf import convert_gguf
+from graft.models.gguf_blocks import blocks_folder, float_model, held_model
 from graft.models.registry import Entry, Family, entries, family_of
+from graft.ops.fused_linear.file_rows import Held
 
 DTYPES = {
     "float32": torch.float32,
@@ -34,6 +36,8 @@ class LoadedModel:
     tokenizer: Any
     family: Family | None
     context: int  # how many tokens fit
+    held: Held | None = None  # weights that still lie in their file: the module has shapes alone
+    floats: Callable[[], PreTrainedModel] | None = None  # of a model with such weights: a module that has them
 
     @property
     def layers(self) -> int:
@@ -45,16 +49,29 @@ class LoadedModel:
 
 
 def load_model(
-    name: str | Path, *, dtype: str = "auto", device: str = "auto", progress: Progress | None = None
+    name: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    progress: Progress | None = None,
+    in_blocks: bool = False,
 ) -> LoadedModel:
-    """Loads for inference. `device="meta"` builds registry models without weights."""
+    """Loads for inference. `device="meta"` builds registry models without weights.
+
+    in_blocks: the quantised weights of a GGUF file stay in it, for the native backend to pack (LoadedModel.held).
+    """
     place = resolve_device(device)
     path = Path(name)
     if str(name) in entries():
         entry = entries()[str(name)]
         if entry.kind == "random":
             return build_random(entry, resolve_dtype(dtype, place, torch.bfloat16), place)
+        if in_blocks and place.type == "cpu":
+            file = embedded_gguf(entry.name, entry.settings, progress)
+            return load_blocks(blocks_folder(file, progress, entry.name), entry.name, dtype)
         return load_folder(embedded_folder(entry.name, entry.settings, progress), entry.name, dtype, place)
+    if path.suffix == ".gguf" and path.exists() and in_blocks and place.type == "cpu":
+        return load_blocks(blocks_folder(path, progress), path.stem, dtype)
     if path.suffix == ".gguf" and path.exists():
         return load_folder(convert_gguf(path, progress), path.stem, dtype, place)
     if path.is_dir():
@@ -122,6 +139,17 @@ def load_folder(folder: Path, name: str, dtype: str, device: torch.device) -> Lo
     if context is None:
         raise CheckpointError(f"{folder}: its config has no max_position_embeddings, so the context is not known")
     return LoadedModel(name, on_device(model.eval(), device), load_tokenizer(folder), family, context)
+
+
+def load_blocks(folder: Path, name: str, dtype: str) -> LoadedModel:
+    """A GGUF file on the CPU, its quantised weights left where they are."""
+    config: Any = AutoConfig.from_pretrained(folder)
+    family = family_of(config.model_type, name)
+    place = torch.device("cpu")
+    options = (folder, resolve_dtype(dtype, place, torch.float32), family.reference_attention if family else None)
+    model, held = held_model(*options)
+    context = config.max_position_embeddings
+    return LoadedModel(name, model, load_tokenizer(folder), family, context, held, lambda: float_model(*options))
 
 
 def on_device(model: Any, device: torch.device) -> Any:

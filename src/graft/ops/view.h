@@ -34,6 +34,7 @@ struct Call {
   float* arena;
   float* scratch;  // `scratch_floats` for each thread
   int64_t scratch_floats;
+  float* shared;  // one for all threads
   int64_t tokens;
   int64_t selected;
   std::atomic<int64_t>* problem;  // 0, or 1 + the number of the step that met an index it cannot follow

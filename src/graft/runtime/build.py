@@ -32,13 +32,14 @@ def build_engine(
     backend: str = "eager",
     progress: Progress | None = None,
     record: bool | None = None,
+    content: str | None = None,
 ) -> tuple[Engine, str]:
     """The engine, and a line about the size of its cache.
 
-    weights: holds what the graph reads. record: whether decode steps are recorded; None: where that is of use (see
-    loop_problem).
+    weights: holds what the graph reads. content: its fingerprint, where some of it was given up since.
+    record: whether decode steps are recorded; None: where that is of use (see loop_problem).
     """
-    device = next(model.module.parameters()).device
+    device = next(weights.parameters()).device  # the module's own may be given up, and on the meta device
     size = bytes_per_block(layers, block_size)
     most = options.max_num_seqs * -(-model.context // block_size)
     found = cache_size(size, most, device, options.kv_cache_memory)
@@ -57,7 +58,7 @@ def build_engine(
     manager = BlockManager(
         found.blocks,
         block_size,
-        fingerprint=fingerprint(model, weights),
+        fingerprint=content or fingerprint(model, weights),
         prefix_reuse=options.enable_prefix_caching,
         events=events,
     )

@@ -4,35 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
 
 from graft.backends.select import decoder_backend, lower_decoder
 from graft.capture.cache import captured_decoder
 from graft.errors import GraftError, TokenizerMissing, UsageError, near
 from graft.files import Progress
+from graft.graph.edit import attribute
 from graft.kvcache.events import Event
 from graft.kvcache.tensors import LayerShape
-from graft.models.load import LoadedModel, load_model
-from graft.runtime.build import build_engine
+from graft.models.load import LoadedModel, load_model, resolve_device
+from graft.ops.fused_linear.file_rows import Held
+from graft.runtime.build import build_engine, fingerprint
 from graft.runtime.choices import choice_notes
 from graft.runtime.core import Output, Request, Stats
 from graft.runtime.options import EngineOptions
 from graft.runtime.params import SamplingParams
 from graft.runtime.prompts import Prompt, as_list, chat_tokens, check_fits, encode
 from graft.transforms.base import Context
-from graft.transforms.config import Layer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
+from graft.transforms.config import DEFAULTS, Layer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
 from graft.transforms.pipeline import run_pipeline
-from graft.transforms.quantization import Saving
+from graft.transforms.quantization import Saving, release
 from graft.transforms.report import Report
 
 
 class LLM:
     """Loads, captures, transforms and lowers a decoder, and generates with it. `options`: see EngineOptions.
 
-    quantize: "int8", "int4" or "fp8", the transform quantize_linear. Where the LLM loaded the model itself, it gives
-    up the weights that were quantized, and `llm.model.module` refuses to run; a LoadedModel of the caller keeps them.
-    keep_weights says it either way.
+    quantize: "int8", "int4" or "fp8", the transform quantize_linear; None: floats, but for a GGUF file with
+    `dtype="auto"` and the native backend, which reads the file's own blocks; "none": floats always. Where the LLM
+    loaded the model itself, it gives up the weights that were quantized, or packed for native kernels, and
+    `llm.model.module` refuses to run; a LoadedModel of the caller keeps them. keep_weights says it either way; of a
+    file's own blocks it makes a second, dequantised copy.
     """
 
     def __init__(
@@ -49,20 +58,23 @@ class LLM:
         keep_weights: bool | None = None,
         **options: Any,
     ) -> None:
-        sizes, sets = engine_options(options), quantize_sets(quantize)
-        given = model if isinstance(model, LoadedModel) else None
-        self.model = given or load_model(model, dtype=dtype, device=device, progress=progress)  # pyrefly: ignore
-        if isinstance(config, PipelineConfig):
-            settings = with_sets(config, sets)
-        else:
-            settings = load_config(config, model=overlay(self.model), sets=sets)
-        require_cache(settings)
+        sizes, given = engine_options(options), model if isinstance(model, LoadedModel) else None
+        quantize_sets(quantize)  # a wrong format is told before the model is loaded
+        self.model = given or load_model(
+            model,  # pyrefly: ignore
+            dtype=dtype, device=device, progress=progress, in_blocks=in_blocks(backend, quantize, dtype, device),
+        )  # fmt: skip
+        held, settings = self.model.held, settings_for(self.model, config, quantize)
         keep = given is not None if keep_weights is None else keep_weights
+        keep = keep and held is None
         self.graph_module, captured = captured_decoder(self.model.module, progress)
         owned = None if keep else self.model.module
-        first = next(self.model.module.parameters())
-        chosen, why = decoder_backend(backend, first.device, first.dtype)
-        context = Context(route="decoder", backend=chosen, context_length=self.model.context, owned=owned)
+        self.device = next(self.model.module.parameters()).device
+        chosen, why = decoder_backend(backend, self.device, self.model.module.dtype)
+        context = Context(route="decoder", backend=chosen, context_length=self.model.context, owned=owned, held=held)
+        context.notes += filled(
+            held, self.graph_module, "verify: matches computes with them", settings.verify == "matches"
+        )
         report = run_pipeline(
             self.graph_module,
             settings,
@@ -71,16 +83,21 @@ class LLM:
             dump_dir=dump_dir,
             progress=transform_progress(progress),
         )
-        lowered = lower_decoder(self.graph_module, chosen, settings.kernels, asked=backend)
+        dequantised = filled(held, self.graph_module, "the graph reads them as floats")
+        content = fingerprint(self.model, self.graph_module)
+        give_up = None if owned is None else partial(release, self.graph_module, owned)
+        lowered = lower_decoder(self.graph_module, chosen, settings.kernels, asked=backend, release=give_up)
         self.backend = lowered.backend
         layers = [LayerShape(c.kv_heads, c.head_dim, c.dtype) for c in context.outputs["kv_cache"]]
         self.engine, self.size = build_engine(
             lowered.call, self.model, layers, context.block_size, sizes, self.graph_module, backend=lowered.backend,
-            progress=progress,
+            progress=progress, content=content,
         )  # fmt: skip
         self.quantized: Saving | None = context.outputs.get("quantized")
-        choices = choice_notes(self.graph_module, first.device, lowered.kernels)
-        notes = (captured, *why, *report.notes, *lowered.notes, *choices)
+        if keep_weights and self.model.floats is not None:
+            self.model = replace(self.model, module=self.model.floats(), held=None, floats=None)
+        choices = choice_notes(self.graph_module, self.device, lowered.kernels)
+        notes = (captured, *why, *report.notes, *dequantised, *lowered.notes, *choices)
         self.built: Report = replace(report, kernels=lowered.kernels, notes=notes)
 
     def generate(
@@ -206,6 +223,36 @@ class LLM:
             tuple(self.output(sibling) for sibling in request.siblings),
             request.prompt,
         )
+
+
+def settings_for(
+    model: LoadedModel, config: str | Path | Mapping[str, Any] | PipelineConfig | None, quantize: str | None
+) -> PipelineConfig:
+    """The configuration of the model, the caller and `quantize`; weights in a file's blocks stay so by default."""
+    if isinstance(config, PipelineConfig):
+        settings = with_sets(config, quantize_sets(quantize))
+    else:
+        settings = load_config(config, model=overlay(model), sets=quantize_sets(quantize))
+    if model.held is not None and settings.origins["transforms.quantize_linear.enabled"] == DEFAULTS.name:
+        settings = with_sets(settings, quantize_sets("file"))
+    require_cache(settings)
+    return settings
+
+
+def in_blocks(backend: str, quantize: str | None, dtype: str, device: str) -> bool:
+    """Whether the weights of a GGUF file stay in its blocks, for the native backend: nobody asks for floats."""
+    if quantize is not None or dtype != "auto":
+        return False
+    return decoder_backend(backend, resolve_device(device), torch.float32)[0] == "native"
+
+
+def filled(held: Held | None, gm: GraphModule, why: str, wanted: bool = True) -> list[str]:
+    """Dequantises what of a file the graph's parameters stand for; a line for the report."""
+    if held is None or not wanted:
+        return []
+    read = [attribute(gm, str(node.target)) for node in gm.graph.nodes if node.op == "get_attr"]
+    done = held.fill_all(tensor for tensor in read if isinstance(tensor, Tensor))
+    return [f"weights: {len(done)} of the file's were dequantised, because {why}"] if done else []
 
 
 def engine_options(options: Mapping[str, Any]) -> EngineOptions:

@@ -17,6 +17,7 @@ from graft.graph.nodes import module_path, where
 from graft.graph.pattern import exact_pattern, tensor_names
 from graft.graph.text import target_text
 from graft.graph.trace import current_dialect
+from graft.ops.fused_linear.file_rows import Held
 from graft.transforms.costs import Measure
 from graft.transforms.report import MatchRecord
 
@@ -47,6 +48,7 @@ class Context:
 
     backend: what the graph is lowered to afterwards: the native one fuses on a CPU what others fuse on a GPU.
     owned: the module whose weights may be given up once the graph has others; None where it is somebody else's.
+    held: weights that still lie in their file, and have shapes alone in the module.
     shared: what several graphs of one module have in common, so that a second capture does not make it again.
     """
 
@@ -58,6 +60,7 @@ class Context:
     outputs: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the report
     owned: torch.nn.Module | None = None
+    held: Held | None = None
     shared: dict[Any, Any] | None = None
 
 

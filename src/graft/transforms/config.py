@@ -104,11 +104,11 @@ def parse_set(text: str) -> Layer:
 
 
 def quantize_sets(kind: str | None) -> tuple[str, ...]:
-    """What `--quantize KIND` stands for, as values of `--set`."""
-    if kind is None:
+    """What `--quantize KIND` stands for, as values of `--set`. `none`: floats, whatever the file has."""
+    if kind in (None, "none"):
         return ()
-    if kind not in QUANTIZERS:
-        raise UsageError(f"quantize: unknown format {kind!r}{near(str(kind), QUANTIZERS)}")
+    if kind not in (*QUANTIZERS, "file"):
+        raise UsageError(f"quantize: unknown format {kind!r}{near(str(kind), [*QUANTIZERS, 'none'])}")
     return "transforms.quantize_linear.enabled=true", f"transforms.quantize_linear.format={kind}"
 
 

@@ -11,13 +11,14 @@ from graft.graph.edit import Editor, attribute
 from graft.graph.match import NearMiss
 from graft.graph.nodes import is_op, is_weight, module_path, tensor_of, where
 from graft.graph.storage import share_storage
+from graft.ops.fused_linear.file_rows import Held, untouched
 from graft.transforms.base import Outcome
 from graft.transforms.report import MatchRecord
 
 aten = torch.ops.aten
 
 
-def merge_problem(gm: GraphModule, linears: Sequence[Node | None], what: str) -> str | None:
+def merge_problem(gm: GraphModule, linears: Sequence[Node | None], what: str, held: Held | None = None) -> str | None:
     """Why these linears cannot be merged, or None."""
     found = [node for node in linears if node is not None]
     if len(found) < len(linears):
@@ -38,7 +39,10 @@ def merge_problem(gm: GraphModule, linears: Sequence[Node | None], what: str) ->
         return f"the weight {shared.target} is tied: something else reads it too"
     if len({tensor_of(w).dtype for w in weights}) > 1:
         return f"the weights of {what} differ in dtype"
-    return f"some of {what} have a bias and some have none" if 0 < len(biases) < len(found) else None
+    if 0 < len(biases) < len(found):
+        return f"some of {what} have a bias and some have none"
+    problem = held and held.joinable([gm.get_parameter(str(weight.target)) for weight in weights])
+    return f"the weights of {what} cannot be joined: {problem}" if problem else None
 
 
 def is_parameter(gm: GraphModule, node: object) -> bool:
@@ -47,10 +51,10 @@ def is_parameter(gm: GraphModule, node: object) -> bool:
     return isinstance(attribute(gm, str(node.target)), torch.nn.Parameter)
 
 
-def merge_linears(editor: Editor, linears: Sequence[Node], name: str) -> MatchRecord:
+def merge_linears(editor: Editor, linears: Sequence[Node], name: str, held: Held | None = None) -> MatchRecord:
     """One linear over the stacked weights, and a slice of its result for each of the old ones."""
     first = min(linears)
-    weight = stack_state(editor, [n.args[1] for n in linears], name, "weight", first)
+    weight = stack_state(editor, [n.args[1] for n in linears], name, "weight", first, held)
     args = [first.args[0], weight]
     if len(first.args) > 2:
         args.append(stack_state(editor, [n.args[2] for n in linears], name, "bias", first))
@@ -68,25 +72,34 @@ def merge_linears(editor: Editor, linears: Sequence[Node], name: str) -> MatchRe
     return record
 
 
-def stack_state(editor: Editor, parts: Sequence[Node], name: str, leaf: str, before: Node) -> Node:
+def stack_state(
+    editor: Editor, parts: Sequence[Node], name: str, leaf: str, before: Node, held: Held | None = None
+) -> Node:
     """The tensors of `parts` below each other in one new parameter. The old ones become views of it, so that memory
     grows by one layer at most while merging, and not at all after it."""
     tensors = [editor.gm.get_parameter(str(part.target)) for part in parts]
     stacked = stacked_already(tensors)
     if stacked is None:
-        stacked = stack(tensors)
+        stacked = stack(tensors, held if held is not None and tensors[0] in held else None)
     # model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn.qkv_proj.weight
     prefix = "".join(f"{part}." for part in str(parts[0].target).split(".")[:-2])
     return editor.parameter(f"{prefix}{name}.{leaf}", stacked, before=before, like=before)
 
 
-def stack(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    rows = sum(t.shape[0] for t in tensors)
-    stacked = torch.empty((rows, *tensors[0].shape[1:]), dtype=tensors[0].dtype, device=tensors[0].device)
+def stack(tensors: Sequence[torch.nn.Parameter], held: Held | None = None) -> torch.Tensor:
+    """held: the weights lie in their file, so that rows of the file are joined, and no numbers."""
+    shape = (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
+    if held is None:
+        stacked = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
+    else:
+        stacked = untouched(shape, tensors[0].dtype)
+        held.put(stacked, *(part for tensor in tensors for part in held.of(tensor)))
     start = 0
     for tensor in tensors:
         view = stacked[start : start + tensor.shape[0]]
-        if not tensor.is_meta:
+        if held is not None:
+            held.drop(tensor)
+        elif not tensor.is_meta:
             view.copy_(tensor.data)
         tensor.data = view
         start += tensor.shape[0]
@@ -111,14 +124,15 @@ def merge_groups(
     name: str,
     what: str,
     none: str,
+    held: Held | None = None,
 ) -> Outcome:
     """Merges every group that can be; `none` is the reason where there is no group at all."""
     editor = Editor(gm, transform)
     records, misses = [], []
     for anchor, linears in groups:
-        problem = merge_problem(gm, linears, what)
+        problem = merge_problem(gm, linears, what, held)
         if problem is None:
-            records.append(merge_linears(editor, [n for n in linears if n is not None], name))
+            records.append(merge_linears(editor, [n for n in linears if n is not None], name, held))
         else:
             found = sum(n is not None for n in linears)
             misses.append(NearMiss(transform, where(anchor), f"%{anchor.name}", problem, found, len(linears)))

@@ -56,6 +56,7 @@ class Quantized:
     rounding: Rounding | None  # None on the meta device, where there is nothing to round
     before: int
     norm: str = ""  # whose weight is in it
+    stored: str = ""  # the type of the file whose own blocks these are
 
     @property
     def after(self) -> int:
@@ -63,6 +64,8 @@ class Quantized:
 
     @property
     def proof(self) -> Proof:
+        if self.stored:
+            return Proof(0.0, 0.0, "the file's own blocks, no")
         if self.rounding is None:
             return Proof(0.0, HALF, "meta tensors, no")
         return Proof(self.rounding.steps, HALF + SLACK, "in steps of the scale, on no")
@@ -70,6 +73,7 @@ class Quantized:
     @property
     def note(self) -> str:
         error = f"relative error {self.rounding.relative:.2e}" if self.rounding else "no values (meta)"
+        error = f"{self.stored} of the file" if self.stored else error
         also = f", times {self.norm}" if self.norm else ""
         return f"{self.name}: {self.format}{also}, {error}, {self.before} → {self.after} bytes"
 
@@ -82,7 +86,7 @@ class Saving:
     bytes: int
 
 
-def weight_problem(layers: Layers, node: Any, skip: Sequence[str]) -> str | None:
+def weight_problem(layers: Layers, node: Any, skip: Sequence[str], *, may_be_tied: bool = False) -> str | None:
     """Why this weight stays as it is, or None."""
     if not isinstance(node, Node) or node.op != "get_attr":
         if is_weight(node) or (isinstance(node, Node) and node.op == "placeholder"):
@@ -98,6 +102,8 @@ def weight_problem(layers: Layers, node: Any, skip: Sequence[str]) -> str | None
     pattern = next((pattern for pattern in skip if pattern_fits(pattern, name)), None)
     if pattern is not None:
         return f"{name} is skipped ({pattern!r})"
+    if may_be_tied:
+        return None
     others = [n for n in layers.readers.get(storage_id(tensor), ()) if n is not node]
     if len(node.users) > 1 or others:
         return f"{name} is tied: something else reads it too"
@@ -171,17 +177,17 @@ def refuse_to_run(module: torch.nn.Module) -> None:
 
     def refuse(*_: Any) -> NoReturn:
         raise UsageError(
-            "the weights of this module were given up when they were quantized; load the model with"
+            "the weights of this module were given up when they were quantized or packed; load the model with"
             " LLM(..., keep_weights=True) to use both"
         )
 
     module.register_forward_pre_hook(refuse)
 
 
-def totals(done: Sequence[Quantized], left: Sequence[NearMiss], kept: str) -> list[str]:
+def totals(done: Sequence[Quantized], left: Sequence[NearMiss], kept: str, native: bool = False) -> list[str]:
     """Lines for the report."""
     before, after = sum(made.before for made in done), sum(made.after for made in done)
-    counts = Counter(made.format for made in done)
+    counts = Counter(f"{made.format} ({made.stored} of the file)" if made.stored else made.format for made in done)
     formats = " and ".join(f"{count} weight{'s' * (count != 1)} as {kind}" for kind, count in counts.items())
     errors = [made.rounding.relative for made in done if made.rounding]
     worst = f", relative error of a weight {max(errors):.2e} at most" if errors else ""
@@ -194,6 +200,6 @@ def totals(done: Sequence[Quantized], left: Sequence[NearMiss], kept: str) -> li
         lines.append(
             f"quantize_linear: the module keeps its own weights ({kept}); later changes of them are not seen"
         )
-    if done[0].q.device.type == "cpu":
+    if done[0].q.device.type == "cpu" and not native:
         lines.append("quantize_linear: on a CPU the weights are widened at every call, which is slow")
     return lines

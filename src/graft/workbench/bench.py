@@ -96,7 +96,7 @@ def bench_cell(run: Run, cell: Cell) -> list[Row]:
 
 def contest(run: Run, cell: Cell) -> list[Row]:
     plan, model = run.plan, run.llm.model
-    device = next(model.module.parameters()).device
+    device = run.llm.device
     task = Task(model, plan.length(cell), cell.batch, run.source, plan.threads)
     runners = [Runner(Graft(run.llm), device, run.build_seconds)]
     runners += [Runner(make_rival(name, task), device) for name in plan.against]
@@ -126,11 +126,11 @@ def measure(run: Run, cell: Cell, runners: list[Runner]) -> None:
             runner.warm_up(prompts, min(1 + plan.new, WARM_UP))
             run.longest[name] = max(run.longest.get(name, 0.0), runner.setup_seconds)
     for repeat in range(plan.repeats):
-        three = [[next(calls) for _ in range(cell.batch)] for _ in range(3)]
+        short, long, before = ([next(calls) for _ in range(cell.batch)] for _ in range(3))
         for runner in runners:
             if not runner.failed:
                 run.tell(f"{where}: {runner.contestant.name}, repeat {repeat + 1} of {plan.repeats}")
-                runner.measure(three, plan.new)
+                runner.measure(short, long, plan.new, before)
 
 
 def work_of(run: Run, cell: Cell, contestant: Contestant, ours: bool) -> Work:
@@ -169,7 +169,7 @@ def prompts_for(model: LoadedModel, cell: Cell) -> Iterator[list[int]]:
 
 def setup_of(run: Run, notes: Mapping[str, Any]) -> dict[str, Any]:
     llm = run.llm
-    device = next(llm.model.module.parameters()).device
+    device = llm.device
     return {
         "model": llm.model.name,
         "dtype": str(llm.model.module.dtype).removeprefix("torch."),

@@ -82,10 +82,15 @@ class Runner:
 
         self.setup_seconds = self.attempt(work)
 
-    def measure(self, calls: Sequence[Sequence[Sequence[int]]], new: int) -> None:
-        """Three calls' prompts: not counted, one token, `new` more."""
-        before, short, long = calls
-        if self.device.type == "cuda":
+    def measure(
+        self,
+        short: Sequence[Sequence[int]],
+        long: Sequence[Sequence[int]],
+        new: int,
+        before: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Prompts of a call with one token, of one with `new` more, and of one that does not count."""
+        if before is not None and self.device.type == "cuda":
             self.attempt(lambda: self.contestant.generate(before, 1))
         first = 0.0 if self.failed else self.attempt(lambda: self.contestant.generate(short, 1))
         whole = 0.0 if self.failed else self.attempt(lambda: self.contestant.generate(long, 1 + new))

@@ -83,7 +83,7 @@ def kernel_times(llm: LLM, cell: Cell, steps: int, roofline: Roofline) -> StepTi
     """`steps` decode steps by the clock, and as many under the profiler; fewer where the context ends."""
     room = llm.model.context - cell.prompt - UNTIMED_TOKENS
     steps = max(1, min(steps, room // 2))
-    device = next(llm.model.module.parameters()).device
+    device = llm.device
     calls = prompts_for(llm.model, cell)
     params = SamplingParams(max_tokens=2 * steps + UNTIMED_TOKENS, ignore_eos=True)
     requests = [llm.submit(next(calls), params) for _ in range(cell.batch)]
@@ -161,7 +161,7 @@ def grid_text(grid: Sequence[int] | None) -> str:
 def summary(
     llm: LLM, cell: Cell, steps: int, context: float, wall: float, launches: Sequence[Launch], roofline: Roofline
 ) -> StepTimes:
-    device = next(llm.model.module.parameters()).device
+    device = llm.device
     on_gpu = device.type == "cuda"
     weights = graph_weight_bytes(llm.graph_module) or weight_bytes(llm.model.module, cell.batch)
     read = weights + cell.batch * cache_bytes(llm.model.module, context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from graft.backends import lower
 from graft.graph.edit import second_module
+from graft.runtime.llm import LLM
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import order_transforms, run_pipeline
 
@@ -55,3 +56,19 @@ def quality(logits: Tensor, ids: Sequence[int], original: Tensor | None = None) 
     divergence = float((theirs.exp() * (theirs - ours)).sum(-1).mean())
     agreement = float((ours.argmax(-1) == theirs.argmax(-1)).float().mean())
     return Quality(perplexity, divergence, agreement)
+
+
+@torch.no_grad()
+def engine_logits(llm: LLM, ids: Sequence[int], graph: Callable[..., Any] | None = None) -> Tensor:
+    """Float32 logits [tokens, vocabulary] of an engine's graph, or of another one with its inputs, for one sequence
+    in a cache of its own."""
+    count, block = len(ids), llm.engine.manager.block_size
+    places, device = torch.arange(count), llm.device
+    inputs = [
+        torch.tensor([ids]), places[None], places, places, places * 0, torch.arange(-(-count // block))[None],
+        torch.tensor([0, count]), torch.tensor([count]), torch.tensor([[count, count]]),
+    ]  # fmt: skip
+    caches = [t.new_zeros((-(-count // block), *t.shape[1:])) for t in llm.engine.tensors]
+    spans = inputs.pop()  # on the CPU in any case
+    (logits,) = (graph or llm.engine.graph)(*(each.to(device) for each in inputs), spans, *caches)
+    return logits.view(count, -1).float()

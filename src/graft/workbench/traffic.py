@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-QUANTIZED = (torch.int8, torch.int16, torch.float8_e4m3fn)  # int16 holds four 4-bit weights
+QUANTIZED = (torch.int8, torch.int16, torch.float8_e4m3fn, torch.uint8)  # int16: four 4-bit weights; uint8: tiles
 
 
 def step_bytes(module: nn.Module, batch: int, tokens: float) -> float:

@@ -8,8 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from graft.backends.native.program import Buffer, InputPointer, OutputPointer, Place, Pointer, Rows, Step, Value
+from graft.backends.native.program import (
+    Buffer,
+    InputPointer,
+    OutputPointer,
+    Place,
+    Pointer,
+    Rows,
+    Step,
+    Value,
+)
 
+SHARED = "shared"  # the field of memory that all threads of a step fill together; the next step to use it waits
 Memory = tuple[str, int, int]  # a kind of memory, first and last place in it
 
 
@@ -89,9 +99,11 @@ def touched(
             memory = (
                 (buffer.rows, place.offset, place.offset + buffer.width) if inside else (f"out{place.output}", 0, 1)
             )
+        elif name == SHARED:
+            memory = (SHARED, 0, 1)
         elif isinstance(argument, (InputPointer, OutputPointer)):
             memory = (f"{type(argument).__name__}{argument.index}", 0, 1)
         else:
             continue
-        (writes if name in step.kernel.writes else reads).append(memory)
+        (writes if name in (*step.kernel.writes, SHARED) else reads).append(memory)
     return reads, writes

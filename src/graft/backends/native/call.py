@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from graft.backends.native.program import Program, Weight
+from graft.backends.native.program import Program
 from graft.errors import BadIndex, UsageError
-from graft.ops.fused_linear.native_packing import pack
 
 ALIGN = 64  # bytes
 
@@ -28,6 +27,7 @@ class CallStruct(ctypes.Structure):
         ("arena", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("scratch_floats", ctypes.c_int64),
+        ("shared", ctypes.c_void_p),
         ("tokens", ctypes.c_int64),
         ("selected", ctypes.c_int64),
         ("problem", ctypes.c_void_p),
@@ -78,8 +78,9 @@ class RegionCall:
         self.arena = arena
         self.run = getattr(library, program.name)
         self.run.argtypes, self.run.restype = (ctypes.c_void_p, ctypes.c_void_p), None
-        self.scratch = getattr(library, f"{program.name}_scratch")
-        self.scratch.argtypes, self.scratch.restype = (ctypes.c_int64, ctypes.c_int64), ctypes.c_int64
+        self.scratch, self.shared = (getattr(library, f"{program.name}_{kind}") for kind in ("scratch", "shared"))
+        for floats in (self.scratch, self.shared):
+            floats.argtypes, floats.restype = (ctypes.c_int64, ctypes.c_int64), ctypes.c_int64
         self.pointers = pointers(self.weights)
         self.stamps: list[list[int]] | None = None  # a list: every call adds the nanoseconds at which its steps began
         self.__name__ = program.name  # what the shell's code shows
@@ -113,14 +114,15 @@ class RegionCall:
         program, count = self.program, self.threads.count
         scratch = -(-self.scratch(tokens, selected) // 16) * 16
         held = program.widths["tokens"] * tokens + program.widths["selected"] * selected
-        arena = self.arena.get(held + scratch * count)
+        own = held + scratch * count
+        arena = self.arena.get(own + self.shared(tokens, selected))
         sizes = (ctypes.c_int64 * max(len(program.sizes), 1))(*(inputs[i].shape[d] for i, d in program.sizes))
         problem = ctypes.c_int64(0)
         given, made = pointers(inputs), pointers(outputs)
         stamps = None if self.stamps is None else (ctypes.c_int64 * (len(program.steps) + 1))()
         call = CallStruct(
             ctypes.addressof(given), ctypes.addressof(sizes), ctypes.addressof(made), ctypes.addressof(self.pointers),
-            arena, arena + held * 4, scratch, tokens, selected, ctypes.addressof(problem),
+            arena, arena + held * 4, scratch, arena + own * 4, tokens, selected, ctypes.addressof(problem),
             None if stamps is None else ctypes.addressof(stamps),
         )  # fmt: skip
         self.run(ctypes.byref(call), self.threads.get())
@@ -146,19 +148,3 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * max(len(tensors), 1))(*(tensor.data_ptr() for tensor in tensors))
-
-
-def prepare(weights: Sequence[Weight], tensors: Mapping[str, Tensor], made: dict[Weight, Tensor]) -> list[Tensor]:
-    """The weights as the kernels read them; `made` keeps what several regions share."""
-    for weight in weights:
-        if weight not in made:
-            made[weight] = in_form(weight, tensors[weight.target].detach())
-    return [made[weight] for weight in weights]
-
-
-def in_form(weight: Weight, tensor: Tensor) -> Tensor:
-    if weight.form == "float32":
-        return tensor.to(torch.float32).contiguous()
-    if weight.form == "as_is":
-        return tensor.contiguous()
-    return pack(tensor.t() if weight.turned else tensor, weight.form, weight.gated).data

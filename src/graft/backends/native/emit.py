@@ -67,6 +67,11 @@ extern "C" int64_t {name}_scratch(int64_t T, int64_t N) {{  // floats that one t
   return std::max<int64_t>({{{scratch}}});
 }}
 
+extern "C" int64_t {name}_shared(int64_t T, int64_t N) {{  // floats that all threads need together
+  (void)T, (void)N;
+  return std::max<int64_t>({{{shared}}});
+}}
+
 extern "C" void {name}(Call* call, void* team) {{
   for (Counter& counter : {name}_next) counter.value.store(0, std::memory_order_relaxed);
   static_cast<Team*>(team)->run({name}_work, call);
@@ -99,8 +104,11 @@ def emit_program(program: Program) -> str:
             body.append(f"\n  // ── {layer or 'model'} {'─' * (100 - len(layer))}\n")
         body.append("  team.barrier();\n" if index in program.barriers else "")
         body.append(emit_step(program, index, step, seen))
-    scratch = ", ".join(dict.fromkeys(step.kernel.scratch for step in program.steps))
-    return FUNCTION.format(name=program.name, steps=len(program.steps), body="".join(body), scratch=scratch)
+    scratch = ",\n    ".join(dict.fromkeys(step.kernel.scratch for step in program.steps))
+    shared = ",\n    ".join(dict.fromkeys(step.kernel.shared for step in program.steps))
+    return FUNCTION.format(
+        name=program.name, steps=len(program.steps), body="".join(body), scratch=scratch, shared=shared
+    )
 
 
 def layer_of(path: str) -> str:

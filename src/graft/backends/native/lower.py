@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections import Counter
 from collections.abc import Mapping
 from operator import getitem
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.eager import bind_kernels, spec_of
 from graft.backends.native.build import Built, Source, load
-from graft.backends.native.call import Arena, RegionCall, Threads, prepare
+from graft.backends.native.call import Arena, RegionCall, Threads
 from graft.backends.native.compiler import find_compiler
 from graft.backends.native.cpu import thread_count
 from graft.backends.native.emit import emit
-from graft.backends.native.program import Weight
 from graft.backends.native.regions import Region, Split, split
+from graft.backends.native.weights import Release, prepare_all
 from graft.backends.select import Lowered
 from graft.errors import NothingNative, UsageError
 from graft.graph.nodes import tensor_val, where
 
 
-def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None) -> Lowered:
-    """Called as the eager graph is. Notes say what was compiled, where it lies, and what stayed eager and why."""
+def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None, release: Release | None = None) -> Lowered:
+    """Called as the eager graph is. Notes say what was compiled, where it lies, and what stayed eager and why.
+
+    `release` gives up a weight of the module's own, which nothing reads after it was packed.
+    """
     named = named or {}
     check_device(gm)
     find_compiler()
@@ -36,14 +37,22 @@ def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None) -> Low
     started = time.perf_counter()
     library, built = load(source_of(parts))
     seconds = time.perf_counter() - started
-    calls = region_calls(gm, parts, library, threads)
+    weights, released = prepare_all(gm, parts, release)
+    arena, team = Arena(), Threads(library, threads)
+    calls = [
+        RegionCall(region.program, library, team, own, arena)
+        for region, own in zip(parts.regions, weights, strict=True)
+    ]
     shell = shell_of(gm, parts, calls)
     graph, kernels = bind_kernels(
         GraphModule(gm, shell), {op: name for op, name in named.items() if name != "native"}
     )
     kernels = {**{name: "native" for name in native_ops(parts)}, **kernels, **mixed(parts)}
     return Lowered(
-        GraphModule(gm, graph, class_name="NativeGraph"), "native", kernels, notes(parts, built, seconds, threads)
+        GraphModule(gm, graph, class_name="NativeGraph"),
+        "native",
+        kernels,
+        notes(parts, built, seconds, threads, released),
     )
 
 
@@ -63,21 +72,6 @@ def check_device(gm: GraphModule) -> None:
                 f"backend='native' compiles for the CPU, but {where(node)} is on {tensor.device}; load the model with"
                 " device='cpu', or use backend='eager'"
             )
-
-
-def region_calls(gm: GraphModule, parts: Split, library: ctypes.CDLL, threads: int) -> list[RegionCall]:
-    arena, team = Arena(), Threads(library, threads)
-    made: dict[Weight, torch.Tensor] = {}
-    tensors = {weight.target: tensor_at(gm, weight.target) for r in parts.regions for weight in r.program.weights}
-    return [
-        RegionCall(region.program, library, team, prepare(region.program.weights, tensors, made), arena)
-        for region in parts.regions
-    ]
-
-
-def tensor_at(gm: GraphModule, target: str) -> torch.Tensor:
-    owner, _, name = target.rpartition(".")
-    return getattr(gm.get_submodule(owner), name)
 
 
 def shell_of(gm: GraphModule, parts: Split, calls: list[RegionCall]) -> Graph:
@@ -118,7 +112,7 @@ def mixed(parts: Split) -> dict[str, str]:
     return {name: f"native in {native[name]} places, eager in {eager[name]}" for name in native if eager[name]}
 
 
-def notes(parts: Split, built: Built, seconds: float, threads: int) -> tuple[str, ...]:
+def notes(parts: Split, built: Built, seconds: float, threads: int, released: int) -> tuple[str, ...]:
     steps = sum(len(region.program.steps) for region in parts.regions)
     waits = sum(len(region.program.barriers) for region in parts.regions)
     how = f"compiled in {seconds:.1f} s" if built.compiled else "from the cache"
@@ -127,6 +121,8 @@ def notes(parts: Split, built: Built, seconds: float, threads: int) -> tuple[str
         f" {built.source}"
     ]
     said += [f"native: {built.note}"] if built.note else []
+    if released:
+        said.append(f"native: {released} weights are packed, and the module's own were given up")
     reasons = Counter(f"{node.target}: {reason}" for node, reason in parts.reasons.items())
     said += [f"native: eager in {count} places: {reason}" for reason, count in reasons.items()]
     return tuple(said)

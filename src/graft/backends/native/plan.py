@@ -31,6 +31,7 @@ from graft.backends.native.program import (
     WeightPointer,
 )
 from graft.graph.nodes import is_op, module_path, placeholders, static_int, tensor_of, tensor_val
+from graft.ops.fused_linear.tiles import TILES
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -166,7 +167,7 @@ class Planner:
             return self.weight(node.args[0], form, ctype, gated=gated, turned=not turned)
         if not isinstance(node, Node) or node.op != "get_attr":
             raise NotLowered(f"{node} is computed, and it stands where a weight does")
-        if tensor_of(node).dtype not in FLOATS:
+        if tensor_of(node).dtype not in (*FLOATS, TILES):
             raise NotLowered(f"the weight {node.target} is {tensor_of(node).dtype}")
         key = Weight(str(node.target), form, gated, turned)
         return WeightPointer(self.weights.setdefault(key, len(self.weights)), ctype)
@@ -245,8 +246,11 @@ class Planner:
         )
 
     def rows_from(self) -> dict[Rows, tuple[int, int]]:
+        """From logits_index where there is one: inputs with a row a sequence have its symbol, and may have fewer."""
         found: dict[Rows, tuple[int, int]] = {}
-        for (index, dim), size in self.input_dims():
+        for (index, dim), size in sorted(
+            self.input_dims(), key=lambda each: self.inputs[each[0][0]].name != "logits_index"
+        ):
             if size in self.shapes.rows:
                 found.setdefault(self.shapes.rows[size], (index, dim))
         return found

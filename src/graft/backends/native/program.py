@@ -120,6 +120,7 @@ class Kernel:
     header: str  # where both are
     writes: tuple[str, ...] = ("out",)
     scratch: str = "0"  # floats that a thread needs, in C++
+    shared: str = "0"  # floats that all threads of the step need together; the field `shared` points to them
     body: tuple[str, ...] = ()  # C++ in place of a call; the fields are then variables, `{counter}` hands out chunks
 
 

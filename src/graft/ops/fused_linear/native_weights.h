@@ -156,6 +156,7 @@ struct QuantisedRows {
 
 struct WeightQ8 : QuantisedRows {
   static constexpr int kBytes = kLanes * (2 + kBlock);  // of a block
+  static constexpr bool kNibbles = false;
   static int64_t tile_bytes(int64_t columns) { return columns / kBlock * kBytes; }
 
   template <int T>
@@ -184,6 +185,7 @@ struct WeightQ8 : QuantisedRows {
 
 struct WeightQ4 : QuantisedRows {
   static constexpr int kBytes = kLanes * (4 + kBlock / 2);
+  static constexpr bool kNibbles = true;
   static int64_t tile_bytes(int64_t columns) { return columns / kBlock * kBytes; }
 
   template <int T>

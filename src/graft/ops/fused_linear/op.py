@@ -20,7 +20,7 @@ def fake(
     eps: float = 0.0, offset: float = 0.0, cast_last: bool = False, activation: str = "none", upcast: bool = False,
     residual: Tensor | None = None, normed: bool = False,
 ) -> Tensor:  # fmt: skip
-    n = weight.shape[0]
+    n = weight.shape[0] if scale is None else scale.shape[0]
     return x.new_empty((*x.shape[:-1], n if activation == "none" else n // 2))
 
 

@@ -5,6 +5,7 @@
     int8                  [n, bytes]         [n]                    (byte - 128) * scale, the byte without sign
     float8_e4m3fn         [n, bytes]         [n]                    q * scale
     int16                 [n, words]         [n, groups]            (nibble - 8) * scale of its group of 128
+    uint8                 [tiles, bytes]     [n, 0]                 in tiles of the native backend: see tiles.py
 
 Quantized weights are read as 16-bit words whose parts belong to different runs: of 8-bit weights byte i of word j
 in a span of 32 words is the weight j of run i of that span; of 4-bit weights nibble i of word j in a span of 128 is
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from graft.ops.fused_linear.tiles import TILES, unpack_tiles
 
 GROUP = 128  # weights that share a scale
 NIBBLES = 4  # 4-bit weights in a word
@@ -62,8 +65,10 @@ def unpack_bytes(words: Tensor, k: int) -> Tensor:
     return (q.contiguous().view(torch.uint8) ^ SIGN).view(torch.int8) if words.dtype is torch.int8 else q
 
 
-def dequantize(weight: Tensor, scale: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """What the weights stand for, [n, k], in `dtype`."""
+def dequantize(weight: Tensor, scale: Tensor, k: int, dtype: torch.dtype, gated: bool = False) -> Tensor:
+    """What the weights stand for, [n, k], in `dtype`. gated: of tiles, gate and up take turns."""
+    if weight.dtype is TILES:
+        return unpack_tiles(weight, scale, k, gated).to(dtype)
     if weight.dtype is not PACKED:
         return unpack_bytes(weight, k).to(dtype) * scale[:, None].to(dtype)
     groups = scale.to(dtype).repeat_interleave(GROUP, dim=1)[:, :k]  # [n, k]

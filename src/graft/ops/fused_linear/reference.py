@@ -29,7 +29,7 @@ def fused_linear(
         y = F.linear(h, weight, bias)
     else:  # the product is in float32: quantized weights are no 16-bit numbers
         wide = torch.promote_types(h.dtype, torch.float32)
-        full = dequantize(weight, scale, h.shape[-1], wide)
+        full = dequantize(weight, scale, h.shape[-1], wide, activation != "none")
         y = F.linear(h.to(wide), full, None if bias is None else bias.to(wide)).to(h.dtype)
     if activation != "none":
         gate, up = y.chunk(2, dim=-1)

@@ -26,10 +26,12 @@ class MergeGateUp(BaseTransform):
     in another order.
     """
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:
         groups = [
             (node, [producing_linear(argument, BETWEEN) for argument in node.args[:2]])
             for node in calls(gm.graph)
             if is_op(node, ops.swiglu.default)
         ]
-        return merge_groups(gm, self.name, groups, "gate_up_proj", "gate and up", "the graph has no graft::swiglu")
+        return merge_groups(
+            gm, self.name, groups, "gate_up_proj", "gate and up", "the graph has no graft::swiglu", context.held
+        )

@@ -37,12 +37,18 @@ class MergeQKV(BaseTransform):
     in another order.
     """
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:
         groups = [
             (node, [producing_linear(argument, BETWEEN) for argument in node.args[:3]])
             for node in calls(gm.graph)
             if is_op(node, ops.attention.default)
         ]
         return merge_groups(
-            gm, self.name, groups, "qkv_proj", "query, key and value", "the graph has no graft::attention"
+            gm,
+            self.name,
+            groups,
+            "qkv_proj",
+            "query, key and value",
+            "the graph has no graft::attention",
+            context.held,
         )

@@ -11,6 +11,7 @@ from graft.backends.native.plan import Planner, lowers
 from graft.backends.native.program import Kernel, NotLowered, Pointer, Stride, Text, WeightPointer
 from graft.graph.nodes import options_of, tensor_of
 from graft.ops.fused_linear.native_packing import CPP
+from graft.ops.fused_linear.tiles import TILES, kind_of
 
 aten, ops = torch.ops.aten, torch.ops.graft
 HEADER = "ops/fused_linear/native.h"
@@ -40,29 +41,31 @@ def lower_mm(plan: Planner, node: Node) -> None:
 @lowers(ops.fused_linear.default)
 def lower_fused_linear(plan: Planner, node: Node) -> None:
     o = options_of(node)
-    if o["scale"] is not None:
-        raise NotLowered("the weight is quantized, which has no native kernel yet")
-    product(plan, node, **{name: o[name] for name in o if name not in ("scale", "cast_last", "upcast")})
+    product(plan, node, **{name: o[name] for name in o if name not in ("cast_last", "upcast")})
 
 
 def product(
-    plan: Planner, node: Node, x: Any, weight: Any, *, bias: Any = None, norm: Any = None, eps: float = 0.0,
-    offset: float = 0.0, activation: str = "none", residual: Any = None, normed: bool = False,
+    plan: Planner, node: Node, x: Any, weight: Any, *, bias: Any = None, scale: Any = None, norm: Any = None,
+    eps: float = 0.0, offset: float = 0.0, activation: str = "none", residual: Any = None, normed: bool = False,
     transposed: bool = False,
 ) -> None:  # fmt: skip
     rows, out = plan.flat(x), plan.new(node)
-    pointer, form = matrix(plan, weight, transposed, activation != "none")
+    if scale is None:
+        pointer, form = matrix(plan, weight, transposed, activation != "none")
+    else:
+        pointer, form = tiles(plan, weight, rows.layout.width)
     sum_with = None if residual is None else plan.flat(residual)
     if sum_with is not None and sum_with.layout.width != out.layout.width:
         raise NotLowered("the residual is broadcast")
-    scratch = f"linear_scratch<{form}>({plan.rows(rows.layout).text}, {rows.layout.width})"
+    sizes = f"<{form}>({plan.rows(rows.layout).text}, {rows.layout.width}"
+    scratch, shared = f"linear_scratch{sizes}, true)", f"linear_shared{sizes})"
     plan.step(
-        node, Kernel(f"linear<{form}>", "LinearArgs", HEADER, scratch=scratch), x=Pointer(rows), ldx=Stride(rows),
-        tokens=plan.rows(rows.layout),
-        k=rows.layout.width, n=out.layout.width, w=pointer, bias=plan.vector_or_null(bias),
-        norm=plan.vector_or_null(norm), eps=eps, offset=float(offset), normed=normed, act=Text(f"Act::{activation}"),
-        residual=Text("nullptr") if sum_with is None else Pointer(sum_with),
+        node, Kernel(f"linear<{form}>", "LinearArgs", HEADER, scratch=scratch, shared=shared), x=Pointer(rows),
+        ldx=Stride(rows), tokens=plan.rows(rows.layout), k=rows.layout.width, n=out.layout.width, w=pointer,
+        bias=plan.vector_or_null(bias), norm=plan.vector_or_null(norm), eps=eps, offset=float(offset), normed=normed,
+        act=Text(f"Act::{activation}"), residual=Text("nullptr") if sum_with is None else Pointer(sum_with),
         ldr=0 if sum_with is None else Stride(sum_with), out=Pointer(out), ldo=Stride(out),
+        shared=Text("call.shared"),
     )  # fmt: skip
     plan.bind(node, out)
 
@@ -75,6 +78,16 @@ def matrix(plan: Planner, weight: Any, transposed: bool, gated: bool) -> tuple[W
     if kind is None:
         raise NotLowered(f"the weight is {tensor_of(weight).dtype}")
     return plan.weight(weight, kind, gated=gated, turned=transposed), CPP[kind]
+
+
+def tiles(plan: Planner, weight: Any, columns: int) -> tuple[WeightPointer, str]:
+    """A weight that the graph holds as the kernel reads it: its own memory, no copy."""
+    tensor = tensor_of(weight)
+    if tensor.dtype is not TILES:
+        raise NotLowered(
+            f"the weight is {tensor.dtype}, quantized for a GPU; the native backend has tiles of its own"
+        )
+    return plan.weight(weight, "as_is"), CPP[kind_of(int(tensor.shape[1]), columns)]
 
 
 @lowers(ops.swiglu.default)

@@ -1,15 +1,17 @@
-"""Embeddings and chosen rows: backends/native/rows.h."""
+"""Embeddings, plain and packed, and chosen rows: backends/native/rows.h and ops/packed_embedding/native.h."""
 
 from __future__ import annotations
 
 import torch
 from torch.fx import Node
 
+from graft.backends.native.ops.linear import tiles
 from graft.backends.native.plan import ROWS_HEADER, Planner, lowers
 from graft.backends.native.program import CTYPES, Kernel, NotLowered, Text
-from graft.graph.nodes import tensor_of
+from graft.graph.nodes import options_of, tensor_of
+from graft.ops.fused_linear.native_packing import CPP
 
-aten = torch.ops.aten
+aten, ops = torch.ops.aten, torch.ops.graft
 
 
 @lowers(aten.embedding.default)
@@ -23,6 +25,25 @@ def lower_embedding(plan: Planner, node: Node) -> None:
     plan.step(
         node, Kernel(f"embedding<{CTYPES[tensor_of(table).dtype]}>", "EmbeddingArgs", ROWS_HEADER),
         table=plan.weight(table, "as_is"), entries=int(tensor_of(table).shape[0]), ids=plan.pointer(ids),
+        rows=plan.rows(layout), out=out, problem=Text("call.problem"), step=Text("{step}"),
+    )  # fmt: skip
+    plan.bind(node, out)
+
+
+@lowers(ops.packed_embedding.default)
+def lower_packed_embedding(plan: Planner, node: Node) -> None:
+    """The rows are those that the output head multiplies with."""
+    o = options_of(node)
+    layout = plan.layout(node)
+    if layout.order != "flat":
+        raise NotLowered("its ids are not one a row")
+    pointer, form = tiles(plan, o["weight"], o["columns"])
+    if form not in (CPP["q8"], CPP["q4"]):
+        raise NotLowered("the table is packed as floats")
+    out = plan.new(node)
+    plan.step(
+        node, Kernel(f"packed_embedding<{form}>", "PackedEmbeddingArgs", "ops/packed_embedding/native.h"),
+        table=pointer, entries=int(tensor_of(o["scale"]).shape[0]), columns=o["columns"], ids=plan.pointer(o["ids"]),
         rows=plan.rows(layout), out=out, problem=Text("call.problem"), step=Text("{step}"),
     )  # fmt: skip
     plan.bind(node, out)

@@ -1,0 +1,23 @@
+"""graft::packed_embedding(weight, scale, ids, columns, dtype)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graft.ops.packed_embedding.reference import packed_embedding
+from graft.ops.spec import OpSpec, define
+
+
+def fake(weight: Tensor, scale: Tensor, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return weight.new_empty((*ids.shape, columns), dtype=dtype)
+
+
+define(
+    OpSpec(
+        name="packed_embedding",
+        schema="(Tensor weight, Tensor scale, Tensor ids, int columns, ScalarType dtype) -> Tensor",
+        reference=packed_embedding,
+        fake=fake,
+    )
+)
