@@ -39,7 +39,7 @@ ROOF = Roofline(read_gb_per_s=10.0, matrix_tflops=2.0, read_how="a sum", matrix_
 
 @cache
 def engine() -> graft.LLM:
-    return graft.LLM("tiny-smollm2", dtype="float32", device="cpu")
+    return graft.LLM("tiny-smollm2", dtype="float32", device="cpu", keep_weights=True)
 
 
 @pytest.fixture
