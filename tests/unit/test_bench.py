@@ -47,7 +47,7 @@ SETUP = {
 
 @cache
 def engine() -> graft.LLM:
-    return graft.LLM("tiny-llama", dtype="float32", device="cpu")
+    return graft.LLM("tiny-llama", dtype="float32", device="cpu", keep_weights=True)
 
 
 def command(*args):
