@@ -17,7 +17,7 @@ from graft.runtime.options import EngineOptions
 
 @cache
 def captured(family: str) -> graft.LLM:
-    return graft.LLM(tiny(family))
+    return graft.LLM(tiny(family), backend="eager")
 
 
 def engine(family: str, record: bool, blocks: int | None = None, **options: Any) -> graft.LLM:

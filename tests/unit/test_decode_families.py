@@ -48,7 +48,7 @@ def test_counts_and_greedy_tokens_r22(family, monkeypatch):
     model = tiny(family)
     captured = capture_decoder(model.module)  # once for both; it takes longer than everything else
     monkeypatch.setattr(cache, "capture_decoder", lambda _: second_module(captured))
-    fused, plain = graft.LLM(model, config=forced()), graft.LLM(model)
+    fused, plain = (graft.LLM(model, config=config, backend="eager") for config in (forced(), None))
     expected = model.family.expected_matches(model.layers, gpu=True)
     records = fused.report.transforms
     assert {n: len(records[n].matches) for n in DECODE} == {n: expected[n] for n in DECODE}

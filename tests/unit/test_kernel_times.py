@@ -10,10 +10,12 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from native_cases import needs_compiler
 from rich.console import Console
 from typer.testing import CliRunner
 
 import graft
+from graft.backends.native.call import RegionCall
 from graft.cli.app import app
 from graft.workbench import kernel_bytes
 from graft.workbench.kernel_bytes import Weight, linear_weights, weights_read
@@ -38,7 +40,7 @@ ROOF = Roofline(10.0, 1.0, "", "")
 
 @cache
 def engine() -> graft.LLM:
-    return graft.LLM("tiny-llama", dtype="float32", device="cpu")
+    return graft.LLM("tiny-llama", dtype="float32", device="cpu", backend="eager")
 
 
 def kernel(name: str, start: float, duration: float, grid=(4, 1, 1), **more):
@@ -184,6 +186,18 @@ def test_a_step_on_a_cpu_by_op_r61():
     assert products == 9, "two layers of four merged linears, and the head"
     assert engine().engine.idle, "its requests are gone"
     assert kernel_times(engine(), Cell(1, 240), 50, ROOF).steps == (256 - 240 - 7) // 2, "the context ends"
+
+
+@needs_compiler
+def test_a_native_step_by_kernel_r61():
+    llm = graft.LLM("tiny-llama", dtype="float32", device="cpu", backend="native")
+    step = kernel_times(llm, Cell(2, 16), 5, ROOF)
+    calls = {(row.name, row.grid): row.calls for row in step.rows if row.name.startswith("native ")}
+    assert calls["native attention<float>", ""] == 2 and calls["native linear<WeightF32>", "32→128"] == 1
+    assert sum(number for (name, _), number in calls.items() if "linear" in name) == 9
+    assert all(row.us > 0 for row in step.rows if row.name == "native linear<WeightF32>")
+    region = next(n.target for n in llm.engine.graph.graph.nodes if isinstance(n.target, RegionCall))
+    assert region.stamps is None, "nobody asks any more"
 
 
 def test_the_command_prints_a_table_or_json():

@@ -191,12 +191,12 @@ def test_a_graph_elsewhere_is_left_alone(slow_cpu):
 
 def test_the_engine_runs_every_linear_layer_widened(slow_cpu):
     """qkv, output, gate and up, down in each layer, and the head; the merges ran before. The tokens stay the same."""
-    llm = graft.LLM("tiny-llama", dtype="bfloat16", device="cpu")
+    llm = graft.LLM("tiny-llama", dtype="bfloat16", device="cpu", backend="eager")
     record = llm.report.transforms["widen_linear"]
     assert len(record.matches) == 4 * llm.model.layers + 1
     assert len(llm.report.transforms["merge_qkv"].matches) == llm.model.layers
     off = {"transforms": {"widen_linear": {"enabled": False}}}
-    plain = graft.LLM("tiny-llama", dtype="bfloat16", device="cpu", config=off)
+    plain = graft.LLM("tiny-llama", dtype="bfloat16", device="cpu", backend="eager", config=off)
     assert plain.report.transforms["widen_linear"].status == "disabled"
     params = graft.SamplingParams(max_tokens=4, ignore_eos=True)
     prompt = [[5, 9, 77, 31], [8, 3]]

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from graft.graph.nodes import tensor_of
+
 QUANTIZED = (torch.int8, torch.int16, torch.float8_e4m3fn, torch.uint8)  # int16: four 4-bit weights; uint8: tiles
 
 
@@ -96,4 +98,10 @@ def graph_weight_bytes(gm: GraphModule) -> float | None:
     if not any(t.dtype in QUANTIZED and t.ndim > 1 for t in tensors.values()):
         return None
     distinct = {(t.data_ptr(), t.nbytes): t for t in tensors.values()}
-    return float(sum(t.nbytes for t in distinct.values()))
+    packed = [node for node in gm.graph.nodes if node.op == "get_attr" and is_given_up(tensors.get(node.target))]
+    return float(sum(t.nbytes for t in distinct.values()) + sum(tensor_of(node).nbytes for node in packed))
+
+
+def is_given_up(tensor: torch.Tensor | None) -> bool:
+    """A native region has it, packed; the graph still knows its shape."""
+    return tensor is not None and tensor.numel() == 0

@@ -36,6 +36,7 @@ struct LinearArgs {
 };
 
 constexpr int64_t kFewTokens = 8;  // up to here every thread prepares the rows for itself
+constexpr int64_t kWidePasses = 3;  // above so many passes over a bf16 tile, it is widened once
 
 inline int64_t whole(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -43,10 +44,16 @@ inline bool reads_x(const LinearArgs& a, bool quantised) {  // the product can r
   return !quantised && a.norm == nullptr && !a.normed && a.k % kColumnStep == 0;
 }
 
+template <class W>
+inline bool widens(int64_t tokens) {
+  return W::kWidens && tokens > kWidePasses * W::kMostTokens;
+}
+
 // Floats of scratch that every thread needs, for any number of tokens up to this; `shared`: linear() is given that too.
 template <class W>
 inline int64_t linear_scratch(int64_t tokens, int64_t k, bool shared = false) {
-  return W::row_floats(whole(k, W::kColumns)) * (shared ? std::min<int64_t>(tokens, kFewTokens) : tokens) + kLanes;
+  const int64_t rows = shared ? std::min<int64_t>(tokens, kFewTokens) : tokens, columns = whole(k, W::kColumns);
+  return W::row_floats(columns) * rows + kLanes + (widens<W>(tokens) ? 2 * columns * kLanes : 0);
 }
 
 template <class W>
@@ -114,9 +121,16 @@ inline void tile_some(int64_t tokens, const LinearArgs& a, const Rows& rows, con
   tile_tokens<W, T>(a, rows, w, row, first);
 }
 
-// One tile of the result for all tokens, in passes of nearly the same size.
+// One tile of the result for all tokens, in passes of nearly the same size. wide: room for it and its pair as float32.
 template <class W>
-inline void tile_all(const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row) {
+inline void tile_all(const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row, float* wide) {
+  if constexpr (W::kWidens) {
+    if (widens<W>(a.tokens)) {
+      for (int pair = 0; pair < (a.act == Act::none ? 1 : 2); pair++)
+        W::widen(w + pair * W::tile_bytes(rows.columns), rows.columns, wide + pair * rows.columns * kLanes);
+      return tile_all<WeightF32>(a, rows, reinterpret_cast<const uint8_t*>(wide), row, nullptr);
+    }
+  }
   const int64_t passes = (a.tokens + W::kMostTokens - 1) / W::kMostTokens;
   for (int64_t pass = 0; pass < passes; pass++) {
     const int64_t first = a.tokens * pass / passes, last = a.tokens * (pass + 1) / passes;
@@ -139,6 +153,7 @@ void linear(Team& team, int, std::atomic<int64_t>& next, const LinearArgs& a, fl
   const int64_t columns = whole(a.k, W::kColumns), row = W::row_floats(columns);
   const bool direct = reads_x(a, W::kQuantised), shared = !direct && a.shared != nullptr && a.tokens > kFewTokens;
   float* const ready = at_line(shared ? a.shared : scratch);
+  float* const wide = at_line(scratch) + (direct || shared ? 0 : a.tokens * row);
   const Rows rows = direct ? Rows{a.x, a.ldx, columns} : Rows{ready, row, columns};
 
   const int64_t bytes = W::tile_bytes(columns) * (a.act == Act::none ? 1 : 2), tiles = (a.n + kLanes - 1) / kLanes;
@@ -161,7 +176,7 @@ void linear(Team& team, int, std::atomic<int64_t>& next, const LinearArgs& a, fl
   for (; chunk < parts + chunks; chunk = take()) {
     const int64_t first = (chunk - parts) * each, last = std::min(tiles, first + each);
     for (int64_t tile = first; tile < last; tile++)
-      tile_all<W>(a, rows, static_cast<const uint8_t*>(a.w) + tile * bytes, tile * kLanes);
+      tile_all<W>(a, rows, static_cast<const uint8_t*>(a.w) + tile * bytes, tile * kLanes, wide);
   }
 }
 

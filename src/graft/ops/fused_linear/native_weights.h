@@ -29,7 +29,7 @@ struct Rows {
 
 // Sums of one token: several, so that an addition does not wait for the one before it.
 template <int T>
-constexpr int kSplit = T == 1 ? kChains : T == 2 ? 2 : 1;
+constexpr int kSplit = T < kChains ? kChains / T : 1;
 
 template <int T>
 inline void add_up(const F (&parts)[T][kSplit<T>], F* sums) {
@@ -47,6 +47,7 @@ inline void fetch_early(const void* w) {
 
 struct FloatRows {
   static constexpr bool kQuantised = false;
+  static constexpr bool kWidens = false;  // widen() makes a tile of float32, which is faster for many tokens
   static constexpr int kColumns = kColumnStep;
   static constexpr int kMostTokens = graft::kMostTokens;
   static int64_t row_floats(int64_t columns) { return (columns + kLanes - 1) / kLanes * kLanes; }
@@ -84,7 +85,17 @@ struct WeightF32 : FloatRows {
 };
 
 struct WeightBF16 : FloatRows {
+  static constexpr bool kWidens = true;
   static int64_t tile_bytes(int64_t columns) { return columns * kLanes * 2; }
+
+  static void widen(const uint8_t* tile, int64_t columns, float* to) {
+    const bf16* w = reinterpret_cast<const bf16*>(tile);
+    for (int64_t c = 0; c < columns; c += 2, w += 2 * kLanes, to += 2 * kLanes) {
+      F even, odd;
+      load_pairs(w, even, odd);
+      store(to, even), store(to + kLanes, odd);
+    }
+  }
 
   template <int T>
   static void tile(const uint8_t* tile, const Rows& rows, int64_t first, F* sums) {
@@ -97,7 +108,7 @@ struct WeightBF16 : FloatRows {
     for (int64_t c = 0; c < columns; c += kColumnStep, w += kColumnStep * kLanes) {
       Four x[T];
       for (int t = 0; t < T; t++) x[t] = four(from + t * stride + c);
-      if constexpr (T == 1) fetch_early<kColumnStep * kLanes * 2>(w);
+      if constexpr (T <= 4) fetch_early<kColumnStep * kLanes * 2>(w);
       unroll<kColumnStep / 2>([&](auto pair) {
         F even, odd;
         load_pairs(w + pair * 2 * kLanes, even, odd);
@@ -117,6 +128,7 @@ struct WeightBF16 : FloatRows {
 struct QuantisedRows {
   static constexpr float kLargest = 3.4028235e38f;
   static constexpr bool kQuantised = true;
+  static constexpr bool kWidens = false;
   static constexpr int kColumns = kBlock;
   static constexpr int kMostTokens = graft::kMostQuantised;
   static int64_t row_floats(int64_t columns) {

@@ -1,4 +1,5 @@
-// The experts of a mixture, token by token: a chunk is a tile of rows of one expert's matrix for one token.
+// The experts of a mixture. A chunk is a few rows of all experts' matrices, for all tokens: a row of a matrix is read from
+// memory once, however many tokens went to its expert.
 #pragma once
 
 #include "backends/native/plain.h"
@@ -11,38 +12,36 @@ struct ExpertsArgs {
   View x; View weights; View ids; const void* matrix; Act act; int64_t f; int64_t d; int64_t rows; View hidden; View out;
 };
 
-constexpr int64_t kExpertTile = 16;
+constexpr int64_t kExpertRows = 4;  // of a chunk
+
+// go(i, row, slot, expert) for every row i of the matrices, token and chosen expert.
+template <class Do>
+inline void share_experts(std::atomic<int64_t>& next, const ExpertsArgs& a, int64_t n, Do go) {
+  share(next, (n + kExpertRows - 1) / kExpertRows, [&](int64_t chunk) {
+    for (int64_t i = chunk * kExpertRows; i < std::min(n, (chunk + 1) * kExpertRows); ++i)
+      for (int64_t row = 0; row < a.rows; ++row)
+        for (int64_t slot = 0; slot < a.ids.size; ++slot) go(i, row, slot, static_cast<int64_t>(a.ids.row(row)[slot]));
+  });
+}
 
 // hidden[row, slot] = act(gate · x) * (up · x) for each of the token's experts.
 template <class W>
 void experts_up(Team&, int, std::atomic<int64_t>& next, const ExpertsArgs& a, float*) {
-  const int64_t slots = a.ids.size, tiles = (a.f + kExpertTile - 1) / kExpertTile;
-  share(next, a.rows * slots * tiles, [&](int64_t chunk) {
-    const int64_t row = chunk / (slots * tiles), slot = chunk / tiles % slots, first = chunk % tiles * kExpertTile;
-    const int64_t expert = static_cast<int64_t>(a.ids.row(row)[slot]);
-    const W* gate = static_cast<const W*>(a.matrix) + expert * 2 * a.f * a.d;
-    const W* up = gate + a.f * a.d;
-    float* hidden = a.hidden.row(row) + slot * a.f;
-    for (int64_t i = first; i < std::min(first + kExpertTile, a.f); ++i)
-      hidden[i] = activate(a.act, dot(a.x.row(row), gate + i * a.d, a.d)) * dot(a.x.row(row), up + i * a.d, a.d);
+  share_experts(next, a, a.f, [&](int64_t i, int64_t row, int64_t slot, int64_t expert) {
+    const W* gate = static_cast<const W*>(a.matrix) + (expert * 2 * a.f + i) * a.d;
+    const float* x = a.x.row(row);
+    a.hidden.row(row)[slot * a.f + i] = activate(a.act, dot(x, gate, a.d)) * dot(x, gate + a.f * a.d, a.d);
   });
 }
 
 // out[row] = the sum over the token's experts, in their order, of weight * (down · hidden).
 template <class W>
 void experts_down(Team&, int, std::atomic<int64_t>& next, const ExpertsArgs& a, float*) {
-  const int64_t slots = a.ids.size, tiles = (a.d + kExpertTile - 1) / kExpertTile;
-  share(next, a.rows * tiles, [&](int64_t chunk) {
-    const int64_t row = chunk / tiles, first = chunk % tiles * kExpertTile;
-    for (int64_t i = first; i < std::min(first + kExpertTile, a.d); ++i) {
-      float sum = 0.0f;
-      for (int64_t slot = 0; slot < slots; ++slot) {
-        const int64_t expert = static_cast<int64_t>(a.ids.row(row)[slot]);
-        const W* down = static_cast<const W*>(a.matrix) + (expert * a.d + i) * a.f;
-        sum += a.weights.row(row)[slot] * dot(a.hidden.row(row) + slot * a.f, down, a.f);
-      }
-      a.out.row(row)[i] = sum;
-    }
+  share_experts(next, a, a.d, [&](int64_t i, int64_t row, int64_t slot, int64_t expert) {
+    const W* down = static_cast<const W*>(a.matrix) + (expert * a.d + i) * a.f;
+    const float part = a.weights.row(row)[slot] * dot(a.hidden.row(row) + slot * a.f, down, a.f);
+    float& out = a.out.row(row)[i];
+    out = slot == 0 ? part : out + part;
   });
 }
 

@@ -12,7 +12,10 @@ inline void swiglu(Team&, int, std::atomic<int64_t>& next, const SwigluArgs& a, 
   share(next, a.rows, [&](int64_t row) {
     const float *gate = a.gate.row(row), *up = a.up.row(row);
     float* out = a.out.row(row);
-    for (int64_t i = 0; i < a.out.size; ++i) out[i] = activate(a.act, gate[i]) * up[i];
+    int64_t i = 0;
+    for (; i + kLanes <= a.out.size; i += kLanes) store(out + i, activate(a.act, load(gate + i)) * load(up + i));
+    const int rest = int(a.out.size - i);
+    if (rest > 0) store(out + i, activate(a.act, load(gate + i, rest)) * load(up + i, rest), rest);
   });
 }
 
