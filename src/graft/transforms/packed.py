@@ -77,8 +77,10 @@ def pack_layers(
         done.append(made)
         if context.held is not None:
             context.held.drop(attribute(gm, name))
-        if owned is not None:
+        if owned is not None and not made.stored:  # the others' memory was never written: they can wait
             release(gm, owned, name)
+    if owned is not None:
+        release(gm, owned, *(made.name for made in done if made.stored))
     if not done:
         reasons = list(dict.fromkeys(miss.reason for miss in misses))
         return Outcome((), tuple(misses), "; ".join(reasons[:3]) or "the graph has no linear layer")

@@ -17,7 +17,7 @@ from graft.errors import UsageError
 from graft.graph.edit import attribute
 from graft.graph.match import NearMiss
 from graft.graph.nodes import is_weight, where
-from graft.graph.storage import identity, share_storage, storage_id
+from graft.graph.storage import identity, storage_id
 from graft.ops.fused_linear.quantize import QUANTIZERS, WORKING, abstract
 from graft.ops.fused_linear.rounding import HALF, SLACK, Rounding, measure
 from graft.transforms.report import Proof
@@ -148,23 +148,24 @@ def quantize_weight(gm: GraphModule, name: str, how: How, shared: dict[Any, Any]
     return made
 
 
-def release(gm: GraphModule, owned: torch.nn.Module, name: str) -> None:
-    """Gives up the memory of a weight that the graph no longer reads.
+def release(gm: GraphModule, owned: torch.nn.Module, *names: str) -> None:
+    """Gives up the memory of weights that the graph no longer reads; all parameters are looked at once a call.
 
     The module keeps parameters of that shape and dtype on the meta device, and refuses to run. The parts that were
     merged into the weight are views of its memory, so they go too.
     """
-    weight = attribute(gm, name)
-    if weight.is_meta:
+    weights = [weight for weight in (attribute(gm, name) for name in names) if not weight.is_meta]
+    places = {storage_id(weight) for weight in weights}
+    if not places:
         return
-    gone = [p for p in (*gm.parameters(), *owned.parameters()) if p is not weight and share_storage(p, weight)]
-    dropped = {id(parameter) for parameter in (*gone, weight)}
+    gone = [p for p in (*gm.parameters(), *owned.parameters()) if storage_id(p) in places]
+    dropped = {id(parameter) for parameter in gone}
     for part in owned.modules():
         for leaf, parameter in part._parameters.items():
             if parameter is not None and id(parameter) in dropped:
                 empty = torch.empty_like(parameter, device="meta")
                 part._parameters[leaf] = torch.nn.Parameter(empty, requires_grad=False)
-    for parameter in (*gone, weight):
+    for parameter in gone:
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     refuse_to_run(owned)
 
