@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -136,3 +137,12 @@ def test_the_command_line_runs_it_r61():
     document = json.loads(result.stdout)
     assert result.exit_code == 0 and document["backend"] == "native"
     assert len(document["outputs"][0]["token_ids"]) == 8
+
+
+def test_engines_that_share_their_code_run_at_the_same_time_r12():
+    """Each thread has an engine of its own; both load the same shared object."""
+    expected = eager_tokens("llama")
+    engines = [built("llama") for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(lambda llm=llm: [tokens(llm) for _ in range(30)]) for llm in engines]
+        assert all(found == expected for run in runs for found in run.result())

@@ -26,6 +26,8 @@ struct View {  // element (row, head, i) lies at data[row * stride + head * head
 };
 
 // One call of a step, as backends/native/call.py fills it.
+struct alignas(64) Counter { std::atomic<int64_t> value; };
+
 struct Call {
   void* const* inputs;
   const int64_t* sizes;
@@ -39,13 +41,12 @@ struct Call {
   int64_t selected;
   std::atomic<int64_t>* problem;  // 0, or 1 + the number of the step that met an index it cannot follow
   int64_t* stamps;  // where thread 0 notes when it began each step, in nanoseconds; nullptr: nobody asks
+  Counter* next;    // chunks that were taken, one a step; the region's function sets it
 
   void mark(int thread, int64_t step) const {
     if (stamps != nullptr && thread == 0)
       stamps[step] = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
   }
 };
-
-struct alignas(64) Counter { std::atomic<int64_t> value; };
 
 }  // namespace graft

@@ -32,6 +32,7 @@ class CallStruct(ctypes.Structure):
         ("selected", ctypes.c_int64),
         ("problem", ctypes.c_void_p),
         ("stamps", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
     )
 
 
@@ -123,7 +124,7 @@ class RegionCall:
         call = CallStruct(
             ctypes.addressof(given), ctypes.addressof(sizes), ctypes.addressof(made), ctypes.addressof(self.pointers),
             arena, arena + held * 4, scratch, arena + own * 4, tokens, selected, ctypes.addressof(problem),
-            None if stamps is None else ctypes.addressof(stamps),
+            None if stamps is None else ctypes.addressof(stamps), None,
         )  # fmt: skip
         self.run(ctypes.byref(call), self.threads.get())
         if self.stamps is not None and stamps is not None:

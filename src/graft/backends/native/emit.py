@@ -52,13 +52,12 @@ extern "C" void* graft_team(int threads) {{ return new graft::Team(threads); }}
 """
 
 FUNCTION = """
-static Counter {name}_next[{steps}];  // one a step
-
 GRAFT_STEP static void {name}_work(void* argument, Team& team, int thread) {{
   const Call& call = *static_cast<const Call*>(argument);
   const int64_t T = call.tokens, N = call.selected;
   float* const scratch = call.scratch + thread * call.scratch_floats;
-  (void)T, (void)N, (void)scratch;
+  Counter* const next = call.next;
+  (void)T, (void)N, (void)scratch, (void)next;
 {body}  call.mark(thread, {steps});
 }}
 
@@ -73,7 +72,8 @@ extern "C" int64_t {name}_shared(int64_t T, int64_t N) {{  // floats that all th
 }}
 
 extern "C" void {name}(Call* call, void* team) {{
-  for (Counter& counter : {name}_next) counter.value.store(0, std::memory_order_relaxed);
+  Counter next[{steps}]{{}};  // one a step; of this call, since several engines may run the same code
+  call->next = next;
   static_cast<Team*>(team)->run({name}_work, call);
 }}
 """
@@ -135,7 +135,7 @@ def emit_step(program: Program, index: int, step: Step, seen: set[str]) -> str:
     seen |= named
     lines = [f"  // {index}: %{step.node}" + (f"  {step.path}" if step.path else "")]
     lines += [*(emit_buffer(program, buffer) for buffer in fresh), "  {", f"    call.mark(thread, {index});"]
-    counter = f"{program.name}_next[{index}].value"
+    counter = f"next[{index}].value"
     arguments = [(name, argument_text(program, value, index)) for name, value in step.fields]
     if step.kernel.body:
         lines += [f"    const auto {name} = {text};" for name, text in arguments]
