@@ -14,6 +14,7 @@ from graft import LLM, SamplingParams
 from graft.backends import lower
 from graft.errors import CheckpointError, PackingError, UsageError
 from graft.models.gguf_blocks import INDEX, blocks_folder, held_model
+from graft.models.gguf_reader import one_reader
 from graft.models.load import load_model
 from graft.ops.fused_linear.file_rows import FileRows, Held, untouched
 from graft.workbench.quality import engine_logits
@@ -146,3 +147,19 @@ def test_rows_behind_parameters_r20():
         held.of(both[4:])
     held.fill(both[8:])
     assert both not in held and bool((both[8:, :32] == 3).all()) and not both[:8].any()
+
+
+def test_one_reader_serves_all_and_is_gone_afterwards_r51(file):
+    import gguf
+
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    with one_reader():
+        first = gguf.GGUFReader(file)
+        with one_reader():
+            assert gguf.GGUFReader(str(file), "r") is first
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+    plain = gguf.GGUFReader(file)
+    assert [(t.name, t.data.tobytes()) for t in plain.tensors] == [(t.name, t.data.tobytes()) for t in first.tensors]
+    assert {n: [bytes(p) for p in f.parts] for n, f in plain.fields.items()} == {
+        n: [bytes(p) for p in f.parts] for n, f in first.fields.items()
+    }

@@ -12,6 +12,7 @@ import torch
 from graft.errors import CheckpointError
 from graft.files import Progress, atomic_folder, cache_dir, sha256
 from graft.models.files import check_folder
+from graft.models.gguf_reader import one_reader
 
 MANIFEST = "graft.json"
 STORED_DTYPE = torch.bfloat16
@@ -25,8 +26,8 @@ def convert_gguf(path: Path, progress: Progress | None = None, name: str | None 
     if (target / MANIFEST).is_file():
         check_folder(target)
         return target
-    check_gguf(path)
-    with atomic_folder(target) as folder:
+    with one_reader(), atomic_folder(target) as folder:
+        check_gguf(path)
         write_folder(path, folder, progress)
         checksums = {p.name: sha256(p, progress) for p in sorted(folder.glob("*.safetensors"))}
         manifest = {"source": path.name, "source_sha256": sha256(path), "files": checksums}

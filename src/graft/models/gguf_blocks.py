@@ -26,6 +26,7 @@ from graft.errors import CheckpointError
 from graft.files import Progress, atomic_folder, cache_dir
 from graft.models.files import check_folder
 from graft.models.gguf import check_gguf, identity, write_front
+from graft.models.gguf_reader import one_reader
 from graft.ops.fused_linear.file_rows import FileRows, Held, untouched
 from graft.ops.fused_linear.native_packing import GGUF_BYTES
 
@@ -40,8 +41,8 @@ def blocks_folder(path: Path, progress: Progress | None = None, name: str | None
         raise CheckpointError(f"{path} does not exist")
     target = cache_dir() / "models" / f"{name or path.stem}-{identity(path)}-blocks"
     if not (target / INDEX).is_file():
-        check_gguf(path)
-        with atomic_folder(target) as folder:
+        with one_reader(), atomic_folder(target) as folder:
+            check_gguf(path)
             write_blocks(path, folder, progress)
     check_folder(target)
     return target
