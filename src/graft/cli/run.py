@@ -179,6 +179,8 @@ def show_speeds(llm: LLM, speeds: dict[str, float]) -> None:
     from graft.cli.show import out
 
     s, dtype = llm.stats, str(llm.model.module.dtype).removeprefix("torch.")
+    if llm.quantized:
+        dtype += f" with weights in {llm.quantized.format}"
     rates = [f"graft ({llm.backend}) {speeds['graft']:.1f} tokens/s"]
     if "hugging_face_eager" in speeds:
         rival = speeds["hugging_face_eager"]
