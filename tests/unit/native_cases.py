@@ -68,7 +68,7 @@ def rows_shape(s: Symbols, tensor: Tensor) -> tuple[Any, ...]:
 
 
 LAYOUT: dict[str, Callable[[Symbols], tuple[Any, ...]]] = {
-    "ids": lambda s: (s.batch, s.tokens),
+    "indices": lambda s: (s.batch, s.tokens),
     "slots": lambda s: (s.tokens,),
     "rows": lambda s: (s.tokens,),
     "block_tables": lambda s: (s.sequences, s.table),

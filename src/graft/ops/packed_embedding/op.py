@@ -1,4 +1,4 @@
-"""graft::packed_embedding(weight, scale, ids, columns, dtype)."""
+"""graft::packed_embedding(weight, scale, indices, columns, dtype)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from graft.ops.packed_embedding.reference import packed_embedding
 from graft.ops.spec import OpSpec, define
 
 
-def fake(weight: Tensor, scale: Tensor, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    return weight.new_empty((*ids.shape, columns), dtype=dtype)
+def fake(weight: Tensor, scale: Tensor, indices: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return weight.new_empty((*indices.shape, columns), dtype=dtype)
 
 
 define(
     OpSpec(
         name="packed_embedding",
-        schema="(Tensor weight, Tensor scale, Tensor ids, int columns, ScalarType dtype) -> Tensor",
+        schema="(Tensor weight, Tensor scale, Tensor indices, int columns, ScalarType dtype) -> Tensor",
         reference=packed_embedding,
         fake=fake,
     )

@@ -67,6 +67,12 @@ class QuantizeLinear(BaseTransform):
     the module itself, the old weight is given up as soon as the new one is there. Numerics: they change by design.
     Each weight is checked to be the nearest number that its scale can give (ops/fused_linear/rounding.py), and the
     record says how far that is; products are summed in float32.
+
+    native:  %e = graft.packed_embedding(%q, %s, %ids, …);   %y = graft.fused_linear(%x, %q, None, %s, %g, …)
+
+    For the native backend a weight goes into its tiles, with a scale (int8) or a scale and a minimum (int4) each 32
+    columns; `file` takes the blocks of a GGUF file as they are. An embedding that is tied to the head reads the same
+    tiles, and norms keep their weights. Numerics there: the product rounds rows of x to 8 bits in blocks of 32.
     """
 
     config: QuantizeConfig  # pyrefly: ignore

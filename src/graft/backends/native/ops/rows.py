@@ -43,8 +43,9 @@ def lower_packed_embedding(plan: Planner, node: Node) -> None:
     out = plan.new(node)
     plan.step(
         node, Kernel(f"packed_embedding<{form}>", "PackedEmbeddingArgs", "ops/packed_embedding/native.h"),
-        table=pointer, entries=int(tensor_of(o["scale"]).shape[0]), columns=o["columns"], ids=plan.pointer(o["ids"]),
-        rows=plan.rows(layout), out=out, problem=Text("call.problem"), step=Text("{step}"),
+        table=pointer, entries=int(tensor_of(o["scale"]).shape[0]), columns=o["columns"],
+        ids=plan.pointer(o["indices"]), rows=plan.rows(layout), out=out,
+        problem=Text("call.problem"), step=Text("{step}"),
     )  # fmt: skip
     plan.bind(node, out)
 
