@@ -22,6 +22,7 @@ PRODUCTS = [
     Product("f32", 19, 100, 50, threads=2, norm=True, gap=3),
     Product("f32", 11, 40, 36, threads=2, norm=True, shared=False),
     Product("f32", 7, 32, 16, in_place=True, gap=16),
+    Product("f32", 205, 20, 40, threads=2, act="silu"),  # many passes
 ]
 TARGETS = [t for t in targets() if not t.runner]  # quick to call
 

@@ -17,7 +17,7 @@ from graft.graph.nodes import OpOverload, is_op, placeholders
 aten = torch.ops.aten
 VIEWS = (
     aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int,
-    aten.slice.Tensor, aten.to.dtype, aten.contiguous.default, getitem,
+    aten.slice.Tensor, aten.to.dtype, aten.contiguous.default,
 )  # fmt: skip
 
 
