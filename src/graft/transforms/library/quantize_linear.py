@@ -45,8 +45,9 @@ OUTPUT_HEAD = "lm_head"
 @dataclass(frozen=True)
 class QuantizeConfig(TransformConfig):
     """skip: globs for the names of parameters, or of any run of their parts, that stay as they are. head: the format
-    of the output head, `none` to leave it. search: of int4, the clipping of each group that loses least, instead of
-    its largest magnitude. format `file`: as the GGUF file has them, for the native backend."""
+    of the output head, `none` to leave it. search: of int4 in groups of 128, the clipping of each group that loses
+    least, instead of its largest magnitude; the native form has a minimum each 32 and needs none. format `file`: as
+    the GGUF file has them, for the native backend."""
 
     format: Literal["int8", "int4", "fp8", "file"] = "int8"
     head: Literal["int8", "int4", "fp8", "none"] = "int8"
