@@ -14,7 +14,7 @@ import graft
 from conftest import tiny
 from graft import LLM, SamplingParams
 from graft.backends.select import decoder_backend
-from graft.errors import CompilerFailed, NoCompiler, NothingNative, TooManyThreads, UnknownBackend
+from graft.errors import CompilerFailed, NoCompiler, NothingNative, TooManyThreads, TransformError, UnknownBackend
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 CPU = torch.device("cpu")
@@ -118,3 +118,11 @@ def test_other_modules_stay_eager_r12():
     assert graft.compile(module, (x,)).backend == "eager"
     with pytest.raises(NothingNative, match=r"input_ids.*backend='eager'"):
         graft.compile(module, (x,), backend="native")
+
+
+def test_weights_in_fp8_run_eagerly_and_the_report_says_why_r21():
+    assert decoder_backend("auto", CPU, torch.float32, ("fp8", "int8"))[0] == "eager"
+    llm = small(quantize="fp8")
+    assert llm.backend == "eager" and "eager, because native kernels have no fp8 weights" in said(llm)
+    with pytest.raises(TransformError, match="the native backend has no fp8; use int8 or int4"):
+        small(quantize="fp8", backend="native")

@@ -151,9 +151,9 @@ def test_merged_weights_in_the_wrong_order_are_caught(device, monkeypatch):
     assert match.proof.error <= match.proof.limit
     real = merge.merge_linears
 
-    def swapped(editor, linears, name):
+    def swapped(editor, linears, name, held):
         pieces = [n for n in linears]
-        record = real(editor, pieces, name)
+        record = real(editor, pieces, name, held)
         first, second = [n for n in calls(editor.graph) if is_op(n, aten.slice.Tensor) and n.name in record.made]
         first.args, second.args = second.args, first.args
         return record

@@ -30,7 +30,9 @@ from graft.workbench.traffic import graph_weight_bytes, weight_bytes
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_tokens_of_tiny_families_run_r21(family):
-    llm = graft.LLM(f"tiny-{family}", dtype="float32", device="cpu", quantize="int8", keep_weights=True)
+    llm = graft.LLM(
+        f"tiny-{family}", dtype="float32", device="cpu", quantize="int8", keep_weights=True, backend="eager"
+    )
     record = llm.report.transforms["quantize_linear"]
     assert record.status == "applied" and record.matches
     left = reasons(record)
@@ -45,7 +47,7 @@ def test_tokens_of_tiny_families_run_r21(family):
 
 def test_the_engines_tokens_are_those_of_the_weights_that_the_stored_ones_stand_for():
     """Hugging Face with the dequantized weights in the place of its own generates the same tokens."""
-    llm = graft.LLM("tiny-llama", dtype="float32", device="cpu", quantize="int8")
+    llm = graft.LLM("tiny-llama", dtype="float32", device="cpu", quantize="int8", backend="eager")
     state = dict(llm.graph_module.named_parameters())
     module = load_model("tiny-llama", dtype="float32", device="cpu").module
     groups = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
@@ -76,7 +78,7 @@ def test_the_output_head_has_eight_bits_or_is_left(kind, heads):
     model = load_model("tiny-llama", dtype="float32", device="cpu")
     for head in heads:
         settings = {"transforms": on(kind, head=head)["transforms"]}
-        llm = graft.LLM(model, config=settings)
+        llm = graft.LLM(model, config=settings, backend="eager")
         record = llm.report.transforms["quantize_linear"]
         formats = {match.note.split(":")[0]: match.note.split()[1].rstrip(",") for match in record.matches}
         assert formats.pop("lm_head.weight", None) == (None if head == "none" else head)
@@ -149,7 +151,7 @@ def test_a_roll_back_finds_the_old_weights(monkeypatch):
     """With on_error: skip nothing is given up, so that the graph can go on with what it had."""
     monkeypatch.setitem(quantizing.QUANTIZERS, "int8", lambda w, *_: (w.to(torch.int8), torch.ones(w.shape[0])))
     settings = {"transforms": on(on_error="skip")["transforms"]}
-    llm = graft.LLM("tiny-llama", dtype="float32", device="cpu", config=settings, keep_weights=True)
+    llm = graft.LLM("tiny-llama", dtype="float32", device="cpu", config=settings, backend="eager")
     assert llm.report.transforms["quantize_linear"].status == "rolled_back"
     assert not any(note.startswith("quantize_linear") for note in llm.report.notes)
     ids = torch.tensor([[4, 5]])
@@ -229,7 +231,11 @@ def test_the_report_counts_bytes_and_reads_older_ones():
 @pytest.mark.parametrize("verb", ["run", "bench"])
 def test_the_command_line_takes_a_format_r21(verb):
     given = ["--token-ids", "1,2", "--max-tokens", "2", "-m"] if verb == "run" else ["--batch", "1", "--prompt", "4"]
-    more = [] if verb == "run" else ["--new", "2", "--repeats", "1", "--against", "eager"]
+    more = (
+        ["--backend", "eager"]
+        if verb == "run"
+        else ["--new", "2", "--repeats", "1", "--against", "eager", "--backend", "eager"]
+    )
     # a rival needs the module's own weights, so they stay for `bench`
     result = CliRunner().invoke(app, [verb, *given, "tiny-llama", *more, "--quantize", "int8", "--json"])
     assert result.exit_code == 0, result.output

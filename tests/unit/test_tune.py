@@ -155,7 +155,7 @@ def test_without_a_gpu_it_refuses_r26():
 
 @pytest.fixture(scope="module")
 def quantized():
-    return graft.LLM(tiny("llama"), quantize="int8", kv_cache_memory="1MiB", max_num_seqs=2)
+    return graft.LLM(tiny("llama"), quantize="int8", kv_cache_memory="1MiB", max_num_seqs=2, backend="eager")
 
 
 def test_the_shapes_of_a_model_come_from_its_graph_r26(quantized):

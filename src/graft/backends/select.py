@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,17 +31,21 @@ def check_name(backend: str) -> None:
         raise UnknownBackend(backend, BACKENDS)
 
 
-def decoder_backend(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str, tuple[str, ...]]:
+def decoder_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, formats: Collection[str] = ()
+) -> tuple[str, tuple[str, ...]]:
     """What a decoder of the engine is lowered to, and why, for the report: `auto` is native on a CPU with a compiler.
 
     It is known before the pipeline, which fuses for the backend. Other modules keep eager as their `auto`: the native
-    backend takes the engine's packed tokens alone.
+    backend takes the engine's packed tokens alone. formats: of quantized weights.
     """
     check_name(backend)
     if backend != "auto":
         return backend, ()
     if device.type != "cpu":
         return "eager", ()
+    if "fp8" in formats:
+        return "eager", ("backend: eager, because native kernels have no fp8 weights; int8 and int4 they have",)
     if dtype not in NATIVE:
         return "eager", (f"backend: eager, because native kernels compute in float32 and the weights are {dtype}",)
     from graft.backends.native.compiler import find_compiler

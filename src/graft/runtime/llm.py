@@ -70,7 +70,7 @@ class LLM:
         self.graph_module, captured = captured_decoder(self.model.module, progress)
         owned = None if keep else self.model.module
         self.device = next(self.model.module.parameters()).device
-        chosen, why = decoder_backend(backend, self.device, self.model.module.dtype)
+        chosen, why = decoder_backend(backend, self.device, self.model.module.dtype, weight_formats(settings))
         context = Context(route="decoder", backend=chosen, context_length=self.model.context, owned=owned, held=held)
         context.notes += filled(
             held, self.graph_module, "verify: matches computes with them", settings.verify == "matches"
@@ -237,6 +237,12 @@ def settings_for(
         settings = with_sets(settings, quantize_sets("file"))
     require_cache(settings)
     return settings
+
+
+def weight_formats(settings: PipelineConfig) -> tuple[str, ...]:
+    """What linear layers and the head are quantized to."""
+    chosen: Any = settings.transforms["quantize_linear"]
+    return (chosen.format, chosen.head) if chosen.enabled else ()
 
 
 def in_blocks(backend: str, quantize: str | None, dtype: str, device: str) -> bool:

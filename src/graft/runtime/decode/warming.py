@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from contextvars import copy_context
 from typing import Any
 
-COMPILERS = min(16, os.cpu_count() or 8)  # threads; most of a compilation is outside of Python's lock
+COMPILERS = max(8, min(16, os.cpu_count() or 8))  # threads; most of a compilation is outside of Python's lock
 
 
 class Handed(Future):

@@ -10,7 +10,7 @@ import torch
 
 from graft import LLM, SamplingParams
 from graft.backends import lower
-from graft.backends.native.build import COMPILERS
+from graft.backends.native.compiler import COMPILERS
 from graft.models.load import load_model
 from graft.workbench.quality import engine_logits, quality
 
