@@ -89,12 +89,16 @@ def targets() -> list[Target]:
 
 
 def sanitized(kinds: str) -> Target | None:
-    """This machine's widest instruction set under sanitizers, or None where the compiler has none."""
+    """This machine's widest instruction set under sanitizers, or None where they do not work: a compiler without
+    them, or an operating system whose address space their runtime does not expect."""
     own = shutil.which("g++") or shutil.which("clang++")
     flags = (f"-fsanitize={kinds}", "-fno-sanitize-recover=all", "-march=native", "-g", "-O1")
-    probe = [own or "g++", *flags, "-x", "c++", "-", "-o", "/dev/null"]
-    if own is None or subprocess.run(probe, input=b"int main() {}", capture_output=True, check=False).returncode:
-        return None
+    with tempfile.TemporaryDirectory(prefix="graft-native-test-") as folder:
+        probe = [own or "g++", *flags, "-x", "c++", "-", "-o", f"{folder}/probe"]
+        if own is None or subprocess.run(probe, input=b"int main() {}", capture_output=True, check=False).returncode:
+            return None
+        if subprocess.run([f"{folder}/probe"], capture_output=True, check=False).returncode:
+            return None
     return Target(kinds, own, flags, ("env", "ASAN_OPTIONS=detect_leaks=0", "TSAN_OPTIONS=halt_on_error=1"))
 
 

@@ -16,7 +16,7 @@ from test_native_team import call
 def target_of(kinds: str) -> Target:
     target = sanitized(kinds)
     if target is None:
-        pytest.skip(f"no compiler with -fsanitize={kinds} on this machine")
+        pytest.skip(f"a program with -fsanitize={kinds} cannot be made or run on this machine")
     return target
 
 
