@@ -24,6 +24,12 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "graft"
 
 
+def cache_folder(name: str, variable: str) -> Path:
+    """A folder of the cache directory, or what the environment variable names instead."""
+    named = os.environ.get(variable)
+    return Path(named) if named else cache_dir() / name
+
+
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A folder to fill; it appears at `target` when the block ends well, and nothing remains when it does not."""

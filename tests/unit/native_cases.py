@@ -25,7 +25,7 @@ from graft.backends.native.compiler import COMPILERS
 from graft.backends.native.emit import emit
 from graft.backends.native.program import Program, Text
 from graft.backends.native.regions import Region, split
-from graft.backends.native.weights import prepare
+from graft.backends.native.weights import in_form
 from graft.ops import OPS
 from graft.ops.cases import tolerance
 
@@ -138,8 +138,8 @@ def compile_all(
     team, arena = Threads(library, threads), Arena()
 
     def made(built: Built, region: Region) -> Built:
-        tensors = {w.target: getattr(built.gm, w.target) for w in region.program.weights}
-        run = RegionCall(region.program, library, team, prepare(region.program.weights, tensors, {}), arena)
+        own = [in_form(w, getattr(built.gm, w.target).detach()) for w in region.program.weights]
+        run = RegionCall(region.program, library, team, own, arena)
         order = [node.name for node in built.gm.graph.nodes if node.op == "placeholder"]
         return Built(run, built.gm, [built.inputs[order.index(node.name)] for node in region.inputs])
 

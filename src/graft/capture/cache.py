@@ -23,7 +23,7 @@ from graft.capture.code import Unknowable
 from graft.capture.decoder import capture_decoder
 from graft.capture.fingerprint import fingerprint
 from graft.errors import DumpError
-from graft.files import Progress, cache_dir
+from graft.files import Progress, cache_folder
 from graft.graph.serial import graph_from_json, graph_to_json
 from graft.graph.verify import module_state
 
@@ -36,7 +36,7 @@ def captured_decoder(model: PreTrainedModel, progress: Progress | None = None) -
     """What `capture_decoder` gives, from the cache where it is there, and a note on how it came."""
     started = time.perf_counter()
     key, why = cache_key(model)
-    file = None if key is None else graphs_dir() / f"{key}.json"
+    file = None if key is None else cache_folder("graphs", FOLDER) / f"{key}.json"
     if key is not None and file is not None and file.exists():
         if progress:
             progress("loading the captured graph", 0, 1)
@@ -52,11 +52,6 @@ def captured_decoder(model: PreTrainedModel, progress: Progress | None = None) -
     seconds = time.perf_counter() - started
     stored = "not stored" if key is None or file is None else store(file, key, gm, model)
     return gm, f"captured graph: captured in {seconds:.1f} s, {stored}{why}"
-
-
-def graphs_dir() -> Path:
-    named = os.environ.get(FOLDER)
-    return Path(named) if named else cache_dir() / "graphs"
 
 
 def cache_key(model: PreTrainedModel) -> tuple[str | None, str]:

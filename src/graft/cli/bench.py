@@ -131,8 +131,8 @@ def make_plan(
 
 def check(model: str, plan: Plan, backend: str, plot: str | None, kernels: bool) -> None:
     """What can be told to be wrong before the model is loaded."""
-    from graft.backends.select import BACKENDS
-    from graft.errors import UnknownBackend, UsageError
+    from graft.backends.select import check_name
+    from graft.errors import UsageError
     from graft.workbench.plan import known_context
     from graft.workbench.plot import check_plot
 
@@ -141,8 +141,7 @@ def check(model: str, plan: Plan, backend: str, plot: str | None, kernels: bool)
         raise UsageError("--plot draws the table of engines; leave --kernels out")
     if plot:
         check_plot(Path(plot))
-    if backend not in BACKENDS:
-        raise UnknownBackend(backend, BACKENDS)
+    check_name(backend)
 
 
 def measure(llm: Any, plan: Plan, built: float, progress: Any, notes: dict[str, Any], source: str) -> Bench:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,7 @@ def held_model(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple
         parameter.requires_grad_(False)
         if name in rows:
             part = rows[name]
-            held.put(parameter, part if part.raw.numel() else stored(part, rest[name]))
+            held.put(parameter, part if part.raw.numel() else replace(part, raw=rest[name]))
         elif name in rest:
             parameter.copy_(rest[name])
         else:
@@ -195,10 +195,6 @@ def float_model(folder: Path, dtype: torch.dtype, attention: str | None) -> Any:
     model, held = held_model(folder, dtype, attention)
     held.fill_all(model.parameters())
     return model
-
-
-def stored(part: FileRows, raw: Tensor) -> FileRows:
-    return FileRows(part.quant, raw, part.order, part.turned, part.source)
 
 
 def file_rows(folder: Path, index: dict[str, Any]) -> Iterator[tuple[str, FileRows]]:

@@ -31,12 +31,8 @@ class Contestant(Protocol):
 
 
 @runtime_checkable
-class Peer(Protocol):
+class Peer(Contestant, Protocol):
     """An engine of its own: made at its first call, so that this time is its setup, and closed after its last."""
-
-    name: str
-
-    def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]: ...
 
     def step_bytes(self, batch: int, tokens: float) -> float:
         """What a decode step reads in this engine's own formats."""

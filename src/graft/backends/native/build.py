@@ -24,7 +24,7 @@ from pathlib import Path
 
 from graft.backends.native.compiler import find_compiler, fingerprint, flags
 from graft.errors import CannotLoad, CompilerFailed, DiskFull
-from graft.files import cache_dir, is_disk_full
+from graft.files import cache_folder, is_disk_full
 
 FOLDER = "GRAFT_NATIVE_CACHE_DIR"
 FIRST_LINES = 12  # of what a compiler that failed said
@@ -48,16 +48,11 @@ class Built:
     note: str = ""
 
 
-def native_dir() -> Path:
-    named = os.environ.get(FOLDER)
-    return Path(named) if named else cache_dir() / "native"
-
-
 def build(source: Source) -> Built:
     """The shared object of a source, from the cache or compiled now. A second process waits for the first."""
     compiler = find_compiler()
     try:
-        return build_in(native_dir(), source, compiler)
+        return build_in(cache_folder("native", FOLDER), source, compiler)
     except DiskFull as error:
         with disk_errors(Path(tempfile.gettempdir())):
             folder = Path(tempfile.mkdtemp(prefix="graft-native-"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,15 +17,8 @@ from graft.ops.fused_linear.native_packing import pack
 Release = Callable[[str], None]  # gives up the tensor of that name
 
 
-def prepare(weights: Sequence[Weight], tensors: Mapping[str, Tensor], made: dict[Weight, Tensor]) -> list[Tensor]:
-    """`made` keeps what several regions share."""
-    for weight in weights:
-        if weight not in made:
-            made[weight] = in_form(weight, tensors[weight.target].detach())
-    return [made[weight] for weight in weights]
-
-
 def in_form(weight: Weight, tensor: Tensor) -> Tensor:
+    """As the kernel reads it."""
     if weight.form == "float32":
         return tensor.to(torch.float32).contiguous()
     if weight.form == "as_is":
@@ -35,18 +28,14 @@ def in_form(weight: Weight, tensor: Tensor) -> Tensor:
 
 def prepare_all(gm: GraphModule, parts: Split, release: Release | None) -> tuple[list[list[Tensor]], int]:
     """The weights of every region, and how many of the module's own were given up, each as soon as it was packed."""
-    weights = dict.fromkeys(weight for region in parts.regions for weight in region.program.weights)
-    tensors = {weight.target: attribute(gm, weight.target) for weight in weights}
-    spare = spare_targets(gm, parts, list(weights)) if release is not None else {}
-    made: dict[Weight, Tensor] = {}
-    released = 0
+    weights = list(dict.fromkeys(weight for region in parts.regions for weight in region.program.weights))
+    spare = spare_targets(gm, parts, weights) if release is not None else {}
+    made: dict[Weight, Tensor] = {}  # once for all regions that read it
     for weight in weights:
-        prepare([weight], {weight.target: tensors[weight.target]}, made)
+        made[weight] = in_form(weight, attribute(gm, weight.target).detach())
         if release is not None and spare.get(weight.target) == weight:
             release(weight.target)
-            tensors[weight.target] = torch.empty(0)
-            released += 1
-    return [prepare(region.program.weights, tensors, made) for region in parts.regions], released
+    return [[made[weight] for weight in region.program.weights] for region in parts.regions], len(spare)
 
 
 def spare_targets(gm: GraphModule, parts: Split, weights: Sequence[Weight]) -> dict[str, Weight]:
