@@ -17,7 +17,7 @@ from graft.cli.app import app
 def graft(*args, stdin="", **env):
     """In this process, because importing torch and transformers takes seconds; in its own where `env` matters."""
     if env:
-        command = [sys.executable, "-m", "graft.cli.app", *args]
+        command = [sys.executable, "-m", "graft", *args]
         return subprocess.run(
             command, capture_output=True, text=True, input=stdin, env={**os.environ, **env}, check=False
         )

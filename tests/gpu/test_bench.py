@@ -14,7 +14,7 @@ from graft.workbench.roofline import measure_roofline
 
 def bench(*args: str) -> dict:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "graft.cli.app", "bench", *args, "--json"]
+    command = [sys.executable, "-m", "graft", "bench", *args, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

@@ -25,6 +25,7 @@ LEVELS = [
     {"testing"},
     {"workbench", "serve"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {package: index for index, packages in enumerate(LEVELS) for package in packages}
 PRIVATE_ALLOWED = {"workbench/stages.py", "backends/inductor.py", "state/functionalization.py"}

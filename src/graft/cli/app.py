@@ -81,7 +81,3 @@ for verb in VERBS:
 
 def main() -> None:
     app()
-
-
-if __name__ == "__main__":
-    main()

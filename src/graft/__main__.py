@@ -1,0 +1,5 @@
+"""`python -m graft` is `graft`."""
+
+from graft.cli.app import main
+
+main()
