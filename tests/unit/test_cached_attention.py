@@ -105,7 +105,7 @@ def test_a_row_without_a_sequence_gives_zeros_r26():
 def test_the_number_of_parts_follows_from_the_shapes_r26():
     with mock.patch.object(decode, "processors", lambda _: 132):
         counts = {n: decode.split_count(n, 8, torch.device("cuda")) for n in (1, 2, 8, 16, 64, 256)}
-    assert counts == {1: 32, 2: 16, 8: 4, 16: 2, 64: 1, 256: 1}
+    assert counts == {1: 64, 2: 32, 8: 4, 16: 2, 64: 1, 256: 1}
     with mock.patch.object(decode, "processors", lambda _: 132):
         assert decode.split_count(1, 1, torch.device("cuda")) == decode.MOST_SPLITS
 

@@ -3,6 +3,11 @@
 A program takes one sequence, one key-value head with all queries of its group, and one of SPLITS parts of the
 context, tile by tile with several on their way. Few sequences of up to EARLY_CONTEXT tokens have a kernel of their
 own (early).
+
+What a kernel takes of an SM's shared memory is missing in its first cache, for the products behind it as well: they
+start while it runs, and the SM keeps its division. At one token a step these read their input again for every row of
+the weight, so that attention with 72 KB a program cost the gate-up product of an 8B model 11 us a layer, more than
+attention took itself. Hence small tiles where sequences are few.
 """
 
 from __future__ import annotations
@@ -31,6 +36,8 @@ from graft.ops.cached_attention.tiles.triton import (
 from graft.ops.launch import counters, pdl_supported
 
 PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way; two fill an SM's share of bandwidth
+FEW_PROGRAMS = 16  # sequences times key-value heads: with so few, a lean kernel
+LEAN_PER_SM = 4  # of its programs, which keep one small tile on its way
 MOST_SPLITS = 64
 LEAST_TILES = 4  # of a part: one program reads 256 places sooner than four put their parts together
 TILE_BYTES = 16384  # of keys, and as much of values
@@ -38,7 +45,7 @@ MANY_PROGRAMS = 256  # sequences times key-value heads: with more, small tiles a
 EARLY_PROGRAMS = 64  # sequences times key-value heads: with more the device is full anyway
 EARLY_CONTEXT = 2048  # tokens that the block tables have room for
 EARLY_TILE = 256
-EARLY_BYTES = 65536  # of keys, and as much of values, in registers
+EARLY_BYTES = 32768  # of keys, and as much of values, in registers
 
 
 @triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
@@ -120,10 +127,10 @@ def split_kv(
         splits = splits or min(triton.next_power_of_2(-(-room // tile)), MOST_SPLITS)
         options: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
     else:
-        many = n * kv > MANY_PROGRAMS
-        tile = max(16, min(32 if many else 64, TILE_BYTES // (wide * q.element_size())))
+        few, many = n * kv <= FEW_PROGRAMS, n * kv > MANY_PROGRAMS
+        tile = max(16, min(32 if few or many else 64, TILE_BYTES // (wide * q.element_size())))
         splits = splits or split_count(n, kv, q.device)
-        options = {"LEAST": LEAST_TILES, "num_warps": 2 if many else 4, "num_stages": 3}
+        options = {"LEAST": LEAST_TILES, "num_warps": 2 if many else 4, "num_stages": 2 if few else 3}
     k, v, cos, sin = turn or (q, q, q, q)
     strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
     partial = torch.empty((n, h, splits, d) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
@@ -150,7 +157,8 @@ def is_early(n: int, kv: int, room: int) -> bool:
 
 def split_count(n: int, kv: int, device: torch.device) -> int:
     """Parts of the context: as many, a power of two, as give every SM its programs, whatever the lengths are."""
-    wanted = PROGRAMS_PER_SM * processors(device) // (n * kv)
+    each = LEAN_PER_SM if n * kv <= FEW_PROGRAMS else PROGRAMS_PER_SM
+    wanted = each * processors(device) // (n * kv)
     return max(1, min(MOST_SPLITS, 1 << max(wanted, 1).bit_length() - 1))
 
 
