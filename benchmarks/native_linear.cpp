@@ -53,6 +53,8 @@ extern "C" void run_products(void** arrays, const int64_t* number) {
       case 1: return products<WeightBF16>(job, team, thread);
       case 2: return products<WeightQ8>(job, team, thread);
       case 3: return products<WeightQ4>(job, team, thread);
+      case 4: return products<WeightF16>(job, team, thread);
+      case 5: return products<WeightHalves>(job, team, thread);
     }
   }, &job);
 }

@@ -58,5 +58,7 @@ extern "C" void run_linear(void** arrays, const int64_t* number) {
     case 1: status = product<WeightBF16>(call, threads, number[13] != 0); break;
     case 2: status = product<WeightQ8>(call, threads, number[13] != 0); break;
     case 3: status = product<WeightQ4>(call, threads, number[13] != 0); break;
+    case 4: status = product<WeightF16>(call, threads, number[13] != 0); break;
+    case 5: status = product<WeightHalves>(call, threads, number[13] != 0); break;
   }
 }

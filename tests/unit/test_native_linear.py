@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_build import every_target, targets
-from native_linear_cases import ACTS, KINDS, Product, close, expected, make, run
+from native_linear_cases import ACTS, KINDS, Product, close, expected, make, packing, run
 
-from graft.ops.fused_linear.native_packing import pack
+from graft.ops.fused_linear.native_packing import pack, unpack
 
 PRODUCTS = [
     Product("f32", 1, 576, 96, norm=True),
@@ -51,8 +51,40 @@ def test_wrong_variants_are_noticed_r22(target, kind):
     swapped = replace(d.packed, data=d.packed.data.view(2, -1).flip(0).flatten())
     assert not close(run(p, replace(d, packed=swapped), target), expected(p, d))
     one = d.packed.data.clone()
-    one[-1] ^= 0xFF if kind == "q4" else 0x40  # one weight of the last row, or two
+    one[-65 if kind in ("f16", "halves") else -1] ^= (
+        0xFF if kind == "q4" else 0x40
+    )  # one weight of the last row, or two
     assert not close(run(p, replace(d, packed=replace(d.packed, data=one)), target), expected(p, d))
+
+
+@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("tokens", [1, 3, 21])
+@pytest.mark.parametrize(("x_by", "w_by"), [(1e-30, 1e30), (1e30, 1e-30), (3e4, 1e5), (1.0, 1.0)])
+def test_16_bits_for_numbers_of_any_size_r22(target, x_by, w_by, tokens):
+    p = Product("halves", tokens, 96, 48, threads=2)
+    d = make(p)
+    weight = unpack(d.packed) * w_by
+    weight[3, 5] *= 1000  # an outlier leaves the others their bits
+    d = replace(d, x=d.x * x_by, packed=pack(weight, "f16", False))
+    assert close(run(p, d, target), expected(p, d))
+    assert not close(run(p, replace(d, x=d.x.flip(1)), target), expected(p, d))
+    zeros = replace(d, x=torch.zeros_like(d.x))
+    assert close(run(p, zeros, target), expected(p, zeros))
+
+
+@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_not_hidden_in_16_bits_r22(target, bad):
+    p = Product("halves", 9, 64, 40)
+    d = make(p)
+    x = d.x.clone()
+    x[4, 7] = bad
+    found = run(p, replace(d, x=x), target)
+    assert not found[4].isfinite().any() and close(found[:4], tuple(part[:4] for part in expected(p, d)))
+    weight = unpack(d.packed)
+    weight[17, 3] = bad
+    found = run(p, replace(d, packed=pack(weight, "f16", False)), target)
+    assert not found[:, 17].isfinite().any() and found[:, :17].isfinite().all()
 
 
 @pytest.mark.skipif(not TARGETS, reason="no C++ compiler on this machine")
@@ -91,7 +123,7 @@ def test_nan_weight_stays_in_its_column_r22(target, kind):
     d = make(p)
     weight = torch.randn(24, 64)
     weight[17, 40] = float("nan")
-    found = run(p, replace(d, packed=pack(weight, kind)), target)
+    found = run(p, replace(d, packed=pack(weight, packing(kind))), target)
     assert found[:, 17].isnan().all() and found[:, :17].isfinite().all() and found[:, 18:].isfinite().all()
 
 

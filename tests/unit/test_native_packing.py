@@ -46,7 +46,10 @@ def test_unpack_is_the_inverse_r20(n, k, kind, gated, dtype):
     largest = blocks.abs().amax(2).repeat_interleave(32, 1)[:, :k]
     # half a step, and what a float16 scale and minimum round
     slack = {"f32": 0 * largest, "bf16": w.float().abs() * 2**-8, "q8": largest * (0.5 / 127 + 2**-10),
-             "q4": spread * (0.5 / 15 + 2**-9) + largest * 2**-10}[kind]  # fmt: skip
+             "q4": spread * (0.5 / 15 + 2**-9) + largest * 2**-10,
+             "f16": w.float().abs() * 2**-11 + w.float().abs().max() * 2**-24}[kind]  # fmt: skip
+    if kind == "f16" and dtype is torch.bfloat16:  # 8 bits fit, but for numbers that are nothing beside the largest
+        slack = slack.max() * 2**-13 * torch.ones_like(slack)
     assert ((found - w.float()).abs() <= slack + 1e-6 * (kind[0] == "q")).all()
 
 
@@ -82,7 +85,23 @@ def test_packed_sizes_r20():
     for n, k in ((960, 576), (576, 1536), (49152, 32)):
         w = torch.zeros(n, k)
         sizes = {kind: pack(w, kind).data.numel() * 8 / (n * k) for kind in CPP}
+        assert sizes.pop("f16") == 16 + 32 / k  # one line a tile
         assert sizes == {"f32": 32, "bf16": 16, "q8": 8.5, "q4": 5}
+
+
+def test_16_bits_take_weights_of_any_size_r20():
+    w = weight(40, 24)
+    w[0] *= 2.0**100  # a tile of its own scale
+    w[20] *= 2.0**-100
+    w[39] = 0
+    found = unpack(pack(w, "f16"))
+    tiles = torch.tensor([w[:16].abs().max(), w[16:32].abs().max(), w[32:].abs().max()])
+    assert ((found - w).abs() <= w.abs() * 2**-11 + tiles.repeat_interleave(16)[:40, None] * 2**-24).all()
+    bad = torch.ones(16, 8)
+    bad[3, 4], bad[5, 0] = float("nan"), float("inf")
+    found = unpack(pack(bad, "f16"))
+    assert found[3, 4].isnan() and found[5, 0].isinf() and int(found.isfinite().sum()) == 16 * 8 - 2
+    assert torch.equal(unpack(pack(torch.zeros(3, 5), "f16")), torch.zeros(3, 5))
 
 
 def test_special_weights_r20():

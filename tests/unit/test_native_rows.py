@@ -88,6 +88,18 @@ def rows(dtype: torch.dtype) -> Built:
     return sketch.built()
 
 
+def tied(dtype: torch.dtype) -> Built:
+    """An output head over the table of the embedding."""
+    sketch = Sketch(dtype)
+    embedded = sketch.call(aten.embedding.default, sketch.nodes["table"], sketch.nodes["input_ids"])
+    total = sketch.call(aten.add.Tensor, embedded, sketch.nodes["x"])
+    sketch.results = [embedded, total, sketch.call(aten.linear.default, total, sketch.nodes["table"])]
+    return sketch.built()
+
+
+MAKERS = (pointwise, rows, tied)
+
+
 def unlike(program: Program) -> Program:
     """Every + of a loop is a -, and rows are chosen from the wrong place."""
     steps = []
@@ -99,7 +111,7 @@ def unlike(program: Program) -> Program:
 
 @cache
 def compiled() -> tuple[list[Built], list[Built]]:
-    graphs = [make(dtype) for dtype in DTYPES for make in (pointwise, rows)]
+    graphs = [make(dtype) for dtype in DTYPES for make in MAKERS]
     return compile_all([*graphs, *graphs], [*[None] * len(graphs), *[unlike] * len(graphs)], len(graphs))
 
 
@@ -125,14 +137,23 @@ def off(built: Built, dtype: torch.dtype) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "index", range(len(DTYPES) * 2), ids=lambda i: f"{('pointwise', 'rows')[i % 2]}-{DTYPES[i // 2]}"
+    "index", range(len(DTYPES) * len(MAKERS)), ids=lambda i: f"{MAKERS[i % 3].__name__}-{DTYPES[i // 3]}"
 )
 def test_rows_and_chains_agree_with_torch_and_wrong_ones_do_not_r12(index, monkeypatch):
     monkeypatch.setattr("graft.backends.native.call.fresh", poisoned)
     torch.manual_seed(0)
     right, wrong = compiled()
-    assert off(right[index], DTYPES[index // 2]) == []
-    assert off(wrong[index], DTYPES[index // 2])
+    assert off(right[index], DTYPES[index // 3]) == []
+    assert off(wrong[index], DTYPES[index // 3])
+
+
+@pytest.mark.parametrize("place", range(len(DTYPES)))
+def test_a_tied_table_stands_there_once_r12(place):
+    """And rows that are read out of the head's tiles are the table's, bit by bit."""
+    built = compiled()[0][3 * place + 2]
+    assert [weight.target for weight in built.run.program.weights] == ["table"]
+    (embedded, _, _), named = built.run(*built.inputs), dict(zip(built.run.program.inputs, built.inputs, strict=True))
+    assert torch.equal(embedded, built.gm.table[named["input_ids"]])
 
 
 def test_a_chain_is_one_loop_r12():

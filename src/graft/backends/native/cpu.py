@@ -56,3 +56,9 @@ def cpu_features() -> str:
         {line.strip() for line in info.read_text().splitlines() if line.startswith(kept)} if info.exists() else set()
     )
     return "\n".join([platform.machine(), platform.system(), platform.processor(), *sorted(lines)])
+
+
+@cache
+def multiplies_halves() -> bool:
+    """Whether the CPU has products of float16; on ARM since 2017, and then twice as many at once as of float32."""
+    return (platform.machine(), platform.system()) == ("arm64", "Darwin") or "asimdhp" in cpu_features().split()

@@ -20,6 +20,7 @@ from graft.backends.native.weights import Release, prepare_all
 from graft.backends.select import Lowered
 from graft.errors import NothingNative, UsageError
 from graft.graph.nodes import tensor_val, where
+from graft.ops.fused_linear.native_packing import HALVES
 
 
 def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None, release: Release | None = None) -> Lowered:
@@ -121,6 +122,9 @@ def notes(parts: Split, built: Built, seconds: float, threads: int, released: in
         f" {built.source}"
     ]
     said += [f"native: {built.note}"] if built.note else []
+    kernels = {step.kernel.name for region in parts.regions for step in region.program.steps}
+    if f"linear<{HALVES}>" in kernels:
+        said.append("native: bfloat16 weights are held and multiplied as float16, which this CPU has products of")
     if released:
         said.append(f"native: {released} weights are packed, and the module's own were given up")
     reasons = Counter(f"{node.target}: {reason}" for node, reason in parts.reasons.items())

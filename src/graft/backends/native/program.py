@@ -139,7 +139,7 @@ class Weight:
     """A tensor of the module: `as_is`, as `float32`, or packed for the product (fused_linear/native_packing.py)."""
 
     target: str
-    form: Literal["as_is", "float32", "f32", "bf16"]
+    form: Literal["as_is", "float32", "f32", "bf16", "f16"]
     gated: bool = False
     turned: bool = False  # it lies as [k, n]
 

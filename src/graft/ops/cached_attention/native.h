@@ -1,20 +1,13 @@
 // Attention over a paged cache that holds the new keys and values: grouped heads, window, soft cap, sinks.
 //
-// A chunk is one sequence, one or all query heads of a key-value head, and up to kTile of its new tokens. It walks
-// over the sequence's blocks once; the softmax is kept running: largest score, sum of weights, weighted values.
-// Few queries read the cache as it lies. For many, 16 keys and values are laid out as tiles of the product.
+// One new token of every sequence: native_decode.h. Otherwise a chunk is one sequence, one or all query heads of a
+// key-value head, and up to kTile of its new tokens. It walks over the sequence's blocks once, 16 keys and values laid out
+// as tiles of the product at a time.
 #pragma once
 
-#include "ops/rope/native.h"
+#include "native_decode.h"
 
 namespace graft {
-
-struct AttentionArgs {
-  View q; Turn turn; const void* k_cache; const void* v_cache; int64_t kv; int64_t block;  // block: its tokens
-  const int64_t* tables; int64_t table_width; const int64_t* starts; const int64_t* lengths; int64_t sequences;
-  float scale; int64_t window; float softcap; const float* sinks;  // 0, 0 and nullptr: none
-  View out;
-};
 
 constexpr int64_t kTile = 16;
 constexpr int64_t kFewQueries = 4;
@@ -24,8 +17,6 @@ constexpr int64_t kFewQueries = 4;
 inline int64_t attention_scratch(int64_t group, int64_t size, int64_t wide) {
   return kTile * group * (size + wide + 2 + kLanes) + (size + whole(wide, kLanes)) * kLanes;
 }
-
-struct Running { float* q; float* sums; float* most; float* total; float* weights; float* keys; float* values; };
 
 inline Running lay_out(float* scratch, int64_t rows, int64_t size, int64_t wide) {
   Running r{};
@@ -42,75 +33,6 @@ inline Running lay_out(float* scratch, int64_t rows, int64_t size, int64_t wide)
 // The last vector of n numbers may be a part of one.
 template <class T>
 inline F part(const T* from, int64_t n) { return n >= kLanes ? load(from) : load(from, int(n)); }
-
-template <class C>
-inline float key_dot(const float* q, const C* key, int64_t size) {
-  F low = set(0.0f), high = low;
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
-    low = fma(load(q + i), load(key + i), low);
-    high = fma(load(q + i + kLanes), load(key + i + kLanes), high);
-  }
-  for (; i < size; i += kLanes) low = fma(part(q + i, size - i), part(key + i, size - i), low);
-  return sum(low + high);
-}
-
-// sums[0 .. 16 V) = sums * shrink + the values of `keys` tokens, each times its weight; `width` of them are there.
-template <int V, class C>
-inline void add_values(float* sums, int64_t width, float shrink, const float* weights, const C* values, int64_t stride,
-                       int64_t keys) {
-  F total[V];
-  for (int v = 0; v < V; ++v) total[v] = part(sums + v * kLanes, width - v * kLanes) * set(shrink);
-  for (int64_t j = 0; j < keys; ++j) {
-    const F weight = set(weights[j]);
-    for (int v = 0; v < V; ++v)
-      total[v] = fma(weight, part(values + j * stride + v * kLanes, width - v * kLanes), total[v]);
-  }
-  for (int v = 0; v < V; ++v) {
-    const int64_t lanes = width - v * kLanes;
-    lanes >= kLanes ? store(sums + v * kLanes, total[v]) : store(sums + v * kLanes, total[v], int(lanes));
-  }
-}
-
-inline F soft_capped(F x, float cap) {  // cap tanh(x / cap), tanh u = 1 - 2 / (1 + e^2u); NaN stays NaN
-  return set(cap) - set(2.0f * cap) / (set(1.0f) + exp(x * set(2.0f / cap)));
-}
-
-// The running softmax of one query takes 16 scores, of which the lanes begin .. end count. Gives their weights, and what
-// the sums so far shrink by.
-inline F weights_of(const AttentionArgs& a, const Running& r, int64_t row, F scores, int64_t begin, int64_t end, float& shrink) {
-  scores = scores * set(a.scale);
-  if (a.softcap > 0.0f) scores = soft_capped(scores, a.softcap);
-  if (begin > 0 || end < kLanes) {
-    float lanes[kLanes];
-    store(lanes, scores);
-    for (int64_t j = 0; j < kLanes; ++j)
-      if (j < begin || j >= end) lanes[j] = -INFINITY;
-    scores = load(lanes);
-  }
-  const float most = std::fmax(r.most[row], largest(scores));  // of a NaN the weight is NaN, and so is the sum
-  shrink = most == r.most[row] ? 1.0f : std::exp(r.most[row] - most);  // 0 the first time
-  const F weights = exp(scores - set(most));
-  r.total[row] = r.total[row] * shrink + sum(weights);
-  r.most[row] = most;
-  return weights;
-}
-
-// One query over up to 16 keys: scores, then the running softmax.
-template <class C>
-inline void absorb(const AttentionArgs& a, const Running& r, int64_t row, const C* keys, const C* values, int64_t count) {
-  const int64_t size = a.q.size, wide = a.out.size;
-  float lanes[kLanes];
-  for (int64_t j = 0; j < count; ++j) lanes[j] = key_dot(r.q + row * size, keys + j * a.kv * size, size);
-  for (int64_t j = count; j < kLanes; ++j) lanes[j] = 0.0f;
-  float shrink;
-  store(lanes, weights_of(a, r, row, load(lanes), 0, count, shrink));
-  float* sums = r.sums + row * wide;
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= wide; i += 4 * kLanes)
-    add_values<4>(sums + i, 4 * kLanes, shrink, lanes, values + i, a.kv * wide, count);
-  for (; i < wide; i += kLanes) add_values<1>(sums + i, wide - i, shrink, lanes, values + i, a.kv * wide, count);
-}
 
 // `count` keys and values as tiles; lanes after them are 0, whatever lies in the cache.
 template <class C>
@@ -139,8 +61,9 @@ inline void absorb_tiles(const AttentionArgs& a, const Running& r, int64_t first
     const int64_t begin = a.window > 0 ? std::max<int64_t>(0, own + 1 - a.window) : 0;
     shrink[t] = 1.0f;
     const bool any = begin < end;
-    store(r.weights + (first + t) * kLanes,
-          any ? weights_of(a, r, first + t, made[t], begin, end, shrink[t]) : set(0.0f));
+    F scores[1] = {only(scaled(a, made[t]), begin, end)};
+    if (any) shrink[t] = weigh(r, first + t, scores);
+    store(r.weights + (first + t) * kLanes, any ? scores[0] : set(0.0f));
   }
   for (int64_t i = 0; i < wide; i += kLanes) {
     WeightF32::tile<T>(reinterpret_cast<const uint8_t*>(r.values + i * kLanes), Rows{r.weights, kLanes, kLanes}, first, made);
@@ -189,46 +112,42 @@ void attend(const AttentionArgs& a, const Tile& tile, int64_t head, int64_t head
   for (int64_t row = 0; row < tile.count * heads; ++row) {
     turn_head(a.turn, tile.first + row / heads, a.q.at(tile.first + row / heads, head + row % heads), size,
               r.q + row * size);
-    const bool sink = a.sinks != nullptr;  // one more score in the sum, without a value
-    r.most[row] = sink ? a.sinks[head + row % heads] : -INFINITY;
-    r.total[row] = sink ? 1.0f : 0.0f;
-    for (int64_t i = 0; i < wide; ++i) r.sums[row * wide + i] = 0.0f;
+    begin_row(a, r, row, a.sinks != nullptr ? a.sinks + head + row % heads : nullptr);
   }
-  const int64_t seen = position + tile.count;
+  const bool few = tile.count * heads <= kFewQueries || size % kColumnStep != 0;
+  for (int64_t row = 0; few && row < tile.count * heads; ++row) {
+    const int64_t end = position + row / heads + 1, begin = a.window > 0 ? std::max<int64_t>(0, end - a.window) : 0;
+    attend_heads<C, 1>(a, r, row, tile.sequence, kv_head, begin, end);
+  }
+  const int64_t seen = few ? 0 : position + tile.count;
   const int64_t start = a.window > 0 ? std::max<int64_t>(0, position + 1 - a.window) : 0;
   for (int64_t b = start / a.block; b * a.block < seen; ++b) {
     const int64_t slot = a.tables[tile.sequence * a.table_width + b] * a.block, base = b * a.block;
     const int64_t from = std::max<int64_t>(0, start - base), to = std::min(a.block, seen - base);
     const auto key_at = [&](int64_t j) { return static_cast<const C*>(a.k_cache) + ((slot + j) * a.kv + kv_head) * size; };
     const auto value_at = [&](int64_t j) { return static_cast<const C*>(a.v_cache) + ((slot + j) * a.kv + kv_head) * wide; };
-    if (tile.count * heads > kFewQueries && size % kColumnStep == 0) {
-      for (int64_t j = from; j < to; j += kLanes)
-        absorb_many(a, r, tile.count * heads, key_at(j), value_at(j),
-                    {position, heads, base + j, std::min<int64_t>(kLanes, to - j)});
-      continue;
-    }
-    for (int64_t row = 0; row < tile.count * heads; ++row) {
-      const int64_t own = position + row / heads;
-      const int64_t begin = a.window > 0 ? std::max(from, own + 1 - a.window - base) : from;
-      const int64_t end = std::min(to, own + 1 - base);
-      for (int64_t j = begin; j < end; j += kLanes)
-        absorb(a, r, row, key_at(j), value_at(j), std::min<int64_t>(kLanes, end - j));
-    }
+    for (int64_t j = from; j < to; j += kLanes)
+      absorb_many(a, r, tile.count * heads, key_at(j), value_at(j),
+                  {position, heads, base + j, std::min<int64_t>(kLanes, to - j)});
   }
   for (int64_t row = 0; row < tile.count * heads; ++row) {
-    float* out = a.out.at(tile.first + row / heads, head + row % heads);
-    for (int64_t i = 0; i < wide; ++i) out[i] = r.sums[row * wide + i] / r.total[row];
+    end_row(r, row, wide, a.out.at(tile.first + row / heads, head + row % heads));
   }
 }
 
 template <class C>
 void attention(Team& team, int, std::atomic<int64_t>& next, const AttentionArgs& a, float* scratch) {
   int64_t tiles = 0;
-  for (int64_t sequence = 0; sequence < a.sequences; ++sequence) tiles += tiles_of(a, sequence);
+  bool one_each = true;
+  for (int64_t sequence = 0; sequence < a.sequences; ++sequence) {
+    tiles += tiles_of(a, sequence);
+    one_each = one_each && a.starts[sequence + 1] - a.starts[sequence] == 1;
+  }
   const int64_t group = a.q.heads / a.kv;
   // few chunks would leave threads idle: then every query head reads the keys for itself
   const int64_t heads = tiles * a.kv >= 4 * team.threads ? group : 1, parts = a.q.heads / heads;
   const Running running = lay_out(scratch, kTile * group, a.q.size, a.out.size);
+  if (one_each) return decode<C>(team, next, a, running);
   share(next, tiles * parts, [&](int64_t chunk) {
     attend<C>(a, tile_at(a, chunk / parts), chunk % parts * heads, heads, running);
   });

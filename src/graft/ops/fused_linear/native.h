@@ -14,6 +14,7 @@
 #include "../native/act.h"
 #include "../native/team.h"
 #include "../native/vec.h"
+#include "native_f16.h"
 #include "native_weights.h"
 
 namespace graft {
@@ -36,17 +37,24 @@ struct LinearArgs {
 };
 
 constexpr int64_t kFewTokens = 8;  // up to here every thread prepares the rows for itself
-constexpr int64_t kWidePasses = 3;  // above so many passes over a bf16 tile, it is widened once
 
 inline int64_t whole(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-inline bool reads_x(const LinearArgs& a, bool quantised) {  // the product can read x as it lies
-  return !quantised && a.norm == nullptr && !a.normed && a.k % kColumnStep == 0;
+template <class W>
+inline bool reads_x(const LinearArgs& a) {  // the product can read x as it lies
+  return !W::kQuantised && a.norm == nullptr && !a.normed && a.k % W::kColumns == 0;
 }
+
+constexpr int64_t kWidePasses = 3;  // above so many passes over a tile of 16 bits, it is widened once for all tokens
+
+template <class W, class = void>
+constexpr bool kWidens = false;
+template <class W>
+constexpr bool kWidens<W, std::void_t<decltype(&W::widen)>> = true;
 
 template <class W>
 inline bool widens(int64_t tokens) {
-  return W::kWidens && tokens > kWidePasses * W::kMostTokens;
+  return kWidens<W> && tokens > kWidePasses * W::kMostTokens;
 }
 
 // Floats of scratch that every thread needs, for any number of tokens up to this; `shared`: linear() is given that too.
@@ -124,7 +132,7 @@ inline void tile_some(int64_t tokens, const LinearArgs& a, const Rows& rows, con
 // One tile of the result for all tokens, in passes of nearly the same size. wide: room for it and its pair as float32.
 template <class W>
 inline void tile_all(const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row, float* wide) {
-  if constexpr (W::kWidens) {
+  if constexpr (kWidens<W>) {
     if (widens<W>(a.tokens)) {
       for (int pair = 0; pair < (a.act == Act::none ? 1 : 2); pair++)
         W::widen(w + pair * W::tile_bytes(rows.columns), rows.columns, wide + pair * rows.columns * kLanes);
@@ -151,7 +159,7 @@ template <class W>
 void linear(Team& team, int, std::atomic<int64_t>& next, const LinearArgs& a, float* scratch) {
   if (a.tokens == 0 || a.n == 0) return;
   const int64_t columns = whole(a.k, W::kColumns), row = W::row_floats(columns);
-  const bool direct = reads_x(a, W::kQuantised), shared = !direct && a.shared != nullptr && a.tokens > kFewTokens;
+  const bool direct = reads_x<W>(a), shared = !direct && a.shared != nullptr && a.tokens > kFewTokens;
   float* const ready = at_line(shared ? a.shared : scratch);
   float* const wide = at_line(scratch) + (direct || shared ? 0 : a.tokens * row);
   const Rows rows = direct ? Rows{a.x, a.ldx, columns} : Rows{ready, row, columns};
@@ -164,11 +172,7 @@ void linear(Team& team, int, std::atomic<int64_t>& next, const LinearArgs& a, fl
     for (int64_t t = first; t < last; t++) prepare_row<W>(a, columns, t, ready + t * row);
   };
   if (shared) {
-    for (int64_t part = next.load(); part < parts;)  // a chunk of the product may be taken after the barrier only
-      if (next.compare_exchange_weak(part, part + 1)) {
-        prepare(4 * part, std::min(a.tokens, 4 * part + 4));
-        part = next.load();
-      }
+    share_until(next, parts, [&](int64_t part) { prepare(4 * part, std::min(a.tokens, 4 * part + 4)); });
     team.barrier();
   }
   int64_t chunk = take();

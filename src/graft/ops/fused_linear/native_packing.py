@@ -1,14 +1,16 @@
-"""Weights as the native kernel reads them: tiles of 16 rows, in float32, bfloat16, or 8 or 4 bits with scales.
+"""Weights as the native kernel reads them: tiles of 16 rows, in float32, 16 bits, or 8 or 4 bits with scales.
 
     kind   a tile of 16 rows                                                                     bits a weight
     f32    [columns, 16] float32                                                                            32
     bf16   [columns / 2, 16, 2] bfloat16                                                                    16
+    f16    [columns, 16] float16, then a scale (float32, a power of two) in 64 bytes                        16
     q8     [blocks]: 16 scales (float16), [8, 16, 4] int8                      w = scale * q               8.5
     q4     [blocks]: 16 scales, 16 minimums (float16), [4, 16, 4] bytes        w = scale * q + minimum       5
 
 A block is 32 columns. Byte [j, r, c] of a q4 block holds column 4 j + c of row r in its low four bits and column
 16 + 4 j + c in its high four: the order of GGUF's Q4_0 and Q4_1, so that their bytes only change places. Columns are
-padded with zeros to 4 (f32, bf16) or 32, rows to 16. A gated weight [gate; up] has gate and up tiles in turn.
+padded with zeros to 4 (f32, bf16), 8 (f16) or 32, rows to 16. A gated weight [gate; up] has gate and up tiles in
+turn.
 
 GGUF blocks keep their numbers: Q8_0, Q4_0 (minimum = -8 scale, exact) and Q4_1 bit by bit. Q4_K has 6-bit scales and
 minimums of sub-blocks under two float16 of a block of 256; the products are rounded to float16, at most 2^-11 of
@@ -27,9 +29,11 @@ from graft.errors import PackingError
 
 TILE = 16  # rows
 BLOCK = 32  # columns that share a scale
-STEP = 4  # columns that the float kinds are padded to
+STEPS = {"f32": 4, "bf16": 4, "f16": 8}  # columns that the float kinds are padded to
 HALF = BLOCK // 2
-CPP = {"f32": "WeightF32", "bf16": "WeightBF16", "q8": "WeightQ8", "q4": "WeightQ4"}
+CPP = {"f32": "WeightF32", "bf16": "WeightBF16", "q8": "WeightQ8", "q4": "WeightQ4", "f16": "WeightF16"}
+HALVES = "WeightHalves"  # f16, read in another way
+LINE = 64  # bytes after a tile of float16
 GGUF_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q4_K": 144}  # of a block
 GGUF_KIND = {"Q8_0": "q8", "Q4_0": "q4", "Q4_1": "q4", "Q4_K": "q4"}
 SUPER = 256  # columns of a Q4_K block
@@ -50,8 +54,10 @@ def pack(weight: Tensor, kind: str, gated: bool = False) -> Packed:
     """weight: [n, k], float32, bfloat16 or float16."""
     check(kind, weight.shape[0], gated)
     n, k = weight.shape
-    if kind in ("f32", "bf16"):
-        data = float_tiles(weight.to(torch.float32 if kind == "f32" else torch.bfloat16), gated)
+    if kind == "f16":
+        data = half_tiles(weight.float(), gated)
+    elif kind in STEPS:
+        data = float_tiles(weight.to(torch.float32 if kind == "f32" else torch.bfloat16), STEPS[kind], gated)
     else:
         blocks = F.pad(weight.float(), (0, -k % BLOCK)).view(n, -1, BLOCK)
         data = q8_tiles(*quantize_q8(blocks), gated) if kind == "q8" else q4_tiles(*quantize_q4(blocks), gated)
@@ -92,6 +98,8 @@ def unpack(packed: Packed) -> Tensor:
     elif packed.kind == "bf16":
         pairs = tiles.view(torch.bfloat16).view(count, -1, TILE, 2)
         wide = pairs.permute(0, 2, 1, 3).reshape(count, TILE, -1).float()
+    elif packed.kind == "f16":
+        wide = unpack_halves(tiles)
     else:
         wide = unpack_blocks(tiles.view(count, -1, TILE * (34 if packed.kind == "q8" else 20)))
     return from_tiles(wide, packed)[:, : packed.columns].contiguous()
@@ -110,6 +118,12 @@ def unpack_blocks(tiles: Tensor) -> Tensor:
         q = torch.cat([both & 15, both >> 4], dim=3)
     q = q.reshape(count, TILE, blocks, BLOCK).float()
     return (scale.transpose(1, 2)[..., None] * q + least.transpose(1, 2)[..., None]).flatten(2)
+
+
+def unpack_halves(tiles: Tensor) -> Tensor:
+    """[tiles, bytes] of f16 → float32 [tiles, 16, columns]."""
+    halves, scale = tiles[:, :-LINE].contiguous().view(torch.float16), tiles[:, -LINE : -LINE + 4].contiguous()
+    return halves.view(len(tiles), -1, TILE).transpose(1, 2) * scale.view(torch.float32)[:, :, None]
 
 
 def check(kind: str, rows: int, gated: bool) -> None:
@@ -139,10 +153,20 @@ def tile_count(packed: Packed) -> int:
     return parts * -(-(packed.rows // parts) // TILE)
 
 
-def float_tiles(weight: Tensor, gated: bool) -> Tensor:
+def float_tiles(weight: Tensor, step: int, gated: bool) -> Tensor:
     per = 4 // weight.element_size()  # columns in 4 bytes of a row
-    tiles = to_tiles(F.pad(weight, (0, -weight.shape[1] % STEP)), gated).unflatten(2, (-1, per))
+    tiles = to_tiles(F.pad(weight, (0, -weight.shape[1] % step)), gated).unflatten(2, (-1, per))
     return tiles.transpose(1, 2).contiguous().view(torch.uint8).flatten()  # [tiles, columns / per, 16, per]
+
+
+def half_tiles(weight: Tensor, gated: bool) -> Tensor:
+    """The largest finite weight of a tile is brought between 1/2 and 1, by a power of two; inf and NaN stay."""
+    tiles = to_tiles(F.pad(weight, (0, -weight.shape[1] % STEPS["f16"])), gated)  # [tiles, 16, columns]
+    most = tiles.abs().nan_to_num(0.0, 0.0).amax((1, 2)).clamp(min=2.0**-120)
+    scale = torch.exp2(most.frexp().exponent.float())  # [tiles]
+    halves = (tiles / scale[:, None, None]).half().transpose(1, 2).flatten(1).contiguous()
+    line = F.pad(scale[:, None], (0, LINE // 4 - 1))
+    return torch.cat([halves.view(torch.uint8), line.view(torch.uint8)], dim=1).flatten()
 
 
 def q8_tiles(q: Tensor, scale: Tensor, gated: bool) -> Tensor:

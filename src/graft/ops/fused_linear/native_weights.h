@@ -1,4 +1,4 @@
-// The four kinds of packed weight, and the product of one tile of 16 rows with up to kMostTokens rows of x.
+// The kinds of packed weight but one (native_f16.h), and the product of one tile of 16 rows with up to kMostTokens rows of x.
 //
 // Columns are padded with zeros to a multiple of kColumns, rows to 16. One tile after another:
 //   WeightF32    [columns][16] float32
@@ -47,7 +47,6 @@ inline void fetch_early(const void* w) {
 
 struct FloatRows {
   static constexpr bool kQuantised = false;
-  static constexpr bool kWidens = false;  // widen() makes a tile of float32, which is faster for many tokens
   static constexpr int kColumns = kColumnStep;
   static constexpr int kMostTokens = graft::kMostTokens;
   static int64_t row_floats(int64_t columns) { return (columns + kLanes - 1) / kLanes * kLanes; }
@@ -85,7 +84,6 @@ struct WeightF32 : FloatRows {
 };
 
 struct WeightBF16 : FloatRows {
-  static constexpr bool kWidens = true;
   static int64_t tile_bytes(int64_t columns) { return columns * kLanes * 2; }
 
   static void widen(const uint8_t* tile, int64_t columns, float* to) {
@@ -128,7 +126,6 @@ struct WeightBF16 : FloatRows {
 struct QuantisedRows {
   static constexpr float kLargest = 3.4028235e38f;
   static constexpr bool kQuantised = true;
-  static constexpr bool kWidens = false;
   static constexpr int kColumns = kBlock;
   static constexpr int kMostTokens = graft::kMostQuantised;
   static int64_t row_floats(int64_t columns) {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graft.errors import PackingError
-from graft.ops.fused_linear.native_packing import BLOCK, STEP, TILE, Packed, unpack, unpack_blocks
+from graft.ops.fused_linear.native_packing import BLOCK, STEPS, TILE, Packed, unpack, unpack_blocks
 
 TILES = torch.uint8
 BLOCK_BYTES = {"q8": TILE * (2 + BLOCK), "q4": TILE * (4 + BLOCK // 2)}
@@ -27,7 +27,7 @@ def in_graph(packed: Packed) -> tuple[Tensor, Tensor]:
 
 def kind_of(tile_bytes: int, columns: int) -> str:
     blocks = {kind: -(-columns // BLOCK) * size for kind, size in BLOCK_BYTES.items()}
-    floats = {kind: -(-columns // STEP) * STEP * size for kind, size in COLUMN_BYTES.items()}
+    floats = {kind: -(-columns // STEPS[kind]) * STEPS[kind] * size for kind, size in COLUMN_BYTES.items()}
     found = next((kind for kind, size in (blocks | floats).items() if size == tile_bytes), None)
     if found is None:
         raise PackingError(f"tiles of {tile_bytes} bytes hold no rows of {columns} columns in any kind of packing")

@@ -177,4 +177,14 @@ inline void share(std::atomic<int64_t>& next, int64_t chunks, F f) {
   for (int64_t chunk; (chunk = next.fetch_add(1, std::memory_order_relaxed)) < chunks;) f(chunk);
 }
 
+// The same for the first of two kinds of chunks of one step: those of the second, which a barrier stands before, are left.
+template <class F>
+inline void share_until(std::atomic<int64_t>& next, int64_t chunks, F f) {
+  for (int64_t chunk = next.load(); chunk < chunks;)
+    if (next.compare_exchange_weak(chunk, chunk + 1)) {
+      f(chunk);
+      chunk = next.load();
+    }
+}
+
 }  // namespace graft

@@ -29,9 +29,10 @@ inline F set(float x) {
 }
 inline F load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)}; }
 inline F load(const bf16* from) {
-  const uint16_t* p = &from->bits;
-  const auto wide = [](uint16x4_t v) { return vreinterpretq_f32_u32(vshll_n_u16(v, 16)); };
-  return {wide(vld1_u16(p)), wide(vld1_u16(p + 4)), wide(vld1_u16(p + 8)), wide(vld1_u16(p + 12))};
+  const uint16x8_t low = vld1q_u16(&from->bits), high = vld1q_u16(&from->bits + 8);
+  const auto first = [](uint16x8_t v) { return vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(v), 16)); };
+  const auto last = [](uint16x8_t v) { return vreinterpretq_f32_u32(vshll_high_n_u16(v, 16)); };
+  return {first(low), last(low), first(high), last(high)};
 }
 inline F load(const f16* from) {
   const uint16_t* p = &from->bits;
@@ -51,9 +52,8 @@ inline void store(bf16* to, F v) {
   vst1_u16(p, narrow(v.a)), vst1_u16(p + 4, narrow(v.b)), vst1_u16(p + 8, narrow(v.c)), vst1_u16(p + 12, narrow(v.d));
 }
 inline void store(f16* to, F v) {
-  const auto narrow = [](float32x4_t f) { return vreinterpret_u16_f16(vcvt_f16_f32(f)); };
-  uint16_t* p = &to->bits;
-  vst1_u16(p, narrow(v.a)), vst1_u16(p + 4, narrow(v.b)), vst1_u16(p + 8, narrow(v.c)), vst1_u16(p + 12, narrow(v.d));
+  const auto narrow = [](float32x4_t f, float32x4_t g) { return vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(f), g)); };
+  vst1q_u16(&to->bits, narrow(v.a, v.b)), vst1q_u16(&to->bits + 8, narrow(v.c, v.d));
 }
 
 #define GRAFT_EACH(name, one) \
@@ -96,6 +96,37 @@ inline F fma_at(F w, Four x, F t) {
   return {vfmaq_laneq_f32(t.a, w.a, x, at), vfmaq_laneq_f32(t.b, w.b, x, at), vfmaq_laneq_f32(t.c, w.c, x, at),
           vfmaq_laneq_f32(t.d, w.d, x, at)};
 }
+
+#if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+#define GRAFT_HALVES
+struct Halves {  // 16 float16
+  float16x8_t a, b;
+};
+using Eight = float16x8_t;  // of one token
+
+inline Halves no_halves() { return {vdupq_n_f16(0), vdupq_n_f16(0)}; }
+inline Eight eight(const f16* p) { return vreinterpretq_f16_u16(vld1q_u16(&p->bits)); }
+inline Halves load_halves(const f16* p) { return {eight(p), eight(p + 8)}; }
+template <int at>
+inline Halves fma_at(Halves w, Eight x, Halves t) {  // x: of the first 16 registers, so GCC copies the lane instead
+  asm("fmla %0.8h, %1.8h, %2.h[%3]" : "+w"(t.a) : "w"(w.a), "x"(x), "i"(at));
+  asm("fmla %0.8h, %1.8h, %2.h[%3]" : "+w"(t.b) : "w"(w.b), "x"(x), "i"(at));
+  return t;
+}
+inline F to_float(Halves x) {
+  return {vcvt_f32_f16(vget_low_f16(x.a)), vcvt_high_f32_f16(x.a), vcvt_f32_f16(vget_low_f16(x.b)), vcvt_high_f32_f16(x.b)};
+}
+inline float largest_of(const bf16* from, int64_t count) {  // of the absolute values; count: a multiple of 16
+  const uint16_t* p = &from->bits;
+  const uint16x8_t no_sign = vdupq_n_u16(0x7fff);
+  uint16x8_t low = vdupq_n_u16(0), high = low;
+  for (int64_t i = 0; i < count; i += 16) {
+    low = vmaxq_u16(low, vandq_u16(vld1q_u16(p + i), no_sign));
+    high = vmaxq_u16(high, vandq_u16(vld1q_u16(p + i + 8), no_sign));
+  }
+  return to_float(bf16{vmaxvq_u16(vmaxq_u16(low, high))});
+}
+#endif
 
 inline I ints(int32_t x) {
   const int32x4_t v = vdupq_n_s32(x);

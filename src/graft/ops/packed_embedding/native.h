@@ -4,7 +4,9 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
+#include "../fused_linear/native_f16.h"
 #include "../fused_linear/native_weights.h"
 #include "../native/team.h"
 #include "../view.h"
@@ -16,9 +18,21 @@ struct PackedEmbeddingArgs {
   std::atomic<int64_t>* problem; int64_t step;
 };
 
+// One row of a tile of floats. `columns` of the row, `padded` of the tile.
+template <class W>
+void unpack_floats(const uint8_t* tile, int64_t lane, int64_t columns, int64_t padded, float* out) {
+  for (int64_t i = 0; i < columns; i++) {
+    if constexpr (std::is_same_v<W, WeightF32>) out[i] = reinterpret_cast<const float*>(tile)[i * kLanes + lane];
+    if constexpr (std::is_same_v<W, WeightBF16>)
+      out[i] = to_float(reinterpret_cast<const bf16*>(tile)[(i / 2 * kLanes + lane) * 2 + i % 2]);
+    if constexpr (std::is_same_v<W, WeightF16> || std::is_same_v<W, WeightHalves>)
+      out[i] = to_float(reinterpret_cast<const f16*>(tile)[i * kLanes + lane]) * f16_tile_scale(tile, padded);
+  }
+}
+
 // One row of a tile, block by block: the numbers of lane `lane` lie 4 to a group, 16 groups apart.
 template <class W>
-void unpack_row(const uint8_t* tile, int64_t lane, int64_t columns, float* out) {
+void unpack_blocks(const uint8_t* tile, int64_t lane, int64_t columns, float* out) {
   for (int64_t start = 0; start < columns; start += kBlock, tile += W::kBytes) {
     const f16* scales = reinterpret_cast<const f16*>(tile);
     const float scale = to_float(scales[lane]);
@@ -38,7 +52,8 @@ void unpack_row(const uint8_t* tile, int64_t lane, int64_t columns, float* out) 
 template <class W>
 void packed_embedding(Team&, int, std::atomic<int64_t>& next, const PackedEmbeddingArgs& a, float*) {
   const uint8_t* tiles = static_cast<const uint8_t*>(a.table);
-  const int64_t bytes = W::tile_bytes((a.columns + kBlock - 1) / kBlock * kBlock);
+  constexpr bool blocks = std::is_same_v<W, WeightQ8> || std::is_same_v<W, WeightQ4>;
+  const int64_t padded = (a.columns + W::kColumns - 1) / W::kColumns * W::kColumns, bytes = W::tile_bytes(padded);
   share(next, a.rows, [&](int64_t row) {
     const int64_t id = a.ids[row];
     float* out = a.out.row(row);
@@ -47,7 +62,9 @@ void packed_embedding(Team&, int, std::atomic<int64_t>& next, const PackedEmbedd
       for (int64_t i = 0; i < a.columns; ++i) out[i] = NAN;
       return;
     }
-    unpack_row<W>(tiles + id / kLanes * bytes, id % kLanes, a.columns, out);
+    const uint8_t* const tile = tiles + id / kLanes * bytes;
+    if constexpr (blocks) unpack_blocks<W>(tile, id % kLanes, a.columns, out);
+    else unpack_floats<W>(tile, id % kLanes, a.columns, padded, out);
   });
 }
 

@@ -100,14 +100,15 @@ def attend(plan: Planner, node: Node, o: dict[str, Any]) -> None:
     _, block, kv, size = tensor_of(o["k_cache"]).shape
     wide = out.layout.size
     scratch = f"attention_scratch({q.layout.heads // int(kv)}, {int(size)}, {wide})"
+    shared = f"attention_shared({q.layout.heads}, {wide})"
     caches = {name: plan.pointer(o[name], kind) for name in ("k_cache", "v_cache")}
     name, header = f"attention<{CTYPES[kind]}>", "ops/cached_attention/native.h"
     plan.step(
-        node, Kernel(name, "AttentionArgs", header, scratch=scratch), q=q, **turn(plan, o, o.get("q_norm")), **caches,
-        kv=int(kv), block=int(block), tables=plan.pointer(o["block_tables"]),
-        table_width=plan.size(o["block_tables"], 1), starts=plan.pointer(o["starts"]),
-        lengths=plan.pointer(o["lengths"]), sequences=plan.size(o["lengths"], 0), scale=float(o["scale"]),
-        window=int(o["window"] or 0), softcap=float(o["softcap"] or 0.0), sinks=plan.vector_or_null(o["sinks"]),
-        out=out,
+        node, Kernel(name, "AttentionArgs", header, scratch=scratch, shared=shared),
+        q=q, **turn(plan, o, o.get("q_norm")), **caches, kv=int(kv), block=int(block),
+        tables=plan.pointer(o["block_tables"]), table_width=plan.size(o["block_tables"], 1),
+        starts=plan.pointer(o["starts"]), lengths=plan.pointer(o["lengths"]), sequences=plan.size(o["lengths"], 0),
+        scale=float(o["scale"]), window=int(o["window"] or 0), softcap=float(o["softcap"] or 0.0),
+        sinks=plan.vector_or_null(o["sinks"]), out=out, shared=Text("call.shared"),
     )  # fmt: skip
     plan.bind(node, out)

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from graft.backends.native.cpu import multiplies_halves
 from graft.backends.native.plan import Planner, lowers
 from graft.backends.native.program import Kernel, NotLowered, Pointer, Stride, Text, WeightPointer
 from graft.graph.nodes import options_of, tensor_of
-from graft.ops.fused_linear.native_packing import CPP
+from graft.ops.fused_linear.native_packing import CPP, HALVES
 from graft.ops.fused_linear.tiles import TILES, kind_of
 
 aten, ops = torch.ops.aten, torch.ops.graft
 HEADER = "ops/fused_linear/native.h"
-KINDS = {torch.float32: "f32", torch.float16: "f32", torch.bfloat16: "bf16"}  # float16 is exact in float32 alone
 
 
 @lowers(aten.linear.default, ops.linear.default)
@@ -74,10 +74,18 @@ def matrix(plan: Planner, weight: Any, transposed: bool, gated: bool) -> tuple[W
     """Where the packed weight lies, and the C++ type that reads it."""
     if tensor_of(weight).dim() != 2:
         raise NotLowered("the weight is not a matrix")
-    kind = KINDS.get(tensor_of(weight).dtype)
-    if kind is None:
-        raise NotLowered(f"the weight is {tensor_of(weight).dtype}")
-    return plan.weight(weight, kind, gated=gated, turned=transposed), CPP[kind]
+    kind, form = float_form(tensor_of(weight).dtype)
+    return plan.weight(weight, kind, gated=gated, turned=transposed), form
+
+
+def float_form(dtype: torch.dtype) -> tuple[str, str]:
+    """How a float weight is packed, and the C++ type. Tiles of float16 keep a bfloat16's 8 bits (native_f16.h)."""
+    if dtype is torch.bfloat16 and multiplies_halves():
+        return "f16", HALVES
+    kinds = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+    if dtype not in kinds:
+        raise NotLowered(f"the weight is {dtype}")
+    return kinds[dtype], CPP[kinds[dtype]]
 
 
 def tiles(plan: Planner, weight: Any, columns: int) -> tuple[WeightPointer, str]:

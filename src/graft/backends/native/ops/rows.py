@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
-from graft.backends.native.ops.linear import tiles
+from graft.backends.native.ops.linear import matrix, tiles
 from graft.backends.native.plan import ROWS_HEADER, Planner, lowers
-from graft.backends.native.program import CTYPES, Kernel, NotLowered, Text
-from graft.graph.nodes import options_of, tensor_of
-from graft.ops.fused_linear.native_packing import CPP
+from graft.backends.native.program import CTYPES, Kernel, Layout, NotLowered, Text, WeightPointer
+from graft.graph.nodes import is_op, options_of, tensor_of
 
 aten, ops = torch.ops.aten, torch.ops.graft
 
 
 @lowers(aten.embedding.default)
 def lower_embedding(plan: Planner, node: Node) -> None:
-    """A table is read as it is: the token embedding, or cosines and sines of tabulate_rope."""
+    """A table is read as it is (cosines and sines of tabulate_rope, an embedding of its own), or out of the tiles
+    of the output head that it is tied to."""
     table, ids = node.args[:2]
-    layout = plan.layout(node)
-    if layout.order != "flat":
-        raise NotLowered("its ids are not one a row")
+    entries, columns = map(int, tensor_of(table).shape)
+    if isinstance(table, Node) and any(multiplies_with(user, table) for user in table.users):
+        pointer, form = matrix(plan, table, transposed=False, gated=False)
+        return put_rows(plan, node, pointer, form, entries, columns, ids)
+    layout = rows_layout(plan, node)
     out = plan.new(node)
     plan.step(
         node, Kernel(f"embedding<{CTYPES[tensor_of(table).dtype]}>", "EmbeddingArgs", ROWS_HEADER),
-        table=plan.weight(table, "as_is"), entries=int(tensor_of(table).shape[0]), ids=plan.pointer(ids),
+        table=plan.weight(table, "as_is"), entries=entries, ids=plan.pointer(ids),
         rows=plan.rows(layout), out=out, problem=Text("call.problem"), step=Text("{step}"),
     )  # fmt: skip
     plan.bind(node, out)
@@ -34,20 +38,36 @@ def lower_embedding(plan: Planner, node: Node) -> None:
 def lower_packed_embedding(plan: Planner, node: Node) -> None:
     """The rows are those that the output head multiplies with."""
     o = options_of(node)
-    layout = plan.layout(node)
-    if layout.order != "flat":
-        raise NotLowered("its ids are not one a row")
     pointer, form = tiles(plan, o["weight"], o["columns"])
-    if form not in (CPP["q8"], CPP["q4"]):
-        raise NotLowered("the table is packed as floats")
+    put_rows(plan, node, pointer, form, int(tensor_of(o["scale"]).shape[0]), o["columns"], o["indices"])
+
+
+def put_rows(
+    plan: Planner, node: Node, table: WeightPointer, form: str, entries: int, columns: int, ids: Any
+) -> None:  # fmt: skip
+    layout = rows_layout(plan, node)
     out = plan.new(node)
     plan.step(
         node, Kernel(f"packed_embedding<{form}>", "PackedEmbeddingArgs", "ops/packed_embedding/native.h"),
-        table=pointer, entries=int(tensor_of(o["scale"]).shape[0]), columns=o["columns"],
-        ids=plan.pointer(o["indices"]), rows=plan.rows(layout), out=out,
+        table=table, entries=entries, columns=columns, ids=plan.pointer(ids), rows=plan.rows(layout), out=out,
         problem=Text("call.problem"), step=Text("{step}"),
     )  # fmt: skip
     plan.bind(node, out)
+
+
+def rows_layout(plan: Planner, node: Node) -> Layout:
+    layout = plan.layout(node)
+    if layout.order != "flat":
+        raise NotLowered("its ids are not one a row")
+    return layout
+
+
+def multiplies_with(user: Node, weight: Node) -> bool:
+    """As [n, k], row by row: neither turned nor gated."""
+    if is_op(user, ops.fused_linear.default):
+        o = options_of(user)
+        return o["weight"] is weight and o["scale"] is None and o["activation"] == "none"
+    return is_op(user, aten.linear.default, ops.linear.default) and user.args[1] is weight
 
 
 @lowers(aten.index_select.default)
