@@ -94,7 +94,9 @@ class RegionCall:
                     f"{program.inputs[index]} has {inputs[index].shape[dim]} rows of tokens, but a native step takes"
                     " one, with the tokens of all sequences; pack them, or use backend='eager'"
                 )
-        given = [self.laid_out(index, tensor) for index, tensor in enumerate(inputs)]
+        given: Sequence[Tensor] = inputs
+        if not all(map(Tensor.is_contiguous, inputs)):
+            given = [self.laid_out(index, tensor) for index, tensor in enumerate(inputs)]
         tokens, selected = (
             given[place[0]].shape[place[1]] if place else 0
             for place in (program.rows_from.get("tokens"), program.rows_from.get("selected"))
@@ -148,4 +150,4 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * max(len(tensors), 1))(*(tensor.data_ptr() for tensor in tensors))
+    return (ctypes.c_void_p * max(len(tensors), 1))(*map(Tensor.data_ptr, tensors))

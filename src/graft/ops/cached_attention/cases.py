@@ -22,5 +22,6 @@ BATCHES = [
     ("gemma-3-1b decode, head size 256", ((1, 1), (69, 20), 4, 1, 256, (40, None, False)), 256),
     ("phi-3 chunk, head size 96", ((20,), (50,), 4, 4, 96, PLAIN), 96),
     ("gpt-oss decode, sinks and window", ((1, 1), (90, 3), 8, 1, 64, (50, None, True)), 64),
+    ("decode, sinks and a soft cap, one long context", ((1, 1), (270, 3), 6, 1, 32, (None, 20.0, True)), 271),
 ]
 CASES = [Case(name, partial(make, *args), reduction) for name, args, reduction in BATCHES]
