@@ -14,18 +14,13 @@ import argparse
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from graft import LLM
 from graft.backends import lower
 from graft.models.load import load_model
-from graft.workbench.quality import engine_logits, quality
+from graft.workbench.quality import engine_logits, logits_error, quality
 
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "lighthouse.txt"
-
-
-def off(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 @torch.no_grad()
@@ -51,11 +46,10 @@ def main() -> None:
             quantize=None if kind == "file" else kind,
         )  # fmt: skip
         found = engine_logits(llm, ids)
-        own = off(found, engine_logits(llm, ids, lower(llm.graph_module, "eager").call))
+        own = logits_error(found, engine_logits(llm, ids, lower(llm.graph_module, "eager").call))
         q = quality(found.double(), ids, exact)
-        print(
-            f"{kind:8}{off(found, exact):10.2e}{own:10.2e}{q.perplexity:12.4f}{q.divergence:10.5f}{q.agreement:11.1%}"
-        )
+        error = logits_error(found, exact)
+        print(f"{kind:8}{error:10.2e}{own:10.2e}{q.perplexity:12.4f}{q.divergence:10.5f}{q.agreement:11.1%}")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ def test_run_prints_tokens_and_speed():
     assert result.returncode == 0, result.stderr
     assert "[5, 6, 7] → [" in result.stdout and "insert_kv_cache" in result.stdout
     assert "Hugging Face eager" in result.stdout and "tokens/s" in result.stdout
+    assert "of their norm off those of the model in float64, over 3 tokens" in " ".join(result.stdout.split())
 
 
 def test_run_json_is_one_document_r61():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,7 +45,9 @@ def run(
     stop: Stop = None,
     chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
     token_ids: Annotated[str | None, typer.Option(help="A prompt as token ids: 1,2,3.")] = None,
-    compare: Annotated[bool, typer.Option(help="Also time plain Hugging Face eager, in this run.")] = False,
+    compare: Annotated[
+        bool, typer.Option(help="Also time plain Hugging Face eager, and compare logits with float64.")
+    ] = False,
     table: Annotated[bool, typer.Option(help="Print the pipeline table.")] = False,
     dtype: DType = "auto",
     device: Device = "auto",
@@ -90,6 +92,8 @@ def run(
         print_pipeline(llm.report)
         for op, kernel in llm.report.kernels.items():
             out.print(f"{op}: {kernel}", markup=False)
+    elif compare:
+        out.print(llm.built.notes[-1], markup=False, soft_wrap=True)
     show_speeds(llm, speeds)
     raise typer.Exit(int(failed))
 
@@ -106,17 +110,21 @@ def show_outputs(llm: LLM, prompts: list[Any], outputs: list[Output]) -> None:
 
 
 def measure(llm: LLM, prompts: list[Any], compare: bool) -> dict[str, float]:
-    """Decoding rates of this run; `compare` adds Hugging Face eager on as many copies of the first prompt."""
+    """Decoding rates of this run; `compare` adds Hugging Face eager on as many copies of the first prompt, and to the
+    report how far the logits of that prompt are from float64."""
     stats = llm.stats
     speeds = {"graft": stats.decode_rate}
     if compare:
         from graft.cli.show import progress_bar
         from graft.workbench.compare import hugging_face_rate
+        from graft.workbench.quality import logits_note
 
         with progress_bar() as progress:
             progress("timing Hugging Face eager", 0, 1)
             ids, batch = llm.encode(prompts[0]), len(prompts)
             speeds["hugging_face_eager"] = hugging_face_rate(llm.model, ids, stats.new_tokens // batch, batch)
+            progress("comparing logits with float64", 0, 1)
+            llm.built = replace(llm.built, notes=(*llm.built.notes, logits_note(llm, ids)))
     return speeds
 
 

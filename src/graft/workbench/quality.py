@@ -1,7 +1,8 @@
-"""What a change of the weights does to a model's predictions: perplexity, divergence, agreement."""
+"""What formats and kernels do to a model's predictions: perplexity, divergence, agreement, error of the logits."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,12 @@ from torch.fx import GraphModule
 
 from graft.backends import lower
 from graft.graph.edit import second_module
+from graft.kvcache.memory import free_memory, size_text
 from graft.runtime.llm import LLM
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import order_transforms, run_pipeline
+
+COMPARED = 32  # tokens whose logits are compared with float64
 
 
 @dataclass(frozen=True)
@@ -72,3 +76,23 @@ def engine_logits(llm: LLM, ids: Sequence[int], graph: Callable[..., Any] | None
     spans = inputs.pop()  # on the CPU in any case
     (logits,) = (graph or llm.engine.graph)(*(each.to(device) for each in inputs), spans, *caches)
     return logits.view(count, -1).float()
+
+
+def logits_error(found: Tensor, exact: Tensor) -> float:
+    """How far logits are from others, relative to the norm of these."""
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+@torch.no_grad()
+def logits_note(llm: LLM, ids: Sequence[int]) -> str:
+    """For the report: how far the engine's logits are from those of the model in float64, which must have its weights
+    (`keep_weights`); or why they were not compared."""
+    module, ids = llm.model.module, ids[:COMPARED]
+    needed = sum(p.numel() * (p.element_size() + 8) for p in module.parameters())
+    if (free := free_memory(llm.device)) < needed:
+        return (
+            f"logits: not compared with float64, which takes {size_text(needed)} of {size_text(free)} that are free"
+        )
+    exact = copy.deepcopy(module).double()(torch.tensor([ids], device=llm.device)).logits[0]
+    error = logits_error(engine_logits(llm, ids), exact)
+    return f"logits: {error:.1e} of their norm off those of the model in float64, over {len(ids)} tokens"
