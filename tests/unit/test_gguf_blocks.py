@@ -17,6 +17,8 @@ from graft.models.gguf_blocks import INDEX, blocks_folder, held_model
 from graft.models.gguf_reader import one_reader
 from graft.models.load import load_model
 from graft.ops.fused_linear.file_rows import FileRows, Held, untouched
+from graft.transforms.config import load_config
+from graft.workbench.native import native_source
 from graft.workbench.quality import engine_logits
 
 IDS = [5, 9, 77, 31, 8, 3, 90, 12, 64, 2, 17]
@@ -63,6 +65,14 @@ def test_loading_touches_no_weights_and_the_second_time_no_metadata_r51(file, mo
     model = load_model(file, device="cpu", in_blocks=True, progress=lambda what, done, total: told.append(what))
     assert told == []
     assert all(not p.any() for p in model.module.parameters() if p.dim() == 2), "never written"
+
+
+def test_the_dumped_step_reads_the_blocks_unless_floats_are_asked_for_r20(file):
+    own = native_source(str(file), load_config())
+    assert "linear<WeightQ4>" in own and "packed_embedding<WeightQ8>" in own and "linear<WeightF32>" not in own
+    assert "linear<WeightF32>" in native_source(str(file), load_config(), dtype="float32")
+    eight = native_source(str(file), load_config(sets=["transforms.quantize_linear.enabled=true"]))
+    assert "linear<WeightQ8>" in eight and "linear<WeightQ4>" not in eight
 
 
 @needs_compiler

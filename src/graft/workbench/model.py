@@ -11,10 +11,15 @@ from graft.models.registry import entries
 
 
 def captured(
-    name: str, dtype: str = "auto", progress: Progress | None = None, *, weights: bool = False
+    name: str,
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    *,
+    weights: bool = False,
+    in_blocks: bool = False,
 ) -> tuple[LoadedModel, GraphModule]:
-    """weights: random ones too."""
+    """weights: random ones too. in_blocks: those of a GGUF file stay in its blocks."""
     entry = entries().get(name)
     device = "meta" if entry is not None and entry.kind == "random" and not weights else "cpu"
-    model = load_model(name, dtype=dtype, device=device, progress=progress)
+    model = load_model(name, dtype=dtype, device=device, progress=progress, in_blocks=in_blocks)
     return model, captured_decoder(model.module, progress)[0]

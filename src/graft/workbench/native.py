@@ -6,16 +6,22 @@ from graft.backends.native.lower import source_of
 from graft.backends.native.regions import split
 from graft.errors import NothingNative
 from graft.files import Progress
+from graft.runtime.llm import settings_for
 from graft.transforms.base import Context
-from graft.transforms.config import PipelineConfig
+from graft.transforms.config import DEFAULTS, PipelineConfig
 from graft.transforms.pipeline import run_pipeline
 from graft.workbench.model import captured
 
 
 def native_source(name: str, config: PipelineConfig, dtype: str = "auto", progress: Progress | None = None) -> str:
-    """What backend="native" would compile; the eager nodes and their reasons stand at its end, as comments."""
-    model, gm = captured(name, dtype, progress, weights=True)
-    context = Context(route="decoder", backend="native", context_length=model.context)
+    """What backend="native" would compile; the eager nodes and their reasons stand at its end, as comments.
+
+    As for an engine, the weights of a GGUF file stay in its blocks where neither a dtype nor a format is asked for.
+    """
+    own = dtype == "auto" and config.origins["transforms.quantize_linear.enabled"] == DEFAULTS.name
+    model, gm = captured(name, dtype, progress, weights=True, in_blocks=own)
+    config = settings_for(model, config, None)
+    context = Context(route="decoder", backend="native", context_length=model.context, held=model.held)
     run_pipeline(gm, config, context, model=model.name, progress=progress)
     parts = split(gm, config.kernels)
     if not parts.regions:
