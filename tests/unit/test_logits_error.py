@@ -53,6 +53,21 @@ def test_wrong_logits_are_noticed_r12():
     assert error_of(llm) > 1e-3
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts_are_compared_too_r12(family):
+    llm = LLM(f"tiny-{family}", dtype="float32", device="cpu", backend="eager", kv_cache_memory="8MiB")
+    assert error_of(llm) < 1e-5
+
+
+def test_a_model_that_does_not_run_in_float64_is_told_r12(monkeypatch):
+    def refuses(*_):
+        raise RuntimeError("no kernel for Double\nand more")
+
+    monkeypatch.setattr(quality, "in_float64", refuses)
+    note = logits_note(made(dtype="float32", backend="eager"), IDS)
+    assert note.endswith("which the model does not run in: no kernel for Double")
+
+
 def test_where_float64_does_not_fit_that_is_said_r12(monkeypatch):
     monkeypatch.setattr(quality, "free_memory", lambda _: 1000)
     note = logits_note(made(dtype="float32", backend="eager"), IDS)

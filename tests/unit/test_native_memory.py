@@ -50,3 +50,11 @@ def test_what_an_eager_node_reads_stays_r12():
     llm = made("llama", config={"kernels": {"fused_linear": "reference"}})
     assert len(llm.generate([[5, 6, 7]], GREEDY)[0].token_ids) == 6
     assert not any("given up" in note for note in llm.report.notes)
+
+
+def test_a_tied_table_is_not_packed_where_the_head_is_eager_r12():
+    llm = made("smollm2", config={"kernels": {"fused_linear": "reference"}})
+    assert llm.model.module.config.tie_word_embeddings
+    regions = [node.target for node in llm.engine.graph.graph.nodes if isinstance(node.target, RegionCall)]
+    forms = {weight.form for region in regions for weight in region.program.weights}
+    assert regions and forms <= {"as_is", "float32"}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft.errors import PackingError
-from graft.ops.fused_linear.native_packing import CPP, pack, pack_gguf, unpack
+from graft.ops.fused_linear.native_packing import CPP, TILES_AT_ONCE, pack, pack_gguf, unpack
 
 
 def weight(n: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -102,6 +102,18 @@ def test_16_bits_take_weights_of_any_size_r20():
     found = unpack(pack(bad, "f16"))
     assert found[3, 4].isnan() and found[5, 0].isinf() and int(found.isfinite().sum()) == 16 * 8 - 2
     assert torch.equal(unpack(pack(torch.zeros(3, 5), "f16")), torch.zeros(3, 5))
+    huge = torch.ones(16, 8)
+    huge[3, 4] = 1.5 * 2.0**127
+    assert torch.equal(unpack(pack(huge.bfloat16(), "f16")), torch.where(huge > 1, huge, 0.0))
+
+
+def test_packing_16_bits_takes_little_memory_beside_r20():
+    """Measured by what torch allocates: a head of a vocabulary must not be there in float32 as a whole."""
+    w = torch.zeros(TILES_AT_ONCE * 16 * 6, 64, dtype=torch.bfloat16)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        pack(w, "f16")
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert largest <= 1.1 * w.nbytes
 
 
 def test_special_weights_r20():

@@ -6,7 +6,7 @@ from graft.backends.native.lower import source_of
 from graft.backends.native.regions import split
 from graft.errors import NothingNative
 from graft.files import Progress
-from graft.runtime.llm import settings_for
+from graft.runtime.llm import filled, settings_for
 from graft.transforms.base import Context
 from graft.transforms.config import DEFAULTS, PipelineConfig
 from graft.transforms.pipeline import run_pipeline
@@ -22,6 +22,7 @@ def native_source(name: str, config: PipelineConfig, dtype: str = "auto", progre
     model, gm = captured(name, dtype, progress, weights=True, in_blocks=own)
     config = settings_for(model, config, None)
     context = Context(route="decoder", backend="native", context_length=model.context, held=model.held)
+    filled(model.held, gm, "verify: matches computes with them", config.verify == "matches")
     run_pipeline(gm, config, context, model=model.name, progress=progress)
     parts = split(gm, config.kernels)
     if not parts.regions:

@@ -88,10 +88,13 @@ class Sizes:
 class Planner:
     """Holds what is known about the nodes of one region while it is lowered."""
 
-    def __init__(self, sizes: Sizes, inputs: Sequence[Node], nodes: Collection[Node]) -> None:
+    def __init__(
+        self, sizes: Sizes, inputs: Sequence[Node], nodes: Collection[Node], native: Collection[Node]
+    ) -> None:
         self.shapes = sizes
         self.inputs = list(inputs)
         self.nodes = nodes  # of the region
+        self.native = native  # of all regions
         self.values: dict[Node, Value | tuple[Value, ...]] = {}
         self.steps: list[Step] = []
         self.buffers: dict[str, Buffer] = {}

@@ -44,10 +44,11 @@ def split(gm: GraphModule, named: Mapping[str, str]) -> Split:
     except NotLowered as reason:
         return Split((), {node: str(reason) for node in gm.graph.nodes if computes(node)})
     reasons = eager_nodes(gm, sizes, named)
+    native = {node for node in gm.graph.nodes if computes(node)} - reasons.keys()
     regions = []
     for index, nodes in enumerate(runs(gm, reasons)):
         inputs, outputs = borders(nodes)
-        planner = Planner(sizes, inputs, set(nodes))
+        planner = Planner(sizes, inputs, set(nodes), native)
         for node in nodes:
             planner.lower(node)
         regions.append(Region(planner.program(f"graft_region_{index}", outputs), tuple(nodes), inputs, outputs))
@@ -66,7 +67,7 @@ def is_turned_weight(node: Node) -> bool:
 def eager_nodes(gm: GraphModule, sizes: Sizes, named: Mapping[str, str]) -> dict[Node, str]:
     """Tries every node; what comes out of an eager one is an input to the others."""
     work = [node for node in gm.graph.nodes if computes(node)]
-    planner = Planner(sizes, placeholders(gm.graph), set(work))
+    planner = Planner(sizes, placeholders(gm.graph), set(work), set(work))
     reasons: dict[Node, str] = {}
     for node in work:
         kernel = (

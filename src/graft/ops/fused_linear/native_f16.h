@@ -114,13 +114,18 @@ struct WeightHalves : HalfRows {
       for (int t = 0; t < T; t++)
         for (const Halves& one : part[t]) total[t] = total[t] + to_float(one);
     }
-    const F by = set(f16_tile_scale(tile, rows.columns));
-    for (int t = 0; t < T; t++) sums[t] = total[t] * by * set(rows.row(first + t)[rows.columns / 2]);
+    // first the smaller scale: the product of both may fit where that with the larger alone does not
+    const float own = f16_tile_scale(tile, rows.columns);
+    for (int t = 0; t < T; t++) {
+      const float row = rows.row(first + t)[rows.columns / 2];
+      sums[t] = total[t] * set(std::fmin(own, row)) * set(std::fmax(own, row));
+      if (row != row) sums[t] = set(row);
+    }
   }
 };
 
 #else
-using WeightHalves = WeightF16;
+struct WeightHalves : WeightF16 {};
 #endif
 
 }  // namespace graft

@@ -34,6 +34,7 @@ HALF = BLOCK // 2
 CPP = {"f32": "WeightF32", "bf16": "WeightBF16", "q8": "WeightQ8", "q4": "WeightQ4", "f16": "WeightF16"}
 HALVES = "WeightHalves"  # f16, read in another way
 LINE = 64  # bytes after a tile of float16
+TILES_AT_ONCE = 256
 GGUF_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q4_K": 144}  # of a block
 GGUF_KIND = {"Q8_0": "q8", "Q4_0": "q4", "Q4_1": "q4", "Q4_K": "q4"}
 SUPER = 256  # columns of a Q4_K block
@@ -55,7 +56,7 @@ def pack(weight: Tensor, kind: str, gated: bool = False) -> Packed:
     check(kind, weight.shape[0], gated)
     n, k = weight.shape
     if kind == "f16":
-        data = half_tiles(weight.float(), gated)
+        data = half_tiles(weight, gated)
     elif kind in STEPS:
         data = float_tiles(weight.to(torch.float32 if kind == "f32" else torch.bfloat16), STEPS[kind], gated)
     else:
@@ -160,13 +161,19 @@ def float_tiles(weight: Tensor, step: int, gated: bool) -> Tensor:
 
 
 def half_tiles(weight: Tensor, gated: bool) -> Tensor:
-    """The largest finite weight of a tile is brought between 1/2 and 1, by a power of two; inf and NaN stay."""
+    """The largest finite weight of a tile is brought between 1/2 and 1 by a power of two (up to 2 where that would be
+    2^128); inf and NaN stay. Some hundred tiles at a time: in between they are float32."""
     tiles = to_tiles(F.pad(weight, (0, -weight.shape[1] % STEPS["f16"])), gated)  # [tiles, 16, columns]
-    most = tiles.abs().nan_to_num(0.0, 0.0).amax((1, 2)).clamp(min=2.0**-120)
-    scale = torch.exp2(most.frexp().exponent.float())  # [tiles]
-    halves = (tiles / scale[:, None, None]).half().transpose(1, 2).flatten(1).contiguous()
-    line = F.pad(scale[:, None], (0, LINE // 4 - 1))
-    return torch.cat([halves.view(torch.uint8), line.view(torch.uint8)], dim=1).flatten()
+    columns = tiles.shape[2]
+    packed = weight.new_empty((len(tiles), columns * TILE * 2 + LINE), dtype=torch.uint8)
+    for some, to in zip(tiles.split(TILES_AT_ONCE), packed.split(TILES_AT_ONCE), strict=True):
+        wide = some.float()
+        most = wide.abs().nan_to_num(0.0, 0.0).amax((1, 2)).clamp(min=2.0**-120)
+        scale = torch.exp2(most.frexp().exponent.clamp(max=127).float())  # [tiles]
+        halves = (wide / scale[:, None, None]).half().transpose(1, 2).flatten(1).contiguous()
+        to[:, :-LINE] = halves.view(torch.uint8)
+        to[:, -LINE:] = F.pad(scale[:, None], (0, LINE // 4 - 1)).view(torch.uint8)
+    return packed.flatten()
 
 
 def q8_tiles(q: Tensor, scale: Tensor, gated: bool) -> Tensor:

@@ -116,16 +116,6 @@ inline Halves fma_at(Halves w, Eight x, Halves t) {  // x: of the first 16 regis
 inline F to_float(Halves x) {
   return {vcvt_f32_f16(vget_low_f16(x.a)), vcvt_high_f32_f16(x.a), vcvt_f32_f16(vget_low_f16(x.b)), vcvt_high_f32_f16(x.b)};
 }
-inline float largest_of(const bf16* from, int64_t count) {  // of the absolute values; count: a multiple of 16
-  const uint16_t* p = &from->bits;
-  const uint16x8_t no_sign = vdupq_n_u16(0x7fff);
-  uint16x8_t low = vdupq_n_u16(0), high = low;
-  for (int64_t i = 0; i < count; i += 16) {
-    low = vmaxq_u16(low, vandq_u16(vld1q_u16(p + i), no_sign));
-    high = vmaxq_u16(high, vandq_u16(vld1q_u16(p + i + 8), no_sign));
-  }
-  return to_float(bf16{vmaxvq_u16(vmaxq_u16(low, high))});
-}
 #endif
 
 inline I ints(int32_t x) {

@@ -18,10 +18,11 @@ aten, ops = torch.ops.aten, torch.ops.graft
 @lowers(aten.embedding.default)
 def lower_embedding(plan: Planner, node: Node) -> None:
     """A table is read as it is (cosines and sines of tabulate_rope, an embedding of its own), or out of the tiles
-    of the output head that it is tied to."""
+    of the output head that it is tied to, which keep bfloat16 but for numbers that are nothing beside others
+    of their tile (native_f16.h)."""
     table, ids = node.args[:2]
     entries, columns = map(int, tensor_of(table).shape)
-    if isinstance(table, Node) and any(multiplies_with(user, table) for user in table.users):
+    if isinstance(table, Node) and any(multiplies_with(user, table) for user in table.users if user in plan.native):
         pointer, form = matrix(plan, table, transposed=False, gated=False)
         return put_rows(plan, node, pointer, form, entries, columns, ids)
     layout = rows_layout(plan, node)

@@ -1,8 +1,8 @@
 """Attention of one new token of few sequences whose context is not long.
 
 A program takes one sequence, one key-value head with all queries of its group, and one part of the context: 256
-places at once, which it holds in registers. Few programs run then, and what counts is how soon the first result is
-there. So keys and values are on their way before the program waits for the kernel ahead.
+places at once (128 for heads of 128), which it holds in registers. Few programs run then, and what counts is how soon
+the first result is there. So keys and values are on their way before the program waits for the kernel ahead.
 """
 
 from __future__ import annotations
