@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from graft.errors import PackingError, QuantizationError
 from graft.ops import OPS
 from graft.ops.fused_linear import pack_rows
-from graft.ops.fused_linear.native_packing import CPP, pack, unpack
+from graft.ops.fused_linear.native_packing import pack, unpack
 from graft.ops.fused_linear.pack_rows import pack_checked
-from graft.ops.fused_linear.tiles import from_graph, in_graph, kind_of, unpack_rows
+from graft.ops.fused_linear.tiles import BLOCK_BYTES, COLUMN_BYTES, from_graph, in_graph, kind_of, unpack_rows
+
+KINDS = [*BLOCK_BYTES, *COLUMN_BYTES]  # that a graph may hold
 
 fused_linear = torch.ops.graft.fused_linear
 
@@ -22,7 +24,7 @@ def weight(n: int, k: int, seed: int = 0) -> torch.Tensor:
 
 
 @settings(max_examples=60, deadline=None)
-@given(n=st.integers(1, 40), k=st.integers(1, 200), kind=st.sampled_from(list(CPP)), gated=st.booleans())
+@given(n=st.integers(1, 40), k=st.integers(1, 200), kind=st.sampled_from(KINDS), gated=st.booleans())
 def test_the_graph_form_keeps_what_was_packed_r20(n, k, kind, gated):
     packed = pack(weight(2 * n, k), kind, gated)
     tiles, scale = in_graph(packed)
@@ -32,7 +34,7 @@ def test_the_graph_form_keeps_what_was_packed_r20(n, k, kind, gated):
     assert tiles.data_ptr() == packed.data.data_ptr() and scale.nbytes == 0, "no second copy"
 
 
-@pytest.mark.parametrize("kind", CPP)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_read_one_by_one_r20(kind):
     packed = pack(weight(37, 70), kind)
     ids = torch.tensor([[36, 0, 17], [5, 5, 16]])
@@ -46,7 +48,7 @@ def test_tiles_of_another_width_are_refused_r63():
         kind_of(999, 64)
 
 
-@pytest.mark.parametrize("kind", CPP)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("activation", ["none", "silu"])
 def test_the_product_is_that_of_what_the_tiles_stand_for_r22(kind, activation):
     gated = activation != "none"

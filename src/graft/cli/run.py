@@ -62,7 +62,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Complete prompts with a model."""
-    from graft.cli.show import out, print_pipeline, progress_bar
+    from graft.cli.show import progress_bar
 
     sets = [*(sets or ()), *(["verify=matches"] if verify else [])]
     params = sampling_params(
@@ -86,14 +86,10 @@ def run(
         print_json(llm, outputs, speeds)
         raise typer.Exit(int(failed))
     show_outputs(llm, given, outputs)
-    if verify and not table:
-        show_proofs(llm)
     if table:
-        print_pipeline(llm.report)
-        for op, kernel in llm.report.kernels.items():
-            out.print(f"{op}: {kernel}", markup=False)
-    elif compare:
-        out.print(llm.built.notes[-1], markup=False, soft_wrap=True)
+        show_table(llm)
+    else:
+        show_proofs(llm, verify, compare)
     show_speeds(llm, speeds)
     raise typer.Exit(int(failed))
 
@@ -175,12 +171,23 @@ def print_json(llm: LLM, outputs: list[Output], speeds: dict[str, float]) -> Non
     print(json.dumps(document))
 
 
-def show_proofs(llm: LLM) -> None:
+def show_table(llm: LLM) -> None:
+    from graft.cli.show import out, print_pipeline
+
+    print_pipeline(llm.report)
+    for op, kernel in llm.report.kernels.items():
+        out.print(f"{op}: {kernel}", markup=False)
+
+
+def show_proofs(llm: LLM, verify: bool, compare: bool) -> None:
+    """What the table would show of them: proofs of matches, and the last note, on the logits."""
     from graft.cli.show import out, proof_text
 
-    for record in llm.report.transforms.values():
+    for record in llm.report.transforms.values() if verify else ():
         if record.matches:
             out.print(f"{record.name}: {proof_text(record)}", markup=False, soft_wrap=True)
+    if compare:
+        out.print(llm.built.notes[-1], markup=False, soft_wrap=True)
 
 
 def show_speeds(llm: LLM, speeds: dict[str, float]) -> None:
