@@ -233,10 +233,15 @@ def settings_for(
         settings = with_sets(config, quantize_sets(quantize))
     else:
         settings = load_config(config, model=overlay(model), sets=quantize_sets(quantize))
-    if model.held is not None and settings.origins["transforms.quantize_linear.enabled"] == DEFAULTS.name:
+    if model.held is not None and no_format_asked(settings):
         settings = with_sets(settings, quantize_sets("file"))
     require_cache(settings)
     return settings
+
+
+def no_format_asked(settings: PipelineConfig) -> bool:
+    """Nobody says whether weights are to be quantized: those of a file may stay as they are in it."""
+    return settings.origins["transforms.quantize_linear.enabled"] == DEFAULTS.name
 
 
 def weight_formats(settings: PipelineConfig) -> tuple[str, ...]:

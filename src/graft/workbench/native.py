@@ -6,9 +6,9 @@ from graft.backends.native.lower import source_of
 from graft.backends.native.regions import split
 from graft.errors import NothingNative
 from graft.files import Progress
-from graft.runtime.llm import filled, settings_for
+from graft.runtime.llm import filled, no_format_asked, settings_for
 from graft.transforms.base import Context
-from graft.transforms.config import DEFAULTS, PipelineConfig
+from graft.transforms.config import PipelineConfig
 from graft.transforms.pipeline import run_pipeline
 from graft.workbench.model import captured
 
@@ -18,8 +18,7 @@ def native_source(name: str, config: PipelineConfig, dtype: str = "auto", progre
 
     As for an engine, the weights of a GGUF file stay in its blocks where neither a dtype nor a format is asked for.
     """
-    own = dtype == "auto" and config.origins["transforms.quantize_linear.enabled"] == DEFAULTS.name
-    model, gm = captured(name, dtype, progress, weights=True, in_blocks=own)
+    model, gm = captured(name, dtype, progress, weights=True, in_blocks=dtype == "auto" and no_format_asked(config))
     config = settings_for(model, config, None)
     context = Context(route="decoder", backend="native", context_length=model.context, held=model.held)
     filled(model.held, gm, "verify: matches computes with them", config.verify == "matches")

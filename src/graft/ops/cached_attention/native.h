@@ -104,22 +104,11 @@ inline Tile tile_at(const AttentionArgs& a, int64_t index) {
   return {sequence, first, std::min(kTile, a.starts[sequence + 1] - first)};
 }
 
-// Query heads head … head + heads of one key-value head.
+// Rows of a tile whose queries see places up to their own: 16 keys and values at a time, laid out for all of them.
 template <class C>
-void attend(const AttentionArgs& a, const Tile& tile, int64_t head, int64_t heads, const Running& r) {
-  const int64_t size = a.q.size, wide = a.out.size, kv_head = head / (a.q.heads / a.kv);
-  const int64_t position = a.lengths[tile.sequence] - (a.starts[tile.sequence + 1] - tile.first);  // of the first token
-  for (int64_t row = 0; row < tile.count * heads; ++row) {
-    turn_head(a.turn, tile.first + row / heads, a.q.at(tile.first + row / heads, head + row % heads), size,
-              r.q + row * size);
-    begin_row(a, r, row, a.sinks != nullptr ? a.sinks + head + row % heads : nullptr);
-  }
-  const bool few = tile.count * heads <= kFewQueries || size % kColumnStep != 0;
-  for (int64_t row = 0; few && row < tile.count * heads; ++row) {
-    const int64_t end = position + row / heads + 1, begin = a.window > 0 ? std::max<int64_t>(0, end - a.window) : 0;
-    attend_heads<C, 1>(a, r, row, tile.sequence, kv_head, begin, end);
-  }
-  const int64_t seen = few ? 0 : position + tile.count;
+inline void attend_blocks(const AttentionArgs& a, const Running& r, const Tile& tile, int64_t heads, int64_t kv_head,
+                          int64_t position) {
+  const int64_t size = a.q.size, wide = a.out.size, seen = position + tile.count;
   const int64_t start = a.window > 0 ? std::max<int64_t>(0, position + 1 - a.window) : 0;
   for (int64_t b = start / a.block; b * a.block < seen; ++b) {
     const int64_t slot = a.tables[tile.sequence * a.table_width + b] * a.block, base = b * a.block;
@@ -130,9 +119,28 @@ void attend(const AttentionArgs& a, const Tile& tile, int64_t head, int64_t head
       absorb_many(a, r, tile.count * heads, key_at(j), value_at(j),
                   {position, heads, base + j, std::min<int64_t>(kLanes, to - j)});
   }
-  for (int64_t row = 0; row < tile.count * heads; ++row) {
-    end_row(r, row, wide, a.out.at(tile.first + row / heads, head + row % heads));
+}
+
+// Query heads head … head + heads of one key-value head.
+template <class C>
+void attend(const AttentionArgs& a, const Tile& tile, int64_t head, int64_t heads, const Running& r) {
+  const int64_t size = a.q.size, rows = tile.count * heads, kv_head = head / (a.q.heads / a.kv);
+  const int64_t position = a.lengths[tile.sequence] - (a.starts[tile.sequence + 1] - tile.first);  // of the first token
+  for (int64_t row = 0; row < rows; ++row) {
+    turn_head(a.turn, tile.first + row / heads, a.q.at(tile.first + row / heads, head + row % heads), size,
+              r.q + row * size);
+    begin_row(a, r, row, a.sinks != nullptr ? a.sinks + head + row % heads : nullptr);
   }
+  if (rows > kFewQueries && size % kColumnStep == 0) {
+    attend_blocks<C>(a, r, tile, heads, kv_head, position);
+  } else {
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t end = position + row / heads + 1, begin = a.window > 0 ? std::max<int64_t>(0, end - a.window) : 0;
+      attend_heads<C, 1>(a, r, row, tile.sequence, kv_head, begin, end);
+    }
+  }
+  for (int64_t row = 0; row < rows; ++row)
+    end_row(r, row, a.out.size, a.out.at(tile.first + row / heads, head + row % heads));
 }
 
 template <class C>

@@ -9,7 +9,7 @@
 namespace graft {
 
 constexpr int64_t kSpan = 64;      // keys at once: an exponential takes long, four vectors of them not longer
-constexpr int64_t kMostHeads = 4;  // at once: their sums fill half of the registers
+constexpr int kMostHeads = 4;      // at once: their sums fill half of the registers
 constexpr int64_t kMostParts = 8, kMostDivided = 8;  // parts of a context, and sequences whose contexts are divided
 
 // Where the keys and values of up to kSpan places begin.
@@ -97,7 +97,8 @@ template <class C>
 inline void attend_some(const AttentionArgs& a, const Running& r, int64_t heads, int64_t sequence, int64_t kv_head,
                         int64_t begin, int64_t end) {
   int64_t row = 0;
-  for (; row + 4 <= heads; row += 4) attend_heads<C, 4>(a, r, row, sequence, kv_head, begin, end);
+  for (; row + kMostHeads <= heads; row += kMostHeads)
+    attend_heads<C, kMostHeads>(a, r, row, sequence, kv_head, begin, end);
   if (heads - row == 3) attend_heads<C, 3>(a, r, row, sequence, kv_head, begin, end);
   if (heads - row == 2) attend_heads<C, 2>(a, r, row, sequence, kv_head, begin, end);
   if (heads - row == 1) attend_heads<C, 1>(a, r, row, sequence, kv_head, begin, end);

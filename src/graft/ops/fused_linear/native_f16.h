@@ -33,23 +33,7 @@ struct WeightF16 : FloatRows {
 
   template <int T>
   static void tile(const uint8_t* tile, const Rows& rows, int64_t first, F* sums) {
-    const f16* w = reinterpret_cast<const f16*>(tile);
-    F parts[T][kSplit<T>];
-    for (auto& token : parts)
-      for (F& part : token) part = set(0.0f);
-    for (int64_t c = 0; c < rows.columns; c += kColumnStep, w += kColumnStep * kLanes) {
-      Four x[T];
-      for (int t = 0; t < T; t++) x[t] = four(rows.row(first + t) + c);
-      if constexpr (T <= 4) fetch_early<kColumnStep * kLanes * 2>(w);
-      unroll<kColumnStep>([&](auto at) {
-        const F column = load(w + at * kLanes);
-        for (int t = 0; t < T; t++) {
-          F& part = parts[t][at % kSplit<T>];
-          part = fma_at<at>(column, x[t], part);
-        }
-      });
-    }
-    add_up<T>(parts, sums);
+    float_sums<T>(reinterpret_cast<const f16*>(tile), rows, first, sums);
     const F by = set(f16_tile_scale(tile, rows.columns));
     for (int t = 0; t < T; t++) sums[t] = sums[t] * by;
   }

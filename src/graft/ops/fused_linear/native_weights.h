@@ -57,29 +57,35 @@ struct FloatRows {
   }
 };
 
+// T rows of x times a tile [columns][16] of E, float or f16, that is widened as it is read; sums are float32.
+template <int T, class E>
+inline void float_sums(const E* w, const Rows& rows, int64_t first, F* sums) {
+  F parts[T][kSplit<T>];
+  for (auto& token : parts)
+    for (F& part : token) part = set(0.0f);
+  const int64_t columns = rows.columns, stride = rows.stride;
+  const float* const from = rows.row(first);
+  for (int64_t c = 0; c < columns; c += kColumnStep, w += kColumnStep * kLanes) {
+    Four x[T];
+    for (int t = 0; t < T; t++) x[t] = four(from + t * stride + c);
+    if constexpr (sizeof(E) == 2 && T <= 4) fetch_early<kColumnStep * kLanes * 2>(w);
+    unroll<kColumnStep>([&](auto at) {
+      const F column = load(w + at * kLanes);
+      for (int t = 0; t < T; t++) {
+        F& part = parts[t][at % kSplit<T>];
+        part = fma_at<at>(column, x[t], part);
+      }
+    });
+  }
+  add_up<T>(parts, sums);
+}
+
 struct WeightF32 : FloatRows {
   static int64_t tile_bytes(int64_t columns) { return columns * kLanes * 4; }
 
   template <int T>
   static void tile(const uint8_t* tile, const Rows& rows, int64_t first, F* sums) {
-    const float* w = reinterpret_cast<const float*>(tile);
-    F parts[T][kSplit<T>];
-    for (auto& token : parts)
-      for (F& part : token) part = set(0.0f);
-    const int64_t columns = rows.columns, stride = rows.stride;
-    const float* const from = rows.row(first);
-    for (int64_t c = 0; c < columns; c += kColumnStep, w += kColumnStep * kLanes) {
-      Four x[T];
-      for (int t = 0; t < T; t++) x[t] = four(from + t * stride + c);
-      unroll<kColumnStep>([&](auto at) {
-        const F column = load(w + at * kLanes);
-        for (int t = 0; t < T; t++) {
-          F& part = parts[t][at % kSplit<T>];
-          part = fma_at<at>(column, x[t], part);
-        }
-      });
-    }
-    add_up<T>(parts, sums);
+    float_sums<T>(reinterpret_cast<const float*>(tile), rows, first, sums);
   }
 };
 
