@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from graft.errors import TableError
 from graft.ops.fused_linear import choice
-from graft.ops.fused_linear.choice import choose_kernel, look_up, overridden, ranges, ranges_text, tuned_file
-from graft.ops.fused_linear.kinds import WEIGHTS, Even, Gemm, Matvec, Shape, how_problem, how_text
+from graft.ops.fused_linear.choice import Choice, choose_kernel, look_up, overridden, ranges, ranges_text, tuned_file
+from graft.ops.fused_linear.kinds import WEIGHTS, Even, Gemm, Matvec, Narrow, Shape, how_problem, how_text
 from graft.ops.fused_linear.tables import Entry, merge, parse_table, read_table, table_json, write_table
 
 H200 = "NVIDIA H200"
@@ -25,6 +25,7 @@ hows = st.one_of(
     st.none(),
     st.builds(Matvec, st.sampled_from([1, 2, 4])),
     st.builds(Gemm, st.sampled_from([32, 64]), early=counts),
+    st.builds(Narrow, st.sampled_from([4, 8]), st.sampled_from([2, 8]), st.sampled_from([0, 3])),
 )
 entries = st.builds(
     Entry,
@@ -138,6 +139,23 @@ def test_even_shares_say_what_they_cannot_take_r26(how, format, reason):
     assert how_problem(how, replace(SQUARE, format=format), 64) == reason
 
 
+@pytest.mark.parametrize(
+    "how, format, k, tokens, reason",
+    [
+        (Narrow(), "int4", 4096, 8, None),
+        (Narrow(), "plain", 4096, 1, "narrow takes int4 weights, not plain"),
+        (Narrow(), "int4", 4096, 9, "narrow takes up to 8 tokens"),
+        (Narrow(), "int4", 4608, 1, "narrow needs a depth that is a multiple of 1024, not 4608"),
+        (Narrow(3), "int4", 4096, 1, "narrow takes 2, 4 or 8 ahead and 8 / ahead … 16 warps, not 8 and 3"),
+        (Narrow(2, 2), "int4", 4096, 1, "narrow takes 2, 4 or 8 ahead and 8 / ahead … 16 warps, not 2 and 2"),
+        (Narrow(4, 8, 3), "int4", 4096, 1, None),
+        (Narrow(4, 8, 3), "int4", 5120, 1, "narrow walks over rows of up to 4096, not 5120"),
+    ],
+)
+def test_narrow_says_what_it_cannot_take_r26(how, format, k, tokens, reason):
+    assert how_problem(how, replace(SQUARE, format=format, k=k), tokens) == reason
+
+
 def test_another_device_is_told_r26():
     table = {SQUARE: {4: Entry(Gemm(), 1.0, H200)}}
     assert look_up(table, SQUARE, 2, "NVIDIA A100").source == (
@@ -151,6 +169,17 @@ def test_a_kernel_that_cannot_run_the_shape_at_hand_is_not_taken_r26():
     assert look_up(table, replace(SQUARE, k=4088), 1, H200).how == Matvec()
     odd = look_up(table, replace(SQUARE, k=4090), 1, H200)
     assert odd.how is None and "but matvec needs a depth that is a multiple of 8, not 4090" in odd.source
+    further = replace(SQUARE, n=512)
+    table[further] = {1: Entry(Gemm(), 1.0, H200), 4: Entry(Gemm(32), 1.0, H200)}
+    assert look_up(table, replace(SQUARE, k=4090), 1, H200) == Choice(
+        Gemm(),
+        "measured on NVIDIA H200 alone, nearest shape plain 512x4096, 1 token; that of plain 4096x4096 is nearer, but"
+        " matvec needs a depth that is a multiple of 8, not 4090",
+        further,
+        H200,
+    )
+    many = look_up(table, replace(SQUARE, k=4090), 4, H200)  # the nearest was not measured with so many
+    assert many.how is None and "more than the 1 token measured for plain 4096x4096" in many.source
 
 
 def test_the_shipped_table_can_be_read_r26():
@@ -168,7 +197,7 @@ def test_what_was_measured_here_goes_before_what_is_shipped_r26(cache):
     choice.forget()
     assert choose_kernel(SQUARE, 1, "my GPU/1").how == Matvec(4, 8)
     shipped = choice.shipped_table()[SQUARE]
-    assert choose_kernel(SQUARE, 4, "my GPU/1").how == shipped[4].how  # other counts stay
+    assert choose_kernel(SQUARE, 4, "my GPU/1").how == shipped[16].how  # other counts stay
     assert choose_kernel(SQUARE, 1, "another").how == before.how
 
 

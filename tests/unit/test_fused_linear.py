@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from graft.ops import OPS, choose
 from graft.ops.cases import tolerance
 from graft.ops.fused_linear.cases import Shape, make
 from graft.ops.fused_linear.choice import Gemm, Matvec
-from graft.ops.fused_linear.kinds import Even
+from graft.ops.fused_linear.kinds import Even, Narrow
 from graft.ops.fused_linear.reference import fused_linear
 from graft.ops.launch import ring
 
@@ -92,6 +93,66 @@ def test_even_shares_agree_with_float64_r22(shape, tokens, rows, splits, n):
     args = arguments(shape, torch.float32)
     assert agrees(lambda call: kernels.run_as(call, how), args, torch.float32, shape.k)
     assert not ring(torch.device(DEVICE)).zeros.any()
+
+
+NARROW = [Narrow(1, 8), Narrow(2, 4), Narrow(4, 2), Narrow(8, 2), Narrow(4, 2, 1), Narrow(8, 2, 2)]
+
+
+def narrow_as(how):
+    def run(call):
+        assert kernels.narrow_fits(call, how)
+        return kernels.launch_narrow(call, how)
+
+    return run
+
+
+@settings(max_examples=15, deadline=None)
+@given(SHAPES, st.integers(1, 8), st.sampled_from(NARROW), st.sampled_from([1024, 2048, 3072]), st.booleans())
+def test_narrow_agrees_with_float64_r22(shape, tokens, how, k, normed):
+    """Steps that end in the middle, and programs that walk over rows."""
+    norm = "" if normed or shape.norm == "cast_last" else shape.norm
+    how = how if k <= how.warps * how.ahead * 128 else replace(how, each=0)
+    shape = replace(shape, rows=tokens, weight="int4", k=k, norm=norm, normed=normed)
+    with mock.patch.object(kernels, "processors", lambda _: 1):
+        assert agrees(narrow_as(how), arguments(shape, torch.bfloat16), torch.bfloat16, shape.k)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda call: replace(call, x=call.x.flip(0)),
+        lambda call: replace(call, x=call.x.roll(1, 1)),
+        lambda call: replace(call, residual=call.residual.flip(-1)),
+        lambda call: replace(call, weight=call.weight.roll(1, 1)),
+        lambda call: replace(call, scale=call.scale.roll(1, 1)),
+        lambda call: replace(call, scale=call.scale.roll(1, 0)),
+        lambda call: replace(call, normed=False),
+        lambda call: replace(call, bias=call.bias.roll(1)),
+    ],
+)
+def test_what_narrow_has_slightly_wrong_is_caught(wrong):
+    how, shape = Narrow(4, 2), Shape(3, 20, 1024, weight="int4", bias=True, normed=True, residual=True)
+    args = list(arguments(shape, torch.bfloat16))
+    args[0] = args[0] * 3  # else its root mean square is 1
+    assert agrees(narrow_as(how), args, torch.bfloat16, shape.k)
+    assert not agrees(lambda call: narrow_as(how)(wrong(call)), args, torch.bfloat16, shape.k)
+
+
+def test_what_cannot_be_read_by_16_bytes_goes_another_way_r25():
+    """x that begins in the middle of 16 bytes, and one whose rows do; another dtype; a norm's weight of 1 + w."""
+    how, shape = Narrow(), Shape(2, 16, 1024, weight="int4", norm="plain")
+    x, *rest = arguments(shape, torch.bfloat16)
+    call = kernels.Call(x[0], *rest)
+    assert kernels.narrow_fits(call, how)
+    moved = torch.cat([x.flatten(), x.flatten()[:4]])[4:].view(2, 1024)
+    wide = torch.zeros(2, 1028, dtype=torch.bfloat16, device=DEVICE)
+    wide[:, :1024] = x[0]
+    for other in (moved, wide[:, :1024]):
+        assert not kernels.narrow_fits(replace(call, x=other), how)
+    assert not kernels.narrow_fits(replace(call, offset=1.0, cast_last=True), how)
+    halves = arguments(shape, torch.float16)
+    assert not kernels.narrow_fits(kernels.Call(halves[0][0], *halves[1:]), how)
+    assert agrees(lambda call: kernels.run_as(call, how), halves, torch.float16, 1024)
 
 
 @settings(max_examples=15, deadline=None)

@@ -33,6 +33,12 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors; few where the interpreter runs the kernels."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 def pdl_supported(device: torch.device) -> bool:
     """Whether kernels on this device may be launched before the one ahead of them has ended."""
     return pdl_problem(device) is None

@@ -14,7 +14,7 @@ import torch
 from graft.errors import GraftError, NoGpu
 from graft.files import Progress
 from graft.ops.fused_linear.choice import look_up, overridden, shipped_table
-from graft.ops.fused_linear.kinds import Even, Gemm, How, Matvec, Shape, count_text, how_problem, how_text
+from graft.ops.fused_linear.kinds import Even, Gemm, How, Matvec, Narrow, Shape, count_text, how_problem, how_text
 from graft.ops.fused_linear.packing import GROUP
 from graft.ops.fused_linear.tables import Entry, Table
 
@@ -95,7 +95,8 @@ def candidates(shape: Shape, tokens: int, units: int = 132) -> Iterator[How]:
 
     yield None
     matvecs = [Matvec(rows, warps) for rows in (1, 2, 4) for warps in (2, 4, 8)]
-    yield from (how for how in matvecs if how_problem(how, shape, tokens) is None)
+    narrows = [Narrow(4, 8, 3), Narrow(4, 8, 0, 128), Narrow(8, 8, 0, 128), Narrow(8, 4), Narrow(8, 4, 0, 96)]
+    yield from (how for how in (*matvecs, *narrows) if how_problem(how, shape, tokens) is None)
     if tokens == 1 and shape.format != "int4":
         return
     block = padded_tokens(tokens)

@@ -44,20 +44,22 @@ def look_up(table: Table, shape: Shape, tokens: int, device: str) -> Choice:
     fitting = [one for one, counts in table.items() if one.format == shape.format and counts]
     if not fitting:
         return Choice(None, f"no table has {shape.format} weights: {without(shape)}")
-    nearest = min(fitting, key=lambda one: (shape.distance(one), one.key()))
-    counts = table[nearest]
-    count = min((count for count in counts if count >= tokens), default=None)
-    if count is None:
-        return Choice(
-            None, f"more than the {count_text(max(counts))} measured for {nearest.key()}: {without(shape)}", nearest
-        )
-    entry = counts[count]
-    source = f"{measured_text(entry, device)}, {'this' if nearest == shape else 'nearest'} shape"
-    source += f"{'' if nearest == shape else f' {nearest.key()}'}, {count_text(count)}"
-    problem = how_problem(entry.how, shape, tokens)
-    if problem is not None:
-        return Choice(None, f"{source}; but {problem}: {without(shape)}", nearest, entry.device)
-    return Choice(entry.how, source, nearest, entry.device)
+    refused = passed = ""
+    for near in sorted(fitting, key=lambda one: (shape.distance(one), one.key())):
+        counts = table[near]
+        count = min((count for count in counts if count >= tokens), default=None)
+        if count is None:
+            most = f"more than the {count_text(max(counts))} measured for {near.key()}"
+            return Choice(None, f"{refused or most}: {without(shape)}", near)
+        entry = counts[count]
+        source = f"{measured_text(entry, device)}, {'this' if near == shape else 'nearest'} shape"
+        source += f"{'' if near == shape else f' {near.key()}'}, {count_text(count)}"
+        problem = how_problem(entry.how, shape, tokens)
+        if problem is None:
+            return Choice(entry.how, source + passed, near, entry.device)
+        refused = refused or f"{source}; but {problem}"
+        passed = passed or f"; that of {near.key()} is nearer, but {problem}"
+    return Choice(None, f"{refused}: {without(shape)}")
 
 
 def without(shape: Shape) -> str:

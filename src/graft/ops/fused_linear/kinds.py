@@ -44,10 +44,30 @@ class Even:
     early: int = 0
 
 
-How = Matvec | Gemm | Even | None  # None: torch's own product, or for quantized weights the default Gemm
-KINDS: dict[str, type[Matvec] | type[Gemm] | type[Even]] = {"matvec": Matvec, "gemm": Gemm, "even": Even}
-EXTRAS = ("early", "norm_inside")  # not shown where they have their defaults
+@dataclass(frozen=True)
+class Narrow:
+    """4-bit weights, up to 8 tokens in bfloat16, 16 rows of the weight at once. `warps` share the depth; a thread has
+    `ahead` pieces of 16 bytes of two rows on their way, and 8 / ahead warps share a span. each: programs a
+    multiprocessor, which walk over the rows; 0: one for every 16 rows. registers: at most so many a thread; 0: as
+    many as the compiler takes."""
+
+    warps: int = 4
+    ahead: int = 8
+    each: int = 0
+    registers: int = 0
+
+
+How = Matvec | Gemm | Even | Narrow | None  # None: torch's own product, or for quantized weights the default Gemm
+KINDS: dict[str, type[Matvec] | type[Gemm] | type[Even] | type[Narrow]] = {
+    "matvec": Matvec,
+    "gemm": Gemm,
+    "even": Even,
+    "narrow": Narrow,
+}
+EXTRAS = ("early", "norm_inside", "each", "registers")  # not shown where they have their defaults
 WEIGHTS = ("plain", "int8", "fp8", "int4")
+MOST_NARROW_TOKENS = 8  # columns of its instruction
+NARROW_DEPTH = 1024  # weights of a row, whose scales are 16 bytes
 MOST_MATVEC_TOKENS = 4  # each has an accumulator of its own; beyond that tensor cores are faster
 KEY = re.compile(rf"({'|'.join(WEIGHTS)}) ([1-9]\d*)x([1-9]\d*)( gated)?( norm)?", re.ASCII)
 
@@ -106,9 +126,24 @@ def how_problem(how: How, shape: Shape, tokens: int) -> str | None:
         if shape.format != "plain":
             return f"even takes plain weights, not {shape.format}"
         return None if how.rows % 16 == 0 and how.rows < 512 else f"even takes 16, 32 … 496 rows, not {how.rows}"
+    if isinstance(how, Narrow):
+        return narrow_problem(how, shape, tokens)
     if not isinstance(how, Matvec):
         return None
     if tokens > MOST_MATVEC_TOKENS:
         return f"matvec takes up to {MOST_MATVEC_TOKENS} tokens"
     cut = shape.format == "plain" and shape.k % 8
     return f"matvec needs a depth that is a multiple of 8, not {shape.k}" if cut else None
+
+
+def narrow_problem(how: Narrow, shape: Shape, tokens: int) -> str | None:
+    if shape.format != "int4":
+        return f"narrow takes int4 weights, not {shape.format}"
+    if tokens > MOST_NARROW_TOKENS:
+        return f"narrow takes up to {MOST_NARROW_TOKENS} tokens"
+    if shape.k % NARROW_DEPTH:
+        return f"narrow needs a depth that is a multiple of {NARROW_DEPTH}, not {shape.k}"
+    if how.ahead not in (2, 4, 8) or how.warps not in (1, 2, 4, 8, 16) or how.warps * how.ahead < 8:
+        return f"narrow takes 2, 4 or 8 ahead and 8 / ahead … 16 warps, not {how.ahead} and {how.warps}"
+    whole = how.warps * how.ahead * (NARROW_DEPTH // 8)
+    return f"narrow walks over rows of up to {whole}, not {shape.k}" if how.each and shape.k > whole else None

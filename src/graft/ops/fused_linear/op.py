@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS
+from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS, MOST_NARROW_TOKENS, NARROW_DEPTH
 from graft.ops.fused_linear.packing import PACKED
 from graft.ops.fused_linear.reference import fused_linear
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
@@ -52,6 +52,18 @@ def matvec_problem(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
     return None
 
 
+def narrow_call_problem(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
+    problem = gpu_problem(x, weight, *rest)
+    if problem is not None:
+        return problem
+    if weight.dtype is not PACKED or x.dtype is not torch.bfloat16:
+        return f"it multiplies bfloat16 with 4-bit weights, not {x.dtype} with {weight.dtype}"
+    tokens, k = x.numel() // x.shape[-1], x.shape[-1]
+    if tokens > MOST_NARROW_TOKENS or k % NARROW_DEPTH:
+        return f"{tokens} tokens of {k} values: it takes up to {MOST_NARROW_TOKENS}, of a multiple of {NARROW_DEPTH}"
+    return None
+
+
 def run_tuned(*args: Any) -> Tensor:
     from graft.ops.fused_linear.triton import fused_linear_triton
 
@@ -62,6 +74,12 @@ def run_matvec(*args: Any) -> Tensor:
     from graft.ops.fused_linear.triton import Matvec, launch_matvec, with_rows
 
     return with_rows(lambda call: launch_matvec(call, Matvec(2, 4)), *args)
+
+
+def run_narrow(*args: Any) -> Tensor:
+    from graft.ops.fused_linear.triton import Narrow, run_as, with_rows
+
+    return with_rows(lambda call: run_as(call, Narrow()), *args)
 
 
 def run_gemm(*args: Any) -> Tensor:
@@ -85,8 +103,9 @@ define(
         reference=fused_linear,
         fake=fake,
         kernels=(
-            Kernel("tuned", "triton", run_tuned, gpu_problem),  # one of the next three, as measured: see choice.py
+            Kernel("tuned", "triton", run_tuned, gpu_problem),  # one of the next, as measured: see choice.py
             Kernel("matvec", "triton", run_matvec, matvec_problem),
+            Kernel("narrow", "triton", run_narrow, narrow_call_problem),
             Kernel("gemm", "triton", run_gemm, gpu_problem),
             Kernel("library", "existing_kernel", run_library, gpu_problem),
         ),

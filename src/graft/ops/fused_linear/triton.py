@@ -15,11 +15,12 @@ from torch import Tensor
 from graft.ops.fused_linear.choice import FORMATS, Gemm, How, Matvec, Shape, choose_kernel
 from graft.ops.fused_linear.even import even_kernel
 from graft.ops.fused_linear.gemm import gemm_kernel
-from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS, Even
+from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS, Even, Narrow, how_problem
 from graft.ops.fused_linear.matvec import matvec_kernel
+from graft.ops.fused_linear.narrow import narrow_kernel
 from graft.ops.fused_linear.packing import GROUP, PACKED, dequantize
 from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
-from graft.ops.launch import counters, device_name, pdl_supported
+from graft.ops.launch import counters, device_name, pdl_supported, processors
 from graft.ops.rms_norm.triton import rms_norm_triton
 from graft.ops.swiglu.triton import swiglu_triton
 
@@ -66,6 +67,10 @@ class Call:
         return self.weight.shape[0] // 2 if self.gated else self.weight.shape[0]
 
     @property
+    def shape(self) -> Shape:
+        return Shape(self.rows, self.x.shape[1], self.kind, self.gated, self.divided)
+
+    @property
     def shift(self) -> float:
         """What is added to the norm's weight (Gemma)."""
         return self.offset if self.cast_last else 0.0
@@ -87,8 +92,7 @@ def with_rows(run: Callable[[Call], Tensor], x: Tensor, *rest: Any) -> Tensor:
 
 
 def launch(call: Call) -> Tensor:
-    shape = Shape(call.rows, call.x.shape[1], call.kind, call.gated, call.divided)
-    how = choose_kernel(shape, call.x.shape[0], device_name(call.x.device)).how
+    how = choose_kernel(call.shape, call.x.shape[0], device_name(call.x.device)).how
     return run_as(call, how)
 
 
@@ -96,6 +100,8 @@ def run_as(call: Call, how: How) -> Tensor:
     tokens, k = call.x.shape
     if isinstance(how, Matvec) and tokens <= MOST_MATVEC_TOKENS and (k % 8 == 0 or call.scale is not None):
         return launch_matvec(call, how)
+    if isinstance(how, Narrow) and narrow_fits(call, how):
+        return launch_narrow(call, how)
     if how is None and call.scale is None:
         return library(call)
     if isinstance(how, Even) and call.scale is None:
@@ -124,6 +130,36 @@ def launch_matvec(call: Call, how: Matvec) -> Tensor:
         BIAS=call.bias is not None, SCALE=call.by_row, NORM=call.divided, WEIGHTED=call.norm is not None,
         OFFSET=call.shift != 0, ACTIVATION=call.activation, RESIDUAL=call.residual is not None, PDL=pdl,
         num_warps=how.warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def narrow_fits(call: Call, how: Narrow) -> bool:
+    """Whether it can run, and all that it reads can be read by 16 bytes."""
+    read = [t for t in (call.x, call.weight, call.scale, call.norm) if t is not None]
+    aligned = all(t.data_ptr() % 16 == 0 and t.stride(-1) == 1 for t in read) and call.x.stride(0) % 8 == 0
+    values = all(t.dtype in (torch.bfloat16, PACKED) for t in read) and call.shift == 0
+    return aligned and values and how_problem(how, call.shape, call.x.shape[0]) is None
+
+
+def launch_narrow(call: Call, how: Narrow) -> Tensor:
+    assert call.scale is not None
+    tokens, k = call.x.shape
+    out = room(call.x.device, call.x.dtype, tokens, call.rows)
+    pdl = pdl_supported(call.x.device)
+    x, weight, scale = (t.view(torch.int32) for t in (call.x, call.weight, call.scale))
+    warps = min(how.warps, max(8 // how.ahead, triton.next_power_of_2(-(-k // (128 * how.ahead)))))  # no idle ones
+    step = 16 * warps * how.ahead  # words of a row
+    blocks = triton.cdiv(call.rows, 8 if call.gated else 16)
+    programs = min(blocks, how.each * processors(call.x.device)) if how.each else blocks
+    narrow_kernel[(programs,)](
+        x, weight, or_x(call, call.bias), scale, x if call.norm is None else call.norm.view(torch.int32),
+        or_x(call, call.residual), out, call.rows, k, weight.shape[1] // 4, -(-k // GROUP), tokens,
+        triton.cdiv(weight.shape[1], step), blocks, call.x.stride(0), call.eps,
+        ONE=tokens == 1, WARPS=warps, AHEAD=how.ahead, WALKS=how.each > 0, EVEN=weight.shape[1] % step == 0,
+        BIAS=call.bias is not None, NORM=call.divided, WEIGHTED=call.norm is not None, ACTIVATION=call.activation,
+        RESIDUAL=call.residual is not None, FAST=call.x.is_cuda, PDL=pdl,
+        num_warps=warps, launch_pdl=pdl, **({"maxnreg": how.registers} if how.registers else {}),
     )  # fmt: skip
     return out
 

@@ -12,7 +12,6 @@ attention took itself. Hence small tiles where sequences are few.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from graft.ops.cached_attention.tiles.triton import (
     logits,
     seen_of,
 )
-from graft.ops.launch import counters, pdl_supported
+from graft.ops.launch import counters, pdl_supported, processors
 
 PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way; two fill an SM's share of bandwidth
 FEW_PROGRAMS = 16  # sequences times key-value heads: with so few, a lean kernel
@@ -160,8 +159,3 @@ def split_count(n: int, kv: int, device: torch.device) -> int:
     each = LEAN_PER_SM if n * kv <= FEW_PROGRAMS else PROGRAMS_PER_SM
     wanted = each * processors(device) // (n * kv)
     return max(1, min(MOST_SPLITS, 1 << max(wanted, 1).bit_length() - 1))
-
-
-@cache
-def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
