@@ -1,8 +1,8 @@
 """Compiles a test's C++ with the native headers, for every instruction set that this machine can run.
 
 Entries have one signature, `extern "C" void name(void** arrays, const int64_t* numbers)`. On this machine's own
-instruction sets they are called with ctypes; the other family's run as a program under qemu-user, where a cross
-compiler and qemu are installed, with the arrays in a file.
+instruction sets they are called with ctypes, and so are those that use AMX, which is emulated everywhere. The other
+family's run as a program under qemu-user, where a cross compiler and qemu are installed, with the arrays in a file.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread
 INCLUDE = [f"-I{OPS / 'native'}", f"-I{OPS / 'fused_linear'}"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-march=cascadelake"]
+AMX = ["-march=sapphirerapids"]
+EMULATED = Path(__file__).with_name("amx_emulated.h")
 MAIN = """
 #include <cstdint>
 #include <cstdio>
@@ -80,6 +82,10 @@ def targets() -> list[Target]:
         found.append(Target("avx2", own, ("-DGRAFT_ISA_AVX2", *AVX2)))
     if own and platform.machine() == "x86_64" and {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni"} <= cpu_flags():
         found.append(Target("avx512", own, ("-DGRAFT_ISA_AVX512", *AVX512)))
+    if own:
+        found.append(Target("amx-emulated", own, ("-include", str(EMULATED), "-march=native")))
+    if own and platform.machine() == "x86_64" and {"amx_tile", "amx_bf16", "avx512_vnni"} <= cpu_flags():
+        found.append(Target("amx", own, ("-DGRAFT_ISA_AVX512", *AMX)))
     cross, qemu = shutil.which("x86_64-linux-gnu-g++"), shutil.which("qemu-x86_64")
     if platform.machine() != "x86_64" and cross and qemu:
         found.append(

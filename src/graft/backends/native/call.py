@@ -45,6 +45,12 @@ class Threads:
         self.pid = 0
         self.team: int = 0
         library.graft_team.restype = ctypes.c_void_p
+        library.graft_instructions.restype = ctypes.c_char_p
+
+    @property
+    def instructions(self) -> str:
+        """What the kernels were compiled for, and whether the system lets them have it."""
+        return self.library.graft_instructions().decode()
 
     def get(self) -> int:
         if self.pid != os.getpid():

@@ -23,7 +23,7 @@ from graft.backends.native.program import (
     WeightPointer,
 )
 
-TEAM = "ops/native/team.h"
+TEAM, INSTRUCTIONS = "ops/native/team.h", "ops/fused_linear/native_amx.h"
 LINE = 112
 UNSET = ("nullptr", "0", "0.0f", "false", "Act::none")  # what a field is that nothing is assigned to
 
@@ -49,6 +49,7 @@ namespace graft {{
 }}
 
 extern "C" void* graft_team(int threads) {{ return new graft::Team(threads); }}
+extern "C" const char* graft_instructions() {{ return graft::instructions(); }}
 """
 
 FUNCTION = """
@@ -91,7 +92,9 @@ def emit(programs: Sequence[Program], title: str) -> Source:
         for name, struct, _ in sorted(called)
     ]
     head = HEAD.format(title=title, includes=includes, kernels="\n".join(f"extern {line}" for line in instances))
-    own = "\n".join(f'#include "{header}"' for header in sorted({TEAM, *(header for *_, header in called)}))
+    own = "\n".join(
+        f'#include "{header}"' for header in sorted({TEAM, INSTRUCTIONS, *(header for *_, header in called)})
+    )
     kernels = KERNELS.format(includes=own, kernels="\n".join(instances))
     return Source(head + "".join(emit_program(program) for program in programs), kernels)
 

@@ -53,7 +53,7 @@ def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None, releas
         GraphModule(gm, graph, class_name="NativeGraph"),
         "native",
         kernels,
-        notes(parts, built, seconds, threads, released),
+        notes(parts, built, seconds, team, released),
     )
 
 
@@ -113,13 +113,13 @@ def mixed(parts: Split) -> dict[str, str]:
     return {name: f"native in {native[name]} places, eager in {eager[name]}" for name in native if eager[name]}
 
 
-def notes(parts: Split, built: Built, seconds: float, threads: int, released: int) -> tuple[str, ...]:
+def notes(parts: Split, built: Built, seconds: float, team: Threads, released: int) -> tuple[str, ...]:
     steps = sum(len(region.program.steps) for region in parts.regions)
     waits = sum(len(region.program.barriers) for region in parts.regions)
     how = f"compiled in {seconds:.1f} s" if built.compiled else "from the cache"
     said = [
-        f"native: {steps} steps and {waits} barriers in {len(parts.regions)} regions, threads: {threads}, {how}:"
-        f" {built.source}"
+        f"native: {steps} steps and {waits} barriers in {len(parts.regions)} regions, threads: {team.count},"
+        f" {team.instructions}, {how}: {built.source}"
     ]
     said += [f"native: {built.note}"] if built.note else []
     kernels = {step.kernel.name for region in parts.regions for step in region.program.steps}

@@ -14,6 +14,7 @@
 #include "../native/act.h"
 #include "../native/team.h"
 #include "../native/vec.h"
+#include "native_amx.h"
 #include "native_f16.h"
 #include "native_weights.h"
 
@@ -57,6 +58,14 @@ inline bool widens(int64_t tokens) {
   return kWidens<W> && tokens > kWidePasses * W::kMostTokens;
 }
 
+template <class W>
+constexpr bool kHasAmx = kAmx && std::is_same_v<W, WeightBF16>;
+
+template <class W>
+inline bool on_amx(const LinearArgs& a) {
+  return kHasAmx<W> && a.shared != nullptr && a.tokens > kFewTokens && amx_ready();
+}
+
 // Floats of scratch that every thread needs, for any number of tokens up to this; `shared`: linear() is given that too.
 template <class W>
 inline int64_t linear_scratch(int64_t tokens, int64_t k, bool shared = false) {
@@ -66,7 +75,10 @@ inline int64_t linear_scratch(int64_t tokens, int64_t k, bool shared = false) {
 
 template <class W>
 inline int64_t linear_shared(int64_t tokens, int64_t k) {
-  return tokens > kFewTokens ? W::row_floats(whole(k, W::kColumns)) * tokens + kLanes : 0;
+  if (tokens <= kFewTokens) return 0;
+  int64_t floats = W::row_floats(whole(k, W::kColumns)) * tokens;
+  if (kHasAmx<W>) floats = std::max(floats, amx_floats(tokens, whole(k, W::kColumns)));
+  return floats + kLanes;
 }
 
 // 1 / root mean square of a row, or 1 when there is no norm.
@@ -85,17 +97,21 @@ inline float row_scale(const LinearArgs& a, const float* x) {
   return 1.0f / std::sqrt(sum(low + high) / float(a.k) + a.eps);
 }
 
-// Row `token` as the product takes it, to `to`. Columns after k are 0.
+// Row `token` as the product takes it, to its place in `ready`. Columns after k are 0.
 template <class W>
-inline void prepare_row(const LinearArgs& a, int64_t columns, int64_t token, float* to) {
+inline void prepare_row(const LinearArgs& a, int64_t columns, int64_t token, float* ready, [[maybe_unused]] bool amx) {
   const float* x = a.x + token * a.ldx;
   const F by = set(row_scale(a, x)), offset = set(a.offset);
-  W::store_row(to, columns, [&](int64_t c) {
+  const auto value = [&](int64_t c) {
     const int lanes = int(std::min<int64_t>(kLanes, a.k - c));
     if (lanes <= 0) return set(0.0f);
     const F v = (lanes == kLanes ? load(x + c) : load(x + c, lanes)) * by;
     return a.norm == nullptr ? v : v * ((lanes == kLanes ? load(a.norm + c) : load(a.norm + c, lanes)) + offset);
-  });
+  };
+  if constexpr (kHasAmx<W>) {
+    if (amx) return amx_store_row(ready, columns, token, value);
+  }
+  W::store_row(ready + token * W::row_floats(columns), columns, value);
 }
 
 // What follows the sums of one tile, for one token: rows `row` .. of the result. Not inlined: it would be, 20 times.
@@ -131,7 +147,12 @@ inline void tile_some(int64_t tokens, const LinearArgs& a, const Rows& rows, con
 
 // One tile of the result for all tokens, in passes of nearly the same size. wide: room for it and its pair as float32.
 template <class W>
-inline void tile_all(const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row, float* wide) {
+inline void tile_all(const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row, float* wide, [[maybe_unused]] bool amx = false) {
+  if constexpr (kHasAmx<W>) {
+    const uint8_t* const pair = a.act == Act::none ? nullptr : w + W::tile_bytes(rows.columns);
+    const auto done = [&](int64_t token, F sums, F up) { finish(a, token, row, sums, up); };
+    if (amx) return amx_tile(w, pair, rows.columns, rows.data, a.tokens, done);
+  }
   if constexpr (kWidens<W>) {
     if (widens<W>(a.tokens)) {
       for (int pair = 0; pair < (a.act == Act::none ? 1 : 2); pair++)
@@ -159,7 +180,7 @@ template <class W>
 void linear(Team& team, int, std::atomic<int64_t>& next, const LinearArgs& a, float* scratch) {
   if (a.tokens == 0 || a.n == 0) return;
   const int64_t columns = whole(a.k, W::kColumns), row = W::row_floats(columns);
-  const bool direct = reads_x<W>(a), shared = !direct && a.shared != nullptr && a.tokens > kFewTokens;
+  const bool amx = on_amx<W>(a), direct = !amx && reads_x<W>(a), shared = !direct && a.shared != nullptr && a.tokens > kFewTokens;
   float* const ready = at_line(shared ? a.shared : scratch);
   float* const wide = at_line(scratch) + (direct || shared ? 0 : a.tokens * row);
   const Rows rows = direct ? Rows{a.x, a.ldx, columns} : Rows{ready, row, columns};
@@ -169,18 +190,19 @@ void linear(Team& team, int, std::atomic<int64_t>& next, const LinearArgs& a, fl
   const int64_t parts = shared ? (a.tokens + 3) / 4 : 0;  // chunks 0 .. parts - 1 prepare four rows each
   const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
   const auto prepare = [&](int64_t first, int64_t last) {
-    for (int64_t t = first; t < last; t++) prepare_row<W>(a, columns, t, ready + t * row);
+    for (int64_t t = first; t < last; t++) prepare_row<W>(a, columns, t, ready, amx);
   };
   if (shared) {
     share_until(next, parts, [&](int64_t part) { prepare(4 * part, std::min(a.tokens, 4 * part + 4)); });
     team.barrier();
   }
+  const Tiles registers(amx);
   int64_t chunk = take();
   if (!shared && !direct && chunk < chunks) prepare(0, a.tokens);
   for (; chunk < parts + chunks; chunk = take()) {
     const int64_t first = (chunk - parts) * each, last = std::min(tiles, first + each);
     for (int64_t tile = first; tile < last; tile++)
-      tile_all<W>(a, rows, static_cast<const uint8_t*>(a.w) + tile * bytes, tile * kLanes, wide);
+      tile_all<W>(a, rows, static_cast<const uint8_t*>(a.w) + tile * bytes, tile * kLanes, wide, amx);
   }
 }
 
