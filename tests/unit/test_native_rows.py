@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.native.ops.pointwise import FORMS
 from graft.backends.native.program import Program
+from graft.graph.edit import RULES
 from graft.ops.cases import tolerance
 
 pytestmark = needs_compiler
@@ -51,7 +52,7 @@ class Sketch:
     def call(self, op: Any, *args: Any) -> Node:
         node = self.graph.call_function(op, args)
         with self.s.mode:
-            node.meta["val"] = op(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
+            node.meta["val"] = RULES.get(op, op)(*(a.meta["val"] if isinstance(a, Node) else a for a in args))
         return node
 
     def built(self) -> Built:

@@ -44,11 +44,15 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+// The compiler's intrinsics do not say what they read: it is in memory behind this.
+inline void read_by_tiles(const void* from) { asm volatile("" : : "r"(from) : "memory"); }
+
 // The registers of a thread, given back behind its work: a system that saves them for every thread is slower.
 struct Tiles {
   const bool used;
   explicit Tiles(bool use) : used(use) {
     const TileShapes shapes;
+    read_by_tiles(&shapes);
     if (used) _tile_loadconfig(&shapes);
   }
   ~Tiles() {
@@ -97,6 +101,7 @@ inline void amx_product(const uint8_t* w, int64_t columns, const bf16* x, int64_
     if (columns - c < kTileColumns) {  // what lies behind belongs to another tile, and may be no number
       std::memset(last, 0, sizeof last);
       from = std::memcpy(last, from, (columns - c) * kLanes * sizeof(bf16));
+      read_by_tiles(last);
     }
     _tile_loadd(6, from, 64);
     _tile_loadd(4, x, 64);
