@@ -1,8 +1,8 @@
 """Compiles a test's C++ with the native headers, for every instruction set that this machine can run.
 
 Entries have one signature, `extern "C" void name(void** arrays, const int64_t* numbers)`. On this machine's own
-instruction sets they are called with ctypes, and so are those that use AMX, which is emulated everywhere. The other
-family's run as a program under qemu-user, where a cross compiler and qemu are installed, with the arrays in a file.
+instruction sets they are called with ctypes; the other family's run as a program under qemu-user, where a cross
+compiler and qemu are installed, with the arrays in a file.
 """
 
 from __future__ import annotations
@@ -82,15 +82,22 @@ def targets() -> list[Target]:
         found.append(Target("avx2", own, ("-DGRAFT_ISA_AVX2", *AVX2)))
     if own and platform.machine() == "x86_64" and {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni"} <= cpu_flags():
         found.append(Target("avx512", own, ("-DGRAFT_ISA_AVX512", *AVX512)))
-    if own:
-        found.append(Target("amx-emulated", own, ("-include", str(EMULATED), "-march=native")))
-    if own and platform.machine() == "x86_64" and {"amx_tile", "amx_bf16", "avx512_vnni"} <= cpu_flags():
-        found.append(Target("amx", own, ("-DGRAFT_ISA_AVX512", *AMX)))
     cross, qemu = shutil.which("x86_64-linux-gnu-g++"), shutil.which("qemu-x86_64")
     if platform.machine() != "x86_64" and cross and qemu:
         found.append(
             Target("avx2", cross, ("-DGRAFT_ISA_AVX2", *AVX2), (qemu, "-cpu", "max", "-L", "/usr/x86_64-linux-gnu"))
         )
+    return found
+
+
+def with_amx() -> list[Target]:
+    """Products in bfloat16 alone, with AMX: emulated on every machine, and on those that have it."""
+    own = shutil.which("g++") or shutil.which("clang++")
+    if own is None:
+        return []
+    found = [Target("emulated", own, ("-DONLY_BF16", "-include", str(EMULATED), "-march=native"))]
+    if platform.machine() == "x86_64" and {"amx_tile", "amx_bf16", "avx512_vnni"} <= cpu_flags():
+        found.append(Target("amx", own, ("-DONLY_BF16", "-DGRAFT_ISA_AVX512", *AMX)))
     return found
 
 

@@ -54,11 +54,13 @@ extern "C" void run_linear(void** arrays, const int64_t* number) {
   const int threads = int(number[1]);
   int64_t& status = *static_cast<int64_t*>(arrays[7]);
   switch (number[0]) {
-    case 0: status = product<WeightF32>(call, threads, number[13] != 0); break;
     case 1: status = product<WeightBF16>(call, threads, number[13] != 0); break;
+#if !defined(ONLY_BF16)
+    case 0: status = product<WeightF32>(call, threads, number[13] != 0); break;
     case 2: status = product<WeightQ8>(call, threads, number[13] != 0); break;
     case 3: status = product<WeightQ4>(call, threads, number[13] != 0); break;
     case 4: status = product<WeightF16>(call, threads, number[13] != 0); break;
     case 5: status = product<WeightHalves>(call, threads, number[13] != 0); break;
+#endif
   }
 }
