@@ -28,7 +28,9 @@ warnings.filterwarnings("ignore")
 import pytest  # noqa: E402
 import transformers  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from torch.fx import GraphModule  # noqa: E402
 
+from graft.capture.cache import captured_decoder  # noqa: E402
 from graft.kvcache.tensors import LayerShape  # noqa: E402
 from graft.models.load import LoadedModel, load_model  # noqa: E402
 from graft.models.registry import families  # noqa: E402
@@ -53,6 +55,11 @@ FAMILIES = sorted(families())
 def tiny(family: str, dtype: str = "float32") -> LoadedModel:
     """A tiny model of a family. Shared: tests that rewrite weights load their own."""
     return load_model(f"tiny-{family}", dtype=dtype, device="cpu")
+
+
+def graph_of(module: torch.nn.Module) -> GraphModule:
+    """What capture_decoder gives, exported once in a run for equal models; test_stored_graphs: it is the same."""
+    return captured_decoder(module)[0]
 
 
 def pytest_unconfigure() -> None:

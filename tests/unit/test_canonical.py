@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import map_arg
 
-from conftest import FAMILIES, tiny
-from graft.capture.decoder import capture_decoder
+from conftest import FAMILIES, graph_of, tiny
 from graft.graph.canonical import canonicalize
 from graft.graph.nodes import calls
 from graft.graph.text import graph_text, target_text
@@ -151,7 +150,7 @@ def test_reads_around_a_write_are_not_merged():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_idempotent_on_every_family(family):
-    gm = capture_decoder(tiny(family).module)
+    gm = graph_of(tiny(family).module)
     once = graph_text(gm.graph)
     canonicalize(gm)
     assert graph_text(gm.graph) == once

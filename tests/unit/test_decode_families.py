@@ -9,9 +9,6 @@ from decode_cases import DECODE, forced
 
 import graft
 from conftest import FAMILIES, tiny
-from graft.capture import cache
-from graft.capture.decoder import capture_decoder
-from graft.graph.edit import second_module
 from graft.graph.nodes import is_op, output_node, placeholders
 from graft.models.registry import COMMON, FOLDER, families
 
@@ -44,10 +41,8 @@ def check_rows(gm):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_counts_and_greedy_tokens_r22(family, monkeypatch):
+def test_counts_and_greedy_tokens_r22(family):
     model = tiny(family)
-    captured = capture_decoder(model.module)  # once for both; it takes longer than everything else
-    monkeypatch.setattr(cache, "capture_decoder", lambda _: second_module(captured))
     fused, plain = (graft.LLM(model, config=config, backend="eager") for config in (forced(), None))
     expected = model.family.expected_matches(model.layers, gpu=True)
     records = fused.report.transforms

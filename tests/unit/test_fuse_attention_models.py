@@ -9,8 +9,7 @@ from torch import nn
 
 import graft
 from attention_cases import fuse
-from conftest import tiny
-from graft.capture.decoder import capture_decoder
+from conftest import graph_of, tiny
 from graft.graph.nodes import calls, is_op, options_of
 from graft.transforms.base import Context
 from graft.transforms.config import load_config
@@ -87,14 +86,14 @@ def test_every_layer_of_a_decoder_r17(name, how, dtype):
 
 
 def test_a_decoder_captured_by_the_hook_has_attention_already():
-    gm = capture_decoder(tiny("llama").module)
+    gm = graph_of(tiny("llama").module)
     record = run_pipeline(gm, load_config(), Context(route="decoder")).transforms["fuse_attention"]
     assert (record.status, record.reason) == ("no_match", "attention is graft::attention already")
     assert record.seconds < 0.05  # one look at every node
 
 
 def test_routers_beside_graft_attention_are_no_near_misses():
-    gm = capture_decoder(tiny("mixtral").module)
+    gm = graph_of(tiny("mixtral").module)
     record = run_pipeline(gm, load_config(), Context(route="decoder")).transforms["fuse_attention"]
     assert (record.near_misses, record.reason) == ((), "attention is graft::attention already")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graft
-from graft.capture.decoder import capture_decoder
+from conftest import graph_of
 from graft.graph.nodes import calls, is_op
 from graft.graph.serial import graph_from_json, graph_to_json
 from graft.graph.text import graph_text
@@ -210,7 +210,7 @@ def test_gpt2_with_its_gelu_spelled_out_keeps_its_logits_r20():
     positions = torch.arange(13).expand(2, -1)
     with torch.no_grad():
         expected = model.module(input_ids=ids, position_ids=positions, use_cache=False).logits
-    gm = capture_decoder(model.module)
+    gm = graph_of(model.module)
     report = run_pipeline(gm, load_config(ON), Context(route="module"))
     assert report.transforms["fuse_elementwise"].matches
     (logits,) = run_with(gm, elementwise, ids, positions)
@@ -219,7 +219,7 @@ def test_gpt2_with_its_gelu_spelled_out_keeps_its_logits_r20():
 
 def test_the_engine_s_graph_takes_it_after_the_state_transforms_r20():
     model = load_model("tiny-gemma-2", dtype="float32", device="meta")
-    gm = capture_decoder(model.module)
+    gm = graph_of(model.module)
     report = run_pipeline(gm, load_config(ON), Context(route="decoder"))
     assert report.transforms["last_token_logits"].matches
     assert any("tanh" in text and "30.0" in text for text in programs(gm))

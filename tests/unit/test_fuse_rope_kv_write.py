@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import graft
-from conftest import tiny
-from graft.capture.decoder import capture_decoder
+from conftest import graph_of, tiny
 from graft.graph.nodes import calls, is_op
 from graft.graph.text import graph_text
 from graft.graph.trace import export_graph
@@ -145,7 +144,7 @@ def test_it_is_skipped_where_no_kernel_does_it_r22():
 def test_every_layer_that_turns_fuses_r22(family, count):
     """SmolLM3 turns in three layers of four; OLMo 2 norms whole projections, which stays; GPT-2 does not turn."""
     model = load_model(f"tiny-{family}", dtype="float32", device="meta")
-    gm = capture_decoder(model.module)
+    gm = graph_of(model.module)
     config = load_config({"transforms": {NAME: {"devices": ["meta"]}}})
     record = run_pipeline(gm, config, Context(route="decoder")).transforms[NAME]
     assert len(record.matches) == count

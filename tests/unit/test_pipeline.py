@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import graft
-from graft.capture.decoder import capture_decoder
+from conftest import graph_of
 from graft.errors import (
     DumpError,
     DuplicateTransform,
@@ -237,7 +237,7 @@ def qwen(tmp_path_factory):
     """A tiny model's pipeline with dumps: graph module, report, folder."""
     folder = tmp_path_factory.mktemp("dumps")
     model = load_model("tiny-qwen3", dtype="float32", device="cpu")
-    gm = capture_decoder(model.module)
+    gm = graph_of(model.module)
     report = run_pipeline(gm, load_config(), Context(route="module"), model="tiny-qwen3", dump_dir=folder)
     return gm, report, folder
 
@@ -300,7 +300,7 @@ def test_an_observer_sees_each_transform_that_matched_and_adds_to_its_record():
         seen.append((record.name, transform.name, len(before.nodes), len(gm.graph.nodes)))
         return dataclasses.replace(record, unproven="seen")
 
-    gm = capture_decoder(load_model("tiny-llama", dtype="float32", device="meta").module)
+    gm = graph_of(load_model("tiny-llama", dtype="float32", device="meta").module)
     nodes = len(gm.graph.nodes)
     report = run_pipeline(gm, load_config(), Context(route="decoder", context_length=64), observe=observe)
     assert [name for name, *_ in seen] == [n for n, r in report.transforms.items() if r.matches] != []

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import graft
-from conftest import tiny
-from graft.capture.decoder import capture_decoder
+from conftest import graph_of, tiny
 from graft.graph.nodes import calls, is_op
 from graft.graph.text import graph_text
 from graft.graph.trace import export_graph
@@ -95,7 +94,7 @@ def test_the_reference_is_the_two_references_in_a_row_r15():
 def test_queries_and_keys_of_every_layer_fuse_r15(family, dtype):
     """The other transforms match as often as without it; merge_qkv still finds its linears."""
     model = load_model(f"tiny-{family}", dtype=dtype, device="meta")
-    gm = capture_decoder(model.module)
+    gm = graph_of(model.module)
     report = run_pipeline(gm, load_config(ON), Context(route="decoder"))
     counts = {name: len(record.matches) for name, record in report.transforms.items()}
     assert counts == model.family.expected_matches(model.layers) | {NAME: 2 * model.layers}
@@ -120,7 +119,7 @@ def test_engine_tokens_stay_those_of_hugging_face_r15():
 def test_a_norm_over_the_whole_projection_is_refused_byte_for_byte_r15():
     """OLMo 2 norms before it splits into heads."""
     model = load_model("tiny-olmo-2", dtype="float32", device="meta")
-    gm = capture_decoder(model.module)
+    gm = graph_of(model.module)
     others = {n: {"enabled": n in ("fuse_rms_norm", "fuse_rope")} for n in TransformRegistry.names()}
     run_pipeline(gm, load_config({"transforms": others}))
     before = graph_text(gm.graph)
@@ -175,6 +174,6 @@ def test_it_is_off_until_measured_and_runs_before_what_reads_its_ops_r15():
 
 
 def test_a_model_without_head_norms_says_so_r15():
-    gm = capture_decoder(load_model("tiny-llama", dtype="float32", device="meta").module)
+    gm = graph_of(load_model("tiny-llama", dtype="float32", device="meta").module)
     report = run_pipeline(gm, load_config(ON), Context(route="decoder"))
     assert report.transforms[NAME].reason == "no rotary embedding of the graph reads an RMSNorm"

@@ -10,7 +10,7 @@ from quantize_cases import FORMATS, MLP, compiled, fused_calls, on, only, reason
 from torch import nn
 
 import graft
-from graft.capture.decoder import capture_decoder
+from conftest import graph_of
 from graft.errors import ConfigError, TransformError, UsageError
 from graft.graph.edit import second_module
 from graft.graph.text import graph_text
@@ -240,7 +240,7 @@ def test_formats_are_checked_before_anything_is_loaded():
 
 def test_a_model_without_weights_gets_shapes():
     model = load_model("tiny-llama", dtype="bfloat16", device="meta")
-    gm = capture_decoder(model.module)
+    gm = graph_of(model.module)
     for kind in FORMATS:
         twin = second_module(gm)
         record = run_pipeline(twin, load_config(only(kind))).transforms["quantize_linear"]

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import map_arg
 
-from conftest import FAMILIES
-from graft.capture.decoder import capture_decoder
+from conftest import FAMILIES, graph_of
 from graft.errors import TransformError
 from graft.graph.nodes import calls, is_op, module_path, source_line
 from graft.graph.text import graph_text
@@ -44,8 +43,9 @@ def transform(module, args, *names, dynamic_shapes=None):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_expected_counts_on_every_family_r9(family, dtype):
-    model = load_model(f"tiny-{family}", dtype=dtype, device="meta")
-    gm = capture_decoder(model.module)
+    # no device: 16 bits are widened on a CPU. In 32 the graph is that of other tests, which may have captured it
+    model = load_model(f"tiny-{family}", dtype=dtype, device="cpu" if dtype == "float32" else "meta")
+    gm = graph_of(model.module)
     report = run_pipeline(gm, load_config({"verify": "matches"}), Context(route="decoder"))
     counts = {name: len(record.matches) for name, record in report.transforms.items()}
     assert counts == model.family.expected_matches(model.layers)
@@ -62,7 +62,7 @@ def test_transformed_graph_keeps_the_numbers(family):
     positions = torch.arange(13).expand(2, -1)
     with torch.no_grad():
         expected = model.module(input_ids=ids, position_ids=positions, use_cache=False).logits
-    gm = capture_decoder(model.module)
+    gm = graph_of(model.module)
     run_pipeline(gm, load_config(), Context(route="module"))
     with torch.no_grad():
         (logits,) = gm(ids, positions)
@@ -76,7 +76,8 @@ def examples(rewrite, dtype):
     for shape in rewrite.shapes.values():
         dims = shape.partition(":")[0].split()
         size = [sum(int(p) if p.isdigit() else sizes[p] for p in d.split("+")) for d in dims]
-        tensors.append(torch.randn(size).to(torch.float32 if "float32" in shape else dtype))
+        values = torch.randn(size, generator=torch.Generator().manual_seed(len(tensors)))
+        tensors.append(values.to(torch.float32 if "float32" in shape else dtype))
     return tensors, {p: 0.25 for p, kind in rewrite.pattern.__annotations__.items() if kind == "float"}
 
 
@@ -105,8 +106,9 @@ def test_patterns_are_captured_as_models_are(name, rewrite):
 def test_replacement_computes_what_the_pattern_computes(name, rewrite, dtype):
     tensors, literals = examples(rewrite, dtype)
     wanted, got = rewrite.pattern(*tensors, **literals), rewrite.replacement(*tensors, **literals)
-    # where a spelling may be a few roundings off: of the dtype it ends in, of float32 inside
-    bound = 0 if rewrite.exact else 8 * torch.finfo(dtype).eps if dtype is torch.float32 else torch.finfo(dtype).eps
+    # where a spelling may be a few roundings off: of the dtype it ends in (four of half a unit), of float32 inside
+    units = 0 if rewrite.exact else 12 if dtype is torch.float32 else 2
+    bound = units * torch.finfo(dtype).eps
     torch.testing.assert_close(got, wanted, rtol=bound, atol=bound)
 
 
@@ -272,7 +274,7 @@ def test_rope_with_angles_for_each_head_is_refused():
 
 def test_new_nodes_carry_value_place_and_maker_r27():
     model = load_model("tiny-llama", dtype="float32", device="meta")
-    gm = capture_decoder(model.module)
+    gm = graph_of(model.module)
     report = run_pipeline(gm, load_config(), Context(route="decoder"))
     made = [n for n in calls(gm.graph) if "made_by" in n.meta]
     applied = {name for name, record in report.transforms.items() if record.status == "applied"}

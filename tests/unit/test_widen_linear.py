@@ -9,7 +9,7 @@ from linear_cases import Products
 from torch import nn
 
 import graft
-from graft.capture.decoder import capture_decoder
+from conftest import graph_of
 from graft.errors import KernelUnavailable
 from graft.graph.nodes import calls, is_op
 from graft.models.load import load_model
@@ -185,7 +185,7 @@ def test_elsewhere_it_is_skipped_with_the_reason(slow):
 
 def test_a_graph_elsewhere_is_left_alone(slow_cpu):
     model = load_model("tiny-llama", dtype="bfloat16", device="meta")
-    record = run_pipeline(capture_decoder(model.module), load_config()).transforms["widen_linear"]
+    record = run_pipeline(graph_of(model.module), load_config()).transforms["widen_linear"]
     assert record.status == "skipped" and record.reason == "the tensors are on meta"
 
 
