@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graft.ops.fused_linear.triton as kernels
+from graft.errors import KernelUnavailable
 from graft.ops import OPS, choose
 from graft.ops.cases import tolerance
 from graft.ops.fused_linear.cases import Shape, make
 from graft.ops.fused_linear.choice import Gemm, Matvec
 from graft.ops.fused_linear.kinds import Even, Narrow
+from graft.ops.fused_linear.op import run_narrow
 from graft.ops.fused_linear.reference import fused_linear
 from graft.ops.launch import ring
 
@@ -149,6 +151,8 @@ def test_what_cannot_be_read_by_16_bytes_goes_another_way_r25():
     wide[:, :1024] = x[0]
     for other in (moved, wide[:, :1024]):
         assert not kernels.narrow_fits(replace(call, x=other), how)
+        with pytest.raises(KernelUnavailable, match="16 bytes at a time"):  # asked for by name: that one or none
+            run_narrow(other[None], *rest)
     assert not kernels.narrow_fits(replace(call, offset=1.0, cast_last=True), how)
     halves = arguments(shape, torch.float16)
     assert not kernels.narrow_fits(kernels.Call(halves[0][0], *halves[1:]), how)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS, MOST_NARROW_TOKENS, NARROW_DEPTH
+from graft.errors import KernelUnavailable
+from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS, Narrow, Shape, how_problem
 from graft.ops.fused_linear.packing import PACKED
 from graft.ops.fused_linear.reference import fused_linear
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
@@ -59,9 +60,7 @@ def narrow_call_problem(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
     if weight.dtype is not PACKED or x.dtype is not torch.bfloat16:
         return f"it multiplies bfloat16 with 4-bit weights, not {x.dtype} with {weight.dtype}"
     tokens, k = x.numel() // x.shape[-1], x.shape[-1]
-    if tokens > MOST_NARROW_TOKENS or k % NARROW_DEPTH:
-        return f"{tokens} tokens of {k} values: it takes up to {MOST_NARROW_TOKENS}, of a multiple of {NARROW_DEPTH}"
-    return None
+    return how_problem(Narrow(), Shape(weight.shape[0], k, "int4", gated=False, norm=False), tokens)
 
 
 def run_tuned(*args: Any) -> Tensor:
@@ -77,9 +76,17 @@ def run_matvec(*args: Any) -> Tensor:
 
 
 def run_narrow(*args: Any) -> Tensor:
-    from graft.ops.fused_linear.triton import Narrow, run_as, with_rows
+    from graft.ops.fused_linear.triton import Call, launch_narrow, narrow_fits, with_rows
 
-    return with_rows(lambda call: run_as(call, Narrow()), *args)
+    def run(call: Call) -> Tensor:
+        if not narrow_fits(call, Narrow()):
+            raise KernelUnavailable(
+                "kernel 'narrow' of graft::fused_linear cannot run this call: it reads 16 bytes at a time, which x,"
+                " weight, scale and norm must be aligned for, and takes no norm's weight of 1 + w; name 'tuned'"
+            )
+        return launch_narrow(call, Narrow())
+
+    return with_rows(run, *args)
 
 
 def run_gemm(*args: Any) -> Tensor:
