@@ -30,6 +30,8 @@ PRODUCTS = [
     Product("bf16", 32, 64, 33, act="silu", bias=True, residual=True),
     Product("bf16", 33, 20, 40, threads=3, act="gelu_tanh"),
     Product("bf16", 70, 36, 17, normed=True, in_place=True, offset=1.0),
+    Product("bf16", 140, 40, 80, threads=2, bias=True),  # more than a span of tokens, five tiles
+    Product("bf16", 257, 33, 50, threads=3, act="silu", norm=True),
 ]
 
 

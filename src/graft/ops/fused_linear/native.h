@@ -147,12 +147,7 @@ inline void tile_some(int64_t tokens, const LinearArgs& a, const Rows& rows, con
 
 // One tile of the result for all tokens, in passes of nearly the same size. wide: room for it and its pair as float32.
 template <class W>
-inline void tile_all(const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row, float* wide, [[maybe_unused]] bool amx = false) {
-  if constexpr (kHasAmx<W>) {
-    const uint8_t* const pair = a.act == Act::none ? nullptr : w + W::tile_bytes(rows.columns);
-    const auto done = [&](int64_t token, F sums, F up) { finish(a, token, row, sums, up); };
-    if (amx) return amx_tile(w, pair, rows.columns, rows.data, a.tokens, done);
-  }
+inline void tile_all(const LinearArgs& a, const Rows& rows, const uint8_t* w, int64_t row, float* wide) {
   if constexpr (kWidens<W>) {
     if (widens<W>(a.tokens)) {
       for (int pair = 0; pair < (a.act == Act::none ? 1 : 2); pair++)
@@ -164,6 +159,21 @@ inline void tile_all(const LinearArgs& a, const Rows& rows, const uint8_t* w, in
   for (int64_t pass = 0; pass < passes; pass++) {
     const int64_t first = a.tokens * pass / passes, last = a.tokens * (pass + 1) / passes;
     tile_some<W>(last - first, a, rows, w, row, first);
+  }
+}
+
+// Tiles first .. last - 1 of the result for a span of tokens, two by two: gate and up, or two neighbours.
+template <class W>
+inline void tiles_on_amx(const LinearArgs& a, const Rows& rows, int64_t first, int64_t last, int64_t span) {
+  const int64_t bytes = W::tile_bytes(rows.columns), from = span * kSpanTokens, to = std::min(a.tokens, from + kSpanTokens);
+  const bool gated = a.act != Act::none;
+  for (int64_t tile = first; tile < last; tile += gated ? 1 : 2) {
+    const uint8_t* const w = static_cast<const uint8_t*>(a.w) + tile * bytes * (gated ? 2 : 1);
+    const bool alone = !gated && tile + 1 == last;  // goes with itself
+    amx_tiles(w, alone ? w : w + bytes, rows.columns, rows.data, from, to, [&](int64_t token, F sums, F other) {
+      finish(a, token, tile * kLanes, sums, other);
+      if (!gated && !alone) finish(a, token, (tile + 1) * kLanes, other, other);
+    });
   }
 }
 
@@ -186,7 +196,8 @@ void linear(Team& team, int, std::atomic<int64_t>& next, const LinearArgs& a, fl
   const Rows rows = direct ? Rows{a.x, a.ldx, columns} : Rows{ready, row, columns};
 
   const int64_t bytes = W::tile_bytes(columns) * (a.act == Act::none ? 1 : 2), tiles = (a.n + kLanes - 1) / kLanes;
-  const int64_t each = chunk_tiles(tiles, bytes, team.threads), chunks = (tiles + each - 1) / each;
+  const int64_t spans = amx ? (a.tokens + kSpanTokens - 1) / kSpanTokens : 1, pairs = amx && a.act == Act::none ? 2 : 1;
+  const int64_t each = whole(chunk_tiles(tiles * spans, bytes, team.threads), pairs), chunks = (tiles + each - 1) / each;
   const int64_t parts = shared ? (a.tokens + 3) / 4 : 0;  // chunks 0 .. parts - 1 prepare four rows each
   const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
   const auto prepare = [&](int64_t first, int64_t last) {
@@ -199,10 +210,16 @@ void linear(Team& team, int, std::atomic<int64_t>& next, const LinearArgs& a, fl
   const Tiles registers(amx);
   int64_t chunk = take();
   if (!shared && !direct && chunk < chunks) prepare(0, a.tokens);
-  for (; chunk < parts + chunks; chunk = take()) {
-    const int64_t first = (chunk - parts) * each, last = std::min(tiles, first + each);
+  for (; chunk < parts + chunks * spans; chunk = take()) {
+    const int64_t first = (chunk - parts) % chunks * each, last = std::min(tiles, first + each);
+    if constexpr (kHasAmx<W>) {
+      if (amx) {
+        tiles_on_amx<W>(a, rows, first, last, (chunk - parts) / chunks);
+        continue;
+      }
+    }
     for (int64_t tile = first; tile < last; tile++)
-      tile_all<W>(a, rows, static_cast<const uint8_t*>(a.w) + tile * bytes, tile * kLanes, wide, amx);
+      tile_all<W>(a, rows, static_cast<const uint8_t*>(a.w) + tile * bytes, tile * kLanes, wide);
   }
 }
 

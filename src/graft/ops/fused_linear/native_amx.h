@@ -23,6 +23,7 @@ namespace graft {
 
 constexpr int64_t kTileTokens = 16, kTileColumns = 32;
 constexpr int64_t kOperand = kTileTokens * kTileColumns;  // values of an operand
+constexpr int64_t kSpanTokens = 128;  // tokens that all tiles go over before the next ones: their rows stay in a core's second cache
 
 #if defined(GRAFT_AMX)
 
@@ -85,57 +86,70 @@ inline void amx_store_row(float* rows, int64_t columns, int64_t token, Value val
     for (int64_t step = 0; step < steps; step++) std::memset(to + step * 2 * kOperand + kOperand, 0, kTileColumns * sizeof(bf16));
 }
 
-// 16 tokens, or 32, times one tile of the weight. x: their hi and lo, `block` values a 16 tokens.
+struct TileSums {  // of two tiles of weights, for 32 tokens
+  alignas(64) float of[2][2 * kTileTokens][kLanes];
+};
+
+// 16 tokens, or 32, times two tiles of the weight, w and pair. x: their hi and lo, `block` values a 16 tokens. A product
+// takes 16 cycles and its result another 36: four sums in turn.
 template <bool two>
-inline void amx_product(const uint8_t* w, int64_t columns, const bf16* x, int64_t block, float (*sums)[kLanes]) {
-  alignas(64) bf16 last[kOperand];
-  alignas(64) float rest[2 * kTileTokens][kLanes];
+inline void amx_product(const uint8_t* w, const uint8_t* pair, int64_t columns, const bf16* x, int64_t block, TileSums& sums) {
+  alignas(64) bf16 last[2][kOperand];
+  alignas(64) float rest[2][kTileTokens][kLanes];
   _tile_zero(0);
   _tile_zero(1);
-  if constexpr (two) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  _tile_zero(2);
+  _tile_zero(3);
   for (int64_t c = 0; c < columns; c += kTileColumns, x += 2 * kOperand) {
-    const void* from = w + c * kLanes * sizeof(bf16);
+    const void *one = w + c * kLanes * sizeof(bf16), *other = pair + c * kLanes * sizeof(bf16);
     if (columns - c < kTileColumns) {  // what lies behind belongs to another tile, and may be no number
       std::memset(last, 0, sizeof last);
-      from = std::memcpy(last, from, (columns - c) * kLanes * sizeof(bf16));
+      one = std::memcpy(last[0], one, (columns - c) * kLanes * sizeof(bf16));
+      other = std::memcpy(last[1], other, (columns - c) * kLanes * sizeof(bf16));
       read_by_tiles(last);
     }
-    _tile_loadd(6, from, 64);
-    _tile_loadd(4, x, 64);
-    _tile_loadd(5, x + kOperand, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 5, 6);
+    _tile_loadd(4, one, 64);
+    _tile_loadd(5, other, 64);
+    _tile_loadd(6, x, 64);
+    _tile_dpbf16ps(0, 6, 4);
+    _tile_dpbf16ps(1, 6, 5);
     if constexpr (two) {
-      _tile_loadd(4, x + block, 64);
-      _tile_loadd(5, x + block + kOperand, 64);
-      _tile_dpbf16ps(2, 4, 6);
-      _tile_dpbf16ps(3, 5, 6);
+      _tile_loadd(7, x + block, 64);
+      _tile_dpbf16ps(2, 7, 4);
+      _tile_dpbf16ps(3, 7, 5);
+      _tile_loadd(6, x + kOperand, 64);
+      _tile_dpbf16ps(0, 6, 4);
+      _tile_dpbf16ps(1, 6, 5);
+      _tile_loadd(7, x + block + kOperand, 64);
+    } else {
+      _tile_loadd(7, x + kOperand, 64);
     }
+    _tile_dpbf16ps(2, 7, 4);
+    _tile_dpbf16ps(3, 7, 5);
   }
-  _tile_stored(0, sums, 64);
-  _tile_stored(1, rest, 64);
+  _tile_stored(0, sums.of[0], 64);
+  _tile_stored(1, sums.of[1], 64);
   if constexpr (two) {
-    _tile_stored(2, sums + kTileTokens, 64);
-    _tile_stored(3, rest + kTileTokens, 64);
+    _tile_stored(2, sums.of[0] + kTileTokens, 64);
+    _tile_stored(3, sums.of[1] + kTileTokens, 64);
+  } else {  // there lo had sums of its own
+    _tile_stored(2, rest[0], 64);
+    _tile_stored(3, rest[1], 64);
+    for (int tile = 0; tile < 2; tile++)
+      for (int t = 0; t < kTileTokens; t++) store(sums.of[tile][t], load(sums.of[tile][t]) + load(rest[tile][t]));
   }
-  for (int t = 0; t < (two ? 2 : 1) * kTileTokens; t++) store(sums[t], load(sums[t]) + load(rest[t]));
 }
 
-// One tile of 16 rows for all tokens: done(token, sums, up), a pair of tiles where there is `up`.
+// Two tiles of 16 rows for the tokens first .. last - 1, the first one a multiple of 16: done(token, sums, the pair's).
 template <class Done>
-inline void amx_tile(const uint8_t* w, const uint8_t* up, int64_t columns, const float* rows, int64_t tokens, Done done) {
+inline void amx_tiles(const uint8_t* w, const uint8_t* pair, int64_t columns, const float* rows, int64_t first, int64_t last, Done done) {
   const int64_t block = amx_steps(columns) * 2 * kOperand;
-  alignas(64) float sums[2 * kTileTokens][kLanes], more[2 * kTileTokens][kLanes];
-  for (int64_t first = 0; first < tokens; first += 2 * kTileTokens) {
+  TileSums sums;
+  for (; first < last; first += 2 * kTileTokens) {
     const bf16* x = reinterpret_cast<const bf16*>(rows) + first / kTileTokens * block;
-    const int64_t count = std::min(2 * kTileTokens, tokens - first);
-    const auto product = count > kTileTokens ? amx_product<true> : amx_product<false>;
-    product(w, columns, x, block, sums);
-    if (up != nullptr) product(up, columns, x, block, more);
-    for (int64_t t = 0; t < count; t++) done(first + t, load(sums[t]), load(up != nullptr ? more[t] : sums[t]));
+    const int64_t count = std::min(2 * kTileTokens, last - first);
+    (count > kTileTokens ? amx_product<true> : amx_product<false>)(w, pair, columns, x, block, sums);
+    for (int64_t t = 0; t < count; t++) done(first + t, load(sums.of[0][t]), load(sums.of[1][t]));
   }
 }
 
@@ -150,7 +164,7 @@ inline int64_t amx_floats(int64_t, int64_t) { return 0; }
 template <class Value>
 void amx_store_row(float*, int64_t, int64_t, Value);  // of these two only the names are needed
 template <class Done>
-void amx_tile(const uint8_t*, const uint8_t*, int64_t, const float*, int64_t, Done);
+void amx_tiles(const uint8_t*, const uint8_t*, int64_t, const float*, int64_t, int64_t, Done);
 
 #endif
 
