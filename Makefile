@@ -1,8 +1,9 @@
 # make run   set up, then answer a prompt with the embedded model and show what was done to it
-# make test  set up, then lint, type-check and run the tests
+# make test  set up, then lint, type-check and run the tests, less those that tests/short.py names
+# make test-all  the same with all of them
 # make sanitize  the native kernels under address, undefined-behaviour and thread sanitizers
 # make fuzz  the property tests with new random examples
-.PHONY: run test sanitize fuzz check bench setup clean
+.PHONY: run test test-all sanitize fuzz check bench setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,6 +17,9 @@ run: $(READY)
 # one process a core, each with one thread: most tests are many small calls; one order of sets, so that a run repeats
 test: check
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+test-all: check
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --all-tests
 
 # once as programs of their own, and once inside of Python, where a model's whole step runs
 sanitize: $(READY)

@@ -47,7 +47,7 @@ settings.register_profile("fuzz", print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # the kit comes with graft when that is installed; from a checkout it is named here (under the same name: never twice)
-pytest_plugins = ["graft.testing.plugin", "pytester"]
+pytest_plugins = ["graft.testing.plugin", "pytester", "short"]
 FAMILIES = sorted(families())
 
 
@@ -69,7 +69,7 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first, so that no worker is left alone with one at the end."""
-    longest = ("test_state_programs", "test_soak", "test_engine", "test_smollm2")
+    longest = ("test_write_a_transform", "test_state_programs", "test_soak", "test_engine", "test_smollm2")
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
 
 
