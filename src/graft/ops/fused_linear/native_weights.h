@@ -57,7 +57,14 @@ struct FloatRows {
   }
 };
 
-// T rows of x times a tile [columns][16] of E, float or f16, that is widened as it is read; sums are float32.
+// Two columns of a tile, widened: one behind the other, or in bfloat16 side by side.
+template <class E>
+inline void two_columns(const E* w, F& even, F& odd) {
+  even = load(w), odd = load(w + kLanes);
+}
+inline void two_columns(const bf16* w, F& even, F& odd) { load_pairs(w, even, odd); }
+
+// T rows of x times a tile of E, float, f16 or bf16, that is widened as it is read; sums are float32.
 template <int T, class E>
 inline void float_sums(const E* w, const Rows& rows, int64_t first, F* sums) {
   F parts[T][kSplit<T>];
@@ -69,11 +76,14 @@ inline void float_sums(const E* w, const Rows& rows, int64_t first, F* sums) {
     Four x[T];
     for (int t = 0; t < T; t++) x[t] = four(from + t * stride + c);
     if constexpr (sizeof(E) == 2 && T <= 4) fetch_early<kColumnStep * kLanes * 2>(w);
-    unroll<kColumnStep>([&](auto at) {
-      const F column = load(w + at * kLanes);
+    unroll<kColumnStep / 2>([&](auto pair) {
+      F even, odd;
+      two_columns(w + pair * 2 * kLanes, even, odd);
       for (int t = 0; t < T; t++) {
-        F& part = parts[t][at % kSplit<T>];
-        part = fma_at<at>(column, x[t], part);
+        F& part = parts[t][2 * pair % kSplit<T>];
+        part = fma_at<2 * pair>(even, x[t], part);
+        F& next = parts[t][(2 * pair + 1) % kSplit<T>];
+        next = fma_at<2 * pair + 1>(odd, x[t], next);
       }
     });
   }
@@ -103,28 +113,7 @@ struct WeightBF16 : FloatRows {
 
   template <int T>
   static void tile(const uint8_t* tile, const Rows& rows, int64_t first, F* sums) {
-    const bf16* w = reinterpret_cast<const bf16*>(tile);
-    F parts[T][kSplit<T>];
-    for (auto& token : parts)
-      for (F& part : token) part = set(0.0f);
-    const int64_t columns = rows.columns, stride = rows.stride;
-    const float* const from = rows.row(first);
-    for (int64_t c = 0; c < columns; c += kColumnStep, w += kColumnStep * kLanes) {
-      Four x[T];
-      for (int t = 0; t < T; t++) x[t] = four(from + t * stride + c);
-      if constexpr (T <= 4) fetch_early<kColumnStep * kLanes * 2>(w);
-      unroll<kColumnStep / 2>([&](auto pair) {
-        F even, odd;
-        load_pairs(w + pair * 2 * kLanes, even, odd);
-        for (int t = 0; t < T; t++) {
-          F& part = parts[t][2 * pair % kSplit<T>];
-          part = fma_at<2 * pair>(even, x[t], part);
-          F& next = parts[t][(2 * pair + 1) % kSplit<T>];
-          next = fma_at<2 * pair + 1>(odd, x[t], next);
-        }
-      });
-    }
-    add_up<T>(parts, sums);
+    float_sums<T>(reinterpret_cast<const bf16*>(tile), rows, first, sums);
   }
 };
 
