@@ -15,11 +15,13 @@ run: $(READY)
 	$(BIN)/graft run "$(PROMPT)" --table --compare
 
 # one process a core, each with one thread: most tests are many small calls; one order of sets, so that a run repeats
+TESTS := PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
 test: check
-	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	$(TESTS)
 
 test-all: check
-	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --all-tests
+	$(TESTS) --all-tests
 
 # once as programs of their own, and once inside of Python, where a model's whole step runs
 sanitize: $(READY)

@@ -70,9 +70,13 @@ def cpu_flags() -> set[str]:
     return set(path.read_text().split()) if path.exists() else set()
 
 
+def own_compiler() -> str | None:
+    return shutil.which("g++") or shutil.which("clang++")
+
+
 def targets() -> list[Target]:
     """What this machine can run."""
-    own = shutil.which("g++") or shutil.which("clang++")
+    own = own_compiler()
     found = []
     if own:
         found.append(Target("portable", own, ("-DGRAFT_ISA_PORTABLE", "-march=native")))
@@ -92,7 +96,7 @@ def targets() -> list[Target]:
 
 def with_amx() -> list[Target]:
     """Products in bfloat16 alone, with AMX: emulated on every machine, and on those that have it."""
-    own = shutil.which("g++") or shutil.which("clang++")
+    own = own_compiler()
     if own is None:
         return []
     found = [Target("emulated", own, ("-DONLY_BF16", "-include", str(EMULATED), "-march=native"))]
@@ -104,7 +108,7 @@ def with_amx() -> list[Target]:
 def sanitized(kinds: str) -> Target | None:
     """This machine's widest instruction set under sanitizers, or None where they do not work: a compiler without
     them, or an operating system whose address space their runtime does not expect."""
-    own = shutil.which("g++") or shutil.which("clang++")
+    own = own_compiler()
     flags = (f"-fsanitize={kinds}", "-fno-sanitize-recover=all", "-march=native", "-g", "-O1")
     with tempfile.TemporaryDirectory(prefix="graft-native-test-") as folder:
         probe = [own or "g++", *flags, "-x", "c++", "-", "-o", f"{folder}/probe"]
