@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from test_discover import GatedResidual, Stack, graph_of
 from torch import nn
 from typer.testing import CliRunner
@@ -23,7 +25,7 @@ from graft.transforms.base import Context
 from graft.transforms.config import load_config
 from graft.transforms.dumps import DumpWriter
 from graft.transforms.pipeline import run_pipeline
-from graft.transforms.report import Report
+from graft.transforms.report import Report, TransformRecord
 from graft.workbench.dump import dump_model
 from graft.workbench.export.explorer import collection
 from graft.workbench.export.perfetto import pipeline_events
@@ -62,12 +64,12 @@ def check_trace(document):
         assert event["ph"] in ("M", "X", "C") and isinstance(event["pid"], int) and event["name"]
         if event["ph"] == "X":
             assert event["ts"] >= 0 and event["dur"] >= 0 and isinstance(event["tid"], int)
-            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+            begin, length = (round(1000 * event[key]) for key in ("ts", "dur"))  # nanoseconds, as readers count
+            assert (begin / 1000, length / 1000) == (event["ts"], event["dur"])
+            rows.setdefault((event["pid"], event["tid"]), []).append((begin, begin + length))
     for slices in rows.values():
         for start, end in slices:
-            for other, last in slices:
-                crossing = start < other < end < last
-                assert not crossing or end - other < 1e-3  # of a microsecond: sums of floats
+            assert not [other for other, last in slices if start < other < end < last]
     return rows
 
 
@@ -123,6 +125,30 @@ def test_a_report_keeps_what_transforms_spent_their_time_on_r59(weighted):
         del entry["phases"]
     assert Report.from_json(json.dumps(old)).transforms["fuse_rope"].phases == ()
     assert pipeline_events(Report()) and not [e for e in pipeline_events(Report()) if e["ph"] == "X"]
+
+
+durations = st.floats(0, 1e3, allow_nan=False)
+
+
+@given(st.lists(st.tuples(durations, st.lists(durations, max_size=4)), max_size=6))
+def test_slices_nest_whatever_the_durations_r59(spent):
+    report = Report()
+    for index, (snapshot, phases) in enumerate(spent):
+        whole = sum([snapshot, *phases])  # summed in another order than the phases are laid out
+        named = tuple((f"phase {number}", seconds) for number, seconds in enumerate(phases))
+        record = TransformRecord(f"t{index}", "fuse", "applied", seconds=whole, phases=named)
+        report.transforms[record.name] = record
+    rows = check_trace({"traceEvents": pipeline_events(report), "displayTimeUnit": "ms"})
+    assert sum(map(len, rows.values())) == sum(1 + len(phases) for _, phases in spent)
+
+
+def test_check_trace_sees_slices_that_cross():
+    def one(at, us):
+        return {"ph": "X", "pid": 0, "tid": 0, "name": "n", "ts": at, "dur": us, "args": {}}
+
+    for events in ([one(0.0, 2.0), one(1.0, 1.001)], [one(1.0, 1.001), one(0.0, 2.0)]):
+        with pytest.raises(AssertionError):
+            check_trace({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 # ── Model Explorer ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,13 @@ import torch
 from graft.transforms.stream_schedule import Schedule, Slot
 
 WIDTH = 72  # characters of a row of text
+NANOSECONDS = 1e3  # in a microsecond, the unit of the format
+
+
+def extent(begin: int, end: int) -> dict[str, float]:
+    """Where a slice lies, from whole nanoseconds: slices that nest or follow one another do so exactly, which sums of
+    floats do not. Readers of the format count in nanoseconds too: `round(1000 * ts)` is `begin` again."""
+    return {"ts": begin / NANOSECONDS, "dur": (end - begin) / NANOSECONDS}
 
 
 def trace_events(slots: Iterable[Slot], process: str, pid: int = 0) -> list[dict[str, Any]]:
@@ -30,7 +37,8 @@ def trace_events(slots: Iterable[Slot], process: str, pid: int = 0) -> list[dict
         ):
             events.append({"ph": "M", "pid": pid, "tid": stream, "name": name, "args": value})
     for slot in slots:
-        event = {"ph": "X", "pid": pid, "tid": slot.stream, "name": slot.node, "ts": slot.start, "dur": slot.us}
+        where = extent(round(slot.start * NANOSECONDS), round(slot.end * NANOSECONDS))
+        event = {"ph": "X", "pid": pid, "tid": slot.stream, "name": slot.node, **where}
         events.append({**event, "cat": slot.module or "graph", "args": {"module": slot.module, "us": slot.us}})
     return events
 
@@ -77,13 +85,13 @@ def profiled_slots(profile: torch.profiler.profile, device_index: int = 0) -> tu
     """
     events = sorted(kernel_events(profile, device_index), key=lambda event: event["ts"])
     start = float(events[0]["ts"]) if events else 0.0
-    ends: list[float] = []  # of the last kernel in each row
+    ends: list[int] = []  # nanoseconds: of the last kernel in each row
     found = []
     for event in events:
-        at, us = float(event["ts"]) - start, float(event["dur"])
+        at, taken = (round(float(us) * NANOSECONDS) for us in (event["ts"] - start, event["dur"]))
         row = next((index for index, end in enumerate(ends) if end <= at), len(ends))
-        ends[row : row + 1] = [at + us]
-        found.append(Slot(event["name"], "", row, at, us))
+        ends[row : row + 1] = [at + taken]
+        found.append(Slot(event["name"], "", row, at / NANOSECONDS, taken / NANOSECONDS))
     return tuple(found)
 
 

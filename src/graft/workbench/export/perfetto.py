@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from graft.transforms.stream_schedule import Slot
 from graft.workbench.discover.calls import is_free
 from graft.workbench.discover.savings import Machine, call_bytes, sizes_for
 from graft.workbench.export.inputs import made_up_arguments, needs_layout
-from graft.workbench.trace import profiled_slots, trace_events
+from graft.workbench.trace import NANOSECONDS, extent, profiled_slots, trace_events
 
-SECOND = 1e6  # a trace counts in microseconds
+SECOND = 1e9  # nanoseconds
 WARM_UP = 2
 
 
@@ -32,17 +33,18 @@ def pipeline_events(report: Report, pid: int = 0) -> list[dict[str, Any]]:
         {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": pid, "tid": 0, "name": "thread_name", "args": {"name": "transforms"}},
     ]
-    at = 0.0
+    at = 0
     for record in report.transforms.values():
         if record.status == "disabled":
             continue
         events += record_events(record, at, pid)
-        at += record.seconds * SECOND
-        events.append({"ph": "C", "pid": pid, "name": "nodes", "ts": at, "args": {"nodes": record.nodes_after}})
+        at += round(record.seconds * SECOND)
+        nodes = {"nodes": record.nodes_after}
+        events.append({"ph": "C", "pid": pid, "name": "nodes", "ts": at / NANOSECONDS, "args": nodes})
     return events
 
 
-def record_events(record: TransformRecord, at: float, pid: int) -> list[dict[str, Any]]:
+def record_events(record: TransformRecord, begin: int, pid: int) -> list[dict[str, Any]]:
     common = {"ph": "X", "pid": pid, "tid": 0, "cat": record.stage}
     proven = [match.proof for match in record.matches if match.proof is not None]
     args: dict[str, Any] = {
@@ -54,14 +56,14 @@ def record_events(record: TransformRecord, at: float, pid: int) -> list[dict[str
         "proven": len(proven),
     }
     args |= {"reason": record.reason} if record.reason else {}
-    whole = record.seconds * SECOND
-    events = [{**common, "name": record.name, "ts": at, "dur": whole, "args": args}]
-    spent = sum(seconds for _, seconds in record.phases) * SECOND
-    at += max(whole - spent, 0.0)  # the snapshot comes first
-    for phase, seconds in record.phases:
+    end = begin + round(record.seconds * SECOND)
+    events = [{**common, "name": record.name, **extent(begin, end), "args": args}]
+    # the snapshot comes first; what is left after each phase, counted from the end, keeps all of them inside
+    left = list(accumulate((seconds for _, seconds in reversed(record.phases)), initial=0.0))[::-1]
+    cuts = [max(end - round(seconds * SECOND), begin) for seconds in left]
+    for (phase, _), (first, last) in zip(record.phases, pairwise(cuts), strict=True):
         told = {"matches": [match.anchor for match in record.matches]} if phase == "rewrite" else {}
-        events.append({**common, "name": phase, "ts": at, "dur": seconds * SECOND, "args": told})
-        at += seconds * SECOND
+        events.append({**common, "name": phase, **extent(first, last), "args": told})
     return events
 
 
@@ -94,14 +96,14 @@ class Timed(Interpreter):
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
         self.slots: list[Slot] = []
-        self.began = time.perf_counter()
+        self.began = time.perf_counter_ns()
 
     def run_node(self, n: Node) -> Any:
-        started = time.perf_counter()
+        started = time.perf_counter_ns()
         result = super().run_node(n)
-        ended = time.perf_counter()
+        ended = time.perf_counter_ns()
         if n.op == "call_function":
-            at, us = (started - self.began) * SECOND, (ended - started) * SECOND
+            at, us = (started - self.began) / NANOSECONDS, (ended - started) / NANOSECONDS
             self.slots.append(Slot(n.name, module_path(n), 0, at, us))
         return result
 
