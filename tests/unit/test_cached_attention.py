@@ -124,6 +124,14 @@ def test_prefill_chunks_and_mixtures_agree_with_float64_r26(layout, group, d, op
     assert close(run(cached_attention_triton, *args), expected)
     with mock.patch("graft.ops.cached_attention.triton.recording", lambda _: True):  # nothing taken from the CPU
         assert close(run(cached_attention_triton, *args), expected)
+    with mock.patch("graft.ops.cached_attention.triton.LONG_CONTEXT", 0):  # those that decode by split_kv
+        assert close(run(cached_attention_triton, *args), expected)
+
+
+def test_every_tile_of_many_sequences_is_found_r26():
+    new = (1,) * 9 + (33, 1, 32, 2, 64, 31, 5, 16, 17, 1)  # tiles of 32 / group tokens
+    args, expected = batch(new, range(len(new)), 2, 2, 16)
+    assert close(run(cached_attention_triton, *args), expected)
 
 
 def test_a_wrong_variant_of_prefill_is_caught_r26():

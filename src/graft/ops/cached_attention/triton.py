@@ -1,4 +1,9 @@
-"""Which of graft's own kernels takes which part of a batch: sequences that decode, side by side, and the others."""
+"""Which of graft's own kernels takes which part of a batch: sequences that decode, side by side, and the others.
+
+Beside prompts, sequences that decode go through the prefill kernel too: one launch, and one kernel whatever their
+number, where split_kv has a variant for each number of parts, compiled for a second or two when first met. A row of
+it has one token in a tile of 128 / GROUP, which costs about what the keys' bytes do; only long contexts are split.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,8 @@ from torch import Tensor
 from graft.ops.cached_attention.decode.triton import split_kv
 from graft.ops.cached_attention.op import recording
 from graft.ops.cached_attention.prefill.triton import prefill
+
+LONG_CONTEXT = 8192  # tokens: one program reads them in about 150 us, which a step with prompts in it hides
 
 
 def cached_attention_triton(
@@ -22,6 +29,8 @@ def cached_attention_triton(
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
     # what a recording took from the CPU would stay as it was, so there the prefill kernel takes all
     n = 0 if recording(q) else decoding(spans.tolist())
+    if n and int(spans[:n, 1].max()) <= LONG_CONTEXT:
+        n = 0
     if n:
         split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], lengths[:n], *options, out=out[:, :n])
     prefill(q, k_cache, v_cache, block_tables[n:], starts[n:], lengths[n:], *options, out)

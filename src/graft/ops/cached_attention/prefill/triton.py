@@ -15,14 +15,20 @@ from graft.ops.cached_attention.tiles.triton import LOG2E, LOWEST, UNALIGNED, UN
 
 
 @triton.jit
-def find_tile(starts, n, TOKENS: tl.constexpr, N: tl.constexpr):
-    """The sequence of this program (n where it has none) and which of its tiles; the last and longest come first."""
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    i = tl.arange(0, N)
-    new = tl.load(starts + i + 1, mask=i < n, other=0) - tl.load(starts + i, mask=i < n, other=0)
-    tiles = (new + TOKENS - 1) // TOKENS
-    done = (tl.cumsum(tiles, axis=0) <= index) & (i < n)
-    return tl.sum(done.to(tl.int32), axis=0), index - tl.sum(tl.where(done, tiles, 0), axis=0)
+def find_tile(starts, n, TOKENS: tl.constexpr):
+    """The sequence of this program and which of its tiles, or one behind its last; those with the most keys first.
+
+    Sequence i has the programs from (starts[i] - starts[0]) // TOKENS + i on: at least as many as it has tiles, and
+    found by halving, whatever n is, so that no number of sequences compiles the kernel anew.
+    """
+    index = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    base = tl.load(starts).to(tl.int64)
+    low, high = tl.program_id(0) * 0, n  # the last sequence that begins at or before this program
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = (tl.load(starts + middle) - base) // TOKENS + middle
+        low, high = tl.where(begins <= index, middle, low), tl.where(begins <= index, high, middle)
+    return low, index - ((tl.load(starts + low) - base) // TOKENS + low)
 
 
 @triton.jit
@@ -56,15 +62,15 @@ def prefill_kernel(
     q, k_cache, v_cache, out, block_tables, starts, lengths, sinks,
     sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads, n,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     kv = tl.program_id(1)
-    row, tile = find_tile(starts, n, TOKENS, N)
-    if row >= n:
-        return
+    row, tile = find_tile(starts, n, TOKENS)
     start, stop, length = tl.load(starts + row), tl.load(starts + row + 1), tl.load(lengths + row)
     low = start + tile * TOKENS
+    if low >= stop:
+        return
     behind = length - stop  # a token's place in its sequence is its place in the row plus this
     m = tl.arange(0, TOKENS * GROUP_PAD)
     token = low + m // GROUP_PAD
@@ -122,7 +128,7 @@ def prefill(
         q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
         scale, window or 0, softcap or 1.0, h, n,
         d=d, GROUP=h // kv, GROUP_PAD=group, D=wide, BLOCK=k_cache.shape[1], TOKENS=some,
-        TILE=max(16, min(64, tile_bytes // (wide * q.element_size()))), N=triton.next_power_of_2(n),
+        TILE=max(16, min(64, tile_bytes // (wide * q.element_size()))),
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
         num_warps=8, num_stages=3 if narrow else 2,
     )  # fmt: skip
