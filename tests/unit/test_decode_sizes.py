@@ -11,16 +11,24 @@ from recording_cases import captured, engine
 import graft
 from graft.errors import UsageError
 from graft.runtime.decode import buckets
-from graft.runtime.decode.buckets import bucket_for, bucket_sizes, table_widths
+from graft.runtime.decode.buckets import bucket_for, bucket_sizes, first_sizes, table_widths
 from graft.runtime.decode.build import loop_problem
 from graft.runtime.options import EngineOptions
 
 
 def test_bucket_sizes_r43():
     assert bucket_sizes(1) == (1,) and bucket_sizes(8) == (1, 2, 4, 8)
-    assert bucket_sizes(20) == (1, 2, 4, 8, 16, 20) and bucket_sizes(20, [8, 3, 8]) == (3, 8)
-    assert bucket_sizes(100_000)[-2:] == (256, 512) and bucket_sizes(600, [600]) == (600,)
+    assert bucket_sizes(21) == (1, 2, 4, 8, 16, 18, 20, 21) and bucket_sizes(20, [8, 3, 8]) == (3, 8)
+    assert bucket_sizes(1024)[-3:] == (896, 960, 1024) and bucket_sizes(600, [600]) == (600,)
+    assert first_sizes(bucket_sizes(21)) == (1, 2, 4, 8, 16, 21)
     assert [bucket_for(n, (1, 2, 4)) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, None]
+
+
+@pytest.mark.parametrize("most", [17, 256, 1000, 4096])
+def test_few_rows_are_padding_r43(most):
+    sizes = bucket_sizes(most)
+    assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == most
+    assert max((bucket_for(n, sizes) - n) / bucket_for(n, sizes) for n in range(16, most + 1)) < 1 / 9
 
 
 def test_options_r63():

@@ -13,11 +13,13 @@ import graft
 from conftest import graph_of
 from graft.errors import ConfigError, TransformError, UsageError
 from graft.graph.edit import second_module
+from graft.graph.nodes import options_of
 from graft.graph.text import graph_text
 from graft.models.load import load_model
 from graft.ops.fused_linear import quantize as quantizing
 from graft.ops.fused_linear.packing import dequantize
 from graft.transforms.config import load_config, quantize_sets, with_sets
+from graft.transforms.library import quantize_linear
 from graft.transforms.library.quantize_linear import operands
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.quantization import pattern_fits
@@ -245,10 +247,35 @@ def test_a_model_without_weights_gets_shapes():
         twin = second_module(gm)
         record = run_pipeline(twin, load_config(only(kind))).transforms["quantize_linear"]
         assert len(record.matches) == 7 * model.layers + 1
-        assert twin.get_parameter("lm_head.weight_int8").shape[0] == model.module.config.vocab_size
+        head = "fp8" if kind == "fp8" else "int8"
+        assert twin.get_parameter(f"lm_head.weight_{head}").shape[0] == model.module.config.vocab_size
         assert all("no values (meta)" in match.note for match in record.matches)
         made = twin.get_parameter(f"model.layers.0.mlp.down_proj.weight_{kind}")
         real = quantizing.QUANTIZERS[kind](torch.randn(32, 64).bfloat16())
         assert made.is_meta and (made.shape, made.dtype) == (real[0].shape, real[0].dtype)
         scale = twin.get_parameter("model.layers.0.mlp.down_proj.weight_scale")
         assert (scale.shape, scale.dtype) == (real[1].shape, real[1].dtype)
+
+
+@pytest.mark.parametrize(
+    ("capability", "tokens", "rounded", "told"),
+    [
+        ((9, 0), 2, 2, "in steps of 2 tokens and more activations are rounded to float8 too"),
+        ((9, 0), 0, 0, "not rounded, because fp8_from is 0"),
+        ((8, 6), 2, 0, "not rounded, because compute capability 8.6 does not multiply float8"),
+        (None, 2, 0, "not rounded, because there is no GPU"),
+    ],
+)
+def test_activations_are_rounded_where_the_gpu_multiplies_float8_and_the_report_says_so(
+    capability, tokens, rounded, told, monkeypatch
+):
+    if capability is not None:
+        monkeypatch.setattr(quantize_linear, "gpu_of", lambda _: torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    settings = only("fp8")
+    settings["transforms"]["quantize_linear"]["fp8_from"] = tokens
+    gm = second_module(graph_of(load_model("tiny-llama", dtype="bfloat16", device="meta").module))
+    report = run_pipeline(gm, load_config(settings))
+    assert [told in note for note in report.notes if "float8" in note or "activations" in note] == [True]
+    calls = [node for node in gm.graph.nodes if node.target is torch.ops.graft.fused_linear.default]
+    assert {options_of(node)["fp8_from"] for node in calls} == {rounded}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch.fx import GraphModule
@@ -16,22 +16,21 @@ from graft.ops.launch import device_name
 
 def model_shapes(module: GraphModule) -> dict[Shape, int]:
     """Every distinct shape of graft::fused_linear in the graph, and how often it is there."""
-    found: Counter[Shape] = Counter()
+    return dict(Counter(shape for shape, _ in shapes_of(module)))
+
+
+def shapes_of(module: GraphModule) -> Iterator[tuple[Shape, bool]]:
+    """Of every call of graft::fused_linear, and whether it rounds x to float8 in steps of several tokens."""
     for node in calls(module.graph):
         if is_op(node, torch.ops.graft.fused_linear.default):
             given = options_of(node)
             weight = tensor_of(given["weight"])
-            gated = given["activation"] != "none"
+            gated, norm = given["activation"] != "none", given["norm"] is not None or given["normed"]
             rows, depth = static_int(weight.shape[0]), static_int(tensor_of(given["x"]).shape[-1])
             if rows is None or depth is None:
                 raise VerificationError(f"{where(node)}: the sizes of its weight are not fixed")
             format = FORMATS.get(weight.dtype, "plain")
-            found[
-                Shape(
-                    rows // 2 if gated else rows, depth, format, gated, given["norm"] is not None or given["normed"]
-                )
-            ] += 1
-    return dict(found)
+            yield Shape(rows // 2 if gated else rows, depth, format, gated, norm), given["fp8_from"] > 0
 
 
 def choice_notes(module: GraphModule, device: torch.device, kernels: Mapping[str, str]) -> list[str]:
@@ -61,7 +60,9 @@ def choice_note(module: GraphModule, device: str) -> str | None:
     ]
     parts += [f"{near} {'takes its' if near == 1 else 'take their'} nearest"] if near else []
     parts += [f"{unknown} without a measurement"] if unknown else []
-    alone = sum(found[shape].nearest is not None and not choose_kernel(shape, 2, device).device for shape in shapes)
+    rounded = {shape for shape, rounds in shapes_of(module) if rounds}  # nothing is looked up for their many tokens
+    several = [shape for shape in shapes if shape not in rounded and found[shape].nearest is not None]
+    alone = sum(not choose_kernel(shape, 2, device).device for shape in several)
     parts += [f"{alone} for one token alone, and torch's or the default kernel runs more"] if alone else []
     here = own[device] == len(shapes) and not alone
     return f"fused_linear: {', '.join(parts)}{'' if here else '; `graft tune MODEL` measures'}"

@@ -79,6 +79,9 @@ class Engine:
         return grown
 
     def run(self, plan: Plan) -> Tensor:
+        """[n, vocab]."""
+        if self.loop is not None and (found := self.loop.packed.logits(plan)) is not None:
+            return found
         batch = pack(plan, self.manager.block_size, self.tensors[0].device)
         (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, n, vocab]
         return logits[0]
@@ -247,7 +250,7 @@ class Engine:
     @property
     def notes(self) -> tuple[str, ...]:
         """For the report: how it decodes, and what could not be done as planned."""
-        return (*self.said, *(self.loop.notes if self.loop is not None else ()))
+        return (*self.said, *((*self.loop.notes, *self.loop.packed.notes) if self.loop is not None else ()))
 
     @property
     def idle(self) -> bool:

@@ -247,7 +247,7 @@ def no_format_asked(settings: PipelineConfig) -> bool:
 def weight_formats(settings: PipelineConfig) -> tuple[str, ...]:
     """What linear layers and the head are quantized to."""
     chosen: Any = settings.transforms["quantize_linear"]
-    return (chosen.format, chosen.head) if chosen.enabled else ()
+    return (chosen.format, chosen.head_format) if chosen.enabled else ()
 
 
 def in_blocks(backend: str, quantize: str | None, dtype: str, device: str) -> bool:

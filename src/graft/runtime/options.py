@@ -24,7 +24,7 @@ class EngineOptions:
     enable_prefix_caching: prompts that begin alike share what is in the cache.
     max_events: blocks that events not yet read may tell of.
     enforce_eager: decode without CUDA graphs.
-    cudagraph_capture_sizes: batch sizes that decode steps are recorded for; None: 1, 2, 4, 8, … max_num_seqs.
+    cudagraph_capture_sizes: batch sizes that decode steps are recorded for; None: see decode/buckets.py.
     """
 
     kv_cache_memory: int | str | None = None

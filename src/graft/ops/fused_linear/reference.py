@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graft.ops.fused_linear.packing import dequantize
+from graft.ops.fused_linear.quantize import FP8, FP8_TOP, least_scale
 from graft.ops.rms_norm.reference import rms_norm
 from graft.ops.swiglu.reference import swiglu
 
@@ -14,13 +15,15 @@ from graft.ops.swiglu.reference import swiglu
 def fused_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, norm: Tensor | None = None,
     eps: float = 0.0, offset: float = 0.0, cast_last: bool = False, activation: str = "none", upcast: bool = False,
-    residual: Tensor | None = None, normed: bool = False,
+    residual: Tensor | None = None, normed: bool = False, fp8_from: int = 0,
 ) -> Tensor:  # fmt: skip
     """x: [..., k]; weight: [n, k], or quantized with a scale (see packing); bias: [n]; norm: [k], of graft::rms_norm.
 
     normed: without `norm`, x is divided by its root mean square all the same: the norm's weight is in `weight`.
     activation: "none", or one of graft::swiglu: rows [:n/2] of the weight give the gate, the rest give up.
     residual: added last, [..., n] or [..., n/2].
+    fp8_from: from so many tokens on, rows of what is multiplied are rounded to float8, each with a scale of its own;
+    0: never.
     """
     h = x if norm is None else rms_norm(x, norm, eps, offset, cast_last)
     if normed:
@@ -30,8 +33,21 @@ def fused_linear(
     else:  # the product is in float32: quantized weights are no 16-bit numbers
         wide = torch.promote_types(h.dtype, torch.float32)
         full = dequantize(weight, scale, h.shape[-1], wide, activation != "none")
-        y = F.linear(h.to(wide), full, None if bias is None else bias.to(wide)).to(h.dtype)
+        h = fp8_rows(h) if rounds(h, fp8_from) else h
+        y = F.linear(h.to(wide), full, None if bias is None else bias.to(wide)).to(x.dtype)
     if activation != "none":
         gate, up = y.chunk(2, dim=-1)
         y = swiglu(gate, up, activation, upcast)
     return y if residual is None else y + residual
+
+
+def rounds(x: Tensor, fp8_from: int) -> bool:
+    """Whether rows of x [..., k] are rounded to float8."""
+    return 0 < fp8_from <= x.numel() // x.shape[-1]
+
+
+def fp8_rows(h: Tensor) -> Tensor:
+    """Every row as float8 numbers times a scale, the largest magnitude being 448; in float32 or wider."""
+    wide = h.to(torch.promote_types(h.dtype, torch.float32))
+    scale = (wide.abs().amax(-1, keepdim=True) / FP8_TOP).clamp(min=least_scale(torch.float32))
+    return (wide / scale).clamp(-FP8_TOP, FP8_TOP).to(FP8).to(wide.dtype) * scale

@@ -19,6 +19,8 @@ from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS, Even, Narrow, how_p
 from graft.ops.fused_linear.matvec import matvec_kernel
 from graft.ops.fused_linear.narrow import narrow_kernel
 from graft.ops.fused_linear.packing import GROUP, PACKED, dequantize
+from graft.ops.fused_linear.reference import rounds
+from graft.ops.fused_linear.scaled import launch_scaled
 from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
 from graft.ops.launch import counters, device_name, pdl_supported, processors
 from graft.ops.rms_norm.triton import rms_norm_triton
@@ -41,6 +43,7 @@ class Call:
     upcast: bool = False
     residual: Tensor | None = None
     normed: bool = False
+    fp8_from: int = 0
 
     @property
     def divided(self) -> bool:
@@ -92,6 +95,8 @@ def with_rows(run: Callable[[Call], Tensor], x: Tensor, *rest: Any) -> Tensor:
 
 
 def launch(call: Call) -> Tensor:
+    if rounds(call.x, call.fp8_from):
+        return launch_scaled(call)
     how = choose_kernel(call.shape, call.x.shape[0], device_name(call.x.device)).how
     return run_as(call, how)
 

@@ -5,16 +5,25 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-LARGEST = 512  # rows; the kernels of a larger step take longer than launching them one by one
+SHARES = 8  # sizes to each doubling, from 2 * SHARES rows on: a ninth of the rows is padding at most
+# below, the weights' bytes take the time of a step, and padding costs nothing
 
 
 def bucket_sizes(max_num_seqs: int, asked: Sequence[int] | None = None) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, … and max_num_seqs (LARGEST where that is more), or those asked for; smallest first."""
+    """1, 2, 4, 8, 16, 18, 20, … max_num_seqs, or those asked for; smallest first."""
     if asked is not None:
         return tuple(sorted(set(asked)))
-    last = min(max_num_seqs, LARGEST)
-    powers = [1 << i for i in range(last.bit_length())]
-    return (*(size for size in powers if size < last), last)
+    found = []
+    for power in (1 << i for i in range(max_num_seqs.bit_length())):
+        step = power // SHARES if power >= 2 * SHARES else power
+        found += [size for size in range(power, 2 * power, step) if size < max_num_seqs]
+    return (*found, max_num_seqs)
+
+
+def first_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those that are captured when the engine is built: powers of two and the largest. A start is not to wait for
+    the others, which are captured when they are first needed."""
+    return tuple(size for size in sizes if size & (size - 1) == 0 or size == sizes[-1])
 
 
 def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from graft.files import Progress
 from graft.ops.launch import pdl_problem
-from graft.runtime.decode.buckets import bucket_sizes
+from graft.runtime.decode.buckets import bucket_sizes, first_sizes
 from graft.runtime.decode.buffers import Buffers
 from graft.runtime.decode.loop import DecodeLoop
+from graft.runtime.decode.packed import PackedSteps
 from graft.runtime.decode.recording import Recordings
 from graft.runtime.options import EngineOptions
 from graft.runtime.scheduler import Scheduler
@@ -42,8 +43,10 @@ def make_loop(
     width = min(manager.blocks_for(context), manager.blocks)  # no table is longer
     buffers = Buffers.make(sizes[-1], width, manager.block_size, manager.blocks, device)
     recordings = Recordings(graph, tensors, buffers)
-    recordings.make_all(sizes, progress)
-    return DecodeLoop(scheduler, buffers, recordings, sizes, notes(recordings, device))
+    asked = options.cudagraph_capture_sizes is not None
+    recordings.make_all(sizes if asked else first_sizes(sizes), progress)
+    packed = PackedSteps(graph, tensors, buffers, scheduler.max_num_batched_tokens, recordings.packed)
+    return DecodeLoop(scheduler, buffers, recordings, packed, sizes, notes(recordings, device))
 
 
 def notes(recordings: Recordings, device: torch.device) -> list[str]:

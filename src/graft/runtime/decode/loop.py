@@ -24,6 +24,7 @@ from graft.runtime.core import Request
 from graft.runtime.decode.buckets import bucket_for
 from graft.runtime.decode.buffers import Buffers, Slot
 from graft.runtime.decode.choose import Kind, kind_of
+from graft.runtime.decode.packed import PackedSteps
 from graft.runtime.decode.recording import Recording, Recordings
 from graft.runtime.draw import HEAD
 from graft.runtime.due import Due
@@ -86,6 +87,7 @@ class DecodeLoop:
         scheduler: Scheduler,
         buffers: Buffers,
         recordings: Recordings,
+        packed: PackedSteps,
         sizes: Sequence[int],
         notes: Sequence[str],
     ) -> None:
@@ -93,6 +95,7 @@ class DecodeLoop:
         self.manager = scheduler.manager
         self.buffers = buffers
         self.recordings = recordings
+        self.packed = packed  # steps with prompts in them
         self.sizes = tuple(sizes)
         self.notes = list(notes)
         self.flights: list[Flight] = []  # in order; the engine takes the first

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from graft.runtime.decode.buffers import Buffers
 from graft.runtime.decode.choose import Kind, choose
 from graft.runtime.decode.warming import run_together
 
+T = TypeVar("T")
 Key = tuple[int, int, Kind]  # rows, blocks of a table, how tokens are chosen
 
 
@@ -59,17 +60,13 @@ class Recordings:
     def make_all(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
         """The greedy ones, which most steps need; the others are made when they are first asked for."""
         wanted = [(rows, width) for rows in sorted(sizes, reverse=True) for width in reversed(self.widths(rows))]
-        gc.freeze()  # torch collects garbage before each capture, which goes through every object of the model
-        try:
-            if self.device.type == "cuda":
-                self.compile_all([(rows, width, "greedy") for rows, width in wanted], progress)
-            for done, (rows, width) in enumerate(wanted):
-                if progress:
-                    progress("capturing CUDA graphs", done, len(wanted))
-                if self.get((rows, width, "greedy")) is None:
-                    return
-        finally:
-            gc.unfreeze()
+        if self.device.type == "cuda":
+            self.compile_all([(rows, width, "greedy") for rows, width in wanted], progress)
+        for done, (rows, width) in enumerate(wanted):
+            if progress:
+                progress("capturing CUDA graphs", done, len(wanted))
+            if self.get((rows, width, "greedy")) is None:
+                return
         if progress:
             progress("capturing CUDA graphs", len(wanted), len(wanted))
 
@@ -108,20 +105,32 @@ class Recordings:
         needed = -(-tokens // self.buffers.block_size)
         return rows, next(width for width in self.widths(rows) if width >= needed), kind
 
-    @torch.inference_mode()
     def get(self, key: Key) -> Recording | None:
         """The recording, made if need be; then all rows of the buffers are padding. None: `problem` says why."""
         rows, _, kind = key
-        if key not in self.made and self.problem is None:
-            started = time.perf_counter()
-            self.buffers.fill([], len(self.buffers.tables))
-            try:
-                self.made[key] = self.record(key)
-            except (CaptureRefused, *launch_failures()) as error:
-                reason = "no memory was left" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
-                self.problem = f"recording a {kind} step of {rows} rows failed: {reason}"
-            self.seconds += time.perf_counter() - started
+        if key not in self.made:
+            made = self.attempt(f"a {kind} step of {rows} rows", lambda: self.record(key))
+            if made is not None:
+                self.made[key] = made
         return self.made.get(key)
+
+    @torch.inference_mode()
+    def attempt(self, what: str, record: Callable[[], T]) -> T | None:
+        """What `record` made, or None: `problem` says why, and nothing more is tried."""
+        if self.problem is not None:
+            return None
+        started = time.perf_counter()
+        self.buffers.fill([], len(self.buffers.tables))
+        gc.freeze()  # torch collects garbage before each capture, which goes through every object of the model
+        try:
+            return record()
+        except (CaptureRefused, *launch_failures()) as error:
+            reason = "no memory was left" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+            self.problem = f"recording {what} failed: {reason}"
+            return None
+        finally:
+            gc.unfreeze()
+            self.seconds += time.perf_counter() - started
 
     def body(self, key: Key) -> Callable[[], Tensor]:
         (rows, width, kind), buffers = key, self.buffers
@@ -143,11 +152,17 @@ class Recordings:
 
     def record(self, key: Key) -> Recording:
         (rows, _, kind), step = key, self.body(key)
-        if self.device.type != "cuda":
-            step()
-            return Recording(rows, kind, step)
         if key in self.failures:
             raise self.failures.pop(key)
+        play, logits = self.captured(step)
+        # only a step whose logits are read keeps them: the memory of the others is the next recording's
+        kept = logits if kind == "logits" else None
+        return Recording(rows, kind, lambda: replay(play, kept))
+
+    def captured(self, step: Callable[[], T]) -> tuple[Callable[[], object], T]:
+        """What runs `step` again, and what it gave; on a CPU that is the call itself."""
+        if self.device.type != "cuda":
+            return step, step()
         stream = self.side_stream()
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         stream.wait_stream(here)
@@ -155,20 +170,23 @@ class Recordings:
             # warm-up and capture on one stream: libraries keep a workspace for each
             with torch.cuda.device(self.device), torch.cuda.stream(stream):
                 warm_up(step)
-                logits = capture(graph, stream, lambda: [step()], (), self.pool)[0]
+                result = capture(graph, stream, lambda: [step()], (), self.pool)[0]
         finally:
             here.wait_stream(stream)
-        # only a step whose logits are read keeps them: the memory of the others is the next recording's
-        kept = logits if kind == "logits" else None
-        return Recording(rows, kind, lambda: replay(graph, kept))
+        return graph.replay, result
+
+    def packed(self, what: str, step: Callable[[], None]) -> Callable[[], object] | None:
+        """A step with prompts in it: what replays it, or None."""
+        return self.attempt(what, lambda: self.captured(step)[0])
 
 
-def replay(graph: torch.cuda.CUDAGraph, logits: Tensor | None) -> Tensor | None:
-    graph.replay()
-    return logits
+def replay(play: Callable[[], object], logits: Tensor | None) -> Tensor | None:
+    """The logits that it keeps; on a CPU each call gives new ones."""
+    found = play()
+    return found if isinstance(found, Tensor) else logits
 
 
-def warm_up(step: Callable[[], Tensor]) -> None:
+def warm_up(step: Callable[[], object]) -> None:
     """The first run compiles and tunes; the second must not wait for the device, or it could not be recorded.
 
     Better found here than by a capture, which torch cannot undo when it fails.

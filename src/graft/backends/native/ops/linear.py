@@ -41,7 +41,9 @@ def lower_mm(plan: Planner, node: Node) -> None:
 @lowers(ops.fused_linear.default)
 def lower_fused_linear(plan: Planner, node: Node) -> None:
     o = options_of(node)
-    product(plan, node, **{name: o[name] for name in o if name not in ("cast_last", "upcast")})
+    if o["fp8_from"]:
+        raise NotLowered("rows of x are rounded to float8")
+    product(plan, node, **{name: o[name] for name in o if name not in ("cast_last", "upcast", "fp8_from")})
 
 
 def product(

@@ -1,0 +1,136 @@
+"""Steps with prompts in them on fixed memory, captured for numbers of tokens, so that the host need not launch them.
+
+Up to LARGEST tokens the device is done before the host has launched the next kernel: 900 tokens of an 8B model take
+20 ms on an H200, launching them 40 to 60. A step is padded to the next number of tokens by a sequence of its own,
+whose blocks are all the padding block; rows without a request have no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.runtime.batch import Batch, Lists, lists_of, on_host
+from graft.runtime.decode.buckets import bucket_for
+from graft.runtime.decode.buffers import Buffers
+from graft.runtime.scheduler import Plan
+
+LARGEST = 2048  # tokens; beyond, the device is busy for longer than the host needs to launch
+SMALLEST = 16
+SHARES = 4  # sizes to each doubling: a fifth of the tokens is padding at most
+
+
+def token_sizes(most: int) -> tuple[int, ...]:
+    """16, 20, 24, 28, 32, 40, … up to what LARGEST and the tokens of a step allow; smallest first."""
+    sizes = []
+    power = SMALLEST
+    while power <= min(most, LARGEST):
+        sizes += [size for size in range(power, 2 * power, power // SHARES) if size <= min(most, LARGEST)]
+        power *= 2
+    return tuple(sizes)
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """One number of tokens. `sent`: the memory of its inputs, one behind the other; `play` runs it."""
+
+    size: int
+    batch: Batch
+    sent: Tensor
+    play: Callable[[], object]
+
+
+class PackedSteps:
+    """`record(what, step)` captures a function on fixed memory and gives what replays it, or None where it cannot."""
+
+    def __init__(
+        self,
+        graph: Callable[..., Any],
+        tensors: Sequence[Tensor],
+        buffers: Buffers,
+        most: int,  # tokens of a step
+        record: Callable[[str, Callable[[], None]], Callable[[], object] | None],
+    ) -> None:
+        self.graph, self.tensors, self.record = graph, tensors, record
+        self.block_size, self.padding = buffers.block_size, buffers.padding
+        self.requests, self.width = buffers.tables.shape
+        self.device = buffers.tables.device
+        self.sizes = token_sizes(most)
+        # one more for the padding; odd, as no size is: kernels take as many tokens as rows for a step that decodes
+        self.rows = (self.requests + 1) | 1
+        self.tables = torch.full((self.rows, self.width), self.padding, device=self.device)
+        self.out: Tensor | None = None  # [rows, vocab]
+        self.made: dict[int, PackedStep] = {}
+
+    def logits(self, plan: Plan) -> Tensor | None:
+        """[n, vocab] of a step, in memory that the next one overwrites; None: it has to be launched."""
+        size = bucket_for(sum(plan.counts), self.sizes)
+        if size is None or len(plan.counts) > self.requests:
+            return None
+        found = lists_of(plan, self.block_size)
+        tables, longest = found.padded_tables()
+        step = self.get(size) if longest <= self.width else None
+        if step is None:
+            return None
+        step.sent.copy_(on_host(self.flat(found, size), self.device), non_blocking=True)
+        blocks = on_host(tables, self.device).to(self.device, non_blocking=True).view(-1, longest)
+        self.tables[: len(blocks), :longest] = blocks
+        if self.device.type == "cpu":
+            step.batch.spans.copy_(self.spans(found, size))
+        step.play()
+        assert self.out is not None
+        return self.out[: len(plan.counts)]
+
+    def get(self, size: int) -> PackedStep | None:
+        """Captured when first needed. None: it cannot be."""
+        if size not in self.made:
+            sent = on_host(self.flat(Lists(), size), self.device).to(self.device)
+            ids, positions, slots, owners, *rest = sent.split([size] * 4 + [self.rows + 1] * 3)
+            ends, lengths, starts = rest[0][: self.rows], rest[1][: self.rows], rest[2]
+            spans = self.spans(Lists(), size)
+            batch = Batch(ids[None], positions[None], ends, slots, owners, self.tables, starts, lengths, spans)
+            play = self.record(f"a step of {size} tokens", lambda: self.run(batch))
+            if play is None:
+                return None
+            self.made[size] = PackedStep(size, batch, sent, play)
+        return self.made[size]
+
+    def run(self, batch: Batch) -> None:
+        (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, rows, vocab]
+        if self.out is None:  # in the first run, before anything is captured
+            self.out = torch.empty_like(logits[0])
+        self.out.copy_(logits[0])
+
+    def flat(self, found: Lists, size: int) -> list[int]:
+        """The step with its padding, as the batch of this size lies in memory: all of an even length."""
+        used, n = len(found.ids), len(found.lengths)
+        padding, idle = size - used, self.rows - 1 - n
+        return [
+            *found.ids, *[0] * padding,
+            *found.positions, *[0] * padding,
+            *found.slots, *[self.padding * self.block_size + i % self.block_size for i in range(padding)],
+            *found.rows, *[self.rows - 1] * padding,
+            *found.ends, *[0] * (self.rows - n + 1),
+            *found.lengths, *[1] * idle, max(padding, 1), 0,
+            *found.starts, *[used] * idle, size,
+        ]  # fmt: skip
+
+    def spans(self, found: Lists, size: int) -> Tensor:
+        """For references, which take sizes from the host; replayed kernels have them from the device."""
+        new = [b - a for a, b in pairwise(found.starts)]
+        idle, padding = self.rows - 1 - len(new), size - len(found.ids)
+        pairs = [*zip(new, found.lengths, strict=True), *[(0, 1)] * idle, (padding, max(padding, 1))]
+        return torch.tensor(pairs)
+
+    @property
+    def notes(self) -> list[str]:
+        if not self.made:
+            return []
+        sizes = ", ".join(map(str, sorted(self.made)))
+        graphs = "CUDA graphs" if self.device.type == "cuda" else "recordings, which are direct calls on a CPU,"
+        return [f"prompts: {len(self.made)} {graphs} for steps of {sizes} tokens, made when first needed"]

@@ -1,0 +1,122 @@
+"""graft::fused_linear with activations rounded to float8: the kernels around torch's product, against the reference.
+
+Run on a GPU as well: there float8 tensor cores multiply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graft.ops.fused_linear.scaled as scaled
+import graft.ops.fused_linear.triton as kernels
+from graft.ops import OPS
+from graft.ops.fused_linear.cases import Shape, make
+from graft.ops.fused_linear.reference import fp8_rows, fused_linear, rounds
+from graft.ops.fused_linear.round_rows import round_rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FROM = 3  # tokens
+OPTIONS = [
+    {},
+    {"normed": True, "activation": "silu"},
+    {"norm": "plain", "bias": True},
+    {"norm": "cast_last", "activation": "gelu_tanh"},
+    {"bias": True, "residual": True},
+]
+
+
+def arguments(shape, dtype, seed=0):
+    return make(shape, DEVICE, dtype, torch.Generator().manual_seed(seed))
+
+
+def distance(got, expected):
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def agrees(run, args, dtype):
+    """In float32 to the order of sums. In 16 bits a value that is rounded another way before the float8 numbers are
+    chosen moves some of them: the error of the whole may be what the reference's own rounding makes it."""
+    got = kernels.with_rows(run, *args, FROM)
+    exact = fused_linear(*args)
+    if got.shape != exact.shape:
+        return False
+    own = distance(fused_linear(*args, FROM), exact)
+    if dtype is torch.float32:
+        return distance(got, fused_linear(*args, FROM)) < (1e-3 if DEVICE == "cuda" else 1e-5)  # fast sums on a GPU
+    return 0.5 * own < distance(got, exact) < 1.35 * own + 0.005
+
+
+@pytest.mark.parametrize("few", [0, 512], ids=["scaled product", "scales after it"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_give_what_the_reference_does(few, options, dtype, monkeypatch):
+    monkeypatch.setattr(scaled, "FEW_TOKENS", few)
+    for tokens, n, k in ((FROM, 64, 576), (9, 32, 200)):
+        args = arguments(Shape(tokens, n, k, weight="fp8", **options), dtype)
+        assert agrees(kernels.launch, args, dtype), (tokens, k)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda call: replace(call, scale=call.scale.roll(1, 0)),
+        lambda call: replace(call, norm=None),
+        lambda call: replace(call, eps=0.5),
+        lambda call: replace(call, residual=None),
+        lambda call: replace(call, fp8_from=0),  # weights alone
+        lambda call: replace(call, x=call.x.roll(1, 1)),
+    ],
+    ids=["scale of another row", "no norm", "another eps", "no residual", "not rounded", "columns moved"],
+)
+def test_what_is_wrong_is_caught(wrong):
+    args = arguments(Shape(9, 32, 576, weight="fp8", norm="plain", residual=True), torch.float32)
+    assert agrees(kernels.launch, args, torch.float32)
+    assert not agrees(lambda call: kernels.launch(wrong(call)), args, torch.float32)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    k=st.sampled_from([1, 31, 64, 200, 576]),
+    size=st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30]),
+    outlier=st.sampled_from([1.0, 100.0, 1e5]),
+    seed=st.integers(0, 99),
+)
+def test_rows_are_rounded_as_the_reference_rounds_them(rows, k, size, outlier, seed):
+    """Each row by itself, whatever its size; zeros stay zeros; what lies beyond k is 0."""
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(seed)).to(DEVICE) * size
+    x[0, 0] *= outlier
+    x[-1, k // 2] = 0
+    weight = torch.zeros((16, -(-k // 64) * 64), dtype=torch.float8_e4m3fn, device=DEVICE)
+    q, scales = round_rows(kernels.Call(x, weight, scale=torch.ones(16, device=DEVICE)), weight.shape[1])
+    runs = q.float().view(rows, -1, 32, 2).transpose(2, 3).reshape(rows, -1)
+    torch.testing.assert_close(runs[:, :k] * scales[:, None], fp8_rows(x), rtol=1e-6, atol=0)
+    assert not runs[:, k:].any()
+
+
+def test_a_row_of_zeros_and_of_no_numbers():
+    x = torch.zeros(3, 64, device=DEVICE)
+    x[1, 5] = torch.nan
+    x[2] = 1.0
+    weight = torch.ones((16, 64), device=DEVICE).to(torch.float8_e4m3fn)
+    got = kernels.launch(kernels.Call(x, weight, scale=torch.ones(16, device=DEVICE), fp8_from=2))
+    assert (got[0] == 0).all() and got[1].isnan().all() and torch.allclose(got[2], torch.full_like(got[2], 64.0))
+
+
+def test_from_how_many_tokens_on_and_which_kernel_says_so():
+    x = torch.zeros(1, 4, 8)
+    assert rounds(x, 4) and rounds(x, 1) and not rounds(x, 5) and not rounds(x, 0)
+    spec = {kernel.name: kernel for kernel in OPS["fused_linear"].kernels}
+    args = arguments(Shape(4, 32, 64, weight="fp8"), torch.bfloat16)
+    assert "rounded to float8 from 4 tokens on" in spec["gemm"].supports(*args, 4)
+    assert "rounded to float8 from 4 tokens on" in spec["matvec"].supports(*args, 4)
+    if DEVICE == "cuda":
+        assert spec["scaled_mm"].supports(*args, 4) is None
+        assert spec["scaled_mm"].supports(*args, 5) == "rows of x are not to be rounded to float8"
+        plain = arguments(Shape(4, 32, 64), torch.bfloat16)
+        assert "multiplies with float8 weights" in spec["scaled_mm"].supports(*plain, 4)
