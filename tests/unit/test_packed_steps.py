@@ -1,0 +1,94 @@
+"""Steps with prompts in them, padded to a number of tokens that is captured (R43)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from recording_cases import engine
+
+import graft
+from graft.runtime.batch import Lists
+from graft.runtime.decode.packed import LARGEST, token_sizes
+
+PROMPTS = [[i * 7 % 120 + 1 for i in range(count)] for count in (1, 3, 16, 17, 40, 63)]
+
+
+def test_the_numbers_of_tokens():
+    sizes = token_sizes(100_000)
+    assert sizes[:6] == (16, 20, 24, 28, 32, 40) and sizes[-1] == LARGEST
+    assert not any(size % 2 for size in sizes)  # rows are odd
+    assert max((b - a - 1) / b for a, b in pairwise(sizes)) < 0.2
+    assert token_sizes(20) == (16, 20) and token_sizes(15) == ()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma-2", "gpt2", "qwen3-moe"])
+def test_padded_steps_give_what_launched_ones_do_r43(family):
+    """Prompts in chunks beside sequences that decode; the requests come and go at different times."""
+    params = [graft.SamplingParams(max_tokens=4 + i, ignore_eos=True, logprobs=2) for i in range(len(PROMPTS))]
+    found = []
+    for record in (True, False):
+        llm = engine(family, record, max_num_seqs=4, max_num_batched_tokens=32)
+        found.append(llm.generate(PROMPTS, params))
+    packed = engine(family, True, max_num_seqs=4, max_num_batched_tokens=32).engine.loop.packed
+    assert packed.rows == 5
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            for token, value in theirs.items():
+                assert abs(mine[token].logprob - value.logprob) < 2e-4
+
+
+def test_what_is_captured_is_told_and_used_again_r43():
+    llm = engine("llama", True, max_num_seqs=4, max_num_batched_tokens=64)
+    packed = llm.engine.loop.packed
+    assert packed.notes == []
+    llm.generate([[1, 2, 3], [4] * 20], graft.SamplingParams(max_tokens=2, ignore_eos=True))
+    assert set(packed.made) == {24}  # 3 + 20 tokens
+    assert any("prompts: 1 recordings" in note and "steps of 24 tokens" in note for note in llm.report.notes)
+    step = packed.made[24]
+    llm.generate([[5, 2, 3], [6] * 20], graft.SamplingParams(max_tokens=2, ignore_eos=True))
+    assert packed.made[24] is step
+
+
+def test_a_step_of_more_tokens_is_launched_r43(monkeypatch):
+    llm = engine("llama", True, max_num_seqs=4, max_num_batched_tokens=64)
+    monkeypatch.setattr(llm.engine.loop.packed, "sizes", (16,))
+    whole = llm.generate([[3] * 40], graft.SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids
+    assert not llm.engine.loop.packed.made
+    again = engine("llama", True, max_num_seqs=4, max_num_batched_tokens=64)
+    assert again.generate([[3] * 40], graft.SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids == whole
+    assert again.engine.loop.packed.made
+
+
+def test_padding_touches_nobody_elses_blocks_r43():
+    """The cache beyond the padding block is what a step without padding writes."""
+    caches = []
+    for sizes in ((16, 20, 24), (64,)):
+        llm = engine("llama", True, blocks=12, max_num_seqs=4, max_num_batched_tokens=64)
+        llm.engine.loop.packed.sizes = sizes
+        llm.generate([[7] * 19], graft.SamplingParams(max_tokens=1, ignore_eos=True))
+        caches.append([tensor[:12].clone() for tensor in llm.engine.tensors])
+    for one, other in zip(*caches, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.abs().sum() > 0
+
+
+def test_the_layout_of_a_padded_step():
+    packed = engine("llama", True, max_num_seqs=4, max_num_batched_tokens=64).engine.loop.packed
+    lists = Lists(
+        ids=[5, 6, 7], positions=[9, 0, 1], slots=[41, 16, 17], rows=[0, 1, 1], starts=[0, 1, 3], lengths=[10, 2],
+        tables=[[2], [1]],
+    )  # fmt: skip
+    size, rows, block = 16, packed.rows, packed.block_size
+    flat = packed.flat(lists, size)
+    ids, positions, slots, owners, *rest = torch.tensor(flat).split([size] * 4 + [rows + 1] * 3)
+    assert len(flat) % 2 == 0 and all(part % 2 == 0 for part in (size, rows + 1))  # each begins at 16 bytes
+    assert ids[:3].tolist() == [5, 6, 7] and owners[3:].tolist() == [rows - 1] * 13
+    assert {slot // block for slot in slots[3:].tolist()} == {packed.padding}
+    assert positions[:3].tolist() == [9, 0, 1]
+    ends, lengths, starts = rest
+    assert ends[:2].tolist() == [0, 2] and lengths[:rows].tolist() == [10, 2, 1, 1, 13]
+    assert starts.tolist() == [0, 1, 3, 3, 3, 16]
+    assert packed.spans(lists, size).tolist() == [[1, 10], [2, 2], [0, 1], [0, 1], [13, 13]]
