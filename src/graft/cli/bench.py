@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graft.models.load import LoadedModel
     from graft.workbench.plan import Plan
     from graft.workbench.rows import Bench
+    from graft.workbench.throughput import Load
 
 
 Against = Annotated[
@@ -43,6 +44,16 @@ Peers = Annotated[
 Threads = Annotated[
     int | None, typer.Option(help="Of all contestants on a CPU. [the cores that the process may use]")
 ]
+
+
+Throughput = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead: under load. Tokens of prompts and new tokens, several with commas between them.",
+        metavar="ISL/OSL",
+    ),
+]
+Preset = Annotated[str | None, typer.Option(help="Loads that others publish figures for: trtllm.")]
 
 
 def bench(
@@ -61,6 +72,13 @@ def bench(
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Instead: where the time of one decode step goes, kernel by kernel.")
     ] = False,
+    throughput: Throughput = None,
+    preset: Preset = None,
+    requests: Annotated[int | None, typer.Option(help="Of each load. [1000 on a GPU, 32 on a CPU]")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second that arrive, instead of all at once.", metavar="R")
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once. [256]")] = None,
     time_limit: Annotated[
         float | None, typer.Option(help="Begin no rival after this many seconds of measuring.", metavar="SECONDS")
     ] = None,
@@ -82,6 +100,13 @@ def bench(
     from graft.workbench.threads import use_threads
 
     place = resolve_device(device)
+    if throughput or preset:
+        loads = read_loads(throughput, preset, requests or (1000 if place.type == "cuda" else 32), rate)
+        under_load(
+            model, loads, preset, as_json, max_num_seqs, dtype=dtype, device=device, backend=backend, config=config,
+            sets=sets, plugins=plugins, quantize=quantize, kv_cache_memory=kv_cache_memory,
+        )  # fmt: skip
+        return
     plan = make_plan(place, batch, prompt, new, repeats, against, peers, time_limit, threads)
     check(model, plan, backend, plot, kernels)
     resolve_dtype(dtype, place, DTYPES["float32"])
@@ -90,7 +115,7 @@ def bench(
         clock = PhaseClock(progress)
         llm = load_llm(
             model, clock, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
-            quantize=quantize, keep_weights=module_runs, max_num_seqs=max(256, *plan.batches),
+            quantize=quantize, keep_weights=module_runs, max_num_seqs=max(max_num_seqs or 256, *plan.batches),
             options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory),
         )  # fmt: skip
         built = clock.since(*STARTS)
@@ -100,6 +125,59 @@ def bench(
             return
         result = measure(llm, plan, built, progress, notes, model)
     report(result, plot, as_json)
+
+
+def read_loads(given: str | None, preset: str | None, requests: int, rate: float | None) -> list[Load]:
+    from graft.errors import UsageError, near
+    from graft.workbench.published import PRESETS
+    from graft.workbench.throughput import Load
+
+    if preset is not None and preset not in PRESETS:
+        raise UsageError(f"--preset: unknown name {preset!r}{near(preset, PRESETS)}")
+    names = given.split(",") if given else list(PRESETS[str(preset)].tokens_per_s)
+    loads = []
+    for name in names:
+        isl, _, osl = name.partition("/")
+        if not (isl.isdecimal() and osl.isdecimal()):
+            raise UsageError(f"--throughput takes lengths like 128/128, with commas between them, not {name!r}")
+        loads.append(Load(int(isl), int(osl), requests, rate))
+    return loads
+
+
+def under_load(
+    model: str, loads: list[Load], preset: str | None, as_json: bool, max_num_seqs: int | None, **options: Any
+) -> None:
+    """One engine, one load after another; a row as soon as it is there."""
+    import json
+    from dataclasses import asdict
+
+    from graft.cli.bench_show import phase_lines, show_loads
+    from graft.workbench.machine import facts
+    from graft.workbench.plan import known_context
+    from graft.workbench.published import PRESETS
+    from graft.workbench.throughput import measure_load
+
+    for load in loads:
+        load.check_context(known_context(model))
+    if max_num_seqs is not None:
+        options["max_num_seqs"] = max_num_seqs
+    with phase_lines(True) as progress:
+        llm = load_llm(model, progress, **options)
+        rows = [measure_load(llm, load, progress) for load in loads]
+    published = PRESETS[preset] if preset else None
+    setup = {
+        "model": llm.model.name,
+        "dtype": str(llm.model.module.dtype).removeprefix("torch."),
+        "quantize": llm.quantized.format if llm.quantized else None,
+        "backend": llm.backend,
+        **facts(llm.device),
+        "command": shlex.join(["graft", *sys.argv[1:]]),
+        "published": None if published is None else asdict(published),
+    }
+    if as_json:
+        print(json.dumps({"setup": setup, "rows": [asdict(row) for row in rows]}))
+    else:
+        show_loads(setup, rows, published)
 
 
 def make_plan(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -13,7 +13,9 @@ from graft.cli.show import err, out, progress_bar
 
 if TYPE_CHECKING:
     from graft.workbench.kernel_times import StepTimes
+    from graft.workbench.published import Published
     from graft.workbench.rows import Bench, Row
+    from graft.workbench.throughput import LoadRow, Spread
 
 # twelve columns in 80 characters, so that a narrow terminal or a pipe cuts no number
 COLUMNS = ("first", "TF/s", "peak", "ms/tok", "tok/s", "GB/s", "roof", "ratio", "build", "same")
@@ -98,6 +100,44 @@ def legend(result: Bench) -> str:
             f" ({roof['matrix_how']}) and {number(roof['read_gb_per_s'])} GB/s read ({roof['read_how']})."
         )
     return text
+
+
+def show_loads(setup: dict[str, Any], rows: Sequence[LoadRow], published: Published | None) -> None:
+    """A row a load, and below the table what does not fit into one."""
+    weights = f", {setup['quantize']} weights" if setup["quantize"] else ""
+    table = plain_table(f"{setup['model']}, {setup['dtype']}{weights}, {setup['device_name']}, under load")
+    table.add_column("ISL/OSL", no_wrap=True)
+    columns = ["requests", "tok/s", "req/s", "TTFT p50", "p99", "ITL p50", "p99", "prompts", "batch", "cache"]
+    for name in (*columns, *(["published"] if published else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        theirs = published.tokens_per_s.get(row.load.name) if published else None
+        table.add_row(
+            row.load.name, str(row.load.requests), number(row.output_tokens_per_s), number(row.requests_per_s),
+            *map(number, both(row.first_token)), *map(number, both(row.between_tokens)),
+            percent(row.prompt_percent), f"{row.batch:.0f}/{row.max_num_seqs}", percent(row.cache_percent),
+            *([] if theirs is None else [number(theirs)]),
+        )  # fmt: skip
+    out.print(table)
+    for row in rows:
+        if row.preemptions or row.bucket_misses or row.behind:
+            out.print(
+                f"{row.load.name}: {row.preemptions} preemptions, {row.bucket_misses} decode steps without a CUDA"
+                f" graph{f'; {row.behind}' if row.behind else ''}",
+                markup=False, soft_wrap=True,
+            )  # fmt: skip
+    text = (
+        "TTFT and ITL: ms until a request has its first token, and between two tokens. prompts: share of the time in"
+        " steps with prompts in them. batch: requests in a step on average, of those that may run at once. cache: the"
+        f" fullest it was. torch {setup['torch']}, graft on {setup['backend']}."
+    )
+    if published is not None:
+        text += f" published: {published.source}: {published.conditions}."
+    out.print(text, markup=False)
+
+
+def both(spread: Spread | None) -> tuple[float | None, float | None]:
+    return (None, None) if spread is None else (spread.p50, spread.p99)
 
 
 def show_kernels(step: StepTimes, model: str) -> None:
