@@ -54,6 +54,12 @@ NOTHING = {
     "inference dropout": lambda x: F.dropout(x, 0.5, training=False).exp(),
     "detach": lambda x: x.detach().exp(),
     "concatenation with an empty piece": lambda x: torch.cat([x, x[..., 8:]], -1).exp(),
+    "transposed, copied and back": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2).exp(),
+    "permuted, copied and back": lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0).exp(),
+    "permuted and back": lambda x: x.permute(2, 0, 1).permute(1, 2, 0).exp(),
+    "transposed, cloned and back": lambda x: (
+        x.mT.clone(memory_format=torch.contiguous_format).transpose(-2, -1).exp()
+    ),
 }
 
 
@@ -66,6 +72,10 @@ KEPT = {
     "plus zero that broadcasts": (lambda x: (x[:, :1] + torch.zeros(2, 3, 8)).exp(), "aten.add.Tensor"),
     "plus zero that changes the dtype": (lambda x: (x.to(torch.int32) + 0.0).exp(), "aten.add.Tensor"),
     "contiguous of a transpose": (lambda x: x.transpose(0, 1).contiguous().exp(), "aten.contiguous"),
+    "transposed, copied and turned on": (
+        lambda x: x.permute(2, 0, 1).contiguous().permute(2, 0, 1).exp(),
+        "aten.contiguous",
+    ),
     "training dropout": (lambda x: F.dropout(x, 0.5, training=True).exp(), "aten.dropout"),
     "clone": (lambda x: x.clone().exp(), "aten.clone"),
     "a copy to the same dtype": (lambda x: x.to(torch.float32, copy=True).exp(), "aten.to.dtype"),
@@ -169,6 +179,8 @@ STEPS = [
     lambda x: x.mean(-1, keepdim=True) + x,
     lambda x: x.permute(1, 0, 2),
     lambda x: x.clone(),
+    lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    lambda x: x.permute(1, 2, 0).contiguous(),
 ]
 
 
@@ -187,6 +199,17 @@ def test_random_programs_keep_their_values_bit_for_bit(program):
     assert torch.equal(gm(x), fn(x))
     canonicalize(gm)
     assert graph_text(gm.graph) == once
+
+
+def test_a_write_into_a_transposed_copy_is_not_seen_by_the_original():
+    def fn(x):
+        y = x * 2
+        z = y.t().contiguous().t()
+        z.add_(1)
+        return y * z
+
+    x = torch.randn(4, 6)
+    assert torch.equal(export_graph(Fn(fn), (x,))(x), fn(x))
 
 
 def test_reshapes_around_a_write_keep_who_sees_it():
@@ -217,8 +240,15 @@ def test_concatenation_keeps_dim_and_dtype_of_odd_pieces():
 
 def test_results_that_eager_gives_fresh_are_fresh():
     """The caller may write to what it gets: neither its input nor a second result changes."""
-    for fn in (lambda x: x + 0, lambda x: torch.cat([x]), lambda x: x * 1):
-        x = torch.randn(3)
+    there_and_back = lambda x: x.t().contiguous().t()  # noqa: E731
+    for fn in (
+        lambda x: x + 0,
+        lambda x: torch.cat([x]),
+        lambda x: x * 1,
+        there_and_back,
+        lambda x: there_and_back(x)[0],
+    ):
+        x = torch.randn(3, 4)
         assert export_graph(Fn(fn), (x,))(x).data_ptr() != x.data_ptr()
     one, two = export_graph(Fn(lambda x: (x + 1, x + 1)), (x,))(x)
     assert one.data_ptr() != two.data_ptr()

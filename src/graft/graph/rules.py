@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graft.graph.memory import storage_root
+from graft.graph.memory import storage_root, with_views
 from graft.graph.nodes import (
     arg_values,
     is_op,
@@ -64,6 +64,7 @@ DIMS: dict[Any, tuple[int, ...]] = {
     aten.sum.dim_IntList: (1,),
     aten.var.correction: (1,),
     aten.std.correction: (1,),
+    aten.linalg_vector_norm.default: (2,),
     aten.unbind.int: (1,),
     aten.cat.default: (1,),
     aten.slice.Tensor: (1,),
@@ -322,9 +323,38 @@ def if_contiguous(node: Node) -> Node | None:
 
 
 def if_undone(node: Node) -> Node | None:
-    """A transpose of the same transpose."""
+    """Dims put back where they were: a transpose of the same transpose, also of a contiguous copy of it."""
     source = node.args[0]
-    return source.args[0] if is_op(source, aten.transpose.int) and source.args[1:] == node.args[1:] else None
+    copied = is_op(source, aten.contiguous.default) or (is_op(source, aten.clone.default) and in_one_piece(source))
+    inner = source.args[0] if copied else source
+    if not is_op(inner, aten.transpose.int, aten.permute.default) or (copied and is_returned(node)):
+        return None
+    first, second = dim_order(inner), dim_order(node)
+    undone = first is not None and second is not None and [first[d] for d in second] == sorted(first)
+    return inner.args[0] if undone else None
+
+
+def dim_order(node: Node) -> list[int] | None:
+    """Which dim of its input each dim of a transpose or permute is."""
+    tensor = tensor_val(node.args[0])
+    if tensor is None:
+        return None
+    rank = tensor.dim()
+    if node.target is aten.permute.default:
+        return [d % rank for d in node.args[1]]
+    order, (one, other) = list(range(rank)), (d % rank for d in node.args[1:3])
+    order[one], order[other] = other, one
+    return order
+
+
+def in_one_piece(clone: Node) -> bool:
+    """`clone(memory_format=contiguous)`, which copies as `contiguous` does."""
+    return clone.kwargs.get("memory_format") is torch.contiguous_format
+
+
+def is_returned(node: Node) -> bool:
+    """The caller gets it, or a view of it: where a copy was made it must get a copy."""
+    return any(user.op == "output" for view in with_views([node]) for user in view.users)
 
 
 def if_inference_dropout(node: Node) -> Node | None:
@@ -353,7 +383,7 @@ SHORTCUTS: dict[Any, Callable[[Node], Node | None]] = {
     aten.to.dtype: lambda node: if_same(node) if len(node.args) == 2 else None,
     **{op: first_argument for op in (aten.alias.default, aten.detach.default, aten.lift_fresh.default)},
     aten.contiguous.default: if_contiguous,
-    aten.transpose.int: if_undone,
+    **{op: if_undone for op in (aten.transpose.int, aten.permute.default)},
     aten.dropout.default: if_inference_dropout,
     aten.cat.default: if_one_piece,
     aten.add.Tensor: if_neutral(0),

@@ -1,4 +1,4 @@
-"""Linears that read one input become one larger linear: shared by merge_qkv and merge_gate_up."""
+"""Linears that read one input become one larger linear: shared by merge_qkv, merge_gate_up and merge_gemms."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.graph.edit import Editor, attribute
+from graft.graph.edit import Editor
 from graft.graph.match import NearMiss
-from graft.graph.nodes import is_op, is_weight, module_path, tensor_of, where
-from graft.graph.storage import share_storage
-from graft.ops.fused_linear.file_rows import Held, untouched
+from graft.graph.memory import storage_root, with_views, writers
+from graft.graph.nodes import is_op, module_path, tensor_of, where
+from graft.ops.fused_linear.file_rows import Held
 from graft.transforms.base import Outcome
 from graft.transforms.report import MatchRecord
+from graft.transforms.stacking import Part, owner_problem, sharer, stacked
 
 aten = torch.ops.aten
 
@@ -27,37 +28,63 @@ def merge_problem(gm: GraphModule, linears: Sequence[Node | None], what: str, he
         return f"{what} come from one linear layer already"
     if len({node.args[0] for node in found}) > 1:
         return f"{what} read different inputs"
-    weights = [node.args[1] for node in found]
-    biases = [node.args[2] for node in found if len(node.args) > 2 and node.args[2] is not None]
-    owned = next((state for state in (*weights, *biases) if is_weight(state) and not is_parameter(gm, state)), None)
-    if owned is not None and owned.op == "placeholder":
-        return f"{where(owned)} is an input of the graph and stays the model's; graft.compile merges weights"
-    if any(not is_parameter(gm, state) for state in (*weights, *biases)):
-        return f"a weight or bias of {what} is not a parameter"
-    shared = next((w for w in weights if len(w.users) > 1), None)
+    problems = (member_problem(gm, node, what) for node in found)
+    return next((problem for problem in problems if problem), None) or together_problem(gm, found, what, held)
+
+
+def member_problem(gm: GraphModule, node: Node, what: str) -> str | None:
+    """Why one linear cannot be merged with any other, or None."""
+    states = [state for state in (node.args[1], bias_of(node)) if state is not None]
+    problem = owner_problem(gm, states, what)
+    if problem is not None:
+        return problem
+    shared = next((state for state in states if len(state.users) > 1), None)
     if shared is not None:
-        return f"the weight {shared.target} is tied: something else reads it too"
-    if len({tensor_of(w).dtype for w in weights}) > 1:
-        return f"the weights of {what} differ in dtype"
-    if 0 < len(biases) < len(found):
-        return f"some of {what} have a bias and some have none"
-    problem = held and held.joinable([gm.get_parameter(str(weight.target)) for weight in weights])
+        kind = "weight" if shared is node.args[1] else "bias"
+        return f"the {kind} {shared.target} is tied: something else reads it too"
+    if tensor_of(node.args[1]).dim() != 2:
+        return f"the weight {node.args[1].target} is no matrix"
+    views = with_views([node])
+    writer = next(iter(writers(node)), None)
+    if writer is not None:
+        return f"{where(node)} is written in place by {where(writer)}"
+    if any(user.op == "output" for view in views for user in view.users):
+        return f"{where(node)} is returned, and would be a view of a wider tensor"
+    if any(is_op(user, aten.view.default) for view in views for user in view.users):
+        return f"{where(node)} is read by aten.view, which takes no piece of a wider tensor"
+    return None
+
+
+def together_problem(gm: GraphModule, linears: Sequence[Node], what: str, held: Held | None) -> str | None:
+    """Why linears that could each be merged cannot be merged with each other, or None."""
+    weights = [node.args[1] for node in linears]
+    biases = [bias for node in linears if (bias := bias_of(node)) is not None]
+    if len({(tensor_of(state).dtype, tensor_of(state).device) for state in (*weights, *biases)}) > 1:
+        return f"the weights of {what} differ in dtype or device"
+    x, first, last = linears[0].args[0], min(linears), max(linears)
+    writer = next((w for w in writers(storage_root(x)) if first < w < last), None)
+    if writer is not None:
+        return f"{where(x)} is written in place by {where(writer)} between {where(first)} and {where(last)}"
+    tensors = [gm.get_parameter(str(state.target)) for state in (*weights, *biases)]
+    other = sharer(gm, tensors)
+    if other is not None:
+        return f"a weight of {what} shares its memory with {other}"
+    problem = held and held.joinable(tensors[: len(weights)])
     return f"the weights of {what} cannot be joined: {problem}" if problem else None
 
 
-def is_parameter(gm: GraphModule, node: object) -> bool:
-    if not isinstance(node, Node) or node.op != "get_attr":
-        return False
-    return isinstance(attribute(gm, str(node.target)), torch.nn.Parameter)
+def bias_of(linear: Node) -> Node | None:
+    return linear.args[2] if len(linear.args) > 2 else None
 
 
 def merge_linears(editor: Editor, linears: Sequence[Node], name: str, held: Held | None = None) -> MatchRecord:
     """One linear over the stacked weights, and a slice of its result for each of the old ones."""
     first = min(linears)
-    weight = stack_state(editor, [n.args[1] for n in linears], name, "weight", first, held)
-    args = [first.args[0], weight]
-    if len(first.args) > 2:
-        args.append(stack_state(editor, [n.args[2] for n in linears], name, "bias", first))
+    rows = [tensor_of(node.args[1]).shape[0] for node in linears]
+    weight = stack_state(editor, [n.args[1] for n in linears], rows, f"{name}.weight", first, held)
+    args, biases = [first.args[0], weight], [bias_of(n) for n in linears]
+    if any(bias is not None for bias in biases):
+        args.append(stack_state(editor, biases, rows, f"{name}.bias", first))
     merged = editor.call(aten.linear.default, args, before=first, like=first)
     made, start = [weight.name, merged.name], 0
     for node in linears:
@@ -73,48 +100,26 @@ def merge_linears(editor: Editor, linears: Sequence[Node], name: str, held: Held
 
 
 def stack_state(
-    editor: Editor, parts: Sequence[Node], name: str, leaf: str, before: Node, held: Held | None = None
+    editor: Editor,
+    parts: Sequence[Node | None],
+    rows: Sequence[int],
+    name: str,
+    before: Node,
+    held: Held | None = None,
 ) -> Node:
-    """The tensors of `parts` below each other in one new parameter. The old ones become views of it, so that memory
-    grows by one layer at most while merging, and not at all after it."""
-    tensors = [editor.gm.get_parameter(str(part.target)) for part in parts]
-    stacked = stacked_already(tensors)
-    if stacked is None:
-        stacked = stack(tensors, held if held is not None and tensors[0] in held else None)
+    """The tensors of `parts` below each other in one new parameter; `rows` zeros where there is none."""
+    tensors = [editor.gm.get_parameter(str(part.target)) if part is not None else None for part in parts]
+    known = [tensor for tensor in tensors if tensor is not None]
+    starts = [sum(rows[:index]) for index in range(len(rows))]
+    places = [
+        Part(tensor, lambda whole, a=start, n=count: whole[a : a + n])
+        for tensor, start, count in zip(tensors, starts, rows, strict=True)
+    ]
+    whole = stacked((sum(rows), *known[0].shape[1:]), places, held if held is not None and known[0] in held else None)
     # model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn.qkv_proj.weight
-    prefix = "".join(f"{part}." for part in str(parts[0].target).split(".")[:-2])
-    return editor.parameter(f"{prefix}{name}.{leaf}", stacked, before=before, like=before)
-
-
-def stack(tensors: Sequence[torch.nn.Parameter], held: Held | None = None) -> torch.Tensor:
-    """held: the weights lie in their file, so that rows of the file are joined, and no numbers."""
-    shape = (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
-    if held is None:
-        stacked = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
-    else:
-        stacked = untouched(shape, tensors[0].dtype)
-        held.put(stacked, *(part for tensor in tensors for part in held.of(tensor)))
-    start = 0
-    for tensor in tensors:
-        view = stacked[start : start + tensor.shape[0]]
-        if held is not None:
-            held.drop(tensor)
-        elif not tensor.is_meta:
-            view.copy_(tensor.data)
-        tensor.data = view
-        start += tensor.shape[0]
-    return stacked
-
-
-def stacked_already(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
-    """The tensors as one, where an earlier graph of the same module has stacked them: it shares that memory."""
-    first = tensors[0]
-    one = all(share_storage(t, first) and t.is_contiguous() for t in tensors)
-    ends = [t.storage_offset() + t.numel() for t in tensors]
-    if not one or first.is_meta or ends[:-1] != [t.storage_offset() for t in tensors[1:]]:
-        return None
-    shape = (sum(t.shape[0] for t in tensors), *first.shape[1:])
-    return first.data.as_strided(shape, first.stride(), first.storage_offset())
+    first = next(part for part in parts if part is not None)
+    prefix = "".join(f"{part}." for part in str(first.target).split(".")[:-2])
+    return editor.parameter(f"{prefix}{name}", whole, before=before, like=before)
 
 
 def merge_groups(
