@@ -1,6 +1,7 @@
-"""Reads the experts of a mixture, in either of the forms in which Hugging Face's models can be captured.
+"""Reads the experts of a mixture, in the forms that Hugging Face's models are captured in, or as a model spells them.
 
-grouped_mm: rows sorted by expert, one product a group.  batched_mm: a matrix gathered for every row.
+grouped_mm: rows sorted by expert, one product a group.  batched_mm: a matrix gathered for every row.  Loops over
+experts are in `moe_loops.py`, batched products over all of them in `moe_dense.py`.
 """
 
 from __future__ import annotations
@@ -11,28 +12,45 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graft.graph.nodes import arg_values, is_op, same_sizes, tensor_of, where
-from graft.graph.text import op_text, target_text
+from graft.graph.nodes import is_op, same_sizes, tensor_of, where
+from graft.graph.text import target_text
+from graft.transforms.moe_dense import read_dense
+from graft.transforms.moe_loops import EQUALS, read_sharing_loop, read_taking_loop
+from graft.transforms.moe_mlp import ADDS, Stack, Weight, Weights, read_activation, read_halves, weights_of
 from graft.transforms.moe_routing import Routing
 from graft.transforms.walk import NoFit, Walk, expect, readers_text, require, unexpected
 
-aten, ops = torch.ops.aten, torch.ops.graft
+aten = torch.ops.aten
 GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback")  # by name: the second comes with transformers
 
 
 @dataclass(frozen=True)
 class Experts:
-    """What `graft::moe_experts` stands for, beside weights and ids: x [n, d], gate_up [e, 2f, d], down [e, d, f]."""
+    """What `graft::moe_experts` stands for, beside weights and ids: x [n, d], gate_up [e, 2f, d], down [e, d, f].
+
+    weigh_input: the routing's weights multiply x. sizes: those of the result, where it is not [n, d].
+    """
 
     x: Node
-    gate_up: Node
-    down: Node
-    activation: str
+    weights: Weights
     result: Node
+    weigh_input: bool = False
+    sizes: tuple[Any, ...] | None = None
 
 
 def read_experts(walk: Walk, routing: Routing) -> Experts:
     """From the routing's results down to the sum over each token's experts."""
+    if routing.shares is not None and any(is_op(user, aten.transpose.int) for user in routing.shares.users):
+        dense = read_dense(walk, routing)
+        weights = weights_of([(None, dense.mlp)], dense.result)
+        return Experts(dense.x, weights, dense.result, dense.weigh_input, dense.sizes)
+    masks = [user for user in routing.ids.users if is_op(user, aten.one_hot.default, *EQUALS)]
+    if masks or routing.shares is not None:
+        shared = routing.shares is not None or any(
+            is_op(user, aten.mul.Tensor, aten.to.dtype) for user in masks[0].users
+        )
+        x, mlps, result = (read_sharing_loop if shared else read_taking_loop)(walk, routing)
+        return Experts(x, weights_of(sorted(mlps.items(), key=lambda item: item[0]), result), result)
     weights = walk.reader(routing.weights, aten.reshape.default)
     ids = walk.reader(routing.ids, aten.reshape.default)
     for node in (weights, ids):
@@ -51,9 +69,8 @@ def read_grouped(walk: Walk, routing: Routing, weights: Node, ids: Node) -> Expe
     by_expert, order = walk.piece(sort, 0), walk.piece(sort, 1)
     if sort.args != (ids,) or by_expert is None or order is None:
         raise NoFit(sort, f"{where(sort)} does not sort the rows by expert")
-    for clamp in list(by_expert.users):
-        if is_op(clamp, aten.clamp_.default) and clamp.args[1:] == (None, e - 1):
-            walk.take(clamp)  # the ids are below e already
+    clamps = [c for c in by_expert.users if is_op(c, aten.clamp_.default) and c.args[1:] == (None, e - 1)]
+    sorted_ids = [by_expert, *(walk.take(clamp) for clamp in clamps)]  # the ids are below e already
     sorted_weights = walk.reader(weights, aten.index.Tensor)
     require(sorted_weights.args[1] == [order], sorted_weights, f"{where(sorted_weights)} is in another order")
     weighted, rows = read_weighted(walk, sorted_weights)
@@ -61,14 +78,14 @@ def read_grouped(walk: Walk, routing: Routing, weights: Node, ids: Node) -> Expe
     read_inverse(walk, restored, order)
     result = read_sum(walk, restored, routing)
 
-    down_call = grouped_call(walk, unmasked(walk, rows, by_expert, e), weighted)
-    hidden, activation, product = read_gated(walk, down_call.args[0], down_call)
-    up_call = grouped_call(walk, unmasked(walk, product, by_expert, e), hidden)
+    down_call, down_bias = grouped_call(walk, unmasked(walk, rows, by_expert, e), weighted, sorted_ids)
+    hidden, activation, gate, up = read_activation(walk, down_call.args[0], down_call)
+    product, interleaved = read_halves(walk, *slices(gate, up, hidden), hidden)
+    up_call, up_bias = grouped_call(walk, unmasked(walk, product, by_expert, e), hidden, sorted_ids)
     require(
         up_call.args[2] is down_call.args[2], up_call, f"{where(up_call)} and {where(down_call)} differ in groups"
     )
     read_offsets(walk, up_call, by_expert, e)
-    gate_up, down = (stored_as_rows(call) for call in (up_call, down_call))
     source = up_call.args[0]
     if is_op(source, aten.to.dtype) and tensor_of(source).dtype == tensor_of(source.args[0]).dtype:
         source = walk.take(source).args[0]
@@ -76,7 +93,8 @@ def read_grouped(walk: Walk, routing: Routing, weights: Node, ids: Node) -> Expe
     token = walk.call(gathered.args[1][0], gathered, aten.floor_divide.default)
     to_token = len(gathered.args[1]) == 1 and token.args == (order, k)
     require(to_token, token, f"{where(token)} does not lead from a row back to its token")
-    return Experts(gathered.args[0], gate_up, down, activation, result)
+    up_side, down_side = (stored(call.args[1]) for call in (up_call, down_call))
+    return Experts(gathered.args[0], Weights(up_side, down_side, up_bias, down_bias, activation, interleaved), result)
 
 
 def read_batched(walk: Walk, routing: Routing, weights: Node, ids: Node) -> Experts:
@@ -87,12 +105,13 @@ def read_batched(walk: Walk, routing: Routing, weights: Node, ids: Node) -> Expe
     )
     weighted, rows = read_weighted(walk, weights)
     result = read_sum(walk, weighted, routing)
-    down, hidden = batched_call(walk, rows, weighted, chosen)
-    gated, activation, product = read_gated(walk, hidden, rows)
-    gate_up, repeated = batched_call(walk, product, gated, chosen)
+    down, down_bias, hidden = batched_call(walk, rows, weighted, chosen)
+    gated, activation, gate, up = read_activation(walk, hidden, rows)
+    product, interleaved = read_halves(walk, *slices(gate, up, gated), gated)
+    gate_up, up_bias, repeated = batched_call(walk, product, gated, chosen)
     repeated = walk.call(repeated, gated, aten.repeat_interleave.self_int)
     require(repeated.args[1:] == (k, 0), repeated, f"{where(repeated)} does not repeat each token {k} times")
-    return Experts(repeated.args[0], gate_up, down, activation, result)
+    return Experts(repeated.args[0], Weights(gate_up, down, up_bias, down_bias, activation, interleaved), result)
 
 
 def read_weighted(walk: Walk, weights: Node) -> tuple[Node, Node]:
@@ -129,31 +148,8 @@ def read_sum(walk: Walk, rows: Node, routing: Routing) -> Node:
     return walk.take(casts[0]) if len(casts) == len(total.users) == 1 else total
 
 
-def read_gated(walk: Walk, hidden: Any, reader: Node) -> tuple[Node, str, Node]:
-    """activation(gate) * up, with gate and up the halves of one product: the call, the activation, the product."""
-    hidden = walk.call(hidden, reader, aten.mul.Tensor, ops.swiglu.default)
-    if is_op(hidden, ops.swiglu.default):
-        gate, up, activation, upcast = (value for _, value in arg_values(hidden))
-        require(not upcast, hidden, f"{where(hidden)} computes in float32, the op in the model's dtype")
-    else:
-        activated, up = sorted(hidden.args, key=lambda half: is_op(half, aten.slice.Tensor))
-        activation = activation_of(activated, hidden)
-        gate = walk.take(activated).args[0]
-    gate, up = (walk.call(half, hidden, aten.slice.Tensor) for half in (gate, up))
-    product, f = gate.args[0], tensor_of(hidden).shape[-1]
-    halves = gate.args == (product, -1, 0, f) and up.args == (product, -1, f, 2 * f)
-    require(halves, gate, f"{where(gate)} and {where(up)} are not the first and the second half of one product")
-    return hidden, activation, product
-
-
-def activation_of(node: Any, reader: Node) -> str:
-    if is_op(node, aten.silu.default):
-        return "silu"
-    if is_op(node, aten.gelu.default):
-        return "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
-    if not isinstance(node, Node):
-        raise NoFit(reader, f"{where(reader)} is no product of an activation and a projection")
-    raise NoFit(node, f"the experts' activation {where(node)} is {op_text(node)}, known are silu, gelu and gelu_tanh")
+def slices(gate: Any, up: Any, hidden: Node) -> tuple[Node, Node]:
+    return expect(gate, hidden, aten.slice.Tensor), expect(up, hidden, aten.slice.Tensor)
 
 
 def unmasked(walk: Walk, value: Any, by_expert: Node, e: int) -> Any:
@@ -168,22 +164,30 @@ def unmasked(walk: Walk, value: Any, by_expert: Node, e: int) -> Any:
     return value
 
 
-def grouped_call(walk: Walk, value: Any, reader: Node) -> Node:
-    """A product of each group of rows with its expert's matrix: (rows, weight, ends)."""
-    if is_op(value, aten.add_.Tensor, aten.add.Tensor):
-        raise NoFit(value, f"{where(value)} adds a bias to the experts, which the op does not have")
+def grouped_call(walk: Walk, value: Any, reader: Node, ids: list[Node]) -> tuple[Node, Stack | None]:
+    """A product of each group of rows with its expert's matrix, (rows, weight, ends), and the experts' biases."""
+    bias = None
+    if is_op(value, *ADDS):
+        bias = gathered_bias(walk, value, ids)
+        reader, value = value, walk.take(value).args[0]
     if not isinstance(value, Node) or value.op != "call_function" or target_text(value.target) not in GROUPED:
         raise NoFit(*unexpected(value, reader, " or ".join(GROUPED)))
     require(len(value.args) == 3 and not value.kwargs, value, f"{where(value)} has a bias or another dtype")
-    return walk.take(value)
+    return walk.take(value), bias
 
 
-def stored_as_rows(product: Node) -> Node:
-    """The stored weight [e, out, in] of a grouped product, which takes [e, in, out]."""
-    weight = product.args[1]
+def gathered_bias(walk: Walk, added: Node, ids: list[Node]) -> Stack:
+    """rows + bias[ids]."""
+    bias = walk.call(added.args[1], added, aten.index.Tensor)
+    fits = len(bias.args[1]) == 1 and bias.args[1][0] in ids and not added.kwargs
+    require(fits, bias, f"{where(bias)} is not each row's bias of its expert")
+    return Stack(((None, Weight(bias.args[0])),))
+
+
+def stored(weight: Node) -> Stack:
+    """A stored weight, of which a product took [e, in, out]."""
     turned = is_op(weight, aten.transpose.int) and weight.args[1:] == (-2, -1)
-    require(turned, weight, f"the weight {where(weight)} is stored as [e, in, out], the op takes [e, out, in]")
-    return weight.args[0]
+    return Stack(((None, Weight(weight.args[0]) if turned else Weight(weight, turned=True)),))
 
 
 def read_offsets(walk: Walk, product: Node, by_expert: Node, e: int) -> None:
@@ -196,14 +200,19 @@ def read_offsets(walk: Walk, product: Node, by_expert: Node, e: int) -> None:
     require(fits, counts, f"{where(counts)} does not count the rows of {e} experts")
 
 
-def batched_call(walk: Walk, value: Any, reader: Node, chosen: Node) -> tuple[Node, Any]:
-    """bmm(weight[chosen], rows.unsqueeze(-1)).squeeze(-1): the weight and the rows."""
-    if is_op(value, aten.add_.Tensor, aten.add.Tensor):
-        raise NoFit(value, f"{where(value)} adds a bias to the experts, which the op does not have")
+def batched_call(walk: Walk, value: Any, reader: Node, chosen: Node) -> tuple[Stack, Stack | None, Any]:
+    """bmm(weight[chosen], rows.unsqueeze(-1)).squeeze(-1), or the same turned: weight, bias and rows."""
+    bias = None
+    if is_op(value, *ADDS):
+        bias = gathered_bias(walk, value, [chosen])
+        reader, value = value, walk.take(value).args[0]
     result = walk.call(value, reader, aten.squeeze.dim)
     product = walk.call(result.args[0], result, aten.bmm.default)
-    matrices = walk.call(product.args[0], product, aten.index.Tensor)
-    column = walk.call(product.args[1], product, aten.unsqueeze.default)
-    fits = result.args[1] == -1 and column.args[1] == -1 and matrices.args[1] == [chosen]
+    turned = result.args[1] == -2
+    sides = reversed(product.args) if turned else product.args
+    matrices, column = sides
+    matrices = walk.call(matrices, product, aten.index.Tensor)
+    column = walk.call(column, product, aten.unsqueeze.default)
+    fits = result.args[1] in (-1, -2) and column.args[1] == result.args[1] and matrices.args[1] == [chosen]
     require(fits, product, f"{where(product)} is not each row with its own expert's matrix")
-    return matrices.args[0], column.args[0]
+    return Stack(((None, Weight(matrices.args[0], turned=turned)),)), bias, column.args[0]

@@ -25,6 +25,24 @@ def make(
     return x, weights, ids, gate_up.to(dtype), down.to(dtype), activation
 
 
+def make_gpt_oss(
+    n: int, k: int, sizes: tuple[int, int, int], device: str, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Any, ...]:
+    """Weights that lie as [e, in, out], gate and up in turns, biases, the bounded activation."""
+    e, f, d = sizes
+    x, weights, ids, gate_up, down, _ = make(n, k, sizes, "", True, "random", device, dtype, generator)
+    gate_up, down = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (gate_up, down))
+    biases = (randn(shape, device, dtype, generator) for shape in ((e, 2 * f), (e, d)))
+    return x, weights, ids, gate_up, down, "clamped_swiglu", *biases, True
+
+
+def make_llama4(
+    n: int, sizes: tuple[int, int, int], device: str, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Any, ...]:
+    """One expert a token, whose weight multiplies what goes in."""
+    return (*make(n, 1, sizes, "silu", True, "random", device, dtype, generator), None, None, False, True)
+
+
 CASES = [
     Case("mixtral/64 decode", partial(make, 1, 2, (8, 224, 64), "silu", False, "random"), 224),
     Case("mixtral/64 decode 6", partial(make, 6, 2, (8, 224, 64), "silu", False, "random"), 224),
@@ -32,4 +50,7 @@ CASES = [
     Case("all tokens to one expert", partial(make, 70, 1, (2, 40, 72), "silu", True, "one"), 72),
     Case("gelu tanh, odd sizes", partial(make, 3, 2, (5, 33, 37), "gelu_tanh", True, "random"), 37),
     Case("every expert, gelu", partial(make, 3, 4, (4, 32, 64), "gelu", False, "random"), 64),
+    Case("gpt-oss/40", partial(make_gpt_oss, 3, 4, (8, 72, 72)), 72),
+    Case("llama-4/80", partial(make_llama4, 5, (16, 40, 64)), 64),
+    Case("llama-4/80 decode", partial(make_llama4, 1, (16, 40, 64)), 64),
 ]

@@ -1,4 +1,4 @@
-"""graft::moe_experts(x, weights, ids, gate_up, down, activation)."""
+"""graft::moe_experts(x, weights, ids, gate_up, down, activation, biases, interleaved, weigh_input)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graft.ops.linear.reference import linear_float32
-from graft.ops.moe_experts.reference import moe_experts, sorted_experts, weighted_sum
+from graft.ops.moe_experts.reference import gated, moe_experts, sorted_experts, weighted_sum
 from graft.ops.narrow import widen_problem
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
-from graft.ops.swiglu.reference import swiglu
 
 
-def fake(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu") -> Tensor:
+def fake(
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu",
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, interleaved: bool = False,
+    weigh_input: bool = False,
+) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape)
 
 
@@ -22,18 +25,23 @@ def aten_supports(x: Tensor, *_: object) -> str | None:
 
 
 def run_aten(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
-) -> Tensor:
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu",
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, interleaved: bool = False,
+    weigh_input: bool = False,
+) -> Tensor:  # fmt: skip
     """Matrix products expert by expert. One token needs no sorting, which halves the time of small experts."""
     if x.shape[0] != 1:
-        return moe_experts(x, weights, ids, gate_up, down, activation)
-    f = down.shape[2]
+        more = (gate_up_bias, down_bias, interleaved, weigh_input)
+        return moe_experts(x, weights, ids, gate_up, down, activation, *more)
     product = linear_float32 if widen_problem(x, gate_up, down) is None else F.linear
     rows = []
-    for expert in ids.reshape(-1).tolist():
-        hidden = product(x, gate_up[expert])  # [1, 2f]
-        rows.append(product(swiglu(hidden[:, :f], hidden[:, f:], activation), down[expert]))
-    return weighted_sum(torch.cat(rows), weights, x.dtype)
+    for slot, expert in enumerate(ids.reshape(-1).tolist()):
+        row = (x * weights[:, slot]).to(x.dtype) if weigh_input else x
+        hidden = product(row, gate_up[expert])  # [1, 2f]
+        hidden = hidden if gate_up_bias is None else hidden + gate_up_bias[expert]
+        result = product(gated(hidden, activation, interleaved), down[expert])
+        rows.append(result if down_bias is None else result + down_bias[expert])
+    return weighted_sum(torch.cat(rows), torch.ones_like(weights) if weigh_input else weights, x.dtype)
 
 
 def grouped_mm_supports(
@@ -47,38 +55,46 @@ def grouped_mm_supports(
         return "torch's grouped_mm needs compute capability 8.0"
     if gate_up.shape[-1] % 8 or down.shape[-1] % 8:
         return "torch's grouped_mm needs rows of a multiple of 16 bytes"
+    if gate_up.stride(-1) != 1 or down.stride(-1) != 1:
+        return "torch's grouped_mm is used for weights that lie as [e, out, in]"
     return None
 
 
 def run_grouped_mm(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
-) -> Tensor:
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu",
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, interleaved: bool = False,
+    weigh_input: bool = False,
+) -> Tensor:  # fmt: skip
     def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(rows, weight, offs=ends.to(torch.int32))
 
-    return sorted_experts(x, weights, ids, gate_up, down, activation, product)
+    more = (gate_up_bias, down_bias, interleaved, weigh_input)
+    return sorted_experts(x, weights, ids, gate_up, down, activation, *more, product)
 
 
 def triton_supports(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, *_: object) -> str | None:
     if not x.dtype == gate_up.dtype == down.dtype:
         return f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}"
-    if gate_up.stride(-1) != 1 or down.stride(-1) != 1:
-        return "the last dim of a weight is strided"
     return needs_triton(x, weights, ids, gate_up, down)
 
 
 def run_triton(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
-) -> Tensor:
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu",
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, interleaved: bool = False,
+    weigh_input: bool = False,
+) -> Tensor:  # fmt: skip
     from graft.ops.moe_experts.triton import moe_experts_triton
 
-    return moe_experts_triton(x, weights, ids, gate_up, down, activation)
+    more = (gate_up_bias, down_bias, interleaved, weigh_input)
+    return moe_experts_triton(x, weights, ids, gate_up, down, activation, *more)
 
 
 define(
     OpSpec(
         name="moe_experts",
-        schema='(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, str activation="silu") -> Tensor',
+        schema='(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor down, str activation="silu",'
+        " Tensor? gate_up_bias=None, Tensor? down_bias=None, bool interleaved=False, bool weigh_input=False)"
+        " -> Tensor",
         reference=moe_experts,
         fake=fake,
         kernels=(

@@ -15,26 +15,56 @@ from graft.ops.narrow import matmul
 from graft.ops.swiglu.reference import swiglu
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
 
 
 def moe_experts(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
-) -> Tensor:
-    """x: [n, d]; weights, ids: [n, k]; gate_up: [e, 2f, d], gate first; down: [e, d, f]. Gives [n, d]."""
-    return sorted_experts(x, weights, ids, gate_up, down, activation, grouped_product)
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu",
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, interleaved: bool = False,
+    weigh_input: bool = False,
+) -> Tensor:  # fmt: skip
+    """x: [n, d]; weights, ids: [n, k]; gate_up: [e, 2f, d], gate first; down: [e, d, f]. Gives [n, d].
+
+    gate_up_bias: [e, 2f]; down_bias: [e, d]. interleaved: the rows of gate and up take turns (gpt-oss).
+    weigh_input: the weights multiply what goes into the experts (Llama 4), not what comes out.
+    """
+    more = (gate_up_bias, down_bias, interleaved, weigh_input)
+    return sorted_experts(x, weights, ids, gate_up, down, activation, *more, grouped_product)
 
 
 def sorted_experts(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str, product: Product
-) -> Tensor:
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, interleaved: bool, weigh_input: bool, product: Product,
+) -> Tensor:  # fmt: skip
     """Over rows sorted by expert; `product(rows, weight, ends)` multiplies each expert's rows by its matrix."""
-    k, f = ids.shape[1], down.shape[2]
+    k = ids.shape[1]
     by_expert, order = torch.sort(ids.reshape(-1))  # [n·k]
     ends = group_ends(by_expert, gate_up.shape[0])
-    hidden = product(x[order // k], gate_up.transpose(-2, -1), ends)  # [n·k, 2f]
-    hidden = swiglu(hidden[:, :f], hidden[:, f:], activation)
+    rows = x[order // k]
+    if weigh_input:
+        rows = (rows * weights.reshape(-1)[order].unsqueeze(-1)).to(x.dtype)
+        weights = torch.ones_like(weights)
+    hidden = product(rows, gate_up.transpose(-2, -1), ends)  # [n·k, 2f]
+    if gate_up_bias is not None:
+        hidden = hidden + gate_up_bias[by_expert]
+    hidden = gated(hidden, activation, interleaved)
     result = product(hidden, down.transpose(-2, -1), ends)  # [n·k, d]
+    if down_bias is not None:
+        result = result + down_bias[by_expert]
     return weighted_sum(torch.empty_like(result).index_copy_(0, order, result), weights, x.dtype)
+
+
+def gated(hidden: Tensor, activation: str, interleaved: bool = False) -> Tensor:
+    """hidden: [..., 2f], gate and up side by side or taking turns. Gives [..., f]."""
+    f = hidden.shape[-1] // 2
+    halves = (hidden[..., ::2], hidden[..., 1::2]) if interleaved else (hidden[..., :f], hidden[..., f:])
+    return clamped_swiglu(*halves) if activation == "clamped_swiglu" else swiglu(*halves, activation)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss: both are bounded, and up counts from 1."""
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
 
 
 def weighted_sum(rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,10 +30,19 @@ def find_block(ends, block, e, E: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def clamped_swiglu(gate, up, dtype: tl.constexpr):
+    """gpt-oss, rounded to the working dtype after each step as in eager."""
+    gate, up = tl.where(gate > 7.0, 7.0, gate), tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+    scaled = (gate * 1.702).to(dtype).to(tl.float32)
+    share = (1.0 / (1.0 + tl.exp(-scaled))).to(dtype).to(tl.float32)
+    return (up + 1.0).to(dtype).to(tl.float32) * (gate * share).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def gate_up_kernel(
-    x, gate_up, hidden, order, ends, stride_x, stride_e, stride_w, k, e, d, f,
-    ACTIVATION: tl.constexpr, UPCAST: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    x, gate_up, bias, weights, hidden, order, ends, stride_x, stride_e, stride_w, stride_d, k, e, d, f,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGH: tl.constexpr,
+    UPCAST: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     expert, first, end = find_block(ends, tl.program_id(0), e, E, ROWS)
     if expert >= e:
@@ -41,32 +50,50 @@ def gate_up_kernel(
     rows = first + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = rows < end
-    token = tl.load(order + rows, mask=inside, other=0) // k
-    weight = gate_up + expert.to(tl.int64) * stride_e + cols[:, None].to(tl.int64) * stride_w
+    pair = tl.load(order + rows, mask=inside, other=0)
+    token = pair // k
+    gate_row = 2 * cols if INTERLEAVED else cols
+    up_row = gate_row + 1 if INTERLEAVED else cols + f
+    weight = gate_up + expert.to(tl.int64) * stride_e
+    gate_at = weight + gate_row[:, None].to(tl.int64) * stride_w
+    up_at = weight + up_row[:, None].to(tl.int64) * stride_w
     gate = tl.zeros([ROWS, COLS], tl.float32)
     up = tl.zeros([ROWS, COLS], tl.float32)
+    dtype = hidden.dtype.element_ty
     for start in range(0, d, DEPTH):
         depth = start + tl.arange(0, DEPTH)
         at = token[:, None] * stride_x + depth[None, :]
         a = tl.load(x + at, mask=inside[:, None] & (depth[None, :] < d), other=0.0)  # [rows, depth]
+        if WEIGH:
+            share = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
+            a = (a.to(tl.float32) * share[:, None]).to(dtype)
         w_mask = (cols[:, None] < f) & (depth[None, :] < d)
-        g = tl.load(weight + depth[None, :], mask=w_mask, other=0.0)  # [cols, depth]
-        u = tl.load(weight + f * stride_w + depth[None, :], mask=w_mask, other=0.0)
+        along = depth[None, :].to(tl.int64) * stride_d
+        g = tl.load(gate_at + along, mask=w_mask, other=0.0)  # [cols, depth]
+        u = tl.load(up_at + along, mask=w_mask, other=0.0)
         if UPCAST:
             a, g, u = a.to(tl.float32), g.to(tl.float32), u.to(tl.float32)
         gate = tl.dot(a, tl.trans(g), gate, input_precision="ieee")
         up = tl.dot(a, tl.trans(u), up, input_precision="ieee")
     # the projections and the activation are rounded to the working dtype, as in eager
-    dtype = hidden.dtype.element_ty
-    gate = activate(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
-    result = gate * up.to(dtype).to(tl.float32)
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    if BIAS:
+        of_expert = bias + expert.to(tl.int64) * 2 * f
+        gate += tl.load(of_expert + gate_row, mask=cols < f, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(of_expert + up_row, mask=cols < f, other=0.0).to(tl.float32)[None, :]
+        gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    if ACTIVATION == "clamped_swiglu":
+        result = clamped_swiglu(gate, up, dtype)
+    else:
+        result = activate(gate, ACTIVATION).to(dtype).to(tl.float32) * up
     target = hidden + rows[:, None].to(tl.int64) * f + cols[None, :]
     tl.store(target, result.to(dtype), mask=inside[:, None] & (cols[None, :] < f))
 
 
 @triton.jit
 def down_kernel(
-    hidden, down, weights, out, order, ends, stride_e, stride_w, e, d, f,
+    hidden, down, bias, weights, out, order, ends, stride_e, stride_w, stride_f, e, d, f,
+    BIAS: tl.constexpr, WEIGH: tl.constexpr,
     UPCAST: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     expert, first, end = find_block(ends, tl.program_id(0), e, E, ROWS)
@@ -82,38 +109,48 @@ def down_kernel(
         depth = start + tl.arange(0, DEPTH)
         at = rows[:, None].to(tl.int64) * f + depth[None, :]
         a = tl.load(hidden + at, mask=inside[:, None] & (depth[None, :] < f), other=0.0)  # [rows, depth]
-        w = tl.load(weight + depth[None, :], mask=(cols[:, None] < d) & (depth[None, :] < f), other=0.0)
+        w_mask = (cols[:, None] < d) & (depth[None, :] < f)
+        w = tl.load(weight + depth[None, :].to(tl.int64) * stride_f, mask=w_mask, other=0.0)
         if UPCAST:
             a, w = a.to(tl.float32), w.to(tl.float32)
         result = tl.dot(a, tl.trans(w), result, input_precision="ieee")
-    share = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
-    result = result.to(hidden.dtype.element_ty).to(tl.float32) * share[:, None]
+    result = result.to(hidden.dtype.element_ty).to(tl.float32)
+    if BIAS:
+        result += tl.load(bias + expert.to(tl.int64) * d + cols, mask=cols < d, other=0.0).to(tl.float32)[None, :]
+        result = result.to(hidden.dtype.element_ty).to(tl.float32)
+    if not WEIGH:
+        result = result * tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
     target = out + pair[:, None] * d + cols[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=inside[:, None] & (cols[None, :] < d))
 
 
 def moe_experts_triton(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu"
-) -> Tensor:
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu",
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, interleaved: bool = False,
+    weigh_input: bool = False,
+) -> Tensor:  # fmt: skip
     (n, k), (e, d, f) = ids.shape, down.shape
     pairs = n * k
     x = x if x.stride(-1) == 1 else x.contiguous()
+    weights = weights.contiguous()
     by_expert, order = torch.sort(ids.reshape(-1))
     ends = group_ends(by_expert, e)
     rows = 16 if pairs <= 32 * e else 64
     blocks = min(e, pairs) + pairs // rows  # at most: each expert with rows has one block that is not full
     sizes = {
-        "E": triton.next_power_of_2(e), "ROWS": rows, "COLS": 64, "DEPTH": 64, "num_warps": 4,
+        "E": triton.next_power_of_2(e), "ROWS": rows, "COLS": 64, "DEPTH": 64, "num_warps": 4, "WEIGH": weigh_input,
         "UPCAST": x.device.type == "cpu",  # Triton's interpreter multiplies 16-bit floats wrongly
     }  # fmt: skip
     hidden = torch.empty((pairs, f), dtype=x.dtype, device=x.device)
+    biases = [x if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]  # x: nobody reads it
     gate_up_kernel[(blocks, triton.cdiv(f, 64))](
-        x, gate_up, hidden, order, ends, x.stride(0), gate_up.stride(0), gate_up.stride(1), k, e, d, f,
-        ACTIVATION=activation, **sizes,
+        x, gate_up, biases[0], weights, hidden, order, ends, x.stride(0), *gate_up.stride(), k, e, d, f,
+        ACTIVATION=activation, BIAS=gate_up_bias is not None, INTERLEAVED=interleaved, **sizes,
     )  # fmt: skip
     # one row for each of a token's experts, summed after: adding them up in place would not be deterministic
     out = torch.empty((pairs, d), dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
     down_kernel[(blocks, triton.cdiv(d, 64))](
-        hidden, down, weights.contiguous(), out, order, ends, down.stride(0), down.stride(1), e, d, f, **sizes
-    )
+        hidden, down, biases[1], weights, out, order, ends, *down.stride(), e, d, f,
+        BIAS=down_bias is not None, **sizes,
+    )  # fmt: skip
     return out.view(n, k, d).sum(dim=1).to(x.dtype)

@@ -11,21 +11,23 @@ from graft.ops.cases import Case
 
 
 def make(
-    shape: tuple[int, int], top_k: int, normalize: bool, cast: bool, select_first: bool,
+    shape: tuple[int, int], top_k: int, normalize: bool, cast: bool, select_first: bool, scoring: str,
     device: str, dtype: torch.dtype, generator: torch.Generator,
 ) -> tuple[Any, ...]:  # fmt: skip
     n, e = shape
     ranks = torch.stack([torch.randperm(e, generator=generator) for _ in range(n)])
     logits = ((ranks - e // 2) / 8).to(device=device, dtype=dtype)  # steps of 1/8 up to ±8: exact in bfloat16
-    return logits, top_k, normalize, dtype if cast else torch.float32, select_first
+    return logits, top_k, normalize, dtype if cast else torch.float32, select_first, scoring
 
 
 CASES = [
-    Case("mixtral decode", partial(make, (1, 8), 2, True, False, False), 8),
-    Case("mixtral prefill 16", partial(make, (16, 8), 2, True, False, False), 8),
-    Case("qwen3-moe decode 4", partial(make, (4, 128), 8, True, True, False), 128),
-    Case("olmoe, not normalized", partial(make, (3, 64), 8, False, True, False), 64),
-    Case("granite-moe, selects first", partial(make, (5, 40), 8, False, True, True), 40),
-    Case("one expert, odd count", partial(make, (3, 5), 1, False, False, False), 5),
-    Case("all experts", partial(make, (3, 6), 6, True, True, False), 6),
+    Case("mixtral decode", partial(make, (1, 8), 2, True, False, False, "softmax"), 8),
+    Case("mixtral prefill 16", partial(make, (16, 8), 2, True, False, False, "softmax"), 8),
+    Case("qwen3-moe decode 4", partial(make, (4, 128), 8, True, True, False, "softmax"), 128),
+    Case("olmoe, not normalized", partial(make, (3, 64), 8, False, True, False, "softmax"), 64),
+    Case("granite-moe, selects first", partial(make, (5, 40), 8, False, True, True, "softmax"), 40),
+    Case("one expert, odd count", partial(make, (3, 5), 1, False, False, False, "softmax"), 5),
+    Case("llama-4, sigmoid of one", partial(make, (4, 16), 1, False, True, True, "sigmoid"), 16),
+    Case("sigmoid of all, normalized", partial(make, (4, 64), 8, True, False, False, "sigmoid"), 64),
+    Case("all experts", partial(make, (3, 6), 6, True, True, False, "softmax"), 6),
 ]

@@ -12,14 +12,18 @@ from torch import Tensor
 def moe_route_kernel(
     logits, weights, ids, stride_row, e,
     K: tl.constexpr, K_PAD: tl.constexpr, E: tl.constexpr, NORMALIZE: tl.constexpr, SELECT_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, E)
     places = tl.arange(0, K_PAD)
     scores = tl.load(logits + row * stride_row + experts, mask=experts < e, other=-float("inf")).to(tl.float32)
     if not SELECT_FIRST:
-        scores = tl.exp(scores - tl.max(scores, axis=0))
-        scores = scores / tl.sum(scores, axis=0)
+        if SIGMOID:
+            scores = 1.0 / (1.0 + tl.exp(-scores))
+        else:
+            scores = tl.exp(scores - tl.max(scores, axis=0))
+            scores = scores / tl.sum(scores, axis=0)
         scores = tl.where(experts < e, scores, -float("inf"))
     chosen = tl.full([K_PAD], -float("inf"), tl.float32)
     expert_ids = tl.zeros([K_PAD], tl.int32)
@@ -31,16 +35,17 @@ def moe_route_kernel(
         expert_ids = tl.where(places == place, expert, expert_ids)
         scores = tl.where(experts == expert, -float("inf"), scores)
     if SELECT_FIRST:
-        chosen = tl.exp(chosen - tl.max(chosen, axis=0))
-    if SELECT_FIRST or NORMALIZE:
+        chosen = 1.0 / (1.0 + tl.exp(-chosen)) if SIGMOID else tl.exp(chosen - tl.max(chosen, axis=0))
+    if NORMALIZE or (SELECT_FIRST and not SIGMOID):
         chosen = chosen / tl.sum(tl.where(places < K, chosen, 0.0), axis=0)
     tl.store(weights + row * K + places, chosen.to(weights.dtype.element_ty), mask=places < K)
     tl.store(ids + row * K + places, expert_ids.to(tl.int64), mask=places < K)
 
 
 def moe_route_triton(
-    logits: Tensor, top_k: int, normalize: bool, dtype: torch.dtype, select_first: bool = False
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, top_k: int, normalize: bool, dtype: torch.dtype, select_first: bool = False,
+    scoring: str = "softmax",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     n, e = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     weights = torch.empty((n, top_k), dtype=dtype, device=logits.device)
@@ -48,6 +53,6 @@ def moe_route_triton(
     moe_route_kernel[(n,)](
         logits, weights, ids, logits.stride(0), e,
         K=top_k, K_PAD=triton.next_power_of_2(top_k), E=triton.next_power_of_2(e),
-        NORMALIZE=normalize, SELECT_FIRST=select_first, num_warps=1,
+        NORMALIZE=normalize, SELECT_FIRST=select_first, SIGMOID=scoring == "sigmoid", num_warps=1,
     )  # fmt: skip
     return weights, ids

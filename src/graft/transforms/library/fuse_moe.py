@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import getitem
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -13,6 +14,7 @@ from graft.graph.memory import storage_root, writers
 from graft.graph.nodes import calls, is_op, is_weight, module_path, tensor_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
 from graft.transforms.moe_experts import Experts, read_experts
+from graft.transforms.moe_mlp import Stack, Weights, as_tensor, stack_problem
 from graft.transforms.moe_routing import Routing, read_routing
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
@@ -34,13 +36,16 @@ class FuseMoE(BaseTransform):
     after:   %r = graft.moe_route(%logits, k, True, float32);  %weights = getitem(%r, 0);  %ids = getitem(%r, 1)
              %y = graft.moe_experts(%x, %weights, %ids, %gate_up, %down, "silu")
 
-    Also without the division, with weights cast to the model's dtype, with topk before softmax (GraniteMoe), and with
-    Hugging Face's `batched_mm` experts. Logits, weights and ids may have other readers. Numerics: bitwise with the
-    reference for `grouped_mm` experts; `batched_mm` and the GPU kernels sum products in another order. Of equal
-    logits the Triton routing takes the first, as CUDA's topk does.
+    Also without the division, with weights cast to the model's dtype, with topk before softmax (GraniteMoe), with a
+    sigmoid (Llama 4), and with Hugging Face's `batched_mm` experts; loops over experts that take their tokens
+    (Mixtral's index_add) or all tokens with a share; all experts in one bmm (gpt-oss, Llama 4). Experts of their own
+    weights are laid out as one tensor, of which the old ones become views: no second copy. Logits, weights and ids
+    may have other readers. Numerics: bitwise with the reference for `grouped_mm` experts; other spellings and the GPU
+    kernels sum products, and the experts of a token, in another order, and an expert that was not chosen counts
+    nothing even where it overflows. Of equal logits the Triton routing takes the first, as CUDA's topk does.
     """
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:
         anchors = [node for node in calls(gm.graph) if is_op(node, aten.topk.default)]
         if not anchors:
             return Outcome(reason=no_match_reason((), ["aten.topk"]))
@@ -51,8 +56,9 @@ class FuseMoE(BaseTransform):
             try:
                 routing = read_routing(walk, topk)
                 experts = read_experts(walk, routing)
-                check_weights(routing, experts)
-                check_readers(walk, routing, experts)
+                kept = keep_shares(walk, routing)
+                check_weights(gm, walk, routing, experts, context)
+                check_readers(walk, routing, experts, kept)
             except NoFit as stop:
                 place, found = f"%{stop.node.name}", len(walk.nodes)
                 misses.append(NearMiss("moe", where(topk), place, stop.reason, found, max(SIZE, found)))
@@ -61,51 +67,119 @@ class FuseMoE(BaseTransform):
         return Outcome(tuple(records), tuple(misses), "" if records else no_match_reason(misses))
 
 
-def check_weights(routing: Routing, experts: Experts) -> None:
-    x = tensor_of(experts.x)
-    for node in (experts.gate_up, experts.down):
-        require(is_weight(node), node, f"the weight {where(node)} is computed in the graph, it is not a parameter")
-        dtype = tensor_of(node).dtype
-        require(dtype == x.dtype, node, f"{where(experts.x)} is {x.dtype} and {where(node)} is {dtype}")
-    gate_up, down = tensor_of(experts.gate_up), tensor_of(experts.down)
-    e, d, f = down.shape
-    fits = tuple(gate_up.shape) == (e, 2 * f, d) and x.dim() == 2 and x.shape[1] == d and e == routing.experts
-    shapes = f"x {list(x.shape)}, gate_up {list(gate_up.shape)}, down {list(down.shape)}, {routing.experts} logits"
-    require(fits, experts.gate_up, f"the sizes do not fit together: {shapes}")
+def keep_shares(walk: Walk, routing: Routing) -> tuple[Node, ...]:
+    """Where somebody else reads the weights as [n, e] they are made as before, of what the op gives."""
+    shares = routing.shares
+    if shares is None or routing.weights is None or all(user in walk.nodes for user in shares.users):
+        return ()
+    kept = (shares, shares.args[0])
+    for node in kept:
+        walk.nodes.pop(node, None)
+    return kept
+
+
+def check_weights(gm: GraphModule, walk: Walk, routing: Routing, experts: Experts, context: Context) -> None:
+    x, weights = tensor_of(experts.x), experts.weights
+    for stack in (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias):
+        for node in stack.nodes if stack is not None else ():
+            require(
+                is_weight(node), node, f"the weight {where(node)} is computed in the graph, it is not a parameter"
+            )
+            dtype = tensor_of(node).dtype
+            require(dtype == x.dtype, node, f"{where(experts.x)} is {x.dtype} and {where(node)} is {dtype}")
+        problem = stack and stack.whole is None and stack_problem(gm, stack, walk, context.held)
+        require(not problem, stack.nodes[0] if stack else experts.x, str(problem))
+    e, d, f = routing.experts, x.shape[-1], hidden_size(experts)
+    fits = x.dim() == 2 and all(size_fits(stack, shape) for stack, shape in shapes(weights, e, d, f))
+    sizes = ", ".join(f"{list(tensor_of(n).shape)}" for n in (*weights.gate_up.nodes, *weights.down.nodes)[:4])
+    require(
+        fits, weights.gate_up.nodes[0],
+        f"the sizes do not fit together: x {list(x.shape)}, weights {sizes}, {routing.experts} logits",
+    )  # fmt: skip
     result = tensor_of(experts.result)
     require(result.dtype == x.dtype, experts.result, f"{where(experts.result)} is not cast back to {x.dtype}")
+    require(routing.dtype != torch.float64, routing.ids, "the routing is float64, and the op computes in float32")
 
 
-def check_readers(walk: Walk, routing: Routing, experts: Experts) -> None:
+def hidden_size(experts: Experts) -> int:
+    weight = experts.weights.down.parts[0][1]
+    return tensor_of(weight.node).shape[-2 if weight.turned else -1]
+
+
+def shapes(weights: Weights, e: int, d: int, f: int) -> list[tuple[Stack, tuple[int, ...]]]:
+    """The experts' tensors and the shapes that the op takes them in."""
+    pairs = [(weights.gate_up, (e, 2 * f, d)), (weights.down, (e, d, f))]
+    biases = [(weights.gate_up_bias, (e, 2 * f)), (weights.down_bias, (e, d))]
+    return [*pairs, *((stack, shape) for stack, shape in biases if stack is not None)]
+
+
+def size_fits(stack: Stack, shape: tuple[int, ...]) -> bool:
+    """Whether each tensor has the shape of its place."""
+    for expert, weight in stack.parts:
+        place = [*shape]
+        if weight.half is not None:
+            place[1] //= 2
+        if weight.turned:
+            place[-2:] = reversed(place[-2:])
+        own = expert is not None and weight.expert is None
+        if list(tensor_of(weight.node).shape) != (place[1:] if own else place):
+            return False
+    return True
+
+
+def check_readers(walk: Walk, routing: Routing, experts: Experts, kept: tuple[Node, ...]) -> None:
     """Inner values have no reader outside, and nobody else writes to what the two ops read."""
-    outputs = (routing.weights, routing.ids, experts.result)
+    outputs = tuple(node for node in (routing.weights, routing.ids, experts.result) if node is not None)
     stopped = second_reader(walk.nodes, outputs)
     if stopped is not None:
         raise NoFit(*stopped)
-    for node in (*walk.nodes, routing.logits, experts.x, experts.gate_up, experts.down):
-        writer = next((w for w in writers(storage_root(node)) if w not in walk.nodes), None)
-        if writer is not None:
+    stacks = [stack for stack, _ in shapes(experts.weights, 0, 0, 0)]
+    for node in (*walk.nodes, routing.logits, experts.x, *(n for stack in stacks for n in stack.nodes)):
+        writer = next((w for w in writers(storage_root(node)) if w not in walk.nodes and w not in kept), None)
+        if writer is not None and node not in (routing.weights, routing.ids):
             raise NoFit(node, f"{where(node)} is written in place by {where(writer)}")
 
 
 def rewrite(editor: Editor, walk: Walk, topk: Node, routing: Routing, experts: Experts) -> MatchRecord:
-    dtype = tensor_of(routing.weights).dtype
-    first = (True,) if routing.select_first else ()
-    args = (routing.logits, routing.top_k, routing.normalize, dtype, *first)
-    route = editor.call(ops.moe_route.default, args, before=topk, like=topk)
+    plain = (routing.logits, routing.top_k, routing.normalize, routing.dtype)
+    route = editor.call(
+        ops.moe_route.default, without_defaults(plain, (routing.select_first, routing.scoring), (False, "softmax")),
+        before=topk, like=topk,
+    )  # fmt: skip
     weights, ids = (editor.call(getitem, (route, index), before=topk, like=topk) for index in (0, 1))
-    result = experts.result
-    named = () if experts.activation == "silu" else (experts.activation,)
-    inputs = (experts.x, weights, ids, experts.gate_up, experts.down, *named)
-    mixed = editor.call(ops.moe_experts.default, inputs, before=result, like=result)
+    result, read = experts.result, experts.weights
+    sizes = shapes(read, routing.experts, tensor_of(experts.x).shape[-1], hidden_size(experts))
+    names = {id(read.gate_up): "gate_up", id(read.down): "down"}
+    tensors = {
+        id(stack): as_tensor(editor, stack, shape, names.get(id(stack), f"bias_{len(shape)}_{shape[1]}"), result)
+        for stack, shape in sizes
+    }
+    options = (
+        read.activation, *(tensors.get(id(bias)) for bias in (read.gate_up_bias, read.down_bias)),
+        read.interleaved, experts.weigh_input,
+    )  # fmt: skip
+    inputs = (experts.x, weights, ids, tensors[id(read.gate_up)], tensors[id(read.down)])
+    args = without_defaults(inputs, options, ("silu", None, None, False, False))
+    made = [route, weights, ids, editor.call(ops.moe_experts.default, args, before=result, like=result)]
+    if experts.sizes is not None:
+        made.append(editor.call(aten.reshape.default, (made[-1], list(experts.sizes)), before=result, like=result))
     record = MatchRecord(
         where(result),
         module_path(result),
         tuple(node.name for node in walk.nodes),
-        (route.name, weights.name, ids.name, mixed.name),
+        tuple(node.name for node in made),
         "moe",
     )
-    for old, new in ((routing.weights, weights), (routing.ids, ids), (result, mixed)):
-        editor.replace(old, new)
+    for old, new in ((routing.weights, weights), (routing.ids, ids), (result, made[-1])):
+        if old is not None:
+            editor.replace(old, new)
     erase_dead(editor, list(walk.nodes))
     return record
+
+
+def without_defaults(args: tuple[Any, ...], options: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments and as many options as are needed to say the last one that differs."""
+    count = max(
+        (i + 1 for i, pair in enumerate(zip(options, defaults, strict=True)) if pair[0] != pair[1]), default=0
+    )
+    return (*args, *options[:count])
