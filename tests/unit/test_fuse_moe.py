@@ -181,7 +181,9 @@ def test_triton_keeps_ids_in_range_whatever_the_logits():
 def test_triton_experts_never_wait_for_the_device(monkeypatch):
     """What would stall a GPU or break a CUDA graph is not called: sizes come from shapes alone."""
     ids = torch.tensor([[0, 3], [3, 1], [3, 0]])
-    args = (torch.randn(3, D), torch.rand(3, 2), ids, torch.randn(E, 2 * F, D), torch.randn(E, D, F))
+    g = torch.Generator().manual_seed(3)
+    x, gate_up, down = (torch.randn(shape, generator=g) * 0.3 for shape in ((3, D), (E, 2 * F, D), (E, D, F)))
+    args = (x, torch.rand(3, 2, generator=g), ids, gate_up, down)
     expected = OPS["moe_experts"].reference(*args)
     for name in ("tolist", "item", "nonzero", "__bool__", "__int__"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("asked the device for a number"))

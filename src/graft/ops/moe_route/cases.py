@@ -28,6 +28,6 @@ CASES = [
     Case("granite-moe, selects first", partial(make, (5, 40), 8, False, True, True, "softmax"), 40),
     Case("one expert, odd count", partial(make, (3, 5), 1, False, False, False, "softmax"), 5),
     Case("llama-4, sigmoid of one", partial(make, (4, 16), 1, False, True, True, "sigmoid"), 16),
-    Case("sigmoid of all, normalized", partial(make, (4, 64), 8, True, False, False, "sigmoid"), 64),
+    Case("sigmoid of all, normalized", partial(make, (4, 16), 8, True, False, False, "sigmoid"), 16),
     Case("all experts", partial(make, (3, 6), 6, True, True, False, "softmax"), 6),
 ]

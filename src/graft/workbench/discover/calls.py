@@ -18,6 +18,7 @@ SOFTMAX = {aten.softmax.int, aten.log_softmax.int}
 NORMS = {
     *(aten.layer_norm.default, aten.rms_norm.default),
     *(ops.rms_norm.default, ops.add_rms_norm.default, ops.layer_norm.default),
+    ops.l2_norm.default,
 }
 ROWWISE = {*NORMS, ops.swiglu.default, ops.rope.default}
 SLICES = {aten.slice.Tensor, aten.select.int, aten.squeeze.dim}
