@@ -22,14 +22,17 @@ from graft.errors import CaptureError, GraphRefused
 from graft.graph.canonical import canonicalize
 from graft.graph.checks import METADATA, is_check
 from graft.graph.edit import attribute
-from graft.graph.memory import mutated_roots
-from graft.graph.nodes import OpOverload, is_op, leaves, output_node, placeholders, where
+from graft.graph.memory import mutated_roots, storage_root
+from graft.graph.nodes import OpOverload, is_op, placeholders, tensor_val, where
+from graft.graph.results import keep_results_apart, result_objects
 from graft.graph.storage import storage_id
 from graft.graph.trace import fill_values, quiet
+from graft.state.regions import same_layout
 
 aten = torch.ops.aten
 ENTER_AUTOCAST, EXIT_AUTOCAST = (getattr(torch.amp.autocast_mode, n) for n in ("_enter_autocast", "_exit_autocast"))
 SET_GRAD = torch._C._set_grad_enabled
+SETS = (aten.set_.source_Tensor, aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.set_.default)
 # Modes that a graph switches on for a part of itself; ATen calls would not carry them.
 MODES = ("functorch", "_enter_inference_mode", "autograd")
 
@@ -51,9 +54,9 @@ def trace_dynamo(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     drop_detach(traced.graph)
     refuse_calls(traced.graph, inputs)
     fill_values(traced)
-    before = list(leaves(output_node(traced.graph).args))
+    objects = result_objects(traced.graph)
     canonicalize(traced)
-    keep_results_apart(traced.graph, before)
+    keep_results_apart(traced.graph, objects)
     for node, source, value in zip(placeholders(traced.graph), sources, inputs, strict=True):
         node._rename(short_name(source.name))
         node.target = node.name
@@ -141,8 +144,20 @@ def refuse_target(node: Node, needs_grad: bool) -> None:
         raise GraphRefused(f"{where(node)} calls {name}, a mode that ATen calls would not carry")
 
 
+def exchanges_memory(node: Node) -> bool:
+    """`set_` of an input to a tensor that lies otherwise: stock Inductor then checks the old input for the new shape."""
+    into, source = (tensor_val(argument) for argument in node.args[:2])
+    same = into is not None and source is not None and same_layout(into, source)
+    return not same and storage_root(node.args[0]).op == "placeholder"
+
+
 def refuse_calls(graph: Graph, inputs: Sequence[Any]) -> None:
     for node in graph.nodes:
+        if is_op(node, *SETS) and exchanges_memory(node):
+            raise CaptureError(
+                f"{where(node)} gives an input other memory of another shape (`x.data = …`, `x.set_(…)`), which"
+                " Inductor cannot hand back to the caller; return the new tensor, or write values with copy_"
+            )
         if isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags:
             raise GraphRefused(f"{where(node)} changes the shape of a tensor in place ({node.target})")
         if is_check(node) and node.target is not METADATA:
@@ -155,19 +170,6 @@ def refuse_calls(graph: Graph, inputs: Sequence[Any]) -> None:
 
 
 # ── what Dynamo and Inductor rely on ────────────────────────────────────────────────────────────────────────────
-
-
-def keep_results_apart(graph: Graph, before: Sequence[Any]) -> None:
-    """A returned view that became the tensor it views is a view again: callers get a tensor object of its own."""
-    output = output_node(graph)
-    results = list(leaves(output.args))
-    for index, (old, new) in enumerate(zip(before, results, strict=True)):
-        changed = isinstance(new, Node) and new is not old
-        if changed and (new.op == "placeholder" or results.count(new) > 1):
-            with graph.inserting_before(output):
-                results[index] = graph.call_function(aten.alias.default, (new,))
-            results[index].meta = dict(new.meta)
-    output.args = (tuple(results),)
 
 
 def short_name(name: str) -> str:

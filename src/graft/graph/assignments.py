@@ -12,6 +12,7 @@ Here every trace ends with all of it as it was, also one that raises. What chang
 - a buffer or a tensor attribute of a module, replaced by one of its shape, dtype and device: a write in place;
 - an equal number, string or container of such, or an attribute that holds neither tensors nor numbers: nothing;
 - a new attribute that is a bool, as Hugging Face's for hooks that are installed once: nothing;
+- the shape, the strides or the memory of an argument or of state that is still the same tensor (layouts.py): CaptureError;
 - anything else, such as a counter, a list that grows, or a container among the arguments: CaptureError. Also a number
   that is set and never read: nothing tells it from a counter.
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graft.errors import CaptureError
+from graft.graph.layouts import Layouts
 from graft.graph.snapshot import MISSING, Place, Snapshot, describe
 from graft.graph.storage import share_storage
 
@@ -49,10 +51,13 @@ def assignments_as_writes(module: torch.nn.Module) -> Iterator[None]:
     def written(*args: Any, **kwargs: Any) -> Any:
         state, given = Snapshot(), Snapshot()
         state.add_module(module)
-        for name, value in argument_names(forward, args, kwargs).items():
+        names = argument_names(forward, args, kwargs)
+        for name, value in names.items():
             given.add(name, value)
+        layouts = Layouts.of(names, module)
         try:
             result = forward(*args, **kwargs)
+            layouts.refuse_changes()
             old, new = assigned(state, real)
             refuse_changes(given, "changes the argument", "return the new values instead")
             return write_back(result, old, new) if old else result

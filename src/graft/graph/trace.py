@@ -18,6 +18,7 @@ from graft.graph.assignments import assignments_as_writes
 from graft.graph.canonical import canonicalize, drop_unused_state
 from graft.graph.edit import attach_state, attribute, fake_mode
 from graft.graph.indexing import TensorPositions
+from graft.graph.results import keep_results_apart, result_objects
 from graft.graph.storage import identity
 
 
@@ -94,7 +95,9 @@ def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module
     for name, buffer in list(gm.named_buffers(remove_duplicate=False)):
         attach_state(gm, name, buffer, persistent=name in program.state_dict)
     fill_values(gm)
+    objects = result_objects(gm.graph)
     canonicalize(gm)
+    keep_results_apart(gm.graph, objects)
     drop_unused_state(gm)
     gm.recompile()
     return gm
