@@ -1,4 +1,4 @@
-"""The tensor objects of a call: results that are views, and inputs whose shape or memory a forward changes in place."""
+"""The tensor objects of a call: results that are views, and inputs whose shape or memory changes in place."""
 
 from __future__ import annotations
 

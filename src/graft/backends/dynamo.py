@@ -145,7 +145,7 @@ def refuse_target(node: Node, needs_grad: bool) -> None:
 
 
 def exchanges_memory(node: Node) -> bool:
-    """`set_` of an input to a tensor that lies otherwise: stock Inductor then checks the old input for the new shape."""
+    """`set_` of an input to a tensor that lies otherwise: Inductor then checks the old input for the new shape."""
     into, source = (tensor_val(argument) for argument in node.args[:2])
     same = into is not None and source is not None and same_layout(into, source)
     return not same and storage_root(node.args[0]).op == "placeholder"

@@ -10,6 +10,8 @@ import torch
 from torch.fx import GraphModule
 
 from graft.errors import DiskFull, NativeFailed, NoCompiler, UnknownBackend, UsageError
+from graft.graph.memory import storage_root, written_args
+from graft.graph.nodes import outlives_call, where
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,23 @@ def decoder_backend(
     except NoCompiler as error:
         return "eager", (f"backend: eager, because {error}",)
     return "native", (f"backend: native, because the model is on the CPU and {compiler[0]} is there",)
+
+
+def keep_sizes(backend: str, gm: GraphModule) -> str | None:
+    """Why sizes that nobody asked for stay numbers on this backend. None: they may be dynamic.
+
+    Inductor takes the offset of a view with dynamic sizes for 0. graft mends that where a custom op writes through
+    the view (state/offsets.py), and does not bring it about unasked.
+    """
+    if backend != "inductor":
+        return None
+    for call, argument in written_args(gm.graph):
+        custom = call.target.namespace not in ("aten", "prims", "graft")
+        if custom and storage_root(argument) is not argument and outlives_call(storage_root(argument)):
+            return (
+                f"{where(call)} is a custom op that writes through a view; Inductor mistakes its place if sizes vary"
+            )
+    return None
 
 
 def lower_decoder(

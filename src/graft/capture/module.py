@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,10 +51,12 @@ def capture_module(
     *,
     caches: Sequence[Any] = (),
     branch: bool = False,
+    keep_sizes: Callable[[GraphModule], str | None] = lambda _: None,
 ) -> Captured:
     """Captures `module` for `args` and `kwargs`, in which `caches` (static_cache.py) are packed.
 
     `branch`: the program is captured once more because it branches on a size, which may then become static.
+    `keep_sizes`: why the backend had better not get sizes of the program dynamic that nobody asked for, or None.
     """
     args, kwargs = apart((args, kwargs))
     specs = spread_call(module, args, kwargs, dynamic_shapes)
@@ -67,7 +69,7 @@ def capture_module(
         call = Call(WithCaches(module, list(caches)), (args, kwargs), {}, names)
     if branch:
         specs = map_specs(specs, call.bound, lambda _, spec, value: relaxed(spec, value))
-    gm, lengths = call.export_free(specs)
+    gm, lengths = call.export_free(specs, keep_sizes)
     notes = (*call.notes, *lengths)
     given = flat(args, kwargs)
     signature = read_signature(gm, given, names)
@@ -142,7 +144,9 @@ class Call:
         finally:
             hook.remove()
 
-    def export_free(self, specs: Any) -> tuple[GraphModule, tuple[str, ...]]:
+    def export_free(
+        self, specs: Any, keep_sizes: Callable[[GraphModule], str | None]
+    ) -> tuple[GraphModule, tuple[str, ...]]:
         """The graph with the lengths of caller-owned caches dynamic, where the program allows it.
 
         A cache is known only once there is a graph, so this captures up to three times: as asked; with the lengths
@@ -153,6 +157,8 @@ class Call:
         wanted = {name: dims for name, dims in self.fixed_lengths(gm).items() if name not in fixed}
         if not wanted:
             return gm, ()
+        if (reason := keep_sizes(gm)) is not None:
+            return gm, (f"cache lengths are fixed, unless dynamic_shapes frees them: {reason}",)
         sizes = {size for dims in wanted.values() for size in dims.values()}
         for masks_too in (False, True):
             trial = self.try_export(*self.freed(specs, wanted, sizes if masks_too else set()))

@@ -12,7 +12,8 @@ Here every trace ends with all of it as it was, also one that raises. What chang
 - a buffer or a tensor attribute of a module, replaced by one of its shape, dtype and device: a write in place;
 - an equal number, string or container of such, or an attribute that holds neither tensors nor numbers: nothing;
 - a new attribute that is a bool, as Hugging Face's for hooks that are installed once: nothing;
-- the shape, the strides or the memory of an argument or of state that is still the same tensor (layouts.py): CaptureError;
+- the shape, the strides or the memory of an argument or of state that is the same object still: CaptureError
+  (layouts.py);
 - anything else, such as a counter, a list that grows, or a container among the arguments: CaptureError. Also a number
   that is set and never read: nothing tells it from a counter.
 

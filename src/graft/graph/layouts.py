@@ -40,9 +40,9 @@ class Layouts:
             # text: a symbolic size is compared without a guard
             if str(layout(tensor)) != str(before):
                 raise CaptureError(
-                    f"forward changes the shape, the strides or the memory of {name} in place (shape {list(before[0])},"
-                    f" afterwards {list(tensor.shape)}); the compiled module would leave the caller's tensor as it was."
-                    " Change a view of it (x = x.view_as(x)) and return that, or write values with copy_"
+                    f"forward changes the shape, the strides or the memory of {name} in place"
+                    f" (shape {list(before[0])}, then {list(tensor.shape)}), which a compiled module cannot do to the"
+                    " caller's tensor. Change a view of it (x = x.view_as(x)), or write values with copy_"
                 )
 
 

@@ -6,12 +6,14 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from graft.backends.replay import Replays
+from graft.backends.select import keep_sizes
 from graft.capture.dynamic import flat, in_order
 from graft.capture.module import capture_module
 from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack, release
@@ -191,7 +193,15 @@ class CompiledModule(torch.nn.Module):
         module, dynamic_shapes = self._source
         try:
             with CAPTURING:
-                captured = capture_module(module, args, kwargs, dynamic_shapes, caches=self._caches, branch=True)
+                captured = capture_module(
+                    module,
+                    args,
+                    kwargs,
+                    dynamic_shapes,
+                    caches=self._caches,
+                    branch=True,
+                    keep_sizes=partial(keep_sizes, self.settings.backend),
+                )
         except CaptureError as error:
             raise UsageError(f"{why}, and the program cannot be captured for these inputs: {error}") from error
         variant = build_variant(captured, self.settings, self.report.model, flat(args, kwargs))
@@ -248,7 +258,7 @@ def compile(
     caches = find_caches((args, kwargs))
     initialize(module, args, kwargs, caches)
     packed = pack(args, caches), pack(kwargs, caches)
-    captured = capture_module(module, *packed, dynamic_shapes, caches=caches)
+    captured = capture_module(module, *packed, dynamic_shapes, caches=caches, keep_sizes=partial(keep_sizes, backend))
     variant = build_variant(captured, settings, type(module).__name__, flat(*packed))
     form = CallForm.of(module, *packed)
     compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)

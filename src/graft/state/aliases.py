@@ -135,7 +135,7 @@ class Aliases:
 
     def is_read(self, user: Node, value: Node) -> bool:
         """True when `user` takes data from `value`, rather than making a view, asking its size, or overwriting it."""
-        if is_op(user, *SIZES) or is_hold(user):
+        if is_op(user, *SIZES) or is_hold(user) or getattr(user.target, "gives_number", False):
             return False
         if is_op(user, aten.copy_.default) and user.args[0] is value:
             return user.args[1] is value

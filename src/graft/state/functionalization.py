@@ -21,7 +21,7 @@ So all faults of the graph, for custom and for ATen ops, are mended in one place
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,17 @@ from torch._higher_order_ops.auto_functionalize import (
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.virtualized import V
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import CallMethodKey, free_unbacked_symbols
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._pytree import SequenceKey
 
 from graft.graph.edit import abstract_call
-from graft.graph.nodes import OpOverload, is_op, leaves, output_node, static_int, tensor_of, val
+from graft.graph.memory import alias_sources
+from graft.graph.nodes import OpOverload, is_op, leaves, output_node, tensor_of, val
 from graft.state.aliases import Aliases, refresh_views
 from graft.state.guards import drop_self_copies, guard_write_backs, guard_writes, is_inplaceable, make_room
+from graft.state.moves import lift, lift_plan
+from graft.state.offsets import IN_INPUT, view_arguments
 from graft.state.outputs import Outputs, keep_outputs_apart, mend_removed_clones, output_groups
 from graft.state.report import FunctionalizationReport
 from graft.state.restore import restore
@@ -62,7 +67,8 @@ def fix_functionalization(graph: Graph) -> FunctionalizationReport:
     writes in place already, below it is functional still, so that pure reads may move up to it."""
     mend_offsets(graph)
     refresh_views(graph.nodes)  # remove_noop_ops exchanged sources without telling the views of them
-    work = Work(graph, Aliases(graph, trusted=True), settle)
+    answer_offsets(graph)
+    work = Work(graph, Aliases(graph, trusted=True), settle, place)
     outputs = outputs_in_eager(graph)
     mend_removed_clones(work, outputs)
     known = {node for node in output_node(graph).all_input_nodes if work.aliases.inputs(node)}
@@ -74,8 +80,10 @@ def fix_functionalization(graph: Graph) -> FunctionalizationReport:
                 work.left.append((node.name, call))
             else:
                 restore(work, call)
+                keep_answers(graph)
         elif is_inplaceable(node):
             make_room(work, homes, node)
+    mend_offsets(graph)  # of the values that took the place of results
     drop_self_copies(work)
     homes = guard_writes(work)
     keep_outputs_apart(work, homes, outputs, known)
@@ -98,8 +106,39 @@ def settle(value: Any) -> Any:
     return value
 
 
-# the first for alias_sources, the second makes Inductor call it with what it lowers
+def start_of(tensor: Any) -> Any:
+    """Where a tensor starts in its storage.
+
+    Inductor does not lower `aten.sym_storage_offset` (2.11, 2.13): it calls it on an empty tensor in place of a view,
+    so the answer is 0 and `op(x[1])` with dynamic sizes writes x[0].
+    """
+    return tensor.storage_offset() if isinstance(tensor, torch.Tensor) else lowered_number()
+
+
+def place(number: Any, then: Any, now: Any, dim: int | None = None) -> Any:
+    """A number that counts from where `then` starts, as one that counts from where `now` does.
+
+    Both are tensors or numbers. `dim`: it counts steps of that dim of `then`, not elements.
+    """
+    if not isinstance(then, torch.Tensor) and not isinstance(now, torch.Tensor):
+        return lowered_number()
+    starts = [value.storage_offset() if isinstance(value, torch.Tensor) else value for value in (then, now)]
+    return number + (starts[1] - starts[0]) // (1 if dim is None else then.stride(dim))
+
+
+def lowered_number() -> Any:
+    """The number that the node at hand stands for, while Inductor lowers it."""
+    meta = V.graph.current_node.meta
+    value = meta["val"].node.expr if isinstance(meta["val"], torch.SymInt) else meta["val"]
+    counted = getattr(V.graph, "graph_input_storage_offsets", None) is not None  # by Inductor, since 2.12
+    by = 0 if counted else meta.get(IN_INPUT, 0)
+    return value - (by.node.expr if isinstance(by, torch.SymInt) else by)
+
+
+# for alias_sources; makes Inductor call them with what it lowers; for Aliases.is_read
 vars(settle).update(returns_argument=True, _inductor_lowering_function=True)
+vars(start_of).update(_inductor_lowering_function=True, gives_number=True)
+vars(place).update(_inductor_lowering_function=True, gives_number=True)
 
 
 def read_call(node: Node) -> FunctionalCall | str:
@@ -124,38 +163,45 @@ def read_call(node: Node) -> FunctionalCall | str:
         positions = tuple(range(first, first + len(bases)))
         recorded = node.meta.get("eager_input_vals")
         traced = recorded[1]["_all_bases"] if recorded is not None else val(node)[first:]
-        shift = [moved(base, traced[index]) for index, base in enumerate(bases)]
-        if None in shift:
-            return "a base starts at another, symbolic place than its views count from"
         views = read_view_information_from_args(names, types, arguments, list(bases))
-        arguments |= {name: as_views(view, shift) for name, view in views.items()}
+        arguments |= {name: as_views(view, traced) for name, view in views.items()}
     if not all(isinstance(base, Node) for base in bases):
         return "it writes a list of tensors"
-    return FunctionalCall(node, op, arguments, bases, positions, eager_arguments(node, op))
+    found = found_sizes(node, len(op._schema.returns))
+    return FunctionalCall(node, op, arguments, bases, positions, eager_arguments(node, op), found)
 
 
-def moved(base: Any, traced: Any) -> int | None:
-    """How far a base starts from where the views of it count: remove_noop_ops puts `x[1:]` for `x[1:].clone()`."""
-    now, then = tensor_of(base).storage_offset(), traced.storage_offset()
-    if str(now) == str(then):
-        return 0
-    return now - then if static_int(now) is not None and static_int(then) is not None else None
+def found_sizes(node: Node, count: int) -> dict[Any, tuple[Any, ...]]:
+    """The sizes of the op's own results that are known when it has run, each with the path to it.
+
+    Inductor asks every op that is not functional for them; without, it takes the sizes of a second look at the op for
+    others than those that the graph goes on with.
+    """
+    known = free_unbacked_symbols([val(argument) for argument in node.all_input_nodes])
+    found: dict[Any, tuple[Any, ...]] = {}
+    for place, result in enumerate((val(node) or ())[:count]):
+        item = () if count == 1 else (SequenceKey(place),)
+        for dim, size in enumerate(result.shape if isinstance(result, torch.Tensor) else ()):
+            symbols = free_unbacked_symbols(size) - known
+            if isinstance(size, torch.SymInt) and size.node.expr in symbols:
+                found.setdefault(size.node.expr, (*item, CallMethodKey("size"), SequenceKey(dim)))
+    return found
 
 
-def as_views(info: Any, shift: list[int | None]) -> Any:
-    """torch's description of how an argument is a view of its base, as ours."""
+def as_views(info: Any, traced: Sequence[Any]) -> Any:
+    """torch's description of how an argument is a view of its base, as ours. `traced`: the bases that it counts from,
+    which need not be those of the call any more: remove_noop_ops puts `x[1:]` for `x[1:].clone()`."""
     if info is None:
         return None
     if isinstance(info, list):
-        return [as_views(item, shift) for item in info]
+        return [as_views(item, traced) for item in info]
+    base = traced[info.base_index]
     if isinstance(info, SliceViewInfo):
-        return View(info.base_index, aten.slice.Tensor, (info.dim, info.start, info.end))
+        steps = base.storage_offset() // base.stride(info.dim)
+        return View(info.base_index, aten.slice.Tensor, (info.dim, info.start, info.end), steps)
     if isinstance(info, AsStridedViewInfo):
-        # a symbolic offset is a node, which takes no sum; with one, nothing was moved
-        by = shift[info.base_index]
-        offset = info.storage_offset + by if by else info.storage_offset
-        layout = (list(info.size), list(info.stride), offset)
-        return View(info.base_index, aten.as_strided.default, layout)
+        layout = (list(info.size), list(info.stride), info.storage_offset)
+        return View(info.base_index, aten.as_strided.default, layout, base.storage_offset())
     return View(info.base_index)
 
 
@@ -169,12 +215,12 @@ def eager_arguments(node: Node, op: Any) -> dict[str, Any] | None:
         bases = list(arguments.pop("_all_bases"))
         views = read_view_information_from_args(*get_mutable_args(op), arguments, bases)
 
-        def rebuilt(info: Any) -> Any:
-            if isinstance(info, list):
-                return [rebuilt(item) for item in info]
-            return None if info is None else info.regenerate_view(bases)
+        def rebuilt(view: Any) -> Any:
+            if isinstance(view, list):
+                return [rebuilt(item) for item in view]
+            return None if view is None else view.of(bases[view.base])
 
-        arguments |= {name: rebuilt(info) for name, info in views.items()}
+        arguments |= {name: rebuilt(as_views(info, bases)) for name, info in views.items()}
     return arguments
 
 
@@ -211,14 +257,48 @@ def record_memory(graph: Graph) -> None:
         node.meta[START] = val(node.args[0])
 
 
+def answer_offsets(graph: Graph) -> None:
+    """`sym_storage_offset` as a call that Inductor lowers right, above all writes that might wait for it."""
+    for node in graph.find_nodes(op="call_function", target=aten.sym_storage_offset.default):
+        node.target = start_of
+        plan, _ = lift_plan([node], next(n for n in graph.nodes if n.op != "placeholder"))
+        if all(n is node or alias_sources(n) for n in plan):
+            lift(plan, next(n for n in graph.nodes if n.op != "placeholder"))
+    keep_answers(graph)
+
+
+def keep_answers(graph: Graph) -> None:
+    """Who asked where a view starts gets the answer that it had, although the value may have moved since:
+    remove_noop_ops puts `x[1:]` for `x[1:].clone()`, and a value written in place for the result of a call."""
+    for node in graph.find_nodes(op="call_function", target=start_of):
+        then, now = val(node), abstract_call(node)
+        if str(then) != str(now):
+            keep_answer(graph, node, then, now)
+
+
+def keep_answer(graph: Graph, node: Node, then: Any, now: Any) -> None:
+    source = node.args[0]
+    while str(tensor_of(source).storage_offset()) != str(now - then):
+        if not alias_sources(source):
+            return
+        source = alias_sources(source)[0]
+    with graph.inserting_after(node):
+        kept = graph.call_function(place, (node, source, 0))
+    node.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
+    node.meta["val"], kept.meta["val"] = now, then
+
+
 def mend_offsets(graph: Graph) -> None:
     """Moves `as_strided` views, which count from the start of a storage, along with their source."""
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
-        by = moved(node.args[0], node.meta[START]) if START in node.meta else 0
-        if by and len(node.args) > 3 and node.args[3] is not None:
-            node.args = (*node.args[:3], node.args[3] + by)
+        if START not in node.meta:
+            continue
+        source, *layout = node.args
+        if len(layout) == 3 and layout[2] is not None:
+            view = View(0, node.target, tuple(layout), node.meta[START].storage_offset())
+            node.args = (source, *view_arguments(place, view, source, source, node))
             node.meta["val"] = abstract_call(node)
-        node.meta.pop(START, None)
+        node.meta[START] = val(source)
 
 
 def keep_order(nodes: list[Any]) -> list[Any]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from operator import getitem
 
 import torch
-from torch.fx import Node, map_arg
+from torch.fx import Node
 
-from graft.graph.nodes import is_op, leaves, output_node, tensor_of, tensor_val, val
+from graft.graph.nodes import is_op, leaves, output_node, tensor_of, tensor_val
 from graft.state.aliases import Read
 from graft.state.moves import keeps_layout, lift_plan
 from graft.state.regions import disjoint
@@ -110,7 +110,7 @@ def written_parts(call: FunctionalCall, index: int) -> list[torch.Tensor] | None
     if any(leaf.target is None for leaf in views):
         return None
     base = tensor_of(call.bases[index])
-    return [view.target(base, *map_arg(view.args, val)) for view in views]
+    return [view.of(base) for view in views]
 
 
 def overlaps(parts: list[torch.Tensor] | None, value: Node) -> bool:

@@ -13,7 +13,6 @@ from graft.graph.canonical import is_random
 from graft.graph.edit import INHERITED, abstract_call
 from graft.graph.memory import is_mutating
 from graft.graph.nodes import OpOverload, same_sizes, static_int, tensor_of
-from graft.state.regions import region_of
 
 aten = torch.ops.aten
 
@@ -24,6 +23,8 @@ def is_pure(node: Node) -> bool:
         return False
     if isinstance(node.target, OpOverload):
         return not is_random(node)
+    if getattr(node.target, "gives_number", False):
+        return True
     return getattr(operator, getattr(node.target, "__name__", ""), None) is node.target  # getitem, sums of sizes
 
 
@@ -57,10 +58,15 @@ def insert(graph: Graph, target: Any, args: tuple[Any, ...], *, before: Node, li
     return node
 
 
+def keeps_strides(value: Node) -> bool:
+    """`clone` gives the same strides: the value is dense."""
+    tensor = tensor_of(value)
+    return same_sizes(torch.empty_like(tensor).stride(), tensor.stride())
+
+
 def keeps_layout(value: Node) -> bool:
     """`clone` gives the same strides and offset: the value is dense and starts its storage."""
-    tensor = tensor_of(value)
-    return static_int(tensor.storage_offset()) == 0 and same_sizes(torch.empty_like(tensor).stride(), tensor.stride())
+    return static_int(tensor_of(value).storage_offset()) == 0 and keeps_strides(value)
 
 
 def opaque_copy(graph: Graph, value: Node, *, before: Node) -> Node:
@@ -71,14 +77,7 @@ def opaque_copy(graph: Graph, value: Node, *, before: Node) -> Node:
 
 
 def copy_node(graph: Graph, value: Node, *, before: Node, any_layout: bool = False) -> Node | None:
-    """A copy of `value` with its strides and offset, or None when `clone` would change them and they are symbolic."""
-    if any_layout or keeps_layout(value):
+    """A copy of `value` with its strides, or None when `clone` would change them."""
+    if any_layout or keeps_strides(value):
         return insert(graph, aten.clone.default, (value,), before=before, like=value)
-    tensor, region = tensor_of(value), region_of(tensor_of(value))
-    if region is None:
-        return None
-    # the stretch of storage that the value covers, copied as a whole, and the same view of the copy
-    flat = insert(graph, aten.as_strided.default, (value, [region.end], [1], 0), before=before, like=value)
-    copied = insert(graph, aten.clone.default, (flat,), before=before, like=value)
-    layout = (list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
-    return insert(graph, aten.as_strided.default, (copied, *layout), before=before, like=value)
+    return None

@@ -12,6 +12,7 @@ from graft.graph.nodes import leaves, val
 from graft.state.aliases import refresh_views
 from graft.state.inplace import Plan, overlaps, plan_write, written_parts
 from graft.state.moves import insert, lift, lift_plan
+from graft.state.offsets import copied_stretch, view_arguments
 from graft.state.report import KeptCopy, MovedRead
 from graft.state.work import FunctionalCall, View, Work
 
@@ -31,7 +32,7 @@ def restore(work: Work, call: FunctionalCall) -> None:
             bases.append(base)
             continue
         loose = all(not is_strided_view(leaf, index) for leaf in leaves(call.arguments))
-        copied = work.copy(base, node, any_layout=loose)
+        copied = work.copy(base, node, any_layout=loose) or copied_stretch(work, base, node)
         if copied is None:
             work.left.append((node.name, f"%{base.name} has symbolic strides; {plan}"))
             return
@@ -80,7 +81,8 @@ def rewrite(work: Work, call: FunctionalCall, bases: list[Node]) -> None:
             base = settled[value.base]
             if value.target is None:
                 return base
-            view = insert(graph, value.target, (base, *value.args), before=node, like=node)
+            where = view_arguments(work.place, value, call.bases[value.base], base, node)
+            view = insert(graph, value.target, (base, *where), before=node, like=node)
             work.aliases.add(view)
             return view
         if isinstance(value, (list, tuple)):
@@ -94,6 +96,8 @@ def rewrite(work: Work, call: FunctionalCall, bases: list[Node]) -> None:
     count = len(call.op._schema.returns)
     own = (val(node) or (None,))[: max(count, 1)]
     new.meta["val"] = own[0] if count <= 1 else tuple(own)
+    if call.found:
+        new.meta["unbacked_bindings"] = call.found
     if call.eager is not None:
         new.meta["eager_input_vals"] = positional(call.op, call.eager)
     work.aliases.add(new)

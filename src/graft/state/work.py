@@ -8,9 +8,9 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
-from graft.graph.nodes import is_op, output_node, tensor_val
+from graft.graph.nodes import is_op, output_node, tensor_val, val
 from graft.state.aliases import Aliases
 from graft.state.moves import copy_node, lift, lift_plan, opaque_copy
 from graft.state.regions import same_layout
@@ -31,11 +31,30 @@ INPLACEABLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class View:
-    """An argument that is written through a view of a base: `target(base, *args)`, or the base itself."""
+    """An argument that is written through a view of a base: `target(base, *args)`, or the base itself.
+
+    torch counts offsets, and starts and ends of slices too, from the start of the storage, in which the base itself
+    began at `origin`: not 0 where an input is a view (`f(x[1:])`). For a slice, `origin` is in steps of its dim.
+    """
 
     base: int
     target: Any = None
     args: tuple[Any, ...] = ()
+    origin: Any = 0  # a number, maybe symbolic
+
+    def numbers(self, base: torch.Tensor) -> tuple[Any, ...]:
+        """The arguments as numbers, for a base that lies where `base` does."""
+        args = map_arg(self.args, val)
+        if self.target is aten.as_strided.default:
+            size, stride, offset = args
+            return size, stride, offset - self.origin + base.storage_offset()
+        if self.target is aten.slice.Tensor:
+            dim, *ends = args
+            return dim, *(end - self.origin for end in ends)
+        return args
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        return base if self.target is None else self.target(base, *self.numbers(base))
 
 
 @dataclass(frozen=True)
@@ -48,6 +67,7 @@ class FunctionalCall:
     bases: tuple[Node, ...]
     positions: tuple[int, ...]  # where the new value of each base is among the node's results
     eager: dict[str, Any] | None = None  # the abstract arguments as eager saw them
+    found: dict[Any, Any] = field(default_factory=dict)  # sizes that the op finds when it runs: symbol → where
 
     def results(self, base: int) -> list[Node]:
         return [user for user in self.node.users if user.args[1] == self.positions[base]]
@@ -60,6 +80,7 @@ class Work:
     graph: Graph
     aliases: Aliases
     settle: Callable[[Any], Any]  # put in front of a write: who reads the old value later has it by then
+    place: Callable[..., Any]  # where a view starts, as a call in the graph (offsets.py)
     restored: list[str] = field(default_factory=list)
     kept: list[KeptCopy] = field(default_factory=list)
     protected: list[KeptCopy] = field(default_factory=list)
