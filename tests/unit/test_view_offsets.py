@@ -140,7 +140,7 @@ def test_a_stacked_cache_is_written_in_its_own_layer(asked):
     example = (torch.zeros(2, 6, 4), at, rows)
     compiled = graft.compile(Cache(), example, dynamic_shapes=shapes, backend="inductor")
     noted = any("is a custom op that writes through a view" in note for note in compiled.report.notes)
-    assert noted is not asked and not has_symbols(compiled.graph_module.graph) is not asked
+    assert (noted or asked) and has_symbols(compiled.graph_module.graph) is asked
     for length in (6, 9) if asked else (6,):
         kv, want = torch.zeros(2, length, 4), torch.zeros(2, length, 4)
         Cache()(want, at, rows)
