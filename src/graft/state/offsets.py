@@ -32,7 +32,8 @@ def view_arguments(place: Place, view: View, then: Node, base: Node, before: Nod
     numbers = view.numbers(tensor_of(base))
     if view.target is aten.as_strided.default:
         size, stride, offset = view.args
-        origin = view.origin if static_int(view.origin) is not None else then
+        known = static_int(view.origin)
+        origin = then if known is None else known
         return size, stride, offset_node(place, (offset, origin, base), numbers[2], base, before)
     if view.target is aten.slice.Tensor and static_int(view.origin) != 0:
         dim, *ends = view.args
