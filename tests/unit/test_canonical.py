@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import map_arg
 
+import graft
 from conftest import FAMILIES, graph_of, tiny
 from graft.graph.canonical import canonicalize
 from graft.graph.nodes import calls
@@ -259,3 +260,37 @@ def test_signed_zeros_are_not_merged():
     x = torch.ones(2)
     plus, minus = export_graph(Fn(fn), (x,))(x)
     assert (plus > 0).all() and (minus < 0).all()
+
+
+INDEX = torch.tensor(1)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_index_add_at_a_0d_index(backend):
+    """Inductor takes `index_add` apart into an `index_put` that it then refuses."""
+
+    def program(x, y, z, index):
+        y.index_add_(1, index, z[:, :1], alpha=2)
+        return x.index_add(0, index, x[:1]), y.clone(), x.new_zeros(()).index_add(0, index * 0, x[0, 0])
+
+    given = (torch.randn(3, 4), torch.randn(2, 3), torch.randn(2, 2), INDEX)
+    compiled = graft.compile(program, given, backend=backend)
+    twin = tuple(tensor.clone() for tensor in given)
+    for got, expected in zip((*compiled(*given), given[1]), (*program(*twin), twin[1]), strict=True):
+        assert torch.equal(got, expected)
+    spelled = targets(lambda x: x.index_add(0, INDEX.reshape(1), x[:1]), X)
+    assert "aten.index_add" in spelled
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (6,), (2, 3)])
+def test_resize_as_is_resize(backend, shape):
+    def program(x, like):
+        return x.resize_as_(like) + 1
+
+    given, twin = (torch.randn(2, 3), torch.ones(shape)), (torch.zeros(2, 3), torch.ones(shape))
+    twin[0].copy_(given[0])
+    compiled = graft.compile(program, (twin[0].clone(), twin[1]), backend=backend)
+    assert torch.equal(compiled(*given), program(*twin))
+    assert torch.equal(given[0], twin[0])
+    assert [target_text(n.target) for n in calls(compiled.graph_module.graph)] == ["aten.resize_", "aten.add.Tensor"]

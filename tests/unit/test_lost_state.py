@@ -192,3 +192,20 @@ def test_a_container_argument_with_the_same_objects_is_captured_r31():
     compiled = graft.compile(module, (ONES, given), kwargs={"items": [ONES]}, backend="eager")
     assert torch.equal(compiled(ONES, given, items=[ONES]), module(ONES, expected, items=[ONES]))
     assert torch.equal(given["k"], expected["k"])
+
+
+@pytest.mark.parametrize("where", ["attribute", "object", "list", "view"])
+def test_capturing_does_not_count_as_a_call_for_tensors_that_are_no_buffers(where):
+    """torch runs a call for real whose tensors are all constants: `st.add_(1)` counted the trace."""
+
+    def step(self, x):
+        held = {"attribute": self.st, "object": self.obj.h, "list": self.deep[0]["k"], "view": self.st[1:]}[where]
+        held.add_(1)
+        held[:2].mul_(3)
+        return self.st + self.obj.h + self.deep[0]["k"] + x
+
+    module, twin = Stateful(step), Stateful(step)
+    compiled = graft.compile(module, (ONES,))
+    for _ in range(2):
+        assert torch.equal(compiled(ONES), twin(ONES))
+        assert torch.equal(module.st, twin.st) and torch.equal(module.obj.h, twin.obj.h)

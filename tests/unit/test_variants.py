@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.export import Dim
 
@@ -140,3 +142,64 @@ def test_a_guard_that_is_not_understood_is_an_error_r39():
     with pytest.raises(CaptureError, match="is not understood"):
         list(guards_over({"s0"}, ["Mystery(s0) > 1"]))
     assert list(guards_over({"s0"}, ["u0 > 1", "s0 > 1", "s3 > 1"])) == ["s0 > 1"]
+
+
+class Contiguous(nn.Module):
+    """Whether this copies depends on a size being 1, which torch.export does not look at."""
+
+    def forward(self, x, y):
+        return x.transpose(0, 1).contiguous() * 2, y[: x.shape[0]] + 1
+
+
+def test_a_named_dim_may_have_a_range_with_0_and_1():
+    size = Dim("s", max=16)
+    shapes = {"x": {0: size}, "y": {0: size}}
+    module, given = Contiguous(), (torch.randn(8, 16), torch.randn(8))
+    compiled = graft.compile(module, given, dynamic_shapes=shapes)
+    assert any("0 and 1" in note for note in compiled.report.notes)
+    for size in (8, 2, 1, 16, 0, 1, 5):
+        x, y = torch.randn(size, 16), torch.randn(size)
+        for got, expected in zip(compiled(x, y), module(x, y), strict=True):
+            assert torch.equal(got, expected)
+    assert len(compiled.variants) == 3  # 0 and 1 have one each
+    with pytest.raises(UsageError, match="17"):
+        compiled(torch.randn(17, 16), torch.randn(17))
+
+
+def test_a_range_that_the_program_does_not_allow_is_refused():
+    class Halves(nn.Module):
+        def forward(self, x):
+            return x.view(-1, 2) if x.shape[0] > 4 else x[:4].sum()
+
+    with pytest.raises(CaptureError, match="satisfy the generated guard"):
+        graft.compile(Halves(), (torch.randn(8),), dynamic_shapes={"x": {0: Dim("s", max=16)}})
+
+
+@given(low=st.sampled_from([None, 1, 2]), high=st.sampled_from([None, 9]), op=st.integers(0, 4))
+@settings(max_examples=8, deadline=None)
+def test_whatever_torch_export_accepts_is_captured_and_right_at_every_size_of_the_range(low, high, op):
+    class Program(nn.Module):
+        def forward(self, x):
+            return OPS[op](x)
+
+    dims = {"x": {0: Dim("s", min=low, max=high)}}
+    module, example = Program(), torch.randn(4, 3)
+    try:
+        torch.export.export(module, (example,), dynamic_shapes=dims)
+    except torch._dynamo.exc.UserError:
+        with pytest.raises(CaptureError):
+            graft.compile(module, (example,), dynamic_shapes=dims)
+        return
+    compiled = graft.compile(module, (example,), dynamic_shapes=dims)
+    for size in (low or 0, 1 if low == 1 else 2, 5, 9):
+        x = torch.randn(size, 3)
+        assert torch.equal(compiled(x), module(x))
+
+
+OPS = (
+    lambda x: x.t().contiguous() + 1,
+    lambda x: x.reshape(-1).cumsum(0),
+    lambda x: x.expand(2, *x.shape).reshape(-1, 3) * 2,
+    lambda x: x.view(x.shape[0], 3).squeeze(0).sum(-1),
+    lambda x: x.flatten().view(-1, x.shape[0]) if x.shape[0] > 3 else x.t(),
+)

@@ -94,10 +94,16 @@ def relaxed(spec: Spec, value: Any) -> Spec:
         return None if value in (0, 1) else Dim.AUTO
     dims = spec if isinstance(spec, dict) else dict(enumerate(spec))
     return {
-        dim: Dim.STATIC if value.shape[dim] in (0, 1) else Dim.AUTO
+        dim: Dim.STATIC if value.shape[dim] in (0, 1) else Dim.AUTO(**limits(entry))
         for dim, entry in dims.items()
         if entry is not None
     }
+
+
+def limits(entry: Any) -> dict[str, int | None]:
+    """The range that a Dim is for, as Dim.AUTO takes it; none for a plain number."""
+    low, high = getattr(entry, "min", None), getattr(entry, "max", None)
+    return {"min": low if isinstance(low, int) else None, "max": high if isinstance(high, int) else None}
 
 
 def with_dims(spec: Spec, dims: Sequence[int]) -> Spec:

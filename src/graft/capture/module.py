@@ -91,6 +91,12 @@ def counters_free(name: str, spec: Spec, value: Any) -> Spec:
     return Dim.AUTO if free else spec
 
 
+def violates_dims(error: CaptureError) -> bool:
+    """Whether torch found guards that named Dims do not allow: by them, a graph is for all sizes of a range."""
+    kind = getattr(error.__cause__, "error_type", None)
+    return getattr(kind, "name", "") == "CONSTRAINT_VIOLATION"
+
+
 def is_counter(name: str) -> bool:
     return name.rpartition(".")[2] in COUNTERS
 
@@ -134,12 +140,16 @@ class Call:
         hook = self.module.register_forward_pre_hook(tie, with_kwargs=True)
         try:
             return export_graph(*given_call, exact_sizes=True, positions=self.positions)
-        except CaptureError:
-            if torch.__version__ >= "2.12":
+        except CaptureError as error:
+            if torch.__version__ >= "2.12" and not violates_dims(error):
                 raise
-            # 2.11 cannot slice at a symbolic place so; without, 0 and 1 are outside of what the graph is for
+            # 2.11 cannot slice at a symbolic place so, and a named Dim refuses the guards about 0 and 1;
+            # without, those two are outside of what the graph is for, and captured when they are met
             gm = export_graph(*given_call, positions=self.positions)
-            self.notes[:] = ["captured for dynamic sizes of 2 and more: torch 2.11 cannot capture it for all sizes"]
+            why = "torch 2.11 cannot capture it for all sizes"
+            if violates_dims(error):
+                why = "the program decides by sizes of 0 and 1, which are captured when they are met"
+            self.notes[:] = [f"captured for dynamic sizes of 2 and more: {why}"]
             return gm
         finally:
             hook.remove()

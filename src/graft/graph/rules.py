@@ -256,6 +256,34 @@ def other_name(target: Any) -> Callable[[Node], None]:
     return rule
 
 
+def with_index_row(node: Node) -> None:
+    """`index_add` at a 0-d index is the one at `[index]`: Inductor takes only that apart rightly."""
+    into, _, index = node.args[:3]
+    known, place = tensor_val(into), tensor_val(index)
+    if known is None or place is None or place.dim() or not known.dim():
+        return
+    with node.graph.inserting_before(node):
+        row = node.graph.call_function(aten.unsqueeze.default, (index, -1))
+    row.meta = {**node.meta, "val": place.unsqueeze(-1)}
+    node.update_arg(2, row)
+
+
+def as_resize(node: Node) -> None:
+    """`resize_as_` is `resize_` to the sizes of another tensor; that one torch.compile runs as eager does."""
+    template = tensor_val(node.args[1])
+    if template is None or node.kwargs:
+        return  # a layout was asked for
+    sizes: list[Any] = []
+    for dim, size in enumerate(template.shape):
+        if static_int(size) is None:
+            with node.graph.inserting_before(node):
+                sizes.append(node.graph.call_function(aten.sym_size.int, (node.args[1], dim)))
+            sizes[-1].meta = {**node.meta, "val": size}
+        else:
+            sizes.append(static_int(size))
+    spell(node, aten.resize_.default, node.args[0], sizes)
+
+
 RESHAPES = {
     aten.view.default,
     aten.reshape.default,
@@ -281,6 +309,8 @@ SPELLINGS: dict[Any, Callable[[Node], None]] = {
     **{op: other_name(aten.sub.Tensor) for op in (aten.sub.Scalar, aten.subtract.Tensor)},
     **{op: other_name(aten.div.Tensor) for op in (aten.div.Scalar, aten.divide.Tensor, aten.true_divide.Tensor)},
     aten.slice.Tensor: as_slice,
+    **{op: with_index_row for op in (aten.index_add.default, aten.index_add_.default)},
+    aten.resize_as_.default: as_resize,
     operator.getitem: as_piece,
 }
 

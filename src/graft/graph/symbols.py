@@ -36,13 +36,18 @@ def symbols_of(values: Iterable[Any]) -> tuple[Symbol, ...]:
     found: dict[str, Symbol] = {}
     for value in values:
         for leaf in leaves(value):
-            for item in [*leaf.shape, *leaf.stride(), leaf.storage_offset()] if is_dense(leaf) else [leaf]:
+            for item in sizes_of(leaf) if is_dense(leaf) else [leaf]:
                 if isinstance(item, SYMBOLIC):
                     env = item.node.shape_env
                     for symbol in item.node.expr.free_symbols:
                         if str(symbol) not in found:
                             found[str(symbol)] = read_symbol(symbol, env)
     return tuple(found[name] for name in sorted(found))
+
+
+def sizes_of(value: torch.Tensor) -> list[Any]:
+    """Those of its memory too: of an input that is a view, torch makes the whole that it views symbolic."""
+    return [*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes()]
 
 
 def is_dense(value: object) -> bool:

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graft.errors import CaptureError
 from graft.graph.assignments import assignments_as_writes
 from graft.graph.canonical import canonicalize, drop_unused_state
+from graft.graph.constants import KeepConstants
 from graft.graph.edit import attach_state, attribute, fake_mode
 from graft.graph.indexing import TensorPositions
 from graft.graph.results import keep_results_apart, result_objects
@@ -73,6 +74,7 @@ def export_graph(
             sizes,
             torch.no_grad(),
             positions or TensorPositions(),
+            KeepConstants(),
             assignments_as_writes(module),
             quiet(FAKE_TENSOR),
         ):

@@ -1,10 +1,10 @@
-"""graft.compile: any nn.Module through the pipeline, with the signature, the results and the effects it had."""
+"""graft.compile: any module or function through the pipeline, with the signature, results and effects it had."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from graft.backends.replay import Replays
 from graft.backends.select import keep_sizes
 from graft.capture.dynamic import flat, in_order
+from graft.capture.function import as_module
 from graft.capture.module import capture_module
 from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack, release
 from graft.errors import CaptureError, GuardFailed, ReplacedBuffer, UsageError
@@ -235,7 +236,7 @@ class CompiledModule(torch.nn.Module):
 
 
 def compile(
-    module: torch.nn.Module,
+    module: torch.nn.Module | Callable[..., Any],
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
@@ -245,7 +246,7 @@ def compile(
     reuse_outputs: bool = False,
     dump_dir: str | Path | None = None,
 ) -> CompiledModule:
-    """Captures `module` with example inputs, transforms the graph and lowers it.
+    """Captures `module`, or a function, with example inputs, transforms the graph and lowers it.
 
     Sizes are fixed to the example's unless `dynamic_shapes` (as for torch.export) frees them. The length of a cache
     that the caller passes and the program writes at a position is free as well, where the program allows it, unless
@@ -254,6 +255,7 @@ def compile(
     """
     loaded = config if isinstance(config, PipelineConfig) else load_config(config)
     settings = Settings(loaded, backend, reuse_outputs, dump_dir)
+    module = as_module(module)
     args, kwargs = tuple(args), in_order(module, kwargs or {})
     caches = find_caches((args, kwargs))
     initialize(module, args, kwargs, caches)
