@@ -36,7 +36,7 @@ class KeepConstants(TorchDispatchMode):
                 memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
                 self.kept[storage] = (memory, memory.clone())
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
         for memory, copy in self.kept.values():
             memory.copy_(copy)
