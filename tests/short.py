@@ -48,6 +48,14 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "test_state_programs::test_programs_agree_with_eager_r28_to_r33": ("eager-torch.float32", "inductor-torch.int8"),
     "test_state_writes::test_caches_that_are_not_contiguous_r30": ("eager",),
     "test_state_writes::test_every_form_of_write_r28_r29_r30": ("module", "inductor-caller"),
+    # programs of peers: each on one route and together on the others
+    "test_peer_programs::test_alone": ("eager",),
+    "test_peer_programs::test_alone_with_generated_code": ("custom_ops.write_the_last_row",),
+    "test_peer_programs::test_replayed": ("aliased_io.owned_cache", "aliased_io.one_token_by_assignment"),
+    "test_peer_programs::test_together": (
+        *("passes-custom_ops_0", "passes-dispatch_1", "passes-mutation_2"),
+        *("dynamo-dynamic-mutation_0", "dynamo-dynamic-custom_ops_1", "inductor-dispatch_0"),
+    ),
     # other formats of the embedded model
     "test_native_perplexity::test_perplexity_is_that_of_the_dequantised_model_r41": ("None",),
     "test_quantization::test_perplexity_stays_and_wrong_scales_would_show_r21": ("int4",),
