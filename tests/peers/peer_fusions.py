@@ -1,4 +1,4 @@
-"""Layers as vLLM lays them out (packed tokens, fused in-place ops, caches by slot), as its fusion tests cover them."""
+"""Layers as vLLM lays them out (packed tokens, in-place ops, caches by slot), as its fusion tests cover them."""
 
 from __future__ import annotations
 

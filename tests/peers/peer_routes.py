@@ -1,4 +1,4 @@
-"""The ways through graft that a program takes. `passes` routes run Inductor's final graph as it is: no C++ is made."""
+"""The ways through graft that a program takes. `passes` and `dynamo` run Inductor's final graph as it is, without C++."""
 
 from __future__ import annotations
 
