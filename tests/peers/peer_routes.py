@@ -1,4 +1,4 @@
-"""The ways through graft that a program takes. `passes` and `dynamo` run Inductor's final graph as it is, without C++."""
+"""The ways through graft that a program takes; `passes` and `dynamo` run Inductor's final graph without making C++."""
 
 from __future__ import annotations
 
