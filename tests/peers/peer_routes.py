@@ -1,4 +1,4 @@
-"""The ways through graft that a program takes; `passes` and `dynamo` run Inductor's final graph without making C++."""
+"""The ways through graft that a program takes; `passes` and `dynamo` run Inductor's final graph, no C++ is made."""
 
 from __future__ import annotations
 
