@@ -13,7 +13,6 @@ from peer_programs import Table, noise
 from torch import nn
 
 TRANSFORMS = Table("transforms")
-EPS = "eps is a symbolic number at dynamic sizes: item 9"
 
 
 def add(inputs, fires, **expected):

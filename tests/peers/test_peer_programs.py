@@ -54,6 +54,8 @@ def check(route: str, program: Program) -> None:
             got = observe(compiled, args, subject)
             compare(got, expected, layouts=program.layouts, close=program.close)
         fired = Counter({n: len(r.matches) for rep in reports(compiled) for n, r in rep.transforms.items()})
+    if route == "dynamo-dynamic":
+        return  # every size is dynamic there, those of heads and features too: values are held, not counts
     # on Dynamo's graphs weights are inputs, which nothing merges
     wanted = {
         name: count for name, count in program.fires.items() if "merge" not in name or hasattr(compiled, "report")
