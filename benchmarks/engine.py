@@ -19,6 +19,7 @@ import torch
 import graft
 from graft.cli.show import quiet_libraries
 from graft.models.load import load_model
+from graft.runtime.engine import Engine
 from graft.workbench.compare import EagerRival
 
 
@@ -37,12 +38,13 @@ def traffic(count: int, vocabulary: int, rng: random.Random) -> list[tuple[int, 
 def serve(llm: graft.LLM, requests: list[tuple[int, list[int], graft.SamplingParams]]) -> dict[str, float]:
     """All of them, arriving while others run: tokens a second from the first arrival to the last token."""
     pending, sent, steps, started = list(requests), [], 0, time.perf_counter()
-    while pending or not llm.engine.idle:
-        while pending and pending[0][0] <= steps:
-            _, prompt, params = pending.pop(0)
-            sent.append(llm.submit(prompt, params))
-        llm.engine.step()
-        steps += 1
+    with llm.held() as engine:
+        while pending or not engine.idle:
+            while pending and pending[0][0] <= steps:
+                _, prompt, params = pending.pop(0)
+                sent.append(engine.add(prompt, params))
+            engine.step()
+            steps += 1
     seconds = time.perf_counter() - started
     new, fed = sum(len(r.new_tokens) for r in sent), sum(len(r.prompt) for r in sent)
     return {"seconds": seconds, "new_per_s": new / seconds, "all_per_s": (new + fed) / seconds, "steps": steps}
@@ -79,9 +81,20 @@ class Clock:
 def own_cost(llm: graft.LLM, batch: int, rng: random.Random) -> dict[str, float]:
     """Scheduler and block manager in steps of `batch` decoding requests, as a share of the step."""
     vocabulary = llm.model.module.config.vocab_size
+    clock = Clock()
+    with llm.held() as engine:
+        seconds, steps = timed_steps(engine, batch, vocabulary, rng, clock)
+    return {
+        "batch": batch,
+        "step_ms": 1e3 * seconds / steps,
+        "scheduler_and_manager_us": 1e6 * clock.seconds / steps,
+        "share_percent": 100 * clock.seconds / seconds,
+    }
+
+
+def timed_steps(engine: Engine, batch: int, vocabulary: int, rng: random.Random, clock: Clock) -> tuple[float, int]:
     params = graft.SamplingParams(max_tokens=48, ignore_eos=True)
-    engine, clock = llm.engine, Clock()
-    requests = [llm.submit([rng.randrange(3, vocabulary) for _ in range(40)], params) for _ in range(batch)]
+    requests = [engine.add([rng.randrange(3, vocabulary) for _ in range(40)], params) for _ in range(batch)]
     while any(not r.new_tokens for r in requests):
         engine.step()
     engine.scheduler.schedule = clock.around(engine.scheduler.schedule)
@@ -95,12 +108,7 @@ def own_cost(llm: graft.LLM, batch: int, rng: random.Random) -> dict[str, float]
     engine.abort(requests)
     for owner, name in ((engine.scheduler, "schedule"), (engine.scheduler, "drop"), (engine.manager, "commit")):
         delattr(owner, name)
-    return {
-        "batch": batch,
-        "step_ms": 1e3 * seconds / steps,
-        "scheduler_and_manager_us": 1e6 * clock.seconds / steps,
-        "share_percent": 100 * clock.seconds / seconds,
-    }
+    return seconds, steps
 
 
 def first_token(llm: graft.LLM, prefix: int, rng: random.Random, repeats: int) -> dict[str, float]:

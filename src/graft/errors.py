@@ -256,6 +256,19 @@ class EngineStuck(GraftError):
         )
 
 
+class StepFailed(GraftError):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(
+            f"a step of the engine failed ({type(error).__name__}: {error}); every request that was open is given up,"
+            " new ones can be made"
+        )
+        self.__cause__ = error
+
+
+class EngineUnavailable(GraftError):
+    """The engine takes no request, or none from the thread that asks; the message says why."""
+
+
 class OutOfMemory(GraftError):
     """Memory is not there for what was asked; the message has the numbers."""
 

@@ -69,7 +69,7 @@ def test_a_steady_step_waits_for_nothing_r43():
     """torch tells of every call that waits for the device, except of the event that the host is meant to wait for."""
     llm = graft.LLM(model("llama"), max_num_seqs=4)
     for params in ([greedy(60)] * 3, [drawn(0), drawn(1), greedy(60)]):
-        requests = [llm.submit(*one) for one in zip(prompts((5, 15, 30)), params, strict=True)]
+        requests = [llm.engine.add(*one) for one in zip(prompts((5, 15, 30)), params, strict=True)]
         for _ in range(4):
             llm.engine.step()
         torch.cuda.set_sync_debug_mode("error")
@@ -94,7 +94,7 @@ def test_the_device_has_the_next_step_before_the_host_knows_the_last_r43():
 def test_memory_does_not_grow_r43():
     llm = graft.LLM(model("llama"), max_num_seqs=4)
     params = [greedy(220), graft.SamplingParams(max_tokens=220, temperature=1.0, top_p=0.9, seed=1, ignore_eos=True)]
-    requests = [llm.submit(*one) for one in zip(prompts((5, 9)), params, strict=True)]
+    requests = [llm.engine.add(*one) for one in zip(prompts((5, 9)), params, strict=True)]
     for _ in range(10):
         llm.engine.step()
     torch.cuda.synchronize()
@@ -110,7 +110,7 @@ def test_memory_does_not_grow_r43():
 def test_bfloat16_logits_of_a_recording_equal_the_eager_ones_r43(family):
     """The same kernels on the same rows: the logits of a replay are those of the calls, bit for bit."""
     llm = graft.LLM(model(family, "bfloat16"), max_num_seqs=4, cudagraph_capture_sizes=[4])
-    requests = [llm.submit(p, greedy(30)) for p in prompts((5, 9, 17, 30))]
+    requests = [llm.engine.add(p, greedy(30)) for p in prompts((5, 9, 17, 30))]
     llm.engine.step()
     loop, seen = llm.engine.loop, []
     for _ in range(6):
@@ -259,7 +259,7 @@ def test_steps_on_another_stream_come_behind_r43():
     llm = graft.LLM(model("llama"), max_num_seqs=4)
     expected = [o.token_ids for o in llm.generate(prompts((5, 9)), greedy())]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    requests = [llm.submit(p, greedy()) for p in prompts((5, 9))]
+    requests = [llm.engine.add(p, greedy()) for p in prompts((5, 9))]
     for i in range(1000):
         if llm.engine.idle:
             break
@@ -283,7 +283,7 @@ def test_soak_with_prefixes_aborts_and_a_small_cache_r43():
             tail = [rng.randrange(3, 128) for _ in range(rng.randint(1, 20))]
             prompt = (rng.choice(prefixes) if rng.random() < 0.6 else []) + tail
             params = drawn(i % 5) if rng.random() < 0.5 else greedy(rng.choice([2, 9, 30]))
-            requests.append(llm.submit(prompt, params))
+            requests.append(llm.engine.add(prompt, params))
             for _ in range(rng.choice([0, 0, 1, 5])):
                 llm.engine.step()
         llm.finish(requests)

@@ -86,7 +86,7 @@ def run(llm, seed, count, plain=False, abort=False):
     for pause, prompt, params, priority in traffic(random.Random(seed), count, plain):
         for _ in range(pause):
             step()
-        requests.append(llm.submit(prompt, params, priority=priority))
+        requests.append(llm.engine.add(prompt, params, priority=priority))
     while not llm.engine.idle:
         step()
     manager = llm.engine.manager

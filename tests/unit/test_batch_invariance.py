@@ -86,7 +86,7 @@ def test_arriving_one_after_another_r42(family):
     llm = engine(family, max_num_batched_tokens=24)
     requests = []
     for i, prompt in enumerate(prompts()):
-        requests.append(llm.submit(prompt, params(i)))
+        requests.append(llm.engine.add(prompt, params(i)))
         for _ in range(i % 3):
             llm.engine.step()
     while not llm.engine.idle:

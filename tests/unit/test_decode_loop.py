@@ -48,7 +48,7 @@ def test_the_host_is_one_step_behind_r43():
     llm = engine("llama", True, max_num_seqs=8)
     expected = engine("llama", False).generate(prompts((5, 9, 17)), greedy())
     loop = llm.engine.loop
-    requests = [llm.submit(prompt, greedy()) for prompt in prompts((5, 9, 17))]
+    requests = [llm.engine.add(prompt, greedy()) for prompt in prompts((5, 9, 17))]
     llm.engine.step()  # the prompts
     assert not loop.flights
     for tokens in range(2, 25):
@@ -104,7 +104,7 @@ def test_equal_requests_share_their_blocks_while_they_decode_r43():
     (prompt,) = prompts((21,))
     expected = engine("llama", False).generate([prompt], greedy(60))[0].token_ids
     llm = engine("llama", True, max_num_seqs=4)
-    requests = [llm.submit(prompt, greedy(60)) for _ in range(3)]
+    requests = [llm.engine.add(prompt, greedy(60)) for _ in range(3)]
     for _ in range(50):
         llm.engine.step()
     assert max(llm.engine.manager.refs) == 3
@@ -160,7 +160,7 @@ def test_a_step_that_fails_is_done_again_r43(at, error, monkeypatch):
     expected = [o.token_ids for o in engine("llama", False).generate(given, params)]
     for steps in (1, 2, 4):
         for calls in (0, 1):
-            requests = [llm.submit(*one) for one in zip(given, params, strict=True)]
+            requests = [llm.engine.add(*one) for one in zip(given, params, strict=True)]
             for _ in range(steps):
                 llm.engine.step()
             targets = {
@@ -197,7 +197,7 @@ def failing(call, good, error):
 
 def test_no_memory_for_a_step_is_an_error_with_numbers_r63(monkeypatch):
     llm = engine("llama", True, max_num_seqs=4)
-    request = llm.submit([5, 6], greedy())
+    request = llm.engine.add([5, 6], greedy())
     for _ in range(3):
         llm.engine.step()
     with monkeypatch.context() as patch:
@@ -236,17 +236,17 @@ def test_a_nucleus_wider_than_the_head_is_drawn_on_the_host_r43(monkeypatch):
         for i, (t, k) in enumerate(((0.2, 0), (5.0, 0), (1.0, 9)))
     ]
     expected = engine("llama", False)
-    requests = [expected.submit(*one) for one in zip(given, params, strict=True)]
+    requests = [expected.engine.add(*one) for one in zip(given, params, strict=True)]
     expected.finish(requests)
     monkeypatch.setattr(choosing, "HEAD", 8)
     llm = engine("llama", True, max_num_seqs=4)
-    got = [llm.submit(*one) for one in zip(given, params, strict=True)]
+    got = [llm.engine.add(*one) for one in zip(given, params, strict=True)]
     llm.finish(got)
     assert [r.new_tokens for r in got] == [r.new_tokens for r in requests]
     for one, other in zip(got, requests, strict=True):
         assert one.generator.get_state().equal(other.generator.get_state())
     assert llm.stats.redrawn_tokens == 0, "top_k above the head is known beforehand: all steps go the host's way"
-    again = [llm.submit(*one) for one in zip(given[:2], params[:2], strict=True)]
+    again = [llm.engine.add(*one) for one in zip(given[:2], params[:2], strict=True)]
     llm.finish(again)
     assert [r.new_tokens for r in again] == [r.new_tokens for r in requests[:2]]
     assert llm.stats.redrawn_tokens >= 1 and any("wider than" in note for note in llm.report.notes)
@@ -310,11 +310,11 @@ def test_whoever_waits_without_hope_does_not_stop_the_device_r43():
 def test_who_arrives_is_served_at_once_r43():
     """What is on the way is waited for, and the next step has the new prompt in it."""
     llm = engine("llama", True, max_num_seqs=4)
-    first = llm.submit([5, 6], greedy(60))
+    first = llm.engine.add([5, 6], greedy(60))
     for _ in range(5):
         llm.engine.step()
     assert llm.engine.loop.flights
-    second = llm.submit([7, 8], greedy(5))
+    second = llm.engine.add([7, 8], greedy(5))
     llm.engine.step()
     assert not llm.engine.loop.flights and not second.new_tokens
     llm.engine.step()
@@ -349,7 +349,8 @@ def test_stop_strings_and_streams_r43(monkeypatch):
     next(stream)
     next(stream)
     stream.close()  # with a step on the way
-    assert llm.engine.idle and not llm.engine.loop.flights and llm.engine.step() == []
+    with llm.held() as held:
+        assert held.idle and not held.loop.flights and held.step() == []
     assert llm.engine.manager.available == llm.engine.manager.blocks
     assert [o.token_ids for o in llm.generate(given, greedy())] == free
 

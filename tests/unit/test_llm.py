@@ -18,6 +18,7 @@ from graft.errors import (
     LogitsError,
     OutOfCache,
     PromptTooLong,
+    StepFailed,
     TokenizerMissing,
     UnknownBackend,
     UsageError,
@@ -221,7 +222,8 @@ def test_streams_do_not_disturb_each_other(monkeypatch):
     pieces[0] += list(first)
     pieces[1] += list(second)
     assert ["".join(p) for p in pieces] == alone
-    assert llm.engine.idle and llm.engine.manager.available == llm.engine.manager.blocks
+    with llm.held() as held:
+        assert held.idle and held.manager.available == held.manager.blocks
 
 
 def test_a_wrong_request_does_not_stop_the_others_r63():
@@ -296,7 +298,7 @@ def test_a_step_that_fails_is_done_again_for_those_who_go_on_r63(at, monkeypatch
     (first,) = llm.generate([prompt], params)
     expected = [sample.token_ids for sample in (first, *first.alternatives)]
     for steps in (0, 1, 2):
-        request = llm.submit(prompt, params)
+        request = llm.engine.add(prompt, params)
         for _ in range(steps):
             llm.engine.step()
         with monkeypatch.context() as patch:
@@ -313,7 +315,7 @@ def test_a_request_cancelled_in_the_middle_of_its_prompt_leaves_the_others_alone
     llm = resized(engine("llama"), max_num_batched_tokens=8)
     long, short = prompts((60, 7))
     expected = llm.generate([short], GREEDY)[0].token_ids
-    cancelled, kept = llm.submit(long, GREEDY), llm.submit(short, GREEDY)
+    cancelled, kept = llm.engine.add(long, GREEDY), llm.engine.add(short, GREEDY)
     for _ in range(3):
         llm.engine.step()
     assert 0 < cancelled.computed < len(long)
@@ -326,19 +328,12 @@ def test_a_request_cancelled_in_the_middle_of_its_prompt_leaves_the_others_alone
 
 def test_an_engine_that_cannot_go_on_says_so_r63(monkeypatch):
     llm = resized(engine("llama"))
-    request = llm.submit([5, 6], GREEDY)
+    request = llm.engine.add([5, 6], GREEDY)
     monkeypatch.setattr(llm.engine.scheduler, "admit", lambda request: False)
     with pytest.raises(EngineStuck, match="waiting: 1, running: 0"):
         llm.engine.step()
     llm.engine.abort([request])
     assert llm.engine.step() == []
-
-
-def test_progress_counts_the_requests_that_are_done_r61():
-    told = []
-    params = [graft.SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 3, 3)]
-    engine("llama").generate([[5], [6], [7]], params, progress=lambda *what: told.append(what))
-    assert told == [("generating", 0, 3), ("generating", 1, 3), ("generating", 1, 3)]
 
 
 def test_a_step_that_breaks_off_between_two_samples_keeps_what_it_has_r63(monkeypatch):
@@ -348,7 +343,7 @@ def test_a_step_that_breaks_off_between_two_samples_keeps_what_it_has_r63(monkey
     (prompt,) = prompts((21,))
     (first,) = llm.generate([prompt], params)
     for steps in (0, 2):
-        request = llm.submit(prompt, params)
+        request = llm.engine.add(prompt, params)
         for _ in range(steps):
             llm.engine.step()
         append, calls = llm.engine.append_token, []
@@ -387,12 +382,10 @@ def test_one_requests_nan_does_not_reach_another_r63():
 
 def test_a_call_that_fails_while_it_is_taken_in_leaves_nothing_behind_r63(monkeypatch):
     llm = resized(engine("llama"))
-    add, calls = llm.engine.add, []
+    enter, calls = llm.engine.enter, []
     monkeypatch.setattr(
-        llm.engine,
-        "add",
-        lambda *args, **options: calls.append(1) or (add(*args, **options) if len(calls) < 2 else 1 / 0),
+        llm.engine, "enter", lambda request: calls.append(1) or (enter(request) if len(calls) < 2 else 1 / 0)
     )
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(StepFailed, match="ZeroDivisionError"):
         llm.generate([[5], [6]], GREEDY)
     assert llm.engine.idle

@@ -53,7 +53,7 @@ def run_all(llm: graft.LLM, rng: random.Random, count: int) -> tuple[list[Reques
         for _ in range(rng.choice([0, 0, 1, 3, 8]) if len(requests) < count else 0):
             tail = [rng.randrange(3, 128) for _ in range(rng.randint(1, 20))]
             prompt = (rng.choice(prefixes) if rng.random() < 0.6 else []) + tail
-            requests.append(llm.submit(prompt, random_params(rng), priority=rng.choice([0, 0, 0, -1, 1])))
+            requests.append(llm.engine.add(prompt, random_params(rng), priority=rng.choice([0, 0, 0, -1, 1])))
         llm.engine.step()
         if requests and rng.random() < 0.05:
             llm.engine.abort([rng.choice(requests)])

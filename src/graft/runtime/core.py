@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -73,6 +74,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: GraftError | None = None
+    lock: Any = field(default_factory=threading.RLock, repr=False)  # a token, and whether it is the last, come as one
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -99,17 +101,18 @@ class Request:
         """All text that is certain by now. The token that ended the request is no part of it, unless asked for."""
         if self.stream is None:
             return ""
-        if not self.whole_text:
-            tokens = self.new_tokens
-            if self.ended_by_token and not self.params.include_stop_str_in_output:
-                tokens = tokens[:-1]
-            for token in tokens[self.read :]:
-                self.stream.feed(token)
-            self.read = len(tokens)
-            if self.finish_reason is not None:
-                self.stream.finish()
-                self.whole_text = True
-        return self.stream.text
+        with self.lock:
+            if not self.whole_text:
+                tokens = self.new_tokens
+                if self.ended_by_token and not self.params.include_stop_str_in_output:
+                    tokens = tokens[:-1]
+                for token in tokens[self.read :]:
+                    self.stream.feed(token)
+                self.read = len(tokens)
+                if self.finish_reason is not None:
+                    self.stream.finish()
+                    self.whole_text = True
+            return self.stream.text
 
     @property
     def ended_by_token(self) -> bool:

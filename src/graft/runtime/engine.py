@@ -1,7 +1,8 @@
-"""The engine. `step` is its heart: schedule, run the graph, sample, take stock."""
+"""The engine. `step` is its heart: schedule, run the graph, sample, take stock. runtime/driver.py runs it."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.errors import EngineStuck, LogitsError, OutOfCache, OutOfMemory
+from graft.errors import EngineStuck, EngineUnavailable, GraftError, LogitsError, OutOfCache, OutOfMemory
 from graft.kvcache.manager import BlockManager
 from graft.kvcache.memory import free_memory, is_out_of_memory, size_text
 from graft.kvcache.tensors import copy_blocks
@@ -27,7 +28,10 @@ from graft.runtime.scheduler import Plan, Scheduler
 
 
 class Engine:
-    """Runs requests over one lowered graph and one cache. Add requests at any time; each `step` moves them on."""
+    """Runs requests over one lowered graph and one cache. Add requests at any time; each `step` moves them on.
+
+    One thread at a time has its `turn`: the driver's while it has work, or the one that steps the engine itself.
+    """
 
     def __init__(
         self,
@@ -49,10 +53,18 @@ class Engine:
         self.loop = loop  # decodes by recordings, a step ahead of the host; None: every step is `run`
         self.said = tuple(notes)
         self.stats = Stats()
+        self.turn = threading.RLock()
+        self.ended: list[Request] = []  # since the last step began
+        self.broken: GraftError | None = None  # after this it is in no state to go on
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Feeds the next tokens and returns the requests that got a new one."""
+        with self.turn:
+            self.ended = []
+            return self.next_step()
+
+    def next_step(self) -> list[Request]:
         started, loop = time.perf_counter(), self.loop
         if loop is not None:
             loop.follow_stream()
@@ -173,6 +185,10 @@ class Engine:
 
     def append_token(self, request: Request, choice: Choice) -> None:
         """The request's next token, and whether it is the last."""
+        with request.lock:
+            self.take_token(request, choice)
+
+    def take_token(self, request: Request, choice: Choice) -> None:
         params = request.params
         if choice.error is not None:
             request.error = choice.error
@@ -197,12 +213,19 @@ class Engine:
 
     def end(self, request: Request, reason: FinishReason, what: int | str | None = None) -> None:
         request.finish_reason, request.stop_reason = reason, what
+        self.ended.append(request)
         if self.loop is not None:
             self.loop.forget(request)
         self.scheduler.drop(request)
 
     def add(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Request:
-        """Takes a request, or refuses one that could never run."""
+        """Makes a request and takes it, for whoever steps the engine."""
+        request = self.make(prompt, params, priority=priority)
+        self.enter(request)
+        return request
+
+    def make(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Request:
+        """A request, in any thread; one that could never run is refused."""
         request = Request(list(prompt), params, make_generator(params.seed), self.stream(prompt, params), priority)
         needed = self.manager.blocks_for(request.most_tokens)
         if needed > self.manager.blocks:
@@ -211,12 +234,17 @@ class Engine:
                 f" only {self.manager.blocks} ({size_text(self.cache_bytes)}); shorten it, lower max_tokens, or raise"
                 " kv_cache_memory"
             )
-        if self.idle:
-            self.stats, self.scheduler.preemptions = Stats(), 0
-            if self.loop is not None:
-                self.loop.counts = Counts()
-        self.scheduler.add(request)
         return request
+
+    def enter(self, request: Request) -> None:
+        if self.broken is not None:
+            raise EngineUnavailable(f"the engine is broken since a step failed ({self.broken}); load the LLM again")
+        with self.turn:
+            if self.idle:
+                self.stats, self.scheduler.preemptions = Stats(), 0
+                if self.loop is not None:
+                    self.loop.counts = Counts()
+            self.scheduler.add(request)
 
     def make_siblings(self, request: Request) -> list[Request]:
         """The other samples of n > 1: they begin when the prompt is in the cache, and share its blocks."""
@@ -237,10 +265,11 @@ class Engine:
 
     def abort(self, requests: Iterable[Request]) -> None:
         """Ends those that have not ended, wherever they stand; their blocks are free again."""
-        for request in requests:
-            for each in request.family:
-                if each.finish_reason is None:
-                    self.end(each, "abort")
+        with self.turn:
+            for request in requests:
+                for each in request.family:
+                    if each.finish_reason is None:
+                        self.end(each, "abort")
 
     def nothing_to_do(self) -> list[Request]:
         if not self.idle:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from graft.backends.select import decoder_backend, lower_decoder
 from graft.capture.cache import captured_decoder
-from graft.errors import GraftError, TokenizerMissing, UsageError, near
+from graft.errors import UsageError, near
 from graft.files import Progress
 from graft.graph.edit import attribute
 from graft.kvcache.events import Event
@@ -23,10 +23,8 @@ from graft.models.load import LoadedModel, load_model, resolve_device
 from graft.ops.fused_linear.file_rows import Held
 from graft.runtime.build import build_engine, fingerprint
 from graft.runtime.choices import choice_notes
-from graft.runtime.core import Output, Request, Stats
+from graft.runtime.frontend import Frontend
 from graft.runtime.options import EngineOptions
-from graft.runtime.params import SamplingParams
-from graft.runtime.prompts import Prompt, as_list, chat_tokens, check_fits, encode
 from graft.transforms.base import Context
 from graft.transforms.config import DEFAULTS, Layer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
 from graft.transforms.pipeline import run_pipeline
@@ -34,7 +32,7 @@ from graft.transforms.quantization import Saving, release
 from graft.transforms.report import Report
 
 
-class LLM:
+class LLM(Frontend):
     """Loads, captures, transforms and lowers a decoder, and generates with it. `options`: see EngineOptions.
 
     quantize: "int8", "int4" or "fp8", the transform quantize_linear; None: floats, but for a GGUF file with
@@ -100,75 +98,6 @@ class LLM:
         notes = (captured, *why, *report.notes, *dequantised, *lowered.notes, *choices)
         self.built: Report = replace(report, kernels=lowered.kernels, notes=notes)
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        priority: int | Sequence[int] = 0,
-        progress: Progress | None = None,
-    ) -> list[Output]:
-        """Completes every prompt; they run together. `params` and `priority` (lower goes first) are one for all, or
-        one each.
-
-        A prompt that cannot run does not stop the others: its Output has finish_reason "error" and the error. Where
-        none can run, the first error is raised.
-        """
-        asked = as_list(prompts)
-        each = one_each("sampling parameters", params or SamplingParams(), len(asked))
-        ranks = one_each("priorities", priority, len(asked))
-        entered: list[Request | GraftError] = []
-        try:
-            for request in zip(asked, each, ranks, strict=True):
-                entered.append(self.try_submit(*request))
-            self.finish([entry for entry in entered if isinstance(entry, Request)], progress)
-        finally:
-            self.engine.abort(entry for entry in entered if isinstance(entry, Request))
-        errors = [entry for entry in entered if isinstance(entry, GraftError)]
-        if errors and len(errors) == len(entered):
-            raise errors[0]
-        return [self.output(entry) for entry in entered]
-
-    def finish(self, requests: Sequence[Request], progress: Progress | None = None) -> None:
-        """Moves the engine on until these requests have ended."""
-        while unfinished := sum(any(one.finish_reason is None for one in r.family) for r in requests):
-            if progress:
-                progress("generating", len(requests) - unfinished, len(requests))
-            self.engine.step()
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[str]:
-        """Yields pieces of text as they come; together they are the text that `generate` gives."""
-        if self.tokenizer is None:
-            raise TokenizerMissing(self.model.name)
-        if params is not None and params.n > 1:
-            raise UsageError(f"a stream is one text, but n is {params.n}; use generate")
-        return self.follow(self.submit(prompt, params or SamplingParams(), priority=priority))
-
-    def follow(self, request: Request) -> Iterator[str]:
-        """The text of a request, piece by piece; moves the engine on. Whoever stops reading cancels the request."""
-        given, ended = 0, False
-        try:
-            while not ended:
-                if request.finish_reason is None:  # another caller's step may have brought it to its end
-                    self.engine.step()
-                ended = request.finish_reason is not None
-                text = request.read_text()
-                if len(text) > given:
-                    yield text[given:]
-                given = len(text)
-            if request.error is not None:
-                raise request.error
-        finally:
-            self.engine.abort([request])
-
-    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> Output:
-        """The model's answer to a conversation: [{"role": "user", "content": "…"}, …]."""
-        return self.generate(self.chat_prompt(messages), params)[0]
-
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The conversation in the model's own chat template, as tokens, up to where the answer begins."""
-        return chat_tokens(self.model, messages)
-
     def kv_cache_events(self, timeout: float | None = None) -> list[Event]:
         """What happened in the cache since the last call; waits up to `timeout` seconds for something to happen."""
         events = self.engine.manager.events
@@ -178,51 +107,6 @@ class LLM:
     def report(self) -> Report:
         """What was built, with what the engine has had to say since."""
         return replace(self.built, notes=(*self.built.notes, *self.engine.notes, self.size))
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.engine.tokenizer
-
-    @property
-    def stats(self) -> Stats:
-        """Times and counts since the engine was last idle."""
-        return self.engine.stats
-
-    def submit(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Request:
-        """Hands a request to the engine, whose `step` moves it on; `engine.abort` ends it early."""
-        if not isinstance(params, SamplingParams):
-            raise UsageError(f"sampling parameters are a graft.SamplingParams, not a {type(params).__name__}")
-        if not isinstance(priority, int):
-            raise UsageError(f"a priority is a whole number, not {priority!r}")
-        ids = self.encode(prompt)
-        check_fits(ids, params, self.model.context)
-        if params.stop and self.tokenizer is None:
-            raise TokenizerMissing(self.model.name)
-        return self.engine.add(ids, params, priority=priority)
-
-    def try_submit(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request | GraftError:
-        try:
-            return self.submit(prompt, params, priority=priority)
-        except GraftError as error:
-            return error
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        return encode(self.model, prompt)
-
-    def output(self, request: Request | GraftError) -> Output:
-        if isinstance(request, GraftError):
-            return Output("", [], "error", error=request)
-        return Output(
-            request.read_text(),
-            request.new_tokens,
-            request.finish_reason or "abort",
-            None if request.params.logprobs is None else request.logprobs,
-            request.stop_reason,
-            request.cached or 0,
-            request.error,
-            tuple(self.output(sibling) for sibling in request.siblings),
-            request.prompt,
-        )
 
 
 def settings_for(
@@ -272,13 +156,6 @@ def engine_options(options: Mapping[str, Any]) -> EngineOptions:
         if name not in known:
             raise UsageError(f"unknown option {name!r} of LLM{near(name, known)}")
     return EngineOptions(**options)
-
-
-def one_each(what: str, given: Any, prompts: int) -> list[Any]:
-    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * prompts
-    if len(each) != prompts:
-        raise UsageError(f"prompts: {prompts}, {what}: {len(each)}; give one for all, or one each")
-    return each
 
 
 def overlay(model: LoadedModel) -> Layer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -13,6 +14,8 @@ from graft.models.load import LoadedModel
 from graft.runtime.params import SamplingParams
 
 Prompt = str | bytes | Sequence[int]
+# A fast tokenizer may change its own settings in a call, and fails ("Already borrowed") if another thread is in it.
+TOKENIZING = threading.Lock()
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -36,7 +39,9 @@ def encode(model: LoadedModel, prompt: Prompt) -> list[int]:
         return check_ids(prompt, model.module.config.vocab_size)
     if model.tokenizer is None:
         raise TokenizerMissing(model.name)
-    return list(model.tokenizer(as_text(prompt))["input_ids"])
+    text = as_text(prompt)
+    with TOKENIZING:
+        return list(model.tokenizer(text)["input_ids"])
 
 
 def as_text(prompt: str | bytes) -> str:
@@ -80,7 +85,10 @@ def chat_tokens(model: LoadedModel, messages: Sequence[Mapping[str, Any]]) -> li
     if not messages:
         raise EmptyPrompt
     try:
-        encoded = model.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        with TOKENIZING:
+            encoded = model.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, return_dict=True
+            )
     except TemplateError as error:  # a template may refuse what it does not know: "roles must alternate"
         raise UsageError(f"the chat template of {model.name} refuses the conversation: {error}") from error
     return list(encoded["input_ids"])

@@ -86,15 +86,16 @@ def kernel_times(llm: LLM, cell: Cell, steps: int, roofline: Roofline) -> StepTi
     device = llm.device
     calls = prompts_for(llm.model, cell)
     params = SamplingParams(max_tokens=2 * steps + UNTIMED_TOKENS, ignore_eos=True)
-    requests = [llm.submit(next(calls), params) for _ in range(cell.batch)]
-    try:
-        while any(not request.new_tokens for request in requests):
-            llm.engine.step()
-        run_steps(llm, WARM_UP_STEPS, device)
-        wall = run_steps(llm, steps, device) / steps * 1e6
-        launches = profiled(llm, steps, device)
-    finally:
-        llm.engine.abort(requests)
+    with llm.held() as engine:  # the profiler sees the thread that started it
+        requests = [engine.add(next(calls), params) for _ in range(cell.batch)]
+        try:
+            while any(not request.new_tokens for request in requests):
+                engine.step()
+            run_steps(llm, WARM_UP_STEPS, device)
+            wall = run_steps(llm, steps, device) / steps * 1e6
+            launches = profiled(llm, steps, device)
+        finally:
+            engine.abort(requests)
     context = cell.prompt + 1 + WARM_UP_STEPS + steps
     return summary(llm, cell, steps, context, wall, launches, roofline)
 
