@@ -113,8 +113,8 @@ class LogitsError(GraftError):
 
 
 class DiskFull(GraftError):
-    def __init__(self, path: str, detail: str) -> None:
-        super().__init__(f"writing {path} failed: {detail}; nothing was left behind. Free space and run again")
+    def __init__(self, path: str, detail: str, advice: str = "Free space and run again") -> None:
+        super().__init__(f"writing {path} failed: {detail}; nothing was left behind. {advice}")
 
 
 class CaptureError(GraftError):
@@ -256,17 +256,8 @@ class EngineStuck(GraftError):
         )
 
 
-class StepFailed(GraftError):
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(
-            f"a step of the engine failed ({type(error).__name__}: {error}); every request that was open is given up,"
-            " new ones can be made"
-        )
-        self.__cause__ = error
-
-
-class EngineUnavailable(GraftError):
-    """The engine takes no request, or none from the thread that asks; the message says why."""
+class EngineFailed(GraftError):
+    """A step of the engine failed, or the engine takes no request (from here); the message says which."""
 
 
 class OutOfMemory(GraftError):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from graft.errors import DiskFull
 
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EISDIR)
 Progress = Callable[[str, int, int], None]  # what is going on, how much is done, how much there is
 
 
@@ -40,14 +41,14 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
     except OSError as error:
-        raise DiskFull(str(target), str(error)) from error
+        raise write_failed(str(target), error) from error
     try:
         yield temporary
         put_in_place(temporary, target)
     except BaseException as error:  # Ctrl-C included: what was half written goes, and the error goes on
         shutil.rmtree(temporary, ignore_errors=True)
         if is_disk_full(error):
-            raise DiskFull(str(target), str(error)) from error
+            raise write_failed(str(target), error) from error
         raise
 
 
@@ -73,7 +74,7 @@ def write_together(files: Mapping[Path, str]) -> None:
         for folder in fresh:
             folder.rmdir()
         if isinstance(error, OSError):
-            raise DiskFull(str(error.filename or next(iter(files))), str(error)) from error
+            raise write_failed(str(error.filename or next(iter(files))), error) from error
         raise
 
 
@@ -105,6 +106,14 @@ def remove_stale(target: Path) -> None:
         pid = path.name.split(".")[-2]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def write_failed(path: str, error: BaseException) -> DiskFull:
+    """Space is lacking, or the folder is not one to write to."""
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        place = "The folder cannot be written: choose another (GRAFT_CACHE_DIR for the cache) or change its rights"
+        return DiskFull(path, str(error), place)
+    return DiskFull(path, str(error))
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -14,11 +14,11 @@ import graft
 from conftest import FAMILIES, resized, tiny
 from graft.errors import (
     EmptyPrompt,
+    EngineFailed,
     EngineStuck,
     LogitsError,
     OutOfCache,
     PromptTooLong,
-    StepFailed,
     TokenizerMissing,
     UnknownBackend,
     UsageError,
@@ -386,6 +386,6 @@ def test_a_call_that_fails_while_it_is_taken_in_leaves_nothing_behind_r63(monkey
     monkeypatch.setattr(
         llm.engine, "enter", lambda request: calls.append(1) or (enter(request) if len(calls) < 2 else 1 / 0)
     )
-    with pytest.raises(StepFailed, match="ZeroDivisionError"):
+    with pytest.raises(EngineFailed, match="ZeroDivisionError"):
         llm.generate([[5], [6]], GREEDY)
     assert llm.engine.idle

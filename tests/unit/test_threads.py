@@ -23,7 +23,7 @@ from recording_cases import random_params
 
 import graft
 from conftest import resized, tiny
-from graft.errors import EngineUnavailable, PromptTooLong, StepFailed, UsageError
+from graft.errors import EngineFailed, PromptTooLong, UsageError
 
 GREEDY = graft.SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = graft.SamplingParams(max_tokens=200, ignore_eos=True)
@@ -256,7 +256,7 @@ def test_a_step_that_fails_reaches_every_caller_and_the_next_request_runs():
         gate.run = lambda *inputs: 1 / 0
         gate.open()
         for one in waiting:
-            with pytest.raises(StepFailed, match="ZeroDivisionError: division by zero") as raised:
+            with pytest.raises(EngineFailed, match="ZeroDivisionError: division by zero") as raised:
                 one.result(PATIENCE)
             assert isinstance(raised.value.__cause__, ZeroDivisionError)
     gate.run = graph
@@ -269,7 +269,7 @@ def test_a_request_that_nobody_watched_keeps_the_error_of_its_step():
     request = llm.submit([5], GREEDY)
     with llm.held():
         pass
-    with pytest.raises(StepFailed):
+    with pytest.raises(EngineFailed):
         "".join(llm.follow(request))
 
 
@@ -277,10 +277,10 @@ def test_an_engine_that_cannot_be_emptied_refuses(monkeypatch):
     llm = engine()
     llm.engine.graph = lambda *inputs: 1 / 0
     monkeypatch.setattr(llm.engine.scheduler, "leave", lambda request: 1 / 0)
-    with pytest.raises(StepFailed):
+    with pytest.raises(EngineFailed):
         llm.generate([[5]], GREEDY)
     for ask in (lambda: llm.generate([[5]], GREEDY), lambda: llm.engine.add([5], GREEDY)):
-        with pytest.raises(EngineUnavailable, match="broken since a step failed"):
+        with pytest.raises(EngineFailed, match="broken since a step failed"):
             ask()
 
 
@@ -294,7 +294,7 @@ def test_whoever_holds_the_engine_steps_it_alone():
             while not held.idle:
                 held.step()
             assert request.new_tokens == expected and not other.done()
-            with pytest.raises(EngineUnavailable, match="this thread holds the engine"):
+            with pytest.raises(EngineFailed, match="this thread holds the engine"):
                 llm.generate([[5]], GREEDY)
             left = held.add([5, 6], GREEDY)
             llm.abort(held.add([7], LONG))
@@ -378,7 +378,7 @@ def test_a_forked_child_generates_or_is_refused():
     def refused() -> bool:
         try:
             llm.generate([[5, 6]], GREEDY)
-        except EngineUnavailable as error:
+        except EngineFailed as error:
             return "forked while it was at work" in str(error)
         return False
 
@@ -398,7 +398,7 @@ def test_a_program_ends_whatever_is_under_way():
 import threading, types
 import torch
 import graft
-from graft.errors import EngineUnavailable
+from graft.errors import EngineFailed
 from graft.kvcache.manager import BlockManager
 from graft.runtime.driver import Driver
 from graft.runtime.engine import Engine
@@ -426,7 +426,7 @@ def ask():
     try:
         while True:
             llm.generate([[9]], params)
-    except EngineUnavailable:
+    except EngineFailed:
         pass
 
 threading.Thread(target=ask, daemon=True).start()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from graft import __version__
 from graft.cli.bench import bench
 from graft.cli.chat import chat
 from graft.cli.check import check
@@ -31,11 +32,24 @@ from graft.errors import GraftError
 
 app = typer.Typer(
     name="graft",
-    help="Compile an unmodified decoder into a fast, inspectable engine; write, prove and ship graph fusions.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        print(f"graft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Compile an unmodified decoder into a fast, inspectable engine; write, prove and ship graph fusions."""
 
 
 def guarded(verb: Callable[..., None]) -> Callable[..., None]:

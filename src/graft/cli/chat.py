@@ -18,8 +18,13 @@ from graft.cli.options import (
     ConfigFile,
     Device,
     DType,
+    Frequency,
+    MaxModelLen,
+    MinP,
     Model,
+    Presence,
     Quantize,
+    Repetition,
     Seed,
     Sets,
     Stop,
@@ -43,6 +48,10 @@ def chat(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    presence_penalty: Presence = 0.0,
+    frequency_penalty: Frequency = 0.0,
+    repetition_penalty: Repetition = 1.0,
     seed: Seed = None,
     stop: Stop = None,
     dtype: DType = "auto",
@@ -52,18 +61,21 @@ def chat(
     sets: Sets = None,
     quantize: Quantize = None,
     kv_cache_memory: CacheMemory = None,
+    max_model_len: MaxModelLen = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line for each answer, and nothing else.")] = False,
 ) -> None:
     """Talk with a model. Lines from a pipe are answered one after another."""
     from graft.cli.show import err, progress_bar
 
     params = sampling_params(
-        stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
-    )
+        stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
+    )  # fmt: skip
     with progress_bar() as progress:
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, quantize=quantize, backend=backend,
             kv_cache_memory=kv_cache_memory,
+            max_model_len=max_model_len,
         )  # fmt: skip
     start: Messages = [{"role": "system", "content": system}] if system else []
     llm.chat_prompt([*start, {"role": "user", "content": "hi"}])  # a model that cannot chat says so now
@@ -78,7 +90,7 @@ def converse(llm: LLM, params: SamplingParams, start: Messages, as_json: bool) -
     from graft.runtime.prompts import as_text
 
     messages = list(start)
-    for line in lines():
+    for line in lines(as_json):
         try:
             text = as_text(line).strip()
             if text == "/exit":
@@ -96,8 +108,15 @@ def converse(llm: LLM, params: SamplingParams, start: Messages, as_json: bool) -
                 print(json.dumps({"error": str(error)}), flush=True)
 
 
-def lines() -> Iterator[bytes]:
+def lines(as_json: bool) -> Iterator[bytes]:
     """What the user says, until the end of the input or Ctrl-C at the prompt."""
+    from graft.cli.line_editing import can_edit, edited_lines, history
+    from graft.files import cache_dir
+
+    if not as_json and can_edit():
+        with history(cache_dir() / "chat_history"):
+            yield from edited_lines("> ")
+        return
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)

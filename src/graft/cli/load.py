@@ -38,11 +38,13 @@ def load_llm(
     keep_weights: the Hugging Face module is used as well, so quantizing must leave it its weights.
     """
     from graft.models.load import load_model
-    from graft.runtime.llm import LLM, in_blocks, overlay
+    from graft.runtime.llm import LLM, engine_options, in_blocks, overlay
+    from graft.runtime.options import EngineOptions
     from graft.transforms.config import load_config, quantize_sets
 
     given = {"sets": (*(sets or ()), *quantize_sets(quantize)), "plugins": tuple(plugins or ())}
-    load_config(config, **given)  # a wrong key is told before the model is loaded
+    load_config(config, **given)  # a wrong key or size is told before the model is loaded
+    engine_options({name: value for name, value in options.items() if name in EngineOptions.__dataclass_fields__})
     blocks = in_blocks(options.get("backend", "auto"), quantize, dtype, device)
     loaded = load_model(model, dtype=dtype, device=device, progress=progress, in_blocks=blocks)
     settings = load_config(config, model=overlay(loaded), **given)

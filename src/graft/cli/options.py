@@ -26,6 +26,21 @@ Model = Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens that make up this share.")]
 TopK = Annotated[int, typer.Option(help="Draw among this many of the likeliest tokens; 0 is all.")]
+MinP = Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the likeliest; 0 is off.")]
+Presence = Annotated[float, typer.Option("--presence-penalty", help="Off logits of tokens that came; -2 to 2.")]
+Frequency = Annotated[
+    float, typer.Option("--frequency-penalty", help="Off logits, for each time that a token came; -2 to 2.")
+]
+Repetition = Annotated[
+    float, typer.Option("--repetition-penalty", help="Divides logits of tokens that came, prompt included; 1 is off.")
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Tokens of a prompt and its answer. The model's own context if left out.")
+]
+Answers = Annotated[int, typer.Option(help="Answers to each prompt; more than one need a temperature.")]
+Logprobs = Annotated[
+    int | None, typer.Option(help="Show how likely each token was, beside so many of the likeliest.", metavar="K")
+]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string. Repeatable.")]
 CacheMemory = Annotated[

@@ -12,14 +12,21 @@ import typer
 from graft.cli.load import load_llm, sampling_params
 from graft.cli.options import (
     DEFAULT_MODEL,
+    Answers,
     Backend,
     CacheMemory,
     ConfigFile,
     Device,
     DType,
+    Frequency,
     Json,
+    Logprobs,
+    MaxModelLen,
+    MinP,
     Plugins,
+    Presence,
     Quantize,
+    Repetition,
     Seed,
     Sets,
     Stop,
@@ -41,6 +48,12 @@ def run(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    presence_penalty: Presence = 0.0,
+    frequency_penalty: Frequency = 0.0,
+    repetition_penalty: Repetition = 1.0,
+    n: Answers = 1,
+    logprobs: Logprobs = None,
     seed: Seed = None,
     stop: Stop = None,
     chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
@@ -58,6 +71,7 @@ def run(
     quantize: Quantize = None,
     verify: Annotated[bool, typer.Option(help="Prove every match: run it beside what it replaced.")] = False,
     kv_cache_memory: CacheMemory = None,
+    max_model_len: MaxModelLen = None,
     dump: Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:
@@ -66,21 +80,38 @@ def run(
 
     sets = [*(sets or ()), *(["verify=matches"] if verify else [])]
     params = sampling_params(
-        stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
-    )
+        stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
+        n=n, logprobs=logprobs,
+    )  # fmt: skip
     given = read_prompts(prompts, token_ids)
     with progress_bar() as progress:
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
             dump_dir=dump, quantize=quantize, keep_weights=compare, kv_cache_memory=kv_cache_memory,
+            max_model_len=max_model_len,
         )  # fmt: skip
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
-        live = not as_json and len(asked) == 1 and llm.tokenizer is not None
+        live = not as_json and len(asked) == n == 1 and logprobs is None and llm.tokenizer is not None
         outputs = [] if live else llm.generate(asked, params, progress=progress)
     if live:
         stream(llm, asked[0], params)
     right = [prompt for prompt, output in zip(asked, outputs, strict=True) if not output.error] if outputs else asked
     speeds = measure(llm, right, compare)
+    show(llm, given, outputs, speeds, as_json=as_json, table=table, verify=verify, compare=compare)
+
+
+def show(
+    llm: LLM,
+    given: list[Any],
+    outputs: list[Output],
+    speeds: dict[str, float],
+    *,
+    as_json: bool,
+    table: bool,
+    verify: bool,
+    compare: bool,
+) -> None:
     failed = any(output.error for output in outputs)
     if as_json:
         print_json(llm, outputs, speeds)
@@ -101,8 +132,27 @@ def show_outputs(llm: LLM, prompts: list[Any], outputs: list[Output]) -> None:
         out.print(str(prompt), end="", markup=False, style="bold")
         if output.error is not None:
             err.print(f" → error: {output.error}", markup=False, soft_wrap=True)
-        else:
-            out.print(output.text if llm.tokenizer else f" → {output.token_ids}", markup=False)
+            continue
+        for index, each in enumerate((output, *output.alternatives)):
+            if output.alternatives:
+                out.print(f"\n[{index + 1}]", end="", markup=False, highlight=False)
+            out.print(each.text if llm.tokenizer else f" → {each.token_ids}", markup=False)
+            for line in logprob_lines(llm, each):
+                out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def logprob_lines(llm: LLM, output: Output) -> list[str]:
+    """For each token its log probability and rank, then the likeliest."""
+
+    def name(token: int) -> str:
+        return f"{token} {llm.tokenizer.decode([token])!r}" if llm.tokenizer else str(token)
+
+    lines = []
+    for token, likely in zip(output.token_ids, output.logprobs or (), strict=False):
+        others = [f"{name(other)} {p.logprob:.3f}" for other, p in likely.items() if other != token]
+        told = f"  {name(token)} {likely[token].logprob:.3f}, rank {likely[token].rank}"
+        lines.append(f"{told}{'; ' if others else ''}{', '.join(others)}")
+    return lines
 
 
 def measure(llm: LLM, prompts: list[Any], compare: bool) -> dict[str, float]:
@@ -151,10 +201,11 @@ def as_chat(llm: LLM, prompt: Any) -> Any:
 
 
 def stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:
-    """Prints the text as it comes."""
+    """Prints the text as it comes; a request that is refused is so before anything is printed."""
+    pieces = llm.stream(prompt, params)
     if isinstance(prompt, str):
         print(prompt, end="", flush=True)
-    for piece in llm.stream(prompt, params):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()
 

@@ -61,6 +61,7 @@ def load_model(
     in_blocks: the quantised weights of a GGUF file stay in it, for the native backend to pack (LoadedModel.held).
     """
     place = resolve_device(device)
+    resolve_dtype(dtype, place, torch.float32)  # a wrong one is told before anything is converted
     path = Path(name)
     if str(name) in entries():
         entry = entries()[str(name)]

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 
 import torch
 
-from graft.errors import EngineUnavailable, GraftError, StepFailed
+from graft.errors import EngineFailed, GraftError
 from graft.runtime.core import Request
 from graft.runtime.engine import Engine
 from graft.runtime.watch import Watch
@@ -79,13 +79,12 @@ class Driver:
     def take_seat(self) -> None:
         self.seat = Seat()
         self.closing = weakref.finalize(self, self.seat.close)
-        self.closing.atexit = False  # see close_all
 
     def put(self, work: Callable[[Shift], None]) -> None:
         if self.holder == threading.get_ident():
-            raise EngineUnavailable("this thread holds the engine (llm.held): step it with engine.step, or let go")
+            raise EngineFailed("this thread holds the engine (llm.held): step it with engine.step, or let go")
         if not self.seat.put(Job(self.engine, work)):
-            raise EngineUnavailable("this LLM was closed, or its process forked while it was at work; load it again")
+            raise EngineFailed("this LLM was closed, or its process forked while it was at work; load it again")
 
     def enter(self, requests: Iterable[Request], watch: Watch | None = None) -> None:
         """Hands requests over, all before the same step; they run from now on, watched or not."""
@@ -197,7 +196,7 @@ class Shift:
     def fail(self, error: BaseException, requests: tuple[Request, ...] = ()) -> None:
         """Every request ends with the error, and the engine is empty; where it is not, it takes no more."""
         engine = self.engine
-        failure = error if isinstance(error, GraftError) else StepFailed(error)
+        failure = error if isinstance(error, GraftError) else step_failed(error)
         try:
             for request in (*engine.scheduler.running, *engine.scheduler.waiting, *requests):
                 request.error = failure
@@ -210,6 +209,15 @@ class Shift:
             watch.error = failure
             self.tell(watch)
         self.watches, engine.ended = {}, []  # the error knows frames that know the engine
+
+
+def step_failed(error: BaseException) -> EngineFailed:
+    failure = EngineFailed(
+        f"a step of the engine failed ({type(error).__name__}: {error}); every request that was open is given up, new"
+        " ones can be made"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def serve(jobs: SimpleQueue[Job | None]) -> None:
@@ -229,7 +237,7 @@ def work_off(job: Job | None, jobs: SimpleQueue[Job | None]) -> bool:
     with engine.turn:
         while True:
             if job is None:
-                shift.fail(EngineUnavailable("the LLM was closed"))
+                shift.fail(EngineFailed("the LLM was closed"))
                 return False
             try:
                 if job.threads != torch.get_num_threads():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.errors import EngineStuck, EngineUnavailable, GraftError, LogitsError, OutOfCache, OutOfMemory
+from graft.errors import EngineFailed, EngineStuck, GraftError, LogitsError, OutOfCache, OutOfMemory
 from graft.kvcache.manager import BlockManager
 from graft.kvcache.memory import free_memory, is_out_of_memory, size_text
 from graft.kvcache.tensors import copy_blocks
@@ -238,7 +238,7 @@ class Engine:
 
     def enter(self, request: Request) -> None:
         if self.broken is not None:
-            raise EngineUnavailable(f"the engine is broken since a step failed ({self.broken}); load the LLM again")
+            raise EngineFailed(f"the engine is broken since a step failed ({self.broken}); load the LLM again")
         with self.turn:
             if self.idle:
                 self.stats, self.scheduler.preemptions = Stats(), 0

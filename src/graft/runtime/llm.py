@@ -62,6 +62,7 @@ class LLM(Frontend):
             model,  # pyrefly: ignore
             dtype=dtype, device=device, progress=progress, in_blocks=in_blocks(backend, quantize, dtype, device),
         )  # fmt: skip
+        self.model = replace(self.model, context=sizes.context(self.model.context))
         held, settings = self.model.held, settings_for(self.model, config, quantize)
         keep = given is not None if keep_weights is None else keep_weights
         keep = keep and held is None

@@ -19,6 +19,7 @@ class EngineOptions:
     """Names as in vLLM; kv_cache_memory and max_events are graft's own.
 
     kv_cache_memory: bytes, or text like "2GiB"; None takes what is free, with a margin.
+    max_model_len: tokens of a request, prompt and answer; None: all that the model was made for.
     max_num_seqs: requests that run at once.
     max_num_batched_tokens: tokens of one step; longer prompts are fed in chunks. None: see tokens_of_a_step.
     enable_prefix_caching: prompts that begin alike share what is in the cache.
@@ -28,6 +29,7 @@ class EngineOptions:
     """
 
     kv_cache_memory: int | str | None = None
+    max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
@@ -36,9 +38,9 @@ class EngineOptions:
     cudagraph_capture_sizes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_events"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_events"):
             value = getattr(self, name)
-            if not is_size(value) and not (value is None and name == "max_num_batched_tokens"):
+            if not is_size(value) and not (value is None and name in ("max_model_len", "max_num_batched_tokens")):
                 raise UsageError(f"{name} must be a whole number of at least 1, but is {value!r}")
         for name in ("enable_prefix_caching", "enforce_eager"):
             value = getattr(self, name)
@@ -48,6 +50,12 @@ class EngineOptions:
             object.__setattr__(self, "cudagraph_capture_sizes", self.capture_sizes(self.cudagraph_capture_sizes))
         if self.kv_cache_memory is not None:
             parse_size(self.kv_cache_memory)
+
+    def context(self, longest: int) -> int:
+        """max_model_len, of a model that was made for `longest`."""
+        if self.max_model_len is not None and self.max_model_len > longest:
+            raise UsageError(f"max_model_len is {self.max_model_len}, but the model's context has {longest} tokens")
+        return self.max_model_len or longest
 
     def tokens_of_a_step(self, device: torch.device) -> int:
         """max_num_batched_tokens, or what suits the device: a large GPU is not busy with 2,048 tokens."""

@@ -6,7 +6,8 @@ import importlib.util
 import os
 from pathlib import Path
 
-from graft.errors import DiskFull, UsageError
+from graft.errors import UsageError
+from graft.files import write_failed
 from graft.workbench.rows import Bench
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -49,7 +50,7 @@ def write_plot(bench: Bench, path: Path) -> None:
         figure.savefig(temporary)
         temporary.replace(path)
     except OSError as error:
-        raise DiskFull(str(path), str(error)) from error
+        raise write_failed(str(path), error) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch.fx import Graph, GraphModule
 
 from graft.artifact.tensors import entries_data, pack, unpack
-from graft.errors import DiskFull, DumpError
-from graft.files import is_disk_full
+from graft.errors import DumpError
+from graft.files import is_disk_full, write_failed
 from graft.graph.edit import attach_state
 from graft.graph.serial import graph_from_json
 from graft.transforms.dumps import WEIGHTS
@@ -35,7 +35,7 @@ def save_state(state: Mapping[str, torch.Tensor], folder: Path) -> None:
     except (OSError, SafetensorError) as error:
         partial.unlink(missing_ok=True)
         if is_disk_full(error):
-            raise DiskFull(str(target), str(error)) from error
+            raise write_failed(str(target), error) from error
         raise DumpError(f"cannot write {target}: {error}") from error
 
 

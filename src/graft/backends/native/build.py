@@ -24,7 +24,7 @@ from pathlib import Path
 
 from graft.backends.native.compiler import find_compiler, fingerprint, flags
 from graft.errors import CannotLoad, CompilerFailed, DiskFull
-from graft.files import cache_folder, is_disk_full
+from graft.files import cache_folder, is_disk_full, write_failed
 
 FOLDER = "GRAFT_NATIVE_CACHE_DIR"
 FIRST_LINES = 12  # of what a compiler that failed said
@@ -134,7 +134,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         unwritable = isinstance(error, (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError))
         if is_disk_full(error) or unwritable or error.errno == errno.EROFS:
-            raise DiskFull(str(path), str(error)) from error
+            raise write_failed(str(path), error) from error
         raise
 
 

@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from graft.errors import DiskFull, TableError, near
+from graft.errors import TableError, near
+from graft.files import write_failed
 from graft.ops.fused_linear.kinds import KINDS, How, Shape, count_text, how_problem, kind_of
 
 MEASURED = ("alone", "in a step")
@@ -162,7 +163,7 @@ def write_table(table: Table, path: Path) -> None:
         temporary.write_text(json.dumps(table_json(merge(kept, table)), indent=1) + "\n")
         temporary.replace(path)
     except OSError as error:
-        raise DiskFull(str(path), str(error)) from error
+        raise write_failed(str(path), error) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -38,14 +38,25 @@ class Settings:
         )
 
 
+def host_reason(params: SamplingParams, new_tokens: int) -> str | None:
+    """Why the host chooses the next token of a request that has so many, from the logits of a recorded step."""
+    if params.logprobs is not None:
+        return "log probabilities"
+    if params.penalised:
+        return "penalties"
+    if new_tokens < params.min_tokens:
+        return "min_tokens"
+    if not params.greedy and params.top_k > HEAD:
+        return f"top_k above {HEAD}"
+    return None
+
+
 def kind_of(params: SamplingParams, new_tokens: int) -> Kind:
     """What the next token of a request needs that has so many."""
-    if params.logprobs is not None or params.penalised or new_tokens < params.min_tokens:
+    if host_reason(params, new_tokens) is not None:
         return "logits"
     if params.greedy:
         return "greedy"
-    if params.top_k > HEAD:
-        return "logits"
     return "cut" if params.top_k > 0 or params.top_p < 1 else "drawn"
 
 

@@ -23,7 +23,7 @@ from graft.ops.advance_rows.reference import LEAVE, NOTHING
 from graft.runtime.core import Request
 from graft.runtime.decode.buckets import bucket_for
 from graft.runtime.decode.buffers import Buffers, Slot
-from graft.runtime.decode.choose import Kind, kind_of
+from graft.runtime.decode.choose import Kind, host_reason, kind_of
 from graft.runtime.decode.packed import PackedSteps
 from graft.runtime.decode.recording import Recording, Recordings
 from graft.runtime.draw import HEAD
@@ -135,6 +135,10 @@ class DecodeLoop:
 
     def logits(self, plan: Plan, recording: Recording) -> Tensor:
         """One step whose tokens the host chooses. [n, vocab]."""
+        for request in plan.requests:
+            reason = host_reason(request.params, len(request.tokens) - len(request.prompt))
+            if reason is not None:
+                self.note(f"decode: with {reason} the host chooses the tokens of the batch, and no step runs ahead")
         self.buffers.fill(plan.requests, recording.rows)
         logits = recording.play()
         self.counts.replays += 1

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.errors import DiskFull, ExportRefused
-from graft.files import is_disk_full
+from graft.errors import ExportRefused
+from graft.files import is_disk_full, write_failed
 from graft.graph.memory import is_mutating
 from graft.graph.nodes import arg_values, calls
 from graft.workbench.discover.values import restore_values
@@ -81,5 +81,5 @@ def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
             os.replace(partial, path)
         except (OSError, RuntimeError) as error:
             if is_disk_full(error):
-                raise DiskFull(str(path), str(error)) from error
+                raise write_failed(str(path), error) from error
             raise ExportRefused(f"{path} cannot be written: {str(error).partition(chr(10))[0]}") from error

@@ -13,8 +13,8 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from graft.errors import DiskFull, ReportError
-from graft.files import Progress, is_disk_full
+from graft.errors import ReportError
+from graft.files import Progress, is_disk_full, write_failed
 from graft.workbench.discover.markdown import assumptions, details
 from graft.workbench.report.data import ReportData, collect
 
@@ -54,7 +54,7 @@ def write_whole(output: Path, text: str) -> None:
         if not isinstance(error, OSError):
             raise
         if is_disk_full(error):
-            raise DiskFull(str(output), str(error)) from error
+            raise write_failed(str(output), error) from error
         raise ReportError(f"cannot write {output}: {error.strerror or error}; choose another file with -o") from error
 
 
