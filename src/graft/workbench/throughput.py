@@ -132,14 +132,12 @@ class Log:
 def measure_load(llm: LLM, load: Load, progress: Progress | None = None) -> LoadRow:
     load.check_context(llm.model.context)
     prompts = random_prompts(llm.model.module.config.vocab_size, load)
-    engine = llm.engine
-    warm = Load(load.isl, min(load.osl, WARM_NEW), min(load.requests, WARM_UP))
-    run_load(engine, warm, prompts)
-    log = Log()
-    began = time.perf_counter()
-    run_load(engine, load, prompts, log, progress)
-    seconds = time.perf_counter() - began
-    return row_of(engine, load, log, seconds)
+    warm, log = Load(load.isl, min(load.osl, WARM_NEW), min(load.requests, WARM_UP)), Log()
+    with llm.held() as engine:
+        run_load(engine, warm, prompts)
+        began = time.perf_counter()
+        run_load(engine, load, prompts, log, progress)
+        return row_of(engine, load, log, time.perf_counter() - began)
 
 
 def run_load(
