@@ -22,6 +22,7 @@ from graft.cli.options import (
     Plugins,
     Quantize,
     Sets,
+    TrustRemoteCode,
 )
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def bench(
     plugins: Plugins = None,
     quantize: Quantize = None,
     kv_cache_memory: CacheMemory = None,
+    trust_remote_code: TrustRemoteCode = False,
     plot: Annotated[str | None, typer.Option(help="Also draw it: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> None:
@@ -117,6 +119,7 @@ def bench(
             model, clock, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
             quantize=quantize, keep_weights=module_runs, max_num_seqs=max(max_num_seqs or 256, *plan.batches),
             options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory),
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
         built = clock.since(*STARTS)
         notes = {"command": shlex.join(["graft", *sys.argv[1:]]), "build_phases": clock.phases()}

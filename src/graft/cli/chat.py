@@ -31,6 +31,7 @@ from graft.cli.options import (
     Temperature,
     TopK,
     TopP,
+    TrustRemoteCode,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def chat(
     quantize: Quantize = None,
     kv_cache_memory: CacheMemory = None,
     max_model_len: MaxModelLen = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line for each answer, and nothing else.")] = False,
 ) -> None:
     """Talk with a model. Lines from a pipe are answered one after another."""
@@ -74,8 +76,7 @@ def chat(
     with progress_bar() as progress:
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, quantize=quantize, backend=backend,
-            kv_cache_memory=kv_cache_memory,
-            max_model_len=max_model_len,
+            kv_cache_memory=kv_cache_memory, max_model_len=max_model_len, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     start: Messages = [{"role": "system", "content": system}] if system else []
     llm.chat_prompt([*start, {"role": "user", "content": "hi"}])  # a model that cannot chat says so now

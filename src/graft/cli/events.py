@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graft.cli.load import load_llm
-from graft.cli.options import DEFAULT_MODEL, CacheMemory, Device, DType, Model
+from graft.cli.options import DEFAULT_MODEL, CacheMemory, Device, DType, Model, TrustRemoteCode
 
 if TYPE_CHECKING:
     from graft.kvcache.events import Event
@@ -27,6 +27,7 @@ def events(
     dtype: DType = "auto",
     device: Device = "auto",
     kv_cache_memory: CacheMemory = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, and nothing else.")] = False,
 ) -> None:
     """Answer prompts and print the life cycle of the cache's blocks, as a table or (--json) as JSON lines."""
@@ -36,7 +37,10 @@ def events(
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     told: list[tuple[str, Event]] = []
     with progress_bar() as progress:
-        llm = load_llm(model, progress, dtype=dtype, device=device, kv_cache_memory=kv_cache_memory)
+        llm = load_llm(
+            model, progress, dtype=dtype, device=device, kv_cache_memory=kv_cache_memory,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
         told += [("start", event) for event in llm.kv_cache_events()]
         given: list[Any] = list(prompts or PROMPTS)
         if llm.tokenizer is None and prompts is None:

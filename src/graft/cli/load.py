@@ -29,6 +29,7 @@ def load_llm(
     plugins: Sequence[str] | None = None,
     quantize: str | None = None,
     keep_weights: bool = False,
+    trust_remote_code: bool = False,
     options_for: Callable[[LoadedModel], Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> LLM:
@@ -37,6 +38,7 @@ def load_llm(
 
     keep_weights: the Hugging Face module is used as well, so quantizing must leave it its weights.
     """
+    from graft.cli.show import tell_notes
     from graft.models.load import load_model
     from graft.runtime.llm import LLM, engine_options, in_blocks, overlay
     from graft.runtime.options import EngineOptions
@@ -46,7 +48,10 @@ def load_llm(
     load_config(config, **given)  # a wrong key or size is told before the model is loaded
     engine_options({name: value for name, value in options.items() if name in EngineOptions.__dataclass_fields__})
     blocks = in_blocks(options.get("backend", "auto"), quantize, dtype, device)
-    loaded = load_model(model, dtype=dtype, device=device, progress=progress, in_blocks=blocks)
+    loaded = load_model(
+        model, dtype=dtype, device=device, progress=progress, in_blocks=blocks, trust_remote_code=trust_remote_code
+    )
+    tell_notes(loaded.notes)
     settings = load_config(config, model=overlay(loaded), **given)
     more = options_for(loaded) if options_for else {}
     return LLM(loaded, config=settings, progress=progress, keep_weights=keep_weights, **options, **more)

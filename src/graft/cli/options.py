@@ -53,4 +53,7 @@ Quantize = Annotated[
         metavar="FORMAT",
     ),
 ]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let Python code that comes with the model's folder run.")
+]
 DEFAULT_MODEL = "smollm2-135m"

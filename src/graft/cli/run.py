@@ -33,6 +33,7 @@ from graft.cli.options import (
     Temperature,
     TopK,
     TopP,
+    TrustRemoteCode,
 )
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def run(
     verify: Annotated[bool, typer.Option(help="Prove every match: run it beside what it replaced.")] = False,
     kv_cache_memory: CacheMemory = None,
     max_model_len: MaxModelLen = None,
+    trust_remote_code: TrustRemoteCode = False,
     dump: Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:
@@ -89,7 +91,7 @@ def run(
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
             dump_dir=dump, quantize=quantize, keep_weights=compare, kv_cache_memory=kv_cache_memory,
-            max_model_len=max_model_len,
+            max_model_len=max_model_len, trust_remote_code=trust_remote_code,
         )  # fmt: skip
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
         live = not as_json and len(asked) == n == 1 and logprobs is None and llm.tokenizer is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,12 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
             bar.update(task, description=what, completed=done, total=total)
 
         yield report
+
+
+def tell_notes(notes: Iterable[str]) -> None:
+    """What a run does otherwise than the model's files ask for, on standard error."""
+    for note in notes:
+        err.print(f"graft: note: {note}", markup=False, soft_wrap=True)
 
 
 def quiet_libraries() -> None:

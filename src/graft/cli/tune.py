@@ -11,7 +11,7 @@ import typer
 
 from graft.cli.bench import read_numbers
 from graft.cli.load import load_llm
-from graft.cli.options import Json, Model, Quantize
+from graft.cli.options import Json, Model, Quantize, TrustRemoteCode
 
 if TYPE_CHECKING:
     from graft.runtime.llm import LLM
@@ -26,6 +26,7 @@ def tune(
         str, typer.Option(help="Token counts of a call, with commas between them.")
     ] = "1,2,4,8,16,32,64,128",
     quantize: Quantize = None,
+    trust_remote_code: TrustRemoteCode = False,
     in_place: Annotated[
         bool,
         typer.Option(help="Try the fastest also inside whole decode steps, of 1 token and of the largest count."),
@@ -55,7 +56,7 @@ def tune(
     with progress_bar() as progress:
         llm = load_llm(
             model, progress, dtype="bfloat16", device=str(device), quantize=quantize, enforce_eager=True,
-            kv_cache_memory=CACHE,
+            kv_cache_memory=CACHE, trust_remote_code=trust_remote_code,
         )  # fmt: skip
         shapes = model_shapes(llm.graph_module)
         if not shapes:

@@ -77,14 +77,14 @@ def write_front(path: Path, folder: Path, progress: Progress | None) -> tuple[An
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     tell(progress, 0, "reading the tokenizer")
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
     tokenizer.clean_up_tokenization_spaces = False  # it would take spaces out of decoded text
     tokenizer.save_pretrained(folder)
     tell(progress, 1, "reading the config")
-    config: Any = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    config: Any = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
     config.dtype = STORED_DTYPE
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.architectures = [type(model).__name__]

@@ -174,8 +174,9 @@ def held_model(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple
     index = json.loads((folder / INDEX).read_text())
     rest, rows = load_file(folder / REST), dict(file_rows(folder, index))
     with NoInit():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=attention
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
     held = Held()
     for name, parameter in model.named_parameters():

@@ -18,6 +18,15 @@ from graft.models.files import check_folder
 from graft.models.gguf import convert_gguf
 from graft.models.gguf_blocks import blocks_folder, float_model, held_model
 from graft.models.registry import Entry, Family, entries, family_of
+from graft.models.requests import (
+    asking_for_code,
+    check_requests,
+    code_notes,
+    refuse_differences,
+    refuse_foreign_tensors,
+    sampling_notes,
+    unused_notes,
+)
 from graft.ops.fused_linear.file_rows import Held
 
 DTYPES = {
@@ -38,6 +47,7 @@ class LoadedModel:
     context: int  # how many tokens fit
     held: Held | None = None  # weights that still lie in their file: the module has shapes alone
     floats: Callable[[], PreTrainedModel] | None = None  # of a model with such weights: a module that has them
+    notes: tuple[str, ...] = ()  # what of its folder is not used
 
     @property
     def layers(self) -> int:
@@ -55,10 +65,12 @@ def load_model(
     device: str = "auto",
     progress: Progress | None = None,
     in_blocks: bool = False,
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Loads for inference. `device="meta"` builds registry models without weights.
 
     in_blocks: the quantised weights of a GGUF file stay in it, for the native backend to pack (LoadedModel.held).
+    trust_remote_code: Python code that a folder brings may run.
     """
     place = resolve_device(device)
     resolve_dtype(dtype, place, torch.float32)  # a wrong one is told before anything is converted
@@ -76,7 +88,7 @@ def load_model(
     if path.suffix == ".gguf" and path.exists():
         return load_folder(convert_gguf(path, progress), path.stem, dtype, place)
     if path.is_dir():
-        return load_folder(path, path.resolve().name, dtype, place)
+        return load_folder(path, path.resolve().name, dtype, place, trust_remote_code)
     if path.suffix == ".gguf":
         raise CheckpointError(f"{path} does not exist")
     raise UnknownModel(str(name), entries())
@@ -111,40 +123,44 @@ def build_random(entry: Entry, dtype: torch.dtype, device: torch.device) -> Load
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=entry.family.reference_attention
+            config, dtype=dtype, attn_implementation=entry.family.reference_attention, trust_remote_code=False
         )
     return LoadedModel(entry.name, model.eval(), None, entry.family, config.max_position_embeddings)
 
 
-def load_folder(folder: Path, name: str, dtype: str, device: torch.device) -> LoadedModel:
+def load_folder(
+    folder: Path, name: str, dtype: str, device: torch.device, trust_remote_code: bool = False
+) -> LoadedModel:
     """A Hugging Face folder. Tensors are read one after another, straight into the model."""
     check_folder(folder)
-    try:
-        config: Any = AutoConfig.from_pretrained(folder)
+    check_requests(folder)
+    with asking_for_code(folder, str(folder), trust_remote_code):
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         family = family_of(config.model_type, name)
+        # said here because a config.json may name a kernel of the Hub, whose code transformers fetches and runs
+        config._attn_implementation = family.reference_attention if family else None
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
             dtype=resolve_dtype(dtype, device, config.dtype or torch.float32),
-            attn_implementation=family.reference_attention if family else None,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            trust_remote_code=trust_remote_code,
         )
-    except CheckpointError:
-        raise
-    except Exception as error:  # transformers and safetensors raise many kinds; each means an unusable folder
-        raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise CheckpointError(f"{folder} has no weights for {missing[0]} ({len(missing)} are missing)")
+    refuse_differences(folder, info)
+    refuse_foreign_tensors(folder, model)
     context = getattr(config, "max_position_embeddings", None)
     if context is None:
         raise CheckpointError(f"{folder}: its config has no max_position_embeddings, so the context is not known")
-    return LoadedModel(name, on_device(model.eval(), device), load_tokenizer(folder), family, context)
+    tokenizer = load_tokenizer(folder, trust_remote_code)
+    notes = (*code_notes(folder, trust_remote_code), *unused_notes(folder, model), *sampling_notes(model))
+    return LoadedModel(name, on_device(model.eval(), device), tokenizer, family, context, notes=notes)
 
 
 def load_blocks(folder: Path, name: str, dtype: str) -> LoadedModel:
     """A GGUF file on the CPU, its quantised weights left where they are."""
-    config: Any = AutoConfig.from_pretrained(folder)
+    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     family = family_of(config.model_type, name)
     place = torch.device("cpu")
     options = (folder, resolve_dtype(dtype, place, torch.float32), family.reference_attention if family else None)
@@ -166,13 +182,9 @@ def on_device(model: Any, device: torch.device) -> Any:
         ) from error
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """The folder's tokenizer, or None where it has none."""
     if not any((folder / file).is_file() for file in TOKENIZER_FILES):
         return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # as above: whatever is raised, the tokenizer files are unusable
-        raise CheckpointError(
-            f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
+    with asking_for_code(folder, f"the tokenizer in {folder}", trust_remote_code):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)

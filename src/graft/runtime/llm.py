@@ -39,7 +39,8 @@ class LLM(Frontend):
     `dtype="auto"` and the native backend, which reads the file's own blocks; "none": floats always. Where the LLM
     loaded the model itself, it gives up the weights that were quantized, or packed for native kernels, and
     `llm.model.module` refuses to run; a LoadedModel of the caller keeps them. keep_weights says it either way; of a
-    file's own blocks it makes a second, dequantised copy.
+    file's own blocks it makes a second, dequantised copy. trust_remote_code: Python code that comes with a model's
+    folder may run; without it, it never does.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LLM(Frontend):
         progress: Progress | None = None,
         quantize: str | None = None,
         keep_weights: bool | None = None,
+        trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
         sizes, given = engine_options(options), model if isinstance(model, LoadedModel) else None
@@ -61,6 +63,7 @@ class LLM(Frontend):
         self.model = given or load_model(
             model,  # pyrefly: ignore
             dtype=dtype, device=device, progress=progress, in_blocks=in_blocks(backend, quantize, dtype, device),
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
         self.model = replace(self.model, context=sizes.context(self.model.context))
         held, settings = self.model.held, settings_for(self.model, config, quantize)
@@ -96,7 +99,7 @@ class LLM(Frontend):
         if keep_weights and self.model.floats is not None:
             self.model = replace(self.model, module=self.model.floats(), held=None, floats=None)
         choices = choice_notes(self.graph_module, self.device, lowered.kernels)
-        notes = (captured, *why, *report.notes, *dequantised, *lowered.notes, *choices)
+        notes = (captured, *self.model.notes, *why, *report.notes, *dequantised, *lowered.notes, *choices)
         self.built: Report = replace(report, kernels=lowered.kernels, notes=notes)
 
     def kv_cache_events(self, timeout: float | None = None) -> list[Event]:
