@@ -1,5 +1,17 @@
-"""`python -m graft` is `graft`."""
+"""`graft`, and `python -m graft`."""
 
-from graft.cli.app import main
+from graft.cli.interrupts import run_interruptible
 
-main()
+
+def program() -> None:
+    from graft.cli.app import main as verbs  # typer and rich: a Ctrl-C may fall here
+
+    verbs()
+
+
+def main() -> None:
+    run_interruptible(program)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,7 @@ from graft.cli.dump import dump
 from graft.cli.events import events
 from graft.cli.explain import explain
 from graft.cli.export import export
+from graft.cli.interrupts import is_interrupt, tell
 from graft.cli.models import models
 from graft.cli.new_transform import new_transform
 from graft.cli.ops import ops
@@ -62,8 +63,10 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
         except GraftError as error:
             print(f"graft: error: {error}", file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
-        except KeyboardInterrupt:
-            print("graft: interrupted; nothing half-written was left behind", file=sys.stderr)
+        except BaseException as error:
+            if not is_interrupt(error):
+                raise
+            tell()
             raise typer.Exit(1) from None
 
     return command

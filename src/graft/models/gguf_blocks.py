@@ -24,9 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from graft.errors import CheckpointError
 from graft.files import Progress, atomic_folder, cache_dir
-from graft.models.files import check_folder
+from graft.models.files import check_folder, refusing
 from graft.models.gguf import check_gguf, identity, write_front
 from graft.models.gguf_reader import one_reader
+from graft.models.gguf_support import check_shapes, refuse_dropped
 from graft.ops.fused_linear.file_rows import FileRows, Held, untouched
 from graft.ops.fused_linear.native_packing import GGUF_BYTES
 
@@ -41,7 +42,7 @@ def blocks_folder(path: Path, progress: Progress | None = None, name: str | None
         raise CheckpointError(f"{path} does not exist")
     target = cache_dir() / "models" / f"{name or path.stem}-{identity(path)}-blocks"
     if not (target / INDEX).is_file():
-        with one_reader(), atomic_folder(target) as folder:
+        with one_reader(), atomic_folder(target) as folder, refusing(f"{path} cannot be read"):
             check_gguf(path)
             write_blocks(path, folder, progress)
     check_folder(target)
@@ -55,20 +56,26 @@ def write_blocks(path: Path, folder: Path, progress: Progress | None) -> None:
     config, model = write_front(path, folder, progress)
     reader = GGUFReader(path)
     named = Names.of(reader, model, config)
+    refuse_dropped(path, named.dropped(reader))
     blocks: dict[str, Any] = {}
     rest: dict[str, Tensor] = {}
     orders: list[list[int]] = []
+    shapes: dict[str, tuple[int, ...]] = {}
     for tensor in reader.tensors:
         if progress:
             progress("finding the weights", len(blocks) + len(rest), len(reader.tensors))
         kind, name = tensor.tensor_type.name, named.target(tensor.name)
         order = None if kind in FLOATS or tensor.data.ndim != 2 else named.order(tensor)
         if order is None or (kind not in GGUF_BYTES and int(tensor.shape[0]) % 32):
-            rest |= named.floats(tensor)
+            floats = named.floats(tensor)
+            rest |= floats
+            shapes |= {name: tuple(value.shape) for name, value in floats.items()}
             continue
         if name is None:
             continue
         entry: dict[str, Any] = {"quant": kind, "offset": int(tensor.data_offset), "rows": int(tensor.data.shape[0])}
+        columns, rows = (int(size) for size in tensor.shape)
+        shapes[name] = (columns, rows) if order.turned else (rows, columns)
         if order.turned:
             entry["turned"] = True
         elif order.rows != list(range(len(order.rows))):
@@ -78,6 +85,7 @@ def write_blocks(path: Path, folder: Path, progress: Progress | None) -> None:
             entry |= {"quant": SPARE, "source": kind}
             rest[name] = torch.from_numpy(requantized(tensor))
         blocks[name] = entry | {"bytes": int(tensor.data.shape[1])}
+    check_shapes(path, model, shapes)
     save_file({name: tensor.contiguous() for name, tensor in rest.items()}, folder / REST)
     index = {"file": str(path.resolve()), "size": path.stat().st_size, "orders": orders, "tensors": blocks}
     (folder / INDEX).write_text(json.dumps(index))
@@ -139,6 +147,18 @@ class Names:
         if rows.shape == (1, count) and whole and np.array_equal(rows[0], numbers[:, 0]):
             return Order([], turned=True)
         return Order([int(row) for row in rows[:, 0]]) if rows.shape == (count, 1) and whole else None
+
+    def dropped(self, reader: Any) -> list[str]:
+        """Tensors of a file that become no part of the model, as their names and shapes tell."""
+        lost = []
+        for tensor in reader.tensors:
+            if self.target(tensor.name) is None:
+                others: dict[str, Any] = {}
+                zeros = np.broadcast_to(np.float32(0), [int(size) for size in reversed(tensor.shape)])
+                found = self.processed(zeros, tensor.name, others)
+                if not others and self.target(found.name or "") is None:
+                    lost.append(tensor.name)
+        return lost
 
     def floats(self, tensor: Any) -> dict[str, Tensor]:
         """The tensor's numbers in float32, under Hugging Face's names."""

@@ -14,7 +14,7 @@ from graft.errors import CheckpointError, OutOfMemory, UnknownModel, UsageError,
 from graft.files import Progress
 from graft.kvcache.memory import free_memory, is_out_of_memory, size_text
 from graft.models.embedded import embedded_folder, embedded_gguf
-from graft.models.files import check_folder
+from graft.models.files import check_folder, refusing
 from graft.models.gguf import convert_gguf
 from graft.models.gguf_blocks import blocks_folder, float_model, held_model
 from graft.models.registry import Entry, Family, entries, family_of
@@ -160,12 +160,14 @@ def load_folder(
 
 def load_blocks(folder: Path, name: str, dtype: str) -> LoadedModel:
     """A GGUF file on the CPU, its quantised weights left where they are."""
-    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    family = family_of(config.model_type, name)
     place = torch.device("cpu")
-    options = (folder, resolve_dtype(dtype, place, torch.float32), family.reference_attention if family else None)
-    model, held = held_model(*options)
-    context = config.max_position_embeddings
+    number = resolve_dtype(dtype, place, torch.float32)
+    with refusing(f"{folder} cannot be loaded"):
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        family = family_of(config.model_type, name)
+        options = (folder, number, family.reference_attention if family else None)
+        model, held = held_model(*options)
+        context = config.max_position_embeddings
     return LoadedModel(name, model, load_tokenizer(folder), family, context, held, lambda: float_model(*options))
 
 
