@@ -129,12 +129,38 @@ class UnsupportedAttention(CaptureError):
         )
 
 
+class UnsupportedState(CaptureError):
+    """A decoder keeps state from step to step that the engine would lose: every token after the first would be wrong."""
+
+    def __init__(self, model: str, state: Sequence[str], problem: str = "") -> None:
+        shown = "; ".join(state[:4]) + (f"; and {len(state) - 4} more" if len(state) > 4 else "")
+        kept = f" (kept: {shown})" if problem and shown else shown
+        super().__init__(
+            f"{model} is not supported: {problem or 'from step to step it keeps '}{kept}. graft carries the keys and"
+            " values of attention alone and will not decode without the rest; use transformers for this model, or"
+            " graft.compile(model, …) with its cache as an argument"
+        )
+        self.state = tuple(state)
+
+
 class PatternError(GraftError):
     """A pattern or replacement function that cannot be used as one."""
 
 
 class VerificationError(GraftError):
     """A rewritten graph broke an invariant."""
+
+
+class DecodeMismatch(VerificationError):
+    """Decoding token by token does not compute what one pass over the same tokens computes."""
+
+    def __init__(self, model: str, what: str, found: float, allowed: float, detail: str) -> None:
+        super().__init__(
+            f"{model} decodes wrong: after two decode steps {what} differ by {found:.1e} from those of one pass over"
+            f" the same tokens, and {allowed:.1e} is allowed ({detail}). Something that the model keeps from step to"
+            " step is lost before that place; use transformers for this model and report it, or, to run it all the"
+            " same, self_check=False"
+        )
 
 
 class ProofError(VerificationError):

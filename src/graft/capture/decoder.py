@@ -9,7 +9,7 @@ from torch.fx.graph import CodeGen
 from transformers import PreTrainedModel
 
 from graft.capture.attention import graft_attention
-from graft.errors import UnsupportedAttention
+from graft.capture.state import check_attentions, check_state
 from graft.graph.nodes import calls, is_op
 from graft.graph.prefix import drop_prefix
 from graft.graph.trace import export_graph
@@ -35,6 +35,7 @@ def capture_decoder(model: PreTrainedModel) -> GraphModule:
     Each row of the batch is one sequence, whatever its positions. The graph returns a tuple of one: the logits
     [b, s, vocab].
     """
+    kept = check_state(model)
     device = next(model.parameters()).device
     ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.int64, device=device)
     positions = torch.arange(EXAMPLE_LENGTH, device=device).expand(EXAMPLE_BATCH, -1).contiguous()
@@ -44,9 +45,6 @@ def capture_decoder(model: PreTrainedModel) -> GraphModule:
             Decoder(model), (ids, positions), dynamic_shapes={"input_ids": dynamic, "position_ids": dynamic}
         )
     gm = drop_prefix(gm, PREFIX, CodeGen(), "CapturedDecoder")  # tensors in, a tuple out; no pytrees
-    if not any(is_op(node, torch.ops.graft.attention.default) for node in calls(gm.graph)):
-        raise UnsupportedAttention(
-            type(model).__name__,
-            "it does not call Hugging Face's AttentionInterface, so no attention was captured",
-        )
+    attentions = sum(is_op(node, torch.ops.graft.attention.default) for node in calls(gm.graph))
+    check_attentions(model, kept, attentions)
     return gm

@@ -25,6 +25,7 @@ from graft.runtime.build import build_engine, fingerprint
 from graft.runtime.choices import choice_notes
 from graft.runtime.frontend import Frontend
 from graft.runtime.options import EngineOptions
+from graft.runtime.self_check import self_check
 from graft.transforms.base import Context
 from graft.transforms.config import DEFAULTS, Layer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
 from graft.transforms.pipeline import run_pipeline
@@ -95,11 +96,17 @@ class LLM(Frontend):
             lowered.call, self.model, layers, context.block_size, sizes, self.graph_module, backend=lowered.backend,
             progress=progress, content=content,
         )  # fmt: skip
+        checked = "self-check: turned off (self_check=False)"
+        if sizes.self_check:
+            checked = self_check(
+                self.engine, self.model.name, context.outputs["kv_cache_layers"], self.model.module.config.vocab_size,
+                self.model.context, quantized=bool(weight_formats(settings)),
+            )  # fmt: skip
         self.quantized: Saving | None = context.outputs.get("quantized")
         if keep_weights and self.model.floats is not None:
             self.model = replace(self.model, module=self.model.floats(), held=None, floats=None)
         choices = choice_notes(self.graph_module, self.device, lowered.kernels)
-        notes = (captured, *self.model.notes, *why, *report.notes, *dequantised, *lowered.notes, *choices)
+        notes = (captured, *self.model.notes, *why, *report.notes, *dequantised, *lowered.notes, *choices, checked)
         self.built: Report = replace(report, kernels=lowered.kernels, notes=notes)
 
     def kv_cache_events(self, timeout: float | None = None) -> list[Event]:

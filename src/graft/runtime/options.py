@@ -26,6 +26,7 @@ class EngineOptions:
     max_events: blocks that events not yet read may tell of.
     enforce_eager: decode without CUDA graphs.
     cudagraph_capture_sizes: batch sizes that decode steps are recorded for; None: see decode/buckets.py.
+    self_check: at load, decode steps are compared with a full pass over the same tokens.
     """
 
     kv_cache_memory: int | str | None = None
@@ -36,13 +37,14 @@ class EngineOptions:
     max_events: int = 65_536
     enforce_eager: bool = False
     cudagraph_capture_sizes: Sequence[int] | None = None
+    self_check: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_events"):
             value = getattr(self, name)
             if not is_size(value) and not (value is None and name in ("max_model_len", "max_num_batched_tokens")):
                 raise UsageError(f"{name} must be a whole number of at least 1, but is {value!r}")
-        for name in ("enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_prefix_caching", "enforce_eager", "self_check"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise UsageError(f"{name} must be True or False, but is {value!r}")

@@ -58,6 +58,7 @@ class InsertKVCache(BaseTransform):
             for index, (node, spec) in enumerate(zip(layers, specs, strict=True))
         ]
         context.outputs["kv_cache"] = tuple(specs)
+        context.outputs["kv_cache_layers"] = tuple(module_path(node) for node in layers)
         return Outcome(tuple(records))
 
 

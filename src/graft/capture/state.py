@@ -1,0 +1,213 @@
+"""What a decoder keeps from one step to the next, by its own account, and whether graft carries it.
+
+The graph is captured without a cache, and the engine carries one thing between steps: the keys and values that each
+graft::attention sees. So the module's own cached decode (a prompt, then one more token) is run on tensors without
+numbers, and every tensor that it keeps has to be keys or values of a cache layer that does nothing else with them:
+
+    past_key_values.layers[1].keys                DynamicLayer             carried
+    past_key_values.layers[0].conv_states[0]      LinearAttentionLayer     refused: a convolution's window
+    past_key_values.linear_cache[0]               MiniMaxCache             refused
+    state[2], mems[0]                             RWKV, XLNet              refused
+    model.layers.0.temporal_block.conv1d_state    an attribute             refused: RecurrentGemma
+
+Subclasses of these layers are refused until someone has looked at them: what they add is state too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from graft.errors import UnsupportedAttention, UnsupportedState
+from graft.graph.symbols import fresh_mode
+from graft.graph.trace import FAKE_TENSOR, quiet
+
+Place = Callable[[PreTrainedModel], AbstractContextManager[Callable[[Tensor], Tensor]]]
+LENGTH = 5  # tokens of the prompt
+KEYS_VALUES = frozenset({"keys", "values"})
+CARRIED: Mapping[type, frozenset[str]] = {
+    DynamicLayer: KEYS_VALUES,
+    DynamicSlidingWindowLayer: KEYS_VALUES | {"_sliding_window_tensor"},  # the window's width, a constant
+}
+NUMBERED = re.compile(r"(.*?)(?:[.\[](\d+)\b\]?(.*))?$", re.DOTALL)  # up to its first number, and after it
+LEAVES = (str, bytes, int, float, bool, type(None), type, torch.dtype, torch.device, torch.nn.Module)
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor that a model keeps: where it is found, and what holds it."""
+
+    path: str
+    holder: type
+    name: str  # in its holder
+    shape: tuple[int, ...]
+
+    @property
+    def carried(self) -> bool:
+        return self.name in CARRIED.get(self.holder, ())
+
+
+def by_layer(states: Sequence[State]) -> list[str]:
+    """`past_key_values.layers 0, 2 (LinearAttentionLayer: conv_states[0], recurrent_states[0])`."""
+    groups: dict[tuple[str, type], tuple[dict[str, None], dict[str, None]]] = {}
+    for state in states:
+        prefix, number, rest = NUMBERED.match(state.path).groups()  # pyrefly: ignore
+        layers, names = groups.setdefault((prefix, state.holder), ({}, {}))
+        if number is not None:
+            layers[number] = None
+        names[(rest or "").strip(".")] = None
+    texts = []
+    for (prefix, holder), (layers, names) in groups.items():
+        held = ", ".join(sorted((name for name in names if name), key=KEYS_VALUES.__contains__))
+        texts.append(f"{prefix} {', '.join(layers)}".rstrip() + f" ({holder.__name__}{held and ': ' + held})")
+    return texts
+
+
+def check_state(model: PreTrainedModel) -> list[State]:
+    """What a cached decode of the model keeps, all of which graft carries; raises UnsupportedState for the rest."""
+    kept = own_state(model)
+    lost = [state for state in kept if not state.carried]
+    if lost:
+        raise UnsupportedState(type(model).__name__, by_layer(lost))
+    return kept
+
+
+def check_attentions(model: PreTrainedModel, kept: Sequence[State], attentions: int) -> None:
+    """Every layer with keys and values has an attention in the graph, through which graft carries them."""
+    layers = [state for state in kept if state.name == "keys"]
+    if not attentions:
+        raise UnsupportedAttention(
+            type(model).__name__,
+            "it does not call Hugging Face's AttentionInterface, so no attention was captured",
+        )
+    if len(layers) > attentions:
+        problem = f"of {len(layers)} layers with keys and values {attentions} call Hugging Face's AttentionInterface"
+        raise UnsupportedState(type(model).__name__, by_layer(layers), problem)
+
+
+def own_state(model: PreTrainedModel) -> list[State]:
+    """Every tensor that the module's own decode takes from one step to the next.
+
+    On the meta device (30 layers: 0.3 s), or, where the module looks at values there, on fake tensors (1 s).
+    """
+    try:
+        return run_decode(model, on_meta)
+    except Exception:  # noqa: BLE001  (whatever the model raises; the second way tells what it was)
+        pass
+    try:
+        return run_decode(model, on_fakes)
+    except Exception as error:  # as above: what the model keeps is not known then
+        why = f"its own cached decode cannot be run on tensors without numbers ({type(error).__name__}: {error})"
+        raise UnsupportedState(type(model).__name__, [], why) from error
+
+
+def run_decode(model: PreTrainedModel, place: Place) -> list[State]:
+    with torch.no_grad(), quiet(FAKE_TENSOR), plain_experts(model), unchanged(model) as changed:
+        kept = decode(model, place, use_cache=True)
+        assigned = changed()
+    if not assigned:
+        return kept
+    with torch.no_grad(), quiet(FAKE_TENSOR), plain_experts(model), unchanged(model) as changed:
+        decode(model, place, use_cache=False)
+        always = {state.path for state in changed()}
+    # what the module assigns in any case is no cache (tables of long rotations)
+    return kept + [state for state in assigned if state.path not in always]
+
+
+def decode(model: PreTrainedModel, place: Place, *, use_cache: bool) -> list[State]:
+    """Runs a prompt and, with a cache, one more token; the tensors of what the module wants back in the next step."""
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    made: dict[int, Tensor] = {}  # a tied one is one tensor here too
+    takes = inspect.signature(model.forward).parameters
+    with place(model) as without_numbers:
+        tensors = {name: made.setdefault(id(t), without_numbers(t)) for name, t in named.items()}
+        ids = torch.zeros((1, LENGTH), dtype=torch.int64)
+        call: dict[str, Any] = {"input_ids": ids, "use_cache": use_cache}
+        result = functional_call(model, tensors, (), call)
+        back = {name: value for name, value in result.items() if name in takes and name not in call}
+        if use_cache and all(state.carried for state in find_tensors(back, type(model))):
+            result = functional_call(model, tensors, (), call | {"input_ids": ids[:, :1]} | back)
+            back = {name: result[name] for name in back}
+    return list(find_tensors(back, type(model)))
+
+
+@contextmanager
+def on_meta(model: PreTrainedModel) -> Iterator[Callable[[Tensor], Tensor]]:
+    with torch.device("meta"):
+        yield lambda tensor: tensor.detach().to("meta")
+
+
+@contextmanager
+def on_fakes(model: PreTrainedModel) -> Iterator[Callable[[Tensor], Tensor]]:
+    mode = fresh_mode()
+    mode.allow_non_fake_inputs = True  # tensors that are plain attributes of modules
+    with torch.device(next(model.parameters()).device), mode:
+        yield lambda tensor: mode.from_tensor(tensor, static_shapes=True)
+
+
+def find_tensors(values: Mapping[str, Any], holder: type) -> Iterator[State]:
+    """All tensors below these values, through containers and attributes of objects."""
+    seen: set[int] = set()
+    stack: list[tuple[Any, str, type, str]] = [(values, "", holder, "")]
+    while stack:
+        value, path, holder, name = stack.pop()
+        if isinstance(value, Tensor):
+            yield State(path, holder, name, tuple(value.shape))
+        if isinstance(value, (Tensor, *LEAVES)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            inner = [(v, f"{path}[{k!r}]" if path else str(k), holder, name) for k, v in value.items()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            inner = [(v, f"{path}[{i}]", holder, name) for i, v in enumerate(value)]
+        else:
+            held = getattr(value, "__dict__", {})
+            inner = [(v, f"{path}.{k}", type(value), k) for k, v in held.items()]
+        stack += reversed(inner)
+
+
+@contextmanager
+def plain_experts(model: PreTrainedModel) -> Iterator[None]:
+    """Experts by a batched matmul: torch's grouped one knows bfloat16 alone where there are no numbers."""
+    before = getattr(model.config, "_experts_implementation", None)
+    if before in (None, "batched_mm"):
+        yield
+        return
+    model.set_experts_implementation("batched_mm")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
+@contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[Any]:
+    """Afterwards every module has the attributes and buffers that it had; yields what tells the tensors assigned."""
+    before = [(name, module, dict(vars(module)), dict(module._buffers)) for name, module in model.named_modules()]
+
+    def changed() -> list[State]:
+        found = []
+        for path, module, attributes, buffers in before:
+            for key, value in (*vars(module).items(), *module._buffers.items()):
+                if isinstance(value, Tensor) and value is not attributes.get(key) and value is not buffers.get(key):
+                    found.append(State(f"{path}.{key}" if path else key, type(module), key, tuple(value.shape)))
+        return found
+
+    try:
+        yield changed
+    finally:
+        for _, module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)

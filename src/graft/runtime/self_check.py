@@ -1,0 +1,146 @@
+"""At load: decode steps against one full pass over the same tokens, through the engine as any request runs.
+
+    prompt ─▶ prefill ─▶ decode ─▶ decode        keys and values of every layer, the next token
+    prompt + the tokens that came ─▶ prefill     the same, of all tokens at once
+
+Whatever decoding loses between steps (a state that nobody carries, a position, a mask) makes the two differ, and the
+first layer whose keys or values do is told. On a GPU the decode steps are replays of the recordings that requests use.
+The tokens fill less than a block, so nothing is stored, found or told by events; afterwards the block is zero again.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graft.errors import DecodeMismatch
+from graft.runtime.core import Request, Stats
+from graft.runtime.decode.loop import Counts
+from graft.runtime.engine import Engine
+from graft.runtime.params import MOST_LOGPROBS, SamplingParams
+
+PROMPT, STEPS = 5, 2
+EIGHT_BITS = 2.0**-7
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a request left: the keys and values of its tokens, and the token that comes next."""
+
+    tokens: list[int]  # those in the cache
+    cache: list[Tensor]  # [tokens, kv_heads, head_dim], keys and values of each layer in turn
+    chosen: int
+    logprobs: dict[int, float] | None
+
+
+def self_check(
+    engine: Engine, model: str, layers: Sequence[str], vocabulary: int, context: int, *, quantized: bool = False
+) -> str:
+    """A line for the report; raises DecodeMismatch. layers: the names of the attention modules."""
+    started = time.perf_counter()
+    most = min(engine.manager.block_size, context) - 2, engine.scheduler.max_num_batched_tokens
+    length = min(PROMPT, *(limit - STEPS for limit in most))
+    if length < 1:
+        return f"self-check: not run, because a pass of {STEPS + 1} tokens does not fit into a block or a step"
+    rng = random.Random(0)
+    prompt = [rng.randrange(vocabulary) for _ in range(length)]
+    manager, clock = engine.manager, engine.scheduler.clock
+    counts = manager.asked_tokens, manager.reused_tokens
+    try:
+        decoded = play(engine, prompt, 1 + STEPS)
+        whole = None if decoded is None else play(engine, decoded.tokens, 1)
+    finally:
+        manager.asked_tokens, manager.reused_tokens = counts
+        engine.scheduler.clock, engine.stats = clock, Stats()
+        if engine.loop is not None:
+            engine.loop.counts = Counts()
+    if decoded is None or whole is None:
+        return "self-check: nothing to compare, because the logits of random tokens are not finite"
+    limits = [tolerance(tensor.dtype, quantized) for tensor in engine.tensors]
+    largest, allowed = compare(decoded, whole, length, model, layers, limits)
+    milliseconds = (time.perf_counter() - started) * 1000
+    return (
+        f"self-check: {STEPS} decode steps agree with a full pass over the same {len(whole.tokens)} tokens, keys and"
+        f" values to {largest:.1e} (allowed: {allowed:.1e}), {milliseconds:.0f} ms"
+    )
+
+
+@torch.inference_mode()
+def play(engine: Engine, prompt: Sequence[int], steps: int) -> Seen | None:
+    """Moves a greedy request on by that many tokens and gives it up. None: it has no token to give.
+
+    Recorded steps are greedy, without log probabilities: asking for them would make a recording of its own.
+    """
+    wanted = MOST_LOGPROBS if engine.loop is None or steps == 1 else None
+    params = SamplingParams(max_tokens=steps + 1, ignore_eos=True, seed=0, logprobs=wanted)
+    request = engine.add(prompt, params)
+    try:
+        while len(request.new_tokens) < steps and request.finish_reason is None:
+            engine.step()
+        return None if request.finish_reason is not None else look(engine, request)
+    finally:
+        blocks = [] if request.table is None else list(request.table.blocks)
+        engine.abort([request])
+        for tensor in engine.tensors:
+            tensor[blocks] = 0
+
+
+def look(engine: Engine, request: Request) -> Seen:
+    assert request.table is not None
+    block, count = request.table.blocks[0], request.computed
+    cache = [tensor[block, :count].clone() for tensor in engine.tensors]
+    likely = request.logprobs[-1] if request.logprobs else None
+    found = None if likely is None else {token: each.logprob for token, each in likely.items()}
+    return Seen(request.tokens[:count], cache, request.tokens[count], found)
+
+
+def compare(
+    decoded: Seen, whole: Seen, start: int, model: str, layers: Sequence[str], allowed: Sequence[float]
+) -> tuple[float, float]:
+    """The largest difference of keys or values of the tokens from `start` on, and what is allowed there."""
+    pairs = zip(decoded.cache, whole.cache, strict=True)
+    found = torch.stack([distance(a[start:], b[start:]) for a, b in pairs]).tolist()
+    for index, (value, limit) in enumerate(zip(found, allowed, strict=True)):
+        if not value <= limit:
+            what = f"the {'values' if index % 2 else 'keys'} of {layers[index // 2]}"
+            wrong = sum(not v <= limit for v in found)
+            raise DecodeMismatch(model, what, value, limit, f"{wrong} of {len(found)} keys and values differ")
+    check_choice(decoded, whole, model, allowed[-1])
+    worst = max(range(len(found)), key=lambda index: found[index] / allowed[index])
+    return found[worst], allowed[worst]
+
+
+def check_choice(decoded: Seen, whole: Seen, model: str, limit: float) -> None:
+    """Both see about the same probabilities for the next token. Where those of the decode step are not known, its
+    token is about as likely as any in the full pass."""
+    assert whole.logprobs is not None
+    scale = max(abs(value) for value in whole.logprobs.values())
+    if decoded.logprobs is not None:
+        both = decoded.logprobs.keys() & whole.logprobs.keys()
+        apart = max((abs(decoded.logprobs[token] - whole.logprobs[token]) for token in both), default=scale)
+    else:
+        least = min(whole.logprobs.values())
+        apart = whole.logprobs[whole.chosen] - whole.logprobs.get(decoded.chosen, least)
+    if apart > 2 * limit * max(scale, 1.0):
+        raise DecodeMismatch(
+            model, "log probabilities", apart / max(scale, 1.0), 2 * limit, "keys and values of all layers agree"
+        )
+
+
+def distance(left: Tensor, right: Tensor) -> Tensor:
+    """The root mean square of the difference, in that of the values."""
+    wide = torch.float64 if right.device.type == "cpu" else torch.float32
+    left, right = left.to(wide), right.to(wide)
+    return (left - right).norm() / right.norm().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def tolerance(dtype: torch.dtype, quantized: bool = False) -> float:
+    """Half of the digits: 3e-4 in float32, 3e-2 in float16, 9e-2 in bfloat16, and with quantized weights, whose native
+    kernels round activations to 8 bits. SmolLM2 in float32 differs by 3e-6 at most, since sums run in another order,
+    and a lost state by 1e-2 and more even in models with random weights."""
+    return max(torch.finfo(dtype).eps, EIGHT_BITS if quantized else 0.0) ** 0.5
