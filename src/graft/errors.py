@@ -72,6 +72,16 @@ class CheckpointError(GraftError):
     """A model's files are missing, truncated or not what they should be."""
 
 
+class UnsupportedFamily(CheckpointError):
+    """A model of a kind that graft cannot run, whatever its files hold."""
+
+    def __init__(self, folder: object, family: str, problem: str) -> None:
+        super().__init__(
+            f"{folder}: models of type {family} are not supported: {problem}. `graft models` lists the families that"
+            " are tested; use transformers for this one"
+        )
+
+
 class PackingError(GraftError):
     """A weight that cannot be packed for the native kernels."""
 

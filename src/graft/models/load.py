@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from graft.errors import CheckpointError, OutOfMemory, UnknownModel, UsageError, near
+from graft.errors import CheckpointError, GraftError, OutOfMemory, UnknownModel, UsageError, near
 from graft.files import Progress
 from graft.kvcache.memory import free_memory, is_out_of_memory, size_text
 from graft.models.embedded import embedded_folder, embedded_gguf
 from graft.models.files import check_folder, refusing
-from graft.models.gguf import convert_gguf
+from graft.models.gguf import convert_gguf, converted_note, stored_dtype
 from graft.models.gguf_blocks import blocks_folder, float_model, held_model
+from graft.models.promises import check_promises, read_context
 from graft.models.registry import Entry, Family, entries, family_of
 from graft.models.requests import (
     asking_for_code,
@@ -47,7 +48,7 @@ class LoadedModel:
     context: int  # how many tokens fit
     held: Held | None = None  # weights that still lie in their file: the module has shapes alone
     floats: Callable[[], PreTrainedModel] | None = None  # of a model with such weights: a module that has them
-    notes: tuple[str, ...] = ()  # what of its folder is not used
+    notes: tuple[str, ...] = ()  # for the report: what of its folder is not used, and how weights were read
 
     @property
     def layers(self) -> int:
@@ -73,8 +74,8 @@ def load_model(
     trust_remote_code: Python code that a folder brings may run.
     """
     place = resolve_device(device)
-    resolve_dtype(dtype, place, torch.float32)  # a wrong one is told before anything is converted
-    path = Path(name)
+    # a wrong dtype is told before anything is converted
+    path, stored = Path(name), stored_dtype(resolve_dtype(dtype, place, torch.bfloat16))
     if str(name) in entries():
         entry = entries()[str(name)]
         if entry.kind == "random":
@@ -82,11 +83,12 @@ def load_model(
         if in_blocks and place.type == "cpu":
             file = embedded_gguf(entry.name, entry.settings, progress)
             return load_blocks(blocks_folder(file, progress, entry.name), entry.name, dtype)
-        return load_folder(embedded_folder(entry.name, entry.settings, progress), entry.name, dtype, place)
+        folder = embedded_folder(entry.name, entry.settings, progress, stored=stored)
+        return load_converted(folder, entry.name, dtype, place)
     if path.suffix == ".gguf" and path.exists() and in_blocks and place.type == "cpu":
         return load_blocks(blocks_folder(path, progress), path.stem, dtype)
     if path.suffix == ".gguf" and path.exists():
-        return load_folder(convert_gguf(path, progress), path.stem, dtype, place)
+        return load_converted(convert_gguf(path, progress, stored=stored), path.stem, dtype, place)
     if path.is_dir():
         return load_folder(path, path.resolve().name, dtype, place, trust_remote_code)
     if path.suffix == ".gguf":
@@ -136,13 +138,15 @@ def load_folder(
     check_requests(folder)
     with asking_for_code(folder, str(folder), trust_remote_code):
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        family = family_of(config.model_type, name)
+        context, family = read_context(folder, config), family_of(config.model_type, name)
+        wanted = resolve_dtype(dtype, device, config.dtype or torch.float32)
+        check_promises(folder, config, wanted)
         # said here because a config.json may name a kernel of the Hub, whose code transformers fetches and runs
         config._attn_implementation = family.reference_attention if family else None
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype=resolve_dtype(dtype, device, config.dtype or torch.float32),
+            dtype=wanted,
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
@@ -150,12 +154,15 @@ def load_folder(
         )
     refuse_differences(folder, info)
     refuse_foreign_tensors(folder, model)
-    context = getattr(config, "max_position_embeddings", None)
-    if context is None:
-        raise CheckpointError(f"{folder}: its config has no max_position_embeddings, so the context is not known")
     tokenizer = load_tokenizer(folder, trust_remote_code)
     notes = (*code_notes(folder, trust_remote_code), *unused_notes(folder, model), *sampling_notes(model))
     return LoadedModel(name, on_device(model.eval(), device), tokenizer, family, context, notes=notes)
+
+
+def load_converted(folder: Path, name: str, dtype: str, device: torch.device) -> LoadedModel:
+    """A folder that was made from a GGUF file."""
+    model = load_folder(folder, name, dtype, device)
+    return replace(model, notes=(*model.notes, converted_note(folder, model.module.dtype)))
 
 
 def load_blocks(folder: Path, name: str, dtype: str) -> LoadedModel:
@@ -167,7 +174,7 @@ def load_blocks(folder: Path, name: str, dtype: str) -> LoadedModel:
         family = family_of(config.model_type, name)
         options = (folder, number, family.reference_attention if family else None)
         model, held = held_model(*options)
-        context = config.max_position_embeddings
+        context = read_context(folder, config)
     return LoadedModel(name, model, load_tokenizer(folder), family, context, held, lambda: float_model(*options))
 
 

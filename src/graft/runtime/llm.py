@@ -106,7 +106,7 @@ class LLM(Frontend):
         if keep_weights and self.model.floats is not None:
             self.model = replace(self.model, module=self.model.floats(), held=None, floats=None)
         choices = choice_notes(self.graph_module, self.device, lowered.kernels)
-        notes = (captured, *self.model.notes, *why, *report.notes, *dequantised, *lowered.notes, *choices, checked)
+        notes = (*self.model.notes, captured, *why, *report.notes, *dequantised, *lowered.notes, *choices, checked)
         self.built: Report = replace(report, kernels=lowered.kernels, notes=notes)
 
     def kv_cache_events(self, timeout: float | None = None) -> list[Event]:
