@@ -140,7 +140,7 @@ class UnsupportedAttention(CaptureError):
 
 
 class UnsupportedState(CaptureError):
-    """A decoder keeps state from step to step that the engine would lose: every token after the first would be wrong."""
+    """A decoder keeps state from step to step that the engine would lose: tokens after the first would be wrong."""
 
     def __init__(self, model: str, state: Sequence[str], problem: str = "") -> None:
         shown = "; ".join(state[:4]) + (f"; and {len(state) - 4} more" if len(state) > 4 else "")

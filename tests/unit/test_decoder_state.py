@@ -1,4 +1,4 @@
-"""Whatever a decoder keeps from step to step is carried, or the model is refused by the names of what would be lost."""
+"""Whatever a decoder keeps from step to step is carried, or the model is refused by the names of what it keeps."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_every_decoder_is_accounted_for(kind):
             cache = first.get("past_key_values")
             if isinstance(cache, DynamicCache):
                 model(input_ids=torch.tensor([[7]]), use_cache=True, past_key_values=cache)
-    except (Exception, MemoryError) as error:  # noqa: BLE001  (no tiny one can be built or run: not graft's)
+    except Exception as error:  # noqa: BLE001  (no tiny one can be built or run by transformers either)
         pytest.skip(f"{type(error).__name__}: {error}")
     try:
         found = {state.path for state in own_state(model)}
@@ -114,7 +114,7 @@ def test_the_engine_refuses_before_anything_is_captured(monkeypatch):
         LLM(loaded("lfm2"), backend="eager")
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "megatron-bert", "gpt_oss", "jetmoe"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "megatron-bert", "gpt_oss", "bart"])
 def test_what_is_not_refused_generates_as_hugging_face_does(kind):
     """Of the property above the dear half: caches of every class that is carried."""
     model = loaded(kind)
@@ -202,7 +202,9 @@ def test_recordings_are_checked_as_requests_run_them(llm):
     assert (engine.notes, set(engine.loop.recordings.made)) == (notes, made)
 
 
-@pytest.mark.parametrize("options", [{"max_num_batched_tokens": 2}, {"max_num_batched_tokens": 3}, {"max_num_seqs": 1}])
+@pytest.mark.parametrize(
+    "options", [{"max_num_batched_tokens": 2}, {"max_num_batched_tokens": 3}, {"max_num_seqs": 1}]
+)
 def test_engines_of_any_size_are_checked_or_say_why_not(llm, options):
     note = check_of(llm, resized(llm, **options).engine)
     assert ("not run" in note) == (options.get("max_num_batched_tokens") == 2)

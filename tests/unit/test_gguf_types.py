@@ -1,4 +1,4 @@
-"""GGUF weights as floats: every type is what the gguf package makes of it in float32, and the report says what is rounded."""
+"""GGUF weights as floats: each type is what the gguf package makes of it; the report says what is rounded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from graft.models.load import load_model
 KINDS = ("F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K")
 PLACES = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 
 

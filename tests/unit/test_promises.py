@@ -52,7 +52,9 @@ def test_a_config_of_a_large_model_over_small_weights(folder, tmp_path, nothing_
     with pytest.raises(CheckpointError, match="num_hidden_layers 32, but the weight files have 21 tensors in all"):
         load_model(bare, device="cpu")
     (bare / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
-    with pytest.raises(CheckpointError, match=r"[\d,]{11} parameters, but .* hold [\d,]+ numbers: model\.embed_tokens"):
+    with pytest.raises(
+        CheckpointError, match=r"[\d,]{11} parameters, but .* hold [\d,]+ numbers: model\.embed_tokens"
+    ):
         load_model(bare, device="cpu")
 
 

@@ -100,15 +100,14 @@ def own_state(model: PreTrainedModel) -> list[State]:
 
     On the meta device (30 layers: 0.3 s), or, where the module looks at values there, on fake tensors (1 s).
     """
-    try:
-        return run_decode(model, on_meta)
-    except Exception:  # noqa: BLE001  (whatever the model raises; the second way tells what it was)
-        pass
-    try:
-        return run_decode(model, on_fakes)
-    except Exception as error:  # as above: what the model keeps is not known then
-        why = f"its own cached decode cannot be run on tensors without numbers ({type(error).__name__}: {error})"
-        raise UnsupportedState(type(model).__name__, [], why) from error
+    problem: Exception | None = None
+    for place in (on_meta, on_fakes):
+        try:
+            return run_decode(model, place)
+        except Exception as error:  # noqa: BLE001  (whatever the model raises; if both ways do, it is told below)
+            problem = error
+    why = f"its own cached decode cannot be run on tensors without numbers ({type(problem).__name__}: {problem})"
+    raise UnsupportedState(type(model).__name__, [], why) from problem
 
 
 def run_decode(model: PreTrainedModel, place: Place) -> list[State]:
@@ -142,7 +141,7 @@ def decode(model: PreTrainedModel, place: Place, *, use_cache: bool) -> list[Sta
 
 
 @contextmanager
-def on_meta(model: PreTrainedModel) -> Iterator[Callable[[Tensor], Tensor]]:
+def on_meta(_: PreTrainedModel) -> Iterator[Callable[[Tensor], Tensor]]:
     with torch.device("meta"):
         yield lambda tensor: tensor.detach().to("meta")
 

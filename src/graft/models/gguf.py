@@ -1,7 +1,7 @@
 """GGUF files: dequantised once into a safetensors folder in the cache, with checksums, whole or not at all.
 
-Dequantised weights are float32, as the gguf package computes them. They are stored so, but where bfloat16 is asked for:
-rounded once, that folder is half as large. So there may be two folders of a file.
+Dequantised weights are float32, as the gguf package computes them, and are stored so. Where bfloat16 is asked for,
+they are rounded, once, into a folder of their own, which is half as large.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def converted_note(folder: Path, dtype: torch.dtype) -> str:
 
 
 def write_folder(path: Path, folder: Path, progress: Progress | None, stored: torch.dtype) -> dict[str, int]:
-    """Config, tokenizer and dequantised weights, in Hugging Face's names and layout; how many tensors of each type."""
+    """Config, tokenizer and dequantised weights, in Hugging Face's names and layout; how many of each type."""
     from gguf import GGUFReader
     from safetensors.torch import save_file
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

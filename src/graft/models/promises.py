@@ -49,7 +49,7 @@ def read_context(folder: Path, config: Any) -> int:
 
 def family_problem(config: Any) -> str:
     """Of a family whose configuration has no length of a context: what its models do instead."""
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if cls is None:
         return "transformers has no causal language model for it"
     if getattr(cls, "_is_stateful", False):
@@ -69,7 +69,9 @@ def check_promises(folder: Path, config: Any, dtype: torch.dtype) -> None:
     over small weights would end in the system killing the process.
     """
     stored = stored_tensors(folder)
-    held = sum(each.numbers for each in stored.values()) or weight_bytes(folder)  # in *.bin a number takes a byte or more
+    held = sum(each.numbers for each in stored.values()) or weight_bytes(
+        folder
+    )  # in *.bin a number takes a byte or more
     layers = getattr(config, "num_hidden_layers", 0)
     if stored and isinstance(layers, int) and layers > len(stored):
         raise CheckpointError(
@@ -100,7 +102,9 @@ def check_parameters(folder: Path, config: Any, stored: dict[str, Stored], held:
         shapes = list(stored[other[0]].shape), list(named[other[0]].shape)
         detail = f"{other[0]} is {shapes[0]} in the files and would be {shapes[1]}"
     else:
-        detail = f"there are no weights for {missing[0]} ({len(missing)} are missing)" if missing else "see the shapes"
+        detail = (
+            f"there are no weights for {missing[0]} ({len(missing)} are missing)" if missing else "see the shapes"
+        )
     raise CheckpointError(
         f"{folder}: config.json makes a {config.model_type} model of {promised:,} parameters, but the weight files"
         f" hold {held:,} numbers: {detail}. Correct config.json, or copy the weights that belong to it"

@@ -3,8 +3,8 @@
     prompt ─▶ prefill ─▶ decode ─▶ decode        keys and values of every layer, the next token
     prompt + the tokens that came ─▶ prefill     the same, of all tokens at once
 
-Whatever decoding loses between steps (a state that nobody carries, a position, a mask) makes the two differ, and the
-first layer whose keys or values do is told. On a GPU the decode steps are replays of the recordings that requests use.
+Whatever decoding loses between steps (a state, a position, a mask) makes the two differ, and the first layer whose
+keys or values do is told. On a GPU the decode steps are replays of the recordings that requests use.
 The tokens fill less than a block, so nothing is stored, found or told by events; afterwards the block is zero again.
 """
 
@@ -140,7 +140,7 @@ def distance(left: Tensor, right: Tensor) -> Tensor:
 
 
 def tolerance(dtype: torch.dtype, quantized: bool = False) -> float:
-    """Half of the digits: 3e-4 in float32, 3e-2 in float16, 9e-2 in bfloat16, and with quantized weights, whose native
-    kernels round activations to 8 bits. SmolLM2 in float32 differs by 3e-6 at most, since sums run in another order,
-    and a lost state by 1e-2 and more even in models with random weights."""
+    """Half of the digits: 3e-4 in float32, 3e-2 in float16, 9e-2 in bfloat16 and with quantized weights, whose native
+    kernels round activations to 8 bits. SmolLM2 in float32 differs by 3e-6, since sums run in another order; a lost
+    state makes 1e-2 and more."""
     return max(torch.finfo(dtype).eps, EIGHT_BITS if quantized else 0.0) ** 0.5
