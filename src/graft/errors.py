@@ -72,16 +72,6 @@ class CheckpointError(GraftError):
     """A model's files are missing, truncated or not what they should be."""
 
 
-class UnsupportedFamily(CheckpointError):
-    """A model of a kind that graft cannot run, whatever its files hold."""
-
-    def __init__(self, folder: object, family: str, problem: str) -> None:
-        super().__init__(
-            f"{folder}: models of type {family} are not supported: {problem}. `graft models` lists the families that"
-            " are tested; use transformers for this one"
-        )
-
-
 class PackingError(GraftError):
     """A weight that cannot be packed for the native kernels."""
 
@@ -140,17 +130,7 @@ class UnsupportedAttention(CaptureError):
 
 
 class UnsupportedState(CaptureError):
-    """A decoder keeps state from step to step that the engine would lose: tokens after the first would be wrong."""
-
-    def __init__(self, model: str, state: Sequence[str], problem: str = "") -> None:
-        shown = "; ".join(state[:4]) + (f"; and {len(state) - 4} more" if len(state) > 4 else "")
-        kept = f" (kept: {shown})" if problem and shown else shown
-        super().__init__(
-            f"{model} is not supported: {problem or 'from step to step it keeps '}{kept}. graft carries the keys and"
-            " values of attention alone and will not decode without the rest; use transformers for this model, or"
-            " graft.compile(model, …) with its cache as an argument"
-        )
-        self.state = tuple(state)
+    """What a decoder keeps from step to step would be lost; the message names the layers and their state."""
 
 
 class PatternError(GraftError):
@@ -162,15 +142,7 @@ class VerificationError(GraftError):
 
 
 class DecodeMismatch(VerificationError):
-    """Decoding token by token does not compute what one pass over the same tokens computes."""
-
-    def __init__(self, model: str, what: str, found: float, allowed: float, detail: str) -> None:
-        super().__init__(
-            f"{model} decodes wrong: after two decode steps {what} differ by {found:.1e} from those of one pass over"
-            f" the same tokens, and {allowed:.1e} is allowed ({detail}). Something that the model keeps from step to"
-            " step is lost before that place; use transformers for this model and report it, or, to run it all the"
-            " same, self_check=False"
-        )
+    """Decoding token by token does not compute what one pass over the same tokens computes; the first layer is named."""
 
 
 class ProofError(VerificationError):
@@ -263,9 +235,7 @@ class TooManyThreads(UsageError):
 class BadIndex(UsageError):
     def __init__(self, node: str, path: str) -> None:
         place = f"%{node}" + (f" ({path})" if path else "")
-        super().__init__(
-            f"{place} was given an index outside of its table: a token id or position that the model lacks"
-        )
+        super().__init__(f"{place} was given an index outside of its table: a token or position the model lacks")
 
 
 class QuantizationError(GraftError):

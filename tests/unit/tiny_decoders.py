@@ -15,7 +15,9 @@ NAMES: dict[int, str] = {
     VOCABULARY: "vocab_size vocab_size_per_layer_input",
     WIDTH: """hidden_size n_embd d_model embed_dim dim intermediate_size ffn_dim n_inner decoder_ffn_dim
         encoder_ffn_dim dim_feedforward dff shared_intermediate_size attention_hidden_size lru_width
-        word_embed_proj_dim d_inner embedding_size ffn_hidden_size max_position_embeddings n_positions max_seq_len n_ctx max_sequence_length
+        word_embed_proj_dim d_inner embedding_size ffn_hidden_size max_position_embeddings n_positions max_seq_len
+        n_ctx
+        max_sequence_length
         context_length""",
     LAYERS: """num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_attention_heads n_head
         n_heads num_heads decoder_attention_heads encoder_attention_heads swa_num_attention_heads num_experts

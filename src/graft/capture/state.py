@@ -78,7 +78,7 @@ def check_state(model: PreTrainedModel) -> list[State]:
     kept = own_state(model)
     lost = [state for state in kept if not state.carried]
     if lost:
-        raise UnsupportedState(type(model).__name__, by_layer(lost))
+        raise unsupported(model, f"from step to step it keeps {'; '.join(by_layer(lost))}")
     return kept
 
 
@@ -91,8 +91,18 @@ def check_attentions(model: PreTrainedModel, kept: Sequence[State], attentions: 
             "it does not call Hugging Face's AttentionInterface, so no attention was captured",
         )
     if len(layers) > attentions:
-        problem = f"of {len(layers)} layers with keys and values {attentions} call Hugging Face's AttentionInterface"
-        raise UnsupportedState(type(model).__name__, by_layer(layers), problem)
+        called = f"{attentions} call Hugging Face's AttentionInterface"
+        raise unsupported(
+            model, f"of {len(layers)} layers with keys and values {called} ({'; '.join(by_layer(layers))})"
+        )
+
+
+def unsupported(model: PreTrainedModel, problem: str) -> UnsupportedState:
+    return UnsupportedState(
+        f"{type(model).__name__} is not supported: {problem}. graft carries the keys and values of attention alone and"
+        " will not decode without the rest; use transformers for this model, or graft.compile(model, …) with its cache"
+        " as an argument"
+    )
 
 
 def own_state(model: PreTrainedModel) -> list[State]:
@@ -107,7 +117,7 @@ def own_state(model: PreTrainedModel) -> list[State]:
         except Exception as error:  # noqa: BLE001  (whatever the model raises; if both ways do, it is told below)
             problem = error
     why = f"its own cached decode cannot be run on tensors without numbers ({type(problem).__name__}: {problem})"
-    raise UnsupportedState(type(model).__name__, [], why) from problem
+    raise unsupported(model, why) from problem
 
 
 def run_decode(model: PreTrainedModel, place: Place) -> list[State]:

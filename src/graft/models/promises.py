@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from graft.errors import CheckpointError, OutOfMemory, UnsupportedFamily
+from graft.errors import CheckpointError, OutOfMemory
 from graft.kvcache.memory import free_memory, size_text
 
 NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -35,16 +35,23 @@ def read_context(folder: Path, config: Any) -> int:
     """How many tokens fit, or why the model cannot be run at all."""
     if config.get_text_config() is not config:
         parts = ", ".join(sorted(config.sub_configs))
-        raise UnsupportedFamily(folder, config.model_type, f"it is multimodal ({parts}); graft runs text decoders")
+        raise unsupported(folder, config, f"it is multimodal ({parts}); graft runs text decoders")
     context = getattr(config, "max_position_embeddings", None)
     if context is None:
-        raise UnsupportedFamily(folder, config.model_type, family_problem(config))
+        raise unsupported(folder, config, family_problem(config))
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
         raise CheckpointError(
             f"{folder / 'config.json'}: max_position_embeddings is {context!r}, but it is the length of the longest"
             " context, a whole number of at least 1; correct it"
         )
     return context
+
+
+def unsupported(folder: Path, config: Any, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: models of type {config.model_type} are not supported: {problem}. `graft models` lists the families"
+        " that are tested; use transformers for this one"
+    )
 
 
 def family_problem(config: Any) -> str:

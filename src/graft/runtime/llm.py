@@ -96,12 +96,8 @@ class LLM(Frontend):
             lowered.call, self.model, layers, context.block_size, sizes, self.graph_module, backend=lowered.backend,
             progress=progress, content=content,
         )  # fmt: skip
-        checked = "self-check: turned off (self_check=False)"
-        if sizes.self_check:
-            checked = self_check(
-                self.engine, self.model.name, context.outputs["kv_cache_layers"], self.model.module.config.vocab_size,
-                self.model.context, quantized=bool(weight_formats(settings)),
-            )  # fmt: skip
+        names, formats = context.outputs["kv_cache_layers"], weight_formats(settings)
+        checked = self_check(self.engine, self.model, names, quantized=bool(formats), wanted=sizes.self_check)
         self.quantized: Saving | None = context.outputs.get("quantized")
         if keep_weights and self.model.floats is not None:
             self.model = replace(self.model, module=self.model.floats(), held=None, floats=None)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from graft.errors import DecodeMismatch
+from graft.models.load import LoadedModel
 from graft.runtime.core import Request, Stats
 from graft.runtime.decode.loop import Counts
 from graft.runtime.engine import Engine
@@ -39,16 +40,18 @@ class Seen:
 
 
 def self_check(
-    engine: Engine, model: str, layers: Sequence[str], vocabulary: int, context: int, *, quantized: bool = False
+    engine: Engine, model: LoadedModel, layers: Sequence[str], *, quantized: bool = False, wanted: bool = True
 ) -> str:
     """A line for the report; raises DecodeMismatch. layers: the names of the attention modules."""
+    if not wanted:
+        return "self-check: turned off (self_check=False)"
     started = time.perf_counter()
-    most = min(engine.manager.block_size, context) - 2, engine.scheduler.max_num_batched_tokens
+    most = min(engine.manager.block_size, model.context) - 2, engine.scheduler.max_num_batched_tokens
     length = min(PROMPT, *(limit - STEPS for limit in most))
     if length < 1:
         return f"self-check: not run, because a pass of {STEPS + 1} tokens does not fit into a block or a step"
     rng = random.Random(0)
-    prompt = [rng.randrange(vocabulary) for _ in range(length)]
+    prompt = [rng.randrange(model.module.config.vocab_size) for _ in range(length)]
     manager, clock = engine.manager, engine.scheduler.clock
     counts = manager.asked_tokens, manager.reused_tokens
     try:
@@ -62,7 +65,7 @@ def self_check(
     if decoded is None or whole is None:
         return "self-check: nothing to compare, because the logits of random tokens are not finite"
     limits = [tolerance(tensor.dtype, quantized) for tensor in engine.tensors]
-    largest, allowed = compare(decoded, whole, length, model, layers, limits)
+    largest, allowed = compare(decoded, whole, length, model.name, layers, limits)
     milliseconds = (time.perf_counter() - started) * 1000
     return (
         f"self-check: {STEPS} decode steps agree with a full pass over the same {len(whole.tokens)} tokens, keys and"
@@ -109,7 +112,7 @@ def compare(
         if not value <= limit:
             what = f"the {'values' if index % 2 else 'keys'} of {layers[index // 2]}"
             wrong = sum(not v <= limit for v in found)
-            raise DecodeMismatch(model, what, value, limit, f"{wrong} of {len(found)} keys and values differ")
+            raise mismatch(model, what, value, limit, f"{wrong} of {len(found)} keys and values differ")
     check_choice(decoded, whole, model, allowed[-1])
     worst = max(range(len(found)), key=lambda index: found[index] / allowed[index])
     return found[worst], allowed[worst]
@@ -127,9 +130,17 @@ def check_choice(decoded: Seen, whole: Seen, model: str, limit: float) -> None:
         least = min(whole.logprobs.values())
         apart = whole.logprobs[whole.chosen] - whole.logprobs.get(decoded.chosen, least)
     if apart > 2 * limit * max(scale, 1.0):
-        raise DecodeMismatch(
-            model, "log probabilities", apart / max(scale, 1.0), 2 * limit, "keys and values of all layers agree"
-        )
+        found = apart / max(scale, 1.0)
+        raise mismatch(model, "log probabilities", found, 2 * limit, "keys and values of all layers agree")
+
+
+def mismatch(model: str, what: str, found: float, allowed: float, detail: str) -> DecodeMismatch:
+    return DecodeMismatch(
+        f"{model} decodes wrong: after {STEPS} decode steps {what} differ by {found:.1e} from those of one pass over the"
+        f" same tokens, and {allowed:.1e} is allowed ({detail}). Something that the model keeps from step to step is"
+        " lost before that place; use transformers for this model and report it, or, to run it all the same,"
+        " self_check=False"
+    )
 
 
 def distance(left: Tensor, right: Tensor) -> Tensor:
