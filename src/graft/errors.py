@@ -142,7 +142,7 @@ class VerificationError(GraftError):
 
 
 class DecodeMismatch(VerificationError):
-    """Decoding token by token does not compute what one pass over the same tokens computes; the first layer is named."""
+    """Decode steps do not compute what one pass over the same tokens computes; the first layer is named."""
 
 
 class ProofError(VerificationError):

@@ -99,9 +99,9 @@ def check_attentions(model: PreTrainedModel, kept: Sequence[State], attentions: 
 
 def unsupported(model: PreTrainedModel, problem: str) -> UnsupportedState:
     return UnsupportedState(
-        f"{type(model).__name__} is not supported: {problem}. graft carries the keys and values of attention alone and"
-        " will not decode without the rest; use transformers for this model, or graft.compile(model, …) with its cache"
-        " as an argument"
+        f"{type(model).__name__} is not supported: {problem}. graft carries the keys and values of attention alone"
+        " and will not decode without the rest; use transformers for this model, or graft.compile(model, …) with its"
+        " cache as an argument"
     )
 
 

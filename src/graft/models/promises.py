@@ -49,8 +49,8 @@ def read_context(folder: Path, config: Any) -> int:
 
 def unsupported(folder: Path, config: Any, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder}: models of type {config.model_type} are not supported: {problem}. `graft models` lists the families"
-        " that are tested; use transformers for this one"
+        f"{folder}: models of type {config.model_type} are not supported: {problem}. `graft models` lists the"
+        " families that are tested; use transformers for this one"
     )
 
 
