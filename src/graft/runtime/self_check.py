@@ -151,7 +151,7 @@ def distance(left: Tensor, right: Tensor) -> Tensor:
 
 
 def tolerance(dtype: torch.dtype, quantized: bool = False) -> float:
-    """Half of the digits: 3e-4 in float32, 3e-2 in float16, 9e-2 in bfloat16. SmolLM2 in float32 differs by 3e-6, since
-    sums run in another order; a lost state makes 1e-2 and more. Native kernels of quantized weights round activations
-    to 8 bits, which makes 4e-2 over SmolLM2's 30 layers."""
+    """Half of the digits: 3e-4 in float32, 3e-2 in float16, 9e-2 in bfloat16. SmolLM2 in float32 differs by 3e-6,
+    as sums run in another order; a lost state makes 1e-2 and more. Native kernels of quantized weights round
+    activations to 8 bits, which makes 4e-2 over SmolLM2's 30 layers."""
     return max(torch.finfo(dtype).eps ** 0.5, QUANTIZED if quantized else 0.0)
