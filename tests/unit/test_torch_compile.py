@@ -91,24 +91,6 @@ def test_a_whole_number_as_input_r24():
     assert backend.reports
 
 
-def test_an_unspecialised_eps_is_a_near_miss_r24():
-    """dynamic=True makes module attributes symbolic; the op takes a number."""
-
-    class Norm(Block):
-        def __init__(self):
-            super().__init__()
-            self.eps = 1e-5
-
-        def forward(self, x):
-            return self.first * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
-
-    module, x = Norm(), torch.randn(3, 8)
-    got, backend = run(module, x, dynamic=True)
-    assert torch.allclose(got, module(x), rtol=1e-6, atol=1e-6)
-    record = backend.reports[0].transforms["fuse_rms_norm"]
-    assert record.status == "no_match" and "not a number" in record.reason
-
-
 def test_near_misses_name_module_and_line_r24():
     class Outer(nn.Module):
         def __init__(self):

@@ -7,13 +7,15 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
-from torch._guards import TracingContext, tracing
+from torch._guards import CompileContext, TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
@@ -135,6 +137,23 @@ def python_dispatcher() -> AbstractContextManager[Any]:
 def apart_from_dynamo() -> AbstractContextManager[Any]:
     """Within it, what is traced (patterns) does not enter the shapes and guards of the compilation under way."""
     return tracing(None)
+
+
+def frame_under_way() -> tuple[int | None, bool]:
+    """The number of the frame that Dynamo compiles, and whether it never compiled it before."""
+    compilation = CompileContext.current_compile_id()
+    return (None, True) if compilation is None else (compilation.frame_id, compilation.frame_compile_id == 0)
+
+
+def trace_again(constants: Set[str]) -> NoReturn:
+    """Dynamo traces the frame once more with these symbols of floats as constants, each under a guard."""
+    TensorifyState.force_specializations |= constants
+    raise TensorifyScalarRestartAnalysis
+
+
+def forget_constants(constants: Set[str]) -> None:
+    """Dynamo would keep the list for good, and symbols of other programs have the same names."""
+    TensorifyState.force_specializations -= constants
 
 
 @cache

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from graft.errors import PatternError
 from graft.graph.memory import is_mutating, mutated_roots, storage_root
-from graft.graph.nodes import is_op, static_int, tensor_val, where
+from graft.graph.nodes import is_op, static_int, tensor_val, val, where
 from graft.graph.pattern import (
     WORKING_DTYPE,
     Capture,
@@ -88,7 +88,7 @@ class Attempt:
         if isinstance(wanted, Capture):
             return self.capture(wanted, found)
         if isinstance(wanted, Open):
-            return not isinstance(found, Node) or self.stop(found, f"{where(found)} is computed, not a number")
+            return not isinstance(found, Node) or self.stop(found, no_number(found))
         if isinstance(wanted, (list, tuple)):
             if not isinstance(found, (list, tuple)) or len(wanted) != len(found):
                 return self.stop(found, f"expected {len(wanted)} items, found {value_text(found)}")
@@ -98,7 +98,9 @@ class Attempt:
         return True
 
     def capture(self, wanted: Capture, found: Any) -> bool:
-        if isinstance(found, Node) or not isinstance(found, (int, float)):
+        if isinstance(found, Node):
+            return self.stop(found, no_number(found))
+        if not isinstance(found, (int, float)):
             return self.stop(found, f"{wanted.name} is {value_text(found)}, not a number")
         if self.literals.setdefault(wanted.name, found) != found:
             return self.stop(None, f"{wanted.name} is both {self.literals[wanted.name]} and {found}")
@@ -168,6 +170,16 @@ class Attempt:
 def try_at(pattern: Pattern, node: Node) -> tuple[Attempt, bool]:
     attempt = Attempt(exact=False)
     return attempt, attempt.unify(pattern.anchor, node)
+
+
+def no_number(found: Node) -> str:
+    """Why a node cannot be a literal of the pattern."""
+    if isinstance(val(found), torch.SymFloat):
+        return (
+            f"{where(found)} is a number that may differ from call to call, and the op takes a constant; one that a"
+            " module holds and nobody changes counts as constant, an argument under dynamic=True does not"
+        )
+    return f"{where(found)} is computed, not a number"
 
 
 def is_input(value: Any) -> bool:

@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 from torch.fx import GraphModule
 
-from graft.backends.dynamo import hand_back, trace_dynamo
+from graft.backends.dynamo import hand_back, refuse_modes, trace_dynamo
 from graft.backends.eager import lower_eager
+from graft.backends.float_inputs import Constants
 from graft.backends.inductor import (
     INDUCTOR_NOTE,
     apart_from_dynamo,
@@ -67,6 +68,7 @@ class Backend:
         self.dump_dir = dump_dir
         self.reports: list[Report] = []
         self._warned: set[str] = set()
+        self._constants = Constants()
 
     def __call__(
         self,
@@ -79,6 +81,13 @@ class Backend:
         """Called by Dynamo. `mode` and `options` of torch.compile go to Inductor."""
         if not self.inductor and (mode or options):
             raise UsageError("mode and options of torch.compile are Inductor's; Backend(inductor=False) takes none")
+        compiled = self.compile(gm, inputs, mode, options)
+        self._constants.settle()
+        return compiled
+
+    def compile(
+        self, gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | None
+    ) -> Compiled:
         name = f"graph_{len(self.reports)}"
         try:
             transformed, report = self.transform(gm, inputs, name)
@@ -97,6 +106,8 @@ class Backend:
         return compiled
 
     def transform(self, gm: GraphModule, inputs: Sequence[Any], name: str) -> tuple[GraphModule, Report]:
+        refuse_modes(gm.graph, inputs)
+        self._constants.ask_for(gm)
         transformed = trace_dynamo(gm, inputs)
         base = self.dump_dir or os.environ.get("GRAFT_DUMP_GRAPHS_DIR")
         folder = Path(base) / name if base else None
