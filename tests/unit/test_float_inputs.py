@@ -90,7 +90,7 @@ def test_a_module_s_number_is_a_constant_until_it_keeps_changing_r20(inductor):
         for module.eps in values:
             torch.testing.assert_close(compiled(x), module(x), rtol=1e-6, atol=1e-6)
     fused = [{"fuse_rms_norm": 1}] * min(len(set(values)), MOST_VALUES)
-    assert [counts(report) for report in backend.reports] == (fused + [{}])[: len(set(values))]
+    assert [counts(report) for report in backend.reports] == [*fused, {}][: len(set(values))]
     assert TensorifyState.empty()
     if not inductor:
         reason = backend.reports[-1].transforms["fuse_rms_norm"].reason

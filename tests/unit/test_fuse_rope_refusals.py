@@ -102,7 +102,9 @@ REFUSED = {
     "x is broadcast": (lambda x, c, s: llama(x[:1], c, s), WHOLE, "which is broadcast"),
     "a second reader": (second_reader, WHOLE, "has a second reader"),
     "an inner value returned": (returned_inside, WHOLE, "has a second reader"),
-    "three dims": (lambda x, c, s: llama(x[0], c[0], s[0]), WHOLE, "the op takes x"),
+    "two dims": (lambda x, c, s: llama(x[0, 0], c[0, 0], s[0, 0]), WHOLE, "x has 2 dims; the op takes"),
+    "five dims": (lambda x, c, s: llama(x[None], c[None], s[None]), WHOLE, "x has 5 dims; the op takes"),
+    "packed tokens, an angle a head": (lambda x, c, s: llama(x[0], c[0], s[0]), (B, H, S, D), "differ between heads"),
     "written in between": (written, WHOLE, "is written in place"),
 }
 

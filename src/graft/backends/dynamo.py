@@ -40,8 +40,8 @@ MODES = ("functorch", "_enter_inference_mode", "autograd")
 def trace_dynamo(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     """The canonical ATen graph of a Dynamo graph, with its inputs in the same order. `gm` stays as it is.
 
-    Sizes stay as symbolic as Dynamo made them; `refuse_modes` has seen the graph. Raises GraphRefused, or CaptureError
-    when tracing fails.
+    Sizes stay as symbolic as Dynamo made them; `refuse_modes` has seen the graph. Raises GraphRefused, or
+    CaptureError when tracing fails.
     """
     sources = placeholders(gm.graph)
     mode = fake_mode_of(sources)

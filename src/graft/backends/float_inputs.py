@@ -2,10 +2,10 @@
 
     before:  %eps = placeholder f64[];  %e = %eps.item();  %a = %mean + %e        after:  %a = %mean + 1e-05
 
-An op's literals are numbers, so nothing that reads such a float would fuse. What a module or a global holds is taken as
-a constant: Dynamo is asked to trace the frame again with it, under a guard, as Inductor itself asks for floats that it
-cannot make tensors of. A number that was seen to change keeps being an input in later graphs, so that one that is new
-at every call does not compile at every call. Floats that are arguments stay inputs.
+An op's literals are numbers, so nothing that reads such a float would fuse. What a module or a global holds is taken
+as a constant: Dynamo is asked to trace the frame again with it, under a guard, as Inductor itself asks for floats
+that it cannot make tensors of. A number that keeps changing is an input in later graphs, so that one that is new at every
+call does not compile at every call. Floats that are arguments stay inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graft.graph.nodes import placeholders
 # By what they hang on: the caller's arguments (and cells of closures, which look the same) are
 # GuardSource.LOCAL.
 ARGUMENTS = ("LOCAL", "SYNTHETIC_LOCAL", "TEMP_LOCAL", "RANDOM_VALUE")
-# Models of one class share a frame. Dynamo gives a frame up after 8 graphs (recompile_limit); half of them may differ so.
+# Models of one class share a frame. Dynamo gives a frame up after 8 graphs (recompile_limit); half may differ so.
 MOST_VALUES = 4
 
 

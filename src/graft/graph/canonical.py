@@ -20,7 +20,17 @@ from torch.fx import Graph, GraphModule, Node
 from graft.graph import rules
 from graft.graph.checks import checked_numbers, drop_proven_checks
 from graft.graph.memory import alias_sources, is_mutating, mutated_args, mutated_roots, storage_root, written_value
-from graft.graph.nodes import OpOverload, leaves, output_node, placeholders, tensor_val, val
+from graft.graph.nodes import (
+    OpOverload,
+    leaves,
+    outlives_call,
+    output_node,
+    placeholders,
+    same_sizes,
+    tensor_of,
+    tensor_val,
+    val,
+)
 
 aten = torch.ops.aten
 
@@ -85,14 +95,24 @@ def sweep(graph: Graph) -> bool:
             rules.normalize_arguments(node)
         rules.respell(node, mutated)
         same = rules.shortcut(node)
-        fresh_result = node in returned and not alias_sources(node)  # the caller gets a tensor of its own
-        if same is not None and not fresh_result and may_share(node, same, mutated):
+        if same is not None and stays_fresh(node, same, returned) and may_share(node, same, mutated):
+            if node in returned:
+                returned.add(storage_root(same))
             node.replace_all_uses_with(same)
             graph.erase_node(node)
             changed = True
         else:
             changed |= (node.target, node.args, node.kwargs) != before
     return changed
+
+
+def stays_fresh(node: Node, same: Node, returned: set[Node]) -> bool:
+    """A fresh result that is returned stays so: what takes its place lies alike and is nobody else's."""
+    if node not in returned or alias_sources(node):
+        return True
+    root = storage_root(same)
+    alike = same_sizes(tensor_of(node).stride(), tensor_of(same).stride())
+    return alike and not outlives_call(root) and root not in returned
 
 
 def returned_roots(graph: Graph) -> set[Node]:

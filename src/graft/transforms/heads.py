@@ -107,6 +107,15 @@ def flattened(pairs: Node) -> Node | None:
     return reader if reader is not None and same_sizes(tensor_of(reader).shape, head_sizes(pairs)) else None
 
 
+def flattened_further(pairs: Node) -> Node | None:
+    """As `flattened`, also where reshapes lay the heads out anew (two that became one): the only one, or of several
+    what they read."""
+    if not pairs.users or not all(is_op(reader, *RESHAPES) for reader in pairs.users):
+        return None
+    only = next(iter(pairs.users)) if len(pairs.users) == 1 else None
+    return flattened(pairs) or (only if is_op(only, aten.reshape.default) else pairs)
+
+
 def no_part(piece: Node) -> str:
     size = tensor_of(piece.args[0]).shape[-1] if is_op(piece, aten.slice.Tensor) else 0
     if isinstance(size, int) and size % 2:

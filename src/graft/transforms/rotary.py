@@ -13,7 +13,7 @@ Sizes of a reshape may be computed in the graph, which a pattern cannot say; so 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -25,7 +25,8 @@ from graft.graph.rules import RESHAPES
 from graft.transforms.heads import (
     Head,
     Part,
-    flattened,
+    flattened_further,
+    head_sizes,
     is_pairs,
     joined,
     no_part,
@@ -45,7 +46,8 @@ class Turn:
 
     sizes: x must first be reshaped to them. parts: x must first be put together from these two (DeepSeek reads pairs
     and writes halves). cos and sin: of r values, or `halved` of r/2; for the complex spelling both are `freqs`.
-    origin: what x was read from besides, where that is another node than x.
+    origin: what x was read from besides, where that is another node than x. heads: the sizes of what turns, where the
+    result is a reshape of it.
     """
 
     spelling: str
@@ -58,6 +60,7 @@ class Turn:
     sizes: tuple[Any, ...] | None = None
     parts: tuple[Node, Node] | None = None
     origin: Node | None = None
+    heads: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class Term:
 
 
 def parts_turn(node: Node) -> Turn | Refusal | None:
-    join = joined(node)
+    join = joined(node) or joined_further(node)
     sums = [terms for piece in join[1] for terms in [sum_of_terms(piece)] if terms is not None] if join else []
     if join is None or len(sums) != 2:
         return None
@@ -165,9 +168,21 @@ def parts_turn(node: Node) -> Turn | Refusal | None:
     ]
     good = next((turn for turn in choices if isinstance(turn, Turn)), None)
     if good is not None:
-        return good
+        return laid_out(good, head_sizes(node)) if paired else good
     said = next((turn for turn in choices if isinstance(turn, Refusal)), None)
     return said or Refusal(result, f"{where(result)} does not join x1 * cos - x2 * sin and x2 * cos + x1 * sin")
+
+
+def joined_further(node: Node) -> tuple[Node, list[Node], bool] | None:
+    """As `joined`, for a stack whose pairs and heads are laid out anew by one reshape."""
+    last = is_op(node, aten.stack.default) and len(node.args) > 1 and node.args[1] in (-1, tensor_of(node).dim() - 1)
+    result = flattened_further(node) if last and len(node.args[0]) == 2 else None
+    return (result, list(node.args[0]), True) if result is not None else None
+
+
+def laid_out(turn: Turn, heads: list[Any]) -> Turn:
+    """The turn, told the sizes of its heads where the result has others."""
+    return turn if same_sizes(tensor_of(turn.result).shape, heads) else replace(turn, heads=tuple(heads))
 
 
 def sum_of_terms(piece: Any) -> list[list[Term]] | None:
@@ -228,7 +243,7 @@ def complex_turn(node: Node) -> Turn | Refusal | None:
             break
     else:
         return None
-    result = flattened(node)
+    result = flattened_further(node)
     if result is None:
         return Refusal(node, f"{where(node)} is not flattened to heads again")
     if tensor_of(freqs).dtype is not torch.complex64:
@@ -236,4 +251,4 @@ def complex_turn(node: Node) -> Turn | Refusal | None:
     if tensor_of(freqs).is_conj():
         return Refusal(freqs, f"{where(freqs)} is conjugate, so it turns backwards")
     x, sizes = whole_head(Head(pairs, True))
-    return Turn("complex", x, freqs, freqs, result, True, True, sizes)
+    return laid_out(Turn("complex", x, freqs, freqs, result, True, True, sizes), head_sizes(node))

@@ -9,7 +9,7 @@ import torch
 
 from graft.ops.cases import Case, randn
 from graft.ops.rope.cases import make as make_rope
-from graft.ops.rope.cases import make_interleaved
+from graft.ops.rope.cases import make_interleaved, make_packed
 
 
 def make(
@@ -28,6 +28,14 @@ def make_pairs(
     return x, randn((d,), device, dtype, generator), cos, sin, 1e-5, 0.0, False, True
 
 
+def make_tokens(
+    t: int, h: int, d: int, r: int, interleaved: bool, device: str, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Any, ...]:
+    """Packed tokens, x [t, h, d]."""
+    x, cos, sin, _ = make_packed(t, h, d, r, interleaved, device, dtype, generator)
+    return x, randn((d,), device, dtype, generator), cos, sin, 1e-6, 0.0, False, interleaved
+
+
 CASES = [
     Case("qwen3-0.6b decode q", partial(make, 1, 16, 1, 128, 128, 0.0, False), 128),
     Case("qwen3-8b decode q, 4 sequences", partial(make, 1, 32, 4, 128, 128, 0.0, False), 128),
@@ -35,4 +43,6 @@ CASES = [
     Case("gemma-3-1b k", partial(make, 2, 1, 5, 256, 256, 1.0, True), 256),
     Case("partial, 64 of 128", partial(make, 2, 4, 3, 128, 64, 0.0, False), 128),
     Case("interleaved, heads last, float32 angles", partial(make_pairs, 2, 8, 3, 128, 128), 128),
+    Case("vllm qwen3, packed tokens", partial(make_tokens, 7, 4, 128, 128, False), 128),
+    Case("packed tokens, interleaved, 64 of 128", partial(make_tokens, 5, 2, 128, 64, True), 128),
 ]

@@ -32,7 +32,7 @@ def fake(
 def triton_supports(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *_: object) -> str | None:
     if x.dtype != weight.dtype:
         return f"x is {x.dtype} and weight is {weight.dtype}"
-    return layout_problem(x, cos, sin) or needs_triton(x, weight, cos, sin)
+    return layout_problem(x, cos, sin, ranks=(3, 4)) or needs_triton(x, weight, cos, sin)
 
 
 def aten_supports(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, *options: Any) -> str | None:

@@ -18,5 +18,5 @@ def rms_norm_rope(
     cast_last: bool = False,
     interleaved: bool = False,
 ) -> Tensor:
-    """x: [b, h, s, d] or [b, s, h, d]; weight: [d]; cos, sin as graft::rope takes them for that layout."""
+    """x: [b, h, s, d], [b, s, h, d] or [t, h, d]; weight: [d]; cos, sin as graft::rope takes them for that layout."""
     return rope(rms_norm(x, weight, eps, offset, cast_last), cos, sin, interleaved)

@@ -91,6 +91,9 @@ def rms_norm_rope_triton(
     cast_last: bool = False,
     interleaved: bool = False,
 ) -> Tensor:
+    if x.dim() == 3:  # packed tokens are a batch of one
+        batch = x.unsqueeze(0)
+        return rms_norm_rope_triton(batch, weight, cos, sin, eps, offset, cast_last, interleaved).squeeze(0)
     d, r = x.shape[-1], cos.shape[-1]
     cos, sin = (spread(angles, x) for angles in (cos, sin))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # [b, h, s, d] or [b, s, h, d], as x

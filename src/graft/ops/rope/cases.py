@@ -32,6 +32,16 @@ def make_interleaved(
     return x, angles.cos().to(device, kind), angles.sin().to(device, kind), True
 
 
+def make_packed(
+    t: int, h: int, d: int, r: int, interleaved: bool, device: str, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Any, ...]:
+    """Tokens of many sequences in one row, as vLLM lays them out: x is [t, h, d], cos [t, 1, r]."""
+    x = randn((t, 3 * h, d), device, dtype, generator)[:, h : 2 * h]  # a slice of a merged projection
+    angles = randn((t, 1, r // 2), "cpu", torch.float32, generator)
+    angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+    return x, angles.cos().to(device, dtype), angles.sin().to(device, dtype), interleaved
+
+
 CASES = [
     Case("smollm2-135m decode q", partial(make, 1, 9, 1, 64, 64, False), 1),
     Case("llama-3.2-1b prefill k", partial(make, 1, 8, 17, 64, 64, False), 1),
@@ -41,4 +51,6 @@ CASES = [
     Case("cohere interleaved, float32 angles", partial(make_interleaved, 2, 8, 5, 128, 128, True, False), 1),
     Case("glm-4 interleaved, 64 of 128", partial(make_interleaved, 1, 32, 3, 128, 64, False, False), 1),
     Case("gpt-j interleaved, heads last, 64 of 256", partial(make_interleaved, 2, 16, 3, 256, 64, False, True), 1),
+    Case("vllm packed tokens", partial(make_packed, 7, 4, 64, 64, False), 1),
+    Case("vllm packed tokens, interleaved, 32 of 128", partial(make_packed, 5, 2, 128, 32, True), 1),
 ]

@@ -14,15 +14,16 @@ def fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
 
 
 def triton_supports(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> str | None:
-    return layout_problem(x, cos, sin) or needs_triton(x, cos, sin)
+    return layout_problem(x, cos, sin, ranks=(3, 4)) or needs_triton(x, cos, sin)
 
 
-def layout_problem(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+def layout_problem(x: Tensor, cos: Tensor, sin: Tensor, ranks: tuple[int, ...] = (4,)) -> str | None:
     """Why a kernel that turns one head of one token a program cannot read these, or None."""
     if cos.dtype != sin.dtype or torch.float64 in (x.dtype, cos.dtype):
         return f"dtypes are {x.dtype}, {cos.dtype}, {sin.dtype}; it takes 16 and 32 bits, cos and sin alike"
-    if x.dim() != 4 or x.stride(-1) != 1:
-        return "x must have four dims, [b, h, s, d] or [b, s, h, d], with unit last stride"
+    if x.dim() not in ranks or x.stride(-1) != 1:
+        packed = ", or [t, h, d] for packed tokens," if 3 in ranks else ""
+        return f"x must be [b, h, s, d] or [b, s, h, d]{packed} with unit last stride"
     return "an odd number of values cannot turn in pairs" if cos.shape[-1] % 2 else None
 
 

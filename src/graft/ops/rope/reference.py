@@ -8,6 +8,7 @@ from torch import Tensor
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x: [b, h, s, d] or [b, s, h, d]; cos, sin: [b, 1, s, r] or [b, s, 1, r], or what broadcasts to that, r <= d.
+    Packed tokens have no batch: x is [t, h, d] or [h, t, d], cos and sin [t, 1, r] or [1, t, r].
 
     The first r values of a head turn, the rest pass through. One angle turns two values:
     interleaved=False (Llama): x[i] and x[i + r/2], so that cos is [c0, c1, …, c0, c1, …]

@@ -73,6 +73,8 @@ def rope_kernel(
 
 
 def rope_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    if x.dim() == 3:  # packed tokens are a batch of one
+        return rope_triton(x.unsqueeze(0), cos, sin, interleaved).squeeze(0)
     d, r = x.shape[-1], cos.shape[-1]
     cos, sin = (spread(angles, x) for angles in (cos, sin))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # [b, h, s, d] or [b, s, h, d], as x

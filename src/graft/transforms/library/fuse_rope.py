@@ -30,9 +30,10 @@ class FuseRoPE(BaseTransform):
     after:   %y = graft.rope(%x, %cos, %sin)
 
     Halves or pairs turn (Llama; GPT-J, GLM, Cohere), all of a head or its first r values. x is [b, h, s, d] or
-    [b, s, h, d]; cos and sin are one angle a token, of r values or of r/2, in x's dtype or float32 with a cast back,
-    also where x is cast first. The spellings are listed in transforms/rotary.py. Where cos and sin have r/2 values
-    or are one complex tensor, they are written out once for all layers.
+    [b, s, h, d], or [t, h, d] where tokens are packed (vLLM); cos and sin are one angle a token, of r values or of
+    r/2, in x's dtype or float32 with a cast back, also where x is cast first. The spellings are listed in
+    transforms/rotary.py. Where cos and sin have r/2 values or are one complex tensor, they are written out once for
+    all layers.
     Numerics: bitwise with the reference, save the complex spelling, whose product (ac - bd, ad + bc) may be fused
     into one rounding: within float32 rounding. The Triton kernel rounds where eager does.
     """
@@ -119,14 +120,18 @@ def inner_nodes(result: Node, stops: Collection[Node | None]) -> list[Node]:
 
 def angle_problem(turn: Turn) -> str | None:
     """Why cos and sin are not one angle a token and pair of values, or None."""
-    shape = tensor_of(turn.result).shape
-    if len(shape) != 4:
-        return "the op takes x [b, h, s, d] or [b, s, h, d] and cos, sin [b, 1, s, r] or [b, s, 1, r]"
+    shape = turn.heads or tensor_of(turn.result).shape
+    rank = len(shape)
+    if rank not in (3, 4):
+        return (
+            f"x has {rank} dims; the op takes [b, h, s, d] or [b, s, h, d] with cos, sin [b, 1, s, r] or [b, s, 1, r]"
+            ", and [t, h, d] with [t, 1, r]: reshape it to that, a single head to [t, 1, d]"
+        )
     if turn.sizes is None and turn.parts is None and not same_sizes(tensor_of(turn.x).shape, shape):
         return f"cos or sin is larger than {where(turn.x)}, which is broadcast"
     for angle in (turn.cos, turn.sin):
-        sizes = [1] * (4 - tensor_of(angle).dim()) + list(tensor_of(angle).shape)
-        if str(sizes[1]) != "1" and str(sizes[2]) != "1":
+        sizes = [1] * (rank - tensor_of(angle).dim()) + list(tensor_of(angle).shape)
+        if str(sizes[-3]) != "1" and str(sizes[-2]) != "1":
             return "cos and sin differ between heads"
         if str(sizes[-1]) != str(shape[-1] // 2 if turn.halved else shape[-1]):
             return "cos or sin is broadcast over the head"
@@ -175,7 +180,7 @@ def with_rest(turn: Turn, x: Node, out: Node) -> tuple[Node, Node] | None:
         or not is_op(x, aten.slice.Tensor)
     ):
         return None
-    if turn.sizes is not None or turn.parts is not None or turn.origin not in (None, x):
+    if turn.sizes is not None or turn.parts is not None or turn.heads is not None or turn.origin not in (None, x):
         return None
     head, pieces = x.args[0], reader.args[0]
     r, d = (static_int(tensor_of(node).shape[-1]) for node in (x, head))
@@ -208,6 +213,8 @@ class Writer:
         if turn.parts is not None:
             x = self.call(aten.cat.default, (list(turn.parts), -1), out)
         rope = self.call(ops.rope.default, (x, cos, sin, True) if turn.interleaved else (x, cos, sin), out)
+        if turn.heads is not None:
+            rope = self.laid_out(rope, turn.result, out)
         replaced = tuple(node.name for node in plan.match.nodes)
         record = MatchRecord(where(out), module_path(out), replaced, tuple(self.made), plan.match.pattern)
         self.editor.replace(out, rope)
@@ -228,6 +235,12 @@ class Writer:
         if turn.interleaved:
             return self.derive(aten.repeat_interleave.self_int, angle, 2, -1)
         return self.derive(aten.cat.default, [angle, angle], -1)
+
+    def laid_out(self, rope: Node, result: Node, before: Node) -> Node:
+        """The heads as the graph had them: pairs, or what one reshape made of those."""
+        if is_op(result, aten.stack.default, aten.view_as_real.default):
+            return self.call(aten.unflatten.int, (rope, -1, [-1, 2]), before)
+        return self.call(aten.reshape.default, (rope, result.args[1]), before)
 
     def derive(self, target: Any, source: Any, *args: Any) -> Node:
         """A call right below what it reads, so that every layer can read it."""
