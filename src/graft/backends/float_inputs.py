@@ -4,8 +4,8 @@
 
 An op's literals are numbers, so nothing that reads such a float would fuse. What a module or a global holds is taken
 as a constant: Dynamo is asked to trace the frame again with it, under a guard, as Inductor itself asks for floats
-that it cannot make tensors of. A number that keeps changing is an input in later graphs, so that one that is new at every
-call does not compile at every call. Floats that are arguments stay inputs.
+that it cannot make tensors of. A number that keeps changing is an input in later graphs, so that one that is new at
+every call does not compile at every call. Floats that are arguments stay inputs.
 """
 
 from __future__ import annotations

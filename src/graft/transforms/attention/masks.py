@@ -1,8 +1,9 @@
 """The masks of one attention as the op's arguments: positions where they are proven, one tensor for the rest.
 
-What a mask closes is -inf or the lowest number of the dtype. The two differ in a row that is closed throughout: NaN
-from the one, the mean of all values from the other. So a boolean that closes with the lowest number is added as
-numbers, what closes (or may close) with -inf sets `nan_rows`, and positions stand beside another mask only as -inf.
+What a mask closes is -inf or a very low number. The two differ in a row that is closed throughout: NaN from the one,
+the mean of all values from the other. So a boolean that closes with a low number is added as numbers, what closes (or
+may close) with -inf sets `nan_rows`, and positions stand beside another mask only as -inf. Alone, positions that
+leave every query a key may close with any number that comes to -inf there (`as_good_as_inf`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from graft.graph.nodes import is_op, same_sizes, static_int, tensor_of, where
 from graft.graph.sizes import Sample, SizeEvaluator, number
 from graft.ops.attention.reference import positions_mask
 from graft.transforms.attention.operands import Operand, Step, emit, lifted
-from graft.transforms.attention.parts import Attention, Piece, Refused
+from graft.transforms.attention.parts import Attention, Piece, Refused, lowest
 
 aten = torch.ops.aten
 Positions = tuple[bool, int | None]  # is_causal, window
@@ -41,6 +42,7 @@ class MaskPlan:
     pieces: tuple[Piece, ...] = ()
     views: tuple[tuple[Step, ...], ...] = ()
     nan_rows: bool = False
+    stays: tuple[str, ...] = ()  # for every piece, why it is a tensor
 
     @property
     def tensor(self) -> str:
@@ -53,17 +55,24 @@ def plan_masks(found: Attention, evaluator: SizeEvaluator) -> MaskPlan:
     """What the op is told. Raises Refused where no telling gives the same result."""
     placed = [(piece, positions(piece, found, evaluator)) for piece in found.pieces]
     placed = [(piece, at) for piece, at in placed if at != OPEN]
-    others = [piece for piece, at in placed if at is None]
-    if not others:
-        return joined_positions(found.is_causal, [at for _, at in placed if at is not None])
+    if all(isinstance(at, tuple) for _, at in placed):
+        return joined_positions(found.is_causal, [at for _, at in placed if isinstance(at, tuple)])
     values = {piece: closing_value(piece, evaluator) for piece, _ in placed}
-    outside = [(piece, at) for piece, at in placed if at is not None and values[piece] == -math.inf]
-    kept = [piece for piece, at in placed if (piece, at) not in outside]
-    check_kept(kept, values, softmax_rows=found.softmax_rows)
-    plan = joined_positions(found.is_causal, [at for _, at in outside if at is not None])
-    unsure = any(values[piece] in (None, -math.inf) for piece in kept)
-    inputs, views = zip(*(four_dims(piece, found) for piece in kept), strict=True)
-    return replace(plan, pieces=inputs, views=views, nan_rows=found.softmax_rows and (unsure or bool(outside)))
+    outside = [(piece, at) for piece, at in placed if isinstance(at, tuple) and values[piece] == -math.inf]
+    kept = [(piece, at) for piece, at in placed if (piece, at) not in outside]
+    check_kept([piece for piece, _ in kept], values, softmax_rows=found.softmax_rows)
+    plan = joined_positions(found.is_causal, [at for _, at in outside])
+    unsure = any(values[piece] in (None, -math.inf) for piece, _ in kept)
+    inputs, views = zip(*(four_dims(piece, found) for piece, _ in kept), strict=True)
+    stays = tuple(f"the mask {where(piece.node)} stays a tensor: {why(at)}" for piece, at in kept)
+    nan_rows = found.softmax_rows and (unsure or bool(outside))
+    return replace(plan, pieces=inputs, views=views, nan_rows=nan_rows, stays=stays)
+
+
+def why(at: Positions | str) -> str:
+    return (
+        at if isinstance(at, str) else "it closes with a finite number beside another mask, whose rows it may close"
+    )
 
 
 def joined_positions(is_causal: bool, places: Sequence[Positions]) -> MaskPlan:
@@ -110,42 +119,81 @@ def closing_value(piece: Piece, evaluator: SizeEvaluator) -> float | None:
 # ── positions ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def positions(piece: Piece, found: Attention, evaluator: SizeEvaluator) -> Positions | None:
-    """is_causal and window where the mask follows from sizes and means exactly that, at every size it was tried."""
+# In float32 softmax gives nothing to a score that lies this much below the row's maximum: exp(-104) rounds to 0.
+VANISHES = 104.0
+ROUNDED = 1 + 2**-6  # a score with the number added to it is rounded, to 8 bits in bfloat16
+
+
+def as_good_as_inf(found: Attention, dtype: torch.dtype) -> float:
+    """The highest number that, added to or put in place of a score, gives it no weight where a key stays open.
+
+    What is added to a score must outweigh the distance between two scores of a row. With a soft cap c that is at most
+    2c. Without one, q·kᵀ was finite before it was scaled, so scores are within the dtype's maximum times the scale.
+    What counts as the dtype's lowest number (`lowest`) closes whatever the scale: only scores as low undercut it.
+    """
+    bound = abs(found.softcap) if found.softcap is not None else torch.finfo(dtype).max * min(abs(found.scale), 1.0)
+    return max(lowest(dtype), -(2 * bound + VANISHES) * ROUNDED)
+
+
+def positions(piece: Piece, found: Attention, evaluator: SizeEvaluator) -> Positions | str:
+    """is_causal and window where the mask follows from sizes and means exactly that, at every size it was tried; or
+    why it does not."""
     s, t = found.q.shape[2], found.k.shape[2]
-    key = (piece.node, piece.opens, str(s), str(t), tensor_of(piece.at).dtype)
+    dtype = tensor_of(piece.at).dtype
+    low = as_good_as_inf(found, dtype)
+    key = (piece.node, piece.opens, piece.value, str(s), str(t), dtype, low)
     if key not in evaluator.kept:
         samples = evaluator.samples(piece.node, (s, t))
-        open_places = [allowed(piece, sample) for sample in samples or ()]
-        evaluator.kept[key] = meaning(open_places) if open_places else None
+        evaluator.kept[key] = meaning([allowed(piece, sample, low) for sample in samples]) if samples else UNKNOWN
     return evaluator.kept[key]
 
 
-def allowed(piece: Piece, sample: Sample) -> Tensor | None:
-    """[s, t], True where a query may look; None when rows of the batch differ, or values are not 0 and closed."""
+UNKNOWN = "it does not follow from sizes alone, by ops that are evaluated for masks"
+
+
+def allowed(piece: Piece, sample: Sample, low: float) -> Tensor | str:
+    """[s, t], True where a query may look; or why that is not all there is to say."""
     mask = sample.tensor
     if mask.dtype == torch.bool:
         opened = mask if piece.opens else ~mask
+        if piece.value is not None and piece.value > low:
+            return too_high(piece.value, piece)
     else:
         opened = mask == 0
-        if not (opened | (mask <= torch.finfo(tensor_of(piece.at).dtype).min)).all():
-            return None
+        other = mask[~(opened | (mask <= low))]
+        if other.numel():
+            one_value = bool((other == other.reshape(-1)[0]).all()) and bool(other.reshape(-1)[0] < 0)
+            return (
+                too_high(float(other.reshape(-1)[0]), piece)
+                if one_value
+                else "it holds more than 0 and one low number"
+            )
     s, t = sample.sizes
     if opened.dim() == 0 or opened.shape[-1] not in (1, t) or (opened.dim() > 1 and opened.shape[-2] not in (1, s)):
-        return None
+        return f"its shape {list(opened.shape)} is not that of {s} queries and {t} keys"
     opened = opened.expand(*opened.shape[:-2], s, t).reshape(-1, s, t) if opened.dim() > 1 else opened.expand(1, s, t)
-    return opened[0] if (opened == opened[0]).all() and opened[0].any(-1).all() else None
+    if not (opened == opened[0]).all():
+        return "its rows differ between sequences or heads"
+    return opened[0] if opened[0].any(-1).all() else "it leaves a query without any key"
 
 
-def meaning(open_places: Sequence[Tensor | None]) -> Positions | None:
-    known = [places for places in open_places if places is not None]
+def too_high(value: float, piece: Piece) -> str:
+    dtype = str(tensor_of(piece.at).dtype)
+    return (
+        f"it closes with {value:g}, and {dtype} scores may lie further apart than that; close with -inf, or with"
+        f" torch.finfo({dtype}).min"
+    )
+
+
+def meaning(open_places: Sequence[Tensor | str]) -> Positions | str:
+    known = [places for places in open_places if isinstance(places, Tensor)]
     if len(known) < len(open_places):
-        return None
+        return next(reason for reason in open_places if isinstance(reason, str))
     width = int(max(known, key=Tensor.numel)[-1].sum())  # the last query sees as much as any
     for is_causal, window in (OPEN, (True, None), (False, width), (True, width)):
         if all(torch.equal(places, expected(places, is_causal, window)) for places in known):
             return is_causal, window
-    return None
+    return "it is neither causal nor a window"
 
 
 def expected(places: Tensor, is_causal: bool, window: int | None) -> Tensor:

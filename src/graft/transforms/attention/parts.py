@@ -16,6 +16,15 @@ class Refused(Exception):
     """Why a place that looks like attention stays as it is; the transform reports it as a near miss."""
 
 
+def lowest(dtype: torch.dtype) -> float:
+    """From here on a number counts as the dtype's lowest: bfloat16's in float32, say.
+
+    A score below 1e30 that is added to half the largest float32 is rounded away. float16 is too fine for that.
+    """
+    limits = torch.finfo(dtype)
+    return limits.min if dtype == torch.float16 else limits.min / 2
+
+
 @dataclass(frozen=True)
 class Piece:
     """One mask at the place where it met the scores.

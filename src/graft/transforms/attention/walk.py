@@ -15,7 +15,7 @@ from graft.graph.nodes import is_op, same_shape, same_sizes, tensor_of, tensor_v
 from graft.graph.sizes import number
 from graft.graph.text import op_text
 from graft.transforms.attention.operands import factor_of
-from graft.transforms.attention.parts import Piece, Refused, Walk
+from graft.transforms.attention.parts import Piece, Refused, Walk, lowest
 from graft.transforms.attention.products import PRODUCTS, operands, scores_product
 from graft.transforms.attention.sinks import check_columns, read_sinks
 
@@ -176,8 +176,11 @@ def read_closing(walk: Walk, node: Node, scores: Any, mask: Node, value: Any, *,
     if closed is None or not isinstance(scores, Node):
         raise Refused(f"{where(node)} puts a tensor, not a number, where its mask closes")
     closed = float(torch.tensor(closed).to(dtype).item())
-    if closed not in (-math.inf, torch.finfo(dtype).min):
-        raise Refused(f"{where(node)} closes with {closed:g}, neither -inf nor the lowest {dtype}")
+    if not closed <= lowest(dtype):
+        raise Refused(
+            f"{where(node)} closes with {closed:g}, neither -inf nor the lowest {dtype}: scores could be lower, and a"
+            f" closed row is not what the op gives; fill with -inf or torch.finfo({dtype}).min"
+        )
     if not same_shape(tensor_of(scores), tensor_of(node)):
         raise Refused(f"the mask at {where(node)} has more dims or rows than the scores")
     if is_op(value, aten.full_like.default) and set(value.users) == {node}:

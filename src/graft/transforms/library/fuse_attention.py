@@ -37,10 +37,10 @@ class FuseAttention(BaseTransform):
     after:   %y = graft.attention(%q, %k, %v, %mask, scale, is_causal, window, softcap, %sinks, nan_rows)
 
     Scales on q, k or the scores become one; heads repeated for grouped queries are read once; a mask that follows
-    from sizes and is causal, perhaps with a window, becomes `is_causal` and `window`. [b, s, d] counts as one head. A
-    mask that the op cannot say leaves the place as it is. Numerics: the same attention; a scale moves from q and k to
-    the scores (not in float16), and the kernel may sum in another order. Rows that are closed throughout keep what
-    they were.
+    from sizes and is causal, perhaps with a window, becomes `is_causal` and `window`; where one stays a tensor, the
+    match's note says why. [b, s, d] counts as one head. A mask that the op cannot say leaves the place as it is.
+    Numerics: the same attention; a scale moves from q and k to the scores (not in float16), and the kernel may sum in
+    another order. Rows that are closed throughout keep what they were.
     """
 
     def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
@@ -125,6 +125,7 @@ def fuse(
         tuple(dict.fromkeys(node.name for node in replaced)),
         tuple(node.name for node in made),
         "scaled_dot_product_attention" if found.anchor is found.out else "softmax",
+        note="; ".join(dict.fromkeys(plan.stays)),
     )
     erase_dead(editor, list(dict.fromkeys(replaced)))
     return record
