@@ -2,7 +2,8 @@
 
 Commutative operands match in either order, a cast of the pattern that would change nothing in the graph may be
 missing there, literals are captured. Values inside a match may not be read from outside unless the pattern returns
-them. For each anchor that fails, the deepest point reached and what stopped it are kept as a near miss.
+them, or they are casts of its inputs, which stay for their other readers. For each anchor that fails, the deepest
+point reached and what stopped it are kept as a near miss.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Attempt:
     literals: dict[str, Any] = field(default_factory=dict)
     deepest: int = 0
     stopped: tuple[Node | None, str] = (None, "")
+    refuted: bool = False  # it fitted loosely, and not with the sizes, dtypes and literals that were found
 
     def matched(self) -> int:
         return sum(1 for p in self.bound if p.op == "call_function")
@@ -93,6 +95,8 @@ class Attempt:
             if not isinstance(found, (list, tuple)) or len(wanted) != len(found):
                 return self.stop(found, f"expected {len(wanted)} items, found {value_text(found)}")
             return all(self.unify(w, f) for w, f in zip(wanted, found, strict=True))
+        if wanted is WORKING_DTYPE and not self.exact and isinstance(found, torch.dtype):
+            return found.is_floating_point or self.stop(None, f"{found} is no floating dtype")
         if isinstance(found, Node) or wanted != found or isinstance(wanted, bool) != isinstance(found, bool):
             return self.stop(found, f"expected the value {value_text(wanted)}, found {value_text(found)}")
         return True
@@ -158,6 +162,12 @@ class Attempt:
         self.bound[wanted] = found
         # calls before inputs: what has structure decides which operand is which
         return all(self.unify(w, f) for w, f in sorted(pairs, key=lambda pair: is_input(pair[0])))
+
+    def unify_readers(self, wanted: Node) -> bool:
+        """A result that the anchor does not come from, looked for among what reads values that are bound."""
+        sources = [self.bound[n] for n in wanted.all_input_nodes if n in self.bound]
+        readers = [reader for source in sources for reader in source.users]
+        return any(self.attempt(lambda reader=reader: self.unify(wanted, reader)) for reader in readers)
 
     def attempt(self, step: Callable[[], bool]) -> bool:
         bound, literals = dict(self.bound), dict(self.literals)
@@ -232,7 +242,7 @@ class Finder:
                 matches.append(result)
             elif is_near(pattern, attempt, fitted):
                 at, text = result[0] or node, result[1]
-                reached = pattern.size if fitted else min(attempt.deepest, pattern.size - 1)
+                reached = pattern.size if fitted and not attempt.refuted else min(attempt.deepest, pattern.size - 1)
                 miss = NearMiss(pattern.name, where(node), f"%{at.name}", text, reached, pattern.size)
                 misses.append((node, miss))
         return matches, [miss for node, miss in misses if node not in taken]
@@ -253,11 +263,13 @@ class Finder:
             return node, f"the pattern does not run on these inputs: {str(error).splitlines()[0]}"
         second = Attempt(exact=True)
         if not second.unify(exact.anchor, node):
+            attempt.refuted, attempt.deepest = True, second.deepest
             return second.stopped
         again = {p.meta["pattern_input"]: second.bound[p] for p in exact.inputs if p in second.bound}
-        outputs = tuple(second.bound[o] for o in exact.outputs if o in second.bound)
+        outputs = tuple(second.bound[o] for o in exact.outputs if o in second.bound or second.unify_readers(o))
         if len(outputs) != len(exact.outputs):
-            return node, "the pattern's results do not all hang together"
+            attempt.refuted, attempt.deepest = True, second.matched()
+            return node, f"it fits, and the {len(exact.outputs)} results of the pattern are not all there"
         nodes = tuple(found for p, found in second.bound.items() if p.op == "call_function")
         overlap = next((n for n in nodes if n in taken), None)
         if overlap is not None:
@@ -268,12 +280,16 @@ class Finder:
 
 def check_readers(match: Match) -> Match | tuple[Node | None, str]:
     """What is inside a match and not returned by it may not be read from outside."""
-    return second_reader(match.nodes, match.outputs) or match
+    given = set(match.tensors.values())
+    inner = [node for node in match.nodes if not (is_op(node, aten.to.dtype) and node.args[0] in given)]
+    return second_reader(inner, match.outputs, match.nodes) or match
 
 
-def second_reader(nodes: Collection[Node], outputs: Collection[Node]) -> tuple[Node, str] | None:
-    """The first of `nodes` that is read from outside and is no output, and how to say so."""
-    inside = set(nodes)
+def second_reader(
+    nodes: Collection[Node], outputs: Collection[Node], whole: Collection[Node] = ()
+) -> tuple[Node, str] | None:
+    """The first of `nodes` that is read from outside the `whole` and is no output, and how to say so."""
+    inside = {*nodes, *whole}
     for node in nodes:
         reader = next((user for user in node.users if user not in inside), None)
         if reader is not None and node not in outputs:

@@ -75,6 +75,15 @@ def weight_then_cast(normalize: Normalize) -> Pattern:
     return pattern
 
 
+def rounded_then_weight(normalize: Normalize) -> Pattern:
+    """Llama on a float32 row (gated by Mamba, or a sum that was not rounded): it is rounded to the weight's dtype."""
+
+    def pattern(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return weight * normalize(x, eps).to(weight.dtype)
+
+    return pattern
+
+
 def float_weight_then_cast(normalize: Normalize) -> Pattern:
     def pattern(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return (weight.to(torch.float32) * normalize(x, eps)).to(x.dtype)

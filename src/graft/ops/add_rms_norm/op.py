@@ -1,4 +1,4 @@
-"""graft::add_rms_norm(x, residual, weight, eps, offset, cast_last) -> (normalized, sum)."""
+"""graft::add_rms_norm(x, residual, weight, eps, offset, cast_last, wide) -> (normalized, sum)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 
 def fake(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    cast_last: bool = False,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     total = x.new_empty(x.shape)
     dtype = x.dtype if cast_last else torch.promote_types(x.dtype, weight.dtype)
@@ -27,7 +33,13 @@ def triton_supports(x: Tensor, residual: Tensor, weight: Tensor, *_: object) -> 
 
 
 def aten_supports(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    cast_last: bool = False,
+    wide: bool = False,
 ) -> str | None:
     if x.device.type != "cpu":
         return "two launches where one kernel does both"
@@ -41,24 +53,31 @@ def run_aten(
     eps: float,
     offset: float = 0.0,
     cast_last: bool = False,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
     return torch.rms_norm(total, weight.shape, weight, eps), total
 
 
 def run_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    cast_last: bool = False,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     from graft.ops.add_rms_norm.triton import add_rms_norm_triton
 
-    return add_rms_norm_triton(x, residual, weight, eps, offset, cast_last)
+    return add_rms_norm_triton(x, residual, weight, eps, offset, cast_last, wide)
 
 
 define(
     OpSpec(
         name="add_rms_norm",
-        schema="(Tensor x, Tensor residual, Tensor weight, float eps, float offset=0.0, bool cast_last=False)"
-        " -> (Tensor, Tensor)",
+        schema="(Tensor x, Tensor residual, Tensor weight, float eps, float offset=0.0, bool cast_last=False,"
+        " bool wide=False) -> (Tensor, Tensor)",
         reference=add_rms_norm,
         fake=fake,
         kernels=(

@@ -21,6 +21,7 @@ def add_rms_norm_kernel(
     eps,
     offset,
     CAST_LAST: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -28,10 +29,11 @@ def add_rms_norm_kernel(
     mask = cols < d
     a = tl.load(x + row * stride_x + cols, mask=mask, other=0.0)
     b = tl.load(residual + row * stride_r + cols, mask=mask, other=0.0)
-    # rounded to the working dtype first: the norm sees what later readers of the sum see
-    s = (a.to(tl.float32) + b.to(tl.float32)).to(out.dtype.element_ty)
+    h = a.to(tl.float32) + b.to(tl.float32)
+    s = h.to(out.dtype.element_ty)
     tl.store(total + row * d + cols, s, mask=mask)
-    h = s.to(tl.float32)
+    if not WIDE:  # rounded to the working dtype first: the norm sees what later readers of the sum see
+        h = s.to(tl.float32)
     h = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + eps)
     w = tl.load(weight + cols, mask=mask, other=0.0)
     if CAST_LAST:
@@ -42,7 +44,13 @@ def add_rms_norm_kernel(
 
 
 def add_rms_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    cast_last: bool = False,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     d = x.shape[-1]
     rows, others = x.reshape(-1, d), residual.reshape(-1, d)  # [n, d]
@@ -52,6 +60,6 @@ def add_rms_norm_triton(
     warps = 4 if block <= 2048 else 8
     add_rms_norm_kernel[(rows.shape[0],)](
         rows, others, weight, out, total, rows.stride(0), others.stride(0), d, eps, offset,
-        CAST_LAST=cast_last, BLOCK=block, num_warps=warps,
+        CAST_LAST=cast_last, WIDE=wide, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return out, total

@@ -23,6 +23,14 @@ def make(
     )
 
 
+def make_wide(
+    shape: tuple[int, ...], eps: float, device: str, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Any, ...]:
+    """A row that comes in float32 and is rounded to the working dtype."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return randn(shape, device, wide, generator), randn(shape[-1:], device, dtype, generator), eps, 0.0, False, dtype
+
+
 CASES = [
     Case("smollm2-135m decode", partial(make, (1, 1, 576), 1e-5, 0.0, False), 576),
     Case("llama-3.2-1b prefill 32", partial(make, (1, 32, 2048), 1e-5, 0.0, False), 2048),
@@ -30,4 +38,5 @@ CASES = [
     Case("gemma-2 offset", partial(make, (2, 5, 2304), 1e-6, 1.0, True), 2304),
     Case("olmo-2 cast last", partial(make, (1, 3, 2048), 1e-6, 0.0, True), 2048),
     Case("odd width", partial(make, (3, 37), 1e-6, 0.0, False), 37),
+    Case("mamba-2 gated", partial(make_wide, (1, 5, 1536), 1e-5), 1536),
 ]

@@ -6,8 +6,16 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False) -> Tensor:
-    """x: [..., d], weight: [d]. Statistics in float32.
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    cast_last: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x: [..., d], weight: [d]. Statistics in float32. dtype: what the row is rounded to instead of x's own, for rows
+    that come in float32 (a gated norm, a sum that was not rounded).
 
     cast_last=False (Llama): weight * normalized.to(x.dtype)
     cast_last=True  (Gemma, OLMo 2): (normalized * (weight.float() + offset)).to(x.dtype)
@@ -15,6 +23,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_la
     h = x.to(torch.float32)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     if not cast_last:
-        return weight * h.to(x.dtype)
+        return weight * h.to(dtype or x.dtype)
     scale = weight.to(torch.float32)
-    return (h * (scale + offset if offset else scale)).to(x.dtype)
+    return (h * (scale + offset if offset else scale)).to(dtype or x.dtype)

@@ -30,10 +30,17 @@ def rms_norm_kernel(
     tl.store(out + row * d + cols, y.to(out.dtype.element_ty), mask=mask)
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False) -> Tensor:
+def rms_norm_triton(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float = 0.0,
+    cast_last: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     d = x.shape[-1]
     rows = x.reshape(-1, d)  # [n, d]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     block = triton.next_power_of_2(d)
     warps = 4 if block <= 2048 else 8
     pdl = pdl_supported(x.device)

@@ -56,6 +56,8 @@ def normed_rope(rope: Node) -> Match | tuple[Node | None, str] | None:
     turned = rope.args[0]
     swapped = is_op(turned, aten.transpose.int) and turned.args[1:] == HEADS_FIRST
     norm = turned.args[0] if swapped else turned
+    if is_op(norm, ops.rms_norm.default) and options_of(norm)["dtype"] is not None:
+        return norm, f"{where(norm)} rounds float32 heads to {options_of(norm)['dtype']}; the op keeps one dtype"
     if is_op(norm, ops.rms_norm.default):
         nodes = (rope, turned, norm) if swapped else (rope, norm)
         tensors = {"x": norm.args[0], "weight": norm.args[1], "cos": rope.args[1], "sin": rope.args[2]}

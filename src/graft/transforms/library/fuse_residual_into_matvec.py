@@ -68,6 +68,8 @@ class FuseResidualIntoMatvec(MatvecTransform):
         need(same_shape(y, r), "the residual {} is broadcast to the product", residual)
         need(y.dtype == r.dtype, f"the residual {{}} is {r.dtype}, the product {y.dtype}", residual)
         tensors = {"x": given["x"], "weight": given["weight"], "residual": residual}
+        wide = is_op(node, ADD_NORM) and options_of(node)["wide"]
+        need(not wide, "{} norms the sum before it is rounded, and the product gives it rounded", node)
         if is_op(node, ADD):
             return Match("add", tensors, {}, (node, linear), (node,))
         pieces = tuple(node.users)

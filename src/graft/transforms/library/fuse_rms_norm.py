@@ -22,6 +22,10 @@ def olmo2_fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.ops.graft.rms_norm(x, weight, eps, 0.0, True)
 
 
+def rounded_fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.ops.graft.rms_norm(x, weight, eps, 0.0, False, weight.dtype)
+
+
 def gemma_fused(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     return torch.ops.graft.rms_norm(x, weight, eps, offset, True)
 
@@ -62,6 +66,7 @@ aten = torch.ops.aten
 MEAN, SUM, DIV = aten.mean.dim, aten.sum.dim_IntList, aten.div.Tensor
 RSQRT, SQRT, RECIPROCAL = aten.rsqrt.default, aten.sqrt.default, aten.reciprocal.default
 SHAPES = {"x": "b s d", "weight": "d"}
+WIDE = {"x": "b s d : float32", "weight": "d"}
 NO_WEIGHT = "the norm has no weight, and graft::rms_norm needs one"
 # how the weight comes in, and the op for it; offsets first: 1 + w also looks like a weight
 ENDINGS: tuple[tuple[str, Callable[..., say.Pattern], Callable[..., Tensor]], ...] = (
@@ -89,6 +94,8 @@ def spelled_out() -> list[Rewrite]:
         for name, ending, fused in ENDINGS if normalize is PLAIN else ENDINGS[:3]:
             pattern = say.spelled(ending, normalize, name + suffix)
             rewrites.append(Rewrite(pattern, fused, SHAPES, weight_is_a_vector, needs=needs, exact=exact))
+    rounded = say.spelled(say.rounded_then_weight, PLAIN, "rounded")
+    rewrites.append(Rewrite(rounded, rounded_fused, WIDE, weight_is_a_vector, needs=(RSQRT, MEAN, aten.to.dtype)))
     for name, ending, fused in ENDINGS:
         pattern = say.without_eps(say.spelled(ending, PLAIN, name))
         rewrites.append(Rewrite(pattern, say.without_eps(fused), SHAPES, weight_is_a_vector, needs=(RSQRT, MEAN)))
@@ -129,7 +136,8 @@ class FuseRMSNorm(PatternTransform):
     after:   %y = graft.rms_norm(%x, %weight, eps)
 
     The weight may stand left or right, be cast before or after, or have an offset (Gemma's 1 + w); eps may be 0; the
-    norm may be torch.rms_norm. Numerics: bitwise with the reference where the model says rsqrt and mean, or calls
+    norm may be torch.rms_norm. A float32 row that is rounded before the weight (a gated norm in 16 bits) is told its
+    `dtype`. Numerics: bitwise with the reference where the model says rsqrt and mean, or calls
     torch.rms_norm. Spelled as 1 / sqrt, as a division by sqrt, or as sum / d, the op's rsqrt and mean may be a
     rounding of float32 off. The Triton kernel sums the squares in another order (float32).
     """

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor, fake_mode, symbolic_sizes
-from graft.graph.nodes import is_op, module_path, output_node, tensor_of, where
+from graft.graph.nodes import is_op, module_path, options_of, output_node, tensor_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
@@ -95,4 +95,4 @@ def choose_rows(editor: Editor, hidden: Node, index: Node, reader: Node) -> tupl
 
 def is_lone_sum(node: Node) -> bool:
     """A norm fused with a sum, of which only the normed result is read."""
-    return is_op(node, ops.add_rms_norm.default) and len(node.users) == 1
+    return is_op(node, ops.add_rms_norm.default) and len(node.users) == 1 and not options_of(node)["wide"]
