@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from graft.graph.nodes import calls
+from graft.graph.nodes import calls, is_op
 from graft.testing.negatives import assert_refused_or_harmless, negatives, positive
 from graft.transforms.base import PatternTransform, Rewrite, Stage, TransformConfig
 from graft.transforms.config import load_config
@@ -24,6 +24,12 @@ IDS = [f"{transform.name}:{rewrite.pattern.__name__}" for transform, rewrite in 
 READERS = ("second reader", "returned")
 
 
+def casts_of_inputs(rewrite):
+    """They stay for their other readers, so a second one is harmless: the numbers above say so."""
+    nodes = (n for n in calls(positive(rewrite).module.graph) if is_op(n, torch.ops.aten.to.dtype))
+    return {f"%{node.name}" for node in nodes if node.args[0].op == "placeholder"}
+
+
 @pytest.mark.parametrize(("transform", "rewrite"), PATTERNS, ids=IDS)
 def test_changed_patterns_are_refused_or_harmless_r26(transform, rewrite):
     plain = assert_refused_or_harmless(transform, positive(rewrite))
@@ -32,13 +38,14 @@ def test_changed_patterns_are_refused_or_harmless_r26(transform, rewrite):
         return
     assert rewrite.pattern.__name__ in [match.pattern for match in plain.matches], f"refused as it is: {plain.reason}"
     tried, refused = Counter(), Counter()
+    casts = casts_of_inputs(rewrite)
     for case in negatives(rewrite):
         record = assert_refused_or_harmless(transform, case)
         tried[case.kind] += 1
-        refused[case.kind] += not record.matches
+        refused[case.kind] += rewrite.pattern.__name__ not in [match.pattern for match in record.matches]
         if case.kind == "dropout":
             assert record.matches or record.near_misses, f"{case.name}: refused without a near miss"
-        if case.kind in READERS and not rewrite.allow_readers:
+        if case.kind in READERS and not rewrite.allow_readers and case.at not in casts:
             over = [m for m in record.matches if m.pattern == rewrite.pattern.__name__ and case.at[1:] in m.replaced]
             assert not over, f"{case.name}: fused although the value is read elsewhere"
             assert record.matches or record.near_misses, f"{case.name}: refused without a near miss"
