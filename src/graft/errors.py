@@ -94,9 +94,7 @@ class PromptTooLong(UsageError):
 
 class EmptyPrompt(UsageError):
     def __init__(self) -> None:
-        super().__init__(
-            "a prompt has no tokens; give at least one token (a tokenizer may add none to an empty text)"
-        )
+        super().__init__("a prompt has no tokens; give at least one (a tokenizer may add none to an empty text)")
 
 
 class NotText(UsageError):
@@ -286,8 +284,6 @@ class ReportError(GraftError):
 
 
 class RunMismatch(UsageError):
-    """Two runs that are not of one model, where that was asked for."""
-
     def __init__(self, before: str, after: str) -> None:
         super().__init__(
             f"{before} and {after} cannot be compared strictly; dump the same model twice, or leave out --strict"
@@ -295,8 +291,6 @@ class RunMismatch(UsageError):
 
 
 class BaselineMismatch(UsageError):
-    """A baseline that is of something else than what is checked."""
-
     def __init__(self, folder: str, kept: str, checked: str) -> None:
         super().__init__(
             f"the baseline {folder} is a run of {kept}, but {checked} is checked; check that model"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from graft.errors import CheckpointError, GraftError, OutOfMemory, UnknownModel, UsageError, near
+from graft.errors import CheckpointError, OutOfMemory, UnknownModel, UsageError, near
 from graft.files import Progress
 from graft.kvcache.memory import free_memory, is_out_of_memory, size_text
 from graft.models.embedded import embedded_folder, embedded_gguf
