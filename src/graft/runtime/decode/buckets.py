@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+DECODE_PAYS, PROMPT_PAYS = (
+    64,
+    4,
+)  # steps: a smaller size saves a tenth of a step that decodes; a prompt's, launching it
 SHARES = 8  # sizes to each doubling, from 2 * SHARES rows on: a ninth of the rows is padding at most
 # below, the weights' bytes take the time of a step, and padding costs nothing
 
@@ -20,10 +26,31 @@ def bucket_sizes(max_num_seqs: int, asked: Sequence[int] | None = None) -> tuple
     return (*found, max_num_seqs)
 
 
-def first_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those that are captured when the engine is built: powers of two and the largest. A start is not to wait for
-    the others, which are captured when they are first needed."""
-    return tuple(size for size in sizes if size & (size - 1) == 0 or size == sizes[-1])
+@dataclass
+class Sizes:
+    """The sizes of steps, of which powers of two and the largest are in use from the start.
+
+    One between is taken into use when `pays` steps have wanted it: capturing a step takes as long as running ten to
+    fifty of them, which a size that is met once, while a batch shrinks, never brings back.
+    """
+
+    every: tuple[int, ...]
+    pays: int
+    used: tuple[int, ...] = ()
+    wanted: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        last = self.every[-1:]
+        self.used = self.used or tuple(size for size in self.every if size & (size - 1) == 0 or size in last)
+
+    def take(self, rows: int) -> int | None:
+        """The size for a step of so many rows, or None."""
+        best = bucket_for(rows, self.every)
+        if best is not None and best not in self.used:
+            self.wanted[best] += 1
+            if self.wanted[best] >= self.pays:
+                self.used = tuple(sorted((*self.used, best)))
+        return bucket_for(rows, self.used)
 
 
 def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:

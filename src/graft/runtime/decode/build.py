@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graft.files import Progress
 from graft.ops.launch import pdl_problem
-from graft.runtime.decode.buckets import bucket_sizes, first_sizes
+from graft.runtime.decode.buckets import DECODE_PAYS, Sizes, bucket_sizes
 from graft.runtime.decode.buffers import Buffers
 from graft.runtime.decode.loop import DecodeLoop
 from graft.runtime.decode.packed import PackedSteps
@@ -44,9 +44,10 @@ def make_loop(
     buffers = Buffers.make(sizes[-1], width, manager.block_size, manager.blocks, device)
     recordings = Recordings(graph, tensors, buffers)
     asked = options.cudagraph_capture_sizes is not None
-    recordings.make_all(sizes if asked else first_sizes(sizes), progress)
+    steps = Sizes(sizes, DECODE_PAYS, sizes if asked else ())
+    recordings.make_all(steps.used, progress)
     packed = PackedSteps(graph, tensors, buffers, scheduler.max_num_batched_tokens, recordings.packed)
-    return DecodeLoop(scheduler, buffers, recordings, packed, sizes, notes(recordings, device))
+    return DecodeLoop(scheduler, buffers, recordings, packed, steps, notes(recordings, device))
 
 
 def notes(recordings: Recordings, device: torch.device) -> list[str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from graft.ops.advance_rows.reference import LEAVE, NOTHING
 from graft.runtime.core import Request
-from graft.runtime.decode.buckets import bucket_for
+from graft.runtime.decode.buckets import Sizes, bucket_for
 from graft.runtime.decode.buffers import Buffers, Slot
 from graft.runtime.decode.choose import Kind, host_reason, kind_of
 from graft.runtime.decode.packed import PackedSteps
@@ -88,7 +88,7 @@ class DecodeLoop:
         buffers: Buffers,
         recordings: Recordings,
         packed: PackedSteps,
-        sizes: Sequence[int],
+        sizes: Sizes,
         notes: Sequence[str],
     ) -> None:
         self.scheduler = scheduler
@@ -96,7 +96,7 @@ class DecodeLoop:
         self.buffers = buffers
         self.recordings = recordings
         self.packed = packed  # steps with prompts in them
-        self.sizes = tuple(sizes)
+        self.sizes = sizes
         self.notes = list(notes)
         self.flights: list[Flight] = []  # in order; the engine takes the first
         self.layout = Layout()
@@ -109,9 +109,9 @@ class DecodeLoop:
         """The one for this plan, if it decodes a token of every request and there is one."""
         if not all(r.decoding for r in plan.requests) or any(count != 1 for count in plan.counts):
             return None
-        rows = bucket_for(len(plan.requests), self.sizes)
+        rows = self.sizes.take(len(plan.requests))
         if rows is None:
-            self.miss(f"decode batches larger than {self.sizes[-1]} run without a CUDA graph")
+            self.miss(f"decode batches larger than {self.sizes.every[-1]} run without a CUDA graph")
             return None
         if any(r.most_tokens > self.buffers.longest for r in plan.requests):
             self.miss(f"requests of more than {self.buffers.longest} tokens are decoded without a CUDA graph")
@@ -158,8 +158,8 @@ class DecodeLoop:
         staying = [one for one in flight.due if self.stays(one)]
         if not staying or len(self.scheduler.running) != len(flight.due) or not self.scheduler.closed:
             return None
-        rows = bucket_for(max(one.row for one in staying) + 1, self.sizes)
-        if rows is None or rows != bucket_for(len(staying), self.sizes):
+        rows = self.sizes.take(len(staying))
+        if rows is None or rows != bucket_for(max(one.row for one in staying) + 1, self.sizes.used):
             return None  # fewer rows would do
         kind = self.kind([one.request for one in staying], 1)
         longest = max(one.request.computed for one in staying) + 2

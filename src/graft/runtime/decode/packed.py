@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graft.runtime.batch import Batch, Lists, lists_of, on_host
-from graft.runtime.decode.buckets import bucket_for
+from graft.runtime.decode.buckets import PROMPT_PAYS, Sizes
 from graft.runtime.decode.buffers import Buffers
 from graft.runtime.scheduler import Plan
 
@@ -60,7 +60,7 @@ class PackedSteps:
         self.block_size, self.padding = buffers.block_size, buffers.padding
         self.requests, self.width = buffers.tables.shape
         self.device = buffers.tables.device
-        self.sizes = token_sizes(most)
+        self.sizes = Sizes(token_sizes(most), PROMPT_PAYS)
         # one more for the padding; odd, as no size is: kernels take as many tokens as rows for a step that decodes
         self.rows = (self.requests + 1) | 1
         self.tables = torch.full((self.rows, self.width), self.padding, device=self.device)
@@ -69,7 +69,7 @@ class PackedSteps:
 
     def logits(self, plan: Plan) -> Tensor | None:
         """[n, vocab] of a step, in memory that the next one overwrites; None: it has to be launched."""
-        size = bucket_for(sum(plan.counts), self.sizes)
+        size = self.sizes.take(sum(plan.counts))
         if size is None or len(plan.counts) > self.requests:
             return None
         found = lists_of(plan, self.block_size)
