@@ -26,7 +26,7 @@ from graft.runtime.engine import Engine
 from graft.runtime.params import MOST_LOGPROBS, SamplingParams
 
 PROMPT, STEPS = 5, 2
-QUANTIZED = 0.25
+QUANTIZED = 0.1  # times the root of the layer, counted from 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def self_check(
             engine.loop.counts = Counts()
     if decoded is None or whole is None:
         return "self-check: nothing to compare, because the logits of random tokens are not finite"
-    limits = [tolerance(tensor.dtype, quantized) for tensor in engine.tensors]
+    limits = [tolerance(each.dtype, quantized, index // 2) for index, each in enumerate(engine.tensors)]
     largest, allowed = compare(decoded, whole, length, model.name, layers, limits)
     milliseconds = (time.perf_counter() - started) * 1000
     return (
@@ -150,8 +150,12 @@ def distance(left: Tensor, right: Tensor) -> Tensor:
     return (left - right).norm() / right.norm().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def tolerance(dtype: torch.dtype, quantized: bool = False) -> float:
+def tolerance(dtype: torch.dtype, quantized: bool = False, layer: int = 0) -> float:
     """Half of the digits: 3e-4 in float32, 3e-2 in float16, 9e-2 in bfloat16. SmolLM2 in float32 differs by 3e-6,
-    as sums run in another order; a lost state makes 1e-2 and more. Native kernels of quantized weights round
-    activations to 8 bits, which makes 4e-2 over SmolLM2's 30 layers."""
-    return max(torch.finfo(dtype).eps ** 0.5, QUANTIZED if quantized else 0.0)
+    as sums run in another order; a lost state makes 1e-2 and more.
+
+    Kernels of quantized weights round activations to 8 bits, some of them by the number of tokens; such errors add up
+    as the root of the layers: 4e-2 over SmolLM2's 30 on a CPU, 0.25 at layer 27 of an 8B model in fp8 on a GPU.
+    """
+    rounding = QUANTIZED * (1 + layer) ** 0.5 if quantized else 0.0
+    return max(torch.finfo(dtype).eps ** 0.5, rounding)
