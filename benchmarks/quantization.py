@@ -4,7 +4,8 @@ python benchmarks/quantization.py --model smollm2-135m --device cpu --dtype floa
 
 The text is quantization.txt, written for this. The first row is the model as it is; `int4, no search` scales every
 group by its largest magnitude; `int4, wrong scales` has the scales of the neighbouring group, to show what a defect
-would look like. In the last rows only the output head is quantized, which has weights of its own for that.
+would look like; `fp8, activations too` rounds every row of activations as well, as a GPU does in steps of several
+tokens. In the last rows only the output head is quantized, which has weights of its own for that.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from graft.models.load import load_model
 from graft.workbench.quality import Quality, logits_of, quality, with_transforms
 
 TEXT = Path(__file__).with_name("quantization.txt")
-ROWS = ("int8", "fp8", "int4", "int4, no search", "int4, wrong scales")
+ROWS = ("int8", "fp8", "fp8, activations too", "int4", "int4, no search", "int4, wrong scales")
 HEADS = ("int8", "fp8", "int4")
 
 
@@ -36,6 +37,8 @@ def quantized(gm: GraphModule, row: str) -> GraphModule:
     made = with_transforms(gm, {"quantize_linear": settings})
     if row == "int4, wrong scales":
         shift_scales(made)
+    if row == "fp8, activations too":
+        round_activations(made)
     return made
 
 
@@ -53,6 +56,14 @@ def shift_scales(gm: GraphModule) -> None:
     for name, parameter in gm.named_parameters():
         if name.endswith("_scale"):
             parameter.copy_(parameter.roll(1, -1))
+
+
+def round_activations(gm: GraphModule) -> None:
+    """From one token on, whatever the device."""
+    target = torch.ops.graft.fused_linear.default
+    for node in gm.graph.find_nodes(op="call_function", target=target):
+        node.kwargs = {**node.kwargs, "fp8_from": 1}
+    gm.recompile()
 
 
 def sizes(gm: GraphModule) -> dict[str, float]:
@@ -74,6 +85,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=768)
+    parser.add_argument("--rows", nargs="+", default=[*ROWS, *(f"head alone as {kind}" for kind in HEADS)])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     model = load_model(options.model, dtype=options.dtype, device=options.device)
@@ -86,8 +98,8 @@ def main() -> None:
     print(f"{'weights':20} {'MB':>7} {'perplexity':>10} {'ratio':>7} {'KL':>9} {'top-1':>7} {'seconds':>8}")
     base = quality(original, ids)
     print(f"{options.dtype:20} {sizes(gm)['megabytes']:7.1f} {base.perplexity:10.4f}")
-    for row in (*ROWS, *(f"head alone as {kind}" for kind in HEADS)):
-        if row == f"head alone as {HEADS[0]}":
+    for row in options.rows:
+        if row.startswith("head alone") and "lm_head.weight" not in dict(gm.named_parameters()):
             gm = untied(model.module)
         found, more = measure(row, gm, ids, device, original)
         if options.json:
