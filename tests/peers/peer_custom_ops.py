@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 CUSTOM_OPS = Table("custom_ops")
 add = CUSTOM_OPS.add
-OFFSETS = "a view that does not start where its base does, at dynamic sizes: item 1"
-CODE = ("inductor",)
 
 
 @torch.library.custom_op("peers::fill_", mutates_args=("x",))
@@ -182,7 +180,7 @@ def write_one_row(x):
     return x.sum(1)
 
 
-@add(one, gaps=dict.fromkeys(CODE, OFFSETS))
+@add(one)
 def write_the_last_row(x):
     ops.fill_(x[-1], 0.0)
     return x.sum(1)
@@ -231,7 +229,7 @@ def list_of_inputs(x, y):
     return x + y
 
 
-@add(one, gaps=dict.fromkeys(CODE, OFFSETS))
+@add(one)
 def list_of_views(x):
     ops.all_([x[0], x[2]], 2.0)
     return x.sum(0)
@@ -267,7 +265,7 @@ def writes_by_ops_and_by_aten(x, y):
     return x - y
 
 
-@add(one, gaps=dict.fromkeys(CODE, OFFSETS))
+@add(one)
 def write_in_a_loop(x):
     for row in range(3):
         ops.axpy_(x[row], x[(row + 1) % 3].clone())
@@ -325,7 +323,7 @@ def rows_at_positions(x, places, rows):
     return x.sum(1)
 
 
-@add(cache, gaps=dict.fromkeys(CODE, OFFSETS))
+@add(cache)
 def rows_in_the_second_layer(kv, places, rows):
     ops.put_(kv[1], places, rows)
     return kv.sum((1, 2))
@@ -345,20 +343,20 @@ def rows_in_both_layers_by_unbind(kv, places, rows):
     return (k * v).sum()
 
 
-@add(cache, gaps=dict.fromkeys(CODE, OFFSETS))
+@add(cache)
 def rows_in_a_negative_layer(kv, places, rows):
     ops.put_(kv[-1], places, rows)
     return kv[1].clone()
 
 
-@add(cache, gaps=dict.fromkeys(CODE, OFFSETS))
+@add(cache)
 def part_of_a_layer(kv, places, rows):
     ops.fill_(kv[1, 2:4], 0.0)
     ops.put_(kv[0], places, rows)
     return kv.clone()
 
 
-@add(cache, gaps=dict.fromkeys(CODE, OFFSETS))
+@add(cache)
 def flat_view_of_a_layer(kv, places, rows):
     ops.fill_(kv[1].view(-1), 1.0)
     ops.put_(kv[0], places, rows)
@@ -372,7 +370,7 @@ def slice_of_layers(kv, places, rows):
     return kv.sum(0)
 
 
-@add(lambda: (ramp(5, 3),), dynamic={"x": {0: torch.export.Dim.DYNAMIC}}, gaps=dict.fromkeys(CODE, OFFSETS))
+@add(lambda: (ramp(5, 3),), dynamic={"x": {0: torch.export.Dim.DYNAMIC}})
 def last_row_at_a_dynamic_size(x):
     ops.fill_(x[x.shape[0] - 1], 0.0)
     return x.sum(0)
