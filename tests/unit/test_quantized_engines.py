@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from graft.transforms.base import Context
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.report import Report
+from graft.workbench import contest
 from graft.workbench.traffic import graph_weight_bytes, weight_bytes
 
 
@@ -229,7 +232,10 @@ def test_the_report_counts_bytes_and_reads_older_ones():
 
 
 @pytest.mark.parametrize("verb", ["run", "bench"])
-def test_the_command_line_takes_a_format_r21(verb):
+def test_the_command_line_takes_a_format_r21(verb, monkeypatch):
+    looks = itertools.count()
+    # every look at the clock takes longer than the one before, so that more steps take longer than one
+    monkeypatch.setattr(contest, "time", SimpleNamespace(perf_counter=lambda: float(next(looks) ** 2)))
     given = ["--token-ids", "1,2", "--max-tokens", "2", "-m"] if verb == "run" else ["--batch", "1", "--prompt", "4"]
     more = (
         ["--backend", "eager"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.bench_load import DEFAULT_REQUESTS, Preset, Rate, Requests, Throughput, read_loads, under_load
 from graft.cli.load import load_llm
 from graft.cli.options import (
     DEFAULT_MODEL,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from graft.models.load import LoadedModel
     from graft.workbench.plan import Plan
     from graft.workbench.rows import Bench
-    from graft.workbench.throughput import Load
 
 
 Against = Annotated[
@@ -47,42 +47,32 @@ Threads = Annotated[
 ]
 
 
-Throughput = Annotated[
-    str | None,
-    typer.Option(
-        help="Instead: under load. Tokens of prompts and new tokens, several with commas between them.",
-        metavar="ISL/OSL",
-    ),
+Batches = Annotated[str | None, typer.Option(help="Batch sizes, with commas between them. [1,8,32; with --peers 1]")]
+New = Annotated[int | None, typer.Option(help="Decode steps: new tokens after the first. [32; with --peers 127]")]
+Kernels = Annotated[
+    bool, typer.Option("--kernels", help="Instead: where the time of one decode step goes, kernel by kernel.")
 ]
-Preset = Annotated[str | None, typer.Option(help="Loads that others publish figures for: trtllm.")]
+TimeLimit = Annotated[
+    float | None, typer.Option(help="Begin no rival after this many seconds of measuring.", metavar="SECONDS")
+]
 
 
 def bench(
     model: Model = DEFAULT_MODEL,
-    batch: Annotated[
-        str | None, typer.Option(help="Batch sizes, with commas between them. [1,8,32; with --peers 1]")
-    ] = None,
+    batch: Batches = None,
     prompt: Annotated[str, typer.Option(help="Tokens of each prompt; several with commas between them.")] = "128",
-    new: Annotated[
-        int | None, typer.Option(help="Decode steps: new tokens after the first. [32; with --peers 127]")
-    ] = None,
+    new: New = None,
     repeats: Annotated[int, typer.Option(help="Repeats in turns; medians are shown.")] = 3,
     against: Against = "eager,compile",
     peers: Peers = False,
     threads: Threads = None,
-    kernels: Annotated[
-        bool, typer.Option("--kernels", help="Instead: where the time of one decode step goes, kernel by kernel.")
-    ] = False,
+    kernels: Kernels = False,
     throughput: Throughput = None,
     preset: Preset = None,
-    requests: Annotated[int | None, typer.Option(help="Of each load. [1000 on a GPU, 32 on a CPU]")] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests a second that arrive, instead of all at once.", metavar="R")
-    ] = None,
+    requests: Requests = None,
+    rate: Rate = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once. [256]")] = None,
-    time_limit: Annotated[
-        float | None, typer.Option(help="Begin no rival after this many seconds of measuring.", metavar="SECONDS")
-    ] = None,
+    time_limit: TimeLimit = None,
     dtype: DType = "auto",
     device: Device = "auto",
     backend: Backend = "auto",
@@ -102,13 +92,14 @@ def bench(
     from graft.workbench.threads import use_threads
 
     place = resolve_device(device)
+    given: dict[str, Any] = {
+        "dtype": dtype, "device": device, "config": config, "sets": sets, "plugins": plugins, "backend": backend,
+        "quantize": quantize, "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
     if throughput or preset:
-        loads = read_loads(throughput, preset, requests or (1000 if place.type == "cuda" else 32), rate)
-        under_load(
-            model, loads, preset, as_json, max_num_seqs, dtype=dtype, device=device, backend=backend, config=config,
-            sets=sets, plugins=plugins, quantize=quantize, kv_cache_memory=kv_cache_memory,
-        )  # fmt: skip
-        return
+        loads = read_loads(throughput, preset, requests or DEFAULT_REQUESTS[place.type], rate)
+        more = {"max_num_seqs": max_num_seqs or 256, "kv_cache_memory": kv_cache_memory}
+        return under_load(model, loads, preset, as_json, **given, **more)
     plan = make_plan(place, batch, prompt, new, repeats, against, peers, time_limit, threads)
     check(model, plan, backend, plot, kernels)
     resolve_dtype(dtype, place, DTYPES["float32"])
@@ -116,10 +107,8 @@ def bench(
     with use_threads(plan.threads), phase_lines(peers) as progress:
         clock = PhaseClock(progress)
         llm = load_llm(
-            model, clock, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
-            quantize=quantize, keep_weights=module_runs, max_num_seqs=max(max_num_seqs or 256, *plan.batches),
+            model, clock, **given, keep_weights=module_runs, max_num_seqs=max(max_num_seqs or 256, *plan.batches),
             options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory),
-            trust_remote_code=trust_remote_code,
         )  # fmt: skip
         built = clock.since(*STARTS)
         notes = {"command": shlex.join(["graft", *sys.argv[1:]]), "build_phases": clock.phases()}
@@ -128,59 +117,6 @@ def bench(
             return
         result = measure(llm, plan, built, progress, notes, model)
     report(result, plot, as_json)
-
-
-def read_loads(given: str | None, preset: str | None, requests: int, rate: float | None) -> list[Load]:
-    from graft.errors import UsageError, near
-    from graft.workbench.published import PRESETS
-    from graft.workbench.throughput import Load
-
-    if preset is not None and preset not in PRESETS:
-        raise UsageError(f"--preset: unknown name {preset!r}{near(preset, PRESETS)}")
-    names = given.split(",") if given else list(PRESETS[str(preset)].tokens_per_s)
-    loads = []
-    for name in names:
-        isl, _, osl = name.partition("/")
-        if not (isl.isdecimal() and osl.isdecimal()):
-            raise UsageError(f"--throughput takes lengths like 128/128, with commas between them, not {name!r}")
-        loads.append(Load(int(isl), int(osl), requests, rate))
-    return loads
-
-
-def under_load(
-    model: str, loads: list[Load], preset: str | None, as_json: bool, max_num_seqs: int | None, **options: Any
-) -> None:
-    """One engine, one load after another; a row as soon as it is there."""
-    import json
-    from dataclasses import asdict
-
-    from graft.cli.bench_show import phase_lines, show_loads
-    from graft.workbench.machine import facts
-    from graft.workbench.plan import known_context
-    from graft.workbench.published import PRESETS
-    from graft.workbench.throughput import measure_load
-
-    for load in loads:
-        load.check_context(known_context(model))
-    if max_num_seqs is not None:
-        options["max_num_seqs"] = max_num_seqs
-    with phase_lines(True) as progress:
-        llm = load_llm(model, progress, **options)
-        rows = [measure_load(llm, load, progress) for load in loads]
-    published = PRESETS[preset] if preset else None
-    setup = {
-        "model": llm.model.name,
-        "dtype": str(llm.model.module.dtype).removeprefix("torch."),
-        "quantize": llm.quantized.format if llm.quantized else None,
-        "backend": llm.backend,
-        **facts(llm.device),
-        "command": shlex.join(["graft", *sys.argv[1:]]),
-        "published": None if published is None else asdict(published),
-    }
-    if as_json:
-        print(json.dumps({"setup": setup, "rows": [asdict(row) for row in rows]}))
-    else:
-        show_loads(setup, rows, published)
 
 
 def make_plan(

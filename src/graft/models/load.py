@@ -139,10 +139,10 @@ def load_folder(
     with asking_for_code(folder, str(folder), trust_remote_code):
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         context, family = read_context(folder, config), family_of(config.model_type, name)
-        wanted = resolve_dtype(dtype, device, config.dtype or torch.float32)
-        check_promises(folder, config, wanted)
         # said here because a config.json may name a kernel of the Hub, whose code transformers fetches and runs
         config._attn_implementation = family.reference_attention if family else None
+        wanted = resolve_dtype(dtype, device, config.dtype or torch.float32)
+        check_promises(folder, config, wanted, trust_remote_code)
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,

@@ -69,16 +69,15 @@ def family_problem(config: Any) -> str:
     return "its config has no max_position_embeddings, so the context is not known"
 
 
-def check_promises(folder: Path, config: Any, dtype: torch.dtype) -> None:
+def check_promises(folder: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
     """Raises where the model of `config` is larger than the weight files, or than the memory.
 
     transformers gives weights that no file has random numbers, after it has allocated them: a config of a 7B model
     over small weights would end in the system killing the process.
     """
     stored = stored_tensors(folder)
-    held = sum(each.numbers for each in stored.values()) or weight_bytes(
-        folder
-    )  # in *.bin a number takes a byte or more
+    # in *.bin a number takes a byte or more
+    held = sum(each.numbers for each in stored.values()) or weight_bytes(folder)
     layers = getattr(config, "num_hidden_layers", 0)
     if stored and isinstance(layers, int) and layers > len(stored):
         raise CheckpointError(
@@ -86,7 +85,7 @@ def check_promises(folder: Path, config: Any, dtype: torch.dtype) -> None:
             " in all; they do not belong together"
         )
     if getattr(config, "quantization_config", None) is None:
-        check_parameters(folder, config, stored, held)
+        check_parameters(folder, config, stored, held, trust_remote_code)
     changed = sum(each.numbers for each in stored.values() if NAMES.get(each.dtype) is not dtype)
     needed, free = changed * dtype.itemsize, free_memory(CPU)  # those in the file's dtype stay pages of the file
     if needed > free:
@@ -96,9 +95,11 @@ def check_promises(folder: Path, config: Any, dtype: torch.dtype) -> None:
         )
 
 
-def check_parameters(folder: Path, config: Any, stored: dict[str, Stored], held: int) -> None:
+def check_parameters(
+    folder: Path, config: Any, stored: dict[str, Stored], held: int, trust_remote_code: bool
+) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     named = dict(model.named_parameters())  # a tied one once
     promised = sum(parameter.numel() for parameter in named.values())
     if promised <= held:
@@ -107,7 +108,7 @@ def check_parameters(folder: Path, config: Any, stored: dict[str, Stored], held:
     missing = [name for name in named if name not in stored]
     if other:
         shapes = list(stored[other[0]].shape), list(named[other[0]].shape)
-        detail = f"{other[0]} is {shapes[0]} in the files and would be {shapes[1]}"
+        detail = f"{other[0]} is {shapes[0]}, but config.json makes it {shapes[1]}"
     else:
         detail = (
             f"there are no weights for {missing[0]} ({len(missing)} are missing)" if missing else "see the shapes"
