@@ -185,8 +185,13 @@ def test_random_numbers_are_drawn_in_their_order_r44():
 # ── the transform ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def streams_config(**options):
+    """merge_gemms would make one layer of the two that Branches has."""
+    return {"transforms": {"merge_gemms": {"enabled": False}, "schedule_streams": {"enabled": True, **options}}}
+
+
 def run(gm, measure=None, **options):
-    config = load_config({"transforms": {"schedule_streams": {"enabled": True, **options}}})
+    config = load_config(streams_config(**options))
     return run_pipeline(gm, config, Context(measure=measure)).transforms["schedule_streams"]
 
 
@@ -299,8 +304,7 @@ def test_the_raw_graph_runs_too_r44():
 def test_compiled_modules_measure_and_leave_their_state_r44(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
     module, x = Branches(), torch.randn(2, 8)
-    config = {"transforms": {"schedule_streams": {"enabled": True, "force": True}}}
-    compiled = graft.compile(module, (x,), config=config, backend="eager")
+    compiled = graft.compile(module, (x,), config=streams_config(force=True), backend="eager")
     assert module.count.item() == 0
     (profile,) = (tmp_path / "profiles").glob("*.json")
     assert '"event_us"' in profile.read_text()
