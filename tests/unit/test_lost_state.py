@@ -209,3 +209,29 @@ def test_capturing_does_not_count_as_a_call_for_tensors_that_are_no_buffers(wher
     for _ in range(2):
         assert torch.equal(compiled(ONES), twin(ONES))
         assert torch.equal(module.st, twin.st) and torch.equal(module.obj.h, twin.obj.h)
+
+
+def test_capturing_branches_and_flex_attention_does_not_count_as_a_call_either():
+    """Dynamo takes them apart, and what they close over goes into the graph as their arguments."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def step(self, x):
+        self.st.add_(1)
+
+        def counted(x):
+            self.obj.h.add_(1)
+            return x * self.weight + self.obj.h
+
+        return torch.cond(x.sum() > 0, counted, lambda x: x - self.st, (x,))
+
+    module, twin = Stateful(step), Stateful(step)
+    compiled = graft.compile(module, (ONES,), backend="eager")
+    cond = next(node for node in compiled.graph_module.graph.nodes if node.name == "cond")
+    assert len(cond.args[3]) == 4  # x, weight, obj.h, st
+    with torch.no_grad():
+        for x in (ONES, -ONES, ONES):
+            assert torch.equal(compiled(x), twin(x))
+            assert torch.equal(module.st, twin.st) and torch.equal(module.obj.h, twin.obj.h)
+
+    attention = export_graph(Stateful(lambda self, x: flex_attention(x, x, x)), (torch.randn(1, 2, 128, 16),))
+    assert "flex_attention" in str(attention.graph)

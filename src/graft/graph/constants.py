@@ -19,12 +19,20 @@ from graft.graph.storage import storage_id
 class KeepConstants(TorchDispatchMode):
     """Within it, memory is copied before it is first written for real; at its end the copies are put back."""
 
+    supports_higher_order_operators = True  # torch.cond, while_loop, flex_attention pass through, too
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo, which takes the branches of torch.cond and flex_attention apart, works within it as without it."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # storage → all of it, and its copy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
+        schema = getattr(func, "_schema", None)
+        if schema is None or schema.is_mutable:  # a higher-order operator has none: it may write whatever it is given
             for value in leaves((args, kwargs or {})):
                 self.keep(value if type(value) in (Tensor, torch.nn.Parameter) else getattr(value, "constant", None))
         return func(*args, **(kwargs or {}))
