@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from peer_dispatch import LAYOUT
 from peer_programs import Table, ramp, whole
 from torch import nn
 
@@ -416,9 +417,14 @@ def write_of_nothing(x):
     return x.sum()
 
 
-@add(lambda: (ramp(2, 3), ramp(3, 2)), calls=1)
+@add(lambda: (ramp(2, 3), ramp(3, 2)), calls=1, refused=LAYOUT)
 def resize_as_another(x, like):
     return x.resize_as_(like) + 1
+
+
+@add(lambda: (ramp(2, 3), ramp(3, 2)))
+def copy_resized_as_another(x, like):
+    return x.neg().resize_as_(like) + 1
 
 
 @add(one)

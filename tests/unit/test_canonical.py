@@ -11,6 +11,7 @@ from torch.fx import map_arg
 
 import graft
 from conftest import FAMILIES, graph_of, tiny
+from graft.errors import CaptureError
 from graft.graph.canonical import canonicalize
 from graft.graph.nodes import calls
 from graft.graph.text import graph_text, target_text
@@ -282,15 +283,28 @@ def test_index_add_at_a_0d_index(backend):
     assert "aten.index_add" in spelled
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (6,), (2, 3)])
-def test_resize_as_is_resize(backend, shape):
-    def program(x, like):
-        return x.resize_as_(like) + 1
+SHAPES = [(2, 2), (3, 2), (6,), (2, 3)]
 
-    given, twin = (torch.randn(2, 3), torch.ones(shape)), (torch.zeros(2, 3), torch.ones(shape))
-    twin[0].copy_(given[0])
-    compiled = graft.compile(program, (twin[0].clone(), twin[1]), backend=backend)
-    assert torch.equal(compiled(*given), program(*twin))
-    assert torch.equal(given[0], twin[0])
-    assert [target_text(n.target) for n in calls(compiled.graph_module.graph)] == ["aten.resize_", "aten.add.Tensor"]
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(("shape", "own"), [*((shape, True) for shape in SHAPES), ((2, 3), False)])
+def test_resize_as_is_resize(backend, shape, own):
+    """Of the program's own tensor to any shape, of an input to the shape that it has."""
+
+    def program(x, like):
+        return (x.neg() if own else x).resize_as_(like) + 1
+
+    given, like = torch.randn(2, 3), torch.ones(shape)
+    compiled = graft.compile(program, (given.clone(), like), backend=backend)
+    assert torch.equal(compiled(given, like), program(given.clone(), like))
+    spelled = [target_text(n.target) for n in calls(compiled.graph_module.graph)]
+    assert spelled == ["aten.neg"] * own + ["aten.resize_", "aten.add.Tensor"]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("shape", SHAPES[:-1])
+def test_resize_as_gives_no_input_another_shape(backend, shape):
+    given = torch.randn(2, 3)
+    with pytest.raises(CaptureError, match=r"the argument x in place \(shape \[2, 3\], then"):
+        graft.compile(lambda x, like: x.resize_as_(like) + 1, (given, torch.ones(shape)), backend=backend)
+    assert given.shape == (2, 3)
