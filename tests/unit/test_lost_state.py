@@ -217,12 +217,8 @@ def test_capturing_branches_and_flex_attention_does_not_count_as_a_call_either()
 
     def step(self, x):
         self.st.add_(1)
-
-        def counted(x):
-            self.obj.h.add_(1)
-            return x * self.weight + self.obj.h
-
-        return torch.cond(x.sum() > 0, counted, lambda x: x - self.st, (x,))
+        self.obj.h.sub_(1)
+        return torch.cond(x.sum() > 0, lambda x: x * self.weight + self.obj.h, lambda x: x - self.st, (x,))
 
     module, twin = Stateful(step), Stateful(step)
     compiled = graft.compile(module, (ONES,), backend="eager")
