@@ -88,6 +88,23 @@ def test_every_norm_of_a_block_fuses_r20(kind, dtype):
     assert (gm(x).double() - exact).abs().max() <= limit < (1.1 * gm(x).double() - exact).abs().max()
 
 
+@pytest.mark.parametrize("kind", WIDE)
+def test_float32_sums_are_plain_beside_casts_of_other_things_r20(kind):
+    """Patterns with casts are tried there, and theirs change nothing: such a sum is not `wide`."""
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block(torch.float32, WIDE[kind])
+
+        def forward(self, x, count):
+            return self.block(x) * count.to(torch.float32)
+
+    gm, records, _ = fuse(Counted(), data(torch.float32), torch.tensor(3))
+    assert [len(records[name].matches) for name in NAMES] == [3, 2] and not records["fuse_add_rms_norm"].near_misses
+    assert not any(s["wide"] for s in found(gm, OPS.add_rms_norm.default))
+
+
 def test_rounding_first_is_another_number_r20():
     """What `wide` is for: the two spellings differ in bfloat16."""
     one, two = Block(torch.bfloat16), Block(torch.bfloat16, RoundedFirst)
