@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from graft.graph import rules
+from graft.graph import rules, shortcuts
 from graft.graph.checks import checked_numbers, drop_proven_checks
 from graft.graph.memory import alias_sources, is_mutating, mutated_args, mutated_roots, storage_root, written_value
 from graft.graph.nodes import (
@@ -94,7 +94,7 @@ def sweep(graph: Graph) -> bool:
         if isinstance(node.target, OpOverload):
             rules.normalize_arguments(node)
         rules.respell(node, mutated)
-        same = rules.shortcut(node)
+        same = shortcuts.shortcut(node)
         if same is not None and stays_fresh(node, same, returned) and may_share(node, same, mutated):
             if node in returned:
                 returned.add(storage_root(same))
