@@ -106,7 +106,8 @@ def all_rewrites() -> list[Rewrite]:
         for suffix, spelled, same in (("", in_float32(spelling), exact), ("_unwidened", spelling, False)):
             pattern = pattern_of(name + suffix, spelled)
             rewrites.append(Rewrite(pattern, fused(form), SHAPES, op_problem, needs=needs, exact=same))
-            if form != "max":  # eps 0: the normal form leaves the addition out
+            # eps 0: the normal form leaves the addition out, so over_root_plus is over_root_of_sum then
+            if form != "max" and name != "over_root_plus":
                 bare = pattern_of(f"{name}{suffix}_without_eps", spelled, with_eps=False)
                 rewrites.append(Rewrite(bare, fused(form, False), SHAPES, op_problem, needs=needs, exact=same))
     return rewrites
