@@ -281,8 +281,13 @@ class Finder:
 def check_readers(match: Match) -> Match | tuple[Node | None, str]:
     """What is inside a match and not returned by it may not be read from outside."""
     given = set(match.tensors.values())
-    inner = [node for node in match.nodes if not (is_op(node, aten.to.dtype) and node.args[0] in given)]
+    inner = [node for node in match.nodes if not is_cast_of(node, given)]
     return second_reader(inner, match.outputs, match.nodes) or match
+
+
+def is_cast_of(node: Node, inputs: Collection[Node]) -> bool:
+    """A cast of an input: it stays for its other readers, so the match need not be the only one."""
+    return is_op(node, aten.to.dtype) and node.args[0] in inputs
 
 
 def second_reader(

@@ -4,7 +4,7 @@
         assert_refused_or_harmless(transform, case)
 
 Each is the traced pattern with one change: a second reader, a result more, another dim, another dtype, a dropout, a
-computed weight, a broadcast argument.
+computed weight, a broadcast argument. Readers of a cast of an input, which may have others, are a kind of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from graft.graph.canonical import canonicalize
 from graft.graph.edit import AbstractCalls, fake_mode
+from graft.graph.match import is_cast_of
 from graft.graph.nodes import calls, output_node, placeholders, tensor_of, tensor_val
 from graft.graph.pattern import literal_names, size_of, tensor_names
 from graft.graph.rules import DIMS
@@ -147,9 +148,11 @@ def changes(graph: Graph) -> Iterator[tuple[str, str, Change]]:
     """(kind, where, what to do with a copy)."""
     returned = set(output_node(graph).all_input_nodes)
     inner = [n for n in graph.nodes if n.op == "call_function" and n not in returned and tensor_val(n) is not None]
+    inputs = placeholders(graph)
     for node in inner:
-        yield "second reader", f"%{node.name}", lambda copies, _, n=node: add_result(copies[n], read=True)
-        yield "returned", f"%{node.name}", lambda copies, _, n=node: add_result(copies[n], read=False)
+        read, given = ("cast read", "cast returned") if is_cast_of(node, inputs) else ("second reader", "returned")
+        yield read, f"%{node.name}", lambda copies, _, n=node: add_result(copies[n], read=True)
+        yield given, f"%{node.name}", lambda copies, _, n=node: add_result(copies[n], read=False)
         if tensor_of(node).is_floating_point():
             yield "dropout", f"%{node.name}", lambda copies, _, n=node: insert(copies[n], *DROPOUT)
     for node in graph.nodes:
