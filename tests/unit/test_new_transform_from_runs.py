@@ -73,7 +73,9 @@ def test_novel_blocks_match_their_models_and_pass_their_tests_r54(tmp_path):
 def test_the_generated_tests_of_a_candidate_can_fail_r54(tmp_path):
     transform_from("fuse_gated", seed(GatedResidual), tmp_path)
     reference = tmp_path / "gated_op" / "reference.py"
-    reference.write_text(reference.read_text().replace("sigmoid * y", "sigmoid * y * 1.02"))
+    right = reference.read_text()
+    assert right.count("mul = sigmoid *") == 1
+    reference.write_text(right.replace("mul = sigmoid *", "mul = 1.02 * sigmoid *"))
     done = run_pytest(tmp_path, tmp_path, "-k", "it_fuses", path=SOURCE)
     assert done.returncode == 1 and "FAILED test_fuse_gated.py::test_it_fuses" in done.stdout
 

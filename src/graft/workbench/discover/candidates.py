@@ -70,6 +70,9 @@ class Candidate:
     def pattern_problem(self) -> str:
         """'' where the source, taken as a pattern, matches its graph at every place; else why it does not."""
         graph = self.pieces[0].nodes[0].graph
+        number = next((n for n in placeholders(self.subgraph().graph) if tensor_val(n) is None), None)
+        if number is not None:
+            return f"it reads %{number.name}, a number known at run time only; a pattern takes tensors and constants"
         try:
             matches, misses = Finder(self.function(), self.pattern_shapes()).find(graph)
         except (PatternError, TypeError) as error:
