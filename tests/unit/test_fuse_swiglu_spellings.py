@@ -160,12 +160,14 @@ def test_what_is_no_gated_activation_is_left_alone_r13_r26(name):
 class Attention(nn.Module):
     """Grouped heads: query, key and value differ in size."""
 
-    def __init__(self, bias=(False, False, False), dtypes=(torch.float32,) * 3, tie=False, other_input=False):
+    def __init__(self, bias=(False,) * 3, dtypes=(torch.float32,) * 3, tie=False, other_input=False, one_bias=False):
         super().__init__()
         torch.manual_seed(0)
         sizes = (4 * D, 2 * D, 2 * D)
         self.q, self.k, self.v = (nn.Linear(D, s, b).to(t) for s, b, t in zip(sizes, bias, dtypes, strict=True))
         self.other_input, self.tie = other_input, tie
+        if one_bias:
+            self.v.bias = self.k.bias
 
     def forward(self, x):
         b, s, _ = x.shape
@@ -176,9 +178,9 @@ class Attention(nn.Module):
         return (out, F.linear(x.sin(), self.k.weight)) if self.tie else out
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [(False,) * 3, (True,) * 3, (True, False, True)], ids=["none", "all", "some"])
 def test_query_key_and_value_of_unequal_sizes_merge_r16(bias):
-    module, x = Attention((bias,) * 3), data(2, 3, D)
+    module, x = Attention(bias), data(2, 3, D)
     expected = module(x)
     _, gm, report = fuse(module, x)
     assert len(report["merge_qkv"].matches) == 1, report["merge_qkv"].reason
@@ -192,7 +194,7 @@ def test_query_key_and_value_of_unequal_sizes_merge_r16(bias):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"bias": (True, False, True)}, "some of query, key and value have a bias"),
+        ({"bias": (False, True, True), "one_bias": True}, "the bias v.bias is tied"),
         ({"tie": True}, "is tied"),
         ({"other_input": True}, "read different inputs"),
         ({"dtypes": (torch.float32, torch.bfloat16, torch.float32)}, "do not all come from linear layers"),

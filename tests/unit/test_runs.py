@@ -26,6 +26,7 @@ from graft.workbench.runs import open_run
 from graft.workbench.stored import load_state, save_state
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transform_before_after.py"
+CHANGED = {"fuse_rope", "merge_qkv", "merge_gemms"}  # without fuse_rope; what merge_qkv leaves, merge_gemms takes
 T = 6
 
 
@@ -157,12 +158,14 @@ def test_two_runs_differ_by_transform_and_in_the_last_graph_r51(runs):
     diff = diff_runs(runs[0], runs[1])
     assert [(d.what, d.before, d.after) for d in diff.made_of] == [("transforms.fuse_rope.enabled", "True", "False")]
     found = {t.name: t for t in diff.transforms}
-    assert set(found) == {"fuse_rope", "merge_qkv"}
+    assert set(found) == CHANGED
+    assert found["merge_qkv"].matches == (2, 0) and found["merge_gemms"].matches == (0, 2)
     assert found["fuse_rope"].status == ("applied", "disabled") and found["fuse_rope"].matches == (4, 0)
     assert found["fuse_rope"].lost == ("model.layers.*.self_attn × 4 (layers 0–1)",)
     assert found["merge_qkv"].near_misses == (0, 2) and "linear layers × 2" in found["merge_qkv"].new_misses[0]
     ropes = [c for c in diff.graph.of("removed") if c.before.op == "graft.rope"]
-    assert len(ropes) == 4 and not diff.graph.of("metadata")
+    other = {(d.what, d.before, d.after) for c in diff.graph.of("metadata") for d in c.details}
+    assert len(ropes) == 4 and other == {("made_by", "merge_qkv", "merge_gemms")}
     back = {t.name: t for t in diff_runs(runs[1], runs[0]).transforms}
     assert back["fuse_rope"].gained == found["fuse_rope"].lost
     assert back["merge_qkv"].gone_misses == found["merge_qkv"].new_misses
@@ -263,7 +266,7 @@ def test_the_command_shows_text_json_and_markdown_r51(runs):
     both = told(a, b)
     assert both.exit_code == 0 and "fuse_rope: applied → disabled, matches 4 → 0" in both.stdout
     document = json.loads(told(a, b, "--json").stdout)
-    assert {t["name"] for t in document["transforms"]} == {"fuse_rope", "merge_qkv"} and document["graph"]["changes"]
+    assert {t["name"] for t in document["transforms"]} == CHANGED and document["graph"]["changes"]
     same = told(a, a)
     assert same.exit_code == 0 and "every transform did the same" in same.stdout and "no difference" in same.stdout
 

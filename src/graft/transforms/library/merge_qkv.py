@@ -28,7 +28,7 @@ BETWEEN = frozenset(
 
 @TransformRegistry.register("merge_qkv")
 class MergeQKV(BaseTransform):
-    """The projections of query, key and value become one, with its bias where all have one.
+    """The projections of query, key and value become one, with a bias where one of them has it.
 
     before:  %q = linear(%x, %wq);  %k = linear(%x, %wk);  %v = linear(%x, %wv)
     after:   %qkv = linear(%x, %qkv_proj_weight);  %q = slice(%qkv, -1, 0, nq);  %k = slice(%qkv, -1, nq, nq + nk);  …
