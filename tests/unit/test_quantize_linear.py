@@ -279,3 +279,13 @@ def test_activations_are_rounded_where_the_gpu_multiplies_float8_and_the_report_
     assert [told in note for note in report.notes if "float8" in note or "activations" in note] == [True]
     calls = [node for node in gm.graph.nodes if node.target is torch.ops.graft.fused_linear.default]
     assert {options_of(node)["fp8_from"] for node in calls} == {rounded}
+
+
+def test_weights_whose_rows_float8_products_do_not_take_keep_their_activations_and_are_named(monkeypatch):
+    monkeypatch.setattr(quantize_linear, "gpu_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    record, made = compiled(MLP(), torch.randn(2, 24), kind="fp8")  # 41 rows, and 24
+    assert len(record.matches) == 2
+    assert [options_of(node)["fp8_from"] for node in fused_calls(made)] == [0, 0]
+    (note,) = [note for note in made.report.notes if "float8" in note]
+    assert "but for up.weight, down.weight (2 in all): rows are no multiple of 16" in note

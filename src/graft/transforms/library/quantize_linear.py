@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ from graft.transforms.report import MatchRecord
 
 OUTPUT_HEAD = "lm_head"
 FP8_CAPABILITY = (8, 9)
+FP8_ROWS = 16  # torch's product takes a multiple of it
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ class QuantizeLinear(BaseTransform):
                 self.format_of(str(weight.target)), self.config.search, is_op(node, MM, ADDMM), *norm_of(gm, given)
             )
             made = quantize_weight(gm, str(weight.target), how, context.shared)
-            given["fp8_from"] = 0 if activations or how.format != "fp8" else self.config.fp8_from
+            rounds = not activations and made.format == "fp8" and made.q.shape[0] % FP8_ROWS == 0
+            given["fp8_from"] = self.config.fp8_from if rounds else 0
             done.append((rewrite(editor, node, given, made), made))
             if owned is not None:
                 release(gm, owned, str(weight.target))
@@ -126,8 +129,8 @@ class QuantizeLinear(BaseTransform):
             return Outcome((), tuple(misses), "; ".join(reasons[:3]) or "the graph has no linear layer")
         context.outputs["quantized"] = Saving(self.config.format, sum(made.before - made.after for _, made in done))
         context.notes += totals([made for _, made in done], misses, kept_because(owned, context))
-        if any(made.format == "fp8" for _, made in done):
-            context.notes.append(f"quantize_linear: {activations_text(activations, self.config.fp8_from)}")
+        if floats := [made for _, made in done if made.format == "fp8"]:
+            context.notes.append(f"quantize_linear: {activations_text(activations, self.config.fp8_from, floats)}")
         context.notes += [f"quantize_linear: skip names no weight: {p!r}" for p in self.idle_patterns(layers)]
         return Outcome(tuple(record for record, _ in done), tuple(misses))
 
@@ -178,7 +181,9 @@ def gpu_of(gm: GraphModule) -> torch.device | None:
     return next((p.device for p in gm.parameters() if p.device.type == "cuda"), None)
 
 
-def activations_text(problem: str, tokens: int) -> str:
+def activations_text(problem: str, tokens: int, done: Sequence[Quantized]) -> str:
     if problem:
         return f"activations are not rounded, because {problem}: products of many tokens widen the weights instead"
-    return f"in steps of {tokens} tokens and more activations are rounded to float8 too, a scale a row"
+    odd = [made.name for made in done if made.q.shape[0] % FP8_ROWS]
+    but = f", but for {', '.join(odd[:3])} ({len(odd)} in all): rows are no multiple of {FP8_ROWS}" if odd else ""
+    return f"in steps of {tokens} tokens and more activations are rounded to float8 too, a scale a row{but}"
