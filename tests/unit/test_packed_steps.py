@@ -75,6 +75,23 @@ def test_padding_touches_nobody_elses_blocks_r43():
         assert one.abs().sum() > 0
 
 
+def test_padding_of_more_tokens_than_a_table_has_blocks_for_takes_several_rows():
+    """As with a short context: a row that were longer than its table would have blocks from behind it."""
+    llm = engine("llama", True, max_num_seqs=2, max_num_batched_tokens=1024)
+    packed = llm.engine.loop.packed
+    assert packed.span == 256 and packed.spare == 4 and packed.rows == 7
+    lists = Lists(ids=[5], positions=[0], slots=[0], rows=[0], starts=[0, 1], lengths=[1], tables=[[0]])
+    *tokens, _, lengths, starts = torch.tensor(packed.flat(lists, 640)).split([640] * 4 + [packed.rows + 1] * 3)
+    counts = [b - a for a, b in pairwise(starts.tolist())]
+    assert counts == [1, 0, 0, 256, 256, 127, 0] and lengths.max() == packed.span
+    assert tokens[3].tolist() == [row for row, count in enumerate(counts) for _ in range(count)]
+    assert packed.spans(lists, 640).tolist() == [[count, max(count, 1)] for count in counts]
+    packed.sizes = Sizes((1024,), 1)
+    params = graft.SamplingParams(max_tokens=3, ignore_eos=True)
+    whole = engine("llama", False, max_num_seqs=2).generate([[3] * 20], params)
+    assert llm.generate([[3] * 20], params)[0].token_ids == whole[0].token_ids and set(packed.made) == {1024}
+
+
 def test_the_layout_of_a_padded_step():
     packed = engine("llama", True, max_num_seqs=4, max_num_batched_tokens=64).engine.loop.packed
     lists = Lists(

@@ -284,6 +284,19 @@ def test_an_engine_that_cannot_be_emptied_refuses(monkeypatch):
             ask()
 
 
+def test_an_engine_whose_device_is_lost_refuses():
+    llm = engine()
+
+    def lost(*_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    llm.engine.graph = lost
+    with pytest.raises(EngineFailed, match="lost to this process: start another"):
+        llm.generate([[5]], GREEDY)
+    with pytest.raises(EngineFailed, match="broken since a step failed"):
+        llm.generate([[5]], GREEDY)
+
+
 def test_whoever_holds_the_engine_steps_it_alone():
     llm = engine()
     expected = llm.generate([[5, 6]], GREEDY)[0].token_ids

@@ -204,18 +204,22 @@ class Shift:
             whole = engine.idle and engine.manager.available == engine.manager.blocks
         except Exception as second:  # noqa: BLE001  every caller gets it, with the first
             whole, failure.__context__ = False, second
-        engine.broken = None if whole else failure
+        engine.broken = None if whole and not lost_device(error) else failure
         for watch in {watch for watches in self.watches.values() for watch in watches}:
             watch.error = failure
             self.tell(watch)
         self.watches, engine.ended = {}, []  # the error knows frames that know the engine
 
 
+def lost_device(error: BaseException) -> bool:
+    """An error of the device's own, such as an illegal access: whatever else the process asks of it fails too."""
+    return isinstance(error, torch.AcceleratorError)
+
+
 def step_failed(error: BaseException) -> EngineFailed:
-    failure = EngineFailed(
-        f"a step of the engine failed ({type(error).__name__}: {error}); every request that was open is given up, new"
-        " ones can be made"
-    )
+    what = f"a step of the engine failed ({type(error).__name__}: {error}); every request that was open is given up"
+    then = "the device is lost to this process: start another" if lost_device(error) else "new ones can be made"
+    failure = EngineFailed(f"{what}, {then}")
     failure.__cause__ = error
     return failure
 

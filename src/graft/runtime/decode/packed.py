@@ -1,15 +1,15 @@
 """Steps with prompts in them on fixed memory, captured for numbers of tokens, so that the host need not launch them.
 
 Up to LARGEST tokens the device is done before the host has launched the next kernel: 900 tokens of an 8B model take
-20 ms on an H200, launching them 40 to 60. A step is padded to the next number of tokens by a sequence of its own,
-whose blocks are all the padding block; rows without a request have no tokens.
+20 ms on an H200, launching them 40 to 60. A step is padded to the next number of tokens by sequences of their own,
+none longer than a block table, whose blocks are all the padding block; rows without a request have no tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -61,8 +61,10 @@ class PackedSteps:
         self.requests, self.width = buffers.tables.shape
         self.device = buffers.tables.device
         self.sizes = Sizes(token_sizes(most), PROMPT_PAYS)
-        # one more for the padding; odd, as no size is: kernels take as many tokens as rows for a step that decodes
-        self.rows = (self.requests + 1) | 1
+        self.span = self.width * self.block_size  # tokens that a row of the tables has blocks for
+        self.spare = -(-max(self.sizes.every, default=1) // self.span)  # rows for the padding
+        # odd, as no size is: kernels take as many tokens as rows for a step that decodes
+        self.rows = (self.requests + self.spare) | 1
         self.tables = torch.full((self.rows, self.width), self.padding, device=self.device)
         self.out: Tensor | None = None  # [rows, vocab]
         self.made: dict[int, PackedStep] = {}
@@ -109,22 +111,26 @@ class PackedSteps:
     def flat(self, found: Lists, size: int) -> list[int]:
         """The step with its padding, as the batch of this size lies in memory: all of an even length."""
         used, n = len(found.ids), len(found.lengths)
-        padding, idle = size - used, self.rows - 1 - n
+        padding, idle, parts = size - used, self.rows - self.spare - n, self.parts(size - used)
         return [
             *found.ids, *[0] * padding,
             *found.positions, *[0] * padding,
             *found.slots, *[self.padding * self.block_size + i % self.block_size for i in range(padding)],
-            *found.rows, *[self.rows - 1] * padding,
+            *found.rows, *[row for row, part in enumerate(parts, n + idle) for _ in range(part)],
             *found.ends, *[0] * (self.rows - n + 1),
-            *found.lengths, *[1] * idle, max(padding, 1), 0,
-            *found.starts, *[used] * idle, size,
+            *found.lengths, *[1] * idle, *[max(part, 1) for part in parts], 0,
+            *found.starts, *[used] * idle, *[used + end for end in accumulate(parts)],
         ]  # fmt: skip
+
+    def parts(self, padding: int) -> list[int]:
+        """[spare]: the padding's tokens in each of its rows."""
+        return [min(self.span, max(0, padding - row * self.span)) for row in range(self.spare)]
 
     def spans(self, found: Lists, size: int) -> Tensor:
         """For references, which take sizes from the host; replayed kernels have them from the device."""
         new = [b - a for a, b in pairwise(found.starts)]
-        idle, padding = self.rows - 1 - len(new), size - len(found.ids)
-        pairs = [*zip(new, found.lengths, strict=True), *[(0, 1)] * idle, (padding, max(padding, 1))]
+        idle, parts = self.rows - self.spare - len(new), self.parts(size - len(found.ids))
+        pairs = [*zip(new, found.lengths, strict=True), *[(0, 1)] * idle, *[(part, max(part, 1)) for part in parts]]
         return torch.tensor(pairs)
 
     @property
