@@ -3,7 +3,8 @@
 # make test-all  the same with all of them
 # make sanitize  the native kernels under address, undefined-behaviour and thread sanitizers
 # make fuzz  the property tests with new random examples
-.PHONY: run test test-all sanitize fuzz check bench setup clean
+# make docs  the documentation as a site, build/site/index.html
+.PHONY: run test test-all sanitize fuzz check docs bench setup clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -39,6 +40,12 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+	$(BIN)/python docs/site/check_links.py
+
+# its tools are an extra of their own, so that no other target installs them
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 bench: $(READY)
 	$(BIN)/python benchmarks/pipeline.py
@@ -54,6 +61,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $(READY)
+
+$(VENV)/.docs: $(READY) docs/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c docs/constraints.txt --no-build-isolation -e ".[docs]"
+	touch $@
 
 clean:
 	rm -rf $(VENV)
