@@ -78,8 +78,8 @@ def packages() -> Drawing:
     d = Drawing(760, 430, "Package layers: imports go downwards only")
     layers: list[tuple[str, tuple[str, ...], tuple[str, str]]] = [
         ("commands", ("cli",), GREY),
-        ("tools", ("serve", "stages", "workbench", "bench", "testing"), GREEN),
-        ("what users call", ("api", "engine", "dist"), BLUE),
+        ("tools", ("workbench", "bench", "testing"), GREEN),
+        ("what users call", ("api", "engine"), BLUE),
         ("graph in, program out", ("capture", "passes", "backends", "models"), VIOLET),
         ("memory and kernels", ("memory", "ops", "weights"), AMBER),
         ("FX graphs", ("ir",), GREY),
@@ -214,7 +214,7 @@ def timeline() -> Drawing:
     d.arrow((346, 150), (356, 88), dashed=True)
     d.arrow((636, 150), (646, 88), dashed=True)
     d.text(80, 34, "Engine.step(): launch the next step, then look at the tokens of this one", size=12, colour=INK)
-    words = "Solid: a CUDA-graph launch, queued behind the step in flight. Dashed: tokens that the step writes to the host."
+    words = "Solid: a CUDA-graph launch, queued behind the step in flight. Dashed: tokens, written to the host."
     d.text(70, 222, words, size=11, colour=MUTED)
     d.text(
         70,
