@@ -44,7 +44,7 @@ check: $(READY)
 
 # its tools are an extra of their own, so that no other target installs them
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
 bench: $(READY)
