@@ -25,9 +25,9 @@ def pages(root: Path) -> list[Path]:
 
 
 def anchors(text: str) -> set[str]:
-    """Of every heading, as GitHub and MkDocs both write them."""
+    """Of every heading, as MkDocs writes them (and GitHub, for words with one space between them)."""
     names = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", found) for found in HEADING.findall(FENCE.sub("", text))]
-    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", name).strip().lower()) for name in names}
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", name).strip().lower()) for name in names}
 
 
 def broken_links(page: Path) -> Iterator[str]:

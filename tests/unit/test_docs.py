@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import graft
 from graft import testing
@@ -59,6 +61,19 @@ def test_a_sound_tree_has_no_problems(tool, tree):
 def test_each_kind_of_broken_link_is_found(tool, tree, page, text, problem):
     (tree / page).write_text(text)
     assert problem in tool.problems(tree)
+
+
+WORDS = st.lists(st.sampled_from(["Load", "`ir/`", "KV", "cache:", "two-way", "why?"]), min_size=1, max_size=4)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(headings=st.lists(WORDS, min_size=1, max_size=5), wanted=WORDS)
+def test_an_anchor_is_broken_where_no_heading_has_it(tool, tree, headings, wanted):
+    slug = "-".join(re.sub(r"[`/:?]", "", word).lower() for word in wanted)
+    lines = ["## " + " ".join(words) for words in headings]
+    (tree / "docs" / "page.md").write_text("\n\n".join([*lines, "## Two words", f"[a](#{slug})"]))
+    broken = [f"docs/page.md: #{slug}: page.md has no such heading"]
+    assert tool.problems(tree) == ([] if wanted in headings else broken)
 
 
 def test_source_files_that_the_text_names_are_looked_for(tool, tree):
