@@ -77,10 +77,10 @@ def test_an_anchor_is_broken_where_no_heading_has_it(tool, tree, headings, wante
 
 
 def test_source_files_that_the_text_names_are_looked_for(tool, tree):
-    (tree / "docs" / "page.md").write_text("## Two words\n`ir/edit.py` and `ir/gone.py`")
+    (tree / "docs" / "page.md").write_text("## Two words\n`ir/edit.py` and (ir/gone.py)")
     (tree / "src" / "graft" / "ir").mkdir(parents=True)
     (tree / "src" / "graft" / "ir" / "edit.py").write_text("")
-    assert tool.problems(tree, paths=True) == ["docs/page.md: `ir/gone.py`: there is no such file"]
+    assert tool.problems(tree, paths=True) == ["docs/page.md: ir/gone.py: there is no such file"]
 
 
 def test_the_pictures_are_what_their_script_draws():
