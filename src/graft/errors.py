@@ -188,11 +188,9 @@ class UnknownBackend(UsageError):
 
 class NoCompiler(UsageError):
     def __init__(self, asked: str | None, tried: Iterable[str]) -> None:
-        missing = (
-            f"CXX names {asked!r}, which is not there" if asked else f"none of {', '.join(tried)} is on the path"
-        )
+        why = f"CXX names {asked!r}, which is not there" if asked else f"none of {', '.join(tried)} is on the path"
         super().__init__(
-            f"backend='native' needs a C++ compiler: {missing}; install g++ or clang++ (apt install g++), name one in"
+            f"backend='native' needs a C++ compiler: {why}; install g++ or clang++ (apt install g++), name one in"
             " CXX, or use backend='eager'"
         )
 
@@ -368,6 +366,10 @@ class ArtifactError(GraftError):
 
     def __init__(self, path: object, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
+
+
+class LayoutError(GraftError):
+    """Inputs of the engine's graph, or a batch for them, that are not as kvcache/layout.py has them: a defect."""
 
 
 class OutOfCache(GraftError):

@@ -27,7 +27,7 @@ from torch.fx import GraphModule
 from graft.errors import ArtifactError
 from graft.graph.signature import Signature
 
-FORMAT = 2  # 2: 8-bit weights as words of two runs (ops/fused_linear/packing.py)
+FORMAT = 3  # 2: 8-bit weights as words of two runs (ops/fused_linear/packing.py); 3: names of attention's arguments
 MARK = "graft artifact"
 MANIFEST, WEIGHTS, STATE = "manifest.json", "weights.safetensors", "state.safetensors"
 TEXTS = ("graph", "signature", "aliases", "report")  # one file of each for every graph

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from graft.errors import VerificationError
 from graft.graph.nodes import placeholders, tensor_val, val, where
@@ -117,12 +118,14 @@ def is_persistent(module: torch.nn.Module, name: str) -> bool:
     return leaf not in module.get_submodule(owner)._non_persistent_buffers_set
 
 
-def symbolic_sizes(like: Node, count: int) -> list[torch.SymInt]:
-    """New symbols for the sizes of inputs that are not known until the graph runs."""
-    mode = fake_mode(like)
-    # distinct sizes above 1, or the shape environment would reuse or specialize them
-    examples = (13 + 4 * index for index in range(count))
-    return [mode.from_tensor(torch.empty(size), static_shapes=False).shape[0] for size in examples]
+def symbolic_sizes(like: Node, examples: Sequence[int]) -> list[torch.SymInt]:
+    """A new symbol for each size of inputs that is not known until the graph runs.
+
+    Examples are above 1, or torch would specialize on them. Each is a size of its own, whatever other symbols have
+    its example: torch takes dims of equal examples for one size unless each is told to be dynamic.
+    """
+    mode, own = fake_mode(like), StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    return [mode.from_tensor(torch.empty(size), symbolic_context=own).shape[0] for size in examples]
 
 
 def check_same_kind(old: Node, new: Node, transform: str) -> None:

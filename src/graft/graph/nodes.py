@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,17 @@ def arg_values(node: Node) -> list[tuple[torch.Argument, Any]]:
 def options_of(node: Node) -> dict[str, Any]:
     """Every argument of an op call by name, defaults included."""
     return {argument.name: value for argument, value in arg_values(node)}
+
+
+def args_of(target: Any, options: Mapping[str, Any], *, defaults: bool = True) -> list[Any]:
+    """The arguments of an op in its order, from their names; without the last ones that are defaults, if so asked."""
+    arguments = target._schema.arguments
+    args = [options[argument.name] for argument in arguments]
+    while not defaults and arguments[len(args) - 1].has_default_value():
+        if args[-1] != arguments[len(args) - 1].default_value:
+            break
+        args.pop()
+    return args
 
 
 def leaves(value: Any) -> Iterator[Any]:

@@ -3,9 +3,10 @@
 Programmatic dependent launch lets a kernel start while the one before it still runs: it loads what cannot depend on
 that one (weights), then waits. Every kernel launched so must wait before it reads an activation or stores anything.
 
-The layout of a batch (slots, block tables, lengths) and what older steps left in the cache may be read ahead of the
-wait: the layout is written by copies, or by graft::advance_rows, which an ordinary kernel follows (the embedding of
-the tokens that it feeds). That one starts when all before it has ended, and what is launched early starts behind it.
+The layout of a batch (slot_mapping, block_tables, seq_lens) and what older steps left in the cache may be read ahead
+of the wait: the layout is written by copies, or by graft::advance_rows, which an ordinary kernel follows (the
+embedding of the tokens that it feeds). That one starts when all before it has ended, and what is launched early
+starts behind it.
 """
 
 from __future__ import annotations

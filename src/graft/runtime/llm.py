@@ -18,6 +18,7 @@ from graft.errors import UsageError, near
 from graft.files import Progress
 from graft.graph.edit import attribute
 from graft.kvcache.events import Event
+from graft.kvcache.layout import check_graph
 from graft.kvcache.tensors import LayerShape
 from graft.models.load import LoadedModel, load_model, resolve_device
 from graft.ops.fused_linear.file_rows import Held
@@ -86,6 +87,7 @@ class LLM(Frontend):
             dump_dir=dump_dir,
             progress=transform_progress(progress),
         )
+        check_graph(self.graph_module.graph)
         dequantised = filled(held, self.graph_module, "the graph reads them as floats")
         content = fingerprint(self.model, self.graph_module)
         give_up = None if owned is None else partial(release, self.graph_module, owned)

@@ -29,7 +29,7 @@ from graft.transforms.report import Report
 MARKER = "graft-dump.txt"
 MANIFEST, REPORT, WEIGHTS = "run.json", "report.json", "weights.safetensors"
 OUTPUTS = "outputs.safetensors"  # what `graft check --save-baseline` computed with the graphs
-RUN_FORMAT = 1
+RUN_FORMAT = 2  # 2: inputs of decoders as kvcache/layout.py names them
 
 
 @dataclass(frozen=True)

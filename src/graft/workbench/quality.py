@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from graft.backends import lower
 from graft.graph.edit import second_module
+from graft.kvcache.layout import HostBatch, pack
 from graft.kvcache.memory import free_memory, size_text
 from graft.runtime.llm import LLM
 from graft.transforms.config import load_config
@@ -67,14 +68,11 @@ def engine_logits(llm: LLM, ids: Sequence[int], graph: Callable[..., Any] | None
     """Float32 logits [tokens, vocabulary] of an engine's graph, or of another one with its inputs, for one sequence
     in a cache of its own."""
     count, block = len(ids), llm.engine.manager.block_size
-    places, device = torch.arange(count), llm.device
-    inputs = [
-        torch.tensor([ids]), places[None], places, places, places * 0, torch.arange(-(-count // block))[None],
-        torch.tensor([0, count]), torch.tensor([count]), torch.tensor([[count, count]]),
-    ]  # fmt: skip
-    caches = [t.new_zeros((-(-count // block), *t.shape[1:])) for t in llm.engine.tensors]
-    spans = inputs.pop()  # on the CPU in any case
-    (logits,) = (graph or llm.engine.graph)(*(each.to(device) for each in inputs), spans, *caches)
+    blocks, host = -(-count // block), HostBatch()
+    host.add(ids, 0, list(range(blocks)), block)
+    host.logits_indices = list(range(count))
+    caches = [t.new_zeros((blocks, *t.shape[1:])) for t in llm.engine.tensors]
+    (logits,) = (graph or llm.engine.graph)(*pack(host, llm.device).inputs(), *caches)
     return logits.view(count, -1).float()
 
 

@@ -59,14 +59,14 @@ class Sizes:
 
     @staticmethod
     def of(graph: Graph) -> Sizes:
-        """From the inputs that the engine passes, by their names (transforms/library/insert_kv_cache.py)."""
+        """From the inputs that the engine passes, by their names (kvcache/layout.py)."""
         shapes = {node.name: tensor_of(node).shape for node in placeholders(graph) if tensor_val(node) is not None}
         if "input_ids" not in shapes or len(shapes["input_ids"]) != 2:
             raise NotLowered("the graph has no input_ids [1, tokens]: it is not a decoder of the engine")
         batch, tokens = shapes["input_ids"]
         rows: dict[str, Rows] = {str(tokens): "tokens", str(batch * tokens): "tokens"}
-        if "logits_index" in shapes:
-            rows[str(shapes["logits_index"][0])] = "selected"
+        if "logits_indices" in shapes:
+            rows[str(shapes["logits_indices"][0])] = "selected"
         return Sizes(str(batch), rows)
 
     def layout(self, tensor: torch.Tensor, kinds: tuple[torch.dtype, ...] = FLOATS) -> Layout:
@@ -101,7 +101,6 @@ class Planner:
         self.weights: dict[Weight, int] = {}
         self.sizes: dict[tuple[int, int], int] = {}
         self.written: set[int] = set()
-        self.caches: set[int] = set()
 
     # ── what a node is ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -154,8 +153,6 @@ class Planner:
         index = self.inputs.index(node)
         if written:
             self.written.add(index)
-        if dtype in FLOATS:
-            self.caches.add(index)
         return InputPointer(index, "void" if dtype in FLOATS else CTYPES[dtype])
 
     def size(self, node: Node, dim: int) -> Size:
@@ -249,24 +246,20 @@ class Planner:
         )
 
     def rows_from(self) -> dict[Rows, tuple[int, int]]:
-        """From logits_index where there is one: inputs with a row a sequence have its symbol, and may have fewer."""
         found: dict[Rows, tuple[int, int]] = {}
-        for (index, dim), size in sorted(
-            self.input_dims(), key=lambda each: self.inputs[each[0][0]].name != "logits_index"
-        ):
+        for place, size in self.input_dims():
             if size in self.shapes.rows:
-                found.setdefault(self.shapes.rows[size], (index, dim))
+                found.setdefault(self.shapes.rows[size], place)
         return found
 
     def ones(self) -> tuple[tuple[int, int], ...]:
         return tuple(place for place, size in self.input_dims() if size == self.shapes.batch)
 
     def input_dims(self) -> list[tuple[tuple[int, int], str]]:
-        """Caches are left out: the number of their blocks may have the symbol of something else."""
         return [
             ((index, dim), str(size))
             for index, node in enumerate(self.inputs)
-            if index not in self.caches and tensor_val(node) is not None
+            if tensor_val(node) is not None
             for dim, size in enumerate(tensor_of(node).shape)
         ]
 

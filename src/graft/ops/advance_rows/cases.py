@@ -25,13 +25,13 @@ def make(
         return torch.randint(low, high, shape, generator=generator)
 
     padding = rows * width  # the last block
-    tokens, lengths = whole(-2, 50_000, rows), whole(size, width * size, rows)
+    tokens, seq_lens = whole(-2, 50_000, rows), whole(size, width * size, rows)
     live, what = whole(0, 3, rows).clamp(max=1), whole(0, 4, rows)
-    last = lengths // size  # of the place that is written
+    last = seq_lens // size  # of the place that is written
     places = torch.where(what == 0, LEAVE, torch.where(what == 1, last, torch.where(what == 2, last - 1, NOTHING)))
-    tables = torch.randperm(rows * width, generator=generator).view(rows, width)
-    tables[live == 0], lengths[live == 0], places[live == 0] = padding, 1, NOTHING
-    tensors = (tokens, lengths, live, places, whole(0, padding, rows), tables)
+    block_tables = torch.randperm(rows * width, generator=generator).view(rows, width)
+    block_tables[live == 0], seq_lens[live == 0], places[live == 0] = padding, 1, NOTHING
+    tensors = (tokens, seq_lens, live, places, whole(0, padding, rows), block_tables)
     return (*(tensor.to(device) for tensor in tensors), padding, size)
 
 

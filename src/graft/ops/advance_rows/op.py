@@ -11,7 +11,7 @@ from graft.ops.spec import Kernel, OpSpec, choose, define, needs_triton
 
 
 def fake(
-    tokens: Tensor, lengths: Tensor, live: Tensor, places: Tensor, blocks: Tensor, tables: Tensor,
+    tokens: Tensor, seq_lens: Tensor, live: Tensor, places: Tensor, blocks: Tensor, block_tables: Tensor,
     padding: int, block_size: int,
 ) -> Tensor:  # fmt: skip
     return tokens.new_empty(3, tokens.shape[0])
@@ -30,8 +30,8 @@ def run_triton(*args: Any) -> Tensor:
 SPEC = define(
     OpSpec(
         name="advance_rows",
-        schema="(Tensor tokens, Tensor(a!) lengths, Tensor(b!) live, Tensor(c!) places, Tensor blocks,"
-        " Tensor(d!) tables, int padding, int block_size) -> Tensor",
+        schema="(Tensor tokens, Tensor(a!) seq_lens, Tensor(b!) live, Tensor(c!) places, Tensor blocks,"
+        " Tensor(d!) block_tables, int padding, int block_size) -> Tensor",
         reference=advance_rows,
         fake=fake,
         kernels=(Kernel("triton", "triton", run_triton, triton_supports),),

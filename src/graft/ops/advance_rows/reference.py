@@ -16,22 +16,22 @@ NOTHING, LEAVE = -1, -2  # in `places`
 
 
 def advance_rows(
-    tokens: Tensor, lengths: Tensor, live: Tensor, places: Tensor, blocks: Tensor, tables: Tensor,
+    tokens: Tensor, seq_lens: Tensor, live: Tensor, places: Tensor, blocks: Tensor, block_tables: Tensor,
     padding: int, block_size: int,
 ) -> Tensor:  # fmt: skip
-    """All [B] int64, tables [B, width] → [3, B]: input ids, positions, slots.
+    """All [B] int64, block_tables [B, width] → [3, B]: input ids, positions, slot mapping.
 
-    lengths, live, places (NOTHING once obeyed) and tables are written in place. lengths: tokens in the cache, after
-    the step with the one it feeds. live: 1, or 0 for padding. places, blocks: which block of the row's table changes,
-    and to what.
+    seq_lens, live, places (NOTHING once obeyed) and block_tables are written in place. seq_lens: tokens in the cache,
+    after the step with the one it feeds. live: 1, or 0 for padding. places, blocks: which block of the row's table
+    changes, and to what.
     """
     leaving = places == LEAVE
     place = places.clamp(min=0)[:, None]  # [B, 1]
-    told = torch.where(places >= 0, blocks, tables.gather(1, place)[:, 0])
-    tables.scatter_(1, place, torch.where(leaving, padding, told)[:, None])
+    told = torch.where(places >= 0, blocks, block_tables.gather(1, place)[:, 0])
+    block_tables.scatter_(1, place, torch.where(leaving, padding, told)[:, None])
     live.masked_fill_(leaving, 0)
-    lengths.add_(1).masked_fill_(live == 0, 1)
+    seq_lens.add_(1).masked_fill_(live == 0, 1)
     places.fill_(NOTHING)
-    positions = lengths - 1
-    block = tables.gather(1, (positions // block_size)[:, None])[:, 0]
+    positions = seq_lens - 1
+    block = block_tables.gather(1, (positions // block_size)[:, None])[:, 0]
     return torch.stack((tokens.clamp(min=0), positions, block * block_size + positions % block_size))

@@ -27,12 +27,12 @@ ORDER = [
 
 
 def cached_attention_sdpa(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor,  # noqa: ARG001
-    lengths: Tensor, spans: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,  # noqa: ARG001
+    seq_lens: Tensor, lens_cpu: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     _, h, tokens, d = q.shape
-    sizes: list[list[int]] = spans.tolist()  # on the CPU
+    sizes: list[list[int]] = lens_cpu.tolist()  # on the CPU
     n = decoding(sizes)
     if len(sizes) == 1 and n == 0:
         found = attend_prompt(q, k_cache, v_cache, block_tables[0], sizes[0][1], scale)
@@ -40,7 +40,7 @@ def cached_attention_sdpa(
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
     if n:
         options = (scale, window, softcap, sinks)
-        split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], lengths[:n], *options, out=out[:, :n])
+        split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n], *options, out=out[:, :n])
     first = n
     for row, (new, total) in enumerate(sizes[n:], n):
         some = q[:, :, first : first + new]

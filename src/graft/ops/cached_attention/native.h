@@ -94,14 +94,14 @@ inline void absorb_many(const AttentionArgs& a, const Running& r, int64_t rows, 
 struct Tile { int64_t sequence; int64_t first; int64_t count; };  // tokens `first`… of all packed ones
 
 inline int64_t tiles_of(const AttentionArgs& a, int64_t sequence) {
-  return (a.starts[sequence + 1] - a.starts[sequence] + kTile - 1) / kTile;
+  return (a.cu_seqlens[sequence + 1] - a.cu_seqlens[sequence] + kTile - 1) / kTile;
 }
 
 inline Tile tile_at(const AttentionArgs& a, int64_t index) {
   int64_t sequence = 0;
   for (; index >= tiles_of(a, sequence); ++sequence) index -= tiles_of(a, sequence);
-  const int64_t first = a.starts[sequence] + index * kTile;
-  return {sequence, first, std::min(kTile, a.starts[sequence + 1] - first)};
+  const int64_t first = a.cu_seqlens[sequence] + index * kTile;
+  return {sequence, first, std::min(kTile, a.cu_seqlens[sequence + 1] - first)};
 }
 
 // Rows of a tile whose queries see places up to their own: 16 keys and values at a time, laid out for all of them.
@@ -111,7 +111,7 @@ inline void attend_blocks(const AttentionArgs& a, const Running& r, const Tile& 
   const int64_t size = a.q.size, wide = a.out.size, seen = position + tile.count;
   const int64_t start = a.window > 0 ? std::max<int64_t>(0, position + 1 - a.window) : 0;
   for (int64_t b = start / a.block; b * a.block < seen; ++b) {
-    const int64_t slot = a.tables[tile.sequence * a.table_width + b] * a.block, base = b * a.block;
+    const int64_t slot = a.block_tables[tile.sequence * a.table_width + b] * a.block, base = b * a.block;
     const int64_t from = std::max<int64_t>(0, start - base), to = std::min(a.block, seen - base);
     const auto key_at = [&](int64_t j) { return static_cast<const C*>(a.k_cache) + ((slot + j) * a.kv + kv_head) * size; };
     const auto value_at = [&](int64_t j) { return static_cast<const C*>(a.v_cache) + ((slot + j) * a.kv + kv_head) * wide; };
@@ -125,7 +125,7 @@ inline void attend_blocks(const AttentionArgs& a, const Running& r, const Tile& 
 template <class C>
 void attend(const AttentionArgs& a, const Tile& tile, int64_t head, int64_t heads, const Running& r) {
   const int64_t size = a.q.size, rows = tile.count * heads, kv_head = head / (a.q.heads / a.kv);
-  const int64_t position = a.lengths[tile.sequence] - (a.starts[tile.sequence + 1] - tile.first);  // of the first token
+  const int64_t position = a.seq_lens[tile.sequence] - (a.cu_seqlens[tile.sequence + 1] - tile.first);  // of the first token
   for (int64_t row = 0; row < rows; ++row) {
     turn_head(a.turn, tile.first + row / heads, a.q.at(tile.first + row / heads, head + row % heads), size,
               r.q + row * size);
@@ -149,7 +149,7 @@ void attention(Team& team, int, std::atomic<int64_t>& next, const AttentionArgs&
   bool one_each = true;
   for (int64_t sequence = 0; sequence < a.sequences; ++sequence) {
     tiles += tiles_of(a, sequence);
-    one_each = one_each && a.starts[sequence + 1] - a.starts[sequence] == 1;
+    one_each = one_each && a.cu_seqlens[sequence + 1] - a.cu_seqlens[sequence] == 1;
   }
   const int64_t group = a.q.heads / a.kv;
   // few chunks would leave threads idle: then every query head reads the keys for itself

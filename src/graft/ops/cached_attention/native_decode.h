@@ -16,7 +16,7 @@ constexpr int64_t kMostParts = 8, kMostDivided = 8;  // parts of a context, and 
 struct Places { int64_t keys[kSpan]; int64_t values[kSpan]; int64_t count; };
 
 inline void find_places(const AttentionArgs& a, int64_t sequence, int64_t begin, int64_t end, Places& found) {
-  const int64_t* const table = a.tables + sequence * a.table_width;
+  const int64_t* const table = a.block_tables + sequence * a.table_width;
   found.count = std::min<int64_t>(kSpan, end - begin);
   for (int64_t j = 0, block = begin / a.block, place = begin % a.block; j < found.count; ++block, place = 0) {
     int64_t slot = (table[block] * a.block + place) * a.kv;
@@ -110,7 +110,7 @@ inline int64_t attention_shared(int64_t heads, int64_t wide) { return kMostDivid
 inline int64_t parts_of(const AttentionArgs& a, int threads) {
   if (a.sequences > kMostDivided) return 1;
   int64_t longest = 0;
-  for (int64_t i = 0; i < a.sequences; ++i) longest = std::max(longest, a.lengths[i]);
+  for (int64_t i = 0; i < a.sequences; ++i) longest = std::max(longest, a.seq_lens[i]);
   if (a.window > 0) longest = std::min(longest, a.window);
   const int64_t wanted = (4 * threads + a.sequences * a.kv - 1) / std::max<int64_t>(1, a.sequences * a.kv);
   return std::max<int64_t>(1, std::min({wanted, kMostParts, longest / kSpan}));
@@ -126,7 +126,7 @@ inline float* own_part(const AttentionArgs& a, int64_t sequence, int64_t head, i
 template <class C>
 void attend_part(const AttentionArgs& a, const Part& part, const Running& r) {
   const int64_t group = a.q.heads / a.kv, size = a.q.size, wide = a.out.size;
-  const int64_t token = a.starts[part.sequence], head = part.kv_head * group, end = a.lengths[part.sequence];
+  const int64_t token = a.cu_seqlens[part.sequence], head = part.kv_head * group, end = a.seq_lens[part.sequence];
   const int64_t first = a.window > 0 ? std::max<int64_t>(0, end - a.window) : 0;
   const int64_t each = whole((end - first + part.count - 1) / part.count, kLanes), begin = first + part.index * each;
   for (int64_t row = 0; row < group; ++row) {
@@ -155,7 +155,7 @@ inline void put_together(const AttentionArgs& a, int64_t sequence, int64_t head,
     by[part] = from[wide] == -INFINITY ? 0.0f : std::exp(from[wide] - most);  // -inf: a part without places
     total += by[part] * from[wide + 1];
   }
-  float* const out = a.out.at(a.starts[sequence], head);
+  float* const out = a.out.at(a.cu_seqlens[sequence], head);
   for (int64_t i = 0; i < wide; ++i) {
     float value = 0.0f;
     for (int64_t part = 0; part < parts; ++part) value += by[part] * own_part(a, sequence, head, part)[i];

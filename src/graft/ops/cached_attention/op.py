@@ -17,8 +17,9 @@ LONG = 4096
 
 
 def fake(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor,
-    spans: Tensor, scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,
+    seq_lens: Tensor, lens_cpu: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v_cache.shape[3])
 
@@ -32,17 +33,18 @@ def triton_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object) -> 
 
 
 def split_kv_supports(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor,
-    *_: object,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,
+    seq_lens: Tensor, *_: object,
 ) -> str | None:  # fmt: skip
-    if q.shape[2] != lengths.shape[0]:
+    if q.shape[2] != seq_lens.shape[0]:
         return "not every sequence brings a single token"
     return triton_supports(q, k_cache, v_cache)
 
 
 def sdpa_supports(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor,
-    spans: Tensor, scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,
+    seq_lens: Tensor, lens_cpu: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> str | None:  # fmt: skip
     if softcap is not None or sinks is not None:
         return f"scaled_dot_product_attention has no {'soft cap' if softcap is not None else 'sinks'}"
@@ -53,9 +55,9 @@ def sdpa_supports(
         return f"the fast kernels take heads of a multiple of 8 up to 256; these have {q.shape[-1]}"
     if recording(q):
         return "sizes from the CPU would be the same at every replay of a recording"
-    if window is not None and bool((spans[:, 1] > window).any()):
+    if window is not None and bool((lens_cpu[:, 1] > window).any()):
         return f"a sequence is longer than the window of {window}"
-    if q.element_size() == 2 and any(1 < new < LONG or 1 < new < total for new, total in spans.tolist()):
+    if q.element_size() == 2 and any(1 < new < LONG or 1 < new < total for new, total in lens_cpu.tolist()):
         return f"one launch for all is quicker than a call each, but for whole prompts of {LONG:,} tokens and more"
     return None
 
@@ -66,12 +68,12 @@ def recording(q: Tensor) -> bool:
 
 
 def run_split_kv(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor,
-    spans: Tensor, *options: Any,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,
+    seq_lens: Tensor, lens_cpu: Tensor, *options: Any,
 ) -> Tensor:  # fmt: skip
     from graft.ops.cached_attention.decode.triton import split_kv
 
-    return split_kv(q, k_cache, v_cache, block_tables, lengths, *options)
+    return split_kv(q, k_cache, v_cache, block_tables, seq_lens, *options)
 
 
 def run_sdpa(*args: Any) -> Tensor:
@@ -89,9 +91,9 @@ def run_triton(*args: Any) -> Tensor:
 define(
     OpSpec(
         name="cached_attention",
-        schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor rows, Tensor block_tables, Tensor starts,"
-        " Tensor lengths, Tensor spans, float scale, int? window=None, float? softcap=None, Tensor? sinks=None)"
-        " -> Tensor",
+        schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor token_to_seq, Tensor block_tables,"
+        " Tensor cu_seqlens, Tensor seq_lens, Tensor lens_cpu, float scale, int? window=None, float? softcap=None,"
+        " Tensor? sinks=None) -> Tensor",
         reference=cached_attention,
         fake=fake,
         kernels=(

@@ -1,8 +1,9 @@
 """Attention over a paged key-value cache, in plain torch.
 
-Tokens of all sequences are packed into one row of T. Sequence i brings spans[i, 0] of them, in order, has spans[i, 1]
-tokens in all (the new ones included), and its block j lies at block_tables[i, j] of the cache. `spans` is on the CPU,
-so that nobody waits for a device to know a size; `starts` and `lengths` say the same to kernels on it.
+Tokens of all sequences are packed into one row of T. Sequence i brings lens_cpu[i, 0] of them, in order, has
+lens_cpu[i, 1] tokens in all (the new ones included), and its block j lies at block_tables[i, j] of the cache.
+`lens_cpu` is on the CPU, so that nobody waits for a device to know a size; `cu_seqlens` and `seq_lens` say the same
+to kernels on it (kvcache/layout.py).
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from graft.ops.attention.reference import attention, attention_sdpa, sdpa
 
 
 def cached_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor,  # noqa: ARG001
-    lengths: Tensor, spans: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,  # noqa: ARG001
+    seq_lens: Tensor, lens_cpu: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """q: [1, h, T, d]; caches: [blocks, block, kv, d], which hold the new keys and values too → [1, T, h, d]."""
-    return attend(q, k_cache, v_cache, block_tables, lengths, spans, scale, window, softcap, sinks)
+    return attend(q, k_cache, v_cache, block_tables, seq_lens, lens_cpu, scale, window, softcap, sinks)
 
 
 def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, lengths: Tensor, spans: Tensor,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, lens_cpu: Tensor,
     scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
     fresh: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """fresh: the new keys and values [1, kv, T, d] where the caller has them: whole prompts need no cache."""
     plain = softcap is None and sinks is None
-    sizes: list[tuple[int, int]] = spans.tolist()
+    sizes: list[tuple[int, int]] = lens_cpu.tolist()
     outputs = []
     row = first = 0
     while row < len(sizes):
@@ -40,7 +41,7 @@ def attend(
                 end += 1  # sequences that decode, side by side: one call for all of them
             last = first + end - row
             longest = max(length for _, length in sizes[row:end])
-            table, seen = block_tables[row:end], lengths[row:end]
+            table, seen = block_tables[row:end], seq_lens[row:end]
             outputs.append(attend_decode(q[:, :, first:last], k_cache, v_cache, table, seen, longest, scale, window))
         else:
             if fresh is not None and total == new:
@@ -66,7 +67,7 @@ def attend_decode(
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
-    lengths: Tensor,
+    seq_lens: Tensor,
     longest: int,
     scale: float,
     window: int | None,
@@ -84,9 +85,9 @@ def attend_decode(
     used = -(-longest // k_cache.shape[1])  # the table may be wider, for sequences that are not here
     keys, values = (gather_all(c, block_tables[:, :used]) for c in (k_cache, v_cache))
     place = torch.arange(keys.shape[2], device=q.device)
-    seen = place < lengths[:, None]  # [batch, t]
+    seen = place < seq_lens[:, None]  # [batch, t]
     if window is not None:
-        seen = seen & (place >= lengths[:, None] - window)
+        seen = seen & (place >= seq_lens[:, None] - window)
     out = sdpa(queries, keys, values, seen[:, None, None], scale, grouped=grouped)
     return out.squeeze(2).contiguous()[None]  # [batch, h, 1, d] → [1, batch, h, d]
 

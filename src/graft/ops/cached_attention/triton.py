@@ -18,25 +18,25 @@ LONG_CONTEXT = 8192  # tokens: one program reads them in about 150 us, which a s
 
 
 def cached_attention_triton(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, block_tables: Tensor, starts: Tensor,  # noqa: ARG001
-    lengths: Tensor, spans: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,  # noqa: ARG001
+    seq_lens: Tensor, lens_cpu: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     _, h, tokens, d = q.shape
     options = (scale, window, softcap, sinks)
-    if tokens == lengths.shape[0]:
-        return split_kv(q, k_cache, v_cache, block_tables, lengths, *options)
+    if tokens == seq_lens.shape[0]:
+        return split_kv(q, k_cache, v_cache, block_tables, seq_lens, *options)
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
     # what a recording took from the CPU would stay as it was, so there the prefill kernel takes all
-    n = 0 if recording(q) else decoding(spans.tolist())
-    if n and int(spans[:n, 1].max()) <= LONG_CONTEXT:
+    n = 0 if recording(q) else decoding(lens_cpu.tolist())
+    if n and int(lens_cpu[:n, 1].max()) <= LONG_CONTEXT:
         n = 0
     if n:
-        split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], lengths[:n], *options, out=out[:, :n])
-    prefill(q, k_cache, v_cache, block_tables[n:], starts[n:], lengths[n:], *options, out)
+        split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n], *options, out=out[:, :n])
+    prefill(q, k_cache, v_cache, block_tables[n:], cu_seqlens[n:], seq_lens[n:], *options, out)
     return out
 
 
-def decoding(spans: list[list[int]]) -> int:
+def decoding(lens: list[list[int]]) -> int:
     """How many sequences at the front bring one token each."""
-    return next((i for i, (new, _) in enumerate(spans) if new != 1), len(spans))
+    return next((i for i, (new, _) in enumerate(lens) if new != 1), len(lens))

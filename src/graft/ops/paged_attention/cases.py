@@ -16,22 +16,22 @@ def make(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Sequence i has old[i] tokens in the cache and brings new[i] more; its blocks lie scattered."""
     block = 16
-    lengths = torch.tensor([n + o for n, o in zip(new, old, strict=True)])
-    per_sequence = int(-(-lengths.max() // block))
+    seq_lens = torch.tensor([n + o for n, o in zip(new, old, strict=True)])
+    per_sequence = int(-(-seq_lens.max() // block))
     order = torch.randperm(len(new) * per_sequence, generator=generator)
     tables = order.view(len(new), per_sequence)
-    starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()])
-    rows = torch.repeat_interleave(torch.arange(len(new)), torch.tensor(new))
+    cu_seqlens = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()])
+    token_to_seq = torch.repeat_interleave(torch.arange(len(new)), torch.tensor(new))
     places = torch.cat([torch.arange(o, o + n) for n, o in zip(new, old, strict=True)])
-    slots = tables[rows, places // block] * block + places % block
+    slot_mapping = tables[token_to_seq, places // block] * block + places % block
     q = randn((1, h, sum(new), d), device, dtype, generator)
     k, v = (randn((1, kv, sum(new), d), device, dtype, generator) for _ in range(2))
     caches = [randn((len(order), block, kv, d), device, dtype, generator) for _ in range(2)]
-    layout = [t.to(device) for t in (slots, rows, tables, starts, lengths)]
-    spans = torch.stack((torch.tensor(new), lengths), dim=1)  # on the CPU
+    layout = [t.to(device) for t in (slot_mapping, token_to_seq, tables, cu_seqlens, seq_lens)]
+    lens_cpu = torch.stack((torch.tensor(new), seq_lens), dim=1)  # on the CPU
     window, softcap, has_sinks = options
     sinks = randn((h,), device, dtype, generator) if has_sinks else None
-    return q, k, v, *caches, *layout, spans, d**-0.5, window, softcap, sinks
+    return q, k, v, *caches, *layout, lens_cpu, d**-0.5, window, softcap, sinks
 
 
 PLAIN = (None, None, False)

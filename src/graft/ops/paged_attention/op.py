@@ -11,9 +11,9 @@ from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 
 def fake(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, rows: Tensor,
-    block_tables: Tensor, starts: Tensor, lengths: Tensor, spans: Tensor, scale: float, window: int | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, token_to_seq: Tensor,
+    block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, lens_cpu: Tensor, scale: float,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
@@ -35,9 +35,9 @@ def run_triton(*args: Any) -> Tensor:
 define(
     OpSpec(
         name="paged_attention",
-        schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor rows,"
-        " Tensor block_tables, Tensor starts, Tensor lengths, Tensor spans, float scale, int? window=None,"
-        " float? softcap=None, Tensor? sinks=None) -> Tensor",
+        schema="(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping,"
+        " Tensor token_to_seq, Tensor block_tables, Tensor cu_seqlens, Tensor seq_lens, Tensor lens_cpu, float scale,"
+        " int? window=None, float? softcap=None, Tensor? sinks=None) -> Tensor",
         reference=paged_attention,
         fake=fake,
         kernels=(Kernel("triton", "triton", run_triton, triton_supports),),

@@ -13,11 +13,11 @@ from graft.ops.paged_attention.cases import make as make_paged
 
 
 def make(*args: Any) -> tuple[Any, ...]:
-    q, k, v, k_cache, v_cache, slots, rows, tables, starts, lengths, spans, *options = make_paged(*args)
+    q, k, v, *rest = make_paged(*args)
     generator = torch.Generator().manual_seed(1)
     angles = torch.rand(1, 1, q.shape[2], q.shape[3] // 2, generator=generator) * 6.28
     cos, sin = (t.repeat(1, 1, 1, 2).to(q) for t in (angles.cos(), angles.sin()))
-    return q, k, v, cos, sin, k_cache, v_cache, slots, rows, tables, starts, lengths, spans, *options
+    return q, k, v, cos, sin, *rest
 
 
 BATCHES = [

@@ -14,8 +14,8 @@ from graft.ops.spec import Kernel, OpSpec, define
 
 
 def fake(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor, spans: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+    token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, lens_cpu: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, interleaved: bool = False,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
     cast_last: bool = False,
@@ -24,61 +24,64 @@ def fake(
 
 
 def steps_supports(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor, spans: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+    token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, lens_cpu: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, interleaved: bool = False,
     *norms: Any,
 ) -> str | None:  # fmt: skip
     """Two kernels, one after the other."""
-    return write.triton_supports(q, k, v, cos, sin, k_cache, v_cache, slots, interleaved, *norms)
+    return write.triton_supports(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved, *norms)
 
 
 def whole_supports(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor, spans: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+    token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, lens_cpu: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, interleaved: bool = False,
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, *norm: Any,
 ) -> str | None:  # fmt: skip
     """One kernel: sequences that decode, heads that turn by half."""
     if q_norm is not None or k_norm is not None or interleaved or cos.shape[-1] != q.shape[-1]:
         return "heads are normed, turn in pairs, or turn in part"
-    problem = split_kv_supports(q, k_cache, v_cache, rows, block_tables, starts, lengths)
+    problem = split_kv_supports(q, k_cache, v_cache, token_to_seq, block_tables, cu_seqlens, seq_lens)
     return problem or steps_supports(
-        q, k, v, cos, sin, k_cache, v_cache, slots, rows, block_tables, starts, lengths, spans, scale
-    )
+        q, k, v, cos, sin, k_cache, v_cache, slot_mapping, token_to_seq, block_tables, cu_seqlens, seq_lens,
+        lens_cpu, scale,
+    )  # fmt: skip
 
 
 def run_whole(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor, spans: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+    token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, lens_cpu: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, *_: Any,
 ) -> Tensor:  # fmt: skip
     from graft.ops.cached_attention.decode.triton import split_kv
 
     cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
     turn = (k, v, cos, sin)
-    return split_kv(q, k_cache, v_cache, block_tables, lengths, scale, window, softcap, sinks, turn=turn)
+    return split_kv(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap, sinks, turn=turn)
 
 
 def run_steps(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
-    rows: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor, spans: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
+    token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, lens_cpu: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, interleaved: bool = False,
     *norms: Any,
 ) -> Tensor:  # fmt: skip
-    turned = torch.ops.graft.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slots, interleaved, *norms)
+    turned = torch.ops.graft.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved, *norms)
     return torch.ops.graft.cached_attention(
-        turned, k_cache, v_cache, rows, block_tables, starts, lengths, spans, scale, window, softcap, sinks
-    )
+        turned, k_cache, v_cache, token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu, scale, window, softcap,
+        sinks,
+    )  # fmt: skip
 
 
 define(
     OpSpec(
         name="rope_attention",
         schema="(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
-        " Tensor slots, Tensor rows, Tensor block_tables, Tensor starts, Tensor lengths, Tensor spans, float scale,"
-        " int? window=None, float? softcap=None, Tensor? sinks=None, bool interleaved=False, Tensor? q_norm=None,"
-        " Tensor? k_norm=None, float eps=0.0, float offset=0.0, bool cast_last=False) -> Tensor",
+        " Tensor slot_mapping, Tensor token_to_seq, Tensor block_tables, Tensor cu_seqlens, Tensor seq_lens,"
+        " Tensor lens_cpu, float scale, int? window=None, float? softcap=None, Tensor? sinks=None,"
+        " bool interleaved=False, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, float offset=0.0,"
+        " bool cast_last=False) -> Tensor",
         reference=rope_attention,
         fake=fake,
         kernels=(

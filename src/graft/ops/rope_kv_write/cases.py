@@ -25,9 +25,9 @@ def make(
     kind = torch.promote_types(dtype, torch.float32) if wide else dtype
     cos, sin = angles.cos().to(device, kind), angles.sin().to(device, kind)
     caches = [randn((blocks, block, kv, d), device, dtype, generator) for _ in range(2)]
-    slots = torch.randperm(blocks * block, generator=generator)[:tokens].to(device)
+    slot_mapping = torch.randperm(blocks * block, generator=generator)[:tokens].to(device)
     norms = [randn((d,), device, dtype, generator) if norm else None for _ in range(2)]
-    return q, k, v, cos, sin, *caches, slots, interleaved, *norms, 1e-6 if norm else 0.0, offset, cast_last
+    return q, k, v, cos, sin, *caches, slot_mapping, interleaved, *norms, 1e-6 if norm else 0.0, offset, cast_last
 
 
 PLAIN = (False, False, 0.0, False, False)

@@ -13,7 +13,7 @@ from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 
 def fake(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
     interleaved: bool = False, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
     offset: float = 0.0, cast_last: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -22,7 +22,7 @@ def fake(
 
 
 def triton_supports(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
     interleaved: bool = False, q_norm: Tensor | None = None, k_norm: Tensor | None = None, *_: object,
 ) -> str | None:  # fmt: skip
     dtypes = {t.dtype for t in (q, k, v, k_cache, v_cache, q_norm, k_norm) if t is not None}
@@ -34,7 +34,7 @@ def triton_supports(
     batched = isinstance(cos.shape[0], int) and cos.shape[0] != 1
     if cos.dim() != 4 or batched or cos.shape[1] != 1 or sin.shape != cos.shape:
         return "cos and sin must be [1, 1, T, r], one angle for all heads of a token"
-    return layout_problem(q, cos, sin) or needs_triton(q, k, v, cos, sin, k_cache, v_cache, slots)
+    return layout_problem(q, cos, sin) or needs_triton(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
 
 
 def run_triton(*args: Any) -> Tensor:
@@ -47,7 +47,7 @@ define(
     OpSpec(
         name="rope_kv_write",
         schema="(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
-        " Tensor slots, bool interleaved=False, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0,"
+        " Tensor slot_mapping, bool interleaved=False, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0,"
         " float offset=0.0, bool cast_last=False) -> Tensor",
         reference=rope_kv_write,
         fake=fake,

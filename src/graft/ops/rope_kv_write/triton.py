@@ -54,7 +54,7 @@ def turn_heads(
 
 @triton.jit
 def rope_kv_write_kernel(
-    q, k, v, cos, sin, out, k_cache, v_cache, slots, q_norm, k_norm, eps, offset, h, kv,
+    q, k, v, cos, sin, out, k_cache, v_cache, slot_mapping, q_norm, k_norm, eps, offset, h, kv,
     sq_h, sq_t, sk_h, sk_t, sv_h, sv_t, so_h, so_t, sc_t, ss_t, s_block, s_token, s_head,
     d: tl.constexpr, r: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, ROUND: tl.constexpr, INTERLEAVED: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
@@ -63,7 +63,7 @@ def rope_kv_write_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
+    slot = tl.load(slot_mapping + token)
     if PDL:
         tl.extra.cuda.gdc_wait()
     part = tl.program_id(1)
@@ -90,7 +90,7 @@ def rope_kv_write_kernel(
 
 
 def rope_kv_write_triton(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
     interleaved: bool = False, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
     offset: float = 0.0, cast_last: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -102,7 +102,7 @@ def rope_kv_write_triton(
     half = triton.next_power_of_2(r // 2)
     pdl = pdl_supported(q.device)
     rope_kv_write_kernel[(tokens, triton.cdiv(h, some) + triton.cdiv(kv, some))](
-        q, k, v, cos, sin, out, k_cache, v_cache, slots, q if q_norm is None else q_norm,
+        q, k, v, cos, sin, out, k_cache, v_cache, slot_mapping, q if q_norm is None else q_norm,
         k if k_norm is None else k_norm, eps, offset, h, kv,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), out.stride(1), out.stride(2),
         cos.stride(2), sin.stride(2), *k_cache.stride()[:3],

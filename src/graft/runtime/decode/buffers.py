@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from graft.kvcache.layout import Batch, one_token_each
 from graft.ops.advance_rows.reference import NOTHING
-from graft.runtime.batch import Batch
 from graft.runtime.core import Request
 from graft.runtime.decode.choose import Settings
 
 # The lines of `state` [lines, rows], eight bytes each; the last three are float64.
-TOKENS, LENGTHS, LIVE, PLACES, BLOCKS, TURN, TOP_K, TEMPERATURE, MIN_P, TOP_P = range(10)
+TOKENS, SEQ_LENS, LIVE, PLACES, BLOCKS, TURN, TOP_K, TEMPERATURE, MIN_P, TOP_P = range(10)
 LINES = 10
 LARGEST_K = 1 << 40  # any larger top_k keeps as much, and more than 64 bits do not fit
 RING = 2  # steps on the way at once
@@ -57,11 +57,11 @@ class Buffers:
     padding: int
     state: Tensor  # [LINES, rows] int64
     uniform: Tensor  # [rows] float64
-    inputs: Tensor  # [3, rows]: input ids, positions, slots
-    tables: Tensor  # [rows, width]
+    fed: Tensor  # [3, rows]: input ids, positions, slots
+    block_tables: Tensor  # [rows, width]
     sent: Tensor  # [rows * width]: tables as they come from the host, without gaps
     counting: Tensor  # [rows + 1]: 0, 1, 2, …
-    spans: Tensor  # [rows, 2], on the host: one new token a row
+    lens_cpu: Tensor  # [rows, 2]: one new token a row
     host_state: Tensor
     host_tables: Tensor  # [rows * width]
     delivered: Tensor  # [RING, rows], on the host: tokens of the steps on the way, written by the device
@@ -87,7 +87,7 @@ class Buffers:
     @property
     def longest(self) -> int:
         """Tokens that a row has room for."""
-        return self.tables.shape[1] * self.block_size
+        return self.block_tables.shape[1] * self.block_size
 
     @property
     def tokens(self) -> Tensor:
@@ -103,8 +103,8 @@ class Buffers:
 
     def advance(self, count: int) -> tuple[Tensor, Sequence[Any]]:
         """Where the inputs of a step of `count` rows go, and what graft::advance_rows makes them of."""
-        lines = [self.state[line, :count] for line in (TOKENS, LENGTHS, LIVE, PLACES, BLOCKS)]
-        return self.inputs[:, :count], (*lines, self.tables[:count], self.padding, self.block_size)
+        lines = [self.state[line, :count] for line in (TOKENS, SEQ_LENS, LIVE, PLACES, BLOCKS)]
+        return self.fed[:, :count], (*lines, self.block_tables[:count], self.padding, self.block_size)
 
     def settings(self, count: int) -> Settings:
         lines = (self.state[line].view(torch.float64) for line in (TEMPERATURE, MIN_P, TOP_P))
@@ -113,20 +113,13 @@ class Buffers:
 
     def batch(self, count: int, width: int) -> Batch:
         """The graph's inputs for a step of `count` rows, a token each, with tables of `width` blocks."""
-        places = self.counting[:count]
-        ids, positions, slots = self.inputs[:, :count]
-        inputs = {
-            "input_ids": ids[None],
-            "position_ids": positions[None],
-            "logits_index": places,
-            "slots": slots,
-            "rows": places,
-            "block_tables": self.tables[:count, :width],
-            "starts": self.counting[: count + 1],
-            "lengths": self.state[LENGTHS, :count],
-            "spans": self.spans[:count],
-        }
-        return Batch(**{field.name: inputs[field.name] for field in fields(Batch)})
+        return one_token_each(
+            self.fed[:, :count],
+            self.counting[: count + 1],
+            self.block_tables[:count, :width],
+            self.state[SEQ_LENS, :count],
+            self.lens_cpu[:count],
+        )
 
     def fill(self, requests: Sequence[Request], count: int, turn: int = 0) -> None:
         """Rows 0…n-1 are these requests, about to feed their last token; those up to `count` are padding. turn: of
@@ -135,7 +128,7 @@ class Buffers:
             self.filled.synchronize()  # the last filling may still be copied from the memory that is written now
         state = self.host_state.numpy()
         numbers = state.view(np.float64)
-        state[:], state[LENGTHS], state[PLACES], state[TURN] = 0, 1, NOTHING, turn
+        state[:], state[SEQ_LENS], state[PLACES], state[TURN] = 0, 1, NOTHING, turn
         longest = max((len(r.table.blocks) for r in requests if r.table is not None), default=1)
         tables = self.host_tables.numpy()[: count * longest].reshape(count, longest)
         tables[:] = self.padding
@@ -144,7 +137,7 @@ class Buffers:
             blocks, params = request.table.blocks, request.params
             # padding that is read and masked must not be another's: a NaN there would not be hidden
             tables[row, : len(blocks)], tables[row, len(blocks) :] = blocks, blocks[0]
-            state[[TOKENS, LENGTHS, LIVE, TOP_K], row] = (
+            state[[TOKENS, SEQ_LENS, LIVE, TOP_K], row] = (
                 request.tokens[-1],
                 request.computed,
                 1,
@@ -156,5 +149,5 @@ class Buffers:
         if self.filled is not None:
             self.filled.record()
         sent = self.sent[: tables.size].view(count, longest)
-        self.tables[:count] = sent[:, :1]
-        self.tables[:count, :longest] = sent
+        self.block_tables[:count] = sent[:, :1]
+        self.block_tables[:count, :longest] = sent

@@ -1,21 +1,21 @@
 """Steps with prompts in them on fixed memory, captured for numbers of tokens, so that the host need not launch them.
 
 Up to LARGEST tokens the device is done before the host has launched the next kernel: 900 tokens of an 8B model take
-20 ms on an H200, launching them 40 to 60. A step is padded to the next number of tokens by sequences of their own,
-none longer than a block table, whose blocks are all the padding block; rows without a request have no tokens.
+20 ms on an H200, launching them 40 to 60. A step is padded to the next number of tokens by a sequence of its own,
+whose blocks are all the padding block; rows without a request have no tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graft.runtime.batch import Batch, Lists, lists_of, on_host
+from graft.kvcache.layout import Batch, HostBatch, on_host, views
+from graft.runtime.batch import host_batch
 from graft.runtime.decode.buckets import PROMPT_PAYS, Sizes
 from graft.runtime.decode.buffers import Buffers
 from graft.runtime.scheduler import Plan
@@ -58,14 +58,12 @@ class PackedSteps:
     ) -> None:
         self.graph, self.tensors, self.record = graph, tensors, record
         self.block_size, self.padding = buffers.block_size, buffers.padding
-        self.requests, self.width = buffers.tables.shape
-        self.device = buffers.tables.device
+        self.requests, self.width = buffers.block_tables.shape
+        self.device = buffers.block_tables.device
         self.sizes = Sizes(token_sizes(most), PROMPT_PAYS)
-        self.span = self.width * self.block_size  # tokens that a row of the tables has blocks for
-        self.spare = -(-max(self.sizes.every, default=1) // self.span)  # rows for the padding
-        # odd, as no size is: kernels take as many tokens as rows for a step that decodes
-        self.rows = (self.requests + self.spare) | 1
-        self.tables = torch.full((self.rows, self.width), self.padding, device=self.device)
+        # one more for the padding; odd, as no size is: kernels take as many tokens as rows for a step that decodes
+        self.rows = (self.requests + 1) | 1
+        self.block_tables = torch.full((self.rows, self.width), self.padding, device=self.device)
         self.out: Tensor | None = None  # [rows, vocab]
         self.made: dict[int, PackedStep] = {}
 
@@ -74,16 +72,17 @@ class PackedSteps:
         size = self.sizes.take(sum(plan.counts))
         if size is None or len(plan.counts) > self.requests:
             return None
-        found = lists_of(plan, self.block_size)
+        found = host_batch(plan, self.block_size)
         tables, longest = found.padded_tables()
         step = self.get(size) if longest <= self.width else None
         if step is None:
             return None
-        step.sent.copy_(on_host(self.flat(found, size), self.device), non_blocking=True)
+        padded = self.padded(found, size)
+        step.sent.copy_(on_host(padded.flat()[0], self.device), non_blocking=True)
         blocks = on_host(tables, self.device).to(self.device, non_blocking=True).view(-1, longest)
-        self.tables[: len(blocks), :longest] = blocks
-        if self.device.type == "cpu":
-            step.batch.spans.copy_(self.spans(found, size))
+        self.block_tables[: len(blocks), :longest] = blocks
+        if self.device.type == "cpu":  # references take sizes from the host, kernels from the device
+            step.batch.lens_cpu.copy_(padded.host_lens())
         step.play()
         assert self.out is not None
         return self.out[: len(plan.counts)]
@@ -91,11 +90,10 @@ class PackedSteps:
     def get(self, size: int) -> PackedStep | None:
         """Captured when first needed. None: it cannot be."""
         if size not in self.made:
-            sent = on_host(self.flat(Lists(), size), self.device).to(self.device)
-            ids, positions, slots, owners, *rest = sent.split([size] * 4 + [self.rows + 1] * 3)
-            ends, lengths, starts = rest[0][: self.rows], rest[1][: self.rows], rest[2]
-            spans = self.spans(Lists(), size)
-            batch = Batch(ids[None], positions[None], ends, slots, owners, self.tables, starts, lengths, spans)
+            empty = self.padded(HostBatch(), size)
+            flat, at = empty.flat()
+            sent = on_host(flat, self.device).to(self.device)
+            batch = views(sent, at, self.block_tables, empty.host_lens())
             play = self.record(f"a step of {size} tokens", lambda: self.run(batch))
             if play is None:
                 return None
@@ -108,30 +106,9 @@ class PackedSteps:
             self.out = torch.empty_like(logits[0])
         self.out.copy_(logits[0])
 
-    def flat(self, found: Lists, size: int) -> list[int]:
-        """The step with its padding, as the batch of this size lies in memory: all of an even length."""
-        used, n = len(found.ids), len(found.lengths)
-        padding, idle, parts = size - used, self.rows - self.spare - n, self.parts(size - used)
-        return [
-            *found.ids, *[0] * padding,
-            *found.positions, *[0] * padding,
-            *found.slots, *[self.padding * self.block_size + i % self.block_size for i in range(padding)],
-            *found.rows, *[row for row, part in enumerate(parts, n + idle) for _ in range(part)],
-            *found.ends, *[0] * (self.rows - n + 1),
-            *found.lengths, *[1] * idle, *[max(part, 1) for part in parts], 0,
-            *found.starts, *[used] * idle, *[used + end for end in accumulate(parts)],
-        ]  # fmt: skip
-
-    def parts(self, padding: int) -> list[int]:
-        """[spare]: the padding's tokens in each of its rows."""
-        return [min(self.span, max(0, padding - row * self.span)) for row in range(self.spare)]
-
-    def spans(self, found: Lists, size: int) -> Tensor:
-        """For references, which take sizes from the host; replayed kernels have them from the device."""
-        new = [b - a for a, b in pairwise(found.starts)]
-        idle, parts = self.rows - self.spare - len(new), self.parts(size - len(found.ids))
-        pairs = [*zip(new, found.lengths, strict=True), *[(0, 1)] * idle, *[(part, max(part, 1)) for part in parts]]
-        return torch.tensor(pairs)
+    def padded(self, found: HostBatch, size: int) -> HostBatch:
+        """The step as the batch of this size lies in memory."""
+        return found.padded(size, self.rows, self.padding, self.block_size)
 
     @property
     def notes(self) -> list[str]:

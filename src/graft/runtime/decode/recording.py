@@ -76,7 +76,7 @@ class Recordings:
         if progress:
             progress("compiling kernels", 0, 1)
         started = time.perf_counter()
-        self.buffers.fill([], len(self.buffers.tables))
+        self.buffers.fill([], len(self.buffers.block_tables))
         stream, here = self.side_stream(), torch.cuda.current_stream(self.device)
         stream.wait_stream(here)
         failures = run_together({key: self.body(key) for key in keys}, lambda: self.beside(stream))
@@ -98,7 +98,7 @@ class Recordings:
         return self.stream
 
     def widths(self, rows: int) -> tuple[int, ...]:
-        return table_widths(rows, self.buffers.tables.shape[1], self.buffers.block_size)
+        return table_widths(rows, self.buffers.block_tables.shape[1], self.buffers.block_size)
 
     def key(self, rows: int, tokens: int, kind: Kind) -> Key:
         """The recording of steps of so many rows, the longest of which comes to so many tokens."""
@@ -120,7 +120,7 @@ class Recordings:
         if self.problem is not None:
             return None
         started = time.perf_counter()
-        self.buffers.fill([], len(self.buffers.tables))
+        self.buffers.fill([], len(self.buffers.block_tables))
         gc.freeze()  # torch collects garbage before each capture, which goes through every object of the model
         try:
             return record()
@@ -141,7 +141,7 @@ class Recordings:
         def step() -> Tensor:
             advance_into(fed, *known)
             if on_host:  # the references take sizes from there; kernels of a device know them to be one token each
-                batch.spans[:, 1] = batch.lengths
+                batch.lens_cpu[:, 1] = batch.seq_lens
             (logits,) = self.graph(*inputs, *self.tensors)  # [1, B, vocab]
             if kind != "logits":
                 choose(kind, tokens, logits[0], settings)

@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from graft.graph.edit import Editor
 from graft.graph.match import NearMiss
 from graft.graph.memory import mutated_args, storage_root
-from graft.graph.nodes import calls, is_op, module_path, options_of, where
+from graft.graph.nodes import args_of, calls, is_op, module_path, options_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, no_match_reason
 from graft.transforms.decode import DecodeConfig, device_of, not_for
 from graft.transforms.registry import TransformRegistry
@@ -21,10 +21,11 @@ ops = torch.ops.graft
 class FuseRoPEIntoAttention(BaseTransform):
     """Queries and keys are turned, and the cache is written, by the kernel that attends: one launch a layer less.
 
-    before:  %q = graft.rope_kv_write(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slots)
-             %o = graft.cached_attention(%q, %k_cache, %v_cache, %rows, %block_tables, %starts, %lengths, %spans, …)
-    after:   %o = graft.rope_attention(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slots, %rows, %block_tables,
-                                       %starts, %lengths, %spans, …)
+    before:  %q = graft.rope_kv_write(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slot_mapping)
+             %o = graft.cached_attention(%q, %k_cache, %v_cache, %token_to_seq, %block_tables, %cu_seqlens, %seq_lens,
+                                         %lens_cpu, …)
+    after:   %o = graft.rope_attention(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slot_mapping, %token_to_seq,
+                                       %block_tables, %cu_seqlens, %seq_lens, %lens_cpu, …)
 
     The op runs as one kernel for sequences that decode, and as the two it replaces otherwise.
     Numerics: the reference is the two references, bitwise; the kernel rounds where they do.
@@ -60,7 +61,7 @@ def why_not(attention: Node) -> str | None:
     write = attention.args[0]
     if not is_op(write, ops.rope_kv_write.default):
         return f"its queries come from {where(write)}, not from graft.rope_kv_write"
-    if write.args[5:7] != attention.args[1:3]:
+    if caches_of(write) != caches_of(attention):
         return f"{where(write)} writes other caches than those it reads"
     other = next((user for user in write.users if user is not attention), None)
     return disturbed(write, attention) if other is None else f"{where(other)} reads the turned queries too"
@@ -69,7 +70,7 @@ def why_not(attention: Node) -> str | None:
 def disturbed(write: Node, attention: Node) -> str | None:
     """What stands in between and reads or writes the caches, or writes what the write reads."""
     read = {storage_root(node) for node in write.all_input_nodes}
-    caches = {storage_root(node) for node in write.args[5:7]}
+    caches = {storage_root(node) for node in caches_of(write)}
     node = write.next
     while node is not attention:
         if any(storage_root(argument) in caches for argument in node.all_input_nodes):
@@ -80,16 +81,17 @@ def disturbed(write: Node, attention: Node) -> str | None:
     return None
 
 
+def caches_of(node: Node) -> list[Node]:
+    options = options_of(node)
+    return [options["k_cache"], options["v_cache"]]
+
+
 def fuse(editor: Editor, attention: Node) -> MatchRecord:
     write = attention.args[0]
     turn, read = options_of(write), options_of(attention)
-    args = [turn[name] for name in ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slots")]
-    args += [read[name] for name in ("rows", "block_tables", "starts", "lengths", "spans", "scale")]
-    options = [read[name] for name in ("window", "softcap", "sinks")]
-    options += [turn[name] for name in ("interleaved", "q_norm", "k_norm", "eps", "offset", "cast_last")]
-    while options and not options[-1]:  # defaults are left out
-        options.pop()
-    whole = editor.call(ops.rope_attention.default, (*args, *options), before=attention, like=attention)
+    given = {**read, **turn}  # both have q and the caches: the queries are those that are not turned yet
+    args = args_of(ops.rope_attention.default, given, defaults=False)
+    whole = editor.call(ops.rope_attention.default, args, before=attention, like=attention)
     record = MatchRecord(where(attention), module_path(attention), (write.name, attention.name), (whole.name,))
     editor.replace(attention, whole)
     editor.graph.erase_node(attention)

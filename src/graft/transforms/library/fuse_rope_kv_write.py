@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from graft.graph.edit import Editor
 from graft.graph.match import Match, NearMiss, check_outside
 from graft.graph.memory import mutated_roots
-from graft.graph.nodes import calls, is_op, module_path, options_of, tensor_of, where
+from graft.graph.nodes import args_of, calls, is_op, module_path, options_of, tensor_of, where
 from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, erase_dead, no_match_reason
 from graft.transforms.decode import DecodeConfig, not_for
 from graft.transforms.registry import TransformRegistry
@@ -48,9 +48,10 @@ class FuseRoPEKVWrite(BaseTransform):
     """Queries and keys are turned, and keys and values written into the paged cache, by one op; attention then reads.
 
     before:  %q = graft.rope(%q0, %cos, %sin);  %k = graft.rope(%k0, %cos, %sin)
-             %o = graft.paged_attention(%q, %k, %v, %k_cache, %v_cache, %slots, %rows, %block_tables, …)
-    after:   %q = graft.rope_kv_write(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slots)
-             %o = graft.cached_attention(%q, %k_cache, %v_cache, %rows, %block_tables, …)
+             %o = graft.paged_attention(%q, %k, %v, %k_cache, %v_cache, %slot_mapping, %token_to_seq,
+                                        %block_tables, …)
+    after:   %q = graft.rope_kv_write(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slot_mapping)
+             %o = graft.cached_attention(%q, %k_cache, %v_cache, %token_to_seq, %block_tables, …)
 
     Also with a norm of every head before the rotation (graft.rms_norm_rope, or graft.rope of graft.rms_norm); norms
     that differ in their options stay where they are. Only on the devices of the option `devices`. Numerics: the
@@ -144,22 +145,18 @@ def write(editor: Editor, match: Match, queries: Heads, keys: Heads) -> MatchRec
         options = options_of(queries.norm)
         settings |= {name: options[name] for name in NORM_OPTIONS}
         settings |= {"q_norm": options["weight"], "k_norm": options_of(keys.norm)["weight"]}
-    heads = []
-    for side in (queries, keys):
+    heads = {}
+    for name, side in (("q", queries), ("k", keys)):
         x = side.x
         if len(side.nodes) > 2:  # the norm is of the last dim alone, so the heads may come first before it
             x = editor.call(aten.transpose.int, (x, *HEADS_FIRST), before=paged, like=side.nodes[1])
             made.append(x.name)
-        heads.append(x)
-    last = [value for name, value in settings.items()]
-    while last and last[-1] in (None, False, 0.0):  # defaults are left out
-        last.pop()
-    caches = (given["k_cache"], given["v_cache"])
-    args = (*heads, given["v"], match.tensors["cos"], match.tensors["sin"], *caches, given["slots"], *last)
+        heads[name] = x
+    turned = {**given, **match.tensors, **settings, **heads}
+    args = args_of(ops.rope_kv_write.default, turned, defaults=False)
     written = editor.call(ops.rope_kv_write.default, args, before=paged, like=rope)
-    read = editor.call(
-        ops.cached_attention.default, (written, *caches, *paged.args[6:]), before=paged, like=paged
-    )  # rows and all that follows
+    attended = args_of(ops.cached_attention.default, {**given, "q": written})
+    read = editor.call(ops.cached_attention.default, attended, before=paged, like=paged)
     replaced = tuple(node.name for node in match.nodes)
     record = MatchRecord(where(paged), module_path(paged), replaced, (*made, written.name, read.name), match.pattern)
     editor.replace(paged, read)

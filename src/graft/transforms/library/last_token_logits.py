@@ -7,8 +7,9 @@ from operator import getitem
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.graph.edit import Editor, fake_mode, symbolic_sizes
-from graft.graph.nodes import is_op, module_path, options_of, output_node, tensor_of, where
+from graft.graph.edit import Editor
+from graft.graph.nodes import is_op, module_path, options_of, output_node, where
+from graft.kvcache.layout import declare
 from graft.transforms.base import BaseTransform, Context, Outcome
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
@@ -30,17 +31,17 @@ ROW_WISE = frozenset(
 
 @TransformRegistry.register("last_token_logits")
 class LastTokenLogits(BaseTransform):
-    """The output projection runs on chosen tokens alone: a new input `logits_index` says which.
+    """The output projection runs on chosen tokens alone: a new input `logits_indices` says which.
 
     before:  %logits = linear(%hidden, %lm_head)                              [b, s, vocab]
-    after:   %rows = index_select(%hidden, -2, %logits_index)                 [b, n, d]
+    after:   %rows = index_select(%hidden, -2, %logits_indices)               [b, n, d]
              %logits = linear(%rows, %lm_head)                                [b, n, vocab]
 
     Where %hidden is a norm that nothing else reads, the rows are chosen before it. One that is fused with a sum is
     taken apart, so that a single choice is enough and the sum can go into the product before it:
 
     before:  %hidden, _ = graft.add_rms_norm(%x, %r, %g, eps)
-    after:   %rows = index_select(add(%x, %r), -2, %logits_index);  %hidden = graft.rms_norm(%rows, %g, eps)
+    after:   %rows = index_select(add(%x, %r), -2, %logits_indices);  %hidden = graft.rms_norm(%rows, %g, eps)
 
     Numerics: the same rows, the same products; the matrix product may sum in another order for another row count.
     """
@@ -62,10 +63,7 @@ class LastTokenLogits(BaseTransform):
             return Outcome(reason=f"the logits do not come from a linear layer but from {where(node)}")
         editor = Editor(gm, self.name)
         hidden = node.args[0]
-        (count,) = symbolic_sizes(hidden, 1)
-        with fake_mode(hidden):
-            example = torch.empty(count, dtype=torch.int64, device=tensor_of(hidden).device)
-        index = editor.placeholder("logits_index", example)
+        index = declare(editor, hidden, ("logits_indices",))["logits_indices"]
         made, replaced = choose_rows(editor, hidden, index, node)
         node.args = (made[-1], *node.args[1:])
         for changed in (node, *reversed(chain)):

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from graft.errors import DumpError
 from graft.graph.nodes import placeholders
+from graft.kvcache.layout import HostBatch, pack
 from graft.ops.cases import tolerance
 from graft.transforms.dumps import OUTPUTS
 from graft.workbench.discover.values import DTYPES, TENSOR, split
@@ -31,17 +32,9 @@ def seeded_tokens() -> torch.Tensor:
 
 def inputs_of(gm: GraphModule) -> list[torch.Tensor]:
     """One sequence of TOKENS tokens for a decoder's graph of any stage: with a cache (empty) or without one."""
-    known = {
-        "input_ids": seeded_tokens(),
-        "position_ids": torch.arange(TOKENS)[None],
-        "logits_index": torch.tensor([TOKENS - 1]),
-        "slots": torch.arange(TOKENS),
-        "rows": torch.zeros(TOKENS, dtype=torch.int64),
-        "block_tables": torch.tensor([[0]]),
-        "starts": torch.tensor([0, TOKENS]),
-        "lengths": torch.tensor([TOKENS]),
-        "spans": torch.tensor([[TOKENS, TOKENS]]),
-    }
+    host = HostBatch()
+    host.add(seeded_tokens()[0].tolist(), 0, [0], TOKENS)
+    known = vars(pack(host, torch.device("cpu")))
     return [known[n.name] if n.name in known else empty_cache(n) for n in placeholders(gm.graph)]
 
 

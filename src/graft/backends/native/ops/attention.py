@@ -91,7 +91,7 @@ def write(plan: Planner, node: Node, o: dict[str, Any]) -> None:
     name, header = f"kv_write<{CTYPES[kind]}>", "ops/rope_kv_write/native.h"
     plan.step(
         node, Kernel(name, "KvWriteArgs", header, tuple(caches), scratch=str(k.layout.size)), k=k, v=v,
-        **turn(plan, o, o.get("k_norm")), **caches, slots=plan.pointer(o["slots"]), rows=Text("T"),
+        **turn(plan, o, o.get("k_norm")), **caches, slot_mapping=plan.pointer(o["slot_mapping"]), rows=Text("T"),
     )  # fmt: skip
 
 
@@ -106,8 +106,9 @@ def attend(plan: Planner, node: Node, o: dict[str, Any]) -> None:
     plan.step(
         node, Kernel(name, "AttentionArgs", header, scratch=scratch, shared=shared),
         q=q, **turn(plan, o, o.get("q_norm")), **caches, kv=int(kv), block=int(block),
-        tables=plan.pointer(o["block_tables"]), table_width=plan.size(o["block_tables"], 1),
-        starts=plan.pointer(o["starts"]), lengths=plan.pointer(o["lengths"]), sequences=plan.size(o["lengths"], 0),
+        block_tables=plan.pointer(o["block_tables"]), table_width=plan.size(o["block_tables"], 1),
+        cu_seqlens=plan.pointer(o["cu_seqlens"]), seq_lens=plan.pointer(o["seq_lens"]),
+        sequences=plan.size(o["seq_lens"], 0),
         scale=float(o["scale"]), window=int(o["window"] or 0), softcap=float(o["softcap"] or 0.0),
         sinks=plan.vector_or_null(o["sinks"]), out=out, shared=Text("call.shared"),
     )  # fmt: skip

@@ -49,7 +49,7 @@ EARLY_BYTES = 32768  # of keys, and as much of values, in registers
 
 @triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
 def split_kv_kernel(
-    q, k_cache, v_cache, out, partial, stats, counters, block_tables, lengths, sinks, k, v, cos, sin,
+    q, k_cache, v_cache, out, partial, stats, counters, block_tables, seq_lens, sinks, k, v, cos, sin,
     sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -62,7 +62,7 @@ def split_kv_kernel(
     row = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(lengths + row).to(tl.int32)
+    length = tl.load(seq_lens + row).to(tl.int32)
     first, begin, chunk, used = part_of(length, window, SPLITS, TILE, LEAST, HAS_WINDOW)
     if split >= used:  # also ahead of the wait: the first part waits, and leaves its place to the next kernel
         return
@@ -105,7 +105,7 @@ def split_kv_kernel(
 
 
 def split_kv(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, lengths: Tensor, scale: float,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     out: Tensor | None = None, splits: int | None = None, early: bool | None = None,
     turn: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
@@ -137,7 +137,7 @@ def split_kv(
     pdl = pdl_supported(q.device)
     (early_kernel if early else split_kv_kernel)[(n, kv, splits)](
         q, k_cache, v_cache, out, partial, stats, counters(n * kv if splits > 1 else 1, q.device),
-        block_tables, lengths, q if sinks is None else sinks, k, v, cos, sin,
+        block_tables, seq_lens, q if sinks is None else sinks, k, v, cos, sin,
         q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0), *strides,
         scale, window or 0, softcap or 1.0, h, d=d, D=wide, TILE=tile, SPLITS=splits,
         GROUP=h // kv, GROUP_FEW=triton.next_power_of_2(h // kv), GROUP_PAD=max(16, triton.next_power_of_2(h // kv)),

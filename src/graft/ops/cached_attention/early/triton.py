@@ -26,7 +26,7 @@ from graft.ops.cached_attention.tiles.triton import (
 
 @triton.jit(do_not_specialize=UNSPECIAL, do_not_specialize_on_alignment=UNALIGNED)
 def early_kernel(
-    q, k_cache, v_cache, out, partial, stats, counters, block_tables, lengths, sinks, k, v, cos, sin,
+    q, k_cache, v_cache, out, partial, stats, counters, block_tables, seq_lens, sinks, k, v, cos, sin,
     sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -41,7 +41,7 @@ def early_kernel(
     row = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(lengths + row).to(tl.int32)
+    length = tl.load(seq_lens + row).to(tl.int32)
     first, begin, chunk, used = part_of(length, window, SPLITS, TILE, 1, HAS_WINDOW)
     if split >= used:  # also ahead of the wait: the first part waits, and leaves its place to the next kernel
         return

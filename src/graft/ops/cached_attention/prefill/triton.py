@@ -1,8 +1,8 @@
 """Attention of many new tokens of each sequence over a paged cache.
 
 A program takes TOKENS tokens of one sequence with all queries of one key-value head's group, as one matrix. Which
-tokens those are it finds in `starts`: as many programs are launched as there can be, and those that find none return.
-All sizes come from the device, so that a recorded call may be replayed with others.
+tokens those are it finds in `cu_seqlens`: as many programs are launched as there can be, and those that find none
+return. All sizes come from the device, so that a recorded call may be replayed with others.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from graft.ops.cached_attention.tiles.triton import LOG2E, LOWEST, UNALIGNED, UN
 
 
 @triton.jit
-def find_tile(starts, n, TOKENS: tl.constexpr):
+def find_tile(cu_seqlens, n, TOKENS: tl.constexpr):
     """The sequence of this program and which of its tiles, or one behind its last; those with the most keys first.
 
-    Sequence i has the programs from (starts[i] - starts[0]) // TOKENS + i on: at least as many as it has tiles, and
-    found by halving, whatever n is, so that no number of sequences compiles the kernel anew.
+    Sequence i has the programs from (cu_seqlens[i] - cu_seqlens[0]) // TOKENS + i on: at least as many as it has
+    tiles, and found by halving, whatever n is, so that no number of sequences compiles the kernel anew.
     """
     index = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    base = tl.load(starts).to(tl.int64)
+    base = tl.load(cu_seqlens).to(tl.int64)
     low, high = tl.program_id(0) * 0, n  # the last sequence that begins at or before this program
     while high - low > 1:
         middle = (low + high) // 2
-        begins = (tl.load(starts + middle) - base) // TOKENS + middle
+        begins = (tl.load(cu_seqlens + middle) - base) // TOKENS + middle
         low, high = tl.where(begins <= index, middle, low), tl.where(begins <= index, high, middle)
-    return low, index - ((tl.load(starts + low) - base) // TOKENS + low)
+    return low, index - ((tl.load(cu_seqlens + low) - base) // TOKENS + low)
 
 
 @triton.jit
@@ -57,17 +57,17 @@ def visit(
     return block, best, total, result
 
 
-@triton.jit(do_not_specialize=[*UNSPECIAL, "n"], do_not_specialize_on_alignment=[*UNALIGNED, "starts"])
+@triton.jit(do_not_specialize=[*UNSPECIAL, "n"], do_not_specialize_on_alignment=[*UNALIGNED, "cu_seqlens"])
 def prefill_kernel(
-    q, k_cache, v_cache, out, block_tables, starts, lengths, sinks,
+    q, k_cache, v_cache, out, block_tables, cu_seqlens, seq_lens, sinks,
     sq_h, sq_t, s_block, s_token, s_head, s_table, scale, window, softcap, heads, n,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     kv = tl.program_id(1)
-    row, tile = find_tile(starts, n, TOKENS)
-    start, stop, length = tl.load(starts + row), tl.load(starts + row + 1), tl.load(lengths + row)
+    row, tile = find_tile(cu_seqlens, n, TOKENS)
+    start, stop, length = tl.load(cu_seqlens + row), tl.load(cu_seqlens + row + 1), tl.load(seq_lens + row)
     low = start + tile * TOKENS
     if low >= stop:
         return
@@ -111,12 +111,12 @@ def prefill_kernel(
 
 
 def prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, starts: Tensor, lengths: Tensor, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None, out: Tensor,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor,
+    scale: float, window: int | None, softcap: float | None, sinks: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """Writes the rows starts[0]:starts[-1] of out [1, T, h, d]; q: [1, h, T, d]."""
+    """Writes the rows cu_seqlens[0]:cu_seqlens[-1] of out [1, T, h, d]; q: [1, h, T, d]."""
     _, h, tokens, d = q.shape
-    kv, n = k_cache.shape[2], lengths.shape[0]
+    kv, n = k_cache.shape[2], seq_lens.shape[0]
     q = q if q.stride(-1) == 1 else q.contiguous()
     group = triton.next_power_of_2(h // kv)
     wide = max(16, triton.next_power_of_2(d))
@@ -124,7 +124,7 @@ def prefill(
     rows, tile_bytes = (128, 16384) if narrow else (32, 8192)  # float32 has no tensor cores here and needs registers
     some = max(1, rows // group)
     prefill_kernel[(tokens // some + n, kv)](
-        q, k_cache, v_cache, out, block_tables, starts, lengths, q if sinks is None else sinks,
+        q, k_cache, v_cache, out, block_tables, cu_seqlens, seq_lens, q if sinks is None else sinks,
         q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
         scale, window or 0, softcap or 1.0, h, n,
         d=d, GROUP=h // kv, GROUP_PAD=group, D=wide, BLOCK=k_cache.shape[1], TOKENS=some,

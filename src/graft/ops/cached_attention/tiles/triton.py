@@ -13,7 +13,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
 # A table grows with the context and the layout is passed in slices: neither may compile a kernel anew in mid-decode.
 UNSPECIAL = ["s_table", "window"]
-UNALIGNED = ["block_tables", "lengths"]
+UNALIGNED = ["block_tables", "seq_lens"]
 
 
 @triton.jit
