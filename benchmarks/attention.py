@@ -43,7 +43,7 @@ def copies(nbytes: int) -> int:
 
 
 def paged(n: int, context: int, count: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """`count` times k_cache, v_cache, block_tables, lengths: blocks scattered, every sequence `context` long."""
+    """`count` times k_cache, v_cache, block_tables, seq_lens: blocks scattered, every sequence `context` long."""
     per = -(-context // BLOCK)
     made = []
     for _ in range(count):
@@ -74,11 +74,11 @@ def measure_decode(n: int, context: int, splits: list[int]) -> dict[str, Any]:
 
 def measure_prefill(tokens: int, old: int = 0) -> dict[str, Any]:
     """Each kernel of the op for one prompt behind `old` cached tokens; flops of the causal half alone."""
-    (k_cache, v_cache, tables, lengths), *_ = paged(1, tokens + old, 1)
+    (k_cache, v_cache, tables, seq_lens), *_ = paged(1, tokens + old, 1)
     q = torch.randn(1, H, tokens, D, dtype=DTYPE, device=DEVICE)
-    rows = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
-    starts, spans = torch.tensor([0, tokens], device=DEVICE), torch.tensor([[tokens, tokens + old]])
-    args = (q, k_cache, v_cache, rows, tables, starts, lengths, spans, SCALE)
+    token_to_seq = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
+    cu_seqlens, lens_cpu = torch.tensor([0, tokens], device=DEVICE), torch.tensor([[tokens, tokens + old]])
+    args = (q, k_cache, v_cache, token_to_seq, tables, cu_seqlens, seq_lens, lens_cpu, SCALE)
     flops = 4 * H * D * tokens * (old + tokens / 2)
     row: dict[str, Any] = {"tokens": tokens, "cached": old}
     for kernel in OPS["cached_attention"].kernels:
@@ -112,8 +112,8 @@ def measure_rope(tokens: int) -> dict[str, Any]:
         q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in parts)
         cos, sin = (torch.randn(1, 1, tokens, D, dtype=DTYPE, device=DEVICE) for _ in range(2))
         caches = [torch.zeros(blocks, BLOCK, KV, D, dtype=DTYPE, device=DEVICE) for _ in range(2)]
-        slots = torch.randperm(blocks * BLOCK, device=DEVICE)[:tokens]
-        calls.append(partial(run, q, k, v, cos, sin, *caches, slots))
+        slot_mapping = torch.randperm(blocks * BLOCK, device=DEVICE)[:tokens]
+        calls.append(partial(run, q, k, v, cos, sin, *caches, slot_mapping))
     return {"tokens": tokens, "us": graph_us(calls)}
 
 

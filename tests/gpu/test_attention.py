@@ -18,6 +18,9 @@ from graft.ops.rope_kv_write.cases import CASES as ROPE_CASES
 SPEC = OPS["cached_attention"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PLAIN = (None, None, False)
+AT = {
+    argument.name: index for index, argument in enumerate(torch.ops.graft.cached_attention.default._schema.arguments)
+}
 
 
 def wide(args):
@@ -29,6 +32,11 @@ def cached(new, old, h, kv, d, options, dtype, seed=0):
     g = torch.Generator().manual_seed(seed)
     q, _, _, k_cache, v_cache, _, *rest = make(new, old, h, kv, d, options, "cuda", dtype, g)
     return q, k_cache, v_cache, *rest
+
+
+def named(args):
+    """What split_kv takes of the op's arguments."""
+    return [args[AT[name]] for name in ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "scale")]
 
 
 def assert_close(found, expected, dtype, reduction, what=""):
@@ -96,10 +104,10 @@ def test_parts_are_put_together_many_times_r26(splits, early):
     """Again and again with the same counters: each call leaves them as it found them."""
     args = cached((1,) * 5, (9, 8000, 300, 64, 2047), 32, 8, 128, PLAIN, torch.bfloat16)
     expected = SPEC.reference(*wide(args))
-    q, k_cache, v_cache, _, tables, _, lengths, _, scale, *_ = args
+    q, k_cache, v_cache, tables, seq_lens, scale = named(args)
     for _ in range(50):
         out = torch.full((1, 5, 32, 128), torch.nan, dtype=q.dtype, device="cuda")
-        split_kv(q, k_cache, v_cache, tables, lengths, scale, out=out, splits=splits, early=early)
+        split_kv(q, k_cache, v_cache, tables, seq_lens, scale, out=out, splits=splits, early=early)
         assert_close(out, expected, torch.bfloat16, 8000)
 
 
@@ -142,19 +150,20 @@ def test_nobody_waits_for_the_gpu_r43(new, old, options):
 def test_a_recorded_decode_follows_the_lengths_r43(early):
     n, h, kv, d = 3, 32, 8, 128
     args = cached((1,) * n, (9000, 5000, 40), h, kv, d, PLAIN, torch.bfloat16)
-    q, k_cache, v_cache, _, tables, _, lengths, spans, scale, *_ = args
+    q, k_cache, v_cache, tables, seq_lens, scale = named(args)
+    query_lens = args[AT["lens_cpu"]][:, 0]
     out = torch.empty(1, n, h, d, dtype=q.dtype, device="cuda")
-    split_kv(q, k_cache, v_cache, tables, lengths, scale, out=out, early=early)
+    split_kv(q, k_cache, v_cache, tables, seq_lens, scale, out=out, early=early)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        split_kv(q, k_cache, v_cache, tables, lengths, scale, out=out, early=early)
+        split_kv(q, k_cache, v_cache, tables, seq_lens, scale, out=out, early=early)
     for now in ((9001, 5001, 41), (1, 64, 65), (300, 17, 41), (2, 1, 1), (9001, 1, 16)):
-        lengths.copy_(torch.tensor(now))
+        seq_lens.copy_(torch.tensor(now))
         out.fill_(torch.nan)
         graph.replay()
-        sized = torch.stack((spans[:, 0], torch.tensor(now)), dim=1)
-        expected = SPEC.reference(*wide((*args[:6], lengths, sized, scale)))
+        lens_cpu = torch.stack((query_lens, torch.tensor(now)), dim=1)
+        expected = SPEC.reference(*wide((*args[: AT["lens_cpu"]], lens_cpu, scale)))
         assert_close(out, expected, torch.bfloat16, 9000, str(now))
 
 

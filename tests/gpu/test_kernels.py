@@ -53,7 +53,8 @@ def test_the_gpu_kernel_is_chosen_for_16_bit():
 def test_paged_attention_writes_the_cache_in_place():
     _, case = next((n, c) for n, c in CASES if n == "paged_attention" and c.name.startswith("mixed"))
     args = case.make("cuda", torch.bfloat16, torch.Generator().manual_seed(0))
-    k, k_cache, slots = args[1], args[3], args[5]
+    names = [argument.name for argument in torch.ops.graft.paged_attention.default._schema.arguments]
+    k, k_cache, slots = (args[names.index(name)] for name in ("k", "k_cache", "slot_mapping"))
     pointer = k_cache.data_ptr()
     torch.ops.graft.paged_attention(*args)
     assert k_cache.data_ptr() == pointer

@@ -69,12 +69,12 @@ def rows_shape(s: Symbols, tensor: Tensor) -> tuple[Any, ...]:
 
 LAYOUT: dict[str, Callable[[Symbols], tuple[Any, ...]]] = {
     "indices": lambda s: (s.batch, s.tokens),
-    "slots": lambda s: (s.tokens,),
-    "rows": lambda s: (s.tokens,),
+    "slot_mapping": lambda s: (s.tokens,),
+    "token_to_seq": lambda s: (s.tokens,),
     "block_tables": lambda s: (s.sequences, s.table),
-    "starts": lambda s: (s.sequences + 1,),
-    "lengths": lambda s: (s.sequences,),
-    "spans": lambda s: (s.sequences, 2),
+    "cu_seqlens": lambda s: (s.sequences + 1,),
+    "seq_lens": lambda s: (s.sequences,),
+    "lens_cpu": lambda s: (s.sequences, 2),
 }
 
 
@@ -297,7 +297,7 @@ def results(op: str, built: Built, args: tuple[Any, ...]) -> list[torch.Tensor]:
 def written(op: str, cache: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
     named = dict(zip([a.name for a in getattr(ops, op).default._schema.arguments], args, strict=False))
     rows = cache.view(-1, *cache.shape[2:])
-    return rows[named["slots"]] if "slots" in named else rows[:0]
+    return rows[named["slot_mapping"]] if "slot_mapping" in named else rows[:0]
 
 
 def expected(op: str, args: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -22,6 +22,9 @@ from graft.ops.rope_kv_write import triton as rope_kv_write
 from graft.ops.rope_kv_write.cases import CASES as ROPE_CASES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+AT = {
+    argument.name: index for index, argument in enumerate(torch.ops.graft.cached_attention.default._schema.arguments)
+}
 EMPTY = torch.empty
 
 
@@ -32,13 +35,18 @@ def batch(new, old, h, kv, d, options=(None, None, False), seed=0):
     wide = [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in rest]
     expected = cached_attention(q.double(), k_cache.double(), v_cache.double(), *wide)
     owned = torch.zeros(k_cache.shape[:2], dtype=torch.bool, device=DEVICE)
-    tables, lengths = rest[1], rest[3]
-    for table, length in zip(tables.tolist(), lengths.tolist(), strict=True):
+    args = (q, k_cache, v_cache, *rest)
+    for table, length in zip(args[AT["block_tables"]].tolist(), args[AT["seq_lens"]].tolist(), strict=True):
         for place in range(length):
             owned[table[place // 16], place % 16] = True
     for cache in (k_cache, v_cache):
         cache[~owned] = torch.nan  # what lies beyond the lengths belongs to nobody
-    return (q, k_cache, v_cache, *rest), expected
+    return args, expected
+
+
+def changed(args, **named):
+    """The same call with other arguments, by name."""
+    return tuple(named.get(name, value) for name, value in zip(AT, args, strict=False))
 
 
 def poisoned(*args, **options):
@@ -53,8 +61,8 @@ def run(kernel, *args, **options):
 
 
 def split(args, **options):
-    q, k_cache, v_cache, _, tables, _, lengths, _, *rest = args
-    return run(decode.split_kv, q, k_cache, v_cache, tables, lengths, *rest, **options)
+    named = [args[AT[name]] for name in ("q", "k_cache", "v_cache", "block_tables", "seq_lens")]
+    return run(decode.split_kv, *named, *args[AT["scale"] :], **options)
 
 
 def close(left, right):
@@ -87,16 +95,16 @@ def test_a_wrong_variant_of_split_kv_is_caught_r26(early):
     args, expected = batch((1, 1), (600, 90), 4, 2, 16, (300, None, False))
     assert close(split(args, splits=4, early=early), expected)
     assert not close(split((*args[:9], 301, *args[10:]), splits=4, early=early), expected)
-    assert not close(split((*args[:8], args[8] * 1.05, *args[9:]), splits=4, early=early), expected)
+    assert not close(split(changed(args, scale=args[AT["scale"]] * 1.05), splits=4, early=early), expected)
     args, expected = batch((1, 1), (600, 90), 4, 2, 16)
-    short = (*args[:6], args[6] - 256, *args[7:])
+    short = changed(args, seq_lens=args[AT["seq_lens"]] - 256)
     assert not close(split(short, splits=4, early=early), expected)
 
 
 def test_a_row_without_a_sequence_gives_zeros_r26():
     """Rows that fill up a CUDA graph's batch have no tokens."""
     args, _ = batch((1, 1), (40, 20), 4, 2, 16)
-    args[6][1] = 0
+    args[AT["seq_lens"]][1] = 0
     for splits, early in ((1, False), (4, False), (1, True), (4, True)):
         out = split(args, splits=splits, early=early)
         assert torch.equal(out[0, 1], torch.zeros_like(out[0, 1])) and out[0, 0].isfinite().all()
@@ -139,7 +147,7 @@ def test_a_wrong_variant_of_prefill_is_caught_r26():
     assert close(run(cached_attention_triton, *args), expected)
     assert not close(run(cached_attention_triton, *args[:9], 10, *args[10:]), expected)
     args, expected = batch((20, 3), (30, 60), 4, 2, 16)
-    later = (*args[:6], args[6] - 1, *args[7:])  # every token sees one key less
+    later = changed(args, seq_lens=args[AT["seq_lens"]] - 1)  # every token sees one key less
     assert not close(run(cached_attention_triton, *later), expected)
 
 
@@ -166,8 +174,8 @@ def test_chunks_through_the_kernels_equal_the_whole_r26():
         for last in (11, 12, 13, 40, n):
             places = torch.arange(first, last, device=DEVICE)
             slots = table[0, places // block] * block + places % block
-            starts, lengths = (torch.tensor(t, device=DEVICE) for t in ([0, last - first], [last]))
-            layout = (slots, slots * 0, table, starts, lengths, torch.tensor([[last - first, last]]))
+            cu_seqlens, seq_lens = (torch.tensor(t, device=DEVICE) for t in ([0, last - first], [last]))
+            layout = (slots, slots * 0, table, cu_seqlens, seq_lens, torch.tensor([[last - first, last]]))
             chunk = (t[:, :, first:last] for t in (q, k, v))
             parts.append(run(paged_attention_triton, *chunk, *caches, *layout, d**-0.5, window, softcap))
             first = last

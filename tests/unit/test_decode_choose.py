@@ -158,10 +158,11 @@ def test_the_kernel_that_advances_rows_writes_what_the_reference_writes_r43(seed
 def test_commands_and_padding_r43():
     """A row that gets a block, one whose block is exchanged, one that leaves, padding; the padding block is 99."""
     tokens = torch.tensor([7, 8, -1, 5])
-    lengths, live = torch.tensor([4, 6, 9, 1]), torch.tensor([1, 1, 1, 0])
+    seq_lens, live = torch.tensor([4, 6, 9, 1]), torch.tensor([1, 1, 1, 0])
     places, blocks = torch.tensor([1, 0, LEAVE, NOTHING]), torch.tensor([40, 41, 42, 43])
-    tables = torch.tensor([[10, 10, 10], [11, 12, 11], [13, 14, 15], [99, 99, 99]])
-    ids, positions, slots = advance_rows(tokens, lengths, live, places, blocks, tables, 99, 4)
+    block_tables = torch.tensor([[10, 10, 10], [11, 12, 11], [13, 14, 15], [99, 99, 99]])
+    ids, positions, slots = advance_rows(tokens, seq_lens, live, places, blocks, block_tables, 99, 4)
     assert ids.tolist() == [7, 8, 0, 5] and positions.tolist() == [4, 6, 0, 0]
-    assert slots.tolist() == [160, 50, 396, 396] and lengths.tolist() == [5, 7, 1, 1]
-    assert live.tolist() == [1, 1, 0, 0] and tables[:, 0].tolist() == [10, 41, 99, 99] and tables[0, 1] == 40
+    assert slots.tolist() == [160, 50, 396, 396] and seq_lens.tolist() == [5, 7, 1, 1]
+    assert live.tolist() == [1, 1, 0, 0]
+    assert block_tables[:, 0].tolist() == [10, 41, 99, 99] and block_tables[0, 1] == 40

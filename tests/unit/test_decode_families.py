@@ -29,7 +29,7 @@ def tokens(llm):
 
 def check_rows(gm):
     """The last sum, then the rows that are sampled from, then their norm and the output projection."""
-    index = next(node for node in placeholders(gm.graph) if node.name == "logits_index")
+    index = next(node for node in placeholders(gm.graph) if node.name == "logits_indices")
     (rows,) = index.users
     assert is_op(rows, torch.ops.aten.index_select.default) and is_op(rows.args[0], torch.ops.aten.add.Tensor)
     (norm,) = rows.users

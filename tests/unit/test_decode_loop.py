@@ -80,7 +80,7 @@ def test_a_step_writes_only_blocks_that_nobody_else_sees_r43():
     def checked(flight):
         before = [tensor.clone() for tensor in llm.engine.tensors]
         launch(flight)
-        blocks = (loop.buffers.inputs[2, : flight.recording.rows] // manager.block_size).tolist()
+        blocks = (loop.buffers.fed[2, : flight.recording.rows] // manager.block_size).tolist()
         due = {one.row: one.request.table for one in flight.due}
         for row, block in enumerate(blocks):
             if row not in due:

@@ -77,7 +77,7 @@ def test_few_rows_of_short_contexts_have_recordings_of_their_own_r43():
     assert table_widths(8, 8192, 16) == (128, 8192) and table_widths(16, 8192, 16) == (8192,)
     assert table_widths(1, 100, 16) == (100,)
     recordings = engine("llama", True, max_num_seqs=2).engine.loop.recordings
-    widest = recordings.buffers.tables.shape[1]
+    widest = recordings.buffers.block_tables.shape[1]
     with mock.patch.object(buckets, "SHORT", 32):
         assert recordings.key(1, 32, "greedy") == (1, 2, "greedy")
         assert recordings.key(1, 33, "greedy") == (1, widest, "greedy")
@@ -92,7 +92,7 @@ def test_a_context_grows_from_one_recording_into_the_next_r43():
         llm = engine("llama", True, max_num_seqs=2)
         assert [o.token_ids for o in llm.generate(given, params)] == expected
         used = {width for rows, width, _ in llm.engine.loop.recordings.made if rows == 2}
-    assert used == {3, llm.engine.loop.buffers.tables.shape[1]}
+    assert used == {3, llm.engine.loop.buffers.block_tables.shape[1]}
     assert not llm.stats.bucket_misses and llm.stats.steps_ahead > 30
 
 

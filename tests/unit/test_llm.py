@@ -23,6 +23,7 @@ from graft.errors import (
     UnknownBackend,
     UsageError,
 )
+from graft.kvcache.layout import NAMES, Batch
 from graft.models.load import load_model
 
 GREEDY = graft.SamplingParams(max_tokens=24, ignore_eos=True)
@@ -269,11 +270,11 @@ def test_logits_that_are_no_numbers_end_their_request_alone_r63(monkeypatch):
     expected = llm.generate([[5, 6]], GREEDY)[0].token_ids
     graph = llm.engine.graph
 
-    def broken(ids, *inputs):
-        (logits,) = graph(ids, *inputs)
-        starts = inputs[5].tolist()
-        for row, first in enumerate(starts[:-1]):
-            if ids[0, first] == 9:
+    def broken(*inputs):
+        (logits,) = graph(*inputs)
+        batch = Batch(*inputs[: len(NAMES)])
+        for row, first in enumerate(batch.cu_seqlens[:-1].tolist()):
+            if batch.input_ids[0, first] == 9:
                 logits[0, row] = torch.nan
         return (logits,)
 

@@ -24,18 +24,18 @@ BINARY = [op for op in FORMS if op not in UNARY]
 
 
 class Sketch:
-    """A graph over x and y [1, T, 24], a vector [24] and a table [50, 24], with `input_ids` and `logits_index`."""
+    """A graph over x and y [1, T, 24], a vector [24] and a table [50, 24], with `input_ids` and `logits_indices`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
         self.s, self.graph, self.root = Symbols(), Graph(), torch.nn.Module()
         self.tensors: dict[str, torch.Tensor] = {
             "input_ids": torch.randint(0, 50, (1, ROWS), generator=generator),
-            "logits_index": torch.tensor([6, 0, 3]),
+            "logits_indices": torch.tensor([6, 0, 3]),
             **{name: (torch.rand(1, ROWS, WIDTH, generator=generator) + 0.1).to(dtype) for name in ("x", "y")},
         }
         s = self.s
-        shapes = {"input_ids": (s.batch, s.tokens), "logits_index": (s.sequences,)}
+        shapes = {"input_ids": (s.batch, s.tokens), "logits_indices": (s.sequences,)}
         self.nodes: dict[str, Node] = {}
         for name, tensor in self.tensors.items():
             shape = shapes.get(name, (s.batch, s.tokens, WIDTH))
@@ -84,7 +84,7 @@ def rows(dtype: torch.dtype) -> Built:
     heads.meta["val"] = s.fake((s.batch, s.tokens, 4, 6), dtype)
     turned = sketch.call(aten.transpose.int, heads, 1, 2)
     part = sketch.call(aten.slice.Tensor, turned, -1, 2, 5)
-    chosen = sketch.call(aten.index_select.default, total, 1, sketch.nodes["logits_index"])
+    chosen = sketch.call(aten.index_select.default, total, 1, sketch.nodes["logits_indices"])
     sketch.results = [embedded, total, turned, part, chosen, sketch.call(aten.slice.Tensor, heads, -2, 1, 3)]
     return sketch.built()
 

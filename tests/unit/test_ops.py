@@ -175,8 +175,8 @@ def test_paged_attention_equals_attention_over_whole_sequences():
         for last in (11, 12, 13, 20, n):
             places = torch.arange(first, last)
             slots = table[0, places // block] * block + places % block
-            spans = torch.tensor([[last - first, last]])
-            layout = (slots, slots * 0, table, torch.tensor([0, last - first]), torch.tensor([last]), spans)
+            lens_cpu = torch.tensor([[last - first, last]])
+            layout = (slots, slots * 0, table, torch.tensor([0, last - first]), torch.tensor([last]), lens_cpu)
             chunk = (t[:, :, first:last] for t in (q, k, v))
             parts.append(torch.ops.graft.paged_attention(*chunk, *caches, *layout, d**-0.5, window))
             first = last

@@ -9,7 +9,7 @@ import torch
 from recording_cases import engine
 
 import graft
-from graft.runtime.batch import Lists
+from graft.kvcache.layout import NAMES, HostBatch
 from graft.runtime.decode.buckets import Sizes
 from graft.runtime.decode.packed import LARGEST, token_sizes
 
@@ -94,18 +94,18 @@ def test_padding_of_more_tokens_than_a_table_has_blocks_for_takes_several_rows()
 
 def test_the_layout_of_a_padded_step():
     packed = engine("llama", True, max_num_seqs=4, max_num_batched_tokens=64).engine.loop.packed
-    lists = Lists(
-        ids=[5, 6, 7], positions=[9, 0, 1], slots=[41, 16, 17], rows=[0, 1, 1], starts=[0, 1, 3], lengths=[10, 2],
-        tables=[[2], [1]],
-    )  # fmt: skip
-    size, rows, block = 16, packed.rows, packed.block_size
-    flat = packed.flat(lists, size)
-    ids, positions, slots, owners, *rest = torch.tensor(flat).split([size] * 4 + [rows + 1] * 3)
-    assert len(flat) % 2 == 0 and all(part % 2 == 0 for part in (size, rows + 1))  # each begins at 16 bytes
-    assert ids[:3].tolist() == [5, 6, 7] and owners[3:].tolist() == [rows - 1] * 13
-    assert {slot // block for slot in slots[3:].tolist()} == {packed.padding}
-    assert positions[:3].tolist() == [9, 0, 1]
-    ends, lengths, starts = rest
-    assert ends[:2].tolist() == [0, 2] and lengths[:rows].tolist() == [10, 2, 1, 1, 13]
-    assert starts.tolist() == [0, 1, 3, 3, 3, 16]
-    assert packed.spans(lists, size).tolist() == [[1, 10], [2, 2], [0, 1], [0, 1], [13, 13]]
+    host, size, rows, block = HostBatch(), 16, packed.rows, packed.block_size
+    host.add([5], 9, [2], block)
+    host.add([6, 7], 0, [1], block)
+    padded = packed.padded(host, size)
+    flat, at = padded.flat()
+    assert len(flat) % 2 == 0 and all(place.start % 2 == 0 for place in at.values())  # each begins at 16 bytes
+    assert set(at) == {*NAMES} - {"block_tables", "lens_cpu"}  # tables lie apart, sizes of the host on the host
+    for name, place in at.items():
+        assert flat[place] == getattr(padded, name), name
+    assert padded.input_ids[:3] == [5, 6, 7] and padded.token_to_seq[3:] == [rows - 1] * 13
+    assert {slot // block for slot in padded.slot_mapping[3:]} == {packed.padding}
+    assert padded.position_ids[:3] == [9, 0, 1]
+    assert padded.logits_indices[:2] == [0, 2] and padded.seq_lens == [10, 2, 1, 1, 13]
+    assert padded.cu_seqlens == [0, 1, 3, 3, 3, 16]
+    assert padded.lens_cpu == [(1, 10), (2, 2), (0, 1), (0, 1), (13, 13)]

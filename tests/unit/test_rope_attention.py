@@ -20,6 +20,7 @@ from graft.ops.rope_kv_write import op as writing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC = OPS["rope_attention"]
+AT = {argument.name: index for index, argument in enumerate(torch.ops.graft.rope_attention.default._schema.arguments)}
 PLAIN = (None, None, False)
 EMPTY = torch.empty
 
@@ -27,16 +28,13 @@ EMPTY = torch.empty
 def batch(new, old, h, kv, d, options=PLAIN, r=None, interleaved=False, norm=False):
     """Arguments in float32."""
     g = torch.Generator().manual_seed(0)
-    q, k, v, *caches, slots, rows, tables, starts, lengths, spans, scale, window, softcap, sinks = make(
-        new, old, h, kv, d, options, DEVICE, torch.float32, g
-    )
+    q, k, v, *rest = make(new, old, h, kv, d, options, DEVICE, torch.float32, g)
     angle = torch.randn(1, 1, sum(new), (r or d) // 2, generator=g)
     angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
     cos, sin = angle.cos().to(DEVICE), angle.sin().to(DEVICE)
     norms = [torch.rand(d, generator=g).to(DEVICE) + 0.5 for _ in range(2)] if norm else [None, None]
-    layout = slots, rows, tables, starts, lengths, spans
     more = interleaved, *norms, 1e-5 if norm else 0.0, 0.0, False
-    return [q, k, v, cos, sin, *caches, *layout, scale, window, softcap, sinks, *more]
+    return [q, k, v, cos, sin, *rest, *more]
 
 
 def cloned(args):
@@ -50,9 +48,9 @@ def wide(args):
 def poison(args):
     """The same, with NaN in the cache beyond the tokens that were there: it belongs to nobody yet."""
     args = cloned(args)
-    new, lengths = args[12].T.tolist()
-    seen = torch.zeros(args[5].shape[:2], dtype=torch.bool, device=DEVICE)
-    for table, n, length in zip(args[9].tolist(), new, lengths, strict=True):
+    new, seq_lens = args[AT["lens_cpu"]].T.tolist()
+    seen = torch.zeros(args[AT["k_cache"]].shape[:2], dtype=torch.bool, device=DEVICE)
+    for table, n, length in zip(args[AT["block_tables"]].tolist(), new, seq_lens, strict=True):
         for place in range(length - n):
             seen[table[place // 16], place % 16] = True
     for cache in args[5:7]:
@@ -67,7 +65,7 @@ def poisoned(*args, **options):
 
 def agrees(run, args, given=None):
     """Whether `run` gives what the reference gives of `args` in float64, writes the same and nothing else."""
-    exact, mine, slots = wide(args), poison(given or args), args[7]
+    exact, mine, slots = wide(args), poison(given or args), args[AT["slot_mapping"]]
     expected = SPEC.reference(*exact)
     before = cloned(mine[5:7])
     with mock.patch.object(torch, "empty", poisoned):
@@ -154,13 +152,13 @@ def test_rows_without_a_sequence_write_nothing_r26():
     args = poison(batch((1, 1), (40, 20), 4, 2, 16))
     whole = cloned(args)
     expected = op.run_whole(*whole)
-    args[11][1] = 0
+    args[AT["seq_lens"]][1] = 0
     before = cloned(args)
     found = op.run_whole(*args)
     assert torch.equal(found[0, 0], expected[0, 0]) and not found[0, 1].any()
     for new, old, both in zip(args[5:7], before[5:7], whole[5:7], strict=True):
         flat, was, full = (t.view(-1, *t.shape[2:]) for t in (new, old, both))
-        slot, unused = args[7].tolist()
+        slot, unused = args[AT["slot_mapping"]].tolist()
         assert torch.equal(flat[slot], full[slot]) and was[slot].isnan().all()
         assert flat[unused].isnan().all(), "what belongs to nobody stays as it was"
 

@@ -18,6 +18,7 @@ import graft
 from graft.cli.app import app
 from graft.errors import DumpError, RunMismatch, UnknownTransform
 from graft.graph.nodes import placeholders
+from graft.kvcache.layout import HostBatch, pack
 from graft.transforms.config import load_config, quantize_sets
 from graft.transforms.dumps import MANIFEST, MARKER, WEIGHTS, DumpWriter
 from graft.workbench.diff_runs import compare_records, diff_runs, folded
@@ -32,17 +33,9 @@ T = 6
 
 def inputs(gm):
     """T tokens of one sequence, for a graph of any stage: with a cache or without one."""
-    known = {
-        "input_ids": torch.arange(5, 5 + T)[None],
-        "position_ids": torch.arange(T)[None],
-        "logits_index": torch.tensor([T - 1]),
-        "slots": torch.arange(T),
-        "rows": torch.zeros(T, dtype=torch.int64),
-        "block_tables": torch.tensor([[0]]),
-        "starts": torch.tensor([0, T]),
-        "lengths": torch.tensor([T]),
-        "spans": torch.tensor([[T, T]]),
-    }
+    host = HostBatch()
+    host.add(range(5, 5 + T), 0, [0], 16)
+    known = vars(pack(host, torch.device("cpu")))
     nodes = placeholders(gm.graph)
     texts = {
         n.name: n.meta["value_text"] if "value_text" in n.meta else str(list(n.meta["val"].shape)) for n in nodes

@@ -86,6 +86,10 @@ def token_problems(
         yield f"slot_mapping is {mapped.tolist()}, not {slots.tolist()}"
     if len(mapped[mine].unique()) != int(mine.sum()):
         yield f"two tokens have one slot: {mapped.tolist()}"
+    used = (each["seq_lens"] + block_size - 1) // block_size
+    for seq, (table, count) in enumerate(zip(tables.tolist(), used.tolist(), strict=True)):
+        if int(query_lens[seq]) and table[0] != padding and len(set(table[:count])) < count:
+            yield f"sequence {seq} has a block twice: {table[:count]}"
     if padding is not None and not torch.equal(mapped[~mine] // block_size, torch.full_like(mapped[~mine], padding)):
         yield f"padding is written into blocks of others: {mapped[~mine].tolist()}"
 
