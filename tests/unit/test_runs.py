@@ -20,7 +20,7 @@ from graft.errors import DumpError, RunMismatch, UnknownTransform
 from graft.graph.nodes import placeholders
 from graft.kvcache.layout import HostBatch, pack
 from graft.transforms.config import load_config, quantize_sets
-from graft.transforms.dumps import MANIFEST, MARKER, WEIGHTS, DumpWriter
+from graft.transforms.dumps import MANIFEST, MARKER, RUN_FORMAT, WEIGHTS, DumpWriter
 from graft.workbench.diff_runs import compare_records, diff_runs, folded
 from graft.workbench.dump import dump_model
 from graft.workbench.runs import open_run
@@ -209,7 +209,8 @@ def set_manifest(folder, **values):
         (lambda f: (f / "report.json").unlink(), "interrupted, or an older graft"),
         (lambda f: (f / "report.json").write_text("{"), "report.json is damaged"),
         (lambda f: (f / MANIFEST).write_text("[]"), "run.json is damaged"),
-        (lambda f: (f / MANIFEST).write_text('{"format": 1, "graphs": 2}'), "run.json is damaged"),
+        (lambda f: (f / MANIFEST).write_text(json.dumps({"format": RUN_FORMAT, "graphs": 2})), "run.json is damaged"),
+        (lambda f: set_manifest(f, format=1), "has format 1.*dump the model again"),  # other names of inputs
         (lambda f: set_manifest(f, format=9, versions={"graft": "7.0"}), "has format 9.*written by graft 7.0"),
         (lambda f: set_manifest(f, graphs=1), "graphs of format 1"),
         (lambda f: (f / "000_capture_captured.json").unlink(), "lacks 000_capture_captured.json"),
