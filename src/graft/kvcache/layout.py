@@ -158,12 +158,12 @@ class HostBatch:
         others have no token. Their logits are those of any token."""
         used, n = len(self.input_ids), len(self.seq_lens)
         more, idle = tokens - used, seqs - 1 - n
-        slots = [padding * block_size + index % block_size for index in range(more)]
+        slots = list(range(padding * block_size, (padding + 1) * block_size)) * -(-more // block_size)
         return HostBatch(
             input_ids=self.input_ids + [0] * more,
             position_ids=self.position_ids + [0] * more,
             logits_indices=self.logits_indices + [0] * (seqs - n),
-            slot_mapping=self.slot_mapping + slots,
+            slot_mapping=self.slot_mapping + slots[:more],
             token_to_seq=self.token_to_seq + [seqs - 1] * more,
             block_tables=self.block_tables + [[padding]] * (seqs - n),
             cu_seqlens=[*self.cu_seqlens, *[used] * idle, tokens],
