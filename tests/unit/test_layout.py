@@ -86,8 +86,8 @@ def test_what_is_packed_is_well_formed(made):
     batch = pack(host, CPU)
     check(batch, BLOCK, blocks)
     assert batch.inputs() == tuple(getattr(batch, name) for name in NAMES)
-    tokens, seqs = len(host.input_ids) + 3, len(host.seq_lens) + 2
-    padded = pack(host.padded(tokens, seqs, blocks, BLOCK), CPU)
+    tokens, seqs = len(host.input_ids) + 3, len(host.seq_lens) + 3
+    padded = pack(host.padded(tokens, seqs, [2, 1], blocks, BLOCK), CPU)
     check(padded, BLOCK, blocks + 1, padding=blocks)
     assert padded.input_ids.shape == (1, tokens) and padded.seq_lens.shape == (seqs,)
     with pytest.raises(LayoutError, match=r"position_ids|slot_mapping|block_tables"):

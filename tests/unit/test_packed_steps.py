@@ -80,12 +80,13 @@ def test_padding_of_more_tokens_than_a_table_has_blocks_for_takes_several_rows()
     llm = engine("llama", True, max_num_seqs=2, max_num_batched_tokens=1024)
     packed = llm.engine.loop.packed
     assert packed.span == 256 and packed.spare == 4 and packed.rows == 7
-    lists = Lists(ids=[5], positions=[0], slots=[0], rows=[0], starts=[0, 1], lengths=[1], tables=[[0]])
-    *tokens, _, lengths, starts = torch.tensor(packed.flat(lists, 640)).split([640] * 4 + [packed.rows + 1] * 3)
-    counts = [b - a for a, b in pairwise(starts.tolist())]
-    assert counts == [1, 0, 0, 256, 256, 127, 0] and lengths.max() == packed.span
-    assert tokens[3].tolist() == [row for row, count in enumerate(counts) for _ in range(count)]
-    assert packed.spans(lists, 640).tolist() == [[count, max(count, 1)] for count in counts]
+    host = HostBatch()
+    host.add([5], 0, [0], packed.block_size)
+    padded = packed.padded(host, 640)
+    counts = [b - a for a, b in pairwise(padded.cu_seqlens)]
+    assert counts == [1, 0, 0, 256, 256, 127, 0] and max(padded.seq_lens) == packed.span
+    assert padded.token_to_seq == [row for row, count in enumerate(counts) for _ in range(count)]
+    assert padded.lens_cpu == [(count, max(count, 1)) for count in counts] and len(padded.slot_mapping) == 640
     packed.sizes = Sizes((1024,), 1)
     params = graft.SamplingParams(max_tokens=3, ignore_eos=True)
     whole = engine("llama", False, max_num_seqs=2).generate([[3] * 20], params)

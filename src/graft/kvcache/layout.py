@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
@@ -153,22 +154,22 @@ class HostBatch:
         self.seq_lens.append(last)
         self.lens_cpu.append((count, last))
 
-    def padded(self, tokens: int, seqs: int, padding: int, block_size: int) -> HostBatch:
-        """The same step with so many tokens and sequences. The last sequence is the padding, and its block `padding`;
-        others have no token. Their logits are those of any token."""
+    def padded(self, tokens: int, seqs: int, parts: list[int], padding: int, block_size: int) -> HostBatch:
+        """The same step with so many tokens and sequences. The last sequences are the padding, with so many tokens
+        each, and their block `padding`; others have no token. Their logits are those of any token."""
         used, n = len(self.input_ids), len(self.seq_lens)
-        more, idle = tokens - used, seqs - 1 - n
+        more, idle = tokens - used, seqs - len(parts) - n
         slots = list(range(padding * block_size, (padding + 1) * block_size)) * -(-more // block_size)
         return HostBatch(
             input_ids=self.input_ids + [0] * more,
             position_ids=self.position_ids + [0] * more,
             logits_indices=self.logits_indices + [0] * (seqs - n),
             slot_mapping=self.slot_mapping + slots[:more],
-            token_to_seq=self.token_to_seq + [seqs - 1] * more,
+            token_to_seq=self.token_to_seq + [seq for seq, part in enumerate(parts, n + idle) for _ in range(part)],
             block_tables=self.block_tables + [[padding]] * (seqs - n),
-            cu_seqlens=[*self.cu_seqlens, *[used] * idle, tokens],
-            seq_lens=[*self.seq_lens, *[1] * idle, max(more, 1)],
-            lens_cpu=[*self.lens_cpu, *[(0, 1)] * idle, (more, max(more, 1))],
+            cu_seqlens=[*self.cu_seqlens, *[used] * idle, *(used + end for end in accumulate(parts))],
+            seq_lens=[*self.seq_lens, *[1] * idle, *(max(part, 1) for part in parts)],
+            lens_cpu=[*self.lens_cpu, *[(0, 1)] * idle, *((part, max(part, 1)) for part in parts)],
         )
 
     def padded_tables(self) -> tuple[list[int], int]:

@@ -1,8 +1,8 @@
 """Steps with prompts in them on fixed memory, captured for numbers of tokens, so that the host need not launch them.
 
 Up to LARGEST tokens the device is done before the host has launched the next kernel: 900 tokens of an 8B model take
-20 ms on an H200, launching them 40 to 60. A step is padded to the next number of tokens by a sequence of its own,
-whose blocks are all the padding block; rows without a request have no tokens.
+20 ms on an H200, launching them 40 to 60. A step is padded to the next number of tokens by sequences of their own,
+none longer than a block table, whose blocks are all the padding block; rows without a request have no tokens.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ class PackedSteps:
         self.requests, self.width = buffers.block_tables.shape
         self.device = buffers.block_tables.device
         self.sizes = Sizes(token_sizes(most), PROMPT_PAYS)
-        # one more for the padding; odd, as no size is: kernels take as many tokens as rows for a step that decodes
-        self.rows = (self.requests + 1) | 1
+        self.span = self.width * self.block_size  # tokens that a row of the tables has blocks for
+        self.spare = -(-max(self.sizes.every, default=1) // self.span)  # rows for the padding
+        # odd, as no size is: kernels take as many tokens as rows for a step that decodes
+        self.rows = (self.requests + self.spare) | 1
         self.block_tables = torch.full((self.rows, self.width), self.padding, device=self.device)
         self.out: Tensor | None = None  # [rows, vocab]
         self.made: dict[int, PackedStep] = {}
@@ -108,7 +110,11 @@ class PackedSteps:
 
     def padded(self, found: HostBatch, size: int) -> HostBatch:
         """The step as the batch of this size lies in memory."""
-        return found.padded(size, self.rows, self.padding, self.block_size)
+        return found.padded(size, self.rows, self.parts(size - len(found.input_ids)), self.padding, self.block_size)
+
+    def parts(self, padding: int) -> list[int]:
+        """[spare]: the padding's tokens in each of its rows."""
+        return [min(self.span, max(0, padding - row * self.span)) for row in range(self.spare)]
 
     @property
     def notes(self) -> list[str]:
