@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graft.ops import OPS
 from graft.ops.cached_attention.decode.triton import split_count, split_kv
+from graft.ops.selection import problem_of
 from graft.workbench.tune_timers import graph_microseconds
 
 H, KV, D, BLOCK = 32, 8, 128, 16
@@ -81,8 +82,9 @@ def measure_prefill(tokens: int, old: int = 0) -> dict[str, Any]:
     args = (q, k_cache, v_cache, token_to_seq, tables, cu_seqlens, seq_lens, lens_cpu, SCALE)
     flops = 4 * H * D * tokens * (old + tokens / 2)
     row: dict[str, Any] = {"tokens": tokens, "cached": old}
-    for kernel in OPS["cached_attention"].kernels:
-        if kernel.supports(*args) is None:
+    spec = OPS["cached_attention"]
+    for kernel in spec.kernels:
+        if problem_of(kernel, spec.call(*args)) is None:
             row[kernel.name] = flops / call_us(partial(kernel.run, *args)) / 1e6
     return row
 
@@ -105,7 +107,7 @@ def measure_rope(tokens: int) -> dict[str, Any]:
     width = (H + 2 * KV) * D
     count = copies(2 * tokens * width * 2)
     blocks = -(-tokens // BLOCK) * 2
-    run = OPS["rope_kv_write"].kernels[0].run
+    run = OPS["rope_kv_write"].kernel("triton").run
     calls = []
     for _ in range(count):
         parts = torch.randn(1, tokens, width, dtype=DTYPE, device=DEVICE).split([H * D, KV * D, KV * D], dim=-1)

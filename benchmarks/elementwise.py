@@ -100,7 +100,7 @@ def measure(name: str, rows: int, device: str, dtype: torch.dtype, repeats: int,
         "unfused_us": round(1e6 * statistics.median(p for p, _ in pairs), 1),
         "fused_us": round(1e6 * statistics.median(f for _, f in pairs), 1),
         "speedup": round(statistics.median(p / f for p, f in pairs), 2),
-        "kernel": fused.report.kernels["graft::elementwise"].split(" ")[0],
+        "kernel": fused.report.kernels["graft::elementwise"].names[0],
     }
 
 

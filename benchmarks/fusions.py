@@ -35,7 +35,7 @@ class Row:
 
 def kernel(op: str, *args: Any) -> Callable[[], Any]:
     """An op as the eager backend runs it: the kernel is chosen once."""
-    run = choose(OPS[op], *args).run
+    run = choose(OPS[op], OPS[op].call(*args)).run
     return lambda: run(*args)
 
 
@@ -52,7 +52,7 @@ def norm_then_rope(x: Any, weight: Any, cos: Any, sin: Any, eps: float, *options
     """What fuse_qk_norm_rope finds: two graft ops."""
     offset, cast_last, interleaved = (*options, *(0.0, False, False)[len(options) :])
     norm = kernel("rms_norm", x, weight, eps, offset, cast_last)
-    turn = choose(OPS["rope"], norm(), cos, sin, interleaved).run
+    turn = choose(OPS["rope"], OPS["rope"].call(norm(), cos, sin, interleaved)).run
     return lambda: turn(norm(), cos, sin, interleaved)
 
 

@@ -14,6 +14,7 @@ from graft.ops.cached_attention.decode.triton import split_kv
 from graft.ops.cases import tolerance
 from graft.ops.paged_attention.cases import make
 from graft.ops.rope_kv_write.cases import CASES as ROPE_CASES
+from graft.ops.selection import problem_of
 
 SPEC = OPS["cached_attention"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -51,7 +52,7 @@ def check(args, dtype, reduction, also=()):
     expected = SPEC.reference(*wide(args))
     ran = []
     for kernel in SPEC.kernels:
-        if kernel.supports(*args) is None or kernel.name in also:
+        if problem_of(kernel, SPEC.call(*args)) is None or kernel.name in also:
             poison = torch.full((4 * args[0].numel(),), torch.nan, dtype=dtype, device="cuda")
             del poison  # the next tensors are made where NaN was
             assert_close(kernel.run(*args), expected, dtype, reduction, kernel.name)
@@ -85,17 +86,17 @@ def test_torchs_kernels_take_a_prompt_of_its_own_and_behind_a_prefix_r26(dtype):
     for new, old in (((700,), (0,)), ((130,), (1000,)), ((1, 1, 300, 40), (900, 5, 0, 77))):
         args = cached(new, old, 32, 8, 128, PLAIN, dtype)
         assert check(args, dtype, 1200, also=("sdpa",)) == ["sdpa", "triton"]
-        assert (SPEC.kernels[1].supports(*args) is None) == (dtype is torch.float32)
+        assert (problem_of(SPEC.kernel("sdpa"), SPEC.call(*args)) is None) == (dtype is torch.float32)
         expected = SPEC.reference(*wide(args))
         with pytest.raises(AssertionError, match="off by"):
-            assert_close(SPEC.kernels[1].run(*args[:8], args[8] * 1.5), expected, dtype, 1200)
+            assert_close(SPEC.kernel("sdpa").run(*args[:8], args[8] * 1.5), expected, dtype, 1200)
 
 
 def test_long_prompts_go_to_torchs_kernel_r25():
     args = cached((4096,), (0,), 4, 1, 128, PLAIN, torch.bfloat16)
     assert check(args, torch.bfloat16, 4096) == ["sdpa", "triton"]
     behind = cached((4096,), (16,), 4, 1, 128, PLAIN, torch.bfloat16)
-    assert "one launch for all is quicker" in SPEC.kernels[1].supports(*behind)
+    assert "one launch for all is quicker" in problem_of(SPEC.kernel("sdpa"), SPEC.call(*behind))
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -118,7 +119,7 @@ def test_rope_kv_write_writes_what_the_reference_writes_r26(case, dtype):
     exact = wide([t.clone() if isinstance(t, torch.Tensor) else t for t in args])
     expected = OPS["rope_kv_write"].reference(*exact)
     before = [cache.clone() for cache in args[5:7]]
-    assert_close(OPS["rope_kv_write"].kernels[0].run(*args), expected, dtype, case.reduction)
+    assert_close(OPS["rope_kv_write"].kernel("triton").run(*args), expected, dtype, case.reduction)
     for new, right, old in zip(args[5:7], exact[5:7], before, strict=True):
         flat, wanted, untouched = (t.view(-1, *t.shape[2:]) for t in (new, right, old))
         assert_close(flat[args[7]], wanted[args[7]], dtype, case.reduction)
@@ -171,7 +172,7 @@ def test_a_recorded_mixture_takes_its_sizes_from_the_gpu_r43():
     """What the CPU said when it was recorded may not stay in the recording."""
     args = cached((1, 6, 9), (40, 20, 0), 8, 2, 64, PLAIN, torch.float32)
     with mock.patch("graft.ops.cached_attention.triton.recording", lambda _: True):
-        SPEC.kernels[2].run(*args)  # compiles the kernel
+        SPEC.kernel("triton").run(*args)  # compiles the kernel
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -24,11 +24,12 @@ def arguments(n, dtype=torch.bfloat16):
 
 
 def mixture(kernel, logits, x, gate_up, down):
-    weights, ids = choose(OPS["moe_route"], logits, K, True, torch.float32, False, named="triton").run(
-        logits, K, True, torch.float32
-    )
-    args = (x, weights, ids, gate_up, down, "silu")
-    return choose(OPS["moe_experts"], *args, named=kernel).run(*args)
+    weights, ids = named("moe_route", "triton", logits, K, True, torch.float32)
+    return named("moe_experts", kernel, x, weights, ids, gate_up, down, "silu")
+
+
+def named(op, kernel, *args):
+    return choose(OPS[op], OPS[op].call(*args), kernel).run(*args)
 
 
 @pytest.mark.parametrize("kernel", ["triton", "grouped_mm"])

@@ -170,6 +170,7 @@ def test_chunks_through_the_kernels_equal_the_whole_r26():
     for window, softcap in ((None, None), (7, None), (None, 4.0)):
         whole = OPS["attention"].reference(q, k, v, None, d**-0.5, True, window, softcap)
         caches = [torch.full((9, block, kv, d), torch.nan, device=DEVICE) for _ in range(2)]
+        ours = mock.patch.multiple(choice, needs_triton=lambda *_: None, recording=lambda _: True)  # not torch's
         parts, first = [], 0
         for last in (11, 12, 13, 40, n):
             places = torch.arange(first, last, device=DEVICE)
@@ -177,7 +178,8 @@ def test_chunks_through_the_kernels_equal_the_whole_r26():
             cu_seqlens, seq_lens = (torch.tensor(t, device=DEVICE) for t in ([0, last - first], [last]))
             layout = (slots, slots * 0, table, cu_seqlens, seq_lens, torch.tensor([[last - first, last]]))
             chunk = (t[:, :, first:last] for t in (q, k, v))
-            parts.append(run(paged_attention_triton, *chunk, *caches, *layout, d**-0.5, window, softcap))
+            with ours:
+                parts.append(run(paged_attention_triton, *chunk, *caches, *layout, d**-0.5, window, softcap))
             first = last
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=2e-5, atol=2e-5)
 
@@ -185,21 +187,23 @@ def test_chunks_through_the_kernels_equal_the_whole_r26():
 def test_which_kernel_takes_a_call_is_said_r25():
     spec = OPS["cached_attention"]
     args, _ = batch((1, 3), (4, 0), 4, 2, 16)
-    assert choice.split_kv_supports(*args) == "not every sequence brings a single token"
-    assert choice.sdpa_supports(*args[:10], 5.0) == "scaled_dot_product_attention has no soft cap"
-    assert choice.sdpa_supports(*args[:10], None, args[0]) == "scaled_dot_product_attention has no sinks"
+    call = spec.call(*args)
+    assert spec.kernel("split_kv").varies(call) == "not every sequence brings a single token"
+    sdpa = spec.kernel("sdpa").problem
+    assert sdpa(call._replace(softcap=5.0)) == "scaled_dot_product_attention has no soft cap"
+    assert sdpa(call._replace(softcap=None, sinks=args[0])) == "scaled_dot_product_attention has no sinks"
     if DEVICE == "cpu":
-        assert choose(spec, *args).name == "reference"
-        assert all("run on a GPU" in k.supports(*args) for k in spec.kernels[1:])
+        assert choose(spec, spec.call(*args)).name == "reference"
+        assert all("run on a GPU" in spec.kernel(name).problem(call) for name in ("split_kv", "sdpa", "triton"))
     with mock.patch.object(choice, "needs_triton", lambda *_: None):
-        assert choose(spec, *args).name == "sdpa"
-        assert choose(spec, *args[:9], 100).name == "sdpa"  # no sequence reaches the window
-        assert choose(spec, *args[:9], 4).name == "triton"
-        assert choose(spec, *args[:9], None, 5.0).name == "triton"
-        assert choose(spec, *batch((1, 1), (4, 0), 4, 2, 16)[0]).name == "split_kv"
-        assert choose(spec, *batch((2, 1), (4, 0), 4, 2, 12)[0]).name == "triton"  # heads of 12
+        assert choose(spec, spec.call(*args)).name == "sdpa"
+        assert choose(spec, spec.call(*args[:9], 100)).name == "sdpa"  # no sequence reaches the window
+        assert choose(spec, spec.call(*args[:9], 4)).name == "triton"
+        assert choose(spec, spec.call(*args[:9], None, 5.0)).name == "triton"
+        assert choose(spec, spec.call(*batch((1, 1), (4, 0), 4, 2, 16)[0])).name == "split_kv"
+        assert choose(spec, spec.call(*batch((2, 1), (4, 0), 4, 2, 12)[0])).name == "triton"  # heads of 12
         with mock.patch.object(choice, "recording", lambda _: True):
-            assert choose(spec, *args).name == "triton"
+            assert choose(spec, spec.call(*args)).name == "triton"
         for new, old, dtype, name in (
             ((5000,), (0,), torch.bfloat16, "sdpa"),
             ((1, 5000), (9, 0), torch.bfloat16, "sdpa"),
@@ -209,7 +213,7 @@ def test_which_kernel_takes_a_call_is_said_r25():
         ):
             shapes = (new, old, 2, 1, 16, (None, None, False))
             q, _, _, k_cache, v_cache, _, *rest = make(*shapes, DEVICE, dtype, torch.Generator().manual_seed(0))
-            assert choose(spec, q, k_cache, v_cache, *rest).name == name, (new, old, dtype)
+            assert choose(spec, spec.call(q, k_cache, v_cache, *rest)).name == name, (new, old, dtype)
 
 
 @pytest.mark.parametrize("few", [rope_kv_write.FEW, 0], ids=["few tokens", "many"])

@@ -419,7 +419,7 @@ def test_experts_against_every_expert_on_every_token(kernel):
     share = torch.zeros(n, E, dtype=torch.float64).scatter_(1, ids, weights.double())
     dense = torch.einsum("ned,ne->nd", every, share)
     spec = OPS["moe_experts"]
-    run = moe_experts_triton if kernel == "triton" else next(c.run for c in spec.all_kernels if c.name == kernel)
+    run = moe_experts_triton if kernel == "triton" else spec.kernel(kernel).run
     torch.testing.assert_close(run(x, weights, ids, gate_up, down).double(), dense, rtol=1e-5, atol=1e-6)
     wrong = run(x, weights, ids.flip(1), gate_up, down).double()
     assert not torch.allclose(wrong, dense, rtol=1e-5, atol=1e-6)

@@ -179,7 +179,7 @@ def test_engine_tokens_stay_the_same_r22(family):
     )
     layers = with_it.model.layers
     assert len(with_it.report.transforms[NAME].matches) == layers and layers > 1
-    assert with_it.report.kernels["graft::rope_attention"] == "by call: whole, steps, reference"
+    assert with_it.report.kernels["graft::rope_attention"].names == ("reference",)
     assert not {"graft::rope_kv_write", "graft::cached_attention"} & set(with_it.report.kernels)
     assert "graft::cached_attention" in without.report.kernels
     assert without.report.transforms[NAME].reason == "it is for cuda and the native backend, the graph is on cpu"

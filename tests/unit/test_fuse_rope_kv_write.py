@@ -161,7 +161,7 @@ def test_engine_tokens_stay_those_of_hugging_face_r22(family):
         f"tiny-{family}", dtype="float32", device="cpu", config=ON_CPU, max_num_batched_tokens=20, backend="eager"
     )
     assert len(llm.report.transforms[NAME].matches) == llm.model.layers
-    assert llm.report.kernels["graft::cached_attention"] == "by call: split_kv, sdpa, triton, reference"
+    assert llm.report.kernels["graft::cached_attention"].names == ("reference",)
     outputs = llm.generate(prompts, graft.SamplingParams(max_tokens=12, ignore_eos=True))
     for prompt, output in zip(prompts, outputs, strict=True):
         ids = torch.tensor([prompt])

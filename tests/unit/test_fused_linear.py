@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 
 import graft.ops.fused_linear.triton as kernels
 from graft.errors import KernelUnavailable
-from graft.ops import OPS, choose
+from graft.ops import OPS, bind, choose
 from graft.ops.cases import tolerance
+from graft.ops.fused_linear import op
 from graft.ops.fused_linear.cases import Shape, make
 from graft.ops.fused_linear.choice import Gemm, Matvec
 from graft.ops.fused_linear.kinds import Even, Narrow
-from graft.ops.fused_linear.op import run_narrow
+from graft.ops.fused_linear.op import narrow_call_problem
 from graft.ops.fused_linear.reference import fused_linear
 from graft.ops.launch import ring
+from graft.ops.selection import problem_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPEC = OPS["fused_linear"]
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +105,7 @@ NARROW = [Narrow(1, 8), Narrow(2, 4), Narrow(4, 2), Narrow(8, 2), Narrow(4, 2, 1
 
 def narrow_as(how):
     def run(call):
-        assert kernels.narrow_fits(call, how)
+        assert narrow_call_problem(call) is None
         return kernels.launch_narrow(call, how)
 
     return run
@@ -142,21 +145,25 @@ def test_what_narrow_has_slightly_wrong_is_caught(wrong):
 
 def test_what_cannot_be_read_by_16_bytes_goes_another_way_r25():
     """x that begins in the middle of 16 bytes, and one whose rows do; another dtype; a norm's weight of 1 + w."""
-    how, shape = Narrow(), Shape(2, 16, 1024, weight="int4", norm="plain")
+    shape = Shape(2, 16, 1024, weight="int4", norm="plain")
     x, *rest = arguments(shape, torch.bfloat16)
-    call = kernels.Call(x[0], *rest)
-    assert kernels.narrow_fits(call, how)
-    moved = torch.cat([x.flatten(), x.flatten()[:4]])[4:].view(2, 1024)
-    wide = torch.zeros(2, 1028, dtype=torch.bfloat16, device=DEVICE)
-    wide[:, :1024] = x[0]
-    for other in (moved, wide[:, :1024]):
-        assert not kernels.narrow_fits(replace(call, x=other), how)
-        with pytest.raises(KernelUnavailable, match="16 bytes at a time"):  # asked for by name: that one or none
-            run_narrow(other[None], *rest)
-    assert not kernels.narrow_fits(replace(call, offset=1.0, cast_last=True), how)
-    halves = arguments(shape, torch.float16)
-    assert not kernels.narrow_fits(kernels.Call(halves[0][0], *halves[1:]), how)
-    assert agrees(lambda call: kernels.run_as(call, how), halves, torch.float16, 1024)
+    with mock.patch.object(op, "needs_triton", lambda *_: None):
+        call = SPEC.call(x, *rest)
+        assert problem_of(SPEC.kernel("narrow"), call) is None
+        moved = torch.cat([x.flatten(), x.flatten()[:4]])[4:].view(1, 2, 1024)
+        wide = torch.zeros(1, 2, 1028, dtype=torch.bfloat16, device=DEVICE)
+        wide[..., :1024] = x
+        for other in (moved, wide[..., :1024]):
+            assert "16 bytes at a time" in problem_of(SPEC.kernel("narrow"), call._replace(x=other))
+            with pytest.raises(KernelUnavailable, match="16 bytes at a time"):  # asked for by name: that one or none
+                choose(SPEC, call._replace(x=other), "narrow")
+            run = bind(SPEC, call, "narrow").run  # when it is bound, nothing is known of a call's memory
+            with pytest.raises(KernelUnavailable, match="16 bytes at a time"):
+                run(other, *rest)
+        assert "1 + w" in problem_of(SPEC.kernel("narrow"), call._replace(offset=1.0, cast_last=True))
+        halves = arguments(shape, torch.float16)
+        assert "not torch.float16" in problem_of(SPEC.kernel("narrow"), SPEC.call(*halves))
+    assert agrees(lambda call: kernels.launch_gemm(call, kernels.default_gemm(call)), halves, torch.float16, 1024)
 
 
 @settings(max_examples=15, deadline=None)
@@ -208,12 +215,13 @@ def test_rows_of_any_shape_and_layout_are_taken_r22():
         lambda call: kernels.launch_gemm(call, Gemm(rows=16, depth=64)), [across, *rest], torch.float32, 136
     )
     strided = x.view(2, 3, 136).transpose(1, 2).contiguous().transpose(1, 2)
-    assert agrees(kernels.launch, [strided, *rest], torch.float32, 136)
+    assert agrees(lambda call: kernels.run_as(call, None), [strided, *rest], torch.float32, 136)
 
 
 def test_a_cpu_takes_the_reference_and_says_why_r25():
     args = make(Shape(1, 8, 64), "cpu", torch.float32, torch.Generator().manual_seed(0))
-    assert choose(OPS["fused_linear"], *args).name == "reference"
-    assert "run on a GPU" in OPS["fused_linear"].kernels[0].supports(*args)
-    mixed = (args[0].half(), *args[1:])
-    assert "the weight torch.float32" in OPS["fused_linear"].kernels[0].supports(*mixed)
+    call = SPEC.call(*args)
+    chosen = choose(SPEC, call)
+    assert chosen.name == "reference" and [name for name, _ in chosen.skipped] == [k.name for k in SPEC.kernels]
+    assert "run on a GPU" in dict(chosen.skipped)["gemm"]
+    assert "the weight torch.float32" in SPEC.kernel("gemm").problem(call._replace(x=call.x.half()))

@@ -6,6 +6,7 @@ Run on a GPU as well: there float8 tensor cores multiply.
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 
 import graft.ops.fused_linear.scaled as scaled
 import graft.ops.fused_linear.triton as kernels
-from graft.ops import OPS
+from graft.ops import OPS, choose
+from graft.ops.fused_linear import op
 from graft.ops.fused_linear.cases import Shape, make
 from graft.ops.fused_linear.reference import fp8_rows, fused_linear, rounds
 from graft.ops.fused_linear.round_rows import round_rows
+from graft.ops.selection import problem_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FROM = 3  # tokens
@@ -58,7 +61,7 @@ def test_the_kernels_give_what_the_reference_does(few, options, dtype, monkeypat
     monkeypatch.setattr(scaled, "FEW_TOKENS", few)
     for tokens, n, k in ((FROM, 64, 576), (9, 32, 200)):
         args = arguments(Shape(tokens, n, k, weight="fp8", **options), dtype)
-        assert agrees(kernels.launch, args, dtype), (tokens, k)
+        assert agrees(scaled.launch_scaled, args, dtype), (tokens, k)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +78,12 @@ def test_the_kernels_give_what_the_reference_does(few, options, dtype, monkeypat
 )
 def test_what_is_wrong_is_caught(wrong):
     args = arguments(Shape(9, 32, 576, weight="fp8", norm="plain", residual=True), torch.float32)
-    assert agrees(kernels.launch, args, torch.float32)
-    assert not agrees(lambda call: kernels.launch(wrong(call)), args, torch.float32)
+    assert agrees(scaled.launch_scaled, args, torch.float32)
+
+    def rounded(call):
+        return scaled.launch_scaled(call) if call.fp8_from else kernels.run_as(call, None)
+
+    assert not agrees(lambda call: rounded(wrong(call)), args, torch.float32)
 
 
 @settings(max_examples=25, deadline=None)
@@ -104,19 +111,21 @@ def test_a_row_of_zeros_and_of_no_numbers():
     x[1, 5] = torch.nan
     x[2] = 1.0
     weight = torch.ones((16, 64), device=DEVICE).to(torch.float8_e4m3fn)
-    got = kernels.launch(kernels.Call(x, weight, scale=torch.ones(16, device=DEVICE), fp8_from=2))
+    got = scaled.launch_scaled(kernels.Call(x, weight, scale=torch.ones(16, device=DEVICE), fp8_from=2))
     assert (got[0] == 0).all() and got[1].isnan().all() and torch.allclose(got[2], torch.full_like(got[2], 64.0))
 
 
 def test_from_how_many_tokens_on_and_which_kernel_says_so():
     x = torch.zeros(1, 4, 8)
     assert rounds(x, 4) and rounds(x, 1) and not rounds(x, 5) and not rounds(x, 0)
-    spec = {kernel.name: kernel for kernel in OPS["fused_linear"].kernels}
-    args = arguments(Shape(4, 32, 64, weight="fp8"), torch.bfloat16)
-    assert "rounded to float8 from 4 tokens on" in spec["gemm"].supports(*args, 4)
-    assert "rounded to float8 from 4 tokens on" in spec["matvec"].supports(*args, 4)
-    if DEVICE == "cuda":
-        assert spec["scaled_mm"].supports(*args, 4) is None
-        assert spec["scaled_mm"].supports(*args, 5) == "rows of x are not to be rounded to float8"
-        plain = arguments(Shape(4, 32, 64), torch.bfloat16)
-        assert "multiplies with float8 weights" in spec["scaled_mm"].supports(*plain, 4)
+    spec = OPS["fused_linear"]
+    call = spec.call(*arguments(Shape(4, 32, 64, weight="fp8"), torch.bfloat16))._replace(fp8_from=4)
+    assert "rounded to float8 from 4 tokens on" in spec.kernel("gemm").varies(call)
+    assert "rounded to float8 from 4 tokens on" in spec.kernel("matvec").varies(call)
+    later, never = call._replace(fp8_from=5), call._replace(fp8_from=0)
+    plain = spec.call(*arguments(Shape(4, 32, 64), torch.bfloat16))._replace(fp8_from=4)
+    with mock.patch.object(op, "needs_triton", lambda *_: None):
+        problems = [problem_of(spec.kernel("scaled_mm"), one) for one in (call, later, never, plain)]
+        assert choose(spec, call).name == "scaled_mm" and choose(spec, later).name == "matvec"
+    assert problems[0] is None and problems[1] == problems[2] == "rows of x are not to be rounded to float8"
+    assert "multiplies with float8 weights" in problems[3]

@@ -15,6 +15,7 @@ import graft.ops
 from graft.errors import KernelUnavailable, UsageError
 from graft.ops import OPS, choose
 from graft.ops.cases import tolerance
+from graft.ops.selection import problem_of
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -109,7 +110,7 @@ def test_triton_agrees_with_the_reference(name, case, dtype, monkeypatch):
 def test_existing_kernels_agree_with_the_reference(name, case):
     args = make(case, torch.float32)
     for kernel in OPS[name].kernels:
-        if kernel.kind == "existing_kernel" and kernel.supports(*args) is None:
+        if kernel.kind == "existing" and problem_of(kernel, OPS[name].call(*args)) is None:
             assert close(kernel.run(*copied(args)), OPS[name].reference(*copied(args)), torch.float32, case.reduction)
 
 
@@ -184,16 +185,17 @@ def test_paged_attention_equals_attention_over_whole_sequences():
 
 
 def test_a_named_kernel_runs_or_raises_r25():
-    args = (torch.randn(2, 8), torch.randn(8), 1e-5)
-    assert choose(OPS["rms_norm"], *args, named="reference").kind == "reference"
-    assert choose(OPS["rms_norm"], *args).name == "aten"
-    assert (
-        choose(OPS["rms_norm"], *(a.half() if isinstance(a, torch.Tensor) else a for a in args)).name == "reference"
-    )
+    spec = OPS["rms_norm"]
+    call = spec.call(torch.randn(2, 8), torch.randn(8), 1e-5)
+    assert choose(spec, call, "reference").kernel.kind == "reference"
+    assert choose(spec, call).name == "aten"
+    assert choose(spec, call._replace(x=call.x.half(), weight=call.weight.half())).name == "reference"
     with pytest.raises(KernelUnavailable, match="run on a GPU"):
-        choose(OPS["rms_norm"], *args, named="triton")
+        choose(spec, call, "triton")
+    with pytest.raises(KernelUnavailable, match="compiled step of backend='native'"):
+        choose(spec, call, "native")
     with pytest.raises(UsageError, match="did you mean 'triton'"):
-        choose(OPS["rms_norm"], *args, named="tritn")
+        choose(spec, call, "tritn")
 
 
 def test_ops_carry_no_backend_in_their_names():

@@ -17,6 +17,7 @@ from graft.ops.cached_attention import op as reading
 from graft.ops.paged_attention.cases import make
 from graft.ops.rope_attention import op
 from graft.ops.rope_kv_write import op as writing
+from graft.ops.selection import problem_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC = OPS["rope_attention"]
@@ -86,6 +87,14 @@ def any_device(monkeypatch):
         monkeypatch.setattr(module, "needs_triton", lambda *_: None)
 
 
+def takes(kernel, args):
+    return problem_of(SPEC.kernel(kernel), SPEC.call(*args)) is None
+
+
+def chosen(*args):
+    return choose(SPEC, SPEC.call(*args)).name
+
+
 OPTIONS = st.tuples(
     st.sampled_from([None, None, 1, 7, 40, 130]), st.sampled_from([None, None, 5.0]), st.booleans()
 )  # window, soft cap, sinks
@@ -96,7 +105,7 @@ OLD = st.lists(st.sampled_from([0, 1, 15, 16, 63, 255, 256, 257, 300, 700]), min
 @given(old=OLD, group=st.sampled_from([1, 3, 4]), d=st.sampled_from([16, 24, 32]), options=OPTIONS)
 def test_one_kernel_agrees_with_float64_and_writes_the_newest_alone_r26(old, group, d, options):
     args = batch((1,) * len(old), tuple(old), 2 * group, 2, d, options)
-    assert op.whole_supports(*args) is None
+    assert takes("whole", args)
     assert agrees(op.run_whole, args)
 
 
@@ -110,15 +119,16 @@ def test_one_kernel_agrees_with_float64_and_writes_the_newest_alone_r26(old, gro
 )
 def test_whatever_a_kernel_takes_it_computes_r26(old, r, interleaved, norm, options):
     args = batch((1,) * len(old), tuple(old), 4, 2, 16, options, r, interleaved, norm)
-    ran = [kernel.name for kernel in SPEC.kernels if kernel.supports(*args) is None and agrees(kernel.run, args)]
-    assert ran == [kernel.name for kernel in SPEC.kernels if kernel.supports(*args) is None]
+    able = [kernel for kernel in SPEC.kernels if takes(kernel.name, args)]
+    ran = [kernel.name for kernel in able if agrees(kernel.run, args)]
+    assert ran == [kernel.name for kernel in able]
     assert "steps" in ran
 
 
 @pytest.mark.parametrize(("new", "old"), [((7,), (0,)), ((1, 6), (20, 3)), ((5, 9), (33, 0))])
 def test_prompts_take_the_two_kernels_that_it_replaces_r26(new, old):
     args = batch(new, old, 4, 2, 16)
-    assert choose(SPEC, *args).name == "steps" and agrees(op.run_steps, args)
+    assert chosen(*args) == "steps" and agrees(op.run_steps, args)
 
 
 @pytest.mark.parametrize("angles", [torch.float16, torch.float32])
@@ -165,12 +175,12 @@ def test_rows_without_a_sequence_write_nothing_r26():
 
 def test_which_kernel_takes_a_call_r25(monkeypatch):
     args = batch((1,), (20,), 4, 2, 16)
-    assert choose(SPEC, *args).name == "whole"
+    assert chosen(*args) == "whole"
     table = torch.zeros(1, 200_000 // 16, dtype=torch.int64, device=DEVICE)
-    assert choose(SPEC, *args[:9], table, *args[10:]).name == "whole"  # long contexts too
+    assert chosen(*args[:9], table, *args[10:]) == "whole"  # long contexts too
     several = batch((2,), (20,), 4, 2, 16)
-    assert choose(SPEC, *several).name == "steps" and op.whole_supports(*several)
+    assert chosen(*several) == "steps" and not takes("whole", several)
     monkeypatch.undo()
     if DEVICE == "cpu":
-        assert choose(SPEC, *args).name == "reference"
-        assert all("run on a GPU" in kernel.supports(*args) for kernel in SPEC.kernels)
+        assert chosen(*args) == "reference"
+        assert all("run on a GPU" in SPEC.kernel(name).problem(SPEC.call(*args)) for name in ("whole", "steps"))

@@ -72,7 +72,7 @@ def test_the_lowering_switches_for_each_call_and_records_and_waits_r44(monkeypat
     gm = placed(module, [0, 0, 0, 0, 1, 1, 0])
     cuda = FakeCuda(monkeypatch)
     lowered = lower_eager(gm)
-    assert lowered.kernels["graft::stream_switch"] == "2 CUDA streams"
+    assert str(lowered.kernels["graft::stream_switch"]) == "2 CUDA streams"
     got = lowered.call(x)
     assert torch.equal(got[0] if isinstance(got, (list, tuple)) else got, module(x))
     assert cuda.log.pop() == ("follow", 101, 100)

@@ -285,7 +285,7 @@ def test_on_a_cpu_they_do_nothing_r44(backend):
     lowered = lower(scheduled_module(module), backend)
     got = lowered.call(x)
     torch.testing.assert_close(got[0] if isinstance(got, (list, tuple)) else got, expected)
-    told = [*lowered.kernels.values(), *lowered.notes]
+    told = [*map(str, lowered.kernels.values()), *lowered.notes]
     assert any("one after another" in line or "stream ops are left out" in line for line in told)
 
 

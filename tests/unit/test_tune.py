@@ -282,7 +282,8 @@ def test_ops_shows_choices_below_the_kernels_r26():
     first = next(line for line in lines[start:] if line.strip().startswith("plain 4096x14336: 1 "))
     assert ", more: library; measured on NVIDIA H200" in first
     rows = json.loads(invoke("ops", "fused_linear", "--device", "cpu", "--json").stdout)
-    choices = next(row for row in rows if row["kernel"] == "tuned")["choices"]
+    choices = next(row for row in rows if row["kernel"] == "matvec")["choices"]
     assert {"shape", "first", "last", "kind", "device"} <= set(choices[0]) and choices[0]["first"] == 1
-    assert not any("choices" in row for row in rows if row["kernel"] != "tuned")
+    assert all(choice["kernel"] == row["kernel"] for row in rows for choice in row.get("choices", ()))
+    assert {row["kernel"] for row in rows if "choices" in row} == {"matvec", "narrow", "even", "gemm", "library"}
     assert "by tokens" not in invoke("ops", "rope", "--device", "cpu").stdout

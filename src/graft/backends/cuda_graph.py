@@ -23,6 +23,7 @@ from graft.backends.replay import Replays
 from graft.backends.select import Lowered
 from graft.graph.memory import mutated_roots
 from graft.graph.nodes import leaves, output_node, placeholders
+from graft.ops.ran import gathered
 
 
 def lower_cuda_graph(
@@ -35,7 +36,7 @@ def lower_cuda_graph(
     arguments = arguments_of(gm, state, device)
     recorder = cuda_recorder(device) if device.type == "cuda" else DIRECT
     replays = Replays(body_of(graph, state).forward, arguments, recorder, reuse_outputs=reuse_outputs)
-    return Lowered(shell_of(gm, replays), "cuda_graph", kernels, notes(arguments, reuse_outputs))
+    return Lowered(shell_of(gm, replays), "cuda_graph", gathered(kernels), notes(arguments, reuse_outputs))
 
 
 def arguments_of(gm: GraphModule, state: tuple[str, ...], device: torch.device) -> Arguments:

@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.backends.select import Lowered
 from graft.backends.streams import bind_streams, placements
 from graft.graph.nodes import OpOverload, arg_values, val
-from graft.ops import OPS, choose
-from graft.ops.spec import Kernel, OpSpec, chooser
+from graft.ops import OPS, bind
+from graft.ops.call import EAGER, Asker, Call
+from graft.ops.ran import OpKernels, Ran, gathered
+from graft.ops.spec import OpSpec
 
 
 def lower_eager(gm: GraphModule, named: Mapping[str, str] | None = None) -> Lowered:
     graph, kernels = bind_kernels(gm, named)
-    return Lowered(GraphModule(gm, graph, class_name="EagerGraph"), "eager", kernels)
+    return Lowered(GraphModule(gm, graph, class_name="EagerGraph"), "eager", gathered(kernels))
 
 
-def bind_kernels(gm: GraphModule, named: Mapping[str, str] | None = None) -> tuple[Graph, dict[str, str]]:
-    """A copy of the graph that calls kernels in place of graft's ops, and which one each op got."""
+def by_eager(node: Node) -> Asker:  # noqa: ARG001
+    return EAGER
+
+
+def bind_kernels(
+    gm: GraphModule, named: Mapping[str, str] | None = None, asker: Callable[[Node], Asker] = by_eager
+) -> tuple[Graph, list[tuple[str, Ran]]]:
+    """A copy of the graph that calls kernels in place of graft's ops, and which one each op got in each place."""
     graph = Graph()
     outputs = graph.graph_copy(gm.graph, {})
     graph.output(outputs)
     graph.set_codegen(copy.copy(gm.graph._codegen))
-    named, kernels = named or {}, {}
+    named, kernels = named or {}, []
     placed = placements(graph)
     for node in graph.nodes:
         spec = spec_of(node)
         if spec is not None:
-            given = [value for _, value in arg_values(node)]
-            values = [map_arg(value, val) for value in given]
-            name = named.get(spec.name)
-            if spec.by_call and name is None:
-                node.target, node.args, node.kwargs = chooser(spec.name), tuple(given), {}
-                kernels[f"graft::{spec.name}"] = describe_by_call(spec)
-                continue
-            kernel = choose(spec, *values, named=name)
-            node.target, node.args, node.kwargs = kernel.run, tuple(given), {}
-            kernels[f"graft::{spec.name}"] = describe(spec, kernel, values, name is not None)
+            bound = bind(spec, call_of(node, spec, asker(node)), named.get(spec.name))
+            node.target, node.args, node.kwargs = bound.run, tuple(value for _, value in arg_values(node)), {}
+            kernels.append((f"graft::{spec.name}", bound.ran))
     if placed:
-        kernels["graft::stream_switch"] = bind_streams(graph, placed)
+        kernels.append(("graft::stream_switch", Ran((bind_streams(graph, placed),))))
     return graph, kernels
 
 
@@ -51,19 +52,12 @@ def spec_of(node: Node) -> OpSpec | None:
     return None
 
 
-def describe_by_call(spec: OpSpec) -> str:
-    """`by call: matvec, gemm, cublas, reference`."""
-    return f"by call: {', '.join(kernel.name for kernel in spec.all_kernels)}"
+def call_of(node: Node, spec: OpSpec, asker: Asker = EAGER) -> Call:
+    """With the recorded tensors."""
+    return spec.call(*(map_arg(value, val) for _, value in arg_values(node)), asker=asker)
 
 
-def describe(spec: OpSpec, chosen: Kernel, values: list[object], forced: bool = False) -> str:
-    """`aten (existing_kernel)`, `reference (not triton: Triton kernels run on a GPU…)`."""
-    notes = [chosen.kind] if chosen.kind != chosen.name else []
-    notes += ["named in the config"] if forced else []
-    reasons: dict[str, list[str]] = {}
-    for kernel in spec.all_kernels:
-        if kernel.name == chosen.name or forced:
-            break
-        reasons.setdefault(str(kernel.supports(*values)), []).append(kernel.name)
-    notes += [f"not {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    return f"{chosen.name} ({'; '.join(notes)})" if notes else chosen.name
+def ran_here(gm: GraphModule) -> dict[str, OpKernels]:
+    """What runs each op where torch calls it: nothing is bound, `choose` is asked at every call."""
+    places = ((node, spec) for node in gm.graph.nodes if (spec := spec_of(node)) is not None)
+    return gathered((f"graft::{spec.name}", bind(spec, call_of(node, spec)).ran) for node, spec in places)

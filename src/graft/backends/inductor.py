@@ -19,6 +19,7 @@ from torch._guards import CompileContext, TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
+from graft.backends.eager import ran_here
 from graft.backends.select import Lowered
 from graft.errors import Recompiled, UsageError
 from graft.graph.edit import second_module
@@ -48,7 +49,7 @@ def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) ->
         gm.recompile()
         notes.append("inductor: it orders its kernels itself, on one stream; the stream ops are left out")
     compiled = torch.compile(gm, dynamic=has_symbols(gm.graph), options=inductor_settings())
-    return Lowered(with_right_artifacts(compiled, gm), "inductor", {}, tuple(notes))
+    return Lowered(with_right_artifacts(compiled, gm), "inductor", ran_here(gm), tuple(notes))
 
 
 def has_symbols(graph: Graph) -> bool:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from graft.errors import DiskFull, NativeFailed, NoCompiler, UnknownBackend, UsageError
 from graft.graph.memory import storage_root, written_args
 from graft.graph.nodes import outlives_call, where
+from graft.ops.ran import OpKernels
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Lowered:
 
     call: Callable[..., Any]
     backend: str
-    kernels: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, OpKernels] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 

@@ -1,10 +1,10 @@
-"""`graft ops`: every op, its kernels in order, where each applies and which one runs."""
+"""`graft ops`: every op's table of kernels in order, what each takes and which one runs."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,32 +17,36 @@ if TYPE_CHECKING:
 def ops(
     names: Annotated[list[str] | None, typer.Argument(help="Ops to show; all if left out.")] = None,
     device: Device = "auto",
+    backend: Annotated[str, typer.Option(help="Which backend asks: eager, or native.")] = "eager",
     as_json: Json = False,
 ) -> None:
-    """List the ops: kernels in the order they are tried, where each applies, which is chosen and why."""
+    """List the ops: the table of kernels in the order they are tried, what each takes, which is chosen and why."""
     from graft.cli.show import out
     from graft.models.load import resolve_device
     from graft.workbench.kernels import choice_rows, choice_texts, kernel_rows
 
+    if backend not in ("eager", "native"):
+        raise typer.BadParameter(f"{backend!r} is neither eager nor native", param_hint="--backend")
     where = resolve_device(device)
-    rows = kernel_rows(names or (), str(where))
+    rows = kernel_rows(names or (), str(where), backend)
     if as_json:
         choices = choice_rows(where) if any(map(looks_up, rows)) else []
-        print(json.dumps([{**asdict(row), **({"choices": choices} if looks_up(row) else {})} for row in rows]))
+        print(json.dumps([with_choices(row, choices) for row in rows]))
         return
     last = ""
     groups = grouped(rows)
-    for group in groups:
+    for index, group in enumerate(groups):
         first = group[0]
         if first.op != last:
             out.print(f"graft::{first.op}", style="bold")
             last = first.op
-        facts = f"applies to {counts(group, 'applies')}, chosen for {counts(group, 'chosen')}"
-        out.print(f"  {first.kernel:<10} {first.kind:<16} {facts}", soft_wrap=True)
+        facts = f"takes {counts(group, 'applies')}, chosen for {counts(group, 'chosen')}"
+        out.print(f"  {first.kernel:<10} {first.kind:<10} {facts}", soft_wrap=True)
         for reason in dict.fromkeys(reason for row in group for reason in row.reasons):
-            out.print(f"{'':<30}not where {reason}", markup=False, soft_wrap=True)
-        if group is last_with_choices(groups):
-            out.print("  tuned, by tokens of a call:")
+            out.print(f"{'':<24}not where {reason}", markup=False, soft_wrap=True)
+        ends = index + 1 == len(groups) or groups[index + 1][0].op != first.op
+        if ends and looks_up(first):
+            out.print("  before that order, on a GPU, what was measured to be fastest, by tokens of a call:")
             for line in choice_texts(where):
                 out.print(f"    {line}", markup=False, soft_wrap=True)
     out.print(
@@ -51,14 +55,16 @@ def ops(
 
 
 def looks_up(row: KernelRow) -> bool:
-    """Whether this kernel is one of several, chosen by measurement."""
-    return (row.op, row.kernel) == ("fused_linear", "tuned")
+    """Whether kernels of this op are chosen by measurement."""
+    from graft.ops import OPS
+
+    return OPS[row.op].measured is not None
 
 
-def last_with_choices(groups: list[list[KernelRow]]) -> list[KernelRow] | None:
-    """The last kernel of the op whose choices are shown below its kernels."""
-    ops = {group[0].op for group in groups if looks_up(group[0])}
-    return next((group for group in reversed(groups) if group[0].op in ops), None)
+def with_choices(row: KernelRow, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """For programs: a kernel with the shapes and tokens that it was measured to be fastest for."""
+    own = [choice for choice in choices if looks_up(row) and choice["kernel"] == row.kernel]
+    return {**asdict(row), **({"choices": own} if own else {})}
 
 
 def grouped(rows: list[KernelRow]) -> list[list[KernelRow]]:

@@ -7,10 +7,12 @@ import importlib
 import pkgutil
 
 from graft.ops import streams
-from graft.ops.spec import OPS, Kernel, OpSpec, choose
+from graft.ops.call import Call
+from graft.ops.selection import bind, choose
+from graft.ops.spec import OPS, Kernel, OpSpec
 
 for folder in pkgutil.iter_modules(__path__):
     if folder.ispkg:
         importlib.import_module(f"{__name__}.{folder.name}.op")
 
-__all__ = ["OPS", "Kernel", "OpSpec", "choose", "streams"]
+__all__ = ["OPS", "Call", "Kernel", "OpSpec", "bind", "choose", "streams"]

@@ -1,56 +1,107 @@
-"""What an operator is: a schema, a shape rule, a reference in plain torch, and an ordered list of kernels.
+"""What an operator is: a schema, a shape rule, a reference in plain torch, and one ordered table of kernels.
 
-`auto` takes the first kernel that supports the call. A kernel asked for by name runs or raises.
+A call takes the first kernel of the table that has no problem with it. A kernel asked for by name runs or raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from graft.errors import KernelUnavailable, UsageError, near
+from graft.ops.call import Call, call_class
 
 LIBRARY = torch.library.Library("graft", "FRAGMENT")
 OPS: dict[str, OpSpec] = {}
+Problem = Callable[[Call], str | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
-    """One way to run an op. `supports` gets the call's arguments and answers None, or why it cannot run them."""
+    """One way to run an op.
+
+    problem: why it cannot run such calls, or None; it reads what all calls of one place in a graph have in common,
+    such as dtypes and devices. varies: the same for what each call tells anew: sizes, layouts, values.
+    """
 
     name: str
-    kind: Literal["reference", "existing_kernel", "triton"]
+    kind: Literal["existing", "triton", "native", "reference"]
+    problem: Problem
     run: Callable[..., Any]
-    supports: Callable[..., str | None]
+    varies: Problem | None = None
 
 
-@dataclass(frozen=True)
+class Pick(NamedTuple):
+    """A kernel by measurement, and the sizes that it was measured with, which its `run` takes as `how`."""
+
+    kernel: str
+    how: Any = None
+
+
+@dataclass(frozen=True, eq=False)
 class OpSpec:
+    """measured: the kernels that were fastest for the sizes of a call, best first; they go before the others."""
+
     name: str
     schema: str
     reference: Callable[..., Any]
     fake: Callable[..., Any]
     kernels: tuple[Kernel, ...] = ()
-    by_call: bool = False  # which kernel is right depends on sizes that only a call tells, such as the token count
+    measured: Callable[[Call], Iterable[Pick]] | None = None
 
-    @property
-    def all_kernels(self) -> tuple[Kernel, ...]:
-        return (*self.kernels, Kernel("reference", "reference", self.reference, lambda *_: None))
+    @cached_property
+    def table(self) -> tuple[Kernel, ...]:
+        """The kernels in order. The last takes every call."""
+        return (*self.kernels, Kernel("reference", "reference", takes_all, self.reference))
+
+    @cached_property
+    def by_name(self) -> dict[str, Kernel]:
+        return {kernel.name: kernel for kernel in self.table}
+
+    @cached_property
+    def call(self) -> type[Call]:
+        """Of the op's arguments, in order."""
+        return call_class(self.name, getattr(torch.ops.graft, self.name).default._schema.arguments)
+
+    def kernel(self, name: str) -> Kernel:
+        if name not in self.by_name:
+            raise UsageError(f"graft::{self.name} has no kernel {name!r}{near(name, self.by_name)}")
+        return self.by_name[name]
+
+
+def takes_all(call: Call) -> str | None:  # noqa: ARG001
+    return None
+
+
+def native(problem: Problem = takes_all) -> Kernel:
+    """C++ for a CPU (native.h), which backend="native" compiles into its step; `problem`: of such a step's calls."""
+
+    def asked(call: Call) -> str | None:
+        if call.asker.backend != "native":
+            return "it runs in the compiled step of backend='native'"
+        return problem(call) or call.asker.problem()
+
+    return Kernel("native", "native", asked, in_a_step)
+
+
+def in_a_step(*_: object) -> Any:
+    raise KernelUnavailable("a native kernel runs in the compiled step of backend='native', not by itself")
 
 
 def define(spec: OpSpec) -> OpSpec:
-    """Registers the op with torch; calls go to the first kernel that supports them.
+    """Registers the op with torch; calls go to the kernel that `choose` gives.
 
     Results are contiguous, as `fake` says: Inductor plans with the recorded strides, and references keep those of
     their inputs.
     """
+    from graft.ops.selection import choose
 
     def dispatch(*args: Any) -> Any:
-        result = choose(spec, *args).run(*args)
+        result = choose(spec, make(*args)).run(*args)
         if isinstance(result, torch.Tensor):
             return result.contiguous()
         return type(result)(tensor.contiguous() for tensor in result)
@@ -58,39 +109,14 @@ def define(spec: OpSpec) -> OpSpec:
     LIBRARY.define(f"{spec.name}{spec.schema}")
     LIBRARY.impl(spec.name, dispatch, "CompositeExplicitAutograd")
     torch.library.register_fake(f"graft::{spec.name}", spec.fake, lib=LIBRARY)
+    make = spec.call
     OPS[spec.name] = spec
     return spec
 
 
-def choose(spec: OpSpec, *args: Any, named: str | None = None) -> Kernel:
-    """The kernel for a call: the one named, or the first that supports it."""
-    if named is not None:
-        kernel = next((k for k in spec.all_kernels if k.name == named), None)
-        if kernel is None:
-            raise UsageError(
-                f"graft::{spec.name} has no kernel {named!r}{near(named, [k.name for k in spec.all_kernels])}"
-            )
-        problem = kernel.supports(*args)
-        if problem:
-            raise KernelUnavailable(f"kernel {named!r} of graft::{spec.name} cannot run this call: {problem}")
-        return kernel
-    return next(kernel for kernel in spec.all_kernels if kernel.supports(*args) is None)
-
-
-@cache
-def chooser(name: str) -> Callable[..., Any]:
-    """The op as a function that chooses its kernel at every call."""
-    spec = OPS[name]
-
-    def run_chosen(*args: Any) -> Any:
-        return choose(spec, *args).run(*args)
-
-    return run_chosen
-
-
 def needs_triton(*tensors: torch.Tensor | None) -> str | None:
     """None when Triton can run on these tensors, else why not."""
-    given = [t for t in tensors if t is not None]
-    if any(t.device.type != "cuda" for t in given):
-        return f"Triton kernels run on a GPU, the tensors are on {given[0].device}"
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type != "cuda":
+            return f"Triton kernels run on a GPU, the tensors are on {tensor.device}"
     return None

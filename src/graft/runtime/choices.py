@@ -12,6 +12,7 @@ from graft.errors import VerificationError
 from graft.graph.nodes import calls, is_op, options_of, static_int, tensor_of, where
 from graft.ops.fused_linear.choice import FORMATS, Shape, choose_kernel
 from graft.ops.launch import device_name
+from graft.ops.ran import OpKernels
 
 
 def model_shapes(module: GraphModule) -> dict[Shape, int]:
@@ -33,9 +34,10 @@ def shapes_of(module: GraphModule) -> Iterator[tuple[Shape, bool]]:
             yield Shape(rows // 2 if gated else rows, depth, format, gated, norm), given["fp8_from"] > 0
 
 
-def choice_notes(module: GraphModule, device: torch.device, kernels: Mapping[str, str]) -> list[str]:
+def choice_notes(module: GraphModule, device: torch.device, kernels: Mapping[str, OpKernels]) -> list[str]:
     """For the report: nothing where no choice is looked up. kernels: what each op was lowered to."""
-    looked_up = kernels.get("graft::fused_linear", "tuned").startswith("tuned")
+    linear = kernels.get("graft::fused_linear")
+    looked_up = linear is None or any(len(one.kernels) > 1 for one in linear.ran)
     if device.type != "cuda" or not looked_up:
         return []
     note = choice_note(module, device_name(device))

@@ -154,7 +154,7 @@ def check_kernel(key: str, value: Any, where: str) -> tuple[str, str]:
     op = key.removeprefix("kernels.")
     if op not in OPS:
         raise UnknownKey(op, f"{where} (kernels)", OPS)
-    names = [kernel.name for kernel in OPS[op].all_kernels]
+    names = list(OPS[op].by_name)
     if value not in names:
         raise WrongType(key, value, f"one of {', '.join(names)}", where)
     return op, value

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from graft.graph.match import NearMiss
+from graft.ops.ran import OpKernels
 from graft.state.alias_map import StateRecord
 
 Status = Literal["applied", "no_match", "skipped", "disabled", "rolled_back"]
@@ -75,7 +76,7 @@ class Report:
 
     model: str = ""
     transforms: Mapping[str, TransformRecord] = field(default_factory=dict)
-    kernels: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[str, OpKernels] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     state: tuple[StateRecord, ...] = ()  # every input and buffer that the graph writes
 
@@ -87,7 +88,8 @@ class Report:
         data = json.loads(text)
         records = {name: read_record(entry) for name, entry in data["transforms"].items()}
         state = tuple(read_state(entry) for entry in data["state"])
-        return Report(data["model"], records, data["kernels"], tuple(data["notes"]), state)
+        kernels = {op: OpKernels.read(entry) for op, entry in data["kernels"].items()}
+        return Report(data["model"], records, kernels, tuple(data["notes"]), state)
 
 
 def read_state(entry: dict[str, Any]) -> StateRecord:

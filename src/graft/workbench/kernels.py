@@ -11,11 +11,13 @@ import torch
 
 from graft.errors import UnknownOp
 from graft.ops import OPS, choose
+from graft.ops.call import EAGER, Asker
 from graft.ops.cases import Case
-from graft.ops.fused_linear.choice import current_table, ranges, ranges_text
+from graft.ops.fused_linear.choice import current_table, picks_of, ranges, ranges_text
 from graft.ops.fused_linear.kinds import kind_of
 from graft.ops.fused_linear.tables import Table, entry_json
 from graft.ops.launch import device_name
+from graft.ops.selection import problem_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,24 +36,26 @@ class KernelRow:
     reasons: tuple[str, ...]
 
 
-def kernel_rows(names: Sequence[str] = (), device: str = "cpu") -> list[KernelRow]:
+def kernel_rows(names: Sequence[str] = (), device: str = "cpu", backend: str = "eager") -> list[KernelRow]:
+    """backend: that asks. Of native kernels it is told what they take; where rows of a step lie, a graph tells."""
     unknown = next((name for name in names if name not in OPS), None)
     if unknown is not None:
         raise UnknownOp(unknown, OPS)
-    return [row for name in names or OPS for dtype in DTYPES for row in op_rows(name, dtype, device)]
+    return [row for name in names or OPS for dtype in DTYPES for row in op_rows(name, dtype, device, backend)]
 
 
-def op_rows(name: str, dtype: torch.dtype, device: str) -> list[KernelRow]:
+def op_rows(name: str, dtype: torch.dtype, device: str, backend: str) -> list[KernelRow]:
     spec = OPS[name]
     home = spec.reference.__module__.rpartition(".")[0]  # a plugin's op has a folder of its own
     cases: list[Case] = importlib.import_module(f"{home}.cases").CASES
-    calls = [case.make(device, dtype, torch.Generator().manual_seed(0)) for case in cases]
-    chosen = [choose(spec, *call).name for call in calls]
+    made = (case.make(device, dtype, torch.Generator().manual_seed(0)) for case in cases)
+    calls = [spec.call(*args).by(Asker(backend) if backend == "native" else EAGER) for args in made]
+    chosen = [choose(spec, call).kernel for call in calls]
     rows = []
-    for kernel in spec.all_kernels:
-        problems = [kernel.supports(*call) for call in calls]
+    for kernel in spec.table:
+        problems = [problem_of(kernel, call) for call in calls]
         reasons = tuple(dict.fromkeys(problem for problem in problems if problem))
-        applies, taken = problems.count(None), chosen.count(kernel.name)
+        applies, taken = problems.count(None), chosen.count(kernel)
         text = str(dtype).removeprefix("torch.")
         rows.append(KernelRow(name, kernel.name, kernel.kind, text, len(calls), applies, taken, reasons))
     return rows
@@ -62,16 +66,17 @@ def choice_table(device: torch.device) -> Table:
 
 
 def choice_texts(device: torch.device) -> list[str]:
-    """Of fused_linear's tuned kernel: a line a shape, which kernel runs for which token counts."""
+    """Of fused_linear: a line a shape, which kernel runs for which token counts, by measurement."""
     return [ranges_text(shape, counts) for shape, counts in choice_table(device).items()]
 
 
 def choice_rows(device: torch.device) -> list[dict[str, Any]]:
-    """The same for programs. last: None for all counts beyond those measured."""
+    """The same for programs. kernel: of the op's table; last: None for all counts beyond those measured."""
     rows = []
     for shape, counts in choice_table(device).items():
         for one in ranges(counts):
-            row = {"shape": shape.key(), "first": one.first, "last": one.last}
+            kernel = picks_of(one.entry.how if one.entry else None, shape.format)[0].kernel
+            row = {"kernel": kernel, "shape": shape.key(), "first": one.first, "last": one.last}
             if one.entry is None:
                 rows.append({**row, "kind": kind_of(None, shape.format), "device": None})
             else:

@@ -137,7 +137,7 @@ def tune(
     in_step: Sequence[int] = (),
 ) -> Tuning:
     """step, in_step: how a decode step is timed, and for which of the counts; the shapes are then all that it has."""
-    from graft.ops.fused_linear.triton import device_name
+    from graft.ops.launch import device_name
 
     if timer is None:
         if device.type != "cuda":

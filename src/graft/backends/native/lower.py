@@ -20,7 +20,9 @@ from graft.backends.native.weights import Release, prepare_all
 from graft.backends.select import Lowered
 from graft.errors import NothingNative, UsageError
 from graft.graph.nodes import tensor_val, where
+from graft.ops.call import Asker
 from graft.ops.fused_linear.native_packing import HALVES
+from graft.ops.ran import Ran, gathered
 
 
 def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None, release: Release | None = None) -> Lowered:
@@ -45,14 +47,14 @@ def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None, releas
         for region, own in zip(parts.regions, weights, strict=True)
     ]
     shell = shell_of(gm, parts, calls)
-    graph, kernels = bind_kernels(
-        GraphModule(gm, shell), {op: name for op, name in named.items() if name != "native"}
+    reasons = {node.name: reason for node, reason in parts.reasons.items()}  # a copy of a node has its name
+    graph, eager = bind_kernels(
+        GraphModule(gm, shell), named, lambda node: Asker("native", lambda: reasons[node.name])
     )
-    kernels = {**{name: "native" for name in native_ops(parts)}, **kernels, **mixed(parts)}
     return Lowered(
         GraphModule(gm, graph, class_name="NativeGraph"),
         "native",
-        kernels,
+        gathered([*((name, Ran(("native",), "native")) for name in native_ops(parts)), *eager]),
         notes(parts, built, seconds, team, released),
     )
 
@@ -104,13 +106,6 @@ def last_of(region: Region, gm: GraphModule) -> Node:
 def native_ops(parts: Split) -> list[str]:
     specs = (spec_of(node) for region in parts.regions for node in region.nodes)
     return [f"graft::{spec.name}" for spec in specs if spec is not None]
-
-
-def mixed(parts: Split) -> dict[str, str]:
-    """Ops that run natively in some places and not in others."""
-    native = Counter(native_ops(parts))
-    eager = Counter(f"graft::{spec.name}" for node in parts.reasons if (spec := spec_of(node)) is not None)
-    return {name: f"native in {native[name]} places, eager in {eager[name]}" for name in native if eager[name]}
 
 
 def notes(parts: Split, built: Built, seconds: float, team: Threads, released: int) -> tuple[str, ...]:

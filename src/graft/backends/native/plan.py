@@ -211,6 +211,16 @@ class Planner:
             self.values = before[1]
             raise
 
+    def problem(self, node: Node) -> str | None:
+        """Why a node cannot be a part of this region, or None: its steps are then added."""
+        if node in self.values:
+            return None
+        try:
+            self.lower(node)
+        except NotLowered as reason:
+            return str(reason)
+        return None
+
     def program(self, name: str, results: Sequence[Node]) -> Program:
         direct: dict[str, int] = {}
         outputs = []

@@ -10,9 +10,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 import graft.backends.native.ops  # noqa: F401
+from graft.backends.eager import call_of, spec_of
 from graft.backends.native.plan import Planner, Sizes
 from graft.backends.native.program import NotLowered, Program
-from graft.graph.nodes import OpOverload, is_op, placeholders
+from graft.graph.nodes import is_op, placeholders
+from graft.ops import bind
+from graft.ops.call import Asker
 
 aten = torch.ops.aten
 VIEWS = (
@@ -70,23 +73,28 @@ def eager_nodes(gm: GraphModule, sizes: Sizes, named: Mapping[str, str]) -> dict
     planner = Planner(sizes, placeholders(gm.graph), set(work), set(work))
     reasons: dict[Node, str] = {}
     for node in work:
-        kernel = (
-            named.get(node.target._schema.name.removeprefix("graft::"))
-            if isinstance(node.target, OpOverload)
-            else None
-        )
-        try:
-            if kernel not in (None, "native"):
-                raise NotLowered(f"the configuration names the kernel {kernel}")
-            planner.lower(node)
-        except NotLowered as reason:
-            reasons[node] = str(reason)
+        problem = native_problem(node, planner, named)
+        if problem is not None:
+            reasons[node] = problem
             planner.inputs.append(node)
     for node in reversed(work):  # a view that only eager nodes read is theirs
         users = [user for user in node.users if user.op != "output"]
         if node not in reasons and is_op(node, *VIEWS) and users and all(user in reasons for user in users):
             reasons[node] = "only eager nodes read it"
     return reasons
+
+
+def native_problem(node: Node, planner: Planner, named: Mapping[str, str]) -> str | None:
+    """Why a node stays eager, or None: the op's table chooses, and asks the planner for its native kernel."""
+    spec = spec_of(node)
+    if spec is None:
+        return planner.problem(node)
+    kernel = named.get(spec.name)
+    if kernel not in (None, "native"):
+        return f"the configuration names the kernel {kernel}"
+    call = call_of(node, spec, Asker("native", lambda: planner.problem(node)))
+    skipped = dict(bind(spec, call, kernel).ran.skipped)
+    return skipped.get("native") if "native" in spec.by_name else f"there is no native kernel of {node.target}"
 
 
 def runs(gm: GraphModule, reasons: Mapping[Node, str]) -> list[list[Node]]:

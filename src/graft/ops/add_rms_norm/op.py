@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from graft.ops.add_rms_norm.reference import add_rms_norm
-from graft.ops.rms_norm import op as norm
-from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+from graft.ops.call import Call
+from graft.ops.rms_norm.op import aten_norm_problem
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
 
 def fake(
@@ -24,7 +27,8 @@ def fake(
     return x.new_empty(x.shape, dtype=dtype), total
 
 
-def triton_supports(x: Tensor, residual: Tensor, weight: Tensor, *_: object) -> str | None:
+def triton_problem(call: Call) -> str | None:
+    x, residual, weight = call.x, call.residual, call.weight
     if not x.dtype == residual.dtype == weight.dtype:
         return f"dtypes differ: {x.dtype}, {residual.dtype}, {weight.dtype}"
     if x.shape != residual.shape:
@@ -32,45 +36,19 @@ def triton_supports(x: Tensor, residual: Tensor, weight: Tensor, *_: object) -> 
     return needs_triton(x, residual, weight)
 
 
-def aten_supports(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    cast_last: bool = False,
-    wide: bool = False,
-) -> str | None:
-    if x.device.type != "cpu":
-        return "two launches where one kernel does both"
-    return norm.aten_supports(x, weight, eps, offset, cast_last)
+def aten_problem(call: Call) -> str | None:
+    return "two launches where one kernel does both" if call.x.device.type != "cpu" else aten_norm_problem(call)
 
 
-def run_aten(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    cast_last: bool = False,
-    wide: bool = False,
-) -> tuple[Tensor, Tensor]:
+def run_aten(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *_: object) -> tuple[Tensor, Tensor]:
     total = x + residual
     return torch.rms_norm(total, weight.shape, weight, eps), total
 
 
-def run_triton(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    cast_last: bool = False,
-    wide: bool = False,
-) -> tuple[Tensor, Tensor]:
+def run_triton(*args: Any) -> tuple[Tensor, Tensor]:
     from graft.ops.add_rms_norm.triton import add_rms_norm_triton
 
-    return add_rms_norm_triton(x, residual, weight, eps, offset, cast_last, wide)
+    return add_rms_norm_triton(*args)
 
 
 define(
@@ -81,8 +59,9 @@ define(
         reference=add_rms_norm,
         fake=fake,
         kernels=(
-            Kernel("aten", "existing_kernel", run_aten, aten_supports),
-            Kernel("triton", "triton", run_triton, triton_supports),
+            Kernel("aten", "existing", aten_problem, run_aten),
+            Kernel("triton", "triton", triton_problem, run_triton),
+            native(),
         ),
     )
 )

@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from graft.ops.advance_rows.reference import advance_rows
-from graft.ops.spec import Kernel, OpSpec, choose, define, needs_triton
+from graft.ops.call import Call
+from graft.ops.selection import choose
+from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 
 def fake(
@@ -17,8 +19,8 @@ def fake(
     return tokens.new_empty(3, tokens.shape[0])
 
 
-def triton_supports(tokens: Tensor, *_: object) -> str | None:
-    return needs_triton(tokens)
+def triton_problem(call: Call) -> str | None:
+    return needs_triton(call.tokens)
 
 
 def run_triton(*args: Any) -> Tensor:
@@ -34,14 +36,14 @@ SPEC = define(
         " Tensor(d!) block_tables, int padding, int block_size) -> Tensor",
         reference=advance_rows,
         fake=fake,
-        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+        kernels=(Kernel("triton", "triton", triton_problem, run_triton),),
     )
 )
 
 
 def advance_into(out: Tensor, *args: Any) -> None:
     """The same into `out` [3, B], whose lines may lie apart."""
-    if choose(SPEC, *args).name == "triton":
+    if choose(SPEC, SPEC.call(*args)).kernel.kind == "triton":
         from graft.ops.advance_rows.triton import advance_rows_triton
 
         advance_rows_triton(*args, out=out)

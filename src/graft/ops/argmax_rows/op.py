@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from graft.ops.argmax_rows.reference import argmax_rows
-from graft.ops.spec import Kernel, OpSpec, choose, define, needs_triton
+from graft.ops.call import Call
+from graft.ops.selection import choose
+from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # the kernel compares in float32
 
@@ -15,10 +17,10 @@ def fake(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
-def triton_supports(logits: Tensor) -> str | None:
-    if logits.dtype not in DTYPES:
-        return f"the kernel compares float32 numbers, the rows are {logits.dtype}"
-    return needs_triton(logits)
+def triton_problem(call: Call) -> str | None:
+    if call.logits.dtype not in DTYPES:
+        return f"the kernel compares float32 numbers, the rows are {call.logits.dtype}"
+    return needs_triton(call.logits)
 
 
 def run_triton(logits: Tensor) -> Tensor:
@@ -33,14 +35,14 @@ SPEC = define(
         schema="(Tensor logits) -> Tensor",
         reference=argmax_rows,
         fake=fake,
-        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+        kernels=(Kernel("triton", "triton", triton_problem, run_triton),),
     )
 )
 
 
 def argmax_into(out: Tensor, logits: Tensor) -> None:
     """The same into `out` [n] int64, without a kernel for the copy where there is one for the rows."""
-    if choose(SPEC, logits).name == "triton":
+    if choose(SPEC, SPEC.call(logits)).kernel.kind == "triton":
         from graft.ops.argmax_rows.triton import argmax_rows_triton
 
         argmax_rows_triton(logits, out)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graft.ops.attention.reference import attention, attention_sdpa
+from graft.ops.call import Call
 from graft.ops.spec import Kernel, OpSpec, define
 
 
@@ -16,15 +17,12 @@ def fake(
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-def sdpa_supports(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, is_causal: bool = True,
-    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, nan_rows: bool = False,
-) -> str | None:  # fmt: skip
-    if softcap is not None:
+def sdpa_problem(call: Call) -> str | None:
+    if call.softcap is not None:
         return "scaled_dot_product_attention has no soft cap"
-    if mask is not None and mask.dtype not in (torch.bool, q.dtype):
-        return f"scaled_dot_product_attention takes no {mask.dtype} mask beside {q.dtype}"
-    return "scaled_dot_product_attention has no sinks" if sinks is not None else None
+    if call.mask is not None and call.mask.dtype not in (torch.bool, call.q.dtype):
+        return f"scaled_dot_product_attention takes no {call.mask.dtype} mask beside {call.q.dtype}"
+    return "scaled_dot_product_attention has no sinks" if call.sinks is not None else None
 
 
 define(
@@ -34,6 +32,6 @@ define(
         " float? softcap=None, Tensor? sinks=None, bool nan_rows=False) -> Tensor",
         reference=attention,
         fake=fake,
-        kernels=(Kernel("sdpa", "existing_kernel", attention_sdpa, sdpa_supports),),
+        kernels=(Kernel("sdpa", "existing", sdpa_problem, attention_sdpa),),
     )
 )

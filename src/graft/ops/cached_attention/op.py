@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from graft.ops.cached_attention.reference import cached_attention
-from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+from graft.ops.call import Call
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
 # Tokens of a prompt from which torch's kernel, with keys gathered first, is quicker than graft's. bfloat16 on an
 # H200: 152 to 234 against 241 to 249 TFLOP/s for 2,048 tokens, 492 against 368 for 8,192, about 317 behind a prefix
@@ -17,42 +18,47 @@ LONG = 4096
 
 
 def fake(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,
-    seq_lens: Tensor, lens_cpu: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor,
+    lens_cpu: Tensor, scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v_cache.shape[3])
 
 
-def triton_supports(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object) -> str | None:
+def triton_problem(call: Call) -> str | None:
+    q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
     if not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype is torch.float64:
         return f"queries are {q.dtype} and the cache is {k_cache.dtype}; it takes 16 and 32 bits, all alike"
-    if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride(-1) != 1:
-        return "the caches must have equal shapes and strides, the last one 1"
     return needs_triton(q, k_cache, v_cache)
 
 
-def split_kv_supports(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,
-    seq_lens: Tensor, *_: object,
-) -> str | None:  # fmt: skip
-    if q.shape[2] != seq_lens.shape[0]:
+def caches_problem(call: Call) -> str | None:
+    k_cache, v_cache = call.k_cache, call.v_cache
+    if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride(-1) != 1:
+        return "the caches must have equal shapes and strides, the last one 1"
+    return None
+
+
+def decode_problem(call: Call) -> str | None:
+    if call.q.shape[2] != call.seq_lens.shape[0]:
         return "not every sequence brings a single token"
-    return triton_supports(q, k_cache, v_cache)
+    return caches_problem(call)
 
 
-def sdpa_supports(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,
-    seq_lens: Tensor, lens_cpu: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> str | None:  # fmt: skip
-    if softcap is not None or sinks is not None:
-        return f"scaled_dot_product_attention has no {'soft cap' if softcap is not None else 'sinks'}"
-    problem = triton_supports(q, k_cache, v_cache)
+def sdpa_problem(call: Call) -> str | None:
+    if call.softcap is not None or call.sinks is not None:
+        return f"scaled_dot_product_attention has no {'soft cap' if call.softcap is not None else 'sinks'}"
+    problem = triton_problem(call)
     if problem is not None:
         return problem
-    if q.shape[-1] > 256 or q.shape[-1] % 8:
-        return f"the fast kernels take heads of a multiple of 8 up to 256; these have {q.shape[-1]}"
+    d = call.q.shape[-1]
+    return f"the fast kernels take heads of a multiple of 8 up to 256; these have {d}" if d > 256 or d % 8 else None
+
+
+def sdpa_call_problem(call: Call) -> str | None:
+    q, lens_cpu, window = call.q, call.lens_cpu, call.window
+    problem = caches_problem(call)
+    if problem is not None:
+        return problem
     if recording(q):
         return "sizes from the CPU would be the same at every replay of a recording"
     if window is not None and bool((lens_cpu[:, 1] > window).any()):
@@ -62,14 +68,22 @@ def sdpa_supports(
     return None
 
 
+def native_problem(call: Call) -> str | None:
+    """Of every op that reads or writes the paged cache."""
+    kinds = {call.k_cache.dtype, call.v_cache.dtype}
+    if len(kinds) == 1 and kinds <= {torch.float32, torch.bfloat16, torch.float16}:
+        return None
+    return f"the caches are {', '.join(sorted(map(str, kinds)))}"
+
+
 def recording(q: Tensor) -> bool:
     """Whether a CUDA graph is recorded right now: what it takes from the CPU stays as it is."""
     return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def run_split_kv(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,
-    seq_lens: Tensor, lens_cpu: Tensor, *options: Any,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor,
+    lens_cpu: Tensor, *options: Any,
 ) -> Tensor:  # fmt: skip
     from graft.ops.cached_attention.decode.triton import split_kv
 
@@ -88,19 +102,19 @@ def run_triton(*args: Any) -> Tensor:
     return cached_attention_triton(*args)
 
 
-define(
+SPEC = define(
     OpSpec(
         name="cached_attention",
-        schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor token_to_seq, Tensor block_tables,"
-        " Tensor cu_seqlens, Tensor seq_lens, Tensor lens_cpu, float scale, int? window=None, float? softcap=None,"
-        " Tensor? sinks=None) -> Tensor",
+        schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor token_to_seq, Tensor block_tables, Tensor cu_seqlens,"
+        " Tensor seq_lens, Tensor lens_cpu, float scale, int? window=None, float? softcap=None, Tensor? sinks=None)"
+        " -> Tensor",
         reference=cached_attention,
         fake=fake,
         kernels=(
-            Kernel("split_kv", "triton", run_split_kv, split_kv_supports),
-            Kernel("sdpa", "existing_kernel", run_sdpa, sdpa_supports),
-            Kernel("triton", "triton", run_triton, triton_supports),
+            Kernel("split_kv", "triton", triton_problem, run_split_kv, varies=decode_problem),
+            Kernel("sdpa", "existing", sdpa_problem, run_sdpa, varies=sdpa_call_problem),
+            Kernel("triton", "triton", triton_problem, run_triton, varies=caches_problem),
+            native(native_problem),
         ),
-        by_call=True,
     )
 )

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from graft.ops.call import Call
 from graft.ops.deliver_rows.reference import deliver_rows
-from graft.ops.spec import Kernel, OpSpec, choose, define, needs_triton
+from graft.ops.selection import choose
+from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 
 def fake(tokens: Tensor, turn: Tensor, ring: Tensor) -> Tensor:
     return turn.new_empty(1)
 
 
-def triton_supports(tokens: Tensor, turn: Tensor, ring: Tensor) -> str | None:
+def triton_problem(call: Call) -> str | None:
     """The ring may be pinned memory of the host, which the device writes to."""
-    if ring.stride(1) != 1 or not (ring.is_pinned() or ring.device == tokens.device):
+    ring = call.ring
+    if ring.stride(1) != 1 or not (ring.is_pinned() or ring.device == call.tokens.device):
         return "the ring is no memory that the device can write to, line by line"
-    return needs_triton(tokens, turn)
+    return needs_triton(call.tokens, call.turn)
 
 
 def run_triton(tokens: Tensor, turn: Tensor, ring: Tensor) -> Tensor:
@@ -31,11 +34,11 @@ SPEC = define(
         schema="(Tensor tokens, Tensor(a!) turn, Tensor(b!) ring) -> Tensor",
         reference=deliver_rows,
         fake=fake,
-        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+        kernels=(Kernel("triton", "triton", triton_problem, run_triton),),
     )
 )
 
 
 def deliver(tokens: Tensor, turn: Tensor, ring: Tensor) -> None:
     """The same, for tensors of two devices."""
-    (run_triton if choose(SPEC, tokens, turn, ring).name == "triton" else deliver_rows)(tokens, turn, ring)
+    choose(SPEC, SPEC.call(tokens, turn, ring)).run(tokens, turn, ring)

@@ -79,7 +79,7 @@ def merged(tensor: Tensor, loop: Loop, strides: Sequence[int]) -> Tensor:
     return tensor.as_strided(sizes, strides).data
 
 
-def inductor_problem(inputs: Sequence[Tensor], program: str) -> str | None:  # noqa: ARG001
+def inductor_problem(inputs: Sequence[Tensor]) -> str | None:
     other = next((t for t in inputs if t.device.type != "cpu"), None)
     if other is not None:
         return f"compiled for a CPU, but a tensor is on {other.device}"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graft.ops.call import Call
 from graft.ops.elementwise.codegen import triton_problem
 from graft.ops.elementwise.inductor import elementwise_inductor, inductor_problem
 from graft.ops.elementwise.reference import elementwise, kinds_of, returned_dtypes
@@ -23,8 +24,12 @@ def fake(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
     return [inputs[0].new_empty(shape, dtype=dtype) for dtype in dtypes]
 
 
-def triton_supports(inputs: Sequence[Tensor], program: str) -> str | None:
-    return needs_triton(*inputs) or triton_problem(program, kinds_of(inputs))
+def triton_call_problem(call: Call) -> str | None:
+    return needs_triton(*call.inputs) or triton_problem(call.program, kinds_of(call.inputs))
+
+
+def inductor_call_problem(call: Call) -> str | None:
+    return inductor_problem(call.inputs)
 
 
 def run_triton(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
@@ -40,8 +45,8 @@ define(
         reference=elementwise,
         fake=fake,
         kernels=(
-            Kernel("inductor", "existing_kernel", elementwise_inductor, inductor_problem),
-            Kernel("triton", "triton", run_triton, triton_supports),
+            Kernel("inductor", "existing", inductor_call_problem, elementwise_inductor),
+            Kernel("triton", "triton", triton_call_problem, run_triton),
         ),
     )
 )

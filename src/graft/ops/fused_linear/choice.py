@@ -14,10 +14,12 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from graft.files import cache_dir
-from graft.ops.fused_linear.kinds import Gemm, How, Matvec, Shape, count_text, how_problem, how_text
+from graft.ops.fused_linear.kinds import Gemm, How, Matvec, Shape, count_text, how_problem, how_text, kind_of
 from graft.ops.fused_linear.tables import Entry, Table, merge, read_table
+from graft.ops.spec import Pick
 
 __all__ = ["FORMATS", "Choice", "Gemm", "How", "Matvec", "Shape", "choose_kernel", "how_text"]
 
@@ -38,6 +40,24 @@ class Choice:
 def choose_kernel(shape: Shape, tokens: int, device: str) -> Choice:
     """device: its name, as torch gives it."""
     return look_up(current_table(device), shape, tokens, device)
+
+
+@cache
+def picks(shape: Shape, tokens: int, device: str) -> tuple[Pick, ...]:
+    """By kernels of the op, best first."""
+    return picks_of(choose_kernel(shape, tokens, device).how, shape.format)
+
+
+def picks_of(how: How, format: str) -> tuple[Pick, ...]:
+    """Behind a measured kernel, which may not fit how a call's tensors lie, comes the tensor-core kernel with sizes
+    that fit every call."""
+    kind = kind_of(how, format)
+    return (Pick("gemm"),) if kind == "default" else (Pick(kind, how), Pick("gemm"))
+
+
+def shape_of(x: Tensor, weight: Tensor, gated: bool, norm: bool) -> Shape:
+    rows = weight.shape[0]
+    return Shape(rows // 2 if gated else rows, x.shape[-1], FORMATS.get(weight.dtype, "plain"), gated, norm)
 
 
 def look_up(table: Table, shape: Shape, tokens: int, device: str) -> Choice:
@@ -104,6 +124,7 @@ def overridden(table: Table) -> Iterator[None]:
 def forget() -> None:
     """The next lookup reads the tables again."""
     choose_kernel.cache_clear()
+    picks.cache_clear()
     current_table.cache_clear()
 
 

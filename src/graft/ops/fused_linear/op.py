@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graft.errors import KernelUnavailable
-from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS, Narrow, Shape, how_problem
+from graft.ops.call import Call
+from graft.ops.fused_linear.choice import picks, shape_of
+from graft.ops.fused_linear.kinds import (
+    MOST_MATVEC_TOKENS,
+    MOST_NARROW_TOKENS,
+    Even,
+    Gemm,
+    Matvec,
+    Narrow,
+    Shape,
+    how_problem,
+)
 from graft.ops.fused_linear.packing import PACKED
 from graft.ops.fused_linear.reference import fused_linear, rounds
-from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+from graft.ops.fused_linear.tiles import tiles_problem
+from graft.ops.launch import device_name
+from graft.ops.spec import Kernel, OpSpec, Pick, define, native, needs_triton
 
-MOST_REST = 11  # arguments behind the weight, of which the last says from how many tokens on x is rounded
 QUANTIZED = (torch.int8, torch.float8_e4m3fn, PACKED)
+NOT_ROUNDED = "rows of x are not to be rounded to float8"
+SCALED = Pick("scaled_mm")
+MATVEC, NARROW, EVEN = Matvec(2, 4), Narrow(), Even()  # their sizes where they are named
 
 
 def fake(
@@ -26,90 +41,125 @@ def fake(
     return x.new_empty((*x.shape[:-1], n if activation == "none" else n // 2))
 
 
-def gpu_problem(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, norm: Tensor | None = None,
-    eps: float = 0.0, offset: float = 0.0, cast_last: bool = False, activation: str = "none", upcast: bool = False,
-    residual: Tensor | None = None, normed: bool = False, fp8_from: int = 0,
-) -> str | None:  # fmt: skip
-    """Why no kernel of ours can run a call, or None."""
-    kinds = {t.dtype for t in (x, bias, norm, residual) if t is not None}
+def gpu_problem(call: Call) -> str | None:
+    """Why no kernel of ours can run such calls, or None."""
+    x, weight, residual = call.x, call.weight, call.residual
+    kinds = {t.dtype for t in (x, call.bias, call.norm, residual) if t is not None}
     if len(kinds) > 1 or x.dtype is torch.float64:
         return f"dtypes differ or are float64: {', '.join(sorted(map(str, kinds)))}"
-    if weight.dtype not in ((x.dtype,) if scale is None else QUANTIZED):
+    if weight.dtype not in ((x.dtype,) if call.scale is None else QUANTIZED):
         return f"x is {x.dtype} and the weight {weight.dtype}"
     if not weight.is_contiguous():
         return "the weight does not lie row by row"
     if residual is not None and residual.dim() != x.dim():
         return "the residual is broadcast"
-    return needs_triton(x, weight, bias, scale, norm, residual)
+    return needs_triton(x, weight, call.bias, call.scale, call.norm, residual)
 
 
-def exact_problem(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
+def exact_problem(call: Call) -> str | None:
     """For kernels that multiply with x as it is."""
-    if len(rest) == MOST_REST and rounds(x, rest[-1]):
-        return f"rows of x are to be rounded to float8 from {rest[-1]} tokens on"
-    return gpu_problem(x, weight, *rest)
-
-
-def scaled_problem(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
-    problem = gpu_problem(x, weight, *rest)
-    if problem is not None:
-        return problem
-    if len(rest) < MOST_REST or not rounds(x, rest[-1]):
-        return "rows of x are not to be rounded to float8"
-    return None if weight.dtype is torch.float8_e4m3fn else f"it multiplies with float8 weights, not {weight.dtype}"
-
-
-def matvec_problem(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
-    problem = exact_problem(x, weight, *rest)
-    if problem is not None:
-        return problem
-    tokens, k = x.numel() // x.shape[-1], x.shape[-1]
-    if tokens > MOST_MATVEC_TOKENS or (k % 8 and weight.dtype not in QUANTIZED):
-        return f"{tokens} tokens of {k} values: it takes up to {MOST_MATVEC_TOKENS}, of a multiple of 8"
+    if rounds(call.x, call.fp8_from):
+        return f"rows of x are to be rounded to float8 from {call.fp8_from} tokens on"
     return None
 
 
-def narrow_call_problem(x: Tensor, weight: Tensor, *rest: Any) -> str | None:
-    problem = exact_problem(x, weight, *rest)
+def scaled_problem(call: Call) -> str | None:
+    problem = gpu_problem(call)
     if problem is not None:
         return problem
+    if not call.fp8_from:
+        return NOT_ROUNDED
+    if call.weight.dtype is not torch.float8_e4m3fn:
+        return f"it multiplies with float8 weights, not {call.weight.dtype}"
+    return None
+
+
+def scaled_call_problem(call: Call) -> str | None:
+    return None if rounds(call.x, call.fp8_from) else NOT_ROUNDED
+
+
+def matvec_problem(call: Call) -> str | None:
+    k = call.x.shape[-1]
+    if k % 8 and call.scale is None:
+        return f"rows of {k} values: it takes a multiple of 8"
+    return gpu_problem(call)
+
+
+def matvec_call_problem(call: Call) -> str | None:
+    tokens = tokens_of(call)
+    if tokens > MOST_MATVEC_TOKENS:
+        return f"{tokens} tokens: it takes up to {MOST_MATVEC_TOKENS}"
+    return exact_problem(call)
+
+
+def narrow_problem(call: Call) -> str | None:
+    x, weight = call.x, call.weight
     if weight.dtype is not PACKED or x.dtype is not torch.bfloat16:
         return f"it multiplies bfloat16 with 4-bit weights, not {x.dtype} with {weight.dtype}"
-    tokens, k = x.numel() // x.shape[-1], x.shape[-1]
-    return how_problem(Narrow(), Shape(weight.shape[0], k, "int4", gated=False, norm=False), tokens)
+    if call.offset and call.cast_last:
+        return "it takes no norm's weight of 1 + w"
+    shape = Shape(weight.shape[0], x.shape[-1], "int4", gated=False, norm=False)
+    return how_problem(Narrow(), shape, 1) or gpu_problem(call)
 
 
-def run_tuned(*args: Any) -> Tensor:
-    from graft.ops.fused_linear.triton import fused_linear_triton
-
-    return fused_linear_triton(*args)
-
-
-def run_matvec(*args: Any) -> Tensor:
-    from graft.ops.fused_linear.triton import Matvec, launch_matvec, with_rows
-
-    return with_rows(lambda call: launch_matvec(call, Matvec(2, 4)), *args)
-
-
-def run_narrow(*args: Any) -> Tensor:
-    from graft.ops.fused_linear.triton import Call, launch_narrow, narrow_fits, with_rows
-
-    def run(call: Call) -> Tensor:
-        if not narrow_fits(call, Narrow()):
-            raise KernelUnavailable(
-                "kernel 'narrow' of graft::fused_linear cannot run this call: it reads 16 bytes at a time, which x,"
-                " weight, scale and norm must be aligned for, and takes no norm's weight of 1 + w; name 'tuned'"
-            )
-        return launch_narrow(call, Narrow())
-
-    return with_rows(run, *args)
+def narrow_call_problem(call: Call) -> str | None:
+    tokens, x = tokens_of(call), call.x
+    if tokens > MOST_NARROW_TOKENS:
+        return f"{tokens} tokens: it takes up to {MOST_NARROW_TOKENS}"
+    rows = x.stride(-1) != 1 or (x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1]))
+    others = (t for t in (call.weight, call.scale, call.norm) if t is not None)
+    if not rows or not all(t.data_ptr() % 16 == 0 and t.stride(-1) == 1 for t in others):
+        return "it reads 16 bytes at a time, which x, weight, scale and norm must be aligned for"
+    return exact_problem(call)
 
 
-def run_gemm(*args: Any) -> Tensor:
+def even_problem(call: Call) -> str | None:
+    return gpu_problem(call) if call.scale is None else "it takes plain weights"
+
+
+def native_problem(call: Call) -> str | None:
+    if call.fp8_from:
+        return "rows of x are rounded to float8"
+    return None if call.scale is None else tiles_problem(call.weight)
+
+
+def tokens_of(call: Call) -> int:
+    return call.x.numel() // call.x.shape[-1]
+
+
+def measured(call: Call) -> Iterable[Pick]:
+    """The kernel that was fastest for the call's shape and tokens, and where it does not fit the tensor-core kernel
+    with sizes that fit every call. Rows that are rounded to float8 have one kernel, and nothing to look up."""
+    if not call.x.is_cuda:
+        return ()
+    if rounds(call.x, call.fp8_from):
+        return (SCALED,)
+    shape = shape_of(call.x, call.weight, call.activation != "none", call.normed or call.norm is not None)
+    return picks(shape, tokens_of(call), device_name(call.x.device))
+
+
+def run_matvec(*args: Any, how: Matvec = MATVEC) -> Tensor:
+    from graft.ops.fused_linear.triton import launch_matvec, with_rows
+
+    return with_rows(lambda call: launch_matvec(call, how), *args)
+
+
+def run_narrow(*args: Any, how: Narrow = NARROW) -> Tensor:
+    from graft.ops.fused_linear.triton import launch_narrow, with_rows
+
+    return with_rows(lambda call: launch_narrow(call, how), *args)
+
+
+def run_even(*args: Any, how: Even = EVEN) -> Tensor:
+    from graft.ops.fused_linear.triton import launch_even, with_rows
+
+    return with_rows(lambda call: launch_even(call, how), *args)
+
+
+def run_gemm(*args: Any, how: Gemm | None = None) -> Tensor:
     from graft.ops.fused_linear.triton import default_gemm, launch_gemm, with_rows
 
-    return with_rows(lambda call: launch_gemm(call, default_gemm(call)), *args)
+    return with_rows(lambda call: launch_gemm(call, how or default_gemm(call)), *args)
 
 
 def run_library(*args: Any) -> Tensor:
@@ -134,12 +184,14 @@ define(
         reference=fused_linear,
         fake=fake,
         kernels=(
-            Kernel("tuned", "triton", run_tuned, gpu_problem),  # one of the next, as measured: see choice.py
-            Kernel("matvec", "triton", run_matvec, matvec_problem),
-            Kernel("narrow", "triton", run_narrow, narrow_call_problem),
-            Kernel("gemm", "triton", run_gemm, exact_problem),
-            Kernel("library", "existing_kernel", run_library, exact_problem),
-            Kernel("scaled_mm", "existing_kernel", run_scaled, scaled_problem),
+            Kernel("scaled_mm", "existing", scaled_problem, run_scaled, varies=scaled_call_problem),
+            Kernel("matvec", "triton", matvec_problem, run_matvec, varies=matvec_call_problem),
+            Kernel("narrow", "triton", narrow_problem, run_narrow, varies=narrow_call_problem),
+            Kernel("even", "triton", even_problem, run_even, varies=exact_problem),
+            Kernel("gemm", "triton", gpu_problem, run_gemm, varies=exact_problem),
+            Kernel("library", "existing", gpu_problem, run_library, varies=exact_problem),
+            native(native_problem),
         ),
+        measured=measured,
     )
 )

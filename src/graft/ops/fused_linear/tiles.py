@@ -34,6 +34,13 @@ def kind_of(tile_bytes: int, columns: int) -> str:
     return found
 
 
+def tiles_problem(weight: Tensor) -> str | None:
+    """Why native kernels cannot read a quantized weight as it lies, or None."""
+    if weight.dtype is TILES:
+        return None
+    return f"the weight is {weight.dtype}, quantized for a GPU; the native backend has tiles of its own"
+
+
 def from_graph(weight: Tensor, scale: Tensor, columns: int, gated: bool) -> Packed:
     kind = kind_of(weight.shape[1], columns)
     return Packed(kind, scale.shape[0], columns, gated, weight.flatten())

@@ -12,17 +12,15 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from graft.ops.fused_linear.choice import FORMATS, Gemm, How, Matvec, Shape, choose_kernel
+from graft.ops.fused_linear.choice import FORMATS, Gemm, How, Matvec, Shape, shape_of
 from graft.ops.fused_linear.even import even_kernel
 from graft.ops.fused_linear.gemm import gemm_kernel
-from graft.ops.fused_linear.kinds import MOST_MATVEC_TOKENS, Even, Narrow, how_problem
+from graft.ops.fused_linear.kinds import Even, Narrow
 from graft.ops.fused_linear.matvec import matvec_kernel
 from graft.ops.fused_linear.narrow import narrow_kernel
 from graft.ops.fused_linear.packing import GROUP, PACKED, dequantize
-from graft.ops.fused_linear.reference import rounds
-from graft.ops.fused_linear.scaled import launch_scaled
 from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
-from graft.ops.launch import counters, device_name, pdl_supported, processors
+from graft.ops.launch import counters, pdl_supported, processors
 from graft.ops.rms_norm.triton import rms_norm_triton
 from graft.ops.swiglu.triton import swiglu_triton
 
@@ -71,17 +69,12 @@ class Call:
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.rows, self.x.shape[1], self.kind, self.gated, self.divided)
+        return shape_of(self.x, self.weight, self.gated, self.divided)
 
     @property
     def shift(self) -> float:
         """What is added to the norm's weight (Gemma)."""
         return self.offset if self.cast_last else 0.0
-
-
-def fused_linear_triton(*args: Any) -> Tensor:
-    """The op, by the kernel that was measured to be best for its shape and tokens."""
-    return with_rows(launch, *args)
 
 
 def with_rows(run: Callable[[Call], Tensor], x: Tensor, *rest: Any) -> Tensor:
@@ -94,24 +87,17 @@ def with_rows(run: Callable[[Call], Tensor], x: Tensor, *rest: Any) -> Tensor:
     return run(call).view(*x.shape[:-1], call.rows)
 
 
-def launch(call: Call) -> Tensor:
-    if rounds(call.x, call.fp8_from):
-        return launch_scaled(call)
-    how = choose_kernel(call.shape, call.x.shape[0], device_name(call.x.device)).how
-    return run_as(call, how)
-
-
 def run_as(call: Call, how: How) -> Tensor:
-    tokens, k = call.x.shape
-    if isinstance(how, Matvec) and tokens <= MOST_MATVEC_TOKENS and (k % 8 == 0 or call.scale is not None):
+    """With one kernel and its sizes, which fit the call: for measurements."""
+    if isinstance(how, Matvec):
         return launch_matvec(call, how)
-    if isinstance(how, Narrow) and narrow_fits(call, how):
+    if isinstance(how, Narrow):
         return launch_narrow(call, how)
+    if isinstance(how, Even):
+        return launch_even(call, how)
     if how is None and call.scale is None:
         return library(call)
-    if isinstance(how, Even) and call.scale is None:
-        return launch_even(call, how)
-    return launch_gemm(call, how if isinstance(how, Gemm) else default_gemm(call))
+    return launch_gemm(call, how or default_gemm(call))
 
 
 MOST_EARLY = 16  # tiles of a row that a program holds in registers, 4 each
@@ -137,14 +123,6 @@ def launch_matvec(call: Call, how: Matvec) -> Tensor:
         num_warps=how.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-def narrow_fits(call: Call, how: Narrow) -> bool:
-    """Whether it can run, and all that it reads can be read by 16 bytes."""
-    read = [t for t in (call.x, call.weight, call.scale, call.norm) if t is not None]
-    aligned = all(t.data_ptr() % 16 == 0 and t.stride(-1) == 1 for t in read) and call.x.stride(0) % 8 == 0
-    values = all(t.dtype in (torch.bfloat16, PACKED) for t in read) and call.shift == 0
-    return aligned and values and how_problem(how, call.shape, call.x.shape[0]) is None
 
 
 def launch_narrow(call: Call, how: Narrow) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from graft.ops.call import Call
 from graft.ops.l2_norm.reference import l2_norm
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
@@ -12,14 +15,14 @@ def fake(x: Tensor, eps: float, form: str = "sum") -> Tensor:
     return x.new_empty(x.shape)
 
 
-def triton_supports(x: Tensor, *_: object) -> str | None:
-    return needs_triton(x)
+def triton_problem(call: Call) -> str | None:
+    return needs_triton(call.x)
 
 
-def run_triton(x: Tensor, eps: float, form: str = "sum") -> Tensor:
+def run_triton(*args: Any) -> Tensor:
     from graft.ops.l2_norm.triton import l2_norm_triton
 
-    return l2_norm_triton(x, eps, form)
+    return l2_norm_triton(*args)
 
 
 define(
@@ -28,6 +31,6 @@ define(
         schema='(Tensor x, float eps, str form="sum") -> Tensor',
         reference=l2_norm,
         fake=fake,
-        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+        kernels=(Kernel("triton", "triton", triton_problem, run_triton),),
     )
 )

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graft.ops.call import Call
 from graft.ops.layer_norm.reference import layer_norm
-from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
 
 def fake(
@@ -21,38 +22,31 @@ def same_dtype(*tensors: Tensor | None) -> str | None:
     return f"dtypes differ: {', '.join(sorted(dtypes))}" if len(dtypes) > 1 else None
 
 
-def rounds_once(x: Tensor, form: str, upcast: bool) -> str | None:
+def rounds_once(call: Call) -> str | None:
     """Kernels compute in float32 and round at the end, which some spellings do not."""
-    if form == "fused" or upcast or x.dtype == torch.float32:
+    if call.form == "fused" or call.upcast or call.x.dtype == torch.float32:
         return None
-    return f"the model spells the norm out in {x.dtype}, which rounds after every step"
+    return f"the model spells the norm out in {call.x.dtype}, which rounds after every step"
 
 
-def aten_supports(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, form: str = "fused", upcast: bool = False
-) -> str | None:
-    if form == "fused":
+def aten_problem(call: Call) -> str | None:
+    if call.form == "fused":
         return None
-    if x.device.type == "cpu":
+    if call.x.device.type == "cpu":
         return "torch.layer_norm sums in another order than the model spells; on a CPU it saves no launches"
-    return rounds_once(x, form, upcast) or same_dtype(x, weight, bias)
+    return rounds_once(call) or same_dtype(call.x, call.weight, call.bias)
 
 
-def triton_supports(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, form: str = "fused", upcast: bool = False
-) -> str | None:
-    return rounds_once(x, form, upcast) or same_dtype(x, weight, bias) or needs_triton(x, weight, bias)
+def triton_problem(call: Call) -> str | None:
+    given = call.x, call.weight, call.bias
+    return rounds_once(call) or same_dtype(*given) or needs_triton(*given)
 
 
-def run_aten(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, form: str = "fused", upcast: bool = False
-) -> Tensor:
+def run_aten(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *_: object) -> Tensor:
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def run_triton(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, form: str = "fused", upcast: bool = False
-) -> Tensor:
+def run_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *_: object) -> Tensor:
     from graft.ops.layer_norm.triton import layer_norm_triton
 
     return layer_norm_triton(x, weight, bias, eps)
@@ -65,8 +59,9 @@ define(
         reference=layer_norm,
         fake=fake,
         kernels=(
-            Kernel("aten", "existing_kernel", run_aten, aten_supports),
-            Kernel("triton", "triton", run_triton, triton_supports),
+            Kernel("aten", "existing", aten_problem, run_aten),
+            Kernel("triton", "triton", triton_problem, run_triton),
+            native(),
         ),
     )
 )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graft.ops.call import Call
 from graft.ops.linear.reference import linear_float32
 from graft.ops.moe_experts.reference import gated, moe_experts, sorted_experts, weighted_sum
 from graft.ops.narrow import widen_problem
-from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
+
+NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  # of the native kernel
 
 
 def fake(
@@ -20,7 +26,8 @@ def fake(
     return x.new_empty(x.shape)
 
 
-def aten_supports(x: Tensor, *_: object) -> str | None:
+def aten_problem(call: Call) -> str | None:
+    x = call.x
     return None if x.device.type == "cpu" else f"it asks for the size of each group, which stalls {x.device}"
 
 
@@ -44,9 +51,8 @@ def run_aten(
     return weighted_sum(torch.cat(rows), torch.ones_like(weights) if weigh_input else weights, x.dtype)
 
 
-def grouped_mm_supports(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, *_: object
-) -> str | None:
+def grouped_mm_problem(call: Call) -> str | None:
+    x, gate_up, down = call.x, call.gate_up, call.down
     if x.device.type != "cuda":
         return f"torch's grouped_mm is used on a GPU alone, the tensors are on {x.device}"
     if not x.dtype == gate_up.dtype == down.dtype == torch.bfloat16:
@@ -72,21 +78,28 @@ def run_grouped_mm(
     return sorted_experts(x, weights, ids, gate_up, down, activation, *more, product)
 
 
-def triton_supports(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, *_: object) -> str | None:
+def triton_problem(call: Call) -> str | None:
+    x, gate_up, down = call.x, call.gate_up, call.down
     if not x.dtype == gate_up.dtype == down.dtype:
         return f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}"
-    return needs_triton(x, weights, ids, gate_up, down)
+    return needs_triton(x, call.weights, call.ids, gate_up, down)
 
 
-def run_triton(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu",
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, interleaved: bool = False,
-    weigh_input: bool = False,
-) -> Tensor:  # fmt: skip
+def native_problem(call: Call) -> str | None:
+    kind = call.down.dtype
+    if kind not in NATIVE or call.gate_up.dtype is not kind:
+        return f"the experts are {kind}"
+    options = ("gate_up_bias", "down_bias", "interleaved", "weigh_input")
+    beyond = [name for name in options if getattr(call, name) is not None and getattr(call, name) is not False]
+    if beyond or call.activation not in ACTIVATIONS:
+        return f"experts with {', '.join(beyond) or call.activation}"
+    return None
+
+
+def run_triton(*args: Any) -> Tensor:
     from graft.ops.moe_experts.triton import moe_experts_triton
 
-    more = (gate_up_bias, down_bias, interleaved, weigh_input)
-    return moe_experts_triton(x, weights, ids, gate_up, down, activation, *more)
+    return moe_experts_triton(*args)
 
 
 define(
@@ -98,9 +111,10 @@ define(
         reference=moe_experts,
         fake=fake,
         kernels=(
-            Kernel("aten", "existing_kernel", run_aten, aten_supports),
-            Kernel("grouped_mm", "existing_kernel", run_grouped_mm, grouped_mm_supports),
-            Kernel("triton", "triton", run_triton, triton_supports),
+            Kernel("aten", "existing", aten_problem, run_aten),
+            Kernel("grouped_mm", "existing", grouped_mm_problem, run_grouped_mm),
+            Kernel("triton", "triton", triton_problem, run_triton),
+            native(native_problem),
         ),
     )
 )

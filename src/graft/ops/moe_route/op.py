@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from graft.ops.call import Call
 from graft.ops.moe_route.reference import moe_route
-from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
 MOST_EXPERTS = 1024  # one program holds a row of logits in registers
 
@@ -19,7 +22,8 @@ def fake(
     return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
 
 
-def triton_supports(logits: Tensor, *_: object) -> str | None:
+def triton_problem(call: Call) -> str | None:
+    logits = call.logits
     if logits.dim() != 2:
         return f"logits have {logits.dim()} dims, not [n, e]"
     if logits.shape[-1] > MOST_EXPERTS:
@@ -27,13 +31,14 @@ def triton_supports(logits: Tensor, *_: object) -> str | None:
     return needs_triton(logits)
 
 
-def run_triton(
-    logits: Tensor, top_k: int, normalize: bool, dtype: torch.dtype, select_first: bool = False,
-    scoring: str = "softmax",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def native_problem(call: Call) -> str | None:
+    return None if call.scoring == "softmax" else f"experts are chosen by {call.scoring}"
+
+
+def run_triton(*args: Any) -> tuple[Tensor, Tensor]:
     from graft.ops.moe_route.triton import moe_route_triton
 
-    return moe_route_triton(logits, top_k, normalize, dtype, select_first, scoring)
+    return moe_route_triton(*args)
 
 
 define(
@@ -43,6 +48,6 @@ define(
         ' str scoring="softmax") -> (Tensor, Tensor)',
         reference=moe_route,
         fake=fake,
-        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+        kernels=(Kernel("triton", "triton", triton_problem, run_triton), native(native_problem)),
     )
 )

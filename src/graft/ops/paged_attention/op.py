@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from graft.ops.cached_attention.op import native_problem
+from graft.ops.call import Call
 from graft.ops.paged_attention.reference import paged_attention
-from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
 
 def fake(
@@ -18,7 +20,8 @@ def fake(
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-def triton_supports(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object) -> str | None:
+def triton_problem(call: Call) -> str | None:
+    q, k, v, k_cache, v_cache = call.q, call.k, call.v, call.k_cache, call.v_cache
     if not q.dtype == k_cache.dtype == v_cache.dtype:
         return f"queries are {q.dtype} and the cache is {k_cache.dtype}"
     if k.shape[-1] != v.shape[-1]:
@@ -40,6 +43,6 @@ define(
         " int? window=None, float? softcap=None, Tensor? sinks=None) -> Tensor",
         reference=paged_attention,
         fake=fake,
-        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+        kernels=(Kernel("triton", "triton", triton_problem, run_triton), native(native_problem)),
     )
 )

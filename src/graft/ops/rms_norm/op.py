@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from graft.ops.call import Call
 from graft.ops.rms_norm.reference import rms_norm
-from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
 
 def fake(
@@ -21,56 +24,34 @@ def fake(
     return x.new_empty(x.shape, dtype=row if cast_last else torch.promote_types(row, weight.dtype))
 
 
-def triton_supports(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    cast_last: bool = False,
-    dtype: torch.dtype | None = None,
-) -> str | None:
-    if (dtype or x.dtype) != weight.dtype:
-        return f"the row is {dtype or x.dtype} and weight is {weight.dtype}"
-    return needs_triton(x, weight)
+def triton_problem(call: Call) -> str | None:
+    row = call.dtype or call.x.dtype
+    if row != call.weight.dtype:
+        return f"the row is {row} and weight is {call.weight.dtype}"
+    return needs_triton(call.x, call.weight)
 
 
-def aten_supports(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    cast_last: bool = False,
-    dtype: torch.dtype | None = None,
-) -> str | None:
-    if dtype is not None:
-        return f"torch.rms_norm does not round its row to another dtype ({dtype})"
-    if x.dtype != torch.float32 or weight.dtype != torch.float32:
+def aten_problem(call: Call) -> str | None:
+    if call.dtype is not None:
+        return f"torch.rms_norm does not round its row to another dtype ({call.dtype})"
+    return aten_norm_problem(call)
+
+
+def aten_norm_problem(call: Call) -> str | None:
+    """Of any op with a norm: x, weight and offset."""
+    if call.x.dtype != torch.float32 or call.weight.dtype != torch.float32:
         return "torch.rms_norm rounds elsewhere than the models do, except in float32"
-    return f"torch.rms_norm has no weight offset ({offset})" if offset else None
+    return f"torch.rms_norm has no weight offset ({call.offset})" if call.offset else None
 
 
-def run_aten(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    cast_last: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def run_aten(x: Tensor, weight: Tensor, eps: float, *_: object) -> Tensor:
     return torch.rms_norm(x, weight.shape, weight, eps)
 
 
-def run_triton(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    cast_last: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def run_triton(*args: Any) -> Tensor:
     from graft.ops.rms_norm.triton import rms_norm_triton
 
-    return rms_norm_triton(x, weight, eps, offset, cast_last, dtype)
+    return rms_norm_triton(*args)
 
 
 define(
@@ -81,8 +62,9 @@ define(
         reference=rms_norm,
         fake=fake,
         kernels=(
-            Kernel("aten", "existing_kernel", run_aten, aten_supports),
-            Kernel("triton", "triton", run_triton, triton_supports),
+            Kernel("aten", "existing", aten_problem, run_aten),
+            Kernel("triton", "triton", triton_problem, run_triton),
+            native(),
         ),
     )
 )

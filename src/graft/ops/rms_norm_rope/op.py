@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.ops.rms_norm.op import aten_supports as aten_norm_supports
+from graft.ops.call import Call
+from graft.ops.rms_norm.op import aten_norm_problem
 from graft.ops.rms_norm.op import run_aten as run_aten_norm
 from graft.ops.rms_norm_rope.reference import rms_norm_rope
 from graft.ops.rope.op import layout_problem
 from graft.ops.rope.reference import rope
-from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
 
 def fake(
@@ -29,44 +30,32 @@ def fake(
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def triton_supports(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *_: object) -> str | None:
+def triton_problem(call: Call) -> str | None:
+    x, weight, cos, sin = call.x, call.weight, call.cos, call.sin
     if x.dtype != weight.dtype:
         return f"x is {x.dtype} and weight is {weight.dtype}"
     return layout_problem(x, cos, sin, ranks=(3, 4)) or needs_triton(x, weight, cos, sin)
 
 
-def aten_supports(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, *options: Any) -> str | None:
-    if x.device.type != "cpu":
-        return f"torch.rms_norm and the rotation are many passes, which is for a CPU; the tensors are on {x.device}"
-    return aten_norm_supports(x, weight, eps, *options[:2])
+def aten_problem(call: Call) -> str | None:
+    if call.x.device.type != "cpu":
+        return (
+            f"torch.rms_norm and the rotation are many passes, which is for a CPU; the tensors are on {call.x.device}"
+        )
+    return aten_norm_problem(call)
 
 
 def run_aten(
-    x: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    cast_last: bool = False,
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float = 0.0, cast_last: bool = False,
     interleaved: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return rope(run_aten_norm(x, weight, eps, offset, cast_last), cos, sin, interleaved)
 
 
-def run_triton(
-    x: Tensor,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    cast_last: bool = False,
-    interleaved: bool = False,
-) -> Tensor:
+def run_triton(*args: Any) -> Tensor:
     from graft.ops.rms_norm_rope.triton import rms_norm_rope_triton
 
-    return rms_norm_rope_triton(x, weight, cos, sin, eps, offset, cast_last, interleaved)
+    return rms_norm_rope_triton(*args)
 
 
 define(
@@ -77,8 +66,9 @@ define(
         reference=rms_norm_rope,
         fake=fake,
         kernels=(
-            Kernel("aten", "existing_kernel", run_aten, aten_supports),
-            Kernel("triton", "triton", run_triton, triton_supports),
+            Kernel("aten", "existing", aten_problem, run_aten),
+            Kernel("triton", "triton", triton_problem, run_triton),
+            native(),
         ),
     )
 )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from graft.ops.call import Call
 from graft.ops.rope.reference import rope
-from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
 
 def fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def triton_supports(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> str | None:
+def triton_problem(call: Call) -> str | None:
+    x, cos, sin = call.x, call.cos, call.sin
     return layout_problem(x, cos, sin, ranks=(3, 4)) or needs_triton(x, cos, sin)
 
 
@@ -27,10 +31,10 @@ def layout_problem(x: Tensor, cos: Tensor, sin: Tensor, ranks: tuple[int, ...] =
     return "an odd number of values cannot turn in pairs" if cos.shape[-1] % 2 else None
 
 
-def run_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+def run_triton(*args: Any) -> Tensor:
     from graft.ops.rope.triton import rope_triton
 
-    return rope_triton(x, cos, sin, interleaved)
+    return rope_triton(*args)
 
 
 define(
@@ -39,6 +43,6 @@ define(
         schema="(Tensor x, Tensor cos, Tensor sin, bool interleaved=False) -> Tensor",
         reference=rope,
         fake=fake,
-        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+        kernels=(Kernel("triton", "triton", triton_problem, run_triton), native()),
     )
 )

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.ops.cached_attention.op import split_kv_supports
+from graft.ops.cached_attention.op import decode_problem, native_problem, triton_problem
+from graft.ops.call import Call
 from graft.ops.rope_attention.reference import rope_attention
-from graft.ops.rope_kv_write import op as write
-from graft.ops.spec import Kernel, OpSpec, define
+from graft.ops.rope_kv_write.op import dtype_problem, heads_problem
+from graft.ops.spec import Kernel, OpSpec, define, native
 
 
 def fake(
@@ -23,30 +24,22 @@ def fake(
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v_cache.shape[3])
 
 
-def steps_supports(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-    token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, lens_cpu: Tensor, scale: float,
-    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, interleaved: bool = False,
-    *norms: Any,
-) -> str | None:  # fmt: skip
+def steps_problem(call: Call) -> str | None:
     """Two kernels, one after the other."""
-    return write.triton_supports(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved, *norms)
+    return dtype_problem(call)
 
 
-def whole_supports(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-    token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, lens_cpu: Tensor, scale: float,
-    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, interleaved: bool = False,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, *norm: Any,
-) -> str | None:  # fmt: skip
+def whole_problem(call: Call) -> str | None:
     """One kernel: sequences that decode, heads that turn by half."""
-    if q_norm is not None or k_norm is not None or interleaved or cos.shape[-1] != q.shape[-1]:
-        return "heads are normed, turn in pairs, or turn in part"
-    problem = split_kv_supports(q, k_cache, v_cache, token_to_seq, block_tables, cu_seqlens, seq_lens)
-    return problem or steps_supports(
-        q, k, v, cos, sin, k_cache, v_cache, slot_mapping, token_to_seq, block_tables, cu_seqlens, seq_lens,
-        lens_cpu, scale,
-    )  # fmt: skip
+    if call.q_norm is not None or call.k_norm is not None or call.interleaved:
+        return "heads are normed, or turn in pairs"
+    if call.cos.shape[-1] != call.q.shape[-1]:
+        return "heads turn in part"
+    return triton_problem(call) or dtype_problem(call)
+
+
+def whole_call_problem(call: Call) -> str | None:
+    return decode_problem(call) or heads_problem(call)
 
 
 def run_whole(
@@ -69,25 +62,23 @@ def run_steps(
 ) -> Tensor:  # fmt: skip
     turned = torch.ops.graft.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved, *norms)
     return torch.ops.graft.cached_attention(
-        turned, k_cache, v_cache, token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu, scale, window, softcap,
-        sinks,
-    )  # fmt: skip
+        turned, k_cache, v_cache, token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu, scale, window, softcap, sinks
+    )
 
 
 define(
     OpSpec(
         name="rope_attention",
         schema="(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
-        " Tensor slot_mapping, Tensor token_to_seq, Tensor block_tables, Tensor cu_seqlens, Tensor seq_lens,"
-        " Tensor lens_cpu, float scale, int? window=None, float? softcap=None, Tensor? sinks=None,"
-        " bool interleaved=False, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, float offset=0.0,"
-        " bool cast_last=False) -> Tensor",
+        " Tensor slot_mapping, Tensor token_to_seq, Tensor block_tables, Tensor cu_seqlens, Tensor seq_lens, Tensor lens_cpu, float scale,"
+        " int? window=None, float? softcap=None, Tensor? sinks=None, bool interleaved=False, Tensor? q_norm=None,"
+        " Tensor? k_norm=None, float eps=0.0, float offset=0.0, bool cast_last=False) -> Tensor",
         reference=rope_attention,
         fake=fake,
         kernels=(
-            Kernel("whole", "triton", run_whole, whole_supports),
-            Kernel("steps", "triton", run_steps, steps_supports),
+            Kernel("whole", "triton", whole_problem, run_whole, varies=whole_call_problem),
+            Kernel("steps", "triton", steps_problem, run_steps, varies=heads_problem),
+            native(native_problem),
         ),
-        by_call=True,
     )
 )

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graft.ops.cached_attention.op import native_problem
+from graft.ops.call import Call
 from graft.ops.rope.op import layout_problem
 from graft.ops.rope_kv_write.reference import rope_kv_write
-from graft.ops.spec import Kernel, OpSpec, define, needs_triton
+from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
 
 def fake(
@@ -21,20 +23,27 @@ def fake(
     return q.new_empty(q.shape, dtype=q.dtype if plain else torch.promote_types(q.dtype, q_norm.dtype))
 
 
-def triton_supports(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor,
-    interleaved: bool = False, q_norm: Tensor | None = None, k_norm: Tensor | None = None, *_: object,
-) -> str | None:  # fmt: skip
-    dtypes = {t.dtype for t in (q, k, v, k_cache, v_cache, q_norm, k_norm) if t is not None}
+def triton_problem(call: Call) -> str | None:
+    return dtype_problem(call) or heads_problem(call)
+
+
+def dtype_problem(call: Call) -> str | None:
+    q, k, v, k_cache, v_cache = call.q, call.k, call.v, call.k_cache, call.v_cache
+    dtypes = {t.dtype for t in (q, k, v, k_cache, v_cache, call.q_norm, call.k_norm) if t is not None}
     if len(dtypes) > 1:
         return f"heads, caches and norms differ in dtype: {', '.join(sorted(map(str, dtypes)))}"
+    return needs_triton(q, k, v, call.cos, call.sin, k_cache, v_cache, call.slot_mapping)
+
+
+def heads_problem(call: Call) -> str | None:
+    k, v, k_cache, v_cache, cos, sin = call.k, call.v, call.k_cache, call.v_cache, call.cos, call.sin
     if k.stride(-1) != 1 or v.stride(-1) != 1 or k_cache.stride(-1) != 1 or k_cache.stride() != v_cache.stride():
         return "keys, values and caches must have unit last stride, and the caches equal strides"
     # a batch whose size is a symbol is one row of packed tokens
     batched = isinstance(cos.shape[0], int) and cos.shape[0] != 1
     if cos.dim() != 4 or batched or cos.shape[1] != 1 or sin.shape != cos.shape:
         return "cos and sin must be [1, 1, T, r], one angle for all heads of a token"
-    return layout_problem(q, cos, sin) or needs_triton(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+    return layout_problem(call.q, cos, sin)
 
 
 def run_triton(*args: Any) -> Tensor:
@@ -51,6 +60,6 @@ define(
         " float offset=0.0, bool cast_last=False) -> Tensor",
         reference=rope_kv_write,
         fake=fake,
-        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),
+        kernels=(Kernel("triton", "triton", triton_problem, run_triton), native(native_problem)),
     )
 )

@@ -98,7 +98,7 @@ def path(record: TransformRecord, config: PipelineConfig, home: Home, trial: Tri
         if op is None:
             yield f"- makes `{name}` × {count}: torch's own"
         else:
-            kernels = ", ".join(f"{kernel.name} ({kernel.kind})" for kernel in op.all_kernels)
+            kernels = ", ".join(f"{kernel.name} ({kernel.kind})" for kernel in op.table)
             yield f"- makes `{name}` × {count}: an op of graft with the kernels {kernels}"
 
 

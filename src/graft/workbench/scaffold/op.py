@@ -44,6 +44,7 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "names": names,
         "tensors": ", ".join(tensors),
         "tensor_tuple": tuple_text(tensors),
+        "call_tuple": tuple_text([f"call.{name}" for name in tensors]),
         "first": tensors[0],
         "typed": ", ".join(f"{name}: {kind}" for name, kind in typed),
         "schema": ", ".join(f"{kind} {name}" for name, kind in typed),
@@ -55,7 +56,7 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
     parts = {
         "imports": op_imports(op, module, has),
         "triton_parts": "\n\n" + fill("op_triton", common).strip("\n") + "\n" if has else "",
-        "kernels": '\n        kernels=(Kernel("triton", "triton", run_triton, triton_supports),),' if has else "",
+        "kernels": '\n        kernels=(Kernel("triton", "triton", triton_problem, run_triton),),' if has else "",
     }
     files = {
         "__init__.py": "",
@@ -71,8 +72,11 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
 
 def op_imports(op: str, module: str, kernel: bool) -> str:
     spec = f"from graft.ops.spec import {'Kernel, OpSpec, define, needs_triton' if kernel else 'OpSpec, define'}"
+    asked = ["from graft.ops.call import Call"] * kernel
     own = f"from {module}.reference import {op}"
-    return "\n".join(sorted([spec, own])) if module.startswith("graft.") else f"{spec}\n\n{own}"
+    if module.startswith("graft."):
+        return "\n".join(sorted([*asked, spec, own]))
+    return "\n".join([*asked, spec, "", own])
 
 
 def reference_text(op: str, body: Body) -> str:

@@ -12,7 +12,7 @@ from graft.backends.native.plan import Planner, lowers
 from graft.backends.native.program import Kernel, NotLowered, Pointer, Stride, Text, WeightPointer
 from graft.graph.nodes import options_of, tensor_of
 from graft.ops.fused_linear.native_packing import CPP, HALVES
-from graft.ops.fused_linear.tiles import TILES, kind_of
+from graft.ops.fused_linear.tiles import kind_of
 
 aten, ops = torch.ops.aten, torch.ops.graft
 HEADER = "ops/fused_linear/native.h"
@@ -41,8 +41,6 @@ def lower_mm(plan: Planner, node: Node) -> None:
 @lowers(ops.fused_linear.default)
 def lower_fused_linear(plan: Planner, node: Node) -> None:
     o = options_of(node)
-    if o["fp8_from"]:
-        raise NotLowered("rows of x are rounded to float8")
     product(plan, node, **{name: o[name] for name in o if name not in ("cast_last", "upcast", "fp8_from")})
 
 
@@ -92,12 +90,7 @@ def float_form(dtype: torch.dtype) -> tuple[str, str]:
 
 def tiles(plan: Planner, weight: Any, columns: int) -> tuple[WeightPointer, str]:
     """A weight that the graph holds as the kernel reads it: its own memory, no copy."""
-    tensor = tensor_of(weight)
-    if tensor.dtype is not TILES:
-        raise NotLowered(
-            f"the weight is {tensor.dtype}, quantized for a GPU; the native backend has tiles of its own"
-        )
-    return plan.weight(weight, "as_is"), CPP[kind_of(int(tensor.shape[1]), columns)]
+    return plan.weight(weight, "as_is"), CPP[kind_of(int(tensor_of(weight).shape[1]), columns)]
 
 
 @lowers(ops.swiglu.default)
