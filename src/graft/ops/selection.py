@@ -64,14 +64,15 @@ def candidates(spec: OpSpec, call: Call, table: tuple[Kernel, ...]) -> Iterable[
 def preferred(spec: OpSpec, call: Call, table: tuple[Kernel, ...]) -> Iterator[tuple[Kernel, Any]]:
     """Native ones first where that backend asks, then by measurement, then those that were not tried."""
     tried: list[Kernel] = []
-    if call.asker.backend == "native":
+    if is_native(call):
         tried = [kernel for kernel in table if kernel.kind == "native"]
         yield from zip(tried, repeat(None), strict=False)
-    for name, how in () if spec.measured is None else spec.measured(call):
-        kernel = spec.by_name[name]
-        if kernel in table and kernel not in tried:
-            tried.append(kernel)
-            yield kernel, how
+    if spec.measured is not None:
+        for name, how in spec.measured(call):
+            kernel = spec.by_name[name]
+            if kernel in table and kernel not in tried:
+                tried.append(kernel)
+                yield kernel, how
     yield from ((kernel, None) for kernel in table if kernel not in tried)
 
 

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from graft.errors import VerificationError
 from graft.graph.nodes import calls, is_op, options_of, static_int, tensor_of, where
-from graft.ops.fused_linear.choice import FORMATS, Shape, choose_kernel
+from graft.ops.fused_linear.choice import Shape, choose_kernel, shape_of
 from graft.ops.launch import device_name
 from graft.ops.ran import OpKernels
 
@@ -30,8 +30,7 @@ def shapes_of(module: GraphModule) -> Iterator[tuple[Shape, bool]]:
             rows, depth = static_int(weight.shape[0]), static_int(tensor_of(given["x"]).shape[-1])
             if rows is None or depth is None:
                 raise VerificationError(f"{where(node)}: the sizes of its weight are not fixed")
-            format = FORMATS.get(weight.dtype, "plain")
-            yield Shape(rows // 2 if gated else rows, depth, format, gated, norm), given["fp8_from"] > 0
+            yield shape_of(rows, depth, weight.dtype, gated, norm), given["fp8_from"] > 0
 
 
 def choice_notes(module: GraphModule, device: torch.device, kernels: Mapping[str, OpKernels]) -> list[str]:

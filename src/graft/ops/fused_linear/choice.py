@@ -14,11 +14,11 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from graft.files import cache_dir
 from graft.ops.fused_linear.kinds import Gemm, How, Matvec, Shape, count_text, how_problem, how_text, kind_of
 from graft.ops.fused_linear.tables import Entry, Table, merge, read_table
+from graft.ops.launch import device_name
 from graft.ops.spec import Pick
 
 __all__ = ["FORMATS", "Choice", "Gemm", "How", "Matvec", "Shape", "choose_kernel", "how_text"]
@@ -43,9 +43,12 @@ def choose_kernel(shape: Shape, tokens: int, device: str) -> Choice:
 
 
 @cache
-def picks(shape: Shape, tokens: int, device: str) -> tuple[Pick, ...]:
-    """By kernels of the op, best first."""
-    return picks_of(choose_kernel(shape, tokens, device).how, shape.format)
+def picks(
+    rows: int, k: int, dtype: torch.dtype, gated: bool, norm: bool, tokens: int, device: torch.device
+) -> tuple[Pick, ...]:
+    """By kernels of the op, best first. Asked at every call, so by what is at hand there."""
+    shape = shape_of(rows, k, dtype, gated, norm)
+    return picks_of(choose_kernel(shape, tokens, device_name(device)).how, shape.format)
 
 
 def picks_of(how: How, format: str) -> tuple[Pick, ...]:
@@ -55,9 +58,9 @@ def picks_of(how: How, format: str) -> tuple[Pick, ...]:
     return (Pick("gemm"),) if kind == "default" else (Pick(kind, how), Pick("gemm"))
 
 
-def shape_of(x: Tensor, weight: Tensor, gated: bool, norm: bool) -> Shape:
-    rows = weight.shape[0]
-    return Shape(rows // 2 if gated else rows, x.shape[-1], FORMATS.get(weight.dtype, "plain"), gated, norm)
+def shape_of(rows: int, k: int, dtype: torch.dtype, gated: bool, norm: bool) -> Shape:
+    """rows, k, dtype: of the weight, of which a gate takes half the rows."""
+    return Shape(rows // 2 if gated else rows, k, FORMATS.get(dtype, "plain"), gated, norm)
 
 
 def look_up(table: Table, shape: Shape, tokens: int, device: str) -> Choice:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graft.ops.call import Call
-from graft.ops.fused_linear.choice import picks, shape_of
+from graft.ops.fused_linear.choice import picks
 from graft.ops.fused_linear.kinds import (
     MOST_MATVEC_TOKENS,
     MOST_NARROW_TOKENS,
@@ -23,7 +25,6 @@ from graft.ops.fused_linear.kinds import (
 from graft.ops.fused_linear.packing import PACKED
 from graft.ops.fused_linear.reference import fused_linear, rounds
 from graft.ops.fused_linear.tiles import tiles_problem
-from graft.ops.launch import device_name
 from graft.ops.spec import Kernel, OpSpec, Pick, define, native, needs_triton
 
 QUANTIZED = (torch.int8, torch.float8_e4m3fn, PACKED)
@@ -44,6 +45,9 @@ def fake(
 def gpu_problem(call: Call) -> str | None:
     """Why no kernel of ours can run such calls, or None."""
     x, weight, residual = call.x, call.weight, call.residual
+    problem = needs_triton(x, weight, call.bias, call.scale, call.norm, residual)
+    if problem is not None:
+        return problem
     kinds = {t.dtype for t in (x, call.bias, call.norm, residual) if t is not None}
     if len(kinds) > 1 or x.dtype is torch.float64:
         return f"dtypes differ or are float64: {', '.join(sorted(map(str, kinds)))}"
@@ -53,12 +57,12 @@ def gpu_problem(call: Call) -> str | None:
         return "the weight does not lie row by row"
     if residual is not None and residual.dim() != x.dim():
         return "the residual is broadcast"
-    return needs_triton(x, weight, call.bias, call.scale, call.norm, residual)
+    return None
 
 
 def exact_problem(call: Call) -> str | None:
     """For kernels that multiply with x as it is."""
-    if rounds(call.x, call.fp8_from):
+    if call.fp8_from and rounds(call.x, call.fp8_from):
         return f"rows of x are to be rounded to float8 from {call.fp8_from} tokens on"
     return None
 
@@ -130,49 +134,47 @@ def tokens_of(call: Call) -> int:
 def measured(call: Call) -> Iterable[Pick]:
     """The kernel that was fastest for the call's shape and tokens, and where it does not fit the tensor-core kernel
     with sizes that fit every call. Rows that are rounded to float8 have one kernel, and nothing to look up."""
-    if not call.x.is_cuda:
-        return ()
-    if rounds(call.x, call.fp8_from):
+    if call.fp8_from and rounds(call.x, call.fp8_from):
         return (SCALED,)
-    shape = shape_of(call.x, call.weight, call.activation != "none", call.normed or call.norm is not None)
-    return picks(shape, tokens_of(call), device_name(call.x.device))
+    x, weight, norm = call.x, call.weight, call.normed or call.norm is not None
+    rows, k = weight.shape[0], x.shape[-1]
+    return picks(rows, k, weight.dtype, call.activation != "none", norm, x.numel() // k, x.device)
+
+
+@cache
+def launches() -> Any:
+    """The module that launches the kernels, which needs Triton. Asked at every call, where an import is slower."""
+    return importlib.import_module("graft.ops.fused_linear.triton")
 
 
 def run_matvec(*args: Any, how: Matvec = MATVEC) -> Tensor:
-    from graft.ops.fused_linear.triton import launch_matvec, with_rows
-
-    return with_rows(lambda call: launch_matvec(call, how), *args)
+    ours = launches()
+    return ours.with_rows(lambda call: ours.launch_matvec(call, how), *args)
 
 
 def run_narrow(*args: Any, how: Narrow = NARROW) -> Tensor:
-    from graft.ops.fused_linear.triton import launch_narrow, with_rows
-
-    return with_rows(lambda call: launch_narrow(call, how), *args)
+    ours = launches()
+    return ours.with_rows(lambda call: ours.launch_narrow(call, how), *args)
 
 
 def run_even(*args: Any, how: Even = EVEN) -> Tensor:
-    from graft.ops.fused_linear.triton import launch_even, with_rows
-
-    return with_rows(lambda call: launch_even(call, how), *args)
+    ours = launches()
+    return ours.with_rows(lambda call: ours.launch_even(call, how), *args)
 
 
 def run_gemm(*args: Any, how: Gemm | None = None) -> Tensor:
-    from graft.ops.fused_linear.triton import default_gemm, launch_gemm, with_rows
-
-    return with_rows(lambda call: launch_gemm(call, how or default_gemm(call)), *args)
+    ours = launches()
+    return ours.with_rows(lambda call: ours.launch_gemm(call, how or ours.default_gemm(call)), *args)
 
 
 def run_library(*args: Any) -> Tensor:
-    from graft.ops.fused_linear.triton import library, with_rows
-
-    return with_rows(library, *args)
+    return launches().with_rows(launches().library, *args)
 
 
 def run_scaled(*args: Any) -> Tensor:
     from graft.ops.fused_linear.scaled import launch_scaled
-    from graft.ops.fused_linear.triton import with_rows
 
-    return with_rows(launch_scaled, *args)
+    return launches().with_rows(launch_scaled, *args)
 
 
 define(

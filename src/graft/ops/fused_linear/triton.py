@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,8 @@ from graft.ops.rms_norm.triton import rms_norm_triton
 from graft.ops.swiglu.triton import swiglu_triton
 
 
-@dataclass(frozen=True)
-class Call:
-    """The op's arguments, with the tokens as rows: x [tokens, k]."""
+class Call(NamedTuple):
+    """The op's arguments, with the tokens as rows: x [tokens, k]. One is made at every call: a tuple costs least."""
 
     x: Tensor
     weight: Tensor
@@ -69,7 +68,7 @@ class Call:
 
     @property
     def shape(self) -> Shape:
-        return shape_of(self.x, self.weight, self.gated, self.divided)
+        return shape_of(self.weight.shape[0], self.x.shape[1], self.weight.dtype, self.gated, self.divided)
 
     @property
     def shift(self) -> float:
@@ -81,9 +80,9 @@ def with_rows(run: Callable[[Call], Tensor], x: Tensor, *rest: Any) -> Tensor:
     """Runs with all but the last dim of x and the residual as one."""
     call = Call(x.reshape(-1, x.shape[-1]), *rest)
     if call.x.stride(-1) != 1:
-        call = replace(call, x=call.x.contiguous())
+        call = call._replace(x=call.x.contiguous())
     if call.residual is not None:
-        call = replace(call, residual=call.residual.reshape(-1, call.rows).contiguous())
+        call = call._replace(residual=call.residual.reshape(-1, call.rows).contiguous())
     return run(call).view(*x.shape[:-1], call.rows)
 
 
@@ -237,7 +236,7 @@ def without_norm(call: Call) -> Call:
     k, dtype, device = call.x.shape[1], call.x.dtype, call.x.device
     norm = ones(k, dtype, device) if call.norm is None else call.norm
     x = rms_norm_triton(call.x, norm, call.eps, call.offset, call.cast_last)
-    return replace(call, x=x, norm=None, eps=0.0, offset=0.0, cast_last=False, normed=False)
+    return call._replace(x=x, norm=None, eps=0.0, offset=0.0, cast_last=False, normed=False)
 
 
 @cache
