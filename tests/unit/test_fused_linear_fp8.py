@@ -125,6 +125,6 @@ def test_from_how_many_tokens_on_and_which_kernel_says_so():
     plain = spec.call(*arguments(Shape(4, 32, 64), torch.bfloat16))._replace(fp8_from=4)
     with mock.patch.object(op, "needs_triton", lambda *_: None):
         problems = [problem_of(spec.kernel("scaled_mm"), one) for one in (call, later, never, plain)]
-        assert choose(spec, call).name == "scaled_mm" and choose(spec, later).name == "matvec"
+        assert choose(spec, call).name == "scaled_mm" and choose(spec, later).name != "scaled_mm"
     assert problems[0] is None and problems[1] == problems[2] == "rows of x are not to be rounded to float8"
     assert "multiplies with float8 weights" in problems[3]

@@ -188,7 +188,7 @@ def test_without_any_fusion_the_tokens_are_the_same():
 def test_report_names_the_kernel_of_every_op_r25():
     kernels = graft.LLM("tiny-llama", dtype="float32", device="cpu", backend="eager").report.kernels
     assert str(kernels["graft::rms_norm"]) == "aten (existing)"
-    assert kernels["graft::paged_attention"].startswith("reference (not triton: Triton kernels run on a GPU")
+    assert str(kernels["graft::paged_attention"]).startswith("reference (not triton: Triton kernels run on a GPU")
 
 
 def test_weights_are_not_doubled_by_merging():
