@@ -126,7 +126,7 @@ def test_ops_lists_kernels_and_reasons_r25():
     assert told.returncode == 0, told.stderr
     assert "graft::rope" in told.stdout and "not where Triton kernels run on a GPU" in told.stdout
     rows = json.loads(graft("ops", "rope", "--device", "cpu", "--json").stdout)
-    assert {row["kernel"] for row in rows} == {"triton", "reference"} and all(row["cases"] for row in rows)
+    assert {row["kernel"] for row in rows} == {"triton", "native", "reference"} and all(row["cases"] for row in rows)
     forced = graft(
         "run",
         "-m",
