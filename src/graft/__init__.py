@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graft.graph.match import Match, Refused
     from graft.runtime.artifacts import load
     from graft.runtime.compile import CompiledModule, compile
     from graft.runtime.core import Output
@@ -14,9 +15,11 @@ if TYPE_CHECKING:
     from graft.runtime.params import SamplingParams
     from graft.runtime.torch_compile import Backend, backend_reports
     from graft.state.lifting import Binding, Lifted, inline_buffers, lift_buffers
-    from graft.transforms.base import BaseTransform, PatternTransform, Rewrite, TransformConfig
+    from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig
+    from graft.transforms.patterns import PatternTransform, Rewrite
     from graft.transforms.registry import TransformRegistry
     from graft.transforms.report import Report
+    from graft.transforms.rewriter import Rewriter
     from graft.workbench.diff import diff_graphs
     from graft.workbench.runs import open_run
     from graft.workbench.stored import load_dump
@@ -36,9 +39,14 @@ _HOMES = {
     "passes_for_inductor": "graft.runtime.inductor_passes",
     "inductor_reports": "graft.runtime.inductor_passes",
     "BaseTransform": "graft.transforms.base",
-    "PatternTransform": "graft.transforms.base",
-    "Rewrite": "graft.transforms.base",
+    "Context": "graft.transforms.base",
+    "Outcome": "graft.transforms.base",
     "TransformConfig": "graft.transforms.base",
+    "Rewriter": "graft.transforms.rewriter",
+    "PatternTransform": "graft.transforms.patterns",
+    "Rewrite": "graft.transforms.patterns",
+    "Match": "graft.graph.match",
+    "Refused": "graft.graph.match",
     "TransformRegistry": "graft.transforms.registry",
     "Report": "graft.transforms.report",
     "lift_buffers": "graft.state.lifting",
@@ -55,11 +63,16 @@ __all__ = [
     "BaseTransform",
     "Binding",
     "CompiledModule",
+    "Context",
     "Lifted",
+    "Match",
+    "Outcome",
     "Output",
     "PatternTransform",
+    "Refused",
     "Report",
     "Rewrite",
+    "Rewriter",
     "SamplingParams",
     "TransformConfig",
     "TransformRegistry",

@@ -176,7 +176,7 @@ def test_the_note_of_a_transform_that_matches_nowhere_says_why_r55(tmp_path):
 PLUGIN = '''
 import torch
 from torch import Tensor
-from graft.transforms.base import PatternTransform, Rewrite
+from graft.transforms.patterns import PatternTransform, Rewrite
 from graft.transforms.registry import TransformRegistry
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -170,7 +171,13 @@ def test_no_matches_give_back_the_graph_before_r55(trial):
 def test_a_match_without_its_own_change_is_refused_r55(trial, monkeypatch):
     """What the editor was not told of cannot be taken back, and is not guessed at."""
     unowned = ("input_ids", "position_ids")
-    plant(monkeypatch, "fuse_rope", lambda gm, outcome: gm.meta["graft_replaced"].append(unowned) or outcome)
+
+    def planted(gm, outcome):
+        first, *others = outcome.matches
+        first = replace(first, successors=(*first.successors, unowned))
+        return replace(outcome, matches=(first, *others))
+
+    plant(monkeypatch, "fuse_rope", planted)
     replay = Replay(trial, "fuse_rope")
     with pytest.raises(VerificationError, match="no match says so"):
         with_matches(replay.gm, replay.before, replay.matches, [0], replay.uses)

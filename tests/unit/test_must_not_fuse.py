@@ -12,8 +12,9 @@ import torch
 
 from graft.graph.nodes import calls
 from graft.testing.negatives import assert_refused_or_harmless, negatives, positive
-from graft.transforms.base import PatternTransform, Rewrite, Stage, TransformConfig
+from graft.transforms.base import Stage, TransformConfig
 from graft.transforms.config import load_config
+from graft.transforms.patterns import PatternTransform, Rewrite
 from graft.transforms.registry import TransformRegistry, load_all
 
 load_all()

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from graft.graph.text import graph_text
 from graft.testing.negatives import negatives, positive
-from graft.transforms.base import Context, Rewrite
+from graft.transforms.base import Context
 from graft.transforms.config import load_config
+from graft.transforms.patterns import Rewrite
 from graft.transforms.pipeline import run_one
 from graft.transforms.registry import TransformRegistry
 

@@ -14,9 +14,10 @@ from graft.graph.nodes import calls, is_op
 from graft.graph.text import graph_text
 from graft.graph.trace import export_graph
 from graft.transforms import merge
-from graft.transforms.base import BaseTransform, Outcome, PatternTransform, Rewrite, Stage, TransformConfig
+from graft.transforms.base import BaseTransform, Outcome, Stage, TransformConfig
 from graft.transforms.config import PipelineConfig, load_config
 from graft.transforms.library import fuse_rms_norm, fuse_swiglu
+from graft.transforms.patterns import PatternTransform, Rewrite
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord, Report

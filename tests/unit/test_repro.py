@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 import graft
 from graft.cli.app import app
 from graft.errors import DumpError, ReproRefused, UnknownMatch, UnknownTransform
-from graft.transforms.base import Context, PatternTransform, Rewrite
+from graft.transforms.base import Context
 from graft.transforms.config import load_config
+from graft.transforms.patterns import PatternTransform, Rewrite
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.registry import TransformRegistry
 from graft.workbench.dump import dump_model

@@ -21,7 +21,8 @@ from graft.testing import (
     try_transform,
 )
 from graft.testing.negatives import negatives, positive
-from graft.transforms.base import BaseTransform, Outcome, PatternTransform, Rewrite, Stage, TransformConfig
+from graft.transforms.base import BaseTransform, Outcome, Stage, TransformConfig
+from graft.transforms.patterns import PatternTransform, Rewrite
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
 
@@ -171,10 +172,10 @@ class Careless(BaseTransform):
         with gm.graph.inserting_before(node):
             new = gm.graph.call_function(aten.sin.default, node.args)
         new.meta = {k: v for k, v in {**node.meta, "made_by": self.name}.items() if k not in self.lost}
-        gm.meta["graft_replaced"].append((node.name, new.name))
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
-        return Outcome((MatchRecord(f"%{node.name}", "", (node.name,), (new.name,)),))
+        successors = ((node.name, new.name),)
+        return Outcome((MatchRecord(f"%{node.name}", "", (node.name,), (new.name,), successors=successors),))
 
 
 class Wave(nn.Module):

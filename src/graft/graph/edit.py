@@ -26,7 +26,8 @@ class Editor:
         self.made_by = made_by
         self.abstract = AbstractCalls.of(gm)
         self.last_input: Node | None = None
-        self.replaced: list[tuple[str, str]] = gm.meta.setdefault("graft_replaced", [])
+        self.successors: dict[Node, Node] = {}  # what took the place of what
+        self.changes: tuple[list[tuple[str, str]], list[str]] = ([], [])
 
     def call(
         self,
@@ -68,8 +69,25 @@ class Editor:
     def replace(self, old: Node, new: Node) -> None:
         """Every reader of `old` reads `new`. Refuses a change of shape, dtype or device."""
         check_same_kind(old, new, self.made_by)
-        self.replaced.append((old.name, new.name))
+        self.changes[0].append((old.name, new.name))
+        self.successors[old] = new
         old.replace_all_uses_with(new)
+
+    def erase(self, node: Node) -> None:
+        """Takes out a node that nobody reads any more."""
+        self.changes[1].append(node.name)
+        self.graph.erase_node(node)
+
+    def current(self, node: Node) -> Node:
+        """The node itself, or what took its place."""
+        while node in self.successors:
+            node = self.successors[node]
+        return node
+
+    def take_changes(self) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+        """Since the last time: names of what was replaced, each with what is read now, and of what was erased."""
+        (replaced, erased), self.changes = self.changes, ([], [])
+        return tuple(replaced), tuple(erased)
 
     def _adopt(self, node: Node, value: Any, like: Node) -> Node:
         node.meta = {key: like.meta[key] for key in INHERITED if key in like.meta}

@@ -64,6 +64,14 @@ class NearMiss:
     size: int
 
 
+class Refused(Exception):
+    """A place that stays as it is: the node that stops it, and why. The driver (Rewriter) tells it as a near miss."""
+
+    def __init__(self, node: Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node, self.reason = node, reason
+
+
 @dataclass
 class Attempt:
     """One try to lay a pattern over a graph."""
@@ -83,6 +91,9 @@ class Attempt:
         if further > 0 or (further == 0 and not is_op(self.stopped[0], aten.dropout.default)):
             self.deepest, self.stopped = self.matched(), (node if isinstance(node, Node) else None, reason)
         return False
+
+    def refusal(self, anchor: Node) -> Refused:
+        return Refused(self.stopped[0] or anchor, self.stopped[1])
 
     def unify(self, wanted: Any, found: Any) -> bool:
         if isinstance(wanted, Node):
@@ -228,29 +239,31 @@ class Finder:
         self, graph: Graph, pattern: Pattern, tries: list[tuple[Node, tuple[Attempt, bool]]]
     ) -> tuple[list[Match], list[NearMiss]]:
         """Confirms what fitted, and keeps what nearly did."""
-        order = {node: index for index, node in enumerate(graph.nodes)}
         mutated = mutated_roots(graph)
         taken: set[Node] = set()
         matches: list[Match] = []
         misses: list[tuple[Node, NearMiss]] = []
         for node, (attempt, fitted) in tries:
-            result = self.confirm(pattern, attempt, node, taken) if fitted else attempt.stopped
-            if isinstance(result, Match) and mutated:
-                result = check_writes(result, order, mutated)
-            if isinstance(result, Match):
-                taken |= set(result.nodes)
-                matches.append(result)
-            elif is_near(pattern, attempt, fitted):
-                at, text = result[0] or node, result[1]
-                reached = pattern.size if fitted and not attempt.refuted else min(attempt.deepest, pattern.size - 1)
-                miss = NearMiss(pattern.name, where(node), f"%{at.name}", text, reached, pattern.size)
-                misses.append((node, miss))
+            try:
+                match = self.confirm(pattern, attempt, node, taken, fitted)
+                check_writes(match, mutated)
+            except Refused as refused:
+                if is_near(pattern, attempt, fitted):
+                    whole = fitted and not attempt.refuted
+                    reached = pattern.size if whole else min(attempt.deepest, pattern.size - 1)
+                    place = f"%{refused.node.name}"
+                    misses.append(
+                        (node, NearMiss(pattern.name, where(node), place, refused.reason, reached, pattern.size))
+                    )
+            else:
+                taken |= set(match.nodes)
+                matches.append(match)
         return matches, [miss for node, miss in misses if node not in taken]
 
-    def confirm(
-        self, loose: Pattern, attempt: Attempt, node: Node, taken: set[Node]
-    ) -> Match | tuple[Node | None, str]:
-        """The exact pattern at the same anchor, then the readers of every inner value."""
+    def confirm(self, loose: Pattern, attempt: Attempt, node: Node, taken: set[Node], fitted: bool) -> Match:
+        """The exact pattern at the same anchor, then the readers of every inner value. Refused where it is none."""
+        if not fitted:
+            raise attempt.refusal(node)
         tensors = {p.meta["pattern_input"]: attempt.bound[p] for p in loose.inputs if p in attempt.bound}
         missing = [n for n in tensor_names(self.function) if n not in tensors]
         missing += [n for n in literal_names(self.function) if n not in attempt.literals]
@@ -260,29 +273,32 @@ class Finder:
         try:
             exact = exact_pattern(self.function, specs, attempt.literals)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:  # it refuses these shapes or dtypes
-            return node, f"the pattern does not run on these inputs: {str(error).splitlines()[0]}"
+            reason = f"the pattern does not run on these inputs: {str(error).splitlines()[0]}"
+            raise Refused(node, reason) from error
         second = Attempt(exact=True)
         if not second.unify(exact.anchor, node):
             attempt.refuted, attempt.deepest = True, second.deepest
-            return second.stopped
+            raise second.refusal(node)
         again = {p.meta["pattern_input"]: second.bound[p] for p in exact.inputs if p in second.bound}
         outputs = tuple(second.bound[o] for o in exact.outputs if o in second.bound or second.unify_readers(o))
         if len(outputs) != len(exact.outputs):
             attempt.refuted, attempt.deepest = True, second.matched()
-            return node, f"it fits, and the {len(exact.outputs)} results of the pattern are not all there"
+            raise Refused(node, f"it fits, and the {len(exact.outputs)} results of the pattern are not all there")
         nodes = tuple(found for p, found in second.bound.items() if p.op == "call_function")
         overlap = next((n for n in nodes if n in taken), None)
         if overlap is not None:
-            return overlap, f"{where(overlap)} is part of an earlier match"
+            raise Refused(overlap, f"{where(overlap)} is part of an earlier match")
         match = Match(loose.name, again, dict(attempt.literals), nodes, outputs)
-        return match if self.allow_readers else check_readers(match)
+        if not self.allow_readers:
+            check_readers(match)
+        return match
 
 
-def check_readers(match: Match) -> Match | tuple[Node | None, str]:
+def check_readers(match: Match) -> None:
     """What is inside a match and not returned by it may not be read from outside."""
     given = set(match.tensors.values())
     inner = [node for node in match.nodes if not is_cast_of(node, given)]
-    return second_reader(inner, match.outputs, match.nodes) or match
+    refuse_readers(inner, match.outputs, match.nodes)
 
 
 def is_cast_of(node: Node, inputs: Collection[Node]) -> bool:
@@ -290,36 +306,32 @@ def is_cast_of(node: Node, inputs: Collection[Node]) -> bool:
     return is_op(node, aten.to.dtype) and node.args[0] in inputs
 
 
-def second_reader(
-    nodes: Collection[Node], outputs: Collection[Node], whole: Collection[Node] = ()
-) -> tuple[Node, str] | None:
-    """The first of `nodes` that is read from outside the `whole` and is no output, and how to say so."""
+def refuse_readers(nodes: Collection[Node], outputs: Collection[Node], whole: Collection[Node] = ()) -> None:
+    """Refused at the first of `nodes` that is read from outside the `whole` and is no output."""
     inside = {*nodes, *whole}
     for node in nodes:
         reader = next((user for user in node.users if user not in inside), None)
         if reader is not None and node not in outputs:
-            return node, f"{where(node)} has a second reader {where(reader)}"
-    return None
+            raise Refused(node, f"{where(node)} has a second reader {where(reader)}")
 
 
-def check_outside(match: Match, order: dict[Node, int], mutated: set[Node]) -> Match | tuple[Node | None, str]:
+def check_outside(match: Match, mutated: Collection[Node]) -> None:
     """For matches found by a walk: nothing inside may be read from outside, or written to."""
-    checked = check_readers(match)
-    return check_writes(match, order, mutated) if isinstance(checked, Match) and mutated else checked
+    check_readers(match)
+    check_writes(match, mutated)
 
 
-def check_writes(match: Match, order: dict[Node, int], mutated: set[Node]) -> Match | tuple[Node | None, str]:
+def check_writes(match: Match, mutated: Collection[Node]) -> None:
     """Where the graph writes in place: nothing that the match makes, or reads meanwhile, may be written to."""
-    for touched in (*match.nodes, *match.tensors.values()):
+    for touched in (*match.nodes, *match.tensors.values()) if mutated else ():
         root = storage_root(touched)
-        if root in mutated and (touched in match.nodes or written_inside(root, match, order)):
-            return touched, f"{where(touched)} is written in place between the nodes of the match"
-    return match
+        if root in mutated and (touched in match.nodes or written_inside(root, match)):
+            raise Refused(touched, f"{where(touched)} is written in place between the nodes of the match")
 
 
-def written_inside(root: Node, match: Match, order: dict[Node, int]) -> bool:
-    first, last = (f(order.get(n, 0) for n in match.nodes) for f in (min, max))
-    writers = (n for n in order if is_mutating(n) and first < order[n] < last)
+def written_inside(root: Node, match: Match) -> bool:
+    first, last = min(match.nodes), max(match.nodes)
+    writers = (n for n in match.anchor.graph.nodes if is_mutating(n) and first < n < last)
     roots = {storage_root(argument) for writer in writers for argument in writer.all_input_nodes}
     # another attribute may lie in the same memory
     return root in roots or (root.op == "get_attr" and any(other.op == "get_attr" for other in roots))

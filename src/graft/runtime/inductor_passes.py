@@ -100,16 +100,14 @@ def run_fusions(settings: PipelineConfig, graph: Graph) -> None:
     """The pass: fuses on a canonical copy, then makes the same changes in `graph`."""
     copy = canonical_copy(graph)
     swept = {node.name for node in graph.nodes} - {node.name for node in copy.graph.nodes}
-    replaced: list[tuple[str, str]] = []
     records: dict[str, TransformRecord] = {}
     with apart_from_dynamo(), use_dialect(inductor_dialect()):
         for name in order_transforms(settings):
             records[name] = run_transform(copy, name, settings)
-            if records[name].status == "applied":
-                replaced += copy.meta["graft_replaced"]
-    dead = swept | {old for record in records.values() for match in record.matches for old in match.replaced}
-    if replaced:
-        repeat_changes(graph, copy.graph, dict(replaced), dead)
+    matches = [match for record in records.values() for match in record.matches]
+    if matches:
+        replaced = dict(pair for match in matches for pair in match.successors)
+        repeat_changes(graph, copy.graph, replaced, swept | {old for match in matches for old in match.replaced})
     _reports.append(Report(f"inductor_{len(_reports)}", records))
 
 

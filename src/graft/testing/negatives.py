@@ -28,7 +28,8 @@ from graft.graph.text import graph_text
 from graft.graph.trace import quiet, trace_function
 from graft.testing.failure import failure, graph_lines, match_lines, miss_lines
 from graft.testing.numbers import compare
-from graft.transforms.base import Context, PatternTransform, Rewrite
+from graft.transforms.base import Context
+from graft.transforms.patterns import PatternTransform, Rewrite
 from graft.transforms.pipeline import run_one
 from graft.transforms.report import TransformRecord
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,13 +9,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
-from graft.graph.match import Match, NearMiss, check_outside
-from graft.graph.memory import mutated_roots
-from graft.graph.nodes import calls, is_op, is_weight, module_path, tensor_of, tensor_val, where
+from graft.graph.match import Refused
+from graft.graph.nodes import calls, is_op, is_weight, tensor_of, tensor_val, where
 from graft.graph.text import op_text
-from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, erase_dead, no_match_reason
-from graft.transforms.report import MatchRecord
-from graft.transforms.walk import NoFit
+from graft.transforms.base import Context, TransformConfig
+from graft.transforms.rewriter import Rewriter
 
 aten, ops = torch.ops.aten, torch.ops.graft
 LINEAR, FUSED = aten.linear.default, ops.fused_linear.default
@@ -33,69 +30,27 @@ class DecodeConfig(TransformConfig):
     devices: tuple[Device, ...] = ("cuda", "native")
 
 
-class MatvecTransform(BaseTransform):
-    """Subclasses say what there is at a call (`find`) and write it (`write`)."""
+class MatvecTransform(Rewriter):
+    """Runs where graft's engine decodes, on the devices that it is told."""
 
     config: DecodeConfig  # pyrefly: ignore
+    find_first = True
 
     @classmethod
     def get_config_class(cls) -> type[TransformConfig]:
         return DecodeConfig
 
-    def candidates(self, gm: GraphModule) -> Iterator[Node]:
-        """The calls at which a match could end."""
-        raise NotImplementedError
-
-    def lacking(self) -> str:
-        """The reason where there is no candidate at all."""
-        raise NotImplementedError
-
-    def find(self, node: Node) -> Match | None:
-        """What fits at this call; NoFit where it nearly does, None where it is something else."""
-        raise NotImplementedError
-
-    def write(self, editor: Editor, match: Match) -> list[Node]:
-        """Puts the replacement in place and returns the nodes that it made."""
-        raise NotImplementedError
-
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:
-        reason = elsewhere(gm, context, self.config.devices)
-        if reason:
-            return Outcome(reason=reason, skipped=True)
-        order = {node: index for index, node in enumerate(gm.graph.nodes)}
-        mutated = mutated_roots(gm.graph)
-        matches: list[Match] = []
-        misses: list[NearMiss] = []
-        for node in self.candidates(gm):
-            try:
-                match = self.find(node)
-                if match is not None:
-                    checked = check_outside(match, order, mutated)
-                    if not isinstance(checked, Match):
-                        raise NoFit(checked[0] or node, checked[1])
-                    matches.append(checked)
-            except NoFit as stop:
-                misses.append(NearMiss(self.name, where(node), f"%{stop.node.name}", stop.reason, 1, 2))
-        editor = Editor(gm, self.name)
-        records = tuple(self.rewrite(editor, match) for match in matches)
-        reason = no_match_reason(misses) if misses else self.lacking()
-        return Outcome(records, tuple(misses), "" if records else reason)
-
-    def rewrite(self, editor: Editor, match: Match) -> MatchRecord:
-        anchor, path = where(match.anchor), module_path(match.anchor)
-        replaced = tuple(node.name for node in match.nodes)
-        made = self.write(editor, match)
-        erase_dead(editor, match.nodes)
-        return MatchRecord(anchor, path, replaced, tuple(node.name for node in made), match.pattern)
+    def applies(self, gm: GraphModule, context: Context) -> str | None:
+        return elsewhere(gm, context, self.config.devices)
 
 
-def elsewhere(gm: GraphModule, context: Context, devices: tuple[Device, ...]) -> str:
-    """Why the graph is not one for these transforms, or ''."""
+def elsewhere(gm: GraphModule, context: Context, devices: tuple[Device, ...]) -> str | None:
+    """Why the graph is not one for these transforms, or None."""
     if context.route != "decoder":
         return "the module is not run by graft's engine, so it has no decode steps"
     device = device_of(gm)
     if applies(device, context, devices):
-        return ""
+        return None
     if device == "cpu":
         return "on cpu the product runs by itself; fused_linear would be its reference"
     return f"the graph is on {device}, the transform is for {', '.join(devices) or 'no device'}"
@@ -105,10 +60,10 @@ def applies(device: str, context: Context, devices: tuple[Device, ...]) -> bool:
     return device in devices or (device == "cpu" and context.backend == "native" and "native" in devices)
 
 
-def not_for(device: str, context: Context, devices: tuple[Device, ...]) -> str:
-    """Why a transform of attention leaves a graph on this device alone, or ''."""
+def not_for(device: str, context: Context, devices: tuple[Device, ...]) -> str | None:
+    """Why a transform of attention leaves a graph on this device alone, or None."""
     if applies(device, context, devices):
-        return ""
+        return None
     named = ("the native backend" if name == "native" else name for name in devices)
     return f"it is for {' and '.join(named)}, the graph is on {device}"
 
@@ -125,7 +80,7 @@ def is_product(node: object) -> bool:
 
 
 def product(node: Node) -> dict[str, Any]:
-    """The arguments of a linear layer as those of graft::fused_linear, all of them; NoFit where they cannot be."""
+    """The arguments of a linear layer as those of graft::fused_linear, all of them; Refused where they cannot be."""
     given = {
         **DEFAULTS,
         **dict(zip(DEFAULTS, node.args, strict=False)),
@@ -147,10 +102,10 @@ def fused_product(editor: Editor, given: dict[str, Any], *, before: Node, like: 
 
 
 def need(truth: bool, reason: str, *nodes: Node) -> None:
-    """NoFit at the first of `nodes`, which the reason names, where it is not so. The text is made only then: places
+    """Refused at the first of `nodes`, which the reason names, where it is not so. The text is made only then: places
     are read off stack traces, 30 µs each."""
     if not truth:
-        raise NoFit(nodes[0], reason.format(*(where(node) for node in nodes)))
+        raise Refused(nodes[0], reason.format(*(where(node) for node in nodes)))
 
 
 def named(node: object) -> str:

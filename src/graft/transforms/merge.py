@@ -3,81 +3,116 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
-from graft.graph.match import NearMiss
+from graft.graph.match import Match, NearMiss, Refused
 from graft.graph.memory import storage_root, with_views, writers
-from graft.graph.nodes import is_op, module_path, tensor_of, where
+from graft.graph.nodes import is_op, tensor_of, where
 from graft.ops.fused_linear.file_rows import Held
-from graft.transforms.base import Outcome
-from graft.transforms.report import MatchRecord
+from graft.transforms.rewriter import Rewriter, Run
 from graft.transforms.stacking import Part, owner_problem, sharer, stacked
 
 aten = torch.ops.aten
 
 
-def merge_problem(gm: GraphModule, linears: Sequence[Node | None], what: str, held: Held | None = None) -> str | None:
-    """Why these linears cannot be merged, or None."""
-    found = [node for node in linears if node is not None]
-    if len(found) < len(linears):
-        return f"{what} do not all come from linear layers"
-    if len(set(found)) < len(found):
-        return f"{what} come from one linear layer already"
-    if len({node.args[0] for node in found}) > 1:
-        return f"{what} read different inputs"
-    problems = (member_problem(gm, node, what) for node in found)
-    return next((problem for problem in problems if problem), None) or together_problem(gm, found, what, held)
+class MergeTransform(Rewriter):
+    """Merges the linear layers that the arguments of one call come from.
+
+    A walk: what lies between a layer and that call varies, and a pattern has no word for "as many weights as there
+    are, laid out in one memory".
+    """
+
+    merged: ClassVar[str]  # the name of the new layer
+    what: ClassVar[str]  # what its parts are called
+
+    def linears(self, call: Node) -> list[Node | None]:
+        """The layers that the arguments of `call` come from; None for one that comes from elsewhere."""
+        raise NotImplementedError
+
+    def find(self, run: Run, call: Node) -> Match:
+        linears = self.linears(call)
+        found = [node for node in linears if node is not None]
+        if len(found) < len(linears):
+            raise Refused(call, f"{self.what} do not all come from linear layers")
+        if len(set(found)) < len(found):
+            raise Refused(call, f"{self.what} come from one linear layer already")
+        if len({node.args[0] for node in found}) > 1:
+            raise Refused(call, f"{self.what} read different inputs")
+        for node in found:
+            check_member(run.gm, node, self.what)
+        check_together(run.gm, found, self.what, run.context.held)
+        return merge_match(found)
+
+    def check(self, run: Run, match: Match) -> None:
+        """Who else reads or writes a layer was asked of each."""
+
+    def write(self, run: Run, match: Match) -> list[Node]:
+        return merge_linears(run.editor, match.nodes, self.merged, run.context.held)
+
+    def reason(self, run: Run) -> str:
+        return run.misses[0].reason if run.misses else self.lacking
+
+    def near_miss(self, run: Run, candidate: Node, refused: Refused) -> NearMiss:
+        found = [node is not None for node in self.linears(candidate)]
+        return replace(super().near_miss(run, candidate, refused), matched=sum(found), size=len(found))
 
 
-def member_problem(gm: GraphModule, node: Node, what: str) -> str | None:
-    """Why one linear cannot be merged with any other, or None."""
+def merge_match(linears: Sequence[Node]) -> Match:
+    return Match("", {}, {}, tuple(linears), (min(linears),))
+
+
+def check_member(gm: GraphModule, node: Node, what: str) -> None:
+    """Refused where one linear cannot be merged with any other."""
     states = [state for state in (node.args[1], bias_of(node)) if state is not None]
     problem = owner_problem(gm, states, what)
     if problem is not None:
-        return problem
+        raise Refused(node, problem)
     shared = next((state for state in states if len(state.users) > 1), None)
     if shared is not None:
         kind = "weight" if shared is node.args[1] else "bias"
-        return f"the {kind} {shared.target} is tied: something else reads it too"
+        raise Refused(node, f"the {kind} {shared.target} is tied: something else reads it too")
     if tensor_of(node.args[1]).dim() != 2:
-        return f"the weight {node.args[1].target} is no matrix"
+        raise Refused(node, f"the weight {node.args[1].target} is no matrix")
     views = with_views([node])
     writer = next(iter(writers(node)), None)
     if writer is not None:
-        return f"{where(node)} is written in place by {where(writer)}"
+        raise Refused(node, f"{where(node)} is written in place by {where(writer)}")
     if any(user.op == "output" for view in views for user in view.users):
-        return f"{where(node)} is returned, and would be a view of a wider tensor"
+        raise Refused(node, f"{where(node)} is returned, and would be a view of a wider tensor")
     if any(is_op(user, aten.view.default) for view in views for user in view.users):
-        return f"{where(node)} is read by aten.view, which takes no piece of a wider tensor"
-    return None
+        raise Refused(node, f"{where(node)} is read by aten.view, which takes no piece of a wider tensor")
 
 
-def together_problem(gm: GraphModule, linears: Sequence[Node], what: str, held: Held | None) -> str | None:
-    """Why linears that could each be merged cannot be merged with each other, or None."""
+def check_together(gm: GraphModule, linears: Sequence[Node], what: str, held: Held | None) -> None:
+    """Refused where linears that could each be merged cannot be merged with each other."""
     weights = [node.args[1] for node in linears]
     biases = [bias for node in linears if (bias := bias_of(node)) is not None]
     if len({(tensor_of(state).dtype, tensor_of(state).device) for state in (*weights, *biases)}) > 1:
-        return f"the weights of {what} differ in dtype or device"
+        raise Refused(linears[0], f"the weights of {what} differ in dtype or device")
     x, first, last = linears[0].args[0], min(linears), max(linears)
     writer = next((w for w in writers(storage_root(x)) if first < w < last), None)
     if writer is not None:
-        return f"{where(x)} is written in place by {where(writer)} between {where(first)} and {where(last)}"
+        reason = f"{where(x)} is written in place by {where(writer)} between {where(first)} and {where(last)}"
+        raise Refused(first, reason)
     tensors = [gm.get_parameter(str(state.target)) for state in (*weights, *biases)]
     other = sharer(gm, tensors)
     if other is not None:
-        return f"a weight of {what} shares its memory with {other}"
+        raise Refused(first, f"a weight of {what} shares its memory with {other}")
     problem = held and held.joinable(tensors[: len(weights)])
-    return f"the weights of {what} cannot be joined: {problem}" if problem else None
+    if problem:
+        raise Refused(first, f"the weights of {what} cannot be joined: {problem}")
 
 
 def bias_of(linear: Node) -> Node | None:
     return linear.args[2] if len(linear.args) > 2 else None
 
 
-def merge_linears(editor: Editor, linears: Sequence[Node], name: str, held: Held | None = None) -> MatchRecord:
+def merge_linears(editor: Editor, linears: Sequence[Node], name: str, held: Held | None = None) -> list[Node]:
     """One linear over the stacked weights, and a slice of its result for each of the old ones."""
     first = min(linears)
     rows = [tensor_of(node.args[1]).shape[0] for node in linears]
@@ -86,17 +121,14 @@ def merge_linears(editor: Editor, linears: Sequence[Node], name: str, held: Held
     if any(bias is not None for bias in biases):
         args.append(stack_state(editor, biases, rows, f"{name}.bias", first))
     merged = editor.call(aten.linear.default, args, before=first, like=first)
-    made, start = [weight.name, merged.name], 0
+    made, start = [weight, merged], 0
     for node in linears:
         end = start + tensor_of(node).shape[-1]
         piece = editor.call(aten.slice.Tensor, (merged, -1, start, end), before=first, like=node)
-        made.append(piece.name)
+        made.append(piece)
         editor.replace(node, piece)
         start = end
-    record = MatchRecord(where(first), module_path(first), tuple(n.name for n in linears), tuple(made))
-    for node in linears:
-        editor.graph.erase_node(node)
-    return record
+    return made
 
 
 def stack_state(
@@ -120,31 +152,6 @@ def stack_state(
     first = next(part for part in parts if part is not None)
     prefix = "".join(f"{part}." for part in str(first.target).split(".")[:-2])
     return editor.parameter(f"{prefix}{name}", whole, before=before, like=before)
-
-
-def merge_groups(
-    gm: GraphModule,
-    transform: str,
-    groups: Sequence[tuple[Node, Sequence[Node | None]]],
-    name: str,
-    what: str,
-    none: str,
-    held: Held | None = None,
-) -> Outcome:
-    """Merges every group that can be; `none` is the reason where there is no group at all."""
-    editor = Editor(gm, transform)
-    records, misses = [], []
-    for anchor, linears in groups:
-        problem = merge_problem(gm, linears, what, held)
-        if problem is None:
-            records.append(merge_linears(editor, [n for n in linears if n is not None], name, held))
-        else:
-            found = sum(n is not None for n in linears)
-            misses.append(NearMiss(transform, where(anchor), f"%{anchor.name}", problem, found, len(linears)))
-    reason = ""
-    if not records:
-        reason = misses[0].reason if misses else none
-    return Outcome(tuple(records), tuple(misses), reason)
 
 
 def producing_linear(node: object, through: frozenset[object]) -> Node | None:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from graft.graph.match import Refused
 from graft.graph.nodes import is_op, static_int, tensor_of, where
 from graft.transforms.moe_mlp import Mlp, read_mlp
 from graft.transforms.moe_routing import Routing
-from graft.transforms.walk import NoFit, Walk, readers_text, require
+from graft.transforms.walk import Walk, readers_text, require
 
 aten = torch.ops.aten
 VIEWS = (aten.reshape.default, aten.view.default, aten.unsqueeze.default)
@@ -70,7 +71,7 @@ def read_total(walk: Walk, weighed: Node, routing: Routing) -> Node:
         fresh = [user for user in node.users if user not in seen and user.op == "call_function"]
         queue += fresh
         seen |= set(fresh)
-    raise NoFit(weighed, f"{where(weighed)} is read by {readers_text(weighed)}, and no sum over experts follows")
+    raise Refused(weighed, f"{where(weighed)} is read by {readers_text(weighed)}, and no sum over experts follows")
 
 
 def strip(walk: Walk, value: Any) -> tuple[Any, tuple[Any, ...] | None]:

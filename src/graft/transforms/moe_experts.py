@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from graft.graph.match import Refused
 from graft.graph.nodes import is_op, same_sizes, tensor_of, where
 from graft.graph.text import target_text
 from graft.transforms.moe_dense import read_dense
 from graft.transforms.moe_loops import EQUALS, read_sharing_loop, read_taking_loop
 from graft.transforms.moe_mlp import ADDS, Stack, Weight, Weights, read_activation, read_halves, weights_of
 from graft.transforms.moe_routing import Routing
-from graft.transforms.walk import NoFit, Walk, expect, readers_text, require, unexpected
+from graft.transforms.walk import Walk, expect, readers_text, require, unexpected
 
 aten = torch.ops.aten
 GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback")  # by name: the second comes with transformers
@@ -60,7 +61,7 @@ def read_experts(walk: Walk, routing: Routing) -> Experts:
     if any(is_op(user, aten.clamp.default) for user in ids.users):
         return read_batched(walk, routing, weights, ids)
     forms = "expected aten.sort (grouped_mm) or aten.clamp (batched_mm)"
-    raise NoFit(ids, f"{where(ids)} is read by {readers_text(ids)}, {forms}")
+    raise Refused(ids, f"{where(ids)} is read by {readers_text(ids)}, {forms}")
 
 
 def read_grouped(walk: Walk, routing: Routing, weights: Node, ids: Node) -> Experts:
@@ -68,7 +69,7 @@ def read_grouped(walk: Walk, routing: Routing, weights: Node, ids: Node) -> Expe
     sort = walk.reader(ids, aten.sort.default)
     by_expert, order = walk.piece(sort, 0), walk.piece(sort, 1)
     if sort.args != (ids,) or by_expert is None or order is None:
-        raise NoFit(sort, f"{where(sort)} does not sort the rows by expert")
+        raise Refused(sort, f"{where(sort)} does not sort the rows by expert")
     clamps = [c for c in by_expert.users if is_op(c, aten.clamp_.default) and c.args[1:] == (None, e - 1)]
     sorted_ids = [by_expert, *(walk.take(clamp) for clamp in clamps)]  # the ids are below e already
     sorted_weights = walk.reader(weights, aten.index.Tensor)
@@ -171,7 +172,7 @@ def grouped_call(walk: Walk, value: Any, reader: Node, ids: list[Node]) -> tuple
         bias = gathered_bias(walk, value, ids)
         reader, value = value, walk.take(value).args[0]
     if not isinstance(value, Node) or value.op != "call_function" or target_text(value.target) not in GROUPED:
-        raise NoFit(*unexpected(value, reader, " or ".join(GROUPED)))
+        raise Refused(*unexpected(value, reader, " or ".join(GROUPED)))
     require(len(value.args) == 3 and not value.kwargs, value, f"{where(value)} has a bias or another dtype")
     return walk.take(value), bias
 

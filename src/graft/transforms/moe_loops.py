@@ -13,11 +13,12 @@ import torch
 from torch.fx import Node
 
 from graft.graph.checks import is_check
+from graft.graph.match import Refused
 from graft.graph.nodes import is_op, tensor_of, where
 from graft.graph.text import op_text
 from graft.transforms.moe_mlp import ADDS, Mlp, read_mlp
 from graft.transforms.moe_routing import Routing, is_filled
-from graft.transforms.walk import NoFit, Walk, require
+from graft.transforms.walk import Walk, require
 
 aten = torch.ops.aten
 EQUALS = (aten.eq.Scalar, aten.eq.Tensor)
@@ -78,7 +79,7 @@ def read_positions(walk: Walk, mask: Node, flipped: bool) -> tuple[Node, Node]:
     found = walk.reader(mask, aten.where.default, aten.nonzero_numpy.default)
     first, second = walk.piece(found, 0), walk.piece(found, 1)
     if first is None or second is None:
-        raise NoFit(found, f"of the rows and places that {where(found)} gives, only one is read")
+        raise Refused(found, f"of the rows and places that {where(found)} gives, only one is read")
     for index in (first, second):
         take_checks(walk, index)
     return (second, first) if flipped else (first, second)
@@ -97,7 +98,7 @@ def read_accumulation(walk: Walk, token: Node) -> tuple[Node, Any, Any]:
     """y.index_add(0, token, rows), or y[token] += rows: the call, y, and rows."""
     found = [user for user in token.users if is_op(user, *INDEX_ADDS, aten.index_put_.default)]
     if len(found) != 1:
-        raise NoFit(token, f"{where(token)} is not where one index_add, or one `+=`, puts an expert's rows")
+        raise Refused(token, f"{where(token)} is not where one index_add, or one `+=`, puts an expert's rows")
     call = walk.take(found[0])
     if not is_op(call, aten.index_put_.default):
         accumulated, dim, _, rows = call.args[:4]
@@ -210,7 +211,7 @@ def columns_of(walk: Walk, shares: Node, experts: int) -> dict[int, Node]:
             others.append(node)
     if others and len(found) < experts:
         forms = "known are a column for each expert, and their transpose in a product with all experts' results"
-        raise NoFit(others[0], f"{where(shares)} is read by {op_text(others[0])} at {where(others[0])}; {forms}")
+        raise Refused(others[0], f"{where(shares)} is read by {op_text(others[0])} at {where(others[0])}; {forms}")
     return found
 
 
@@ -235,11 +236,11 @@ def read_chain(walk: Walk, sums: list[tuple[Node, Any]], first: list[Node], rout
     roots = [accumulated for accumulated in before.values() if accumulated not in before]
     last = [call for call in before if call not in inner]
     if len(last) != 1 or len(roots) != 1 or len(set(before.values())) != len(before):
-        raise NoFit(routing.ids, "the experts' results are not added up one after the other")
+        raise Refused(routing.ids, "the experts' results are not added up one after the other")
     root = roots[0]
     if is_filled(root, 0) and len(before) == len(sums):
         walk.take(root)
     elif root not in first or len(before) != len(sums) - 1:
         place = root if isinstance(root, Node) else last[0]
-        raise NoFit(place, f"the experts' results are added to {where(place)}, which is not zero")
+        raise Refused(place, f"the experts' results are added to {where(place)}, which is not zero")
     return last[0]

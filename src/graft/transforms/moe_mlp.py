@@ -10,12 +10,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
+from graft.graph.match import Refused
 from graft.graph.nodes import arg_values, is_op, tensor_of, where
 from graft.graph.text import op_text
 from graft.ops.fused_linear.file_rows import Held
 from graft.ops.moe_experts.reference import ALPHA, LIMIT
 from graft.transforms.stacking import Part, owner_problem, sharer, stacked
-from graft.transforms.walk import NoFit, Walk, require, unexpected
+from graft.transforms.walk import Walk, require, unexpected
 
 aten, ops = torch.ops.aten, torch.ops.graft
 ADDS = (aten.add.Tensor, aten.add_.Tensor)
@@ -109,7 +110,7 @@ def read_projection(walk: Walk, value: Any, reader: Node, half: int | None = Non
     elif is_op(value, aten.addmm.default) and not value.kwargs and added is None:
         (bias, x, weight), turned = walk.take(value).args, True
     else:
-        raise NoFit(*unexpected(value, reader, "a linear layer, matmul or bmm of an expert"))
+        raise Refused(*unexpected(value, reader, "a linear layer, matmul or bmm of an expert"))
     return Projection(
         x,
         read_weight(walk, weight, value, turned, half),
@@ -126,7 +127,7 @@ def read_weight(walk: Walk, value: Any, reader: Node, turned: bool, half: int | 
         elif is_op(value, aten.select.int) and value.args[1] == -tensor_of(value.args[0]).dim() and expert is None:
             expert = value.args[2]
         elif not (is_op(value, aten.unsqueeze.default) and value.args[1] == -2):
-            raise NoFit(value, f"the weight {where(value)} is computed in the graph, it is not a parameter")
+            raise Refused(value, f"the weight {where(value)} is computed in the graph, it is not a parameter")
         value = walk.take(value).args[0]
     require(isinstance(value, Node), reader, f"{where(reader)} takes no tensor as its weight")
     return Weight(value, expert, turned, half)
@@ -148,11 +149,11 @@ def read_activation(walk: Walk, hidden: Any, reader: Node) -> tuple[Node, str, A
     name = activation_of(activated)
     if name is None and isinstance(activated, Node):
         known = "silu, gelu, gelu_tanh and gpt-oss' clamped_swiglu"
-        raise NoFit(
+        raise Refused(
             activated, f"the experts' activation {where(activated)} is {op_text(activated)}, known are {known}"
         )
     if name is None:
-        raise NoFit(hidden, f"{where(hidden)} is no product of an activation and a projection")
+        raise Refused(hidden, f"{where(hidden)} is no product of an activation and a projection")
     return hidden, name, walk.take(activated).args[0], up
 
 

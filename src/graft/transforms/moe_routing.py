@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from graft.graph.match import Refused
 from graft.graph.nodes import is_op, options_of, tensor_of, where
-from graft.transforms.walk import NoFit, Walk, readers_text, require
+from graft.transforms.walk import Walk, readers_text, require
 
 aten = torch.ops.aten
 
@@ -47,7 +48,7 @@ def read_routing(walk: Walk, topk: Node) -> Routing:
     values, ids = walk.piece(topk, 0), walk.piece(topk, 1)
     if values is None or ids is None:
         read, other = ("values", "ids") if ids is None else ("ids", "weights")
-        raise NoFit(topk, f"only the {read} of {where(topk)} are read, the experts' {other} come from elsewhere")
+        raise Refused(topk, f"only the {read} of {where(topk)} are read, the experts' {other} come from elsewhere")
     check_topk(topk)
     select_first = not is_op(scores, aten.softmax.int, aten.sigmoid.default)
     if select_first:
@@ -91,7 +92,7 @@ def read_selected(walk: Walk, topk: Node, values: Node, ids: Node) -> tuple[str,
         fits = len(sigmoids) == len(wide.users) == 1
         require(fits, wide, f"{where(wide)} is read by {readers_text(wide)}, expected one aten.sigmoid")
         return "sigmoid", None, read_cast(walk, walk.take(sigmoids[0]))
-    raise NoFit(
+    raise Refused(
         topk,
         f"{where(topk)} takes {where(options_of(topk)['self'])}, which is no softmax or sigmoid, and its values go to"
         f" {readers_text(values)}, not to one",

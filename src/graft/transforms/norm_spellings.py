@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from graft.graph.match import Match
+from graft.graph.match import Match, Refused
 from graft.graph.nodes import is_weight, tensor_val, where
 
 Normalize = Callable[[Tensor, float], Tensor]
@@ -121,14 +121,14 @@ def without_eps(function: Pattern) -> Pattern:
     return chosen
 
 
-def vector_problem(match: Match, *names: str) -> str | None:
-    """Why an argument is not a parameter with one value a channel of x, or None."""
+def check_vectors(match: Match, *names: str) -> None:
+    """Refused where an argument is not a parameter with one value a channel of x."""
     x = tensor_val(match.tensors["x"])
     for name in names:
         node = match.tensors[name]
         tensor = tensor_val(node)
         if x is None or tensor is None or tensor.dim() != 1 or tensor.shape[0] != x.shape[-1]:
-            return f"the {name} is not one value a channel"
+            raise Refused(match.anchor, f"the {name} is not one value a channel")
         if not is_weight(node):
-            return f"the {name} {where(node)} is computed in the graph, it is not a parameter"
-    return None
+            reason = f"the {name} {where(node)} is computed in the graph, it is not a parameter"
+            raise Refused(match.anchor, reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,27 +10,27 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor, attribute
-from graft.graph.match import NearMiss
+from graft.graph.match import Match, Refused
 from graft.graph.nodes import calls, is_op, tensor_of
 from graft.graph.storage import identity, storage_id
 from graft.ops.fused_linear.pack_rows import KIND, pack_checked
 from graft.ops.fused_linear.tiles import in_graph
-from graft.transforms.base import Context, Outcome
-from graft.transforms.quantization import Layers, Quantized, Saving, pattern_fits, release, totals, weight_problem
+from graft.transforms.base import Context
+from graft.transforms.quantization import Layers, Quantized, Saving, check_weight, pattern_fits, release, totals
 from graft.transforms.quantized_calls import (
     ADDMM,
     EXPERTS_STAY,
     MM,
-    call_problem,
+    Quantizing,
+    check_call,
     experts,
     linear_calls,
-    near_miss,
     operands,
     parameters,
     put,
     put_product,
+    weight_match,
 )
-from graft.transforms.report import MatchRecord
 
 aten, ops = torch.ops.aten, torch.ops.graft
 EMBEDDING = aten.embedding.default
@@ -54,40 +54,66 @@ class Use:
         return HEAD if 0 < len(self.products) < len(self.readers) else str(self.weight.target)
 
 
-def pack_layers(
-    gm: GraphModule,
-    context: Context,
-    layers: Layers,
-    format_of: Callable[[str], str],
-    skip: Sequence[str],
-    owned: torch.nn.Module | None,
-    kept: str,
-) -> Outcome:
+class TiledWeights(Quantizing):
     """Packs what can be packed, one weight after another; the old one is given up where the engine owns it."""
-    editor, records, done = Editor(gm, "quantize_linear"), [], []
-    misses = [near_miss(node, EXPERTS_STAY) for node in experts(gm)]
-    for use in uses(gm):
-        name = str(use.weight.target) if use.weight.op == "get_attr" else ""
-        problem = use_problem(layers, use, skip)
-        made = None if problem else packed_weight(gm, context, use, format_of(use.pattern_name))
-        if isinstance(made, str) or made is None:
-            misses += near_misses(use, problem or str(made))
-            continue
-        records += rewrite_use(editor, use, made)
-        done.append(made)
-        if context.held is not None:
-            context.held.drop(attribute(gm, name))
-        if owned is not None and not made.stored:  # the others' memory was never written: they can wait
-            release(gm, owned, name)
-    if owned is not None:
-        release(gm, owned, *(made.name for made in done if made.stored))
-    if not done:
-        reasons = list(dict.fromkeys(miss.reason for miss in misses))
-        return Outcome((), tuple(misses), "; ".join(reasons[:3]) or "the graph has no linear layer")
-    format = "+".join(dict.fromkeys(made.stored or made.format for made in done))
-    context.outputs["quantized"] = Saving(format, sum(made.before - made.after for made in done))
-    context.notes += totals(done, misses, kept, native=True)
-    return Outcome(tuple(records), tuple(misses))
+
+    def __init__(
+        self, gm: GraphModule, context: Context, on_error: str, skip: Sequence[str], format_of: Callable[[str], str]
+    ) -> None:
+        super().__init__(gm, context, on_error, skip)
+        self.format_of = format_of
+        self.use_of = {node: use for use in uses(gm) for node in use.readers}
+        self.parameters: dict[Use, tuple[Node, Node]] = {}
+
+    def candidates(self) -> Iterable[Node]:
+        return [*experts(self.gm), *self.use_of]
+
+    def find(self, node: Node) -> Match | None:
+        use = self.use_of.get(node)
+        if use is None:
+            raise Refused(node, EXPERTS_STAY)
+        if use in self.parameters:
+            return weight_match(node, self.made[use.readers[0]].format)
+        try:
+            check_use(self.layers, use, self.skip, node)
+            check_format(self, use, self.format_of(use.pattern_name), node)
+        except Refused:
+            if is_op(node, EMBEDDING):  # a table is no linear layer: leaving it is no miss
+                return None
+            raise
+        made = packed_weight(self.gm, self.context, use, self.format_of(use.pattern_name))
+        self.made |= dict.fromkeys(use.readers, made)
+        return weight_match(node, made.format)
+
+    def write(self, node: Node) -> list[Node]:
+        use, made = self.use_of[node], self.made[node]
+        if use not in self.parameters:
+            self.parameters[use] = parameters(self.editor, made, use.readers[0])
+            self.done.append(made)
+        q, scale = self.parameters[use]
+        lookup = is_op(node, EMBEDDING)
+        put_here = (
+            put_lookup(self.editor, node, q, scale)
+            if lookup
+            else put_product(self.editor, node, operands(node), made, q, scale)
+        )
+        if node is use.readers[-1]:
+            self.give_up(made)
+        return put_here
+
+    def give_up(self, made: Quantized) -> None:
+        if self.context.held is not None:
+            self.context.held.drop(attribute(self.gm, made.name))
+        if self.owned is not None and not made.stored:  # the others' memory was never written: they can wait
+            release(self.gm, self.owned, made.name)
+
+    def finish(self) -> None:
+        if self.owned is not None:
+            release(self.gm, self.owned, *(made.name for made in self.done if made.stored))
+        if self.done:
+            format = "+".join(dict.fromkeys(made.stored or made.format for made in self.done))
+            self.context.outputs["quantized"] = Saving(format, sum(made.before - made.after for made in self.done))
+            self.context.notes += totals(self.done, self.misses, self.kept, native=True)
 
 
 def uses(gm: GraphModule) -> list[Use]:
@@ -107,29 +133,25 @@ def uses(gm: GraphModule) -> list[Use]:
     return [Use(weights[key], tuple(found)) for key, found in readers.items() if isinstance(weights[key], Node)]
 
 
-def near_misses(use: Use, reason: str) -> list[NearMiss]:
-    """Tables are no linear layers: leaving them is no miss."""
-    return [near_miss(node, reason) for node in use.products]
-
-
-def use_problem(layers: Layers, use: Use, skip: Sequence[str]) -> str | None:
-    problem = next(filter(None, map(call_problem, use.products)), None)
-    problem = problem or weight_problem(layers, use.weight, skip, may_be_tied=True)
-    if problem is None and use.pattern_name == HEAD:
+def check_use(layers: Layers, use: Use, skip: Sequence[str], reader: Node) -> None:
+    """Refused, at one reader, where all that read the weight cannot read it packed."""
+    for node in use.products:
+        check_call(node)
+    check_weight(layers, reader, use.weight, skip, may_be_tied=True)
+    name = use.weight.target
+    if use.pattern_name == HEAD:
         pattern = next((pattern for pattern in skip if pattern_fits(pattern, HEAD)), None)
-        problem = pattern and f"{use.weight.target} is the output head's too, which is skipped ({pattern!r})"
-    if problem:
-        return problem
-    tensor = attribute(layers.gm, str(use.weight.target))
+        if pattern:
+            raise Refused(reader, f"{name} is the output head's too, which is skipped ({pattern!r})")
+    tensor = attribute(layers.gm, str(name))
     there = layers.readers.get(storage_id(tensor), ())
     others = [user for node in there for user in node.users if user not in use.readers]
     if others or any(reads_twice(node, there) for node in use.readers):
-        return f"{use.weight.target} is tied: something else than products and lookups reads it too"
+        raise Refused(reader, f"{name} is tied: something else than products and lookups reads it too")
     if len({(is_op(node, MM, ADDMM), gated(node)) for node in use.readers}) > 1:
-        return f"{use.weight.target} is read in several ways, by one product turned or gated and by another not"
+        raise Refused(reader, f"{name} is read in several ways, by one product turned or gated and by another not")
     if any(is_op(node, EMBEDDING) and len(node.args) + len(node.kwargs) > 3 for node in use.readers):
-        return f"{use.weight.target} is looked up with options of training"
-    return None
+        raise Refused(reader, f"{name} is looked up with options of training")
 
 
 def reads_twice(node: Node, weights: Sequence[Node]) -> bool:
@@ -140,39 +162,35 @@ def gated(node: Node) -> bool:
     return not is_op(node, EMBEDDING) and operands(node)["activation"] != "none"
 
 
-def packed_weight(gm: GraphModule, context: Context, use: Use, format: str) -> Quantized | str:
-    """The weight in tiles, or why it stays."""
-    name = str(use.weight.target)
+def check_format(run: TiledWeights, use: Use, format: str, reader: Node) -> None:
+    """Refused where the weight has no such form."""
+    name, held = str(use.weight.target), run.context.held
+    weight = attribute(run.gm, name).detach()
+    if held is not None and weight in held and format == FILE:
+        if held.of(weight)[0].turned != is_op(use.readers[0], MM, ADDMM):
+            raise Refused(reader, f"{name} is stored turned in the file, and the product reads it the other way")
+    elif format == FILE:
+        raise Refused(reader, f"{name} has floats in the file")
+    elif not use.products:
+        raise Refused(reader, f"{name} is a table")
+
+
+def packed_weight(gm: GraphModule, context: Context, use: Use, format: str) -> Quantized:
+    """The weight in tiles."""
+    name, held = str(use.weight.target), context.held
     weight, turned, twice = attribute(gm, name).detach(), is_op(use.readers[0], MM, ADDMM), gated(use.readers[0])
-    held = context.held is not None and weight in context.held
-    if context.held is not None and held and format == FILE:
-        parts = context.held.of(weight)
-        if parts[0].turned != turned:
-            return f"{name} is stored turned in the file, and the product reads it the other way"
-        packed = context.held.packed(weight, twice)
-        stored = "+".join(context.held.quants(weight))
-        return Quantized(name, packed.kind, *in_graph(packed), None, weight.nbytes, stored=stored)
-    if format == FILE or not use.products:
-        return f"{name} has floats in the file" if format == FILE else f"{name} is a table"
-    if context.held is not None and held:
-        context.held.fill(weight)
+    if held is not None and weight in held:
+        if format == FILE:
+            packed = held.packed(weight, twice)
+            stored = "+".join(held.quants(weight))
+            return Quantized(name, packed.kind, *in_graph(packed), None, weight.nbytes, stored=stored)
+        held.fill(weight)
     rows = weight.t() if turned else weight
     packed, rounding = pack_checked(rows, KIND[format], twice, name)
     return Quantized(name, packed.kind, *in_graph(packed), rounding, weight.nbytes)
 
 
-def rewrite_use(editor: Editor, use: Use, made: Quantized) -> list[MatchRecord]:
-    q, scale = parameters(editor, made, use.readers[0])
-    return [
-        rewrite_lookup(editor, node, made, q, scale)
-        if is_op(node, EMBEDDING)
-        else put_product(editor, node, operands(node), made, q, scale)
-        for node in use.readers
-    ]
-
-
-def rewrite_lookup(editor: Editor, node: Node, made: Quantized, q: Node, scale: Node) -> MatchRecord:
+def put_lookup(editor: Editor, node: Node, q: Node, scale: Node) -> list[Node]:
     value = tensor_of(node)
     args = (q, scale, node.args[1], int(value.shape[-1]), value.dtype)
-    new = editor.call(ops.packed_embedding.default, args, before=node, like=node)
-    return put(editor, node, new, (q, scale), made)
+    return put(editor, node, editor.call(ops.packed_embedding.default, args, before=node, like=node), q, scale)

@@ -125,7 +125,6 @@ def run_one(
     before, uses = Snapshot.take(gm), Uses.take(gm.graph)
     outputs_before, notes_before = dict(context.outputs), list(context.notes)
     common: dict[str, Any] = {"name": transform.name, "stage": stage, "nodes_before": nodes_before}
-    gm.meta["graft_replaced"] = []  # the editor notes here what took the place of what
     clock = Phases()
     try:
         with clock.phase("rewrite"):

@@ -12,9 +12,10 @@ from torch.fx import GraphModule, Node, map_arg
 
 from graft.graph.canonical import is_random
 from graft.graph.edit import attribute
+from graft.graph.match import Refused
 from graft.graph.memory import is_mutating
 from graft.graph.nodes import is_op, leaves, module_path, options_of, static_int, tensor_of, tensor_val, val, where
-from graft.transforms.walk import NoFit, require
+from graft.transforms.walk import require
 
 aten = torch.ops.aten
 SIZE = aten.sym_size.int
@@ -69,7 +70,7 @@ class Computed:
 
 
 def computed_from_positions(result: Node, mutated: Collection[Node]) -> Computed:
-    """What computes `result` from one input of positions alone, each position by itself; NoFit where it is not so."""
+    """What computes `result` from one input of positions alone, each position by itself; Refused where not so."""
     nodes = sorted(ancestors(result))
     inputs = [node for node in nodes if node.op == "placeholder" and not is_size_source(node, nodes)]
     require(len(inputs) == 1, result, f"{where(result)} is computed from {names(inputs)}, not from positions alone")
@@ -84,7 +85,7 @@ def computed_from_positions(result: Node, mutated: Collection[Node]) -> Computed
     kept = [node for node in nodes if node.op != "placeholder" or node is positions]
     for node in kept:
         if node in mutated:
-            raise NoFit(node, f"{where(node)} is written by the graph")
+            raise Refused(node, f"{where(node)} is written by the graph")
         if node is positions or node.op == "get_attr":
             continue
         if is_op(node, SIZE):
@@ -153,7 +154,7 @@ def check_each_by_itself(node: Node, varying: Collection[Node], sizes: list[str]
     elif node.target in MOVES:
         check_move(node, reached[0], sizes)
     else:
-        raise NoFit(node, f"{where(node)} calls {node.target}, which may mix positions")
+        raise Refused(node, f"{where(node)} calls {node.target}, which may mix positions")
 
 
 def from_left(node: Node, sizes: list[str]) -> list[int]:

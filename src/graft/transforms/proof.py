@@ -64,18 +64,18 @@ class Sides:
         }
         new = {node: Call(node.op, node.target, node.args, node.kwargs, i) for i, node in enumerate(gm.graph.nodes)}
         names, present = {node.name: node for node in old}, {node.name: node for node in new}
-        step = dict(gm.meta.get("graft_replaced", []))
-        maker = {name: record for record in records for name in record.replaced}
+        step = dict(pair for record in records for pair in record.successors)
         successors, owners = {}, {}
-        for name in step:
-            last = name
-            while last in step:
-                last = step[last]
-            if name in names and last in present:
-                successors[names[name]] = present[last]
-                if name not in maker:
-                    raise ProofError(f"{where(names[name])} was replaced by %{last}, but no match says so")
-                owners[names[name]] = maker[name]
+        for record in records:
+            for name, _ in record.successors:
+                last = name
+                while last in step:
+                    last = step[last]
+                if name in names and last in present:
+                    if name not in record.replaced:
+                        raise ProofError(f"{where(names[name])} was replaced by %{last}, but no match says so")
+                    successors[names[name]] = present[last]
+                    owners[names[name]] = record
         computed = {node for graph in (old, new) for node in (*fixed_values(graph), *views(graph))}
         return Sides(gm, before.state, old, new, successors, owners, computed)
 

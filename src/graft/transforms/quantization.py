@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from graft.errors import UsageError
 from graft.graph.edit import attribute
-from graft.graph.match import NearMiss
+from graft.graph.match import NearMiss, Refused
 from graft.graph.nodes import is_weight, where
 from graft.graph.storage import identity, storage_id
 from graft.ops.fused_linear.quantize import QUANTIZERS, WORKING, abstract
@@ -86,8 +86,19 @@ class Saving:
     bytes: int
 
 
-def weight_problem(layers: Layers, node: Any, skip: Sequence[str], *, may_be_tied: bool = False) -> str | None:
-    """Why this weight stays as it is, or None."""
+def check_weight(layers: Layers, reader: Node, node: Any, skip: Sequence[str], *, may_be_tied: bool = False) -> None:
+    """Refused, at its reader, where this weight stays as it is."""
+    problem = weight_problem(layers, node, skip)
+    if problem is None and not may_be_tied:
+        name = str(node.target)
+        others = [n for n in layers.readers.get(storage_id(attribute(layers.gm, name)), ()) if n is not node]
+        problem = f"{name} is tied: something else reads it too" if len(node.users) > 1 or others else None
+    if problem is not None:
+        raise Refused(reader, problem)
+
+
+def weight_problem(layers: Layers, node: Any, skip: Sequence[str]) -> str | None:
+    """Why this weight cannot have another format, or None."""
     if not isinstance(node, Node) or node.op != "get_attr":
         if is_weight(node) or (isinstance(node, Node) and node.op == "placeholder"):
             return f"the weight {where(node)} is an input of the graph; graft.compile quantizes parameters"
@@ -102,11 +113,6 @@ def weight_problem(layers: Layers, node: Any, skip: Sequence[str], *, may_be_tie
     pattern = next((pattern for pattern in skip if pattern_fits(pattern, name)), None)
     if pattern is not None:
         return f"{name} is skipped ({pattern!r})"
-    if may_be_tied:
-        return None
-    others = [n for n in layers.readers.get(storage_id(tensor), ()) if n is not node]
-    if len(node.users) > 1 or others:
-        return f"{name} is tied: something else reads it too"
     return None
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor, attribute
-from graft.graph.match import NearMiss
-from graft.graph.nodes import calls, is_op, module_path, options_of, where
+from graft.graph.match import Match, Refused
+from graft.graph.nodes import calls, is_op, options_of
+from graft.transforms.base import Context
 from graft.transforms.decode import DEFAULTS
-from graft.transforms.quantization import Quantized
-from graft.transforms.report import MatchRecord
+from graft.transforms.quantization import Layers, Quantized
+from graft.transforms.rewriter import Run
 
 aten, ops = torch.ops.aten, torch.ops.graft
 LINEAR, MM, ADDMM = aten.linear.default, aten.mm.default, aten.addmm.default
@@ -43,14 +44,14 @@ def operands(node: Node) -> dict[str, Any]:
     return {**DEFAULTS, "x": node.args[0], "weight": node.args[1], "bias": bias}
 
 
-def call_problem(node: Node) -> str | None:
-    """Why this call is no linear layer, or None."""
+def check_call(node: Node) -> None:
+    """Refused where this call is no linear layer."""
     if not is_op(node, ADDMM):
-        return None
+        return
     if node.kwargs or len(node.args) > 3:
-        return "addmm with beta or alpha"
-    bias = node.args[0].meta["val"]
-    return None if bias.dim() == 1 else "what is added is not one row"
+        raise Refused(node, "addmm with beta or alpha")
+    if node.args[0].meta["val"].dim() != 1:
+        raise Refused(node, "what is added is not one row")
 
 
 def norm_of(gm: GraphModule, given: dict[str, Any]) -> tuple[str, float]:
@@ -63,11 +64,6 @@ def norm_of(gm: GraphModule, given: dict[str, Any]) -> tuple[str, float]:
     return str(norm.target), given["offset"] if given["cast_last"] else 0.0
 
 
-def rewrite(editor: Editor, node: Node, given: dict[str, Any], made: Quantized) -> MatchRecord:
-    q, scale = parameters(editor, made, node)
-    return put_product(editor, node, given, made, q, scale)
-
-
 def parameters(editor: Editor, made: Quantized, before: Node) -> tuple[Node, Node]:
     """The weight and its scale beside the old weight, and the nodes that read them."""
     owner, _, leaf = made.name.rpartition(".")
@@ -78,7 +74,7 @@ def parameters(editor: Editor, made: Quantized, before: Node) -> tuple[Node, Nod
 
 def put_product(
     editor: Editor, node: Node, given: dict[str, Any], made: Quantized, q: Node, scale: Node
-) -> MatchRecord:
+) -> list[Node]:
     full = {**given, "weight": q, "scale": scale}
     if made.norm:
         full |= {"norm": None, "offset": 0.0, "cast_last": False, "normed": True}
@@ -86,22 +82,45 @@ def put_product(
     defaults = [argument.default_value for argument in FUSED._schema.arguments]
     while args[-1] is defaults[len(args) - 1] or args[-1] == defaults[len(args) - 1]:
         args.pop()
-    new = editor.call(FUSED, args, before=node, like=node)
-    return put(editor, node, new, (q, scale), made)
+    return put(editor, node, editor.call(FUSED, args, before=node, like=node), q, scale)
 
 
-def put(editor: Editor, node: Node, new: Node, read: tuple[Node, ...], made: Quantized) -> MatchRecord:
-    """`new`, which reads the quantized weight, in place of `node`."""
-    names = (*(each.name for each in read), new.name)
-    record = MatchRecord(where(node), module_path(node), (node.name,), names, made.format, made.proof, made.note)
-    unused = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
+def put(editor: Editor, node: Node, new: Node, q: Node, scale: Node) -> list[Node]:
+    """`new`, which reads the quantized weight, in place of `node`; what was made."""
     editor.replace(node, new)
-    editor.graph.erase_node(node)
-    for weight in unused:
-        if not weight.users:
-            editor.graph.erase_node(weight)
-    return record
+    return [q, scale, new]
 
 
-def near_miss(node: Node, reason: str) -> NearMiss:
-    return NearMiss(TRANSFORM, where(node), f"%{node.name}", reason, 1, 1)
+def weight_match(node: Node, format: str) -> Match:
+    return Match(format, {}, {}, (node,), (node,))
+
+
+class Quantizing(Run):
+    """Weights one after another: each is given up, where it may be, before the next is made."""
+
+    def __init__(self, gm: GraphModule, context: Context, on_error: str, skip: Sequence[str]) -> None:
+        super().__init__(gm, context, Editor(gm, TRANSFORM))
+        self.layers, self.skip = Layers.of(gm), skip
+        # a roll-back needs the old weights
+        self.owned = context.owned if on_error == "raise" else None
+        self.done: list[Quantized] = []
+        self.made: dict[Node, Quantized] = {}  # by the call that reads it now
+
+    @property
+    def kept(self) -> str:
+        """Why the float weights are still in memory, or '' where they are not."""
+        if self.owned is not None:
+            return ""
+        return "on_error: skip may need them" if self.context.owned is not None else "the module is the caller's"
+
+    def candidates(self) -> Iterable[Node]:
+        raise NotImplementedError
+
+    def find(self, node: Node) -> Match | None:
+        raise NotImplementedError
+
+    def write(self, node: Node) -> list[Node]:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        raise NotImplementedError

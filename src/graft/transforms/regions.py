@@ -29,6 +29,10 @@ class Region:
     nodes: list[Node]
     place: float
 
+    @property
+    def anchor(self) -> Node:
+        return self.nodes[-1]
+
     def inputs(self) -> list[Node]:
         inside = set(self.nodes)
         return list(dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside))

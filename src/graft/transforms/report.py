@@ -30,7 +30,10 @@ class Proof:
 
 @dataclass(frozen=True)
 class MatchRecord:
-    """One rewrite: where it was made, what it replaced and what it made."""
+    """One rewrite: where it was made, the nodes that it replaced and those that it made.
+
+    successors: the replaced nodes that others read, each with the node that they read now.
+    """
 
     anchor: str
     module: str
@@ -39,6 +42,7 @@ class MatchRecord:
     pattern: str = ""
     proof: Proof | None = None
     note: str = ""  # what is worth knowing about this place
+    successors: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,9 @@ def read_state(entry: dict[str, Any]) -> StateRecord:
 def read_match(entry: dict[str, Any]) -> MatchRecord:
     proof = Proof(**entry["proof"]) if entry["proof"] else None
     replaced, made = tuple(entry["replaced"]), tuple(entry["made"])
+    successors = tuple((old, new) for old, new in entry["successors"])
     return MatchRecord(
-        entry["anchor"], entry["module"], replaced, made, entry["pattern"], proof, entry.get("note", "")
+        entry["anchor"], entry["module"], replaced, made, entry["pattern"], proof, entry["note"], successors
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from graft.graph.match import Refused
 from graft.graph.nodes import is_op, same_sizes, tensor_of, where
 from graft.graph.rules import RESHAPES
 from graft.transforms.heads import (
@@ -63,16 +64,8 @@ class Turn:
     heads: tuple[Any, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Something that looks like a rotation and is none that the op could do."""
-
-    node: Node
-    reason: str
-
-
-def find_turn(node: Node) -> Turn | Refusal | None:
-    """The rotation whose last step is `node`, why it is none, or None where nothing looks like one."""
+def find_turn(node: Node) -> Turn | None:
+    """The rotation whose last step is `node`; Refused where it only looks like one, None where it does not."""
     if is_op(node, aten.add.Tensor, aten.sub.Tensor):
         return whole_turn(node)
     if is_op(node, aten.cat.default, aten.stack.default):
@@ -83,7 +76,7 @@ def find_turn(node: Node) -> Turn | Refusal | None:
 # ── x * cos + join(-x2, x1) * sin ───────────────────────────────────────────────────────────────────────────────
 
 
-def whole_turn(node: Node) -> Turn | Refusal | None:
+def whole_turn(node: Node) -> Turn | None:
     if node.kwargs or not all(is_op(term, aten.mul.Tensor) for term in node.args):
         return None
     straight, crossed = node.args
@@ -94,16 +87,13 @@ def whole_turn(node: Node) -> Turn | Refusal | None:
     if factor is None:
         return None
     crossing, sin = factor
-    found = quarter_turn(crossing)
-    if isinstance(found, Refusal):
-        return found
-    head, interleaved, forwards = found
+    head, interleaved, forwards = quarter_turn(crossing)
     if forwards != is_op(node, aten.add.Tensor):
-        return Refusal(node, f"{where(node)} turns backwards")
+        raise Refused(node, f"{where(node)} turns backwards")
     for operand, cos in (straight.args, straight.args[::-1]):
         if isinstance(operand, Node) and isinstance(cos, Node) and (x := same_head(operand, head)) is not None:
             return Turn("whole", x, cos, sin, node, interleaved, origin=origin_of(head))
-    return Refusal(straight, f"{where(straight)} does not read {where(head.node)}, whose values are turned")
+    raise Refused(straight, f"{where(straight)} does not read {where(head.node)}, whose values are turned")
 
 
 def crossing_factor(mul: Node) -> tuple[Node, Node] | None:
@@ -123,25 +113,25 @@ def crossed_pieces(crossing: Any) -> list[Any]:
     return list(pieces) if len(pieces) == 2 else []
 
 
-def quarter_turn(crossing: Node) -> tuple[Head, bool, bool] | Refusal:
+def quarter_turn(crossing: Node) -> tuple[Head, bool, bool]:
     """What turns, whether in pairs, and whether forwards: (-x2, x1), or backwards: (x2, -x1)."""
     join = joined(crossing.args[0] if is_op(crossing, *RESHAPES) else crossing)
     if join is None or join[0] is not crossing:
-        return Refusal(crossing, f"{where(crossing)} does not join its two parts along the head")
+        raise Refused(crossing, f"{where(crossing)} does not join its two parts along the head")
     _, (one, two), paired = join
     signs = [is_op(uncast(piece), aten.neg.default) for piece in (one, two)]
     bare = [uncast(uncast(p).args[0]) if negated else uncast(p) for p, negated in zip((one, two), signs, strict=True)]
     parts = [part_of(piece) for piece in bare]
     for part, piece in zip(parts, bare, strict=True):
         if part is None:
-            return Refusal(piece, no_part(piece))
+            raise Refused(piece, no_part(piece))
     first, second = (part for part in parts if part is not None)
     if first.head != second.head:
-        return Refusal(second.node, f"{where(first.node)} and {where(second.node)} are parts of different tensors")
+        raise Refused(second.node, f"{where(first.node)} and {where(second.node)} are parts of different tensors")
     if signs == [True, True] or (first.second, second.second) != (True, False):
-        return Refusal(crossing, f"{where(crossing)} does not swap its two parts with one of them negated")
+        raise Refused(crossing, f"{where(crossing)} does not swap its two parts with one of them negated")
     if (first.paired, second.paired) != (paired, paired):
-        return Refusal(crossing, f"{where(crossing)} joins pairs as halves, or halves as pairs")
+        raise Refused(crossing, f"{where(crossing)} joins pairs as halves, or halves as pairs")
     return first.head, paired, signs[0]
 
 
@@ -157,20 +147,22 @@ class Term:
     positive: bool
 
 
-def parts_turn(node: Node) -> Turn | Refusal | None:
+def parts_turn(node: Node) -> Turn | None:
     join = joined(node) or joined_further(node)
     sums = [terms for piece in join[1] for terms in [sum_of_terms(piece)] if terms is not None] if join else []
     if join is None or len(sums) != 2:
         return None
     result, _, paired = join
-    choices = [
-        turn for terms in product(*sums[0], *sums[1]) for turn in [turn_of_terms(terms, result, paired)] if turn
-    ]
-    good = next((turn for turn in choices if isinstance(turn, Turn)), None)
-    if good is not None:
-        return laid_out(good, head_sizes(node)) if paired else good
-    said = next((turn for turn in choices if isinstance(turn, Refusal)), None)
-    return said or Refusal(result, f"{where(result)} does not join x1 * cos - x2 * sin and x2 * cos + x1 * sin")
+    first: Refused | None = None
+    for terms in product(*sums[0], *sums[1]):
+        try:
+            turn = turn_of_terms(terms, result, paired)
+        except Refused as refused:
+            first = first or refused
+        else:
+            if turn is not None:
+                return laid_out(turn, head_sizes(node)) if paired else turn
+    raise first or Refused(result, f"{where(result)} does not join x1 * cos - x2 * sin and x2 * cos + x1 * sin")
 
 
 def joined_further(node: Node) -> tuple[Node, list[Node], bool] | None:
@@ -206,7 +198,7 @@ def readings(mul: Any, positive: bool) -> Iterator[Term]:
                 yield Term(part, angle, positive != negated)
 
 
-def turn_of_terms(terms: tuple[Term, ...], result: Node, paired: bool) -> Turn | Refusal | None:
+def turn_of_terms(terms: tuple[Term, ...], result: Node, paired: bool) -> Turn | None:
     """The four terms as a rotation of one head, or None where they are not even its two parts twice."""
     one, two = (sorted(pair, key=lambda term: term.part.second) for pair in (terms[:2], terms[2:]))
     places = [(term.part.second, term.part.paired, term.part.head) for term in (*one, *two)]
@@ -215,14 +207,14 @@ def turn_of_terms(terms: tuple[Term, ...], result: Node, paired: bool) -> Turn |
         return None
     (a, b), (c, d) = one, two
     if a.angle is not d.angle or b.angle is not c.angle:
-        return Refusal(result, f"{where(result)} turns its two parts by different angles")
+        raise Refused(result, f"{where(result)} turns its two parts by different angles")
     signs = [term.positive for term in (a, b, c, d)]
     if signs == [True, True, False, True]:
-        return Refusal(result, f"{where(result)} turns backwards")
+        raise Refused(result, f"{where(result)} turns backwards")
     if signs != [True, False, True, True]:
-        return Refusal(result, f"{where(result)} does not join x1 * cos - x2 * sin and x2 * cos + x1 * sin")
+        raise Refused(result, f"{where(result)} does not join x1 * cos - x2 * sin and x2 * cos + x1 * sin")
     if paired and not kind:
-        return Refusal(result, f"{where(result)} joins halves as pairs")
+        raise Refused(result, f"{where(result)} joins halves as pairs")
     if kind and not paired:  # pairs are read, halves written
         parts = (a.part.node, b.part.node)
         return Turn("parts", parts[0], a.angle, b.angle, result, False, True, parts=parts)
@@ -233,7 +225,7 @@ def turn_of_terms(terms: tuple[Term, ...], result: Node, paired: bool) -> Turn |
 # ── view_as_real(view_as_complex(pairs of x) * freqs) ───────────────────────────────────────────────────────────
 
 
-def complex_turn(node: Node) -> Turn | Refusal | None:
+def complex_turn(node: Node) -> Turn | None:
     mul = node.args[0]
     if not is_op(mul, aten.mul.Tensor):
         return None
@@ -245,10 +237,10 @@ def complex_turn(node: Node) -> Turn | Refusal | None:
         return None
     result = flattened_further(node)
     if result is None:
-        return Refusal(node, f"{where(node)} is not flattened to heads again")
+        raise Refused(node, f"{where(node)} is not flattened to heads again")
     if tensor_of(freqs).dtype is not torch.complex64:
-        return Refusal(freqs, f"{where(freqs)} is {tensor_of(freqs).dtype}; the op turns by float32 angles")
+        raise Refused(freqs, f"{where(freqs)} is {tensor_of(freqs).dtype}; the op turns by float32 angles")
     if tensor_of(freqs).is_conj():
-        return Refusal(freqs, f"{where(freqs)} is conjugate, so it turns backwards")
+        raise Refused(freqs, f"{where(freqs)} is conjugate, so it turns backwards")
     x, sizes = whole_head(Head(pairs, True))
     return laid_out(Turn("complex", x, freqs, freqs, result, True, True, sizes), head_sizes(node))

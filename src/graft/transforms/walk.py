@@ -9,16 +9,9 @@ from typing import Any
 
 from torch.fx import Node
 
+from graft.graph.match import Refused
 from graft.graph.nodes import is_op, where
 from graft.graph.text import op_text, target_text, value_text
-
-
-class NoFit(Exception):
-    """Ends a walk at a node, with the reason. The transform tells it as a near miss; nobody else sees it."""
-
-    def __init__(self, node: Node, reason: str) -> None:
-        super().__init__(reason)
-        self.node, self.reason = node, reason
 
 
 @dataclass
@@ -35,7 +28,7 @@ class Walk:
         """The one reader of `node` that calls one of `targets`."""
         found = [user for user in node.users if is_op(user, *targets)]
         if len(found) != 1:
-            raise NoFit(node, f"{where(node)} is read by {readers_text(node)}, expected one {any_of(targets)}")
+            raise Refused(node, f"{where(node)} is read by {readers_text(node)}, expected one {any_of(targets)}")
         return self.take(found[0])
 
     def piece(self, node: Node, index: int) -> Node | None:
@@ -51,13 +44,13 @@ class Walk:
 def expect(value: Any, reader: Node, *targets: Any) -> Node:
     """As `Walk.call`, for a call that others may read too: it is looked at and stays."""
     if not is_op(value, *targets):
-        raise NoFit(*unexpected(value, reader, any_of(targets)))
+        raise Refused(*unexpected(value, reader, any_of(targets)))
     return value
 
 
 def require(truth: bool, node: Node, reason: str) -> None:
     if not truth:
-        raise NoFit(node, reason)
+        raise Refused(node, reason)
 
 
 def unexpected(value: Any, reader: Node, wanted: str) -> tuple[Node, str]:

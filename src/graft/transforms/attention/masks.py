@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from graft.graph.edit import Editor
+from graft.graph.match import Refused
 from graft.graph.nodes import is_op, same_sizes, static_int, tensor_of, where
 from graft.graph.sizes import Sample, SizeEvaluator, number
 from graft.ops.attention.reference import positions_mask
 from graft.transforms.attention.operands import Operand, Step, emit, lifted
-from graft.transforms.attention.parts import Attention, Piece, Refused, lowest
+from graft.transforms.attention.parts import Attention, Piece, lowest
 
 aten = torch.ops.aten
 Positions = tuple[bool, int | None]  # is_causal, window
@@ -85,14 +86,20 @@ def check_kept(kept: Sequence[Piece], values: dict[Piece, float | None], *, soft
     added = [p for p in kept if p.value is None and not p.boolean]
     unknown = [p for p in added if values[p] is None]
     if len(kept) > 1 and len(unknown) > 1:
-        raise Refused(f"two masks of unknown values are added, at {where(unknown[0].at)} and {where(unknown[1].at)}")
+        raise Refused(
+            unknown[0].at,
+            f"two masks of unknown values are added, at {where(unknown[0].at)} and {where(unknown[1].at)}",
+        )
     for piece in kept:
         dtype = tensor_of(piece.at).dtype
         if len(kept) > 1 and values[piece] not in (None, -math.inf, torch.finfo(dtype).min):
-            raise Refused(f"the mask at {where(piece.at)} closes with {values[piece]}, and is not the only one")
+            raise Refused(
+                piece.at, f"the mask at {where(piece.at)} closes with {values[piece]}, and is not the only one"
+            )
         if softmax_rows and dtype == torch.float16 and values[piece] not in (None, -math.inf, 0.0):
             raise Refused(  # float16 rounds the scores away below it, a kernel that adds in float32 does not
-                f"{where(piece.at)} closes with the lowest float16; in the op a closed row would not be the same"
+                piece.at,
+                f"{where(piece.at)} closes with the lowest float16; in the op a closed row would not be the same",
             )
 
 
@@ -216,7 +223,9 @@ def four_dims(piece: Piece, found: Attention) -> tuple[Piece, tuple[Step, ...]]:
     if whole is not None and same_sizes(whole.shape[1:2], [heads]):
         return replace(piece, node=whole.node), whole.steps
     if None in (static_int(shape[1]), static_int(shape[2])):
-        raise Refused(f"the mask {where(piece.node)} is folded to [b * h, s, t], and its heads cannot be told")
+        raise Refused(
+            piece.node, f"the mask {where(piece.node)} is folded to [b * h, s, t], and its heads cannot be told"
+        )
     return piece, ((aten.reshape.default, ([-1, heads, shape[1], shape[2]],)),)
 
 

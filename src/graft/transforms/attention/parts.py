@@ -12,10 +12,6 @@ from graft.graph.nodes import tensor_of
 from graft.transforms.attention.operands import Operand
 
 
-class Refused(Exception):
-    """Why a place that looks like attention stays as it is; the transform reports it as a near miss."""
-
-
 def lowest(dtype: torch.dtype) -> float:
     """From here on a number counts as the dtype's lowest: bfloat16's in float32, say.
 

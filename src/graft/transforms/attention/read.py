@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.graph.match import second_reader
+from graft.graph.match import Refused, refuse_readers
 from graft.graph.memory import storage_root, writers
 from graft.graph.nodes import is_op, options_of, same_sizes, static_int, tensor_of, tensor_val, where
 from graft.transforms.attention.operands import Operand, lifted, unrepeated, unscaled
-from graft.transforms.attention.parts import Attention, Piece, Refused, Walk
+from graft.transforms.attention.parts import Attention, Piece, Walk
 from graft.transforms.attention.products import scores_product, values_product
 from graft.transforms.attention.walk import read_scores, weights_path
 
@@ -24,12 +24,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def read_softmax(gm: GraphModule, softmax: Node, out: Node, mutated: Collection[Node]) -> Attention:
     """The attention around a softmax whose weights feed `out`."""
     if softmax.args[1] != -1:
-        raise Refused(f"softmax runs over dim {softmax.args[1]}, not over the keys")
+        raise Refused(softmax, f"softmax runs over dim {softmax.args[1]}, not over the keys")
     path = weights_path(softmax, out)
     walk, product = read_scores(gm, softmax, path)
     scores, values = scores_product(product), values_product(out)
     if values is None or scores is None:
-        raise Refused(f"{where(out)} is not the product of weights and values")
+        raise Refused(out, f"{where(out)} is not the product of weights and values")
     found = Attention(
         *(softmax, out, tuple(walk.inner), scores.q, scores.k, values.v, values.order, walk.scale),
         *(tuple(walk.pieces), walk.softcap, walk.sinks),
@@ -50,16 +50,17 @@ def read_sdpa(gm: GraphModule, node: Node, mutated: Collection[Node]) -> Attenti
     given = options_of(node)
     q, k, v = (Operand.of(given[name]) for name in ("query", "key", "value"))
     if given["dropout_p"]:
-        raise Refused(f"training-mode dropout (p={given['dropout_p']}); call eval() before capture")
+        raise Refused(node, f"training-mode dropout (p={given['dropout_p']}); call eval() before capture")
     head, scale = static_int(q.shape[-1]), given["scale"]
     scale = head**-0.5 if scale is None and head else scale
     if not isinstance(scale, (int, float)):
-        raise Refused("its scale is not a number")
+        raise Refused(node, "its scale is not a number")
     causal = given["is_causal"]
     if causal and not same_sizes(q.shape[-2:-1], k.shape[-2:-1]):
         raise Refused(
+            node,
             f"is_causal counts from the first key here and from the last in the op, and {q.shape[-2]} queries meet"
-            f" {k.shape[-2]} keys"
+            f" {k.shape[-2]} keys",
         )
     pieces = (Piece(given["attn_mask"], node),) if given["attn_mask"] is not None else ()
     order = tuple(range(len(q.shape)))
@@ -77,18 +78,22 @@ def check_dtypes(found: Attention) -> None:
     """The op rounds where its reference does: scores in the inputs' dtype, softmax in float32."""
     dtypes = {tensor_of(n).dtype for n in (found.q.node, found.k.node, found.v.node, found.out)}
     if len(dtypes) > 1:
-        raise Refused(f"queries, keys and values differ in dtype: {', '.join(sorted(str(d) for d in dtypes))}")
+        raise Refused(
+            found.anchor, f"queries, keys and values differ in dtype: {', '.join(sorted(str(d) for d in dtypes))}"
+        )
     if not dtypes <= set(DTYPES):
-        raise Refused(f"the op's softmax is float32, the scores are {dtypes.pop()}")
+        raise Refused(found.anchor, f"the op's softmax is float32, the scores are {dtypes.pop()}")
     if tensor_of(found.anchor).dtype not in (torch.float32, *dtypes):
-        raise Refused(f"softmax runs in {tensor_of(found.anchor).dtype}")
+        raise Refused(found.anchor, f"softmax runs in {tensor_of(found.anchor).dtype}")
 
 
 def check_casts(path: Collection[Node], dtype: torch.dtype) -> None:
     """The weights are rounded to the inputs' dtype and to no other."""
     for node in path:
         if is_op(node, aten.to.dtype) and tensor_of(node).dtype not in (dtype, torch.float32):
-            raise Refused(f"the weights become {tensor_of(node).dtype} at {where(node)}; the op keeps them {dtype}")
+            raise Refused(
+                node, f"the weights become {tensor_of(node).dtype} at {where(node)}; the op keeps them {dtype}"
+            )
 
 
 def check_sink_dtypes(walk: Walk, found: Attention) -> None:
@@ -97,14 +102,13 @@ def check_sink_dtypes(walk: Walk, found: Attention) -> None:
         return
     if not walk.shifted or {tensor_of(softmax).dtype, tensor_of(softmax.args[0]).dtype} != {dtype}:
         raise Refused(
-            f"with sinks the op takes the row's maximum away, then softmax, both in {dtype}; here it is otherwise"
+            softmax,
+            f"with sinks the op takes the row's maximum away, then softmax, both in {dtype}; here it is otherwise",
         )
 
 
 def check_readers(found: Attention) -> None:
-    stopped = second_reader((*found.inner, found.out), (found.out,))
-    if stopped is not None:
-        raise Refused(stopped[1])
+    refuse_readers((*found.inner, found.out), (found.out,))
 
 
 def check_writes(found: Attention, readers: Collection[tuple[Node, Node]], mutated: Collection[Node]) -> None:
@@ -114,7 +118,7 @@ def check_writes(found: Attention, readers: Collection[tuple[Node, Node]], mutat
         root = storage_root(source)
         for writer in writers(root) if root in mutated else ():
             if reader < writer < found.out and writer not in inside:
-                raise Refused(f"{where(writer)} writes to {where(source)} before attention is done")
+                raise Refused(writer, f"{where(writer)} writes to {where(source)} before attention is done")
 
 
 # ── the op's terms ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -154,12 +158,17 @@ def four_dims(found: Attention) -> Attention:
     if ranks == {4}:
         return found  # as it is, or unfolded before
     if ranks != {3}:
-        raise Refused(f"queries, keys and values have {sorted(ranks)} dims; the op takes [b, h, s, d] or [b, s, d]")
+        raise Refused(
+            found.anchor,
+            f"queries, keys and values have {sorted(ranks)} dims; the op takes [b, h, s, d] or [b, s, d]",
+        )
     q, k, v = (lifted(operand) for operand in (found.q, found.k, found.v))
     folds = is_op(found.q.node, aten.reshape.default) and len(found.q.node.args[1]) == 3 and not found.q.steps
     if q is None or k is None or v is None or not folds or not same_sizes((k.shape[0], v.shape[0]), [q.shape[0]] * 2):
         if any(tensor_of(node).dim() == 4 for node in found.inner):
-            raise Refused("the scores have heads, but the heads of q, k and v cannot be told from the batch")
+            raise Refused(
+                found.anchor, "the scores have heads, but the heads of q, k and v cannot be told from the batch"
+            )
         q, k, v = (operand.with_heads() for operand in (found.q, found.k, found.v))
         return replace(found, q=q, k=k, v=v, folded=())
     batch, queries, _ = found.q.node.args[1]
@@ -170,20 +179,25 @@ def check_shapes(found: Attention) -> None:
     b, h, s, d = found.q.shape
     kv, t = found.k.shape[1:3]
     if 0 in (static_int(s), static_int(t)):
-        raise Refused(f"{s} queries meet {t} keys: there is nothing to attend to")
+        raise Refused(found.anchor, f"{s} queries meet {t} keys: there is nothing to attend to")
     if not same_sizes(found.k.shape, (b, kv, t, d)) or not same_sizes(found.v.shape[:3], (b, kv, t)):
-        raise Refused(f"queries {text(found.q)}, keys {text(found.k)} and values {text(found.v)} do not fit the op")
+        raise Refused(
+            found.anchor,
+            f"queries {text(found.q)}, keys {text(found.k)} and values {text(found.v)} do not fit the op",
+        )
     if static_int(h) is None or static_int(kv) is None or h % kv:
-        raise Refused(f"{h} heads cannot share {kv} heads of keys and values")
+        raise Refused(found.anchor, f"{h} heads cannot share {kv} heads of keys and values")
     result = (b, h, s, found.v.shape[-1])
     given = tensor_of(found.out).shape
     if len(given) == 4 and not same_sizes(given, [result[i] for i in found.order]):
-        raise Refused(f"{where(found.out)} gives {list(given)}, attention over these inputs gives {list(result)}")
+        raise Refused(
+            found.out, f"{where(found.out)} gives {list(given)}, attention over these inputs gives {list(result)}"
+        )
     for node in found.inner:
         tensor = tensor_val(node)
         rank = tensor.dim() if tensor is not None else 3
         if rank not in (3, 4) or (tensor is not None and rank == 4 and not same_sizes(tensor.shape[:2], (b, h))):
-            raise Refused(f"{where(node)} lays batch and heads out in another way than [b, h, s, t]")
+            raise Refused(node, f"{where(node)} lays batch and heads out in another way than [b, h, s, t]")
 
 
 def text(operand: Operand) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from graft.graph.match import Refused
 from graft.graph.nodes import is_op, same_sizes, static_int, tensor_of, where
-from graft.transforms.attention.parts import Refused, Walk
+from graft.transforms.attention.parts import Walk
 
 aten = torch.ops.aten
 
@@ -24,7 +25,7 @@ def read_sinks(walk: Walk, node: Node) -> Node:
         return node
     columns = [static_int(tensor_of(piece).shape[-1]) for piece in joined.args[0]]
     if columns.count(1) != 1:
-        raise Refused(f"{where(joined)} joins the scores with more than one column")
+        raise Refused(joined, f"{where(joined)} joins the scores with more than one column")
     first = columns[0] == 1
     sinks, scores = joined.args[0] if first else reversed(joined.args[0])
     walk.sinks, walk.sinks_first, walk.shifted = one_logit_a_head(sinks, joined), first, joined is not node
@@ -61,9 +62,9 @@ def one_logit_a_head(sinks: Node, joined: Node) -> Node:
         axis = axis_below(source, axis)
         source = source.args[0]
     if axis is None or not only_axis(source, axis, heads):
-        raise Refused(f"{where(sinks)} joins the scores, but is not one logit a head")
+        raise Refused(sinks, f"{where(sinks)} joins the scores, but is not one logit a head")
     if tensor_of(source).dtype != tensor_of(joined).dtype:
-        raise Refused(f"the sinks {where(source)} are {tensor_of(source).dtype}, the scores are not")
+        raise Refused(source, f"the sinks {where(source)} are {tensor_of(source).dtype}, the scores are not")
     return source
 
 
@@ -95,11 +96,11 @@ def check_columns(walk: Walk, softmax: Node, path: Collection[Node]) -> None:
     cuts = [node for node in path if is_op(node, aten.slice.Tensor)]
     if walk.sinks is None:
         if cuts:
-            raise Refused(f"{where(cuts[0])} takes a part of the weights")
+            raise Refused(cuts[0], f"{where(cuts[0])} takes a part of the weights")
         return
     if len(cuts) != 1 or cuts[0].args[1] != -1:
-        raise Refused(f"the sink's column is not dropped after {where(softmax)}")
+        raise Refused(softmax, f"the sink's column is not dropped after {where(softmax)}")
     start = cuts[0].args[2] if len(cuts[0].args) > 2 else 0
     kept = tensor_of(cuts[0]).shape[-1] + 1
     if start != int(walk.sinks_first) or not same_sizes([kept], [tensor_of(softmax).shape[-1]]):
-        raise Refused(f"{where(cuts[0])} drops another column than the sink's")
+        raise Refused(cuts[0], f"{where(cuts[0])} drops another column than the sink's")

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from graft.graph.match import Refused
 from graft.graph.nodes import is_op, same_shape, same_sizes, tensor_of, tensor_val, where
 from graft.graph.sizes import number
 from graft.graph.text import op_text
 from graft.transforms.attention.operands import factor_of
-from graft.transforms.attention.parts import Piece, Refused, Walk, lowest
+from graft.transforms.attention.parts import Piece, Walk, lowest
 from graft.transforms.attention.products import PRODUCTS, operands, scores_product
 from graft.transforms.attention.sinks import check_columns, read_sinks
 
@@ -57,25 +58,26 @@ def weights_path(softmax: Node, product: Node) -> list[Node]:
         node = path[-1]
         if len(node.users) > 1:
             second = next(reader for reader in node.users if reader is not product)
-            raise Refused(f"the attention weights {where(node)} have a second reader {where(second)}")
+            raise Refused(node, f"the attention weights {where(node)} have a second reader {where(second)}")
         (reader,) = node.users
         if reader is product:
             if (operands(product) or (None,))[0] is not node:
-                raise Refused(f"the weights are the right operand of {where(product)}")
+                raise Refused(product, f"the weights are the right operand of {where(product)}")
             return path
         if is_op(reader, aten.dropout.default, aten.dropout_.default):
             raise Refused(
-                f"{where(reader)} is training-mode dropout (p={reader.args[1]}); call eval() before capture"
+                reader, f"{where(reader)} is training-mode dropout (p={reader.args[1]}); call eval() before capture"
             )
         if not is_op(reader, *PLAIN):
             raise Refused(
+                reader,
                 f"the weights go through {where(reader)} ({op_text(reader)}) after the softmax;"
-                " the op has no such step"
+                " the op has no such step",
             )
         if is_op(reader, aten.reshape.default) and not same_sizes(
             tensor_of(reader).shape[-2:], tensor_of(node).shape[-2:]
         ):
-            raise Refused(f"{where(reader)} lays queries and keys of the weights out anew")
+            raise Refused(reader, f"{where(reader)} lays queries and keys of the weights out anew")
         path.append(reader)
 
 
@@ -111,14 +113,17 @@ def read_step(walk: Walk, node: Node) -> Node:
         if folded and tensor_of(node.args[0]).dim() in (3, 4):
             return node.args[0]
     if is_op(node, *ADDS, *FILLS, *WHERES):
-        raise Refused(f"a mask is applied at {where(node)}, before the scores are scaled or capped")
+        raise Refused(node, f"a mask is applied at {where(node)}, before the scores are scaled or capped")
     if is_op(node, *MULTIPLIES):
         raise Refused(
-            f"the scores are multiplied by a tensor at {where(node)}; the op adds masks, and its scale is a number"
+            node,
+            f"the scores are multiplied by a tensor at {where(node)}; the op adds masks, and its scale is a number",
         )
     if is_op(node, aten.to.dtype):
-        raise Refused(f"the scores become {tensor_of(node).dtype} at {where(node)}; the op keeps the inputs' dtype")
-    raise Refused(f"the scores come from {where(node)} ({op_text(node)}), which is not q·kᵀ")
+        raise Refused(
+            node, f"the scores become {tensor_of(node).dtype} at {where(node)}; the op keeps the inputs' dtype"
+        )
+    raise Refused(node, f"the scores come from {where(node)} ({op_text(node)}), which is not q·kᵀ")
 
 
 def read_factor(walk: Walk, source: Node, factor: float) -> Node:
@@ -127,7 +132,7 @@ def read_factor(walk: Walk, source: Node, factor: float) -> Node:
         walk.scale *= factor
         return source
     if walk.softcap is not None or walk.scale != 1.0:
-        raise Refused(f"the scores are scaled or capped again after the cap at {where(source)}")
+        raise Refused(source, f"the scores are scaled or capped again after the cap at {where(source)}")
     walk.softcap = factor
     walk.inner.append(source)
     inside = factor_of(walk.gm, source.args[0], in_place=True)
@@ -160,12 +165,12 @@ def read_added(walk: Walk, node: Node) -> Node:
     sides = [n for n in node.args[:2] if isinstance(n, Node) and same_shape(tensor_of(n), tensor_of(node))]
     scores = next((side for side in sides if leads_to_product(side)), None)
     if scores is None:
-        raise Refused(f"{where(node)} adds what scores are broadcast to, or no scores that come from q·kᵀ")
+        raise Refused(node, f"{where(node)} adds what scores are broadcast to, or no scores that come from q·kᵀ")
     other = node.args[1] if scores is node.args[0] else node.args[0]
     if not isinstance(other, Node) or node.kwargs or len(node.args) > 2:
-        raise Refused(f"{where(node)} adds one number to all scores, or a multiple of a mask")
+        raise Refused(node, f"{where(node)} adds one number to all scores, or a multiple of a mask")
     if not tensor_of(other).dtype.is_floating_point:
-        raise Refused(f"{where(node)} adds a {tensor_of(other).dtype} tensor to the scores")
+        raise Refused(node, f"{where(node)} adds a {tensor_of(other).dtype} tensor to the scores")
     walk.pieces.append(Piece(other, node))
     return scores
 
@@ -174,15 +179,16 @@ def read_closing(walk: Walk, node: Node, scores: Any, mask: Node, value: Any, *,
     """A boolean that puts -inf, or the lowest number of the dtype, into the scores."""
     closed, dtype = number(walk.gm, value), tensor_of(node).dtype
     if closed is None or not isinstance(scores, Node):
-        raise Refused(f"{where(node)} puts a tensor, not a number, where its mask closes")
+        raise Refused(node, f"{where(node)} puts a tensor, not a number, where its mask closes")
     closed = float(torch.tensor(closed).to(dtype).item())
     if not closed <= lowest(dtype):
         raise Refused(
+            node,
             f"{where(node)} closes with {closed:g}, neither -inf nor the lowest {dtype}: scores could be lower, and a"
-            f" closed row is not what the op gives; fill with -inf or torch.finfo({dtype}).min"
+            f" closed row is not what the op gives; fill with -inf or torch.finfo({dtype}).min",
         )
     if not same_shape(tensor_of(scores), tensor_of(node)):
-        raise Refused(f"the mask at {where(node)} has more dims or rows than the scores")
+        raise Refused(node, f"the mask at {where(node)} has more dims or rows than the scores")
     if is_op(value, aten.full_like.default) and set(value.users) == {node}:
         walk.inner.append(value)  # reads the scores for their shape alone
     walk.pieces.append(Piece(mask, node, closed, opens))

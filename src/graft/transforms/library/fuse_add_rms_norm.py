@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.graph.match import Match
+from graft.graph.match import Match, Refused
 from graft.graph.nodes import same_shape, tensor_val
-from graft.transforms.base import PatternTransform, Rewrite
+from graft.transforms.patterns import PatternTransform, Rewrite
 from graft.transforms.registry import TransformRegistry
 
 Pattern = Callable[..., Any]
@@ -106,18 +106,20 @@ def named(function: Pattern, name: str) -> Pattern:
     return function
 
 
-def same_kind(match: Match) -> str | None:
+def same_kind(match: Match) -> None:
     x, residual = tensor_val(match.tensors["x"]), tensor_val(match.tensors["residual"])
     if x is None or residual is None or not same_shape(x, residual):
-        return "the two summands differ in shape, so one is broadcast"
-    return None if x.dtype == residual.dtype else f"the summands are {x.dtype} and {residual.dtype}"
+        raise Refused(match.anchor, "the two summands differ in shape, so one is broadcast")
+    if x.dtype != residual.dtype:
+        raise Refused(match.anchor, f"the summands are {x.dtype} and {residual.dtype}")
 
 
-def rounds(match: Match) -> str | None:
+def rounds(match: Match) -> None:
     """A sum of float32 that is never rounded is the plain op's, which more kernels and transforms take."""
+    same_kind(match)
     x = tensor_val(match.tensors["x"])
-    narrow = x is not None and x.dtype != torch.float32
-    return same_kind(match) or (None if narrow else "the summands are float32, and nothing rounds their sum")
+    if x is None or x.dtype == torch.float32:
+        raise Refused(match.anchor, "the summands are float32, and nothing rounds their sum")
 
 
 NEEDS = (torch.ops.graft.rms_norm.default,)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from operator import getitem
 
 import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
-from graft.graph.match import NearMiss
+from graft.graph.match import Match, NearMiss, Refused
 from graft.graph.memory import mutated_roots, storage_root
-from graft.graph.nodes import is_op, module_path, same_sizes, tensor_of, tensor_val, where
-from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
+from graft.graph.nodes import is_op, same_sizes, tensor_of, tensor_val, where
+from graft.transforms.base import Context
 from graft.transforms.elementwise import Step, is_pointwise, program_of, steps_of
 from graft.transforms.regions import Grower, Region, insertion_nodes
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import MatchRecord
+from graft.transforms.rewriter import Rewriter, Run
 
 MAX_OUTPUTS = 8
 
 
 @TransformRegistry.register("fuse_elementwise")
-class FuseElementwise(BaseTransform):
+class FuseElementwise(Rewriter):
     """Connected pointwise ops of one loop shape become one call with the program of all of them.
 
     before:  %a = div(%x, 30.0);  %b = tanh(%a);  %c = mul(%b, 30.0)
@@ -37,30 +38,56 @@ class FuseElementwise(BaseTransform):
     with Inductor's kernel on a CPU; the generated Triton kernel may be 2 units off in exp, tanh and their like.
     """
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
-        steps, unfit = self.sort_nodes(gm)
-        keys = {node: loop_key(node) for node in steps}
-        grower = Grower(gm.graph, keys, self.name)
-        regions = grower.grow()
-        pointwise = {*steps, *unfit}
-        misses = [self.miss(node, reason) for node, reason in unfit.items() if has_neighbour(node, pointwise)]
-        misses += grower.misses
-        editor = Editor(gm, self.name)
-        records: list[MatchRecord] = []
-        places = insertion_nodes(gm.graph, regions)
-        renamed: dict[Node, Node] = {}
-        for region in regions:
-            result = fuse(editor, region, steps, places[region], renamed)
-            if isinstance(result, MatchRecord):
-                records.append(result)
-            else:
-                misses.append(self.miss(region.nodes[-1], result, len(region.nodes)))
-        erase_dead(editor, [node for region in regions for node in region.nodes])
-        reason = "" if records else (no_match_reason(misses) if misses else NOTHING)
-        return Outcome(tuple(records), tuple(misses), reason)
+    find_first = True
+    lacking = "the graph has no two neighbouring pointwise ops of one shape that a kernel can be generated for"
 
-    def miss(self, node: Node, reason: str, size: int = 1) -> NearMiss:
-        return NearMiss(self.name, where(node), f"%{node.name}", reason, 0, size)
+    def start(self, gm: GraphModule, context: Context) -> ElementwiseRun:
+        steps, unfit = self.sort_nodes(gm)
+        grower = Grower(gm.graph, {node: loop_key(node) for node in steps}, self.name)
+        regions = grower.grow()
+        run = ElementwiseRun(gm, context, Editor(gm, self.name), steps=steps, unfit=unfit, regions=regions)
+        run.places, run.grown = insertion_nodes(gm.graph, regions), grower.misses
+        return run
+
+    def candidates(self, run: ElementwiseRun) -> Iterator[Node | Region]:
+        pointwise = {*run.steps, *run.unfit}
+        yield from (node for node in run.unfit if has_neighbour(node, pointwise))
+        run.misses += run.grown
+        yield from run.regions
+
+    def find(self, run: ElementwiseRun, candidate: Node | Region) -> RegionMatch:
+        if isinstance(candidate, Node):
+            raise Refused(candidate, run.unfit[candidate])
+        nodes, outputs = candidate.nodes, candidate.outputs()
+        last = nodes[-1]
+        if len(outputs) > MAX_OUTPUTS:
+            reason = f"{len(outputs)} of its values are read outside; a region gives at most {MAX_OUTPUTS}"
+            raise Refused(last, reason)
+        inputs, _ = program_of(run.steps, nodes, outputs, {})
+        shape = torch.broadcast_shapes(*(tensor_of(node).shape for node in inputs))
+        wanted = tensor_of(last).shape
+        if not same_sizes(shape, wanted):
+            raise Refused(last, f"its inputs broadcast to {tuple(shape)}, not to {tuple(wanted)}")
+        return RegionMatch("elementwise", {}, {}, tuple(nodes), (last,), candidate)
+
+    def check(self, run: ElementwiseRun, match: RegionMatch) -> None:
+        """A region has a place between what it reads and who reads it; inner values that are read are results."""
+
+    def write(self, run: ElementwiseRun, match: RegionMatch) -> list[Node]:
+        region, before, editor = match.region, run.places[match.region], run.editor
+        outputs = region.outputs()
+        inputs, program = program_of(run.steps, region.nodes, outputs, editor.successors)
+        args = (inputs, program.text)
+        call = editor.call(torch.ops.graft.elementwise.default, args, before=before, like=match.anchor)
+        made = [call]
+        for index, old in enumerate(outputs):
+            made.append(editor.call(getitem, (call, index), before=before, like=old))
+            editor.replace(old, made[-1])
+        return made
+
+    def near_miss(self, run: ElementwiseRun, candidate: Node | Region, refused: Refused) -> NearMiss:
+        size = len(candidate.nodes) if isinstance(candidate, Region) else 1
+        return replace(super().near_miss(run, candidate, refused), matched=0, size=size)
 
     def sort_nodes(self, gm: GraphModule) -> tuple[dict[Node, list[Step]], dict[Node, str]]:
         """What can be generated, and what works element by element but cannot, with the reason."""
@@ -82,31 +109,20 @@ class FuseElementwise(BaseTransform):
         return steps, unfit
 
 
-def fuse(
-    editor: Editor, region: Region, steps: dict[Node, list[Step]], before: Node, renamed: dict[Node, Node]
-) -> MatchRecord | str:
-    """Puts the call in, or says why not and leaves the graph as it was. The old nodes are erased by the caller: one
-    of them may be the place where another call goes."""
-    outputs, last = region.outputs(), region.nodes[-1]
-    if len(outputs) > MAX_OUTPUTS:
-        return f"{len(outputs)} of its values are read outside; a region gives at most {MAX_OUTPUTS}"
-    inputs, program = program_of(steps, region.nodes, outputs, renamed)
-    call = editor.call(torch.ops.graft.elementwise.default, (inputs, program.text), before=before, like=last)
-    shape, wanted = call.meta["val"][0].shape, tensor_of(last).shape
-    if not same_sizes(shape, wanted):
-        editor.graph.erase_node(call)
-        return f"its inputs broadcast to {tuple(shape)}, not to {tuple(wanted)}"
-    made = [call.name]
-    for index, old in enumerate(outputs):
-        piece = editor.call(getitem, (call, index), before=before, like=old)
-        made.append(piece.name)
-        editor.replace(old, piece)
-        renamed[old] = piece
-    names = tuple(node.name for node in region.nodes)
-    return MatchRecord(where(last), module_path(last), names, tuple(made), "elementwise")
+@dataclass(frozen=True)
+class RegionMatch(Match):
+    region: Region
 
 
-NOTHING = "the graph has no two neighbouring pointwise ops of one shape that a kernel can be generated for"
+@dataclass
+class ElementwiseRun(Run):
+    """steps: what can be generated. unfit: what works element by element but cannot, with the reason."""
+
+    steps: dict[Node, list[Step]] = field(default_factory=dict)
+    unfit: dict[Node, str] = field(default_factory=dict)
+    regions: list[Region] = field(default_factory=list)
+    places: dict[Region, Node] = field(default_factory=dict)
+    grown: list[NearMiss] = field(default_factory=list)
 
 
 def loop_key(node: Node) -> tuple[object, ...]:

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graft.graph.match import Match
+from graft.graph.match import Match, Refused
 from graft.graph.nodes import tensor_val
-from graft.transforms.base import PatternTransform, Rewrite
 from graft.transforms.norm_spellings import mean_square, over_sqrt, times_rsqrt
+from graft.transforms.patterns import PatternTransform, Rewrite
 from graft.transforms.registry import TransformRegistry
 
 aten = torch.ops.aten
@@ -93,10 +93,10 @@ def fused(form: str, with_eps: bool = True) -> Pattern:
     return pattern_of("l2_norm", lambda x, eps: torch.ops.graft.l2_norm(x, eps, form), with_eps)
 
 
-def op_problem(match: Match) -> str | None:
+def not_float64(match: Match) -> None:
     x = tensor_val(match.tensors["x"])
-    wide = x is not None and x.dtype == torch.float64
-    return "x is float64, and the op computes in float32" if wide else None
+    if x is not None and x.dtype == torch.float64:
+        raise Refused(match.anchor, "x is float64, and the op computes in float32")
 
 
 def all_rewrites() -> list[Rewrite]:
@@ -105,11 +105,11 @@ def all_rewrites() -> list[Rewrite]:
         # in the row's own dtype every step rounds, in the op the last one alone
         for suffix, spelled, same in (("", in_float32(spelling), exact), ("_unwidened", spelling, False)):
             pattern = pattern_of(name + suffix, spelled)
-            rewrites.append(Rewrite(pattern, fused(form), SHAPES, op_problem, needs=needs, exact=same))
+            rewrites.append(Rewrite(pattern, fused(form), SHAPES, not_float64, needs=needs, exact=same))
             # eps 0: the normal form leaves the addition out, so over_root_plus is over_root_of_sum then
             if form != "max" and name != "over_root_plus":
                 bare = pattern_of(f"{name}{suffix}_without_eps", spelled, with_eps=False)
-                rewrites.append(Rewrite(bare, fused(form, False), SHAPES, op_problem, needs=needs, exact=same))
+                rewrites.append(Rewrite(bare, fused(form, False), SHAPES, not_float64, needs=needs, exact=same))
     return rewrites
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from graft.graph.match import Match
 from graft.ops.layer_norm.reference import normalize
-from graft.transforms.base import PatternTransform, Rewrite
-from graft.transforms.norm_spellings import vector_problem
+from graft.transforms.norm_spellings import check_vectors
+from graft.transforms.patterns import PatternTransform, Rewrite
 from graft.transforms.registry import TransformRegistry
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -111,8 +111,8 @@ def with_bias(form: str, upcast: bool) -> tuple[Callable[..., Tensor], Callable[
     return pattern, fused
 
 
-def affine_is_vectors(names: tuple[str, ...], match: Match) -> str | None:
-    return vector_problem(match, *names)
+def affine_is_vectors(names: tuple[str, ...], match: Match) -> None:
+    check_vectors(match, *names)
 
 
 def unbiased(h: Tensor, eps: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -9,23 +10,23 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
-from graft.graph.match import NearMiss, second_reader
+from graft.graph.match import Match, NearMiss, Refused, refuse_readers
 from graft.graph.memory import storage_root, writers
-from graft.graph.nodes import calls, is_op, is_weight, module_path, tensor_of, where
-from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
+from graft.graph.nodes import calls, is_op, is_weight, tensor_of, where
+from graft.transforms.base import Context
 from graft.transforms.moe_experts import Experts, read_experts
 from graft.transforms.moe_mlp import Stack, Weights, as_tensor, stack_problem
 from graft.transforms.moe_routing import Routing, read_routing
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import MatchRecord
-from graft.transforms.walk import NoFit, Walk, require
+from graft.transforms.rewriter import Rewriter, Run
+from graft.transforms.walk import Walk, require
 
 aten, ops = torch.ops.aten, torch.ops.graft
 SIZE = 37  # calls of the grouped form, from the softmax to the sum over experts
 
 
 @TransformRegistry.register("fuse_moe")
-class FuseMoE(BaseTransform):
+class FuseMoE(Rewriter):
     """The routing and the experts of a mixture become two ops; both are found, or neither is changed.
 
     before:  %p = softmax(%logits, -1, float32);  %t = topk(%p, k);  %v = getitem(%t, 0);  %ids = getitem(%t, 1)
@@ -43,28 +44,72 @@ class FuseMoE(BaseTransform):
     may have other readers. Numerics: bitwise with the reference for `grouped_mm` experts; other spellings and the GPU
     kernels sum products, and the experts of a token, in another order, and an expert that was not chosen counts
     nothing even where it overflows. Of equal logits the Triton routing takes the first, as CUDA's topk does.
+
+    A walk: there are as many experts as there are, and their weights become one tensor.
     """
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:
-        anchors = [node for node in calls(gm.graph) if is_op(node, aten.topk.default)]
-        if not anchors:
-            return Outcome(reason=no_match_reason((), ["aten.topk"]))
-        editor = Editor(gm, self.name)
-        records, misses = [], []
-        for topk in anchors:
-            walk = Walk()
-            try:
-                routing = read_routing(walk, topk)
-                experts = read_experts(walk, routing)
-                kept = keep_shares(walk, routing)
-                check_weights(gm, walk, routing, experts, context)
-                check_readers(walk, routing, experts, kept)
-            except NoFit as stop:
-                place, found = f"%{stop.node.name}", len(walk.nodes)
-                misses.append(NearMiss("moe", where(topk), place, stop.reason, found, max(SIZE, found)))
-            else:
-                records.append(rewrite(editor, walk, topk, routing, experts))
-        return Outcome(tuple(records), tuple(misses), "" if records else no_match_reason(misses))
+    lacking = "the graph has no aten.topk"
+
+    def candidates(self, run: Run) -> list[Reading]:
+        return [Reading(node, Walk()) for node in calls(run.gm.graph) if is_op(node, aten.topk.default)]
+
+    def find(self, run: Run, reading: Reading) -> Mixture:
+        walk = reading.walk
+        routing = read_routing(walk, reading.anchor)
+        experts = read_experts(walk, routing)
+        kept = keep_shares(walk, routing)
+        check_weights(run.gm, walk, routing, experts, run.context)
+        outputs = tuple(node for node in (experts.result, routing.weights, routing.ids) if node is not None)
+        return Mixture("moe", {}, {}, tuple(walk.nodes), outputs, reading.anchor, routing, experts, kept)
+
+    def check(self, run: Run, match: Mixture) -> None:
+        """Inner values have no reader outside, and nobody else writes to what the two ops read; the match may."""
+        nodes, routing, experts = match.nodes, match.routing, match.experts
+        refuse_readers(nodes, match.outputs)
+        stacks = [stack for stack, _ in shapes(experts.weights, 0, 0, 0)]
+        for node in (*nodes, routing.logits, experts.x, *(n for stack in stacks for n in stack.nodes)):
+            writer = next((w for w in writers(storage_root(node)) if w not in nodes and w not in match.kept), None)
+            if writer is not None and node not in (routing.weights, routing.ids):
+                raise Refused(node, f"{where(node)} is written in place by {where(writer)}")
+
+    def write(self, run: Run, match: Mixture) -> list[Node]:
+        editor, topk, routing, experts = run.editor, match.topk, match.routing, match.experts
+        plain = (routing.logits, routing.top_k, routing.normalize, routing.dtype)
+        route_args = without_defaults(plain, (routing.select_first, routing.scoring), (False, "softmax"))
+        route = editor.call(ops.moe_route.default, route_args, before=topk, like=topk)
+        weights, ids = (editor.call(getitem, (route, index), before=topk, like=topk) for index in (0, 1))
+        result = experts.result
+        args = experts_args(editor, routing, experts, weights, ids)
+        made = [route, weights, ids, editor.call(ops.moe_experts.default, args, before=result, like=result)]
+        if experts.sizes is not None:
+            flat = (made[-1], list(experts.sizes))
+            made.append(editor.call(aten.reshape.default, flat, before=result, like=result))
+        for old, new in ((routing.weights, weights), (routing.ids, ids), (result, made[-1])):
+            if old is not None:
+                editor.replace(old, new)
+        return made
+
+    def near_miss(self, run: Run, reading: Reading, refused: Refused) -> NearMiss:
+        found = len(reading.walk.nodes)
+        return replace(super().near_miss(run, reading, refused), pattern="moe", matched=found, size=max(SIZE, found))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A mixture that is being read: from its topk on, and what was recognised so far."""
+
+    anchor: Node
+    walk: Walk
+
+
+@dataclass(frozen=True)
+class Mixture(Match):
+    """kept: the weights as [n, e], where somebody else reads them."""
+
+    topk: Node
+    routing: Routing
+    experts: Experts
+    kept: tuple[Node, ...]
 
 
 def keep_shares(walk: Walk, routing: Routing) -> tuple[Node, ...]:
@@ -127,26 +172,7 @@ def size_fits(stack: Stack, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def check_readers(walk: Walk, routing: Routing, experts: Experts, kept: tuple[Node, ...]) -> None:
-    """Inner values have no reader outside, and nobody else writes to what the two ops read."""
-    outputs = tuple(node for node in (routing.weights, routing.ids, experts.result) if node is not None)
-    stopped = second_reader(walk.nodes, outputs)
-    if stopped is not None:
-        raise NoFit(*stopped)
-    stacks = [stack for stack, _ in shapes(experts.weights, 0, 0, 0)]
-    for node in (*walk.nodes, routing.logits, experts.x, *(n for stack in stacks for n in stack.nodes)):
-        writer = next((w for w in writers(storage_root(node)) if w not in walk.nodes and w not in kept), None)
-        if writer is not None and node not in (routing.weights, routing.ids):
-            raise NoFit(node, f"{where(node)} is written in place by {where(writer)}")
-
-
-def rewrite(editor: Editor, walk: Walk, topk: Node, routing: Routing, experts: Experts) -> MatchRecord:
-    plain = (routing.logits, routing.top_k, routing.normalize, routing.dtype)
-    route = editor.call(
-        ops.moe_route.default, without_defaults(plain, (routing.select_first, routing.scoring), (False, "softmax")),
-        before=topk, like=topk,
-    )  # fmt: skip
-    weights, ids = (editor.call(getitem, (route, index), before=topk, like=topk) for index in (0, 1))
+def experts_args(editor: Editor, routing: Routing, experts: Experts, weights: Node, ids: Node) -> tuple[Any, ...]:
     result, read = experts.result, experts.weights
     sizes = shapes(read, routing.experts, tensor_of(experts.x).shape[-1], hidden_size(experts))
     names = {id(read.gate_up): "gate_up", id(read.down): "down"}
@@ -159,22 +185,7 @@ def rewrite(editor: Editor, walk: Walk, topk: Node, routing: Routing, experts: E
         read.interleaved, experts.weigh_input,
     )  # fmt: skip
     inputs = (experts.x, weights, ids, tensors[id(read.gate_up)], tensors[id(read.down)])
-    args = without_defaults(inputs, options, ("silu", None, None, False, False))
-    made = [route, weights, ids, editor.call(ops.moe_experts.default, args, before=result, like=result)]
-    if experts.sizes is not None:
-        made.append(editor.call(aten.reshape.default, (made[-1], list(experts.sizes)), before=result, like=result))
-    record = MatchRecord(
-        where(result),
-        module_path(result),
-        tuple(node.name for node in walk.nodes),
-        tuple(node.name for node in made),
-        "moe",
-    )
-    for old, new in ((routing.weights, weights), (routing.ids, ids), (result, made[-1])):
-        if old is not None:
-            editor.replace(old, new)
-    erase_dead(editor, list(walk.nodes))
-    return record
+    return without_defaults(inputs, options, ("silu", None, None, False, False))
 
 
 def without_defaults(args: tuple[Any, ...], options: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from operator import getitem
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from graft.graph.edit import Editor
-from graft.graph.match import Match
+from graft.graph.match import Match, Refused
 from graft.graph.nodes import calls, is_op, options_of, tensor_of, where
 from graft.transforms.decode import MatvecTransform, fused_product, is_product, named, need, product
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.walk import NoFit
+from graft.transforms.rewriter import Run
 
 ops = torch.ops.graft
 NORM, ADD_NORM = ops.rms_norm.default, ops.add_rms_norm.default
@@ -32,20 +31,19 @@ class FuseNormIntoMatvec(MatvecTransform):
     kernel may keep the normed values in float32.
     """
 
-    def candidates(self, gm: GraphModule) -> Iterator[Node]:
-        return (node for node in calls(gm.graph) if is_op(node, NORM, ADD_NORM))
+    lacking = "the graph has no graft::rms_norm"
 
-    def lacking(self) -> str:
-        return "the graph has no graft::rms_norm"
+    def candidates(self, run: Run) -> Iterator[Node]:
+        return (node for node in calls(run.gm.graph) if is_op(node, NORM, ADD_NORM))
 
-    def find(self, node: Node) -> Match | None:
+    def find(self, run: Run, node: Node) -> Match | None:
         if is_op(node, ADD_NORM):
             explain_sum(node)
             return None
         readers = list(node.users)
         outside = next((reader for reader in readers if not is_product(reader)), None)
         if outside is not None:
-            raise NoFit(outside, f"{where(node)} is read by {named(outside)}")
+            raise Refused(outside, f"{where(node)} is read by {named(outside)}")
         count = len(readers)
         need(count <= MOST, f"{{}} is read by {count} products and would be computed that often", node)
         options = options_of(node)
@@ -59,19 +57,19 @@ class FuseNormIntoMatvec(MatvecTransform):
             kinds[f"the weight of %{reader.name}"] = tensor_of(given["weight"])
         dtypes = {what: kind.dtype for what, kind in kinds.items()}
         if len(set(dtypes.values())) > 1:
-            raise NoFit(node, ", ".join(f"{what} is {dtype}" for what, dtype in dtypes.items()))
+            raise Refused(node, ", ".join(f"{what} is {dtype}" for what, dtype in dtypes.items()))
         pattern = "one product" if count == 1 else f"{count} products"
         return Match(pattern, {"x": x, "norm": g}, {}, (*readers, node), tuple(readers))
 
-    def write(self, editor: Editor, match: Match) -> list[Node]:
+    def write(self, run: Run, match: Match) -> list[Node]:
         *readers, norm = match.nodes
         options = options_of(norm)
         kept = {key: options[key] for key in ("eps", "offset", "cast_last")}
         made = []
         for reader in readers:
             given = {**product(reader), "x": options["x"], "norm": options["weight"], **kept}
-            made.append(fused_product(editor, given, before=reader, like=reader))
-            editor.replace(reader, made[-1])
+            made.append(fused_product(run.editor, given, before=reader, like=reader))
+            run.editor.replace(reader, made[-1])
         return made
 
 
@@ -79,6 +77,6 @@ def explain_sum(node: Node) -> None:
     """A norm that was fused with a sum no linear layer could take: a near miss where products read it."""
     normed = [user for user in node.users if is_op(user, getitem) and user.args[1] == 0]
     if any(is_product(reader) for piece in normed for reader in piece.users):
-        raise NoFit(
+        raise Refused(
             node, f"{where(node)} also adds a residual that no product could take; a prologue is a norm alone"
         )

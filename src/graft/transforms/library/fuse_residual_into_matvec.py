@@ -7,14 +7,14 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from graft.graph.edit import Editor
-from graft.graph.match import Match
+from graft.graph.match import Match, Refused
 from graft.graph.nodes import calls, is_op, options_of, same_shape, tensor_of, tensor_val, where
 from graft.transforms.decode import MatvecTransform, fused_product, is_product, named, need, product
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.walk import NoFit, readers_text
+from graft.transforms.rewriter import Run
+from graft.transforms.walk import readers_text
 
 aten, ops = torch.ops.aten, torch.ops.graft
 ADD, ADD_NORM = aten.add.Tensor, ops.add_rms_norm.default
@@ -42,13 +42,12 @@ class FuseResidualIntoMatvec(MatvecTransform):
     product, then the sum, as eager does; a kernel may add before it rounds, once.
     """
 
-    def candidates(self, gm: GraphModule) -> Iterator[Node]:
-        return (node for node in calls(gm.graph) if is_op(node, ADD, ADD_NORM))
+    lacking = "no linear layer of the graph is followed by a sum"
 
-    def lacking(self) -> str:
-        return "no linear layer of the graph is followed by a sum"
+    def candidates(self, run: Run) -> Iterator[Node]:
+        return (node for node in calls(run.gm.graph) if is_op(node, ADD, ADD_NORM))
 
-    def find(self, node: Node) -> Match | None:
+    def find(self, run: Run, node: Node) -> Match | None:
         summands = node.args[:2]
         if not all(isinstance(value, Node) and tensor_val(value) is not None for value in summands):
             return None
@@ -60,7 +59,7 @@ class FuseResidualIntoMatvec(MatvecTransform):
         residual = other(node, linear)
         given = product(linear)
         if list(linear.users) != [node]:
-            raise NoFit(linear, f"{where(linear)} is read by {readers_text(linear)}")
+            raise Refused(linear, f"{where(linear)} is read by {readers_text(linear)}")
         need(residual is not linear, "{} adds {} to itself", node, linear)
         need(not node.kwargs, "{} adds a multiple (alpha)", node)
         need(given["residual"] is None, "{} has a residual already", linear)
@@ -77,25 +76,25 @@ class FuseResidualIntoMatvec(MatvecTransform):
         tensors["norm"] = node.args[2]
         return Match("add_rms_norm", tensors, {}, (*pieces, node, linear), pieces)
 
-    def write(self, editor: Editor, match: Match) -> list[Node]:
+    def write(self, run: Run, match: Match) -> list[Node]:
         linear = match.nodes[-1]
         total = match.nodes[-2]
         given = {**product(linear), "residual": other(total, linear)}
-        fused = fused_product(editor, given, before=total, like=linear)
+        fused = fused_product(run.editor, given, before=total, like=linear)
         if is_op(total, ADD):
-            editor.replace(total, fused)
+            run.editor.replace(total, fused)
             return [fused]
         options = options_of(total)
         made = [fused]
         for piece in match.outputs:
             if piece.args[1] == 1:
-                editor.replace(piece, fused)
+                run.editor.replace(piece, fused)
                 continue
             args = [fused, *(options[key] for key in ("weight", "eps", "offset", "cast_last"))]
             while not args[-1] and len(args) > 3:  # defaults are left out
                 args.pop()
-            made.append(editor.call(ops.rms_norm.default, args, before=total, like=piece))
-            editor.replace(piece, made[-1])
+            made.append(run.editor.call(ops.rms_norm.default, args, before=total, like=piece))
+            run.editor.replace(piece, made[-1])
         return made
 
 
@@ -106,7 +105,7 @@ def other(total: Node, linear: Node) -> Node:
 
 
 def explain(node: Node, summands: tuple[Node, ...]) -> None:
-    """NoFit where a linear layer is near, or a norm was fused with the sum; else the sum is none of a residual."""
+    """Refused where a linear layer is near, or a norm was fused with the sum; else the sum is none of a residual."""
     for value in summands:
         source: Any = value
         while is_op(source, *BETWEEN):
@@ -114,8 +113,10 @@ def explain(node: Node, summands: tuple[Node, ...]) -> None:
         if list(value.users) != [node]:
             continue
         if is_product(source):
-            raise NoFit(value, f"{named(value)}, {BETWEEN[value.target]}")
+            raise Refused(value, f"{named(value)}, {BETWEEN[value.target]}")
         if is_op(source, *TRANSPOSED):
-            raise NoFit(value, f"{where(value)} comes from a product with a [k, n] weight; fused_linear reads [n, k]")
+            raise Refused(
+                value, f"{where(value)} comes from a product with a [k, n] weight; fused_linear reads [n, k]"
+            )
     if is_op(node, ADD_NORM):
-        raise NoFit(node, f"neither {named(summands[0])} nor {named(summands[1])} is a linear layer")
+        raise Refused(node, f"neither {named(summands[0])} nor {named(summands[1])} is a linear layer")

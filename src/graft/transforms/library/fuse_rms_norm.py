@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from graft.graph.match import Match
+from graft.graph.match import Match, Refused
 from graft.graph.nodes import tensor_val
 from graft.transforms import norm_spellings as say
-from graft.transforms.base import PatternTransform, Rewrite
+from graft.transforms.patterns import PatternTransform, Rewrite
 from graft.transforms.registry import TransformRegistry
 
 
@@ -55,11 +55,11 @@ def weight_before_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight * x) * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
 
 
-def weight_is_a_vector(match: Match) -> str | None:
+def weight_is_a_vector(match: Match) -> None:
     x = tensor_val(match.tensors["x"])
     if x is not None and x.dtype == torch.float64:
-        return "x is float64, and the op computes in float32"
-    return say.vector_problem(match, "weight")
+        raise Refused(match.anchor, "x is float64, and the op computes in float32")
+    say.check_vectors(match, "weight")
 
 
 aten = torch.ops.aten

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
-from graft.graph.match import Match, NearMiss, check_outside
-from graft.graph.memory import mutated_roots, storage_root
-from graft.graph.nodes import calls, is_op, module_path, same_sizes, static_int, tensor_of, val, where
-from graft.transforms.base import BaseTransform, Context, Outcome, erase_dead, no_match_reason
+from graft.graph.match import Match, NearMiss, Refused
+from graft.graph.memory import storage_root
+from graft.graph.nodes import calls, is_op, same_sizes, static_int, tensor_of, val, where
+from graft.transforms.base import Context
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import MatchRecord
-from graft.transforms.rotary import Refusal, Turn, find_turn
+from graft.transforms.rewriter import Rewriter, Run
+from graft.transforms.rotary import Turn, find_turn
 
 aten, ops = torch.ops.aten, torch.ops.graft
 
 
 @TransformRegistry.register("fuse_rope")
-class FuseRoPE(BaseTransform):
+class FuseRoPE(Rewriter):
     """The spelled-out rotary embedding becomes one op, for queries and keys each.
 
     before:  %a = mul(%x, %cos);  %hi = slice(%x, -1, d/2, d);  %n = neg(%hi);  %lo = slice(%x, -1, 0, d/2)
@@ -36,74 +36,77 @@ class FuseRoPE(BaseTransform):
     all layers.
     Numerics: bitwise with the reference, save the complex spelling, whose product (ac - bd, ad + bc) may be fused
     into one rounding: within float32 rounding. The Triton kernel rounds where eager does.
+
+    A walk: halves or pairs, each spelled in many ways that may be mixed, and a result for all layers at once.
     """
 
     reads_decomposed = True  # its ops are left as they are
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
-        plans, misses = find_plans(gm, self.name)
-        writer = Writer(Editor(gm, self.name))
-        records = tuple(writer.write(plan) for plan in plans)
-        reason = "" if records else "nothing in the graph turns parts of a head by cos and sin"
-        return Outcome(records, tuple(misses), no_match_reason(misses) if misses and not records else reason)
+    find_first = True
+    lacking = "nothing in the graph turns parts of a head by cos and sin"
+
+    def start(self, gm: GraphModule, context: Context) -> RopeRun:
+        return RopeRun(gm, context, Editor(gm, self.name))
+
+    def candidates(self, run: RopeRun) -> list[Node]:
+        return list(calls(run.gm.graph))
+
+    def find(self, run: RopeRun, node: Node) -> Rotation | None:
+        turn = find_turn(node)
+        if turn is None:
+            return None
+        check_written(turn, run.mutated)
+        check_angles(turn)
+        stops = {turn.x, turn.cos, turn.sin, turn.origin, *(turn.parts or ())}
+        x, out = settle_dtype(turn, inner_nodes(turn.result, stops))
+        spelling = f"{'interleaved' if turn.interleaved else 'half'} {turn.spelling}"
+        longer = with_rest(turn, x, out)
+        if longer is not None:
+            (x, out), stops, spelling = longer, {turn.cos, turn.sin, longer[0]}, f"{spelling}, partial"
+        tensors = {"x": x, "cos": turn.cos, "sin": turn.sin}
+        return Rotation(spelling, tensors, {}, tuple(inner_nodes(out, {*stops, x})), (out,), turn)
+
+    def write(self, run: RopeRun, match: Rotation) -> list[Node]:
+        turn, out, x = match.turn, match.anchor, run.editor.current(match.tensors["x"])
+        run.made, run.like = [], out
+        cos, sin = (run.angle(turn, x, which) for which in (0, 1))
+        if turn.sizes is not None:
+            x = run.call(aten.reshape.default, (x, list(turn.sizes)), out)
+        if turn.parts is not None:
+            x = run.call(aten.cat.default, (list(turn.parts), -1), out)
+        rope = run.call(ops.rope.default, (x, cos, sin, True) if turn.interleaved else (x, cos, sin), out)
+        if turn.heads is not None:
+            rope = run.laid_out(rope, turn.result, out)
+        run.editor.replace(out, rope)
+        return run.made
+
+    def near_miss(self, run: RopeRun, node: Node, refused: Refused) -> NearMiss:
+        return replace(super().near_miss(run, node, refused), matched=2 if is_turn(node) else 1)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One rewrite: `x` is what the op reads, `match.anchor` what it stands in for."""
+class Rotation(Match):
+    """`tensors["x"]` is what the op reads, the anchor what it stands in for."""
 
     turn: Turn
-    x: Node
-    match: Match
 
 
 # ── what to do, decided before anything is changed ──────────────────────────────────────────────────────────────
 
 
-def find_plans(gm: GraphModule, name: str) -> tuple[list[Plan], list[NearMiss]]:
-    order = {node: index for index, node in enumerate(gm.graph.nodes)}
-    mutated = mutated_roots(gm.graph)
-    plans: list[Plan] = []
-    misses: list[NearMiss] = []
-    for node in calls(gm.graph):
-        turn = find_turn(node)
-        if turn is None:
-            continue
-        plan = turn if isinstance(turn, Refusal) else written_angle(turn, mutated) or make_plan(turn)
-        if isinstance(plan, Plan):
-            checked = check_outside(plan.match, order, mutated)
-            plan = plan if isinstance(checked, Match) else Refusal(checked[0] or node, checked[1])
-        if isinstance(plan, Plan):
-            plans.append(plan)
-        else:
-            fitted = 1 if isinstance(turn, Refusal) else 2
-            misses.append(NearMiss(name, where(node), f"%{plan.node.name}", plan.reason, fitted, 2))
-    return plans, misses
+def is_turn(node: Node) -> bool:
+    """Whether it is a rotation that the op could do, wherever it stands."""
+    try:
+        return find_turn(node) is not None
+    except Refused:
+        return False
 
 
-def written_angle(turn: Turn, mutated: Collection[Node]) -> Refusal | None:
+def check_written(turn: Turn, mutated: Collection[Node]) -> None:
     """The op reads cos and sin where they are made; a write to them in between would be lost."""
     angle = next((node for node in (turn.cos, turn.sin) if mutated and storage_root(node) in mutated), None)
-    return Refusal(angle, f"{where(angle)} is written in place") if angle is not None else None
-
-
-def make_plan(turn: Turn) -> Plan | Refusal:
-    problem = angle_problem(turn)
-    if problem:
-        return Refusal(turn.result, problem)
-    stops = {turn.x, turn.cos, turn.sin, turn.origin, *(turn.parts or ())}
-    nodes = inner_nodes(turn.result, stops)
-    settled = settle_dtype(turn, nodes)
-    if isinstance(settled, Refusal):
-        return settled
-    x, out = settled
-    spelling = f"{'interleaved' if turn.interleaved else 'half'} {turn.spelling}"
-    longer = with_rest(turn, x, out)
-    if longer is not None:
-        (x, out), stops, spelling = longer, {turn.cos, turn.sin, longer[0]}, f"{spelling}, partial"
-    nodes = inner_nodes(out, {*stops, x})
-    tensors = {"x": x, "cos": turn.cos, "sin": turn.sin}
-    return Plan(turn, x, Match(spelling, tensors, {}, tuple(nodes), (out,)))
+    if angle is not None:
+        raise Refused(angle, f"{where(angle)} is written in place")
 
 
 def inner_nodes(result: Node, stops: Collection[Node | None]) -> list[Node]:
@@ -118,26 +121,26 @@ def inner_nodes(result: Node, stops: Collection[Node | None]) -> list[Node]:
     return list(found)
 
 
-def angle_problem(turn: Turn) -> str | None:
-    """Why cos and sin are not one angle a token and pair of values, or None."""
+def check_angles(turn: Turn) -> None:
+    """Refused where cos and sin are not one angle a token and pair of values."""
     shape = turn.heads or tensor_of(turn.result).shape
     rank = len(shape)
     if rank not in (3, 4):
-        return (
+        raise Refused(
+            turn.result,
             f"x has {rank} dims; the op takes [b, h, s, d] or [b, s, h, d] with cos, sin [b, 1, s, r] or [b, s, 1, r]"
-            ", and [t, h, d] with [t, 1, r]: reshape it to that, a single head to [t, 1, d]"
+            ", and [t, h, d] with [t, 1, r]: reshape it to that, a single head to [t, 1, d]",
         )
     if turn.sizes is None and turn.parts is None and not same_sizes(tensor_of(turn.x).shape, shape):
-        return f"cos or sin is larger than {where(turn.x)}, which is broadcast"
+        raise Refused(turn.result, f"cos or sin is larger than {where(turn.x)}, which is broadcast")
     for angle in (turn.cos, turn.sin):
         sizes = [1] * (rank - tensor_of(angle).dim()) + list(tensor_of(angle).shape)
         if str(sizes[-3]) != "1" and str(sizes[-2]) != "1":
-            return "cos and sin differ between heads"
+            raise Refused(turn.result, "cos and sin differ between heads")
         if str(sizes[-1]) != str(shape[-1] // 2 if turn.halved else shape[-1]):
-            return "cos or sin is broadcast over the head"
+            raise Refused(turn.result, "cos or sin is broadcast over the head")
     if (table(turn.cos), table(turn.sin)) == ("sin", "cos"):
-        return f"cos and sin are swapped: {where(turn.cos)} is a sine"
-    return None
+        raise Refused(turn.result, f"cos and sin are swapped: {where(turn.cos)} is a sine")
 
 
 def table(angle: Any) -> str:
@@ -153,12 +156,12 @@ def table(angle: Any) -> str:
     return ""
 
 
-def settle_dtype(turn: Turn, nodes: Sequence[Node]) -> tuple[Node, Node] | Refusal:
+def settle_dtype(turn: Turn, nodes: Sequence[Node]) -> tuple[Node, Node]:
     """What the op reads and replaces. It gives x's dtype: a cast back goes into it, or a cast of x stays out."""
     given, made = tensor_of(turn.x).dtype, tensor_of(turn.result).dtype
     odd = next((n for n in nodes if is_op(n, aten.mul.Tensor) and tensor_of(n).dtype != made), None)
     if odd is not None and turn.spelling != "complex":
-        return Refusal(odd, f"{where(odd)} is {tensor_of(odd).dtype}, what it is added to is {made}")
+        raise Refused(odd, f"{where(odd)} is {tensor_of(odd).dtype}, what it is added to is {made}")
     if given == made:
         return turn.x, turn.result
     reader = next(iter(turn.result.users), None)
@@ -167,7 +170,7 @@ def settle_dtype(turn: Turn, nodes: Sequence[Node]) -> tuple[Node, Node] | Refus
     readers = [user for user in turn.x.users if user in nodes]
     if len(readers) == 1 and is_op(readers[0], aten.to.dtype) and tensor_of(readers[0]).dtype == made:
         return readers[0], turn.result
-    return Refusal(turn.result, f"{where(turn.result)} stays {made}, while x is {given}, which the op would give")
+    raise Refused(turn.result, f"{where(turn.result)} stays {made}, while x is {given}, which the op would give")
 
 
 def with_rest(turn: Turn, x: Node, out: Node) -> tuple[Node, Node] | None:
@@ -193,34 +196,13 @@ def with_rest(turn: Turn, x: Node, out: Node) -> tuple[Node, Node] | None:
 # ── doing it ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Writer:
-    """Writes plans into a graph; what is derived from cos and sin is made once and shared."""
+@dataclass
+class RopeRun(Run):
+    """What is derived from cos and sin is made once and shared by all layers."""
 
-    def __init__(self, editor: Editor) -> None:
-        self.editor = editor
-        self.derived: dict[str, Node] = {}
-        self.renamed: dict[Node, Node] = {}
-        self.made: list[str] = []
-        self.like: Node | None = None
-
-    def write(self, plan: Plan) -> MatchRecord:
-        turn, out = plan.turn, plan.match.anchor
-        self.made, self.like = [], out
-        cos, sin = (self.angle(turn, plan.x, which) for which in (0, 1))
-        x = self.renamed.get(plan.x, plan.x)
-        if turn.sizes is not None:
-            x = self.call(aten.reshape.default, (x, list(turn.sizes)), out)
-        if turn.parts is not None:
-            x = self.call(aten.cat.default, (list(turn.parts), -1), out)
-        rope = self.call(ops.rope.default, (x, cos, sin, True) if turn.interleaved else (x, cos, sin), out)
-        if turn.heads is not None:
-            rope = self.laid_out(rope, turn.result, out)
-        replaced = tuple(node.name for node in plan.match.nodes)
-        record = MatchRecord(where(out), module_path(out), replaced, tuple(self.made), plan.match.pattern)
-        self.editor.replace(out, rope)
-        self.renamed[out] = rope
-        erase_dead(self.editor, plan.match.nodes)
-        return record
+    derived: dict[str, Node] = field(default_factory=dict)
+    made: list[Node] = field(default_factory=list)  # by the rotation that is being written
+    like: Node | None = None
 
     def angle(self, turn: Turn, x: Node, which: int) -> Node:
         """cos or sin of r values, in a dtype that makes the op compute in that of the spelling."""
@@ -255,5 +237,5 @@ class Writer:
 
     def call(self, target: Any, args: tuple[Any, ...], before: Node) -> Node:
         node = self.editor.call(target, args, before=before, like=self.like or before)
-        self.made.append(node.name)
+        self.made.append(node)
         return node

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.graph.edit import Editor
-from graft.graph.match import Match, NearMiss, check_outside
-from graft.graph.memory import mutated_roots
-from graft.graph.nodes import args_of, calls, is_op, module_path, options_of, tensor_of, where
-from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, erase_dead, no_match_reason
+from graft.graph.match import Match, Refused
+from graft.graph.nodes import args_of, calls, is_op, options_of, tensor_of, where
+from graft.transforms.base import Context, TransformConfig
 from graft.transforms.decode import DecodeConfig, not_for
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import MatchRecord
+from graft.transforms.rewriter import Rewriter, Run
 from graft.transforms.walk import unexpected
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -37,21 +35,19 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Pair:
-    match: Match
+class TurnedPair(Match):
     queries: Heads
     keys: Heads
 
 
 @TransformRegistry.register("fuse_rope_kv_write")
-class FuseRoPEKVWrite(BaseTransform):
+class FuseRoPEKVWrite(Rewriter):
     """Queries and keys are turned, and keys and values written into the paged cache, by one op; attention then reads.
 
     before:  %q = graft.rope(%q0, %cos, %sin);  %k = graft.rope(%k0, %cos, %sin)
-             %o = graft.paged_attention(%q, %k, %v, %k_cache, %v_cache, %slot_mapping, %token_to_seq,
-                                        %block_tables, …)
+             %o = graft.paged_attention(%q, %k, %v, %k_cache, %v_cache, %slot_mapping, %token_to_seq, …)
     after:   %q = graft.rope_kv_write(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slot_mapping)
-             %o = graft.cached_attention(%q, %k_cache, %v_cache, %token_to_seq, %block_tables, …)
+             %o = graft.cached_attention(%q, %k_cache, %v_cache, %token_to_seq, …)
 
     Also with a norm of every head before the rotation (graft.rms_norm_rope, or graft.rope of graft.rms_norm); norms
     that differ in their options stay where they are. Only on the devices of the option `devices`. Numerics: the
@@ -59,60 +55,79 @@ class FuseRoPEKVWrite(BaseTransform):
     another order.
     """
 
+    config: DecodeConfig  # pyrefly: ignore
     unprovable = "it needs a batch's layout in the cache, which made-up numbers are not"
 
     @classmethod
     def get_config_class(cls) -> type[TransformConfig]:
         return DecodeConfig
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:
-        layers = [node for node in calls(gm.graph) if is_op(node, ops.paged_attention.default)]
-        if not layers:
-            return Outcome(reason="the graph has no graft::paged_attention")
-        device = tensor_of(layers[0]).device.type
-        assert isinstance(self.config, DecodeConfig)
-        if reason := not_for(device, context, self.config.devices):
-            return Outcome(reason=reason, skipped=True)
-        order = {node: index for index, node in enumerate(gm.graph.nodes)}
-        mutated = mutated_roots(gm.graph)
-        pairs: list[Pair] = []
-        misses: list[NearMiss] = []
-        for paged in layers:
-            found = turned_pair(paged)
-            checked = check_outside(found.match, order, mutated) if isinstance(found, Pair) else found
-            if isinstance(found, Pair) and isinstance(checked, Match):
-                pairs.append(found)
-            elif isinstance(checked, tuple):
-                at, reason = checked
-                misses.append(NearMiss(self.name, where(paged), f"%{(at or paged).name}", reason, 1, 3))
-        editor = Editor(gm, self.name)
-        records = tuple(write(editor, pair.match, pair.queries, pair.keys) for pair in pairs)
-        reason = no_match_reason(misses) if misses else "no attention of the graph reads turned queries and keys"
-        return Outcome(records, tuple(misses), "" if records else reason)
+    lacking = "no attention of the graph reads turned queries and keys"
+    find_first = True
+    size = 3
+
+    def applies(self, gm: GraphModule, context: Context) -> str | None:
+        layers = paged_layers(gm)
+        return not_for(tensor_of(layers[0]).device.type, context, self.config.devices) if layers else None
+
+    def reason(self, run: Run) -> str:
+        return super().reason(run) if paged_layers(run.gm) else "the graph has no graft::paged_attention"
+
+    def candidates(self, run: Run) -> list[Node]:
+        return paged_layers(run.gm)
+
+    def find(self, run: Run, paged: Node) -> TurnedPair | None:
+        """Queries and keys that turn alike."""
+        q, k, v = paged.args[:3]
+        turning = [is_op(node, ROPE, NORM_ROPE) for node in (q, k)]
+        if not any(turning):
+            return None
+        if not all(turning):
+            at, text = unexpected(k if turning[0] else q, paged, "graft.rope, as the others")
+            raise Refused(at, f"{'keys' if turning[0] else 'queries'} do not turn: {text}")
+        one, two = heads_alike(q, k)
+        angles = options_of(q)
+        tensors = {"q": one.x, "k": two.x, "v": v, "cos": angles["cos"], "sin": angles["sin"]}
+        name = "plain" if one.norm is None else "norms of heads"
+        return TurnedPair(name, tensors, {}, (*one.nodes, *two.nodes, paged), (paged,), one, two)
+
+    def write(self, run: Run, match: TurnedPair) -> list[Node]:
+        queries, keys, editor = match.queries, match.keys, run.editor
+        paged, rope = match.nodes[-1], queries.nodes[0]
+        given, made = options_of(paged), []
+        heads = {}
+        for name, side in (("q", queries), ("k", keys)):
+            x = side.x
+            if len(side.nodes) > 2:  # the norm is of the last dim alone, so the heads may come first before it
+                x = editor.call(aten.transpose.int, (x, *HEADS_FIRST), before=paged, like=side.nodes[1])
+                made.append(x)
+            heads[name] = x
+        turned = {**given, **match.tensors, **settings(rope, queries, keys), **heads}
+        args = args_of(ops.rope_kv_write.default, turned, defaults=False)
+        written = editor.call(ops.rope_kv_write.default, args, before=paged, like=rope)
+        attended = args_of(ops.cached_attention.default, {**given, "q": written})
+        read = editor.call(ops.cached_attention.default, attended, before=paged, like=paged)
+        editor.replace(paged, read)
+        return [*made, written, read]
 
 
-def turned_pair(paged: Node) -> Pair | tuple[Node, str] | None:
-    """Queries and keys that turn alike; why they do not; or None where nothing turns."""
-    q, k, v = paged.args[:3]
-    turning = [is_op(node, ROPE, NORM_ROPE) for node in (q, k)]
-    if not any(turning):
-        return None
-    if not all(turning):
-        at, text = unexpected(k if turning[0] else q, paged, "graft.rope, as the others")
-        return at, f"{'keys' if turning[0] else 'queries'} do not turn: {text}"
+def paged_layers(gm: GraphModule) -> list[Node]:
+    return [node for node in calls(gm.graph) if is_op(node, ops.paged_attention.default)]
+
+
+def heads_alike(q: Node, k: Node) -> tuple[Heads, Heads]:
+    """Both sides, with their norms where these are alike too; Refused where they turn differently."""
     first, second = options_of(q), options_of(k)
     different = next((name for name in ("cos", "sin", "interleaved") if first[name] != second[name]), None)
     if different is not None:
-        return k, f"{where(q)} and {where(k)} turn by different {different}: {first[different]}, {second[different]}"
+        by = f"{different}: {first[different]}, {second[different]}"
+        raise Refused(k, f"{where(q)} and {where(k)} turn by different {by}")
     one, two = heads_of(q), heads_of(k)
+    if alike(one, two):
+        return one, two
     if is_op(q, NORM_ROPE) or is_op(k, NORM_ROPE):
-        if not alike(one, two):
-            return k, f"{where(q)} and {where(k)} are normed differently, or only one of them is"
-    elif not alike(one, two):  # the norms stay where they are
-        one, two = Heads(q.args[0], (q,)), Heads(k.args[0], (k,))
-    tensors = {"q": one.x, "k": two.x, "v": v, "cos": first["cos"], "sin": first["sin"]}
-    name = "plain" if one.norm is None else "norms of heads"
-    return Pair(Match(name, tensors, {}, (*one.nodes, *two.nodes, paged), (paged,)), one, two)
+        raise Refused(k, f"{where(q)} and {where(k)} are normed differently, or only one of them is")
+    return Heads(q.args[0], (q,)), Heads(k.args[0], (k,))  # the norms stay where they are
 
 
 def heads_of(rope: Node) -> Heads:
@@ -137,29 +152,11 @@ def alike(one: Heads, two: Heads) -> bool:
     return all(left[name] == right[name] for name in NORM_OPTIONS)
 
 
-def write(editor: Editor, match: Match, queries: Heads, keys: Heads) -> MatchRecord:
-    paged, rope = match.nodes[-1], queries.nodes[0]
-    given, made = options_of(paged), []
-    settings = {**DEFAULTS, "interleaved": options_of(rope)["interleaved"]}
+def settings(rope: Node, queries: Heads, keys: Heads) -> dict[str, Any]:
+    """What the op is told beyond its tensors."""
+    told = {**DEFAULTS, "interleaved": options_of(rope)["interleaved"]}
     if queries.norm is not None and keys.norm is not None:
         options = options_of(queries.norm)
-        settings |= {name: options[name] for name in NORM_OPTIONS}
-        settings |= {"q_norm": options["weight"], "k_norm": options_of(keys.norm)["weight"]}
-    heads = {}
-    for name, side in (("q", queries), ("k", keys)):
-        x = side.x
-        if len(side.nodes) > 2:  # the norm is of the last dim alone, so the heads may come first before it
-            x = editor.call(aten.transpose.int, (x, *HEADS_FIRST), before=paged, like=side.nodes[1])
-            made.append(x.name)
-        heads[name] = x
-    turned = {**given, **match.tensors, **settings, **heads}
-    args = args_of(ops.rope_kv_write.default, turned, defaults=False)
-    written = editor.call(ops.rope_kv_write.default, args, before=paged, like=rope)
-    attended = args_of(ops.cached_attention.default, {**given, "q": written})
-    read = editor.call(ops.cached_attention.default, attended, before=paged, like=paged)
-    replaced = tuple(node.name for node in match.nodes)
-    record = MatchRecord(where(paged), module_path(paged), replaced, (*made, written.name, read.name), match.pattern)
-    editor.replace(paged, read)
-    editor.graph.erase_node(paged)
-    erase_dead(editor, [node for node in match.nodes if node is not paged])
-    return record
+        told |= {name: options[name] for name in NORM_OPTIONS}
+        told |= {"q_norm": options["weight"], "k_norm": options_of(keys.norm)["weight"]}
+    return told

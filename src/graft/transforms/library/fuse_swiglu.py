@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graft.graph.match import Match
+from graft.graph.match import Match, Refused
 from graft.graph.nodes import is_op, same_shape, tensor_of, tensor_val, where
-from graft.transforms.base import PatternTransform, Rewrite
+from graft.transforms.patterns import PatternTransform, Rewrite
 from graft.transforms.registry import TransformRegistry
 
 aten = torch.ops.aten
@@ -96,27 +96,29 @@ def squared_relu(gate: Tensor, up: Tensor) -> Tensor:
     return F.relu(gate).pow(2) * up
 
 
-def same_kind(match: Match) -> str | None:
+def same_kind(match: Match) -> None:
     gate, up = tensor_val(match.tensors["gate"]), tensor_val(match.tensors["up"])
     if gate is None or up is None or not same_shape(gate, up):
-        return "gate and up differ in shape, so one is broadcast"
-    return None if gate.dtype == up.dtype else f"gate is {gate.dtype} and up is {up.dtype}"
+        raise Refused(match.anchor, "gate and up differ in shape, so one is broadcast")
+    if gate.dtype != up.dtype:
+        raise Refused(match.anchor, f"gate is {gate.dtype} and up is {up.dtype}")
 
 
-def not_between_casts(match: Match) -> str | None:
+def not_between_casts(match: Match) -> None:
     """The larger pattern takes a product that is float32 only between casts."""
     gate, readers = match.tensors["gate"], list(match.anchor.users)
     cast = is_op(gate, aten.to.dtype) and len(readers) == 1 and is_op(readers[0], aten.to.dtype)
     if cast and tensor_of(gate.args[0]).dtype == tensor_of(readers[0]).dtype:
-        return f"the product is float32 between {where(gate)} and {where(readers[0])}, which must go too"
-    return same_kind(match)
+        reason = f"the product is float32 between {where(gate)} and {where(readers[0])}, which must go too"
+        raise Refused(match.anchor, reason)
+    same_kind(match)
 
 
-def is_float(match: Match) -> str | None:
+def is_float(match: Match) -> None:
     gate = tensor_val(match.tensors["gate"])
     if gate is not None and gate.dtype != torch.float32:
-        return f"gelu by hand in {gate.dtype} rounds after every step, graft::swiglu once"
-    return same_kind(match)
+        raise Refused(match.anchor, f"gelu by hand in {gate.dtype} rounds after every step, graft::swiglu once")
+    same_kind(match)
 
 
 SHAPES = {"gate": "b s d", "up": "b s d"}

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from graft.graph.edit import Editor
-from graft.graph.match import Match
+from graft.graph.match import Match, Refused
 from graft.graph.nodes import calls, is_op, options_of, static_int, tensor_of, where
 from graft.transforms.decode import MatvecTransform, fused_product, is_product, need, product
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.walk import NoFit
+from graft.transforms.rewriter import Run
 
 aten, ops = torch.ops.aten, torch.ops.graft
 SLICE = aten.slice.Tensor
@@ -29,13 +28,12 @@ class FuseSwigluIntoMatvec(MatvecTransform):
     product before the activation, as eager does; a kernel may keep it in float32.
     """
 
-    def candidates(self, gm: GraphModule) -> Iterator[Node]:
-        return (node for node in calls(gm.graph) if is_op(node, ops.swiglu.default))
+    lacking = "the graph has no graft::swiglu"
 
-    def lacking(self) -> str:
-        return "the graph has no graft::swiglu"
+    def candidates(self, run: Run) -> Iterator[Node]:
+        return (node for node in calls(run.gm.graph) if is_op(node, ops.swiglu.default))
 
-    def find(self, node: Node) -> Match | None:
+    def find(self, run: Run, node: Node) -> Match | None:
         gate, up = node.args[:2]
         for half in (gate, up):
             need(is_op(half, SLICE), "{} is no half of a gate-up product", half)
@@ -45,7 +43,7 @@ class FuseSwigluIntoMatvec(MatvecTransform):
         n = tensor_of(linear).shape[-1]
         spans = [span(half) for half in (gate, up)]
         if spans == [(n // 2, n), (0, n // 2)]:
-            raise NoFit(
+            raise Refused(
                 node, f"{where(linear)} gives the gate in its second half; fused_linear reads it in the first"
             )
         need(spans == [(0, n // 2), (n // 2, n)], "{} and {} are no halves of a product", gate, up)
@@ -55,12 +53,12 @@ class FuseSwigluIntoMatvec(MatvecTransform):
         tensors = {key: given[key] for key in ("x", "weight")}
         return Match(options_of(node)["activation"], tensors, {}, (node, gate, up, linear), (node,))
 
-    def write(self, editor: Editor, match: Match) -> list[Node]:
+    def write(self, run: Run, match: Match) -> list[Node]:
         swiglu, *_, linear = match.nodes
         options = options_of(swiglu)
         given = {**product(linear), "activation": options["activation"], "upcast": options["upcast"]}
-        fused = fused_product(editor, given, before=swiglu, like=swiglu)
-        editor.replace(swiglu, fused)
+        fused = fused_product(run.editor, given, before=swiglu, like=swiglu)
+        run.editor.replace(swiglu, fused)
         return [fused]
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch.fx import GraphModule, Node
 
 from graft.errors import UnsupportedAttention
 from graft.graph.edit import Editor, fake_mode
+from graft.graph.match import Match
 from graft.graph.nodes import args_of, calls, is_op, module_path, options_of, tensor_of, where
 from graft.kvcache.layout import PAGED, cache_blocks, cache_names, declare
-from graft.transforms.base import BaseTransform, Context, Outcome
+from graft.transforms.base import Context
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import MatchRecord
+from graft.transforms.rewriter import Rewriter, Run
 
 ops = torch.ops.graft
 
@@ -29,7 +31,7 @@ class LayerCache:
 
 
 @TransformRegistry.register("insert_kv_cache")
-class InsertKVCache(BaseTransform):
+class InsertKVCache(Rewriter):
     """Attention over whole sequences becomes attention over packed tokens [1, T] and a paged cache.
 
     before:  %o = graft.attention(%q, %k, %v, None, scale, True, window, softcap, sinks)
@@ -40,27 +42,72 @@ class InsertKVCache(BaseTransform):
     New inputs: the layout of the batch (kvcache/layout.py), and two caches a layer that are written in place.
     Numerics: the same attention; sums may run in another order. A mask other than causal with a window cannot be kept
     over packed tokens and is refused.
+
+    A walk: a pattern has no word for new inputs of the graph.
     """
 
     unprovable = "what it reads depends on a cache that the graph did not have before"
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:
-        if context.route != "decoder":
-            return Outcome(reason="the module is not run by graft's engine; its caches are its own", skipped=True)
-        layers = [node for node in calls(gm.graph) if is_op(node, ops.attention.default)]
-        if not layers:
-            return Outcome(reason="the graph has no graft::attention")
-        editor = Editor(gm, self.name)
-        layout = declare(editor, layers[0], PAGED)
-        specs = [cache_spec(node) for node in layers]
-        examples = cache_examples(specs, layers[0], context.block_size)
-        records = [
-            insert_cache(editor, node, index, examples[spec], layout)
-            for index, (node, spec) in enumerate(zip(layers, specs, strict=True))
-        ]
-        context.outputs["kv_cache"] = tuple(specs)
-        context.outputs["kv_cache_layers"] = tuple(module_path(node) for node in layers)
-        return Outcome(tuple(records))
+    find_first = True
+    lacking = "the graph has no graft::attention"
+
+    def applies(self, gm: GraphModule, context: Context) -> str | None:
+        return (
+            None if context.route == "decoder" else "the module is not run by graft's engine; its caches are its own"
+        )
+
+    def start(self, gm: GraphModule, context: Context) -> CacheRun:
+        return CacheRun(gm, context, Editor(gm, self.name))
+
+    def candidates(self, run: CacheRun) -> list[Node]:
+        return [node for node in calls(run.gm.graph) if is_op(node, ops.attention.default)]
+
+    def find(self, run: CacheRun, node: Node) -> Match:
+        """Every layer, or none of the graph: one without a cache would be wrong, so it is an error."""
+        run.layers[node] = cache_spec(node)
+        return Match("", {}, {}, (node,), (node,))
+
+    def check(self, run: CacheRun, match: Match) -> None:
+        """One call for another: nobody outside sees a difference."""
+
+    def write(self, run: CacheRun, match: Match) -> list[Node]:
+        node, editor, index = match.anchor, run.editor, len(run.caches)
+        example, target = run.example(run.layers[node]), ops.paged_attention.default
+        layout = run.layout  # the inputs of all layers come before their caches
+        run.caches.append([editor.placeholder(name, example) for name in cache_names(index)])
+        given = {**options_of(node), **dict(zip(("k_cache", "v_cache"), run.caches[-1], strict=True)), **layout}
+        paged = editor.call(target, args_of(target, given), before=node, like=node)
+        editor.replace(node, paged)
+        return [paged, *run.caches[-1]]
+
+    def finish(self, run: CacheRun) -> None:
+        if run.layers:
+            run.context.outputs["kv_cache"] = tuple(run.layers.values())
+            run.context.outputs["kv_cache_layers"] = tuple(module_path(node) for node in run.layers)
+
+
+@dataclass
+class CacheRun(Run):
+    """The layers that get a cache, and the inputs that all of them read."""
+
+    layers: dict[Node, LayerCache] = field(default_factory=dict)
+    caches: list[list[Node]] = field(default_factory=list)
+
+    @cached_property
+    def layout(self) -> dict[str, Node]:
+        return declare(self.editor, next(iter(self.layers)), PAGED)
+
+    @cached_property
+    def blocks(self) -> torch.SymInt:
+        """All layers have as many."""
+        return cache_blocks(next(iter(self.layers)))
+
+    def example(self, spec: LayerCache) -> torch.Tensor:
+        """The abstract value of a cache, [blocks, block_size, kv_heads, head_dim]."""
+        like = next(iter(self.layers))
+        size = (self.blocks, self.context.block_size, spec.kv_heads, spec.head_dim)
+        with fake_mode(like):
+            return torch.empty(size, dtype=spec.dtype, device=tensor_of(like).device)
 
 
 def cache_spec(node: Node) -> LayerCache:
@@ -75,25 +122,3 @@ def cache_spec(node: Node) -> LayerCache:
     if keys.shape[-1] != values.shape[-1]:
         raise UnsupportedAttention(module_path(node), "keys and values have different head sizes")
     return LayerCache(keys.shape[1], keys.shape[-1], options["window"], keys.dtype)
-
-
-def cache_examples(specs: list[LayerCache], like: Node, block_size: int) -> dict[LayerCache, torch.Tensor]:
-    """The abstract value of a cache, [blocks, block_size, kv_heads, head_dim]; all layers have as many blocks."""
-    blocks, device = cache_blocks(like), tensor_of(like).device
-    with fake_mode(like):
-        return {
-            s: torch.empty((blocks, block_size, s.kv_heads, s.head_dim), dtype=s.dtype, device=device) for s in specs
-        }
-
-
-def insert_cache(
-    editor: Editor, node: Node, index: int, example: torch.Tensor, layout: dict[str, Node]
-) -> MatchRecord:
-    caches = [editor.placeholder(name, example) for name in cache_names(index)]
-    given = {**options_of(node), **dict(zip(("k_cache", "v_cache"), caches, strict=True)), **layout}
-    target = ops.paged_attention.default
-    paged = editor.call(target, args_of(target, given), before=node, like=node)
-    record = MatchRecord(where(node), module_path(node), (node.name,), (paged.name, *(c.name for c in caches)))
-    editor.replace(node, paged)
-    editor.graph.erase_node(node)
-    return record

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Node
 
 from graft.graph.nodes import calls, is_op
-from graft.transforms.base import BaseTransform, Context, Outcome
-from graft.transforms.merge import merge_groups, producing_linear
+from graft.transforms.merge import MergeTransform, producing_linear
 from graft.transforms.registry import TransformRegistry
+from graft.transforms.rewriter import Run
 
 aten, ops = torch.ops.aten, torch.ops.graft
 BETWEEN = frozenset({aten.slice.Tensor, aten.reshape.default, aten.select.int})
 
 
 @TransformRegistry.register("merge_gate_up")
-class MergeGateUp(BaseTransform):
+class MergeGateUp(MergeTransform):
     """The gate and up projections of a gated MLP become one, with its bias where both have one.
 
     before:  %g = linear(%x, %wg);  %u = linear(%x, %wu);  %y = graft.swiglu(%g, %u)
@@ -26,12 +26,12 @@ class MergeGateUp(BaseTransform):
     in another order.
     """
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:
-        groups = [
-            (node, [producing_linear(argument, BETWEEN) for argument in node.args[:2]])
-            for node in calls(gm.graph)
-            if is_op(node, ops.swiglu.default)
-        ]
-        return merge_groups(
-            gm, self.name, groups, "gate_up_proj", "gate and up", "the graph has no graft::swiglu", context.held
-        )
+    merged = "gate_up_proj"
+    what = "gate and up"
+    lacking = "the graph has no graft::swiglu"
+
+    def candidates(self, run: Run) -> list[Node]:
+        return [node for node in calls(run.gm.graph) if is_op(node, ops.swiglu.default)]
+
+    def linears(self, call: Node) -> list[Node | None]:
+        return [producing_linear(argument, BETWEEN) for argument in call.args[:2]]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+
 import torch
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
-from graft.graph.match import NearMiss
+from graft.graph.match import Match, NearMiss, Refused
 from graft.graph.nodes import calls, is_op, where
-from graft.transforms.base import BaseTransform, Context, Outcome, no_match_reason
-from graft.transforms.merge import member_problem, merge_linears, together_problem
+from graft.transforms.base import Context
+from graft.transforms.merge import check_member, check_together, merge_linears, merge_match
 from graft.transforms.registry import TransformRegistry
+from graft.transforms.rewriter import Rewriter, Run
 
 LINEAR = torch.ops.aten.linear.default
 WHAT = "the linear layers"
 
 
 @TransformRegistry.register("merge_gemms")
-class MergeGemms(BaseTransform):
+class MergeGemms(Rewriter):
     """Linear layers that read one input become one, however many there are and whatever reads them.
 
     before:  %a = linear(%x, %wa);  %b = linear(%x, %wb, %bias);  %c = linear(%x, %wc)
@@ -27,24 +30,68 @@ class MergeGemms(BaseTransform):
     result returned or written in place, merged by merge_qkv or merge_gate_up before) stays, and the others are merged
     without it. The old weights become views of the merged one: no second copy. Numerics: same dtype, the matrix
     product may sum in another order.
+
+    A walk: a pattern has no word for "as many as there are", and weights are laid out in one memory.
     """
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:
-        editor = Editor(gm, self.name)
-        records, misses = [], []
-        groups = [nodes for nodes in by_input(gm).values() if len(nodes) > 1]
-        for nodes in groups:
-            problems = {node: merged_before(node) or member_problem(gm, node, WHAT) for node in nodes}
-            able = [node for node, problem in problems.items() if problem is None]
-            together = together_problem(gm, able, WHAT, context.held) if len(able) > 1 else None
-            if len(able) > 1 and together is None:
-                records.append(merge_linears(editor, able, "merged_proj", context.held))
-            for node, problem in problems.items():
-                if problem or together:
-                    reason = problem or together or ""
-                    misses.append(NearMiss(self.name, where(node), f"%{node.name}", reason, len(able), len(nodes)))
-        reason = "" if records else no_match_reason(misses) if misses else "no two linear layers read one input"
-        return Outcome(tuple(records), tuple(misses), reason)
+    find_first = True
+    lacking = "no two linear layers read one input"
+
+    def start(self, gm: GraphModule, context: Context) -> MergeRun:
+        return MergeRun(gm, context, Editor(gm, self.name))
+
+    def candidates(self, run: MergeRun) -> list[Member]:
+        groups = [tuple(nodes) for nodes in by_input(run.gm).values() if len(nodes) > 1]
+        return [Member(node, group) for group in groups for node in group]
+
+    def find(self, run: MergeRun, member: Member) -> Match | None:
+        """All that can be merged with it, at the first of them."""
+        refused = run.refusal(member.anchor)
+        if refused is not None:
+            raise refused
+        able = run.able(member.group)
+        if len(able) < 2:
+            return None
+        check_together(run.gm, able, WHAT, run.context.held)
+        return merge_match(able) if member.anchor is able[0] else None
+
+    def check(self, run: MergeRun, match: Match) -> None:
+        """Who else reads or writes a layer was asked of each."""
+
+    def write(self, run: MergeRun, match: Match) -> list[Node]:
+        return merge_linears(run.editor, match.nodes, "merged_proj", run.context.held)
+
+    def near_miss(self, run: MergeRun, member: Member, refused: Refused) -> NearMiss:
+        near = super().near_miss(run, member, refused)
+        return replace(near, matched=len(run.able(member.group)), size=len(member.group))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A linear layer among all that read its input."""
+
+    anchor: Node
+    group: tuple[Node, ...]
+
+
+@dataclass
+class MergeRun(Run):
+    refusals: dict[Node, Refused | None] = field(default_factory=dict)
+
+    def refusal(self, node: Node) -> Refused | None:
+        """Why a layer cannot be merged with any other."""
+        if node not in self.refusals:
+            try:
+                check_not_merged(node)
+                check_member(self.gm, node, WHAT)
+            except Refused as refused:
+                self.refusals[node] = refused
+            else:
+                self.refusals[node] = None
+        return self.refusals[node]
+
+    def able(self, group: tuple[Node, ...]) -> list[Node]:
+        return [node for node in group if self.refusal(node) is None]
 
 
 def by_input(gm: GraphModule) -> dict[Node, list[Node]]:
@@ -55,8 +102,9 @@ def by_input(gm: GraphModule) -> dict[Node, list[Node]]:
     return found
 
 
-def merged_before(node: Node) -> str | None:
+def check_not_merged(node: Node) -> None:
     """Merging once more would move the weights that are views of this one away from it."""
     weight = node.args[1]
     maker = weight.meta.get("made_by") if isinstance(weight, Node) else None
-    return f"{where(node)} was merged by {maker} already" if maker else None
+    if maker:
+        raise Refused(node, f"{where(node)} was merged by {maker} already")

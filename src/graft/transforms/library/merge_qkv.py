@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Node
 
 from graft.graph.nodes import calls, is_op
-from graft.transforms.base import BaseTransform, Context, Outcome
-from graft.transforms.merge import merge_groups, producing_linear
+from graft.transforms.merge import MergeTransform, producing_linear
 from graft.transforms.registry import TransformRegistry
+from graft.transforms.rewriter import Run
 
 aten, ops = torch.ops.aten, torch.ops.graft
 # what may lie between a projection and attention
@@ -27,7 +27,7 @@ BETWEEN = frozenset(
 
 
 @TransformRegistry.register("merge_qkv")
-class MergeQKV(BaseTransform):
+class MergeQKV(MergeTransform):
     """The projections of query, key and value become one, with a bias where one of them has it.
 
     before:  %q = linear(%x, %wq);  %k = linear(%x, %wk);  %v = linear(%x, %wv)
@@ -37,18 +37,12 @@ class MergeQKV(BaseTransform):
     in another order.
     """
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:
-        groups = [
-            (node, [producing_linear(argument, BETWEEN) for argument in node.args[:3]])
-            for node in calls(gm.graph)
-            if is_op(node, ops.attention.default)
-        ]
-        return merge_groups(
-            gm,
-            self.name,
-            groups,
-            "qkv_proj",
-            "query, key and value",
-            "the graph has no graft::attention",
-            context.held,
-        )
+    merged = "qkv_proj"
+    what = "query, key and value"
+    lacking = "the graph has no graft::attention"
+
+    def candidates(self, run: Run) -> list[Node]:
+        return [node for node in calls(run.gm.graph) if is_op(node, ops.attention.default)]
+
+    def linears(self, call: Node) -> list[Node | None]:
+        return [producing_linear(argument, BETWEEN) for argument in call.args[:3]]

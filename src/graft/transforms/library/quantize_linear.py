@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from graft.errors import UsageError
-from graft.graph.edit import Editor
+from graft.graph.match import Match, Refused
 from graft.graph.nodes import is_op
-from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig
+from graft.transforms.base import Context, TransformConfig
 from graft.transforms.decode import device_of
-from graft.transforms.packed import pack_layers
+from graft.transforms.packed import TiledWeights
 from graft.transforms.quantization import (
     How,
-    Layers,
     Quantized,
     Saving,
+    check_weight,
     pattern_fits,
     quantize_weight,
     release,
     totals,
-    weight_problem,
 )
 from graft.transforms.quantized_calls import (
     ADDMM,
+    EXPERTS,
     EXPERTS_STAY,
     MM,
-    call_problem,
+    Quantizing,
+    check_call,
     experts,
     linear_calls,
-    near_miss,
     norm_of,
     operands,
-    rewrite,
+    parameters,
+    put_product,
+    weight_match,
 )
 from graft.transforms.registry import TransformRegistry
 from graft.transforms.report import MatchRecord
+from graft.transforms.rewriter import Rewriter
 
 OUTPUT_HEAD = "lm_head"
 FP8_CAPABILITY = (8, 9)
@@ -70,7 +73,7 @@ class QuantizeConfig(TransformConfig):
 
 
 @TransformRegistry.register("quantize_linear")
-class QuantizeLinear(BaseTransform):
+class QuantizeLinear(Rewriter):
     """Weights of linear layers as int8 (a scale a row), fp8 (e4m3, a scale a row) or int4 (a scale each 128).
 
     before:  %y = linear(%x, %w, %b);   %z = graft.fused_linear(%x, %v, norm=%g, eps=…);   %u = addmm(%b, %x, %t)
@@ -89,6 +92,8 @@ class QuantizeLinear(BaseTransform):
     For the native backend a weight goes into its tiles, with a scale (int8) or a scale and a minimum (int4) each 32
     columns; `file` takes the blocks of a GGUF file as they are. An embedding that is tied to the head reads the same
     tiles, and norms keep their weights. Numerics there: the product rounds rows of x to 8 bits in blocks of 32.
+
+    A walk: it makes new weights of the old ones, and asks who else reads them.
     """
 
     config: QuantizeConfig  # pyrefly: ignore
@@ -97,52 +102,43 @@ class QuantizeLinear(BaseTransform):
     def get_config_class(cls) -> type[TransformConfig]:
         return QuantizeConfig
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:
-        if context.backend == "native" and device_of(gm) == "cpu":
-            return self.pack(gm, context)
-        if self.config.format == "file":
-            raise UsageError("quantize_linear: format file is for backend='native' on a CPU; use int8, int4 or fp8")
-        layers, editor = Layers.of(gm), Editor(gm, self.name)
-        done: list[tuple[MatchRecord, Quantized]] = []
-        misses = [near_miss(node, EXPERTS_STAY) for node in experts(gm)]
-        # a roll-back needs the old weights
-        owned = context.owned if self.config.on_error == "raise" else None
-        activations = fp8_activations_problem(gm, self.config.fp8_from)
-        for node in linear_calls(gm):
-            given = operands(node)
-            problem = call_problem(node) or weight_problem(layers, given["weight"], self.skipped())
-            if problem:
-                misses.append(near_miss(node, problem))
-                continue
-            weight = given["weight"]
-            how = How(
-                self.format_of(str(weight.target)), self.config.search, is_op(node, MM, ADDMM), *norm_of(gm, given)
-            )
-            made = quantize_weight(gm, str(weight.target), how, context.shared)
-            rounds = not activations and made.format == "fp8" and made.q.shape[0] % FP8_ROWS == 0
-            given["fp8_from"] = self.config.fp8_from if rounds else 0
-            done.append((rewrite(editor, node, given, made), made))
-            if owned is not None:
-                release(gm, owned, str(weight.target))
-        if not done:
-            reasons = list(dict.fromkeys(miss.reason for miss in misses))
-            return Outcome((), tuple(misses), "; ".join(reasons[:3]) or "the graph has no linear layer")
-        context.outputs["quantized"] = Saving(self.config.format, sum(made.before - made.after for _, made in done))
-        context.notes += totals([made for _, made in done], misses, kept_because(owned, context))
-        if floats := [made for _, made in done if made.format == "fp8"]:
-            context.notes.append(f"quantize_linear: {activations_text(activations, self.config.fp8_from, floats)}")
-        context.notes += [f"quantize_linear: skip names no weight: {p!r}" for p in self.idle_patterns(layers)]
-        return Outcome(tuple(record for record, _ in done), tuple(misses))
+    lacking = "the graph has no linear layer"
+    size = 1
 
-    def pack(self, gm: GraphModule, context: Context) -> Outcome:
-        """In tiles of the native backend; a weight that is tied to an embedding too."""
-        formats = (self.config.format, self.config.head_format)
-        if "fp8" in formats:
+    def start(self, gm: GraphModule, context: Context) -> Quantizing:
+        native = context.backend == "native" and device_of(gm) == "cpu"
+        if not native and self.config.format == "file":
+            raise UsageError("quantize_linear: format file is for backend='native' on a CPU; use int8, int4 or fp8")
+        if native and "fp8" in (self.config.format, self.config.head_format):
             raise UsageError("quantize_linear: the native backend has no fp8; use int8 or int4")
-        layers = Layers.of(gm)
-        context.notes += [f"quantize_linear: skip names no weight: {p!r}" for p in self.idle_patterns(layers)]
-        owned = context.owned if self.config.on_error == "raise" else None
-        return pack_layers(gm, context, layers, self.format_of, self.skipped(), owned, kept_because(owned, context))
+        if native:
+            return TiledWeights(gm, context, self.config.on_error, self.skipped(), self.format_of)
+        return ScaledWeights(gm, context, self)
+
+    def candidates(self, run: Quantizing) -> Iterable[Node]:
+        return run.candidates()
+
+    def find(self, run: Quantizing, node: Node) -> Match | None:
+        return run.find(node)
+
+    def check(self, run: Quantizing, match: Match) -> None:
+        """One call for another; who else reads the weight was asked."""
+
+    def write(self, run: Quantizing, match: Match) -> list[Node]:
+        return run.write(match.anchor)
+
+    def rewrite(self, run: Quantizing, match: Match) -> MatchRecord:
+        record, made = super().rewrite(run, match), run.made[match.anchor]
+        return replace(record, proof=made.proof, note=made.note)
+
+    def finish(self, run: Quantizing) -> None:
+        run.finish()
+        idle = [p for p in self.config.skip if not any(pattern_fits(p, name) for name in run.layers.names)]
+        run.context.notes += [f"quantize_linear: skip names no weight: {pattern!r}" for pattern in idle]
+
+    def reason(self, run: Quantizing) -> str:
+        reasons = list(dict.fromkeys(miss.reason for miss in run.misses))
+        return "; ".join(reasons[:3]) or self.lacking
 
     def skipped(self) -> tuple[str, ...]:
         return (*self.config.skip, OUTPUT_HEAD) if self.config.head == "none" else self.config.skip
@@ -152,16 +148,51 @@ class QuantizeLinear(BaseTransform):
             return "file"
         return self.config.head_format if pattern_fits(OUTPUT_HEAD, name) else self.config.format
 
-    def idle_patterns(self, layers: Layers) -> list[str]:
-        """Patterns that the user gave and that fit nothing."""
-        return [p for p in self.config.skip if not any(pattern_fits(p, name) for name in layers.names)]
 
+class ScaledWeights(Quantizing):
+    """int8, int4 and fp8 of a GPU, or of a CPU that widens them."""
 
-def kept_because(owned: Any, context: Context) -> str:
-    """Why the float weights are still in memory, or '' where they are not."""
-    if owned is not None:
-        return ""
-    return "on_error: skip may need them" if context.owned is not None else "the module is the caller's"
+    def __init__(self, gm: GraphModule, context: Context, transform: QuantizeLinear) -> None:
+        super().__init__(gm, context, transform.config.on_error, transform.skipped())
+        self.transform, self.config = transform, transform.config
+        self.activations = fp8_activations_problem(gm, self.config.fp8_from)
+
+    def candidates(self) -> Iterable[Node]:
+        return [*experts(self.gm), *linear_calls(self.gm)]
+
+    def find(self, node: Node) -> Match:
+        if is_op(node, EXPERTS):
+            raise Refused(node, EXPERTS_STAY)
+        check_call(node)
+        weight = operands(node)["weight"]
+        check_weight(self.layers, node, weight, self.skip)
+        return weight_match(node, self.transform.format_of(str(weight.target)))
+
+    def write(self, node: Node) -> list[Node]:
+        given = operands(node)
+        name = str(given["weight"].target)
+        norm = norm_of(self.gm, given)
+        how = How(self.transform.format_of(name), self.config.search, is_op(node, MM, ADDMM), *norm)
+        made = quantize_weight(self.gm, name, how, self.context.shared)
+        rounds = not self.activations and made.format == "fp8" and made.q.shape[0] % FP8_ROWS == 0
+        given["fp8_from"] = self.config.fp8_from if rounds else 0
+        self.made[node] = made
+        self.done.append(made)
+        new = put_product(self.editor, node, given, made, *parameters(self.editor, made, node))
+        if self.owned is not None:
+            release(self.gm, self.owned, name)
+        return new
+
+    def finish(self) -> None:
+        done = self.done
+        if not done:
+            return
+        saved = sum(made.before - made.after for made in done)
+        self.context.outputs["quantized"] = Saving(self.config.format, saved)
+        self.context.notes += totals(done, self.misses, self.kept)
+        if floats := [made for made in done if made.format == "fp8"]:
+            text = activations_text(self.activations, self.config.fp8_from, floats)
+            self.context.notes.append(f"quantize_linear: {text}")
 
 
 def fp8_activations_problem(gm: GraphModule, tokens: int) -> str:

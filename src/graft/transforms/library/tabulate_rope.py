@@ -7,16 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.graph.edit import Editor
-from graft.graph.match import NearMiss
-from graft.graph.memory import mutated_roots
-from graft.graph.nodes import calls, is_op, module_path, options_of, tensor_of, where
-from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig, no_match_reason
+from graft.graph.match import Match
+from graft.graph.nodes import calls, is_op, options_of, tensor_of, where
+from graft.transforms.base import Context, TransformConfig
 from graft.transforms.decode import DecodeConfig, elsewhere
 from graft.transforms.positions import Computed, computed_from_positions
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import MatchRecord
-from graft.transforms.walk import NoFit, require
+from graft.transforms.rewriter import Rewriter, Run
+from graft.transforms.walk import require
 
 aten, ops = torch.ops.aten, torch.ops.graft
 ROPES = (ops.rope.default, ops.rms_norm_rope.default)
@@ -32,7 +30,7 @@ class TabulateConfig(DecodeConfig):
 
 
 @TransformRegistry.register("tabulate_rope")
-class TabulateRope(BaseTransform):
+class TabulateRope(Rewriter):
     """The cosines and sines of every position of the context are computed once and read from two tables.
 
     before:  %f = matmul(%inv_freq, to(%position_ids, float32));  …  %c = to(cos(%f), bfloat16);  %s = to(sin(%f), …)
@@ -40,6 +38,8 @@ class TabulateRope(BaseTransform):
 
     Saves about ten small launches a step. What computes them must treat each position by itself. Numerics: bitwise;
     the tables come from that very piece of the graph, and are compared with it on random positions.
+
+    A walk: whatever computes the angles, in any number of steps, is run to fill the tables.
     """
 
     config: TabulateConfig  # pyrefly: ignore
@@ -48,26 +48,38 @@ class TabulateRope(BaseTransform):
     def get_config_class(cls) -> type[TransformConfig]:
         return TabulateConfig
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:
-        reason = elsewhere(gm, context, self.config.devices)
-        if not reason and context.context_length is None:
-            reason = "the length of the context is not known, so a table has no end"
-        if reason:
-            return Outcome(reason=reason, skipped=True)
-        pairs = dict.fromkeys(angles(node) for node in calls(gm.graph) if is_op(node, *ROPES))
-        if not pairs:
-            return Outcome(reason="the graph has no graft::rope")
-        editor = Editor(gm, self.name)
-        mutated = mutated_roots(gm.graph)
-        records, misses = [], []
-        for pair in pairs:
-            try:
-                found = [computed_from_positions(node, mutated) for node in pair]
-                tables = [self.table(gm, one, context.context_length or 0) for one in found]
-                records.append(write(editor, found, tables))
-            except NoFit as stop:
-                misses.append(NearMiss(self.name, where(pair[0]), f"%{stop.node.name}", stop.reason, 1, 2))
-        return Outcome(tuple(records), tuple(misses), "" if records else no_match_reason(misses))
+    lacking = "the graph has no graft::rope"
+
+    def applies(self, gm: GraphModule, context: Context) -> str | None:
+        unknown = "the length of the context is not known, so a table has no end"
+        return elsewhere(gm, context, self.config.devices) or (unknown if context.context_length is None else None)
+
+    def candidates(self, run: Run) -> list[Angles]:
+        return list(dict.fromkeys(angles(node) for node in calls(run.gm.graph) if is_op(node, *ROPES)))
+
+    def find(self, run: Run, pair: Angles) -> Tabulated:
+        found = [computed_from_positions(node, run.mutated) for node in (pair.cos, pair.sin)]
+        tables = [self.table(run.gm, one, run.context.context_length or 0) for one in found]
+        nodes = dict.fromkeys(node for one in found for node in one.nodes if node.op == "call_function")
+        size = sum(table.numel() * table.element_size() for table in tables)
+        note = f"{len(tables)} tables of {list(tables[0].shape)} {tables[0].dtype}, {size / 1e6:.1f} MB"
+        results = tuple(one.result for one in found)
+        return Tabulated(note, {}, {}, tuple(nodes), results, tuple(found), tuple(tables))
+
+    def check(self, run: Run, match: Tabulated) -> None:
+        """What others read stays; that nobody writes to it was seen on the way."""
+
+    def write(self, run: Run, match: Tabulated) -> list[Node]:
+        made, editor = [], run.editor
+        for one, table, name in zip(match.found, match.tables, ("cos", "sin"), strict=True):
+            held = editor.parameter(f"{one.place()}{name}_table", table, before=one.result, like=one.result)
+            read = editor.call(aten.embedding.default, (held, one.positions), before=one.result, like=one.result)
+            made += [held, read]
+            if one.heads:
+                read = editor.call(aten.unsqueeze.default, (read, -3), before=one.result, like=one.result)
+                made.append(read)
+            editor.replace(one.result, read)
+        return made
 
     def table(self, gm: GraphModule, value: Computed, context: int) -> torch.Tensor:
         """[context, d], bitwise what the graph computes."""
@@ -82,11 +94,29 @@ class TabulateRope(BaseTransform):
         return table
 
 
-def angles(rope: Node) -> tuple[Node, Node]:
+@dataclass(frozen=True)
+class Angles:
+    """cos and sin of a rotation."""
+
+    cos: Node
+    sin: Node
+
+    @property
+    def anchor(self) -> Node:
+        return self.cos
+
+
+@dataclass(frozen=True)
+class Tabulated(Match):
+    found: tuple[Computed, ...]
+    tables: tuple[torch.Tensor, ...]
+
+
+def angles(rope: Node) -> Angles:
     """cos and sin as they are computed, before a dim for the heads is put in where that comes last."""
     options = options_of(rope)
     cos, sin = options["cos"], options["sin"]
-    return unwrapped(cos), unwrapped(sin)
+    return Angles(unwrapped(cos), unwrapped(sin))
 
 
 def unwrapped(node: Node) -> Node:
@@ -94,7 +124,7 @@ def unwrapped(node: Node) -> Node:
 
 
 def check_table(gm: GraphModule, value: Computed, table: torch.Tensor) -> None:
-    """NoFit where the graph computes other bits for random positions than the table holds."""
+    """Refused where the graph computes other bits for random positions than the table holds."""
     generator = torch.Generator().manual_seed(0)
     for shape in TRIALS:
         chosen = torch.randint(0, len(table), shape, generator=generator).to(table.device)
@@ -103,21 +133,3 @@ def check_table(gm: GraphModule, value: Computed, table: torch.Tensor) -> None:
         require(
             same, value.result, f"{where(value.result)} depends on more than the position: at {shape} others come out"
         )
-
-
-def write(editor: Editor, found: list[Computed], tables: list[torch.Tensor]) -> MatchRecord:
-    made: list[str] = []
-    replaced = dict.fromkeys(node.name for one in found for node in one.nodes if node.op == "call_function")
-    size = sum(table.numel() * table.element_size() for table in tables)
-    note = f"{len(tables)} tables of {list(tables[0].shape)} {tables[0].dtype}, {size / 1e6:.1f} MB"
-    result = found[0].result
-    anchor, path = where(result), module_path(result)
-    for one, table, name in zip(found, tables, ("cos", "sin"), strict=True):
-        held = editor.parameter(f"{one.place()}{name}_table", table, before=one.result, like=one.result)
-        read = editor.call(aten.embedding.default, (held, one.positions), before=one.result, like=one.result)
-        made += [held.name, read.name]
-        if one.heads:
-            read = editor.call(aten.unsqueeze.default, (read, -3), before=one.result, like=one.result)
-            made.append(read.name)
-        editor.replace(one.result, read)
-    return MatchRecord(anchor, path, tuple(replaced), tuple(made), note)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from graft.graph.checks import is_check
 from graft.graph.edit import Editor
-from graft.graph.match import NearMiss
+from graft.graph.match import Match, NearMiss, Refused
 from graft.graph.memory import alias_sources, is_maybe_view, mutated_args, nodes_in, with_views, written_value
-from graft.graph.nodes import is_op, module_path, same_shape, same_sizes, tensor_val, where
+from graft.graph.nodes import is_op, same_shape, same_sizes, tensor_val, where
 from graft.state.hazards import Access, accesses
-from graft.transforms.base import BaseTransform, Context, Outcome, no_match_reason
+from graft.transforms.base import Context
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import MatchRecord
+from graft.transforms.rewriter import Rewriter, Run
 
 aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ THROUGH_VIEW: dict[Any, Any] = {
 
 
 @TransformRegistry.register("update_state_in_place")
-class UpdateStateInPlace(BaseTransform):
+class UpdateStateInPlace(Rewriter):
     """A state tensor that is updated in a copy, which is then copied back, is updated in place.
 
     before:  %n = aten.index_copy(%cache, 2, %pos, %k);  … %n is read …;  aten.copy_(%cache, %n)
@@ -69,28 +70,58 @@ class UpdateStateInPlace(BaseTransform):
     to change.)
 
     Numerics: bitwise; the same call writes the same values.
+
+    A walk: what decides is who else sees the memory and when, not how a place is spelled.
     """
 
     unprovable = "the calls and their operands stay the same; who sees the memory, and when, is checked by its order"
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:  # noqa: ARG002
-        copies = [node for node in gm.graph.nodes if is_op(node, aten.copy_.default)]
-        if all(read_update(node) is None for node in copies):
-            return Outcome(reason="the graph copies no updated state back")
-        editor, memory = Editor(gm, self.name), StateMemory(gm.graph)
-        records: list[MatchRecord] = []
-        misses: list[NearMiss] = []
-        for update in map(read_update, copies):  # each as the ones before it left the graph
-            if update is None:
-                continue
-            problem = memory.problem(update)
-            if problem is None:
-                records += rewrite(editor, update)
-                memory.changed(update)
-            else:
-                node, size = update.copy, len(update.steps) + 1
-                misses.append(NearMiss(self.name, where(node), f"%{node.name}", problem, size, size))
-        return Outcome(tuple(records), tuple(misses), "" if records else no_match_reason(misses))
+    lacking = "the graph copies no updated state back"
+
+    def start(self, gm: GraphModule, context: Context) -> StateRun:
+        return StateRun(gm, context, Editor(gm, self.name))
+
+    def candidates(self, run: StateRun) -> Iterator[Step]:
+        copies = [node for node in run.gm.graph.nodes if is_op(node, aten.copy_.default)]
+        for copy in copies:  # each as the ones before it left the graph
+            update = read_update(copy)
+            if update is not None:
+                yield from (Step(update, step) for step in update.steps)
+
+    def find(self, run: StateRun, candidate: Step) -> StepMatch | None:
+        """One step; the first decides for all of them."""
+        update, step = candidate.update, candidate.step
+        if step is update.steps[0]:
+            run.memory.check(update)
+            run.safe.add(update.copy)
+        last = step is update.steps[-1]
+        nodes = (step, update.copy) if last else (step,)
+        return StepMatch("", {}, {}, nodes, (step,), update) if update.copy in run.safe else None
+
+    def check(self, run: StateRun, match: StepMatch) -> None:
+        """Everybody who sees the state was looked at."""
+
+    def write(self, run: StateRun, match: StepMatch) -> list[Node]:
+        """The last step also takes the place of the copy."""
+        step, update, editor = match.anchor, match.update, run.editor
+        base = step.args[0]
+        if step.target in IN_PLACE:
+            made = [editor.call(IN_PLACE[step.target], step.args, dict(step.kwargs), before=step, like=step)]
+            new = made[0]
+        else:
+            view = THROUGH_VIEW[step.target]
+            made = [editor.call(view, (base, *step.args[2:]), dict(step.kwargs), before=step, like=step)]
+            made.append(editor.call(aten.copy_.default, (made[0], step.args[1]), before=step, like=step))
+            new = base
+        if update.copy in match.nodes:
+            run.memory.changed(update)
+            editor.replace(update.copy, new)
+        editor.replace(step, new)
+        return made
+
+    def near_miss(self, run: StateRun, candidate: Step, refused: Refused) -> NearMiss:
+        size = len(candidate.update.steps) + 1
+        return replace(super().near_miss(run, candidate, refused), matched=size, size=size)
 
 
 @dataclass(frozen=True)
@@ -100,6 +131,32 @@ class Update:
     state: Node
     steps: tuple[Node, ...]
     copy: Node
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an update, told at the copy back."""
+
+    update: Update
+    step: Node
+
+    @property
+    def anchor(self) -> Node:
+        return self.update.copy
+
+
+@dataclass(frozen=True)
+class StepMatch(Match):
+    update: Update
+
+
+@dataclass
+class StateRun(Run):
+    safe: set[Node] = field(default_factory=set)  # the copies back whose steps may be done in place
+
+    @cached_property
+    def memory(self) -> StateMemory:
+        return StateMemory(self.gm.graph)
 
 
 def read_update(copy: Node) -> Update | None:
@@ -149,32 +206,33 @@ class StateMemory:
     def group_of(self, copy: Node) -> int:
         return next(group for group, found in self.groups.items() if any(a.node is copy and a.writes for a in found))
 
-    def problem(self, update: Update) -> str | None:
-        """Why the steps may not be done in place, or None."""
+    def check(self, update: Update) -> None:
+        """Refused where the steps may not be done in place."""
         if not self.groups or self.group_of(update.copy) in self.stale:
             self.read()
         touched = self.groups[self.group_of(update.copy)]
-        checks = (kind_problem(update), between(update, touched), source_problem(update, touched))
-        return next((problem for problem in (*checks, *late_readers(update, touched)) if problem), None)
+        check_kinds(update)
+        check_between(update, touched)
+        check_sources(update, touched)
+        check_late_readers(update, touched)
 
 
-def between(update: Update, touched: list[Access]) -> str | None:
+def check_between(update: Update, touched: list[Access]) -> None:
     """From the first step to the copy nobody else may see or change the state."""
     state, first, last = update.state.name, update.steps[0], update.copy
     node = first
     while (node := node.next) is not last:
         if is_check(node):  # the write would be done before a check that it comes after
-            return f"{where(node)} checks a value between {where(first)} and the copy back"
+            raise Refused(last, f"{where(node)} checks a value between {where(first)} and the copy back")
     for access in touched:
         node = access.node
         if node not in (*update.steps, last) and first < node < last:
             if access.writes:
-                return f"{where(node)} writes %{state} between {where(first)} and the copy back"
-            return f"the old value of %{state} is read by {where(node)} after the update"
-    return None
+                raise Refused(last, f"{where(node)} writes %{state} between {where(first)} and the copy back")
+            raise Refused(last, f"the old value of %{state} is read by {where(node)} after the update")
 
 
-def late_readers(update: Update, touched: list[Access]) -> Iterator[str]:
+def check_late_readers(update: Update, touched: list[Access]) -> None:
     """Each new value lives until the next write of the state, and in the graph alone."""
     state = update.state.name
     later = [access.node for access in touched if access.writes and update.copy < access.node]
@@ -183,57 +241,35 @@ def late_readers(update: Update, touched: list[Access]) -> Iterator[str]:
         for alias in with_views([step]):
             for user in alias.users:
                 if user.op == "output":
-                    yield f"%{alias.name} is returned, and the next step would change it"
+                    raise Refused(update.copy, f"%{alias.name} is returned, and the next step would change it")
                 elif alias in mutated_args(user):
-                    yield f"{where(user)} writes to the updated value %{alias.name}"
+                    raise Refused(update.copy, f"{where(user)} writes to the updated value %{alias.name}")
                 elif is_op(user, aten.as_strided.default):
-                    yield f"{where(user)} reads %{alias.name} by its place in memory"
+                    raise Refused(update.copy, f"{where(user)} reads %{alias.name} by its place in memory")
                 elif end is not None and user is not following and not user < end:
-                    yield f"%{alias.name} is read by {where(user)} after %{state} is written again"
+                    raise Refused(
+                        update.copy, f"%{alias.name} is read by {where(user)} after %{state} is written again"
+                    )
 
 
-def kind_problem(update: Update) -> str | None:
+def check_kinds(update: Update) -> None:
     state = tensor_val(update.state)
     for step in update.steps:
         value = tensor_val(step)
         if state is None or value is None or not same_shape(state, value) or state.dtype != value.dtype:
-            return f"%{step.name} has another shape or dtype than %{update.state.name}"
+            raise Refused(update.copy, f"%{step.name} has another shape or dtype than %{update.state.name}")
         if state.device != value.device:
-            return f"%{step.name} is on {value.device}, %{update.state.name} on {state.device}"
+            raise Refused(update.copy, f"%{step.name} is on {value.device}, %{update.state.name} on {state.device}")
         if not same_sizes(state.stride(), value.stride()):
-            return f"%{step.name} lies in memory in another way than %{update.state.name}"
-    return None
+            raise Refused(update.copy, f"%{step.name} lies in memory in another way than %{update.state.name}")
 
 
-def source_problem(update: Update, touched: list[Access]) -> str | None:
+def check_sources(update: Update, touched: list[Access]) -> None:
     """What a step reads beside the state may not lie in memory that it would write."""
     inside = set(with_views(update.steps)) | set(with_views({access.owner for access in touched}))
     for step in update.steps:
         for source in nodes_in([*step.args[1:], *step.kwargs.values()]):
             if source in inside:
-                return f"{where(step)} reads %{source.name}, which shares memory with %{update.state.name}"
-    return None
-
-
-def rewrite(editor: Editor, update: Update) -> list[MatchRecord]:
-    """One record for each step; the last also takes the place of the copy."""
-    records = []
-    for step in update.steps:
-        replaced, base = (step.name,), step.args[0]
-        if step.target in IN_PLACE:
-            made = [editor.call(IN_PLACE[step.target], step.args, dict(step.kwargs), before=step, like=step)]
-            new = made[0]
-        else:
-            view = THROUGH_VIEW[step.target]
-            made = [editor.call(view, (base, *step.args[2:]), dict(step.kwargs), before=step, like=step)]
-            made.append(editor.call(aten.copy_.default, (made[0], step.args[1]), before=step, like=step))
-            new = base
-        if step is update.steps[-1]:
-            replaced = (step.name, update.copy.name)
-            editor.replace(update.copy, new)
-            editor.graph.erase_node(update.copy)
-        record = MatchRecord(where(step), module_path(step), replaced, tuple(node.name for node in made))
-        editor.replace(step, new)
-        editor.graph.erase_node(step)
-        records.append(record)
-    return records
+                raise Refused(
+                    update.copy, f"{where(step)} reads %{source.name}, which shares memory with %{update.state.name}"
+                )

@@ -5,20 +5,19 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.graph.edit import Editor
-from graft.graph.match import NearMiss
-from graft.graph.nodes import calls, is_op, module_path, tensor_of, where
+from graft.graph.match import Match, Refused
+from graft.graph.nodes import calls, is_op, tensor_of
 from graft.ops.narrow import widen_problem
-from graft.transforms.base import BaseTransform, Context, Outcome
+from graft.transforms.base import Context
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import MatchRecord
+from graft.transforms.rewriter import Rewriter, Run
 
 aten, ops = torch.ops.aten, torch.ops.graft
 LINEAR, MM, ADDMM = aten.linear.default, aten.mm.default, aten.addmm.default
 
 
 @TransformRegistry.register("widen_linear")
-class WidenLinear(BaseTransform):
+class WidenLinear(Rewriter):
     """A product of 16-bit matrices runs in float32 where the CPU has no instructions for it.
 
     before:  %y = linear(%x, %w, %b);   %z = addmm(%b, %x, %v)
@@ -27,25 +26,46 @@ class WidenLinear(BaseTransform):
     Last of all, so that other transforms still see plain linear layers. Weights stay 16-bit; the kernel widens one
     piece at a time. Elsewhere (float32, a GPU, a CPU that has such instructions) it is skipped with the reason.
     Numerics: summed in float32 and rounded once, bias included; eager may round before it adds the bias.
+
+    A walk: whether a product pays in float32 is asked of the machine, for each product by itself, and a graph in
+    which none does is skipped.
     """
 
-    def apply(self, gm: GraphModule, context: Context) -> Outcome:
+    lacking = "the graph has no linear, mm or addmm"
+    size = 1
+
+    def applies(self, gm: GraphModule, context: Context) -> str | None:
         if context.backend == "native":
-            return Outcome(reason="the native backend widens weights as it reads them", skipped=True)
-        found = [node for node in calls(gm.graph) if is_op(node, LINEAR, MM, ADDMM)]
-        if not found:
-            return Outcome(reason="the graph has no linear, mm or addmm")
-        problems = {node: product_problem(node) for node in found}
-        editor = Editor(gm, self.name)
-        records = tuple(widen(editor, node) for node, problem in problems.items() if problem is None)
-        misses = tuple(
-            NearMiss(self.name, where(node), f"%{node.name}", problem, 1, 1)
-            for node, problem in problems.items()
-            if problem
-        )
-        if records:
-            return Outcome(records, misses)
-        return Outcome(reason="; ".join(dict.fromkeys(miss.reason for miss in misses)), skipped=True)
+            return "the native backend widens weights as it reads them"
+        problems = [product_problem(node) for node in products(gm)]
+        return "; ".join(dict.fromkeys(filter(None, problems))) if all(problems) else None
+
+    def candidates(self, run: Run) -> list[Node]:
+        return products(run.gm)
+
+    def find(self, run: Run, node: Node) -> Match | None:
+        problem = product_problem(node)
+        if problem is not None:
+            raise Refused(node, problem)
+        return Match("", {}, {}, (node,), (node,))
+
+    def check(self, run: Run, match: Match) -> None:
+        """One call for another: nobody outside sees a difference."""
+
+    def write(self, run: Run, match: Match) -> list[Node]:
+        node, editor = match.anchor, run.editor
+        x, w, b = operands(node)
+        made = []
+        if not is_op(node, LINEAR):  # their weight is [k, n]
+            w = editor.call(aten.transpose.int, (w, -1, -2), before=node, like=node)
+            made.append(w)
+        wide = editor.call(ops.linear.default, (x, w) if b is None else (x, w, b), before=node, like=node)
+        editor.replace(node, wide)
+        return [*made, wide]
+
+
+def products(gm: GraphModule) -> list[Node]:
+    return [node for node in calls(gm.graph) if is_op(node, LINEAR, MM, ADDMM)]
 
 
 def product_problem(node: Node) -> str | None:
@@ -66,16 +86,3 @@ def operands(node: Node) -> tuple[Node, Node, Node | None]:
         b, x, w = node.args[:3]
         return x, w, b
     return node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else None
-
-
-def widen(editor: Editor, node: Node) -> MatchRecord:
-    x, w, b = operands(node)
-    made = []
-    if not is_op(node, LINEAR):  # their weight is [k, n]
-        w = editor.call(aten.transpose.int, (w, -1, -2), before=node, like=node)
-        made.append(w.name)
-    wide = editor.call(ops.linear.default, (x, w) if b is None else (x, w, b), before=node, like=node)
-    record = MatchRecord(where(node), module_path(node), (node.name,), (*made, wide.name))
-    editor.replace(node, wide)
-    editor.graph.erase_node(node)
-    return record

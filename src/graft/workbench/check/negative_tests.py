@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from graft.transforms.base import PatternTransform
+from graft.transforms.patterns import PatternTransform
 from graft.transforms.registry import TransformRegistry
 from graft.workbench.check.line import Line
 

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from graft.files import Progress
 from graft.graph.edit import second_module
+from graft.graph.match import Refused
 from graft.graph.memory import mutated_roots
 from graft.graph.nodes import calls
 from graft.graph.text import node_text
@@ -17,7 +18,6 @@ from graft.transforms.base import Context
 from graft.transforms.config import PipelineConfig, load_config
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.positions import computed_from_positions
-from graft.transforms.walk import NoFit
 from graft.workbench.discover.aten import aten_kernels
 from graft.workbench.discover.calls import is_attention, is_free, is_product
 from graft.workbench.discover.candidates import Candidate, Discovery
@@ -153,7 +153,7 @@ def tabulated(piece: Piece, gm: GraphModule) -> tuple[Existing, ...]:
     try:
         for node in piece.outputs():
             computed_from_positions(node, mutated)
-    except NoFit:
+    except Refused:
         return ()
     return (Existing("graft", "aten::embedding", transform_file("tabulate_rope"), ("tabulate_rope",)),)
 

@@ -14,7 +14,8 @@ import torch
 from graft.errors import GraftError, PatternError, UsageError
 from graft.graph.pattern import tensor_names
 from graft.testing.negatives import assert_refused_or_harmless, negatives, positive
-from graft.transforms.base import PatternTransform, Rewrite, Stage, TransformConfig
+from graft.transforms.base import Stage, TransformConfig
+from graft.transforms.patterns import PatternTransform, Rewrite
 
 USUAL = ("import torch", "import torch.nn.functional as F", "from torch import Tensor")
 

@@ -13,8 +13,8 @@ from graft.graph.nodes import calls, output_node, placeholders
 from graft.graph.trace import trace_function
 from graft.ops.elementwise.program import Ref
 from graft.testing.negatives import examples
-from graft.transforms.base import Rewrite
 from graft.transforms.elementwise import Step, steps_of
+from graft.transforms.patterns import Rewrite
 from graft.workbench.scaffold.body import Body, literals_of, results_of, tensor_arguments
 
 # Steps of graft::elementwise as Triton; those in HELPERS are functions of ops/elementwise/triton.py.

@@ -50,7 +50,7 @@ def transform_text(new: New) -> str:
     numbers = literals_of(body.pattern)
     call = ", ".join(name if name in numbers else f"%{name}" for name in names)
     result = "out" if "y" in names else "y"
-    graft = ["from graft.transforms.base import PatternTransform, Rewrite"]
+    graft = ["from graft.transforms.patterns import PatternTransform, Rewrite"]
     graft.append("from graft.transforms.registry import TransformRegistry")
     register = f"import {new.place.op_module(op)}.op  # noqa: F401 (registers the op)"
     return fill(
