@@ -78,7 +78,7 @@ class PatternTransform(Rewriter):
             matches, near = rewrite.finder().find(run.gm.graph)
             run.misses += near
             for match in matches:
-                yield PatternMatch(*(getattr(match, name) for name in MATCH_FIELDS), rewrite)
+                yield PatternMatch(**vars(match), rewrite=rewrite)
 
     def find(self, run: PatternRun, candidate: PatternMatch) -> PatternMatch:
         """What was found, reading what took the place of its inputs since then."""
@@ -120,9 +120,6 @@ class PatternTransform(Rewriter):
     def near_miss(self, run: PatternRun, candidate: PatternMatch, refused: Refused) -> NearMiss:
         size, node = len(candidate.nodes), f"%{refused.node.name}"
         return NearMiss(candidate.pattern, where(candidate.anchor), node, refused.reason, size, size)
-
-
-MATCH_FIELDS = ("pattern", "tensors", "literals", "nodes", "outputs")
 
 
 def specs_of(match: Match) -> dict[str, Any]:

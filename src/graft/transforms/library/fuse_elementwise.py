@@ -36,6 +36,8 @@ class FuseElementwise(Rewriter):
 
     Numerics: every value is rounded to the dtype that it has in eager, so results are bitwise with the reference and
     with Inductor's kernel on a CPU; the generated Triton kernel may be 2 units off in exp, tanh and their like.
+
+    A walk: a region is whatever neighbours there are, of any size and form.
     """
 
     find_first = True

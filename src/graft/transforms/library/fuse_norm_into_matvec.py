@@ -29,6 +29,8 @@ class FuseNormIntoMatvec(MatvecTransform):
     Up to three linear layers may read it: each computes the norm for itself, which is cheap beside its weights. A
     norm that anything else reads stays. Numerics: the reference is norm and product one after the other, bitwise; a
     kernel may keep the normed values in float32.
+
+    A walk: a pattern has no word for "one to three readers", and each of them may have more fused into it already.
     """
 
     lacking = "the graph has no graft::rms_norm"

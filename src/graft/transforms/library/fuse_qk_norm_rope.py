@@ -26,6 +26,8 @@ class FuseQKNormRoPE(Rewriter):
     Also without the transpose, and with all that the two ops can be told. A norm over the whole projection (OLMo 2)
     is none of each head and stays. Numerics: the reference is the two references one after the other, bitwise; the
     Triton kernel sums the squares in another order (float32) and rounds where they do.
+
+    A walk: the transpose is there or not, and both ops may have been told anything.
     """
 
     find_first = True

@@ -40,6 +40,8 @@ class FuseResidualIntoMatvec(MatvecTransform):
 
     Also a plain `add(%y, %r)`, in either order, and a linear layer with a bias. Numerics: the reference rounds the
     product, then the sum, as eager does; a kernel may add before it rounds, once.
+
+    A walk: the product may have anything fused into it already, which goes on as it is.
     """
 
     lacking = "no linear layer of the graph is followed by a sum"

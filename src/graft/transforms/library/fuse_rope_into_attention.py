@@ -28,6 +28,8 @@ class FuseRoPEIntoAttention(Rewriter):
 
     The op runs as one kernel for sequences that decode, and as the two it replaces otherwise.
     Numerics: the reference is the two references, bitwise; the kernel rounds where they do.
+
+    A walk: the cache is written later than before, so everything in between is asked whether it sees that.
     """
 
     config: DecodeConfig  # pyrefly: ignore

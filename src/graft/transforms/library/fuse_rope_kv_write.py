@@ -53,6 +53,8 @@ class FuseRoPEKVWrite(Rewriter):
     that differ in their options stay where they are. Only on the devices of the option `devices`. Numerics: the
     reference is those ops one after the other, bitwise; the kernel rounds where they do, sums of a norm run in
     another order.
+
+    A walk: two norms that are there or not, and stay where they are if they differ.
     """
 
     config: DecodeConfig  # pyrefly: ignore
