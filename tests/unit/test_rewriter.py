@@ -146,13 +146,10 @@ def test_of_two_matches_with_a_node_in_common_the_first_is_taken():
         def candidates(self, run):
             return super().candidates(run) * 2
 
-        def near_miss(self, run, relu, refused):
-            assert "is part of an earlier match" in refused.reason
-            return super().near_miss(run, relu, refused)
-
     _, record = applied(by_hand, Twice)
     assert [match.replaced for match in record.matches] == [("relu", "neg")]
-    assert record.near_misses == ()  # what was taken after all is no miss
+    (miss,) = record.near_misses
+    assert "is part of an earlier match" in miss.reason
 
 
 def second_reader(x):
@@ -306,7 +303,7 @@ def program(steps):
     return run
 
 
-@settings(max_examples=12)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 3)), min_size=2, max_size=7))
 def test_every_place_is_a_match_or_a_near_miss_and_the_numbers_stay(steps):
     run = program(steps)

@@ -109,6 +109,11 @@ class PatternTransform(Rewriter):
             run.editor.replace(old, bound[new])
         return made
 
+    def finish(self, run: PatternRun) -> None:
+        """What another pattern took after all is no miss of the ones before it."""
+        taken = {f"%{name}" for record in run.records for name in record.replaced}
+        run.misses = [miss for miss in run.misses if miss.anchor.split()[0] not in taken]
+
     def reason(self, run: PatternRun) -> str:
         """The nearest miss, or what nothing looks like, and what the graph lacks for patterns that were not tried."""
         if run.misses:

@@ -100,8 +100,6 @@ class Rewriter(BaseTransform):
         for matches in [list(found)] if self.find_first else ([match] for match in found):
             run.records += [self.rewrite(run, match) for match in matches]
             erase_dead(run.editor, [node for match in matches for node in match.nodes])
-        taken = {name for record in run.records for name in record.replaced}
-        run.misses = [miss for miss in run.misses if miss.anchor.split()[0].removeprefix("%") not in taken]
         self.finish(run)
         return Outcome(tuple(run.records), tuple(run.misses), "" if run.records else self.reason(run))
 
