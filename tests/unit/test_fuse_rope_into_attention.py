@@ -115,13 +115,13 @@ def test_the_fused_graph_computes_and_writes_the_same_bits_r22(options):
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("queries from elsewhere", "its queries come from %mul"),
-        ("queries that were not turned", "its queries come from %clone"),
-        ("other caches", "writes other caches than those it reads"),
-        ("a second reader", "reads the turned queries too"),
-        ("queries written", "in between writes what %rope_kv_write"),
-        ("cache written", "writes other caches than those it reads"),  # the attention reads what %mul_ returns
-        ("cache read", "in between needs the caches as they are then"),
+        ("queries from elsewhere", "is aten.mul.Tensor, expected graft.rope_kv_write"),
+        ("queries that were not turned", "is aten.clone, expected graft.rope_kv_write"),
+        ("other caches", "again, found"),
+        ("a second reader", "has a second reader"),
+        ("queries written", "is written in place between the nodes"),
+        ("cache written", "again, found %mul_"),  # the attention reads what %mul_ returns
+        ("cache read", "in between needs what the match writes as it is then"),
     ],
 )
 def test_what_must_stay_is_refused_byte_for_byte_r22(case, reason):

@@ -1,14 +1,13 @@
 """The matcher: finds a pattern in a graph in time linear in the graph, and says why it did not match.
 
-Commutative operands match in either order, a cast of the pattern that would change nothing in the graph may be
-missing there, literals are captured. Values inside a match may not be read from outside unless the pattern returns
-them, or they are casts of its inputs, which stay for their other readers. For each anchor that fails, the deepest
-point reached and what stopped it are kept as a near miss.
+Values inside a match may not be read from outside unless the pattern returns them, or they are casts of its inputs,
+which stay for their other readers. For each anchor that fails, the deepest point reached and what stopped it are kept
+as a near miss; of the variants of a pattern, the one that came furthest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,40 +15,54 @@ import torch
 from torch.fx import Graph, Node
 
 from graft.errors import PatternError
-from graft.graph.memory import is_mutating, mutated_roots, storage_root
-from graft.graph.nodes import is_op, static_int, tensor_val, val, where
-from graft.graph.pattern import (
-    WORKING_DTYPE,
-    Capture,
-    Open,
-    Pattern,
-    TensorSpec,
-    exact_pattern,
-    literal_names,
-    loose_pattern,
-    outline,
-    tensor_names,
-)
-from graft.graph.text import op_text, target_text, value_text
+from graft.graph.arguments import TensorSpec, arguments
+from graft.graph.attempt import Attempt, Refused, try_at
+from graft.graph.memory import is_mutating, mutated_args, mutated_roots, storage_root
+from graft.graph.nodes import is_op, static_int, tensor_val, where
+from graft.graph.pattern import Pattern, exact_pattern, leads_to, loose_patterns, outlines
+from graft.graph.text import target_text
 from graft.graph.trace import current_dialect
 
 aten = torch.ops.aten
-COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
+Try = tuple[Node, tuple[Attempt, bool]]
 
 
 @dataclass(frozen=True)
 class Match:
-    """One place where a pattern fits: what its arguments are, the nodes inside, and the nodes it returns."""
+    """One place where a pattern fits: what its arguments are, the nodes inside, and the nodes it returns.
+
+    literals: numbers, flags and names; what is None here; and the choices of the pattern's words. unread: which of
+    the pattern's results its variant leaves out; `outputs` are the others. path: how the words were decided.
+    """
 
     pattern: str
     tensors: dict[str, Node]
     literals: dict[str, Any]
     nodes: tuple[Node, ...]
     outputs: tuple[Node, ...]
+    unread: tuple[int, ...] = field(default=(), kw_only=True)
+    path: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property
     def anchor(self) -> Node:
         return self.outputs[0]
+
+    def traced(self, function: Callable[..., Any], written: bool = False) -> Pattern:
+        """The pattern, or its replacement (`written`), for the very inputs of this match."""
+        specs = {name: spec_of(node) for name, node in self.tensors.items()}
+        return exact_pattern(function, specs, self.literals, written, () if written else self.path)
+
+    def calls_of(self, body: Pattern) -> list[Node]:
+        """The calls of a replacement that are needed: from the others come only results that the graph has not."""
+        calls = [node for node in body.graph.nodes if node.op == "call_function"]
+        if not self.unread:
+            return calls
+        kept = self.kept(body.outputs)
+        return [node for node in calls if is_mutating(node) or leads_to(node, kept)]
+
+    def kept(self, results: tuple[Any, ...]) -> list[Any]:
+        """Of the results of the pattern or its replacement, those that the graph has."""
+        return [result for index, result in enumerate(results) if index not in self.unread]
 
 
 @dataclass(frozen=True)
@@ -64,149 +77,6 @@ class NearMiss:
     size: int
 
 
-class Refused(Exception):
-    """A place that stays as it is: the node that stops it, and why. The driver (Rewriter) tells it as a near miss."""
-
-    def __init__(self, node: Node, reason: str) -> None:
-        super().__init__(reason)
-        self.node, self.reason = node, reason
-
-
-@dataclass
-class Attempt:
-    """One try to lay a pattern over a graph."""
-
-    exact: bool
-    bound: dict[Node, Any] = field(default_factory=dict)
-    literals: dict[str, Any] = field(default_factory=dict)
-    deepest: int = 0
-    stopped: tuple[Node | None, str] = (None, "")
-    refuted: bool = False  # it fitted loosely, and not with the sizes, dtypes and literals that were found
-
-    def matched(self) -> int:
-        return sum(1 for p in self.bound if p.op == "call_function")
-
-    def stop(self, node: Any, reason: str) -> bool:
-        further = self.matched() - self.deepest
-        if further > 0 or (further == 0 and not is_op(self.stopped[0], aten.dropout.default)):
-            self.deepest, self.stopped = self.matched(), (node if isinstance(node, Node) else None, reason)
-        return False
-
-    def refusal(self, anchor: Node) -> Refused:
-        return Refused(self.stopped[0] or anchor, self.stopped[1])
-
-    def unify(self, wanted: Any, found: Any) -> bool:
-        if isinstance(wanted, Node):
-            return self.unify_node(wanted, found)
-        if isinstance(wanted, Capture):
-            return self.capture(wanted, found)
-        if isinstance(wanted, Open):
-            return not isinstance(found, Node) or self.stop(found, no_number(found))
-        if isinstance(wanted, (list, tuple)):
-            if not isinstance(found, (list, tuple)) or len(wanted) != len(found):
-                return self.stop(found, f"expected {len(wanted)} items, found {value_text(found)}")
-            return all(self.unify(w, f) for w, f in zip(wanted, found, strict=True))
-        if wanted is WORKING_DTYPE and not self.exact and isinstance(found, torch.dtype):
-            return found.is_floating_point or self.stop(None, f"{found} is no floating dtype")
-        if isinstance(found, Node) or wanted != found or isinstance(wanted, bool) != isinstance(found, bool):
-            return self.stop(found, f"expected the value {value_text(wanted)}, found {value_text(found)}")
-        return True
-
-    def capture(self, wanted: Capture, found: Any) -> bool:
-        if isinstance(found, Node):
-            return self.stop(found, no_number(found))
-        if not isinstance(found, (int, float)):
-            return self.stop(found, f"{wanted.name} is {value_text(found)}, not a number")
-        if self.literals.setdefault(wanted.name, found) != found:
-            return self.stop(None, f"{wanted.name} is both {self.literals[wanted.name]} and {found}")
-        return True
-
-    def unify_node(self, wanted: Node, found: Any) -> bool:
-        if wanted in self.bound:
-            return self.bound[wanted] is found or self.stop(
-                found, f"expected {value_text(self.bound[wanted])} again, found {value_text(found)}"
-            )
-        if not isinstance(found, Node):
-            return self.stop(None, f"expected a tensor, found the literal {value_text(found)}")
-        if wanted.op == "placeholder":
-            return self.bind_input(wanted, found)
-        if not self.exact and is_op(wanted, aten.to.dtype):
-            return self.unify_cast(wanted, found)
-        if found.op != "call_function" or found.target is not wanted.target:
-            return self.stop(found, f"{where(found)} is {op_text(found)}, expected {target_text(wanted.target)}")
-        return self.unify_call(wanted, found)
-
-    def bind_input(self, wanted: Node, found: Node) -> bool:
-        if tensor_val(found) is None:
-            return self.stop(found, f"{where(found)} is not one tensor")
-        self.bound[wanted] = found
-        return True
-
-    def unify_cast(self, wanted: Node, found: Node) -> bool:
-        """A cast matches a cast, or nothing at all where it would change nothing."""
-        source, dtype = wanted.args
-        present = is_op(found, aten.to.dtype) and (dtype is WORKING_DTYPE or found.args[1] is dtype)
-        if present and self.attempt(lambda: self.unify_call_args(wanted, found, [(source, found.args[0])])):
-            return True
-        actual = tensor_val(found)
-        absent = actual is not None and (dtype is WORKING_DTYPE or actual.dtype is dtype)
-        if not absent:
-            return self.stop(found, f"{where(found)} is not cast to {dtype}")
-        return self.unify(source, found)
-
-    def unify_call(self, wanted: Node, found: Node) -> bool:
-        if len(wanted.args) != len(found.args) or set(wanted.kwargs) != set(found.kwargs):
-            return self.stop(
-                found, f"{where(found)} has other arguments than {target_text(wanted.target)} in the pattern"
-            )
-        pairs = list(zip(wanted.args, found.args, strict=True)) + [
-            (v, found.kwargs[k]) for k, v in wanted.kwargs.items()
-        ]
-        if self.attempt(lambda: self.unify_call_args(wanted, found, pairs)):
-            return True
-        if wanted.target not in COMMUTATIVE or len(wanted.args) != 2:
-            return False
-        swapped = list(zip(wanted.args, reversed(found.args), strict=True))
-        return self.attempt(lambda: self.unify_call_args(wanted, found, swapped))
-
-    def unify_call_args(self, wanted: Node, found: Node, pairs: list[tuple[Any, Any]]) -> bool:
-        self.bound[wanted] = found
-        # calls before inputs: what has structure decides which operand is which
-        return all(self.unify(w, f) for w, f in sorted(pairs, key=lambda pair: is_input(pair[0])))
-
-    def unify_readers(self, wanted: Node) -> bool:
-        """A result that the anchor does not come from, looked for among what reads values that are bound."""
-        sources = [self.bound[n] for n in wanted.all_input_nodes if n in self.bound]
-        readers = [reader for source in sources for reader in source.users]
-        return any(self.attempt(lambda reader=reader: self.unify(wanted, reader)) for reader in readers)
-
-    def attempt(self, step: Callable[[], bool]) -> bool:
-        bound, literals = dict(self.bound), dict(self.literals)
-        if step():
-            return True
-        self.bound, self.literals = bound, literals
-        return False
-
-
-def try_at(pattern: Pattern, node: Node) -> tuple[Attempt, bool]:
-    attempt = Attempt(exact=False)
-    return attempt, attempt.unify(pattern.anchor, node)
-
-
-def no_number(found: Node) -> str:
-    """Why a node cannot be a literal of the pattern."""
-    if isinstance(val(found), torch.SymFloat):
-        return (
-            f"{where(found)} is a number that may differ from call to call, and the op takes a constant; one that a"
-            " module holds and nobody changes counts as constant, an argument under dynamic=True does not"
-        )
-    return f"{where(found)} is computed, not a number"
-
-
-def is_input(value: Any) -> bool:
-    return isinstance(value, Node) and value.op == "placeholder"
-
-
 @dataclass(frozen=True)
 class Finder:
     """Looks for one pattern function in a graph."""
@@ -215,63 +85,60 @@ class Finder:
     shapes: dict[str, str]
     allow_readers: bool = False
     needs: tuple[Any, ...] = ()
+    near: int = 3  # calls that must fit, and half of the pattern, for a near miss
 
     def find(self, graph: Graph) -> tuple[list[Match], list[NearMiss]]:
         """All matches, none overlapping another, and the near misses outside them, in graph order."""
         shapes = tuple(self.shapes.items())
-        rough = outline(self.function, shapes)
+        rough = outlines(self.function, shapes)
         self.check_needs(rough)
-        tries = [(node, try_at(rough, node)) for node in graph.nodes if is_anchor(rough, node)]
-        pattern = rough
-        if any(fitted for _, (_, fitted) in tries):
-            pattern = loose_pattern(self.function, shapes)
-            tries = [(n, try_at(pattern, n) if fitted else (a, False)) for n, (a, fitted) in tries]
-        return self.sort_out(graph, pattern, tries)
+        search = Search(graph)
+        for index, pattern in enumerate(rough):
+            tries = [(node, try_at(pattern, node)) for node in search.anchors(pattern)]
+            if any(fitted for _, (_, fitted) in tries):
+                pattern = loose_patterns(self.function, shapes)[index]
+                tries = [(n, try_at(pattern, n) if fitted else (a, False)) for n, (a, fitted) in tries]
+            self.sort_out(search, pattern, tries)
+        return search.results()
 
-    def check_needs(self, pattern: Pattern) -> None:
+    def check_needs(self, variants: list[Pattern]) -> None:
         """What is declared as needed must be in the pattern, or places that fit would never be looked at."""
-        targets = {node.target for node in pattern.graph.nodes}
-        wrong = [target_text(op) for op in self.needs if op not in targets and current_dialect().keeps(op)]
-        if wrong:
-            raise PatternError(f"pattern {pattern.name} is said to need {wrong[0]}, which it does not call")
+        for pattern in variants:
+            targets = {node.target for node in pattern.graph.nodes}
+            wrong = [target_text(op) for op in self.needs if op not in targets and current_dialect().keeps(op)]
+            if wrong:
+                raise PatternError(f"pattern {pattern.name} is said to need {wrong[0]}, which it does not call")
 
-    def sort_out(
-        self, graph: Graph, pattern: Pattern, tries: list[tuple[Node, tuple[Attempt, bool]]]
-    ) -> tuple[list[Match], list[NearMiss]]:
+    def sort_out(self, search: Search, pattern: Pattern, tries: list[Try]) -> None:
         """Confirms what fitted, and keeps what nearly did."""
-        mutated = mutated_roots(graph)
-        taken: set[Node] = set()
-        matches: list[Match] = []
-        misses: list[tuple[Node, NearMiss]] = []
         for node, (attempt, fitted) in tries:
+            if node in search.ends:
+                continue  # a variant before this one fits
             try:
-                match = self.confirm(pattern, attempt, node, taken, fitted)
-                check_writes(match, mutated)
+                match = self.confirm(pattern, attempt, node, search.taken, fitted)
+                check_writes(match, search.mutated)
             except Refused as refused:
-                if is_near(pattern, attempt, fitted):
+                if is_near(pattern, attempt, fitted, self.near):
                     whole = fitted and not attempt.refuted
                     reached = pattern.size if whole else min(attempt.deepest, pattern.size - 1)
                     place = f"%{refused.node.name}"
-                    misses.append(
-                        (node, NearMiss(pattern.name, where(node), place, refused.reason, reached, pattern.size))
+                    search.miss(
+                        node, NearMiss(pattern.name, where(node), place, refused.reason, reached, pattern.size)
                     )
             else:
-                taken |= set(match.nodes)
-                matches.append(match)
-        return matches, [miss for node, miss in misses if node not in taken]
+                search.add(match)
 
     def confirm(self, loose: Pattern, attempt: Attempt, node: Node, taken: set[Node], fitted: bool) -> Match:
         """The exact pattern at the same anchor, then the readers of every inner value. Refused where it is none."""
         if not fitted:
             raise attempt.refusal(node)
-        tensors = {p.meta["pattern_input"]: attempt.bound[p] for p in loose.inputs if p in attempt.bound}
-        missing = [n for n in tensor_names(self.function) if n not in tensors]
-        missing += [n for n in literal_names(self.function) if n not in attempt.literals]
-        if missing:
-            raise PatternError(f"pattern {loose.name} never uses its arguments {missing}")
+        if not attempt.find_results(loose):
+            attempt.refuted, attempt.deepest = True, attempt.matched()
+            raise Refused(node, incomplete(loose))
+        tensors, literals = self.bindings(loose, attempt)
         specs = {name: spec_of(found) for name, found in tensors.items()}
         try:
-            exact = exact_pattern(self.function, specs, attempt.literals)
+            exact = exact_pattern(self.function, specs, literals, path=loose.path)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:  # it refuses these shapes or dtypes
             reason = f"the pattern does not run on these inputs: {str(error).splitlines()[0]}"
             raise Refused(node, reason) from error
@@ -279,19 +146,69 @@ class Finder:
         if not second.unify(exact.anchor, node):
             attempt.refuted, attempt.deepest = True, second.deepest
             raise second.refusal(node)
-        again = {p.meta["pattern_input"]: second.bound[p] for p in exact.inputs if p in second.bound}
-        outputs = tuple(second.bound[o] for o in exact.outputs if o in second.bound or second.unify_readers(o))
-        if len(outputs) != len(exact.outputs):
+        if not second.find_results(exact):
             attempt.refuted, attempt.deepest = True, second.matched()
-            raise Refused(node, f"it fits, and the {len(exact.outputs)} results of the pattern are not all there")
+            raise Refused(node, incomplete(exact))
         nodes = tuple(found for p, found in second.bound.items() if p.op == "call_function")
         overlap = next((n for n in nodes if n in taken), None)
         if overlap is not None:
             raise Refused(overlap, f"{where(overlap)} is part of an earlier match")
-        match = Match(loose.name, again, dict(attempt.literals), nodes, outputs)
+        again = {p.meta["pattern_input"]: second.bound[p] for p in exact.inputs if p in second.bound}
+        unread = tuple(index for index, output in enumerate(exact.outputs) if output is None)
+        outputs = tuple(second.bound[o] for o in exact.outputs if o is not None)
+        match = Match(
+            loose.name, again, literals | dict(loose.chosen), nodes, outputs, unread=unread, path=loose.path
+        )
         if not self.allow_readers:
             check_readers(match)
         return match
+
+    def bindings(self, loose: Pattern, attempt: Attempt) -> tuple[dict[str, Node], dict[str, Any]]:
+        """The tensors that were found, and the literals with what is None or has its default."""
+        bound = {p.meta["pattern_input"]: attempt.bound[p] for p in loose.inputs if p in attempt.bound}
+        literals = {**attempt.literals, **{name: None for name, found in bound.items() if found is None}}
+        unused = [a for a in arguments(self.function) if a.kind != "tensors" and a.name not in {**bound, **literals}]
+        missing = [a.name for a in unused if not a.has_default]
+        if missing:
+            raise PatternError(f"pattern {loose.name} never uses its arguments {missing}")
+        literals |= {a.name: a.default for a in unused}
+        return {name: found for name, found in bound.items() if found is not None}, literals
+
+
+def incomplete(pattern: Pattern) -> str:
+    return f"it fits, and the {len(pattern.results)} results of the pattern are not all there"
+
+
+class Search:
+    """What was found of one pattern in one graph so far."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.order = {node: index for index, node in enumerate(graph.nodes)}
+        self.mutated = mutated_roots(graph)
+        self.matches: list[Match] = []
+        self.taken: set[Node] = set()
+        self.ends: set[Node] = set()  # the anchors of matches
+        self.misses: dict[Node, NearMiss] = {}
+
+    def anchors(self, pattern: Pattern) -> list[Node]:
+        return [node for node in self.order if is_anchor(pattern, node)]
+
+    def add(self, match: Match) -> None:
+        self.matches.append(match)
+        self.ends.add(match.anchor)
+        self.taken |= set(match.nodes)
+
+    def miss(self, node: Node, miss: NearMiss, in_call: bool) -> None:
+        """Kept where no variant came further; of two, the one that stopped within a call did."""
+        before = self.misses.get(node)
+        further = 0 if before is None else miss.matched * before.size - before.matched * miss.size
+        if before is None or further > 0 or (further == 0 and in_call):
+            self.misses[node] = miss
+
+    def results(self) -> tuple[list[Match], list[NearMiss]]:
+        matches = sorted(self.matches, key=lambda match: self.order[match.anchor])
+        misses = sorted((node for node in self.misses if node not in self.taken), key=self.order.__getitem__)
+        return matches, [self.misses[node] for node in misses]
 
 
 def check_readers(match: Match) -> None:
@@ -315,26 +232,45 @@ def refuse_readers(nodes: Collection[Node], outputs: Collection[Node], whole: Co
             raise Refused(node, f"{where(node)} has a second reader {where(reader)}")
 
 
-def check_outside(match: Match, mutated: Collection[Node]) -> None:
+def check_outside(match: Match, mutated: Set[Node]) -> None:
     """For matches found by a walk: nothing inside may be read from outside, or written to."""
     check_readers(match)
     check_writes(match, mutated)
 
 
-def check_writes(match: Match, mutated: Collection[Node]) -> None:
-    """Where the graph writes in place: nothing that the match makes, or reads meanwhile, may be written to."""
-    for touched in (*match.nodes, *match.tensors.values()) if mutated else ():
-        root = storage_root(touched)
-        if root in mutated and (touched in match.nodes or written_inside(root, match)):
-            raise Refused(touched, f"{where(touched)} is written in place between the nodes of the match")
+def check_writes(match: Match, mutated: Set[Node]) -> None:
+    """Where the graph writes in place: nothing that the match makes, or reads meanwhile, may be written to by others,
+    and what the match writes itself, nobody may touch meanwhile: its writes move to where its results are."""
+    if not mutated:
+        return
+    own = {storage_root(written) for node in match.nodes for written in mutated_args(node)}
+    touched = {node: storage_root(node) for node in (*match.nodes, *match.tensors.values())}
+    if not own and mutated.isdisjoint(touched.values()):
+        return
+    between = list(between_nodes(match))
+    written = {storage_root(argument) for n in between if is_mutating(n) for argument in n.all_input_nodes}
+    for node, root in touched.items():
+        inside = node in match.nodes and root not in own
+        if root in mutated and (inside or shares_memory(root, written)):
+            raise Refused(node, f"{where(node)} is written in place between the nodes of the match")
+    for node in between if own else ():
+        if any(shares_memory(storage_root(argument), own) for argument in node.all_input_nodes):
+            raise Refused(node, f"{where(node)} in between needs what the match writes as it is then")
 
 
-def written_inside(root: Node, match: Match) -> bool:
-    first, last = min(match.nodes), max(match.nodes)
-    writers = (n for n in match.anchor.graph.nodes if is_mutating(n) and first < n < last)
-    roots = {storage_root(argument) for writer in writers for argument in writer.all_input_nodes}
+def between_nodes(match: Match) -> Iterator[Node]:
+    """What stands between the first node of a match and its last, and is none of them."""
+    inside, last = set(match.nodes), max(match.nodes)
+    node = min(match.nodes)
+    while node is not last:
+        if node not in inside:
+            yield node
+        node = node.next
+
+
+def shares_memory(root: Node, others: set[Node]) -> bool:
     # another attribute may lie in the same memory
-    return root in roots or (root.op == "get_attr" and any(other.op == "get_attr" for other in roots))
+    return root in others or (root.op == "get_attr" and any(other.op == "get_attr" for other in others))
 
 
 def is_anchor(loose: Pattern, node: Node) -> bool:
@@ -347,12 +283,14 @@ def is_anchor(loose: Pattern, node: Node) -> bool:
     return node.target is anchor.target
 
 
-def is_near(loose: Pattern, attempt: Attempt, fitted: bool) -> bool:
-    """Worth telling: the whole loose pattern fitted, or at least half of it and more than two calls did (all of a
-    pattern that has fewer), or a dropout in training mode (the normal form keeps no other) stands in the way."""
+def is_near(loose: Pattern, attempt: Attempt, fitted: bool, near: int) -> bool:
+    """Worth telling: the whole loose pattern fitted, or at least `near` of its calls did (half of them, where that is
+    more than two; all of a pattern that has fewer), or a dropout in training mode (the normal form keeps no other)
+    stands in the way."""
     if attempt.deepest and is_op(attempt.stopped[0], aten.dropout.default):
         return True
-    return fitted or (attempt.deepest >= min(3, loose.size) and 2 * attempt.deepest >= loose.size)
+    half = near < 3 or 2 * attempt.deepest >= loose.size
+    return fitted or (attempt.deepest >= min(near, loose.size) and half)
 
 
 def spec_of(node: Node) -> TensorSpec:

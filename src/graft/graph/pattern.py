@@ -8,6 +8,7 @@
 A pattern is traced twice, with other sizes and other literals. Where the two graphs differ, the value is a capture
 (it equals an argument in both) or follows from a size; both match anything at first. A match is then confirmed
 against the pattern traced with the very shapes, dtypes and literals that were found, where nothing is left open.
+What arguments there are is said in graph/arguments.py; the words that make a pattern several, in graph/words.py.
 """
 
 from __future__ import annotations
@@ -21,13 +22,26 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from graft.errors import PatternError
+from graft.graph.arguments import (
+    Argument,
+    TensorSpec,
+    arguments,
+    call_arguments,
+    example_specs,
+    literal_examples,
+    literal_names,
+)
+from graft.graph.memory import is_mutating
 from graft.graph.nodes import leaves, output_node, placeholders
-from graft.graph.trace import Dialect, current_dialect, trace_function
+from graft.graph.rules import op_defaults
+from graft.graph.trace import Dialect, current_dialect
+from graft.graph.variants import trace_variants
+from graft.graph.words import Path
 
-WORKING_DTYPE = torch.bfloat16  # makes every cast of a pattern visible; matches any floating dtype
+ShapeItems = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,9 @@ class Capture:
     """A literal argument of the pattern, bound to whatever the graph holds there."""
 
     name: str
+    kind: str = "float"
+    may_be_none: bool = False
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,47 +61,35 @@ class Open:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A traced pattern. `loose` graphs have captures and open literals; confirmed ones are exact."""
+    """A traced pattern, or one variant of it. `loose` graphs have captures and open literals, confirmed ones none.
+
+    outputs: None where the variant leaves a result out. effects: calls that write, and from which no output comes.
+    path: how its words were decided; chosen: what its choices were.
+    """
 
     name: str
     graph: Graph
     inputs: tuple[Node, ...]
-    outputs: tuple[Node, ...]
+    outputs: tuple[Node | None, ...]
     exact: bool
+    effects: tuple[Node, ...] = ()
+    path: tuple[int, ...] = ()
+    chosen: tuple[tuple[str, str], ...] = ()
 
     @property
     def anchor(self) -> Node:
+        assert self.outputs[0] is not None
         return self.outputs[0]
+
+    @property
+    def results(self) -> tuple[Node, ...]:
+        """Everything that must be found: the outputs that there are, and the effects."""
+        return (*(output for output in self.outputs if output is not None), *self.effects)
 
     @property
     def size(self) -> int:
         """How many calls the pattern has."""
         return sum(1 for node in self.graph.nodes if node.op == "call_function")
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a pattern is traced with: sizes (None where the model's size is dynamic) and dtype."""
-
-    sizes: tuple[int | None, ...]
-    dtype: torch.dtype
-
-
-# Argument name → "b s d": a letter, a number or "r+6" a dim, letters shared between arguments. "b s d : float32" says
-# that the argument may be wider than the others, which makes the casts around it visible.
-Shapes = Mapping[str, str]
-
-
-def tensor_names(function: Callable[..., Any]) -> list[str]:
-    return [p.name for p in inspect.signature(function).parameters.values() if not is_literal(p)]
-
-
-def literal_names(function: Callable[..., Any]) -> list[str]:
-    return [p.name for p in inspect.signature(function).parameters.values() if is_literal(p)]
-
-
-def is_literal(parameter: inspect.Parameter) -> bool:
-    return parameter.annotation in (int, float, "int", "float")
 
 
 def cache_by_dialect(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,28 +103,37 @@ def cache_by_dialect(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache_by_dialect
-def loose_pattern(function: Callable[..., Any], shapes: tuple[tuple[str, str], ...]) -> Pattern:
-    """The pattern with captures and open literals, from two traces that differ in every size and literal."""
-    first, first_literals = example_trace(function, shapes, 0)
-    if not has_numbers(first.graph):
-        return replace(first, exact=False)  # nothing that sizes or literals could have gone into
-    second, second_literals = example_trace(function, shapes, 1)
-    return merge_traces(
-        function, first, second, list(zip(first_literals.items(), second_literals.values(), strict=True))
-    )
+def loose_patterns(function: Callable[..., Any], shapes: ShapeItems) -> list[Pattern]:
+    """The variants with captures and open literals, from two traces that differ in every size and literal."""
+    first = example_traces(function, shapes, 0)
+    if not literal_names(function) and not any(has_numbers(pattern.graph) for pattern in first):
+        return [replace(pattern, exact=False) for pattern in first]  # nothing that sizes could have gone into
+    second = example_traces(function, shapes, 1)
+    captures = captures_of(function)
+    return [merge_traces(left, right, captures) for left, right in zip(first, second, strict=True)]
 
 
 @cache_by_dialect
-def outline(function: Callable[..., Any], shapes: tuple[tuple[str, str], ...]) -> Pattern:
-    """The pattern with every number open: half the price of the loose one, and enough to see that nothing fits."""
-    first, _ = example_trace(function, shapes, 0)
+def outlines(function: Callable[..., Any], shapes: ShapeItems) -> list[Pattern]:
+    """The variants with every number open: half the price of loose ones, and enough to see that nothing fits.
+
+    Flags and names have defaults that the normal form leaves out, so there two traces are needed from the start.
+    """
+    if any(a.kind in ("bool", "name") for a in arguments(function)):
+        return loose_patterns(function, shapes)
+    return [opened(pattern) for pattern in example_traces(function, shapes, 0)]
+
+
+def opened(pattern: Pattern) -> Pattern:
     copy, copies = Graph(), {}
-    for node in first.graph.nodes:
+    for node in pattern.graph.nodes:
         copies[node] = copy.node_copy(node, copies.__getitem__)
         copies[node].args = open_numbers(copies[node].args)
         copies[node].kwargs = open_numbers(copies[node].kwargs)
-    inputs, outputs = (tuple(copies[node] for node in nodes) for nodes in (first.inputs, first.outputs))
-    return Pattern(function.__name__, copy, inputs, outputs, exact=False)
+    inputs, outputs, effects = (
+        tuple(node and copies[node] for node in nodes) for nodes in (pattern.inputs, pattern.outputs, pattern.effects)
+    )
+    return replace(pattern, graph=copy, inputs=inputs, outputs=outputs, effects=effects, exact=False)
 
 
 def open_numbers(value: Any) -> Any:
@@ -131,20 +145,11 @@ def open_numbers(value: Any) -> Any:
 
 
 @cache_by_dialect
-def example_trace(
-    function: Callable[..., Any], shapes: tuple[tuple[str, str], ...], which: int
-) -> tuple[Pattern, dict[str, int | float]]:
-    """The function traced with made-up sizes and literals; 0 and 1 differ in all of them."""
-    scale, base = ((6, 0.3713), (10, 0.7129))[which]
-    dims = {name: shape.partition(":")[0].split() for name, shape in shapes}
-    letters = sorted({c for parts in dims.values() for part in parts for c in part if c.isalpha()})
-    sizes = {letter: scale + 16 * index for index, letter in enumerate(letters)}
-    specs = {
-        name: TensorSpec(tuple(size_of(d, sizes) for d in dims[name]), example_dtype(shape)) for name, shape in shapes
-    }
-    literals = literal_examples(function, base)
+def example_traces(function: Callable[..., Any], shapes: ShapeItems, which: int) -> list[Pattern]:
+    """The variants traced with made-up sizes and literals; 0 and 1 differ in all of them."""
+    specs = example_specs(function, dict(shapes), (6, 10)[which])
     try:
-        return trace(function, specs, literals), literals
+        return trace(function, specs, literal_examples(function, which))
     except PatternError:
         raise
     except Exception as error:  # a pattern is the user's code and may raise anything; the user's line is told
@@ -163,55 +168,66 @@ def user_line(function: Callable[..., Any], error: Exception) -> str:
     return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
 
 
-def example_dtype(shape: str) -> torch.dtype:
-    name = shape.partition(":")[2].strip()
-    return getattr(torch, name) if name else WORKING_DTYPE
+def captures_of(function: Callable[..., Any]) -> dict[Any, Capture]:
+    """The literal arguments by their values in the two traces."""
+    values = zip(*(literal_examples(function, which).values() for which in (0, 1)), strict=True)
+    literals = [a for a in arguments(function) if a.name in literal_names(function)]
+    captures: dict[Any, Capture] = {}
+    for a, pair in zip(literals, values, strict=True):
+        key = tuple(map(literal_key, pair))
+        if key in captures:
+            raise PatternError(
+                f"pattern {function.__name__} has too many arguments like {captures[key].name!r} and {a.name!r} to"
+                " tell them apart; at most two are flags"
+            )
+        captures[key] = Capture(a.name, a.kind, a.may_be_none, a.names)
+    return captures
 
 
-def size_of(dim: str, sizes: Mapping[str, int]) -> int:
-    """'s' → the size of s, '1' → 1, 'r+6' → their sum."""
-    return sum(int(part) if part.isdigit() else sizes[part] for part in dim.split("+"))
+def literal_key(value: Any) -> tuple[str, Any]:
+    return type(value).__name__, value  # True is not 1
 
 
-def literal_examples(function: Callable[..., Any], base: float) -> dict[str, int | float]:
-    examples: dict[str, int | float] = {}
-    for index, parameter in enumerate(inspect.signature(function).parameters.values()):
-        if is_literal(parameter):
-            whole = parameter.annotation in (int, "int")
-            examples[parameter.name] = int(base * 100) + index if whole else base + 0.0137 * index
-    return examples
-
-
-def merge_traces(
-    function: Callable[..., Any], first: Pattern, second: Pattern, literals: list[tuple[tuple[str, Any], Any]]
-) -> Pattern:
+def merge_traces(first: Pattern, second: Pattern, captures: dict[Any, Capture]) -> Pattern:
     left_nodes, right_nodes = list(first.graph.nodes), list(second.graph.nodes)
     if [n.target for n in left_nodes[len(first.inputs) :]] != [n.target for n in right_nodes[len(second.inputs) :]]:
-        raise PatternError(f"pattern {function.__name__} takes another path for other sizes; make it straight-line")
-    captures = {(a, b): Capture(name) for (name, a), b in literals}
+        raise PatternError(f"pattern {first.name} takes another path for other sizes; make it straight-line")
     for left, right in zip(left_nodes, right_nodes, strict=True):
-        left.args = tuple(merge_values(a, b, captures) for a, b in zip(left.args, right.args, strict=True))
+        count = max(len(left.args), len(right.args))
+        pairs = zip(with_defaults(left, count), with_defaults(right, count), strict=True)
+        left.args = tuple(merge_values(a, b, captures) for a, b in pairs)
         left.kwargs = {k: merge_values(v, right.kwargs[k], captures) for k, v in left.kwargs.items()}
     return replace(first, exact=False)
+
+
+def with_defaults(node: Node, count: int) -> tuple[Any, ...]:
+    """The first `count` arguments of a call; the normal form leaves defaults at the end out."""
+    return node.args if len(node.args) >= count else (*node.args, *op_defaults(node.target)[len(node.args) : count])
 
 
 def merge_values(left: Any, right: Any, by_value: dict[Any, Capture]) -> Any:
     if isinstance(left, (list, tuple)):
         return [merge_values(a, b, by_value) for a, b in zip(left, right, strict=True)]
-    if isinstance(left, Node) or left == right:
+    if isinstance(left, Node) or (left == right and type(left) is type(right)):
         return left
-    return by_value.get((left, right), Open())
+    return by_value.get((literal_key(left), literal_key(right)), Open())
 
 
 def exact_pattern(
-    function: Callable[..., Any], specs: Mapping[str, TensorSpec], literals: Mapping[str, Any], written: bool = False
+    function: Callable[..., Any],
+    specs: Mapping[str, TensorSpec],
+    literals: Mapping[str, Any],
+    written: bool = False,
+    path: tuple[int, ...] = (),
 ) -> Pattern:
     """The function traced with the sizes, dtypes and literals of one match; equal layers share one trace.
 
     Sizes that are dynamic in the model are traced as `FILLER`. In a pattern, a number that follows from one can then
     equal nothing in the graph. A replacement is `written` into the graph, so there such a number is an error.
     """
-    return _exact(function, tuple(specs.items()), tuple(literals.items()), written)
+    taken = {a.name: a for a in arguments(function)}
+    known = {name: value for name, value in literals.items() if name.partition("[")[0] in taken}
+    return _exact(function, tuple(specs.items()), tuple(known.items()), written, path)
 
 
 FILLER, OTHER_FILLER = 1_000_003, 1_000_033
@@ -223,13 +239,15 @@ def _exact(
     specs: tuple[tuple[str, TensorSpec], ...],
     literals: tuple[tuple[str, Any], ...],
     written: bool,
+    path: tuple[int, ...],
 ) -> Pattern:
     def traced(filler: int) -> Pattern:
         filled = {
             name: TensorSpec(tuple(filler if s is None else s for s in spec.sizes), spec.dtype)
             for name, spec in specs
         }
-        return trace(function, filled, dict(literals))
+        (pattern,) = trace(function, filled, dict(literals), path)
+        return pattern
 
     first = traced(FILLER)
     dynamic = any(None in spec.sizes for _, spec in specs)
@@ -255,21 +273,40 @@ def has_numbers(graph: Graph, known: Collection[Any] = ()) -> bool:
     return False
 
 
-def trace(function: Callable[..., Any], specs: Mapping[str, TensorSpec], literals: Mapping[str, Any]) -> Pattern:
-    names = tensor_names(function)
-    if sorted(names) != sorted(specs):
-        raise PatternError(
-            f"pattern {function.__name__} takes the tensors {names} but shapes are given for {sorted(specs)}"
-        )
-    examples = tuple(
-        torch.empty([s or 0 for s in specs[n].sizes], dtype=specs[n].dtype, device="meta") for n in names
-    )
-    gm = trace_function(lambda *tensors: function(*tensors, **literals), examples)
+def trace(
+    function: Callable[..., Any],
+    specs: Mapping[str, TensorSpec],
+    literals: Mapping[str, Any],
+    path: tuple[int, ...] | None = None,
+) -> list[Pattern]:
+    """All variants, or the one that `path` decides."""
+    examples = [torch.empty([s or 0 for s in spec.sizes], dtype=spec.dtype, device="meta") for spec in specs.values()]
+
+    def body(*tensors: torch.Tensor) -> Any:
+        return function(**call_arguments(function, dict(zip(specs, tensors, strict=True)), literals))
+
+    known = {a.name: a for a in arguments(function)}
+    variants = trace_variants(body, examples, path)
+    return [variant_pattern(function.__name__, gm, decided, list(specs), known) for gm, decided in variants]
+
+
+def variant_pattern(
+    name: str, gm: GraphModule, path: Path, names: list[str], known: Mapping[str, Argument]
+) -> Pattern:
     results = output_node(gm.graph).args[0]
     outputs = tuple(results) if isinstance(results, (list, tuple)) else (results,)
     inputs = tuple(placeholders(gm.graph))
-    for node, name in zip(inputs, names, strict=True):
-        node.meta["pattern_input"] = name
-    if not all(isinstance(o, Node) and o.op == "call_function" for o in outputs):
-        raise PatternError(f"pattern {function.__name__} must return results of operations, not its own inputs")
-    return Pattern(function.__name__, gm.graph, inputs, outputs, exact=True)
+    for index, (node, given) in enumerate(zip(inputs, names, strict=True)):
+        node.meta["pattern_input"] = given
+        node.meta["may_be_none"] = known[given.partition("[")[0]].may_be_none
+        node.meta["constant"] = index in path.constant_inputs
+    made = all(o is None or (isinstance(o, Node) and o.op == "call_function") for o in outputs)
+    if not made or outputs[0] is None:
+        raise PatternError(f"pattern {name} must return results of operations, not its own inputs")
+    effects = tuple(node for node in gm.graph.nodes if is_mutating(node) and not leads_to(node, outputs))
+    full = " ".join((name, *path.chosen.values()))
+    return Pattern(full, gm.graph, inputs, outputs, True, effects, path.whole, tuple(path.chosen.items()))
+
+
+def leads_to(node: Node, outputs: Collection[Node | None]) -> bool:
+    return node in outputs or any(leads_to(user, outputs) for user in node.users)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.fx import Node
 
 from graft.graph.memory import storage_root
 from graft.graph.nodes import (
+    OpOverload,
     arg_values,
     is_op,
     options_of,
@@ -54,6 +56,19 @@ def is_default(argument: torch.Argument, value: Any) -> bool:
         and type(value) is type(argument.default_value)
         and value == argument.default_value
     )
+
+
+@cache
+def op_defaults(target: Any) -> tuple[Any, ...]:
+    """The defaults of an op's positional arguments, None where there is none; read once: torch makes them anew."""
+    schema = target._schema if isinstance(target, OpOverload) else None
+    return tuple(a.default_value for a in schema.arguments if not a.kwarg_only) if schema is not None else ()
+
+
+@cache
+def op_argument_names(target: Any) -> tuple[str, ...]:
+    schema = target._schema if isinstance(target, OpOverload) else None
+    return tuple(a.name for a in schema.arguments if not a.kwarg_only) if schema is not None else ()
 
 
 # where an op keeps its dims: (position, extra rank of the space they index)

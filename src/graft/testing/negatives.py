@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
+from graft.graph.arguments import literal_names, size_of, tensor_names
 from graft.graph.canonical import canonicalize
 from graft.graph.edit import AbstractCalls, fake_mode
 from graft.graph.match import is_cast_of
 from graft.graph.nodes import calls, output_node, placeholders, tensor_of, tensor_val
-from graft.graph.pattern import literal_names, size_of, tensor_names
 from graft.graph.rules import DIMS
 from graft.graph.text import graph_text
 from graft.graph.trace import quiet, trace_function

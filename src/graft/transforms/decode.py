@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from graft.graph.edit import Editor
 from graft.graph.match import Refused
 from graft.graph.nodes import calls, is_op, is_weight, tensor_of, tensor_val, where
 from graft.graph.text import op_text
+from graft.graph.words import constant, one_of
 from graft.transforms.base import Context, TransformConfig
+from graft.transforms.patterns import PatternTransform
 from graft.transforms.rewriter import Rewriter
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -42,6 +46,29 @@ class MatvecTransform(Rewriter):
 
     def applies(self, gm: GraphModule, context: Context) -> str | None:
         return elsewhere(gm, context, self.config.devices)
+
+
+class MatvecPatterns(PatternTransform):
+    """The same, for two plain functions."""
+
+    config: DecodeConfig  # pyrefly: ignore
+
+    @classmethod
+    def get_config_class(cls) -> type[TransformConfig]:
+        return DecodeConfig
+
+    def applies(self, gm: GraphModule, context: Context) -> str | None:
+        return elsewhere(gm, context, self.config.devices)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, offset: float, cast_last: bool
+) -> Tensor:
+    """In a pattern: a linear layer, perhaps with a norm fused into it."""
+    return one_of(
+        lambda: F.linear(x, constant(weight), bias),
+        lambda: ops.fused_linear(x, constant(weight), bias, None, norm, eps, offset, cast_last),
+    )
 
 
 def elsewhere(gm: GraphModule, context: Context, devices: tuple[Device, ...]) -> str | None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import getitem
 from typing import Any
 
 from torch.fx import GraphModule, Node, map_arg
 
 from graft.errors import VerificationError
 from graft.graph.edit import Editor, check_same_kind
-from graft.graph.match import Finder, Match, NearMiss, Refused, spec_of
-from graft.graph.nodes import where
-from graft.graph.pattern import exact_pattern, tensor_names
+from graft.graph.match import Finder, Match, NearMiss, Refused
+from graft.graph.nodes import is_op, where
+from graft.graph.pattern import Pattern
 from graft.graph.text import target_text
 from graft.graph.trace import current_dialect
 from graft.transforms.base import Context
@@ -27,7 +28,9 @@ class Rewrite:
     allow_readers: inner values may be read from outside; they are then computed twice. needs: calls of the canonical
     pattern without which nothing can fit; a graph that lacks one is not searched, and the pattern not even traced.
     exact: the replacement's reference computes the same bits; False where it may be a few roundings off. refuse: why
-    this pattern is known and yet left alone; every place that fits becomes a near miss.
+    this pattern is known and yet left alone; every place that fits becomes a near miss. origin: the tensor whose
+    reader tells which module the new calls come from; otherwise the result that each takes the place of does. near:
+    how many calls must fit for a near miss; 1 where the last op alone says that there should be a match.
     """
 
     pattern: Callable[..., Any]
@@ -38,14 +41,16 @@ class Rewrite:
     needs: tuple[Any, ...] = ()
     exact: bool = True
     refuse: str = ""
+    origin: str = ""
+    near: int = 3
 
     def finder(self) -> Finder:
-        return Finder(self.pattern, self.shapes, self.allow_readers, self.needs)
+        return Finder(self.pattern, self.shapes, self.allow_readers, self.needs, self.near)
 
 
 @dataclass(frozen=True)
 class PatternMatch(Match):
-    rewrite: Rewrite
+    rewrite: Rewrite = field(kw_only=True)
 
 
 @dataclass
@@ -60,6 +65,7 @@ class PatternTransform(Rewriter):
     """A transform that is a list of rewrites, tried in order, each on what the ones before it left."""
 
     reads_decomposed = True  # patterns are taken apart in the same way
+    lacking = ""  # by default, what the patterns are called and what they need
 
     def rewrites(self) -> Sequence[Rewrite]:
         raise NotImplementedError
@@ -96,16 +102,16 @@ class PatternTransform(Rewriter):
 
     def write(self, run: PatternRun, match: PatternMatch) -> list[Node]:
         """The replacement above the earliest result."""
-        body = exact_pattern(match.rewrite.replacement, specs_of(match), match.literals, written=True)
-        names = tensor_names(match.rewrite.replacement)
-        bound = {p: match.tensors[name] for p, name in zip(body.inputs, names, strict=True)}
+        body = match.traced(match.rewrite.replacement, written=True)
+        bound = {p: match.tensors[p.meta["pattern_input"]] for p in body.inputs}
         made, before = [], insertion_point(match)
-        for node in body.graph.nodes:
-            if node.op == "call_function":
-                args, kwargs = map_arg(node.args, bound.__getitem__), map_arg(node.kwargs, bound.__getitem__)
-                bound[node] = run.editor.call(node.target, args, kwargs, before=before, like=match.anchor)
-                made.append(bound[node])
-        for old, new in zip(match.outputs, body.outputs, strict=True):
+        origins = origins_of(match, body)
+        for node in match.calls_of(body):
+            args, kwargs = map_arg(node.args, bound.__getitem__), map_arg(node.kwargs, bound.__getitem__)
+            like = origins.get(node, match.anchor)
+            bound[node] = run.editor.call(node.target, args, kwargs, before=before, like=like)
+            made.append(bound[node])
+        for old, new in zip(match.outputs, match.kept(body.outputs), strict=True):
             run.editor.replace(old, bound[new])
         return made
 
@@ -118,6 +124,8 @@ class PatternTransform(Rewriter):
         """The nearest miss, or what nothing looks like, and what the graph lacks for patterns that were not tried."""
         if run.misses:
             return closest(run.misses)
+        if self.lacking:
+            return self.lacking
         without = f"the graph has no {' and no '.join(dict.fromkeys(run.lacking))}" if run.lacking else ""
         alike = f"nothing in the graph looks like {', '.join(dict.fromkeys(run.tried)) or 'the pattern'}"
         return "; ".join(part for part in (alike if run.tried or not run.lacking else "", without) if part)
@@ -127,18 +135,25 @@ class PatternTransform(Rewriter):
         return NearMiss(candidate.pattern, where(candidate.anchor), node, refused.reason, size, size)
 
 
-def specs_of(match: Match) -> dict[str, Any]:
-    return {name: spec_of(node) for name, node in match.tensors.items()}
+def origins_of(match: PatternMatch, body: Pattern) -> dict[Node, Node]:
+    """Which node of the match each call of the replacement comes from, where that is not the anchor: what took the
+    place of a result, from that result; with an `origin`, all from the call that reads that argument."""
+    source = match.tensors.get(match.rewrite.origin)
+    if source is not None:
+        reader = next(node for node in match.nodes if source in node.all_input_nodes)
+        return dict.fromkeys(body.graph.nodes, reader)
+    pairs = zip(match.kept(body.outputs), match.outputs, strict=True)
+    return {new: old for new, old in pairs if not is_op(new, getitem)}  # an item comes from where its call does
 
 
 def check_kind(match: PatternMatch) -> None:
     """Refused where the replacement gives another shape or dtype, cannot stand there, or refuses the inputs."""
-    rewrite, specs = match.rewrite, specs_of(match)
+    rewrite = match.rewrite
     try:
-        wanted = exact_pattern(rewrite.pattern, specs, match.literals)
-        offered = exact_pattern(rewrite.replacement, specs, match.literals, written=True)
+        wanted = match.traced(rewrite.pattern)
+        offered = match.traced(rewrite.replacement, written=True)
         insertion_point(match)
-        for old, new in zip(wanted.outputs, offered.outputs, strict=True):
+        for old, new in zip(match.kept(wanted.outputs), match.kept(offered.outputs), strict=True):
             check_same_kind(old, new, rewrite.replacement.__name__)
     except (VerificationError, RuntimeError, TypeError) as error:
         reason = f"the replacement does not fit: {str(error).splitlines()[0]}"

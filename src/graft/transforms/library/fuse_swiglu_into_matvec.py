@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
-from torch.fx import Node
+from torch import Tensor
 
-from graft.graph.match import Match, Refused
-from graft.graph.nodes import calls, is_op, options_of, static_int, tensor_of, where
-from graft.transforms.decode import MatvecTransform, fused_product, is_product, need, product
+from graft.transforms.decode import MatvecPatterns, linear
+from graft.transforms.patterns import Rewrite
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.rewriter import Run
 
-aten, ops = torch.ops.aten, torch.ops.graft
-SLICE = aten.slice.Tensor
+ops = torch.ops.graft
+
+
+def gated(
+    x: Tensor, weight: Tensor, activation: Literal["silu", "gelu", "gelu_tanh"], upcast: bool,
+    bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
+    cast_last: bool = False,
+) -> Tensor:  # fmt: skip
+    gate, up = linear(x, weight, bias, norm, eps, offset, cast_last).chunk(2, -1)
+    return ops.swiglu(gate, up, activation, upcast)
+
+
+def gate_last(
+    x: Tensor, weight: Tensor, activation: Literal["silu", "gelu", "gelu_tanh"], upcast: bool,
+    bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
+    cast_last: bool = False,
+) -> Tensor:  # fmt: skip
+    up, gate = linear(x, weight, bias, norm, eps, offset, cast_last).chunk(2, -1)
+    return ops.swiglu(gate, up, activation, upcast)
+
+
+def gated_fused(
+    x: Tensor, weight: Tensor, activation: str, upcast: bool, bias: Tensor | None, norm: Tensor | None, eps: float,
+    offset: float, cast_last: bool,
+) -> Tensor:  # fmt: skip
+    return ops.fused_linear(x, weight, bias, None, norm, eps, offset, cast_last, activation, upcast)
+
+
+SHAPES = {"x": "b s k", "weight": "2*n k", "bias": "2*n", "norm": "k"}
+NEEDS = (ops.swiglu.default,)
+SECOND = "the product gives the gate in its second half; fused_linear reads it in the first"
+REWRITES = (
+    Rewrite(gated, gated_fused, SHAPES, needs=NEEDS, exact=False, near=1),
+    Rewrite(gate_last, gated_fused, SHAPES, needs=NEEDS, refuse=SECOND),
+)
 
 
 @TransformRegistry.register("fuse_swiglu_into_matvec")
-class FuseSwigluIntoMatvec(MatvecTransform):
+class FuseSwigluIntoMatvec(MatvecPatterns):
     """The gated activation becomes the epilogue of the gate-up product.
 
     before:  %y = linear(%x, %w);  %g = slice(%y, -1, 0, n);  %u = slice(%y, -1, n, 2n);  %a = graft.swiglu(%g, %u)
@@ -32,43 +64,5 @@ class FuseSwigluIntoMatvec(MatvecTransform):
 
     lacking = "the graph has no graft::swiglu"
 
-    def candidates(self, run: Run) -> Iterator[Node]:
-        return (node for node in calls(run.gm.graph) if is_op(node, ops.swiglu.default))
-
-    def find(self, run: Run, node: Node) -> Match | None:
-        gate, up = node.args[:2]
-        for half in (gate, up):
-            need(is_op(half, SLICE), "{} is no half of a gate-up product", half)
-        linear = gate.args[0]
-        need(is_product(linear), "{} is no linear layer", linear)
-        need(up.args[0] is linear, "{} and {} come from two products", gate, up)
-        n = tensor_of(linear).shape[-1]
-        spans = [span(half) for half in (gate, up)]
-        if spans == [(n // 2, n), (0, n // 2)]:
-            raise Refused(
-                node, f"{where(linear)} gives the gate in its second half; fused_linear reads it in the first"
-            )
-        need(spans == [(0, n // 2), (n // 2, n)], "{} and {} are no halves of a product", gate, up)
-        given = product(linear)
-        need(given["residual"] is None, "{} adds a residual before the activation", linear)
-        need(given["activation"] == "none", "{} has an activation already", linear)
-        tensors = {key: given[key] for key in ("x", "weight")}
-        return Match(options_of(node)["activation"], tensors, {}, (node, gate, up, linear), (node,))
-
-    def write(self, run: Run, match: Match) -> list[Node]:
-        swiglu, *_, linear = match.nodes
-        options = options_of(swiglu)
-        given = {**product(linear), "activation": options["activation"], "upcast": options["upcast"]}
-        fused = fused_product(run.editor, given, before=swiglu, like=swiglu)
-        run.editor.replace(swiglu, fused)
-        return [fused]
-
-
-def span(half: Node) -> tuple[int, int] | None:
-    """Where a slice of the last dim begins and ends, or None."""
-    options = options_of(half)
-    size, rank = static_int(tensor_of(half.args[0]).shape[-1]), tensor_of(half.args[0]).dim()
-    start, end = static_int(options["start"]), static_int(options["end"])
-    if size is None or start is None or end is None or options["dim"] not in (-1, rank - 1) or options["step"] != 1:
-        return None
-    return start, min(end, size)
+    def rewrites(self) -> Sequence[Rewrite]:
+        return REWRITES

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graft.errors import GraftError, PatternError, UsageError
-from graft.graph.pattern import tensor_names
+from graft.graph.arguments import tensor_names
 from graft.testing.negatives import assert_refused_or_harmless, negatives, positive
 from graft.transforms.base import Stage, TransformConfig
 from graft.transforms.patterns import PatternTransform, Rewrite
