@@ -57,10 +57,10 @@ class Match:
         calls = [node for node in body.graph.nodes if node.op == "call_function"]
         if not self.unread:
             return calls
-        kept = self.kept(body.outputs)
+        kept = self.present(body.outputs)
         return [node for node in calls if is_mutating(node) or leads_to(node, kept)]
 
-    def kept(self, results: tuple[Any, ...]) -> list[Any]:
+    def present(self, results: tuple[Any, ...]) -> list[Any]:
         """Of the results of the pattern or its replacement, those that the graph has."""
         return [result for index, result in enumerate(results) if index not in self.unread]
 
@@ -122,9 +122,8 @@ class Finder:
                     whole = fitted and not attempt.refuted
                     reached = pattern.size if whole else min(attempt.deepest, pattern.size - 1)
                     place = f"%{refused.node.name}"
-                    search.miss(
-                        node, NearMiss(pattern.name, where(node), place, refused.reason, reached, pattern.size)
-                    )
+                    miss = NearMiss(pattern.name, where(node), place, refused.reason, reached, pattern.size)
+                    search.miss(node, miss, attempt.in_call)
             else:
                 search.add(match)
 

@@ -28,9 +28,8 @@ class Rewrite:
     allow_readers: inner values may be read from outside; they are then computed twice. needs: calls of the canonical
     pattern without which nothing can fit; a graph that lacks one is not searched, and the pattern not even traced.
     exact: the replacement's reference computes the same bits; False where it may be a few roundings off. refuse: why
-    this pattern is known and yet left alone; every place that fits becomes a near miss. origin: the tensor whose
-    reader tells which module the new calls come from; otherwise the result that each takes the place of does. near:
-    how many calls must fit for a near miss; 1 where the last op alone says that there should be a match.
+    this pattern is known and yet left alone; every place that fits becomes a near miss. near: how
+    many calls must fit for a near miss; 1 where the last op alone says that there should be a match.
     """
 
     pattern: Callable[..., Any]
@@ -41,7 +40,6 @@ class Rewrite:
     needs: tuple[Any, ...] = ()
     exact: bool = True
     refuse: str = ""
-    origin: str = ""
     near: int = 3
 
     def finder(self) -> Finder:
@@ -111,7 +109,7 @@ class PatternTransform(Rewriter):
             like = origins.get(node, match.anchor)
             bound[node] = run.editor.call(node.target, args, kwargs, before=before, like=like)
             made.append(bound[node])
-        for old, new in zip(match.outputs, match.kept(body.outputs), strict=True):
+        for old, new in zip(match.outputs, match.present(body.outputs), strict=True):
             run.editor.replace(old, bound[new])
         return made
 
@@ -136,13 +134,8 @@ class PatternTransform(Rewriter):
 
 
 def origins_of(match: PatternMatch, body: Pattern) -> dict[Node, Node]:
-    """Which node of the match each call of the replacement comes from, where that is not the anchor: what took the
-    place of a result, from that result; with an `origin`, all from the call that reads that argument."""
-    source = match.tensors.get(match.rewrite.origin)
-    if source is not None:
-        reader = next(node for node in match.nodes if source in node.all_input_nodes)
-        return dict.fromkeys(body.graph.nodes, reader)
-    pairs = zip(match.kept(body.outputs), match.outputs, strict=True)
+    """What takes the place of a result comes from where that result does; all else, from where the anchor does."""
+    pairs = zip(match.present(body.outputs), match.outputs, strict=True)
     return {new: old for new, old in pairs if not is_op(new, getitem)}  # an item comes from where its call does
 
 
@@ -153,7 +146,7 @@ def check_kind(match: PatternMatch) -> None:
         wanted = match.traced(rewrite.pattern)
         offered = match.traced(rewrite.replacement, written=True)
         insertion_point(match)
-        for old, new in zip(match.kept(wanted.outputs), match.kept(offered.outputs), strict=True):
+        for old, new in zip(match.present(wanted.outputs), match.present(offered.outputs), strict=True):
             check_same_kind(old, new, rewrite.replacement.__name__)
     except (VerificationError, RuntimeError, TypeError) as error:
         reason = f"the replacement does not fit: {str(error).splitlines()[0]}"

@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
-import torch
-from torch.fx import GraphModule, Node
+from collections.abc import Sequence
 
-from graft.graph.match import Match, Refused
-from graft.graph.memory import mutated_args, storage_root
-from graft.graph.nodes import args_of, calls, is_op, options_of, where
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
 from graft.transforms.base import Context, TransformConfig
 from graft.transforms.decode import DecodeConfig, device_of, not_for
+from graft.transforms.patterns import PatternTransform, Rewrite
 from graft.transforms.registry import TransformRegistry
-from graft.transforms.rewriter import Rewriter, Run
 
 ops = torch.ops.graft
 
 
+def write_then_attend(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
+    slot_mapping: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor,
+    lens_cpu: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
+    interleaved: bool, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, offset: float, cast_last: bool,
+) -> Tensor:  # fmt: skip
+    norms = (interleaved, q_norm, k_norm, eps, offset, cast_last)
+    turned = ops.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, *norms)
+    layout = (token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu)
+    return ops.cached_attention(turned, k_cache, v_cache, *layout, scale, window, softcap, sinks)
+
+
+def rope_attention(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor,
+    slot_mapping: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor,
+    lens_cpu: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
+    interleaved: bool, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, offset: float, cast_last: bool,
+) -> Tensor:  # fmt: skip
+    caches, layout = (k_cache, v_cache, slot_mapping), (token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu)
+    options = (scale, window, softcap, sinks, interleaved, q_norm, k_norm, eps, offset, cast_last)
+    return ops.rope_attention(q, k, v, cos, sin, *caches, *layout, *options)
+
+
+CACHE, TOKENS, BATCH = "n p g d", "t : int64", "b : int64"
+SHAPES = {
+    "q": "1 h t d", "k": "1 g t d", "v": "1 g t d", "cos": "1 1 t d", "sin": "1 1 t d", "k_cache": CACHE,
+    "v_cache": CACHE, "slot_mapping": TOKENS, "token_to_seq": TOKENS, "block_tables": "b m : int64",
+    "cu_seqlens": "b+1 : int64", "seq_lens": BATCH, "lens_cpu": "b 2 : int64", "sinks": "h", "q_norm": "d",
+    "k_norm": "d",
+}  # fmt: skip
+REWRITES = (Rewrite(write_then_attend, rope_attention, SHAPES, needs=(ops.cached_attention.default,), near=1),)
+
+
 @TransformRegistry.register("fuse_rope_into_attention")
-class FuseRoPEIntoAttention(Rewriter):
+class FuseRoPEIntoAttention(PatternTransform):
     """Queries and keys are turned, and the cache is written, by the kernel that attends: one launch a layer less.
 
     before:  %q = graft.rope_kv_write(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slot_mapping)
@@ -28,60 +61,19 @@ class FuseRoPEIntoAttention(Rewriter):
 
     The op runs as one kernel for sequences that decode, and as the two it replaces otherwise.
     Numerics: the reference is the two references, bitwise; the kernel rounds where they do.
-
-    A walk: the cache is written later than before, so everything in between is asked whether it sees that.
+    The cache is written later than before: the matcher refuses where anything in between would see that.
     """
 
     config: DecodeConfig  # pyrefly: ignore
     unprovable = "it needs a batch's layout in the cache, which made-up numbers are not"
+    lacking = "the graph has no graft::cached_attention"
 
     @classmethod
     def get_config_class(cls) -> type[TransformConfig]:
         return DecodeConfig
 
-    lacking = "the graph has no graft::cached_attention"
-
     def applies(self, gm: GraphModule, context: Context) -> str | None:
         return not_for(device_of(gm), context, self.config.devices)
 
-    def candidates(self, run: Run) -> list[Node]:
-        return [node for node in calls(run.gm.graph) if is_op(node, ops.cached_attention.default)]
-
-    def find(self, run: Run, attention: Node) -> Match | None:
-        """Where the queries come from the write into the very caches that are read, and nobody else reads them."""
-        write = attention.args[0]
-        if not is_op(write, ops.rope_kv_write.default):
-            raise Refused(attention, f"its queries come from {where(write)}, not from graft.rope_kv_write")
-        if caches_of(write) != caches_of(attention):
-            raise Refused(attention, f"{where(write)} writes other caches than those it reads")
-        other = next((user for user in write.users if user is not attention), None)
-        if other is not None:
-            raise Refused(attention, f"{where(other)} reads the turned queries too")
-        return Match("", {}, {}, (write, attention), (attention,))
-
-    def check(self, run: Run, match: Match) -> None:
-        """Nothing in between may see that the cache is written later; the match writes to it itself."""
-        write, attention = match.nodes
-        read = {storage_root(node) for node in write.all_input_nodes}
-        caches = {storage_root(node) for node in caches_of(write)}
-        node = write.next
-        while node is not attention:
-            if any(storage_root(argument) in caches for argument in node.all_input_nodes):
-                raise Refused(attention, f"{where(node)} in between needs the caches as they are then")
-            if any(storage_root(argument) in read for argument in mutated_args(node)):
-                raise Refused(attention, f"{where(node)} in between writes what {where(write)} reads")
-            node = node.next
-
-    def write(self, run: Run, match: Match) -> list[Node]:
-        write, attention = match.nodes
-        turn, read = options_of(write), options_of(attention)
-        given = {**read, **turn}  # both have q and the caches: the queries are those that are not turned yet
-        args = args_of(ops.rope_attention.default, given, defaults=False)
-        whole = run.editor.call(ops.rope_attention.default, args, before=attention, like=attention)
-        run.editor.replace(attention, whole)
-        return [whole]
-
-
-def caches_of(node: Node) -> list[Node]:
-    options = options_of(node)
-    return [options["k_cache"], options["v_cache"]]
+    def rewrites(self) -> Sequence[Rewrite]:
+        return REWRITES
