@@ -20,7 +20,9 @@ from graft.transforms.registry import TransformRegistry, load_all
 load_all()
 CONFIG = load_config()
 TRANSFORMS = [TransformRegistry.get(name)(CONFIG.transforms[name]) for name in TransformRegistry.names()]
-PATTERNS = [(t, rewrite) for t in TRANSFORMS if isinstance(t, PatternTransform) for rewrite in t.rewrites()]
+# those for a device run in decode steps alone, on a batch's layout: their negatives are in their own files
+KINDS = [t for t in TRANSFORMS if isinstance(t, PatternTransform) and not hasattr(t.config, "devices")]
+PATTERNS = [(t, rewrite) for t in KINDS for rewrite in t.rewrites()]
 IDS = [f"{transform.name}:{rewrite.pattern.__name__}" for transform, rewrite in PATTERNS]
 READERS = ("second reader", "returned")
 CASTS = ("cast read", "cast returned")  # of an input: it stays for its other readers
