@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from graft.ops import OPS
 from graft.ops.cached_attention.decode.triton import split_count, split_kv
 from graft.ops.selection import problem_of
-from graft.workbench.tune_timers import graph_microseconds
+from graft.timers import graph_seconds
 
 H, KV, D, BLOCK = 32, 8, 128, 16
 DTYPE, DEVICE = torch.bfloat16, "cuda"
@@ -35,7 +35,7 @@ SCALE = D**-0.5
 
 def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
     """Microseconds of one call, all of them in one CUDA graph."""
-    return graph_microseconds(lambda: [call() for call in calls]) / len(calls)
+    return graph_seconds(lambda: [call() for call in calls], torch.device("cuda")) / len(calls) * 1e6
 
 
 def copies(nbytes: int) -> int:

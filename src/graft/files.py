@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic folders and checksums."""
+"""Files that are whole or not there: atomic files, atomic folders and checksums."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 from graft.errors import DiskFull
@@ -32,12 +33,49 @@ def cache_folder(name: str, variable: str) -> Path:
 
 
 @contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """A path to write to. What lies there takes `target`'s place when the block ends well; otherwise `target` stays
+    as it was, and nothing remains beside it. The path ends as `target` does: writers read the format from it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(target)
+    partial = partial_path(target)
+    try:
+        yield partial
+        partial.replace(target)
+    finally:  # Ctrl-C included
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def disk_errors(
+    target: Path,
+    refuse: Callable[[Exception], Exception] | None = None,
+    errors: tuple[type[Exception], ...] = (OSError,),
+) -> Iterator[None]:
+    """What keeps `target` from being written, as an error for the user: DiskFull, or what `refuse` makes of an error
+    that is not for want of space."""
+    try:
+        yield
+    except errors as error:
+        if refuse is None or is_disk_full(error):
+            raise write_failed(str(target), error) from error
+        raise refuse(error) from error
+
+
+def write_whole(target: Path, content: str | bytes, refuse: Callable[[Exception], Exception] | None = None) -> None:
+    """Writes a file, text as UTF-8, or leaves all as it was."""
+    data = content.encode() if isinstance(content, str) else content
+    with disk_errors(target, refuse), atomic_file(target) as partial:
+        partial.write_bytes(data)
+
+
+@contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A folder to fill; it appears at `target` when the block ends well, and nothing remains when it does not."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        temporary = partial_path(target)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
     except OSError as error:
@@ -54,7 +92,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 def write_together(files: Mapping[Path, str]) -> None:
     """Writes every file, or none: all are first written beside their places; what was there comes back on error."""
-    partial = {target: target.with_name(f".{target.name}.{os.getpid()}.partial") for target in files}
+    partial = {target: partial_path(target) for target in files}
     before = {target: target.read_bytes() if target.exists() else None for target in files}
     fresh = new_folders(files)
     try:
@@ -100,12 +138,22 @@ def put_in_place(temporary: Path, target: Path) -> None:
         shutil.rmtree(old)
 
 
+def partial_path(target: Path) -> Path:
+    """Where this process writes what will be `target`."""
+    return target.with_name(f".{target.stem}.{os.getpid()}.partial{target.suffix}")
+
+
 def remove_stale(target: Path) -> None:
     """Takes away what a killed process left behind."""
-    for path in target.parent.glob(f".{target.name}.*.partial"):
-        pid = path.name.split(".")[-2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+    start, end = f".{target.stem}.", f".partial{target.suffix}"
+    for path in target.parent.glob(f"{escape(start)}*{escape(end)}"):
+        pid = path.name.removeprefix(start).removesuffix(end)
+        if not pid.isdigit() or Path(f"/proc/{pid}").exists():
+            continue
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def write_failed(path: str, error: BaseException) -> DiskFull:

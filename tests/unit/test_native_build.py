@@ -126,7 +126,7 @@ def test_no_compiler_is_a_clear_error_r12(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_a_full_disk_leaves_nothing_r12(cache, monkeypatch):
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(DiskFull):
         native.build(SOURCE)
     assert not [path for path in cache.iterdir() if path.suffix != ".lock"]

@@ -21,7 +21,7 @@ from graft.errors import DiskFull
 from graft.transforms.dumps import MANIFEST, REPORT
 from graft.workbench.report import collect, render
 from graft.workbench.report import page as page_module
-from graft.workbench.report.page import PACKAGE, SCRIPTS, STYLES, VENDOR, policy, safe_json, write_whole
+from graft.workbench.report.page import PACKAGE, SCRIPTS, STYLES, VENDOR, policy, safe_json, write_page
 from report_cases import HOSTILE, dump_stack
 
 
@@ -214,14 +214,14 @@ def test_what_is_no_run_or_no_place_to_write_is_told_in_a_line_r63(tmp_path, fol
 
 def test_an_old_report_stays_when_the_new_one_cannot_be_written_r63(tmp_path, monkeypatch):
     file = tmp_path / "report.html"
-    write_whole(file, "old")
+    write_page(file, "old")
 
     def full(self, data):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(DiskFull, match="nothing was left behind"):
-        write_whole(file, "new")
+        write_page(file, "new")
 
     def interrupted(self, data):
         self.touch()
@@ -229,12 +229,12 @@ def test_an_old_report_stays_when_the_new_one_cannot_be_written_r63(tmp_path, mo
 
     monkeypatch.setattr(Path, "write_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_whole(file, "new")
+        write_page(file, "new")
     assert file.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_half_a_surrogate_pair_shows_as_its_code_r63(tmp_path):
-    write_whole(tmp_path / "report.html", "a\ud800b")
+    write_page(tmp_path / "report.html", "a\ud800b")
     assert (tmp_path / "report.html").read_text() == "a\\ud800b"
 
 

@@ -23,7 +23,7 @@ from graft.capture.code import Unknowable
 from graft.capture.decoder import capture_decoder
 from graft.capture.fingerprint import fingerprint
 from graft.errors import DumpError
-from graft.files import Progress, cache_folder
+from graft.files import Progress, atomic_file, cache_folder
 from graft.graph.serial import graph_from_json, graph_to_json
 from graft.graph.verify import module_state
 
@@ -93,15 +93,10 @@ def store(file: Path, key: str, gm: GraphModule, model: PreTrainedModel) -> str:
     foreign = [name for name, tensor in module_state(gm).items() if known.get(name) is not tensor]
     if foreign:
         return f"not stored: {foreign[0]} is neither a parameter nor a buffer of the model"
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
         text = graph_to_json(gm, exact=True)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with atomic_file(file) as partial:
             partial.write_text(f"{json.dumps(header(key, text))}\n{text}")
-            partial.replace(file)
-        finally:
-            partial.unlink(missing_ok=True)
     except (OSError, DumpError) as error:
         return f"not stored: {error}"
     return "stored"

@@ -35,6 +35,7 @@ def dump(
     """Capture and transform a model, and write the graph after every step as text and JSON."""
     from graft.cli.show import out, print_pipeline, progress_bar
     from graft.errors import UsageError
+    from graft.files import write_whole
     from graft.transforms.config import load_config
     from graft.workbench.dump import dump_model
 
@@ -48,7 +49,7 @@ def dump(
     with progress_bar() as progress:
         report = dump_model(model, output, settings, dtype, progress, weights=weights, fold=fold)
     if source is not None:
-        (output / "native.cpp").write_text(source)
+        write_whole(output / "native.cpp", source)
     if as_json:
         print(report.to_json())
         return

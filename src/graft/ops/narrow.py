@@ -8,7 +8,6 @@ it is measured, once a process.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from graft.timers import clocked
 
 NARROW = (torch.bfloat16, torch.float16)
 # CPUs that multiply 16-bit matrices take a share of the widened time, those that do not 20 times it and more for the
@@ -61,10 +62,4 @@ def measure(dtype: torch.dtype) -> float:
 
 
 def fastest(call: Callable[[], object], repeats: int = 5) -> float:
-    call()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return min(clocked(call, repeats))

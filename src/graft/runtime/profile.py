@@ -1,14 +1,11 @@
 """What the calls of a graph cost on this machine: each kind of call once, on real inputs.
 
-On a GPU a call is timed between two events, with a pass over a large buffer ahead of it: the kernel finds its weights
-in memory rather than in the cache, as in a decode step, and the host is ahead of the device. What an empty pair of
-events takes is subtracted. On a CPU there is a clock around the call, so that schedules can be made and drawn there.
+On a GPU a call finds its weights in memory rather than in the cache, as in a decode step (timers.ColdTimer). On a CPU
+there is a clock around the call, so that schedules can be made and drawn there.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,12 +27,10 @@ from graft.graph.memory import mutated_args, mutated_roots
 from graft.graph.nodes import placeholders
 from graft.graph.streams import on_device
 from graft.ops.launch import device_name
+from graft.timers import REPEATS, ColdTimer, cpu_seconds, replay_seconds
 from graft.transforms.costs import Costs, fingerprint, load_costs
 
-REPEATS = 15
 REPLAYS = 10  # in one stretch between two events
-FLUSH_BYTES = 256 << 20  # several times the 60 MB of a large second-level cache
-PASS_SECONDS, MOST_PASSES = 1e-4, 30  # an H200 reads and writes it in 0.13 ms
 CPU_EVENT_US = 2.0  # what an event is taken to cost where there is none
 
 
@@ -134,13 +129,7 @@ class CpuTimer:
     repeats: int
 
     def __call__(self, call: Callable[[], Any]) -> float:
-        call()
-        taken = []
-        for _ in range(self.repeats):
-            started = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - started)
-        return statistics.median(taken) * 1e6
+        return cpu_seconds(call, self.repeats) * 1e6
 
     def event_us(self) -> float:
         return CPU_EVENT_US
@@ -148,36 +137,11 @@ class CpuTimer:
 
 class GpuTimer:
     def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats, self.empty = device, repeats, 0.0
-        self.flush = torch.zeros(FLUSH_BYTES // 4, device=device)
-        self.empty = self(lambda: None)
+        self.device, self.repeats = device, repeats
+        self.cold = ColdTimer(device, repeats)
 
     def __call__(self, call: Callable[[], Any]) -> float:
-        with torch.cuda.device(self.device):
-            for _ in range(2):  # compiles and tunes
-                call()
-            passes = self.passes(call)
-            pairs = [self.pair(call, passes) for _ in range(self.repeats)]
-            torch.cuda.synchronize(self.device)
-        taken = statistics.median(begin.elapsed_time(end) for begin, end in pairs) * 1e3
-        return max(taken - self.empty, 0.0)
-
-    def passes(self, call: Callable[[], Any]) -> int:
-        """How often to pass over the buffer so that the device is busy while the host issues the call."""
-        torch.cuda.synchronize(self.device)
-        started = time.perf_counter()
-        call()
-        issued = time.perf_counter() - started
-        return min(1 + round(2 * issued / PASS_SECONDS), MOST_PASSES)
-
-    def pair(self, call: Callable[[], Any], passes: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for _ in range(passes):
-            self.flush.add_(1)
-        begin.record()
-        call()
-        end.record()
-        return begin, end
+        return self.cold(call) * 1e6
 
     def event_us(self, links: int = 64) -> float:
         """What it costs to follow a call of another stream: a captured chain of tiny calls that changes streams."""
@@ -208,14 +172,5 @@ def measure_whole(gm: GraphModule, inputs: Sequence[Any], repeats: int = REPEATS
 def time_capture(run: Callable[..., Any], args: Sequence[Any], device: torch.device, repeats: int) -> float:
     """The median over `repeats` stretches of ten replays."""
     recorded, _ = cuda_recorder(device).record(run, args)
-    taken = []
     with torch.cuda.device(device):
-        for _ in range(repeats + 2):  # the first two warm up
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(REPLAYS):
-                recorded.replay(args, {})
-            end.record()
-            end.synchronize()
-            taken.append(begin.elapsed_time(end) * 1e3 / REPLAYS)
-    return statistics.median(taken[2:])
+        return replay_seconds(lambda: recorded.replay(args, {}), repeats, replays=REPLAYS) * 1e6

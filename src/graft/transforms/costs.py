@@ -12,6 +12,7 @@ from typing import Protocol
 from torch.fx import Graph, GraphModule
 
 from graft.errors import ProfileError
+from graft.files import write_whole
 from graft.graph.streams import on_device
 from graft.graph.text import node_text
 
@@ -30,10 +31,7 @@ class Costs:
         return json.dumps(asdict(self), indent=1)
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f"{path.suffix}.partial")
-        temporary.write_text(self.to_json())
-        temporary.replace(path)
+        write_whole(path, self.to_json())
 
 
 class Measure(Protocol):

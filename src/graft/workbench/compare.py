@@ -11,6 +11,7 @@ import torch
 from transformers import StaticCache
 
 from graft.models.load import LoadedModel
+from graft.timers import synchronize
 from graft.workbench.peers_llama import LlamaCpp
 from graft.workbench.peers_openvino import OpenVino
 from graft.workbench.rival import Task
@@ -34,8 +35,7 @@ def hugging_face_rate(model: LoadedModel, prompt: list[int], new_tokens: int, ba
         return 0.0
     clock, device = Clock(), model.module.device
     EagerRival(model).generate([prompt] * batch, new_tokens, stopping_criteria=[clock])
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return batch * (len(clock.times) - 1) / (clock.times[-1] - clock.times[0])
 
 

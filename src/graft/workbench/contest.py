@@ -19,6 +19,7 @@ import torch
 from graft.errors import OutOfCache, PeerNotRun
 from graft.runtime.llm import LLM
 from graft.runtime.params import SamplingParams
+from graft.timers import synchronize
 from graft.workbench.plan import Cell, Plan
 from graft.workbench.rival import Contestant
 from graft.workbench.roofline import Roofline
@@ -129,11 +130,6 @@ class Runner:
             gb_per_s=rate,
             roofline_percent=None if roofline is None else 100 * rate / roofline.read_gb_per_s,
         )
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def agreement(tokens: list[list[int]], ours: list[list[int]]) -> float | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from graft.runtime.llm import LLM
 from graft.runtime.params import SamplingParams
+from graft.timers import clocked, synchronize
 from graft.workbench.bench import prompts_for
-from graft.workbench.contest import synchronize
 from graft.workbench.kernel_bytes import kernel_bytes
 from graft.workbench.machine import device_name
 from graft.workbench.native_times import native_steps, watched
@@ -102,12 +101,14 @@ def kernel_times(llm: LLM, cell: Cell, steps: int, roofline: Roofline) -> StepTi
 
 def run_steps(llm: LLM, steps: int, device: torch.device) -> float:
     """Seconds; the host may be ahead of the device between them."""
+
+    def work() -> None:
+        for _ in range(steps):
+            llm.engine.step()
+        synchronize(device)
+
     synchronize(device)
-    started = time.perf_counter()
-    for _ in range(steps):
-        llm.engine.step()
-    synchronize(device)
-    return time.perf_counter() - started
+    return clocked(work, 1, warm_up=0)[0]
 
 
 def profiled(llm: LLM, steps: int, device: torch.device) -> list[Launch]:

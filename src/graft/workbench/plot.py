@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 from graft.errors import UsageError
-from graft.files import write_failed
+from graft.files import atomic_file, disk_errors
 from graft.workbench.rows import Bench
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -45,14 +44,8 @@ def write_plot(bench: Bench, path: Path) -> None:
         axes.grid(alpha=0.3)
     left.legend()
     figure.suptitle(headline(bench))
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(temporary)
-        temporary.replace(path)
-    except OSError as error:
-        raise write_failed(str(path), error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with disk_errors(path), atomic_file(path) as partial:
+        figure.savefig(partial)
 
 
 def headline(bench: Bench) -> str:

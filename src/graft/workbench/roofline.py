@@ -5,15 +5,13 @@ A decode step cannot be faster than its bytes at the one rate, a prompt not fast
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from graft.errors import CannotLoad, CompilerFailed, DiskFull, NoCompiler
 from graft.kvcache.memory import free_memory
+from graft.timers import call_seconds, cpu_seconds, graph_seconds
 from graft.workbench.read_native import Reader, last_level_cache
 
 GPU_BYTES, CPU_BYTES = 4 << 30, 1 << 28  # read in one go: far more than the caches hold
@@ -49,7 +47,7 @@ def gpu_read(device: torch.device) -> tuple[float, str]:
     from graft.workbench.read_kernel import make_buffers, read_all
 
     x, sums = make_buffers(min(GPU_BYTES, free_memory(device) // 2), device)
-    seconds = gpu_seconds(lambda: read_all(x, sums), device)
+    seconds = graph_seconds(lambda: read_all(x, sums), device, REPEATS, in_a_row=IN_A_ROW)
     return x.nbytes / seconds, f"a Triton kernel over {x.nbytes / 1e9:.1f} GB"
 
 
@@ -60,10 +58,10 @@ def cpu_read() -> tuple[float, str]:
     try:
         reader = Reader(threads)
     except (NoCompiler, CompilerFailed, CannotLoad, DiskFull) as error:
-        seconds = cpu_seconds(lambda: x.sum())
+        seconds = cpu_seconds(lambda: x.sum(), REPEATS)
         return x.nbytes / seconds, f"a sum over {x.nbytes / 1e9:.2f} GB, threads: {threads}; {type(error).__name__}"
     try:
-        seconds = cpu_seconds(lambda: reader.read(x))
+        seconds = cpu_seconds(lambda: reader.read(x), REPEATS)
     finally:
         reader.close()
     return x.nbytes / seconds, f"a C++ kernel over {x.nbytes / 1e9:.2f} GB, threads: {threads}"
@@ -84,36 +82,5 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
     def multiply() -> None:
         torch.mm(a, b, out=out)
 
-    seconds = gpu_seconds(multiply, device) if device.type == "cuda" else cpu_seconds(multiply)
+    seconds = call_seconds(multiply, device, REPEATS, in_a_row=IN_A_ROW if device.type == "cuda" else 1)
     return 2 * side**3 / seconds
-
-
-def gpu_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """One call, by the device's own clock: a CUDA graph of some in a row, the median of its replays."""
-    with torch.cuda.device(device):
-        call()  # compiles and sets up outside the capture
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(IN_A_ROW):
-                call()
-        times = []
-        for repeat in range(REPEATS + 1):  # the first one warms up
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            if repeat:
-                times.append(start.elapsed_time(end) / 1e3 / IN_A_ROW)
-    return statistics.median(times)
-
-
-def cpu_seconds(call: Callable[[], object]) -> float:
-    times = []
-    for repeat in range(REPEATS + 1):
-        started = time.perf_counter()
-        call()
-        if repeat:
-            times.append(time.perf_counter() - started)
-    return statistics.median(times)

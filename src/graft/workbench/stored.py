@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch.fx import Graph, GraphModule
 
 from graft.artifact.tensors import entries_data, pack, unpack
 from graft.errors import DumpError
-from graft.files import is_disk_full, write_failed
+from graft.files import atomic_file, disk_errors
 from graft.graph.edit import attach_state
 from graft.graph.serial import graph_from_json
 from graft.transforms.dumps import WEIGHTS
@@ -28,15 +27,13 @@ def save_state(state: Mapping[str, torch.Tensor], folder: Path) -> None:
     for name, tensor in state.items():
         attach_state(holder, name, tensor)
     packed = pack([holder])
-    target, partial = folder / WEIGHTS, folder / f".{WEIGHTS}.partial"
-    try:
+    target = folder / WEIGHTS
+
+    def refuse(error: Exception) -> DumpError:
+        return DumpError(f"cannot write {target}: {error}")
+
+    with disk_errors(target, refuse, (OSError, SafetensorError)), atomic_file(target) as partial:
         save_file(dict(packed.weights), partial, {"entries": json.dumps(entries_data(packed))})
-        os.replace(partial, target)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        if is_disk_full(error):
-            raise write_failed(str(target), error) from error
-        raise DumpError(f"cannot write {target}: {error}") from error
 
 
 def load_state(folder: str | Path) -> dict[str, torch.Tensor]:

@@ -12,14 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from graft.errors import GraftError, PromptTooLong, UsageError
 from graft.files import Progress
 from graft.runtime.core import Request
 from graft.runtime.engine import Engine
 from graft.runtime.llm import LLM
 from graft.runtime.params import SamplingParams
+from graft.timers import synchronize
 
 WARM_UP = 16  # requests that go first and do not count: kernels are compiled and graphs captured for them
 WARM_NEW = 4
@@ -169,7 +168,7 @@ def run_load(
             ended += check_ended(grown)
             if progress is not None:
                 progress(f"{load.name}: requests", ended, load.requests)
-        synchronize(engine)
+        synchronize(engine.tensors[0].device)
     finally:
         engine.abort(entered)
 
@@ -179,12 +178,6 @@ def check_ended(grown: Sequence[Request]) -> int:
     if failed is not None:
         raise failed
     return sum(r.finish_reason is not None for r in grown)
-
-
-def synchronize(engine: Engine) -> None:
-    device = engine.tensors[0].device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def random_prompts(vocabulary: int, load: Load) -> Iterator[list[int]]:

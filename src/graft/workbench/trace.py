@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from graft.files import write_whole
 from graft.transforms.stream_schedule import Schedule, Slot
 
 WIDTH = 72  # characters of a row of text
@@ -46,8 +47,7 @@ def trace_events(slots: Iterable[Slot], process: str, pid: int = 0) -> list[dict
 def write_trace(path: Path, rows: Sequence[tuple[str, Sequence[Slot]]]) -> None:
     """A file with one process for each (name, slots)."""
     events = [event for pid, (name, slots) in enumerate(rows) for event in trace_events(slots, name, pid)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
+    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 
 def one_stream(schedule: Schedule) -> tuple[Slot, ...]:

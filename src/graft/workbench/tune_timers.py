@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +20,13 @@ from graft.runtime.build import build_engine
 from graft.runtime.llm import LLM
 from graft.runtime.options import EngineOptions
 from graft.runtime.params import SamplingParams
+from graft.timers import graph_seconds
 from graft.workbench.tune import Result, weight_bytes
 
 COLD = 600 << 20  # bytes of weights in turn, several times the 60 MB of L2 of an H200
 FEWEST_COPIES, MOST_COPIES = 3, 24
 THREADS = 8  # that compile
-REPEATS, STEP_REPEATS = 15, 3
+STEP_REPEATS = 3
 PROMPT, NEW = 8, 48  # tokens: 128 prompts fit into one step, and 47 steps only decode
 
 FAILURES = launch_failures()  # what a configuration that the device cannot run ends with
@@ -59,37 +59,13 @@ class KernelTimer:
 
     def time(self, calls: Sequence[Call], how: How) -> Result:
         try:
-            with torch.cuda.device(self.device):
-                return graph_microseconds(lambda: [run_as(call, how) for call in calls]) / len(calls)
+            return graph_seconds(lambda: [run_as(call, how) for call in calls], self.device) / len(calls) * 1e6
         except FAILURES as error:
             return reason(error)
 
 
 def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def graph_microseconds(work: Callable[[], Any]) -> float:
-    """Median time of a replay of the work as one CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return sorted(times)[REPEATS // 2]
 
 
 def make_calls(shape: Shape, tokens: int, device: torch.device) -> list[Call]:

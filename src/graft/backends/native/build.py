@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import errno
 import os
 import shlex
 import shutil
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from graft.backends.native.compiler import find_compiler, fingerprint, flags
 from graft.errors import CannotLoad, CompilerFailed, DiskFull
-from graft.files import cache_folder, is_disk_full, write_failed
+from graft.files import atomic_file, cache_folder, disk_errors, write_whole
 
 FOLDER = "GRAFT_NATIVE_CACHE_DIR"
 FIRST_LINES = 12  # of what a compiler that failed said
@@ -77,7 +76,7 @@ def build_in(folder: Path, source: Source, compiler: list[str]) -> Built:
 
 def compile_all(folder: Path, source: Source, compiler: list[str], text: Path, made: Path) -> None:
     """Step and kernels at the same time, then both together."""
-    write(text, source.step)
+    write_whole(text, source.step)
     if not source.kernels:
         return compile_to(compiler, ["-shared"], [text], made)
     part = made.with_suffix(f".{os.getpid()}.o")
@@ -96,25 +95,15 @@ def kernel_object(folder: Path, kernels: str, compiler: list[str]) -> Path:
     if not made.exists():
         with locked(folder / f"{key}.lock"):
             if not made.exists():
-                write(text, kernels)
+                write_whole(text, kernels)
                 compile_to(compiler, ["-c"], [text], made)
     return made
 
 
-def write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def compile_to(compiler: list[str], how: list[str], sources: list[Path], target: Path) -> None:
     """`target` appears whole or not at all."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    command = [*compiler, *flags(compiler), *how, *map(str, sources), "-o", str(partial)]
-    try:
+    with atomic_file(target) as partial:
+        command = [*compiler, *flags(compiler), *how, *map(str, sources), "-o", str(partial)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             said = f"{done.stderr}{done.stdout}".strip() or f"nothing, and returned {done.returncode}"
@@ -122,20 +111,6 @@ def compile_to(compiler: list[str], how: list[str], sources: list[Path], target:
                 raise DiskFull(str(target), said.splitlines()[0])
             first = "\n".join(said.splitlines()[:FIRST_LINES])
             raise CompilerFailed(shlex.join(compiler), str(sources[0]), first)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        unwritable = isinstance(error, (PermissionError, FileNotFoundError, NotADirectoryError, FileExistsError))
-        if is_disk_full(error) or unwritable or error.errno == errno.EROFS:
-            raise write_failed(str(path), error) from error
-        raise
 
 
 @contextmanager

@@ -14,7 +14,6 @@ weights) or `default` (the tensor-core kernel with sizes that fit every call, fo
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.errors import TableError, near
-from graft.files import write_failed
+from graft.files import write_whole
 from graft.ops.fused_linear.kinds import KINDS, How, Shape, count_text, how_problem, kind_of
 
 MEASURED = ("alone", "in a step")
@@ -157,15 +156,7 @@ def write_table(table: Table, path: Path) -> None:
         shape: {count: entry for count, entry in counts.items() if entry.device in devices(table.get(shape, counts))}
         for shape, counts in there.items()
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(table_json(merge(kept, table)), indent=1) + "\n")
-        temporary.replace(path)
-    except OSError as error:
-        raise write_failed(str(path), error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, json.dumps(table_json(merge(kept, table)), indent=1) + "\n")
 
 
 def devices(counts: Mapping[int, Entry]) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from torch.fx import Graph
 
 from graft.errors import UsageError
+from graft.files import write_whole
 from graft.graph.nodes import calls
 from graft.graph.text import target_text
 from graft.kvcache.memory import size_text
@@ -32,13 +32,9 @@ TOKENS = (1, 512)  # in a step
 
 def write_note(file: Path, text: str) -> None:
     """Whole or not at all."""
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        partial.write_text(text)
-        os.replace(partial, file)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UsageError(f"the note cannot be written to {file}: {error}; choose another place") from error
+    write_whole(
+        file, text, lambda error: UsageError(f"the note cannot be written to {file}: {error}; choose another place")
+    )
 
 
 def note_text(trial: Trial, report: CheckReport, config: PipelineConfig, home: Home) -> str:

@@ -6,8 +6,6 @@ calls are replayed as one CUDA graph, several in a row, so that launches cost wh
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +18,7 @@ from graft.files import Progress
 from graft.graph.evaluate import fill
 from graft.graph.nodes import placeholders, val
 from graft.ops.launch import launch_failures
+from graft.timers import call_seconds
 from graft.workbench.discover.candidates import Candidate, Discovery
 from graft.workbench.discover.lookup import look_in_graft
 from graft.workbench.discover.savings import Sizes, fused_bytes, sizes_for
@@ -110,18 +109,4 @@ def runtime(gm: GraphModule, inputs: list[Any], device: torch.device) -> float:
 def microseconds(work: Callable[[], Any], device: torch.device) -> float:
     """Of one call, the median of several."""
     with torch.no_grad():
-        if device.type == "cuda":
-            from graft.workbench.tune_timers import graph_microseconds
-
-            work()  # kernels are compiled outside of the recording
-            with torch.cuda.device(device):
-                return graph_microseconds(lambda: [work() for _ in range(IN_A_ROW)]) / IN_A_ROW
-        work()
-        return statistics.median(clocked(work) for _ in range(REPEATS))
-
-
-def clocked(work: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    for _ in range(IN_A_ROW):
-        work()
-    return (time.perf_counter() - started) / IN_A_ROW * 1e6
+        return call_seconds(work, device, REPEATS, in_a_row=IN_A_ROW) * 1e6

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from graft.errors import ExportRefused
-from graft.files import is_disk_full, write_failed
+from graft.files import atomic_file, disk_errors
 from graft.graph.memory import is_mutating
 from graft.graph.nodes import arg_values, calls
 from graft.workbench.discover.values import restore_values
@@ -71,15 +69,10 @@ def written_by(node: Node) -> list[Node]:
 
 def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
     """The file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        partial = Path(folder) / path.name
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch about its own archive
-                torch.export.save(program, str(partial))
-            os.replace(partial, path)
-        except (OSError, RuntimeError) as error:
-            if is_disk_full(error):
-                raise write_failed(str(path), error) from error
-            raise ExportRefused(f"{path} cannot be written: {str(error).partition(chr(10))[0]}") from error
+
+    def refuse(error: Exception) -> ExportRefused:
+        return ExportRefused(f"{path} cannot be written: {str(error).partition(chr(10))[0]}")
+
+    with disk_errors(path, refuse, (OSError, RuntimeError)), atomic_file(path) as partial, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about its own archive
+        torch.export.save(program, str(partial))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from graft.errors import ReportError
-from graft.files import Progress, is_disk_full, write_failed
+from graft.files import Progress, write_whole
 from graft.workbench.discover.markdown import assumptions, details
 from graft.workbench.report.data import ReportData, collect
 
@@ -39,23 +38,17 @@ def write_report(
     data = collect(run, kernels, progress)
     if progress:
         progress("writing the page", 0, 1)
-    write_whole(output, render(data))
+    write_page(output, render(data))
     return data
 
 
-def write_whole(output: Path, text: str) -> None:
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    try:
-        # a name may hold half of a surrogate pair, which is no text and shows as its code
-        partial.write_bytes(text.encode("utf-8", "backslashreplace"))
-        partial.replace(output)
-    except BaseException as error:  # Ctrl-C included: nothing half-written stays
-        partial.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
-        if is_disk_full(error):
-            raise write_failed(str(output), error) from error
-        raise ReportError(f"cannot write {output}: {error.strerror or error}; choose another file with -o") from error
+def write_page(output: Path, text: str) -> None:
+    def refuse(error: Exception) -> ReportError:
+        said = (error.strerror if isinstance(error, OSError) else None) or error
+        return ReportError(f"cannot write {output}: {said}; choose another file with -o")
+
+    # a name may hold half of a surrogate pair, which is no text and shows as its code
+    write_whole(output, text.encode("utf-8", "backslashreplace"), refuse)
 
 
 def render(data: ReportData) -> str:

@@ -1,0 +1,77 @@
+"""One way to write a file: whole or not at all, whatever interrupts it, and nothing stays beside it."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import graft
+from graft.errors import DiskFull, ReportError
+from graft.files import atomic_file, disk_errors, partial_path, write_whole
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), FULL, ValueError("half")])
+@pytest.mark.parametrize("before", [None, "old"])
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, error, before):
+    target = tmp_path / "a.json"
+    if before is not None:
+        target.write_text(before)
+    with pytest.raises(type(error)), atomic_file(target) as partial:
+        partial.write_text("half of the n")
+        raise error
+    assert (target.read_text() if target.exists() else None) == before
+    assert [path.name for path in tmp_path.iterdir()] == (["a.json"] if before else [])
+
+
+@given(st.binary(max_size=200), st.sampled_from(["a", "a.png", "a.b.json", ".hidden", "[x]*.txt"]))
+def test_a_written_file_is_all_that_is_there(tmp_path_factory, content, name):
+    folder = tmp_path_factory.mktemp("whole")
+    target = folder / "deep" / name
+    write_whole(target, content)
+    assert target.read_bytes() == content and list(target.parent.iterdir()) == [target]
+    assert partial_path(target).name.endswith(target.suffix)
+
+
+def test_what_a_killed_process_left_goes_and_what_a_live_one_writes_stays(tmp_path):
+    target = tmp_path / "a.so"
+    stale, live = tmp_path / ".a.999999999.partial.so", tmp_path / f".a.{os.getppid()}.partial.so"
+    stale.write_text("half")
+    live.write_text("half")
+    write_whole(target, "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([live.name, "a.so"])
+
+
+def test_full_disks_and_unwritable_folders_are_told_apart(tmp_path):
+    target = tmp_path / "a.html"
+    words = r"writing .*a\.html failed: .*No space left.*nothing was left behind.*Free space"
+    with pytest.raises(DiskFull, match=words), disk_errors(target, lambda error: ReportError(str(error))):
+        raise FULL
+    with pytest.raises(ReportError, match="denied"), disk_errors(target, lambda error: ReportError(str(error))):
+        raise PermissionError(errno.EACCES, "Permission denied")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskFull, match=r"The folder cannot be written: choose another \(GRAFT_CACHE_DIR"):
+        write_whole(tmp_path / "file" / "a.html", "text")
+
+
+def test_nobody_else_puts_files_in_place():
+    """`os.replace`, `Path.replace(path)` and temporary names are in files.py alone."""
+    root = Path(graft.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        if path == root / "files.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".partial")
+            assert not named, f"{path}: {ast.unparse(node)}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "replace":
+                on = ast.unparse(node.func.value)
+                assert on != "os" and not (
+                    len(node.args) == 1 and isinstance(node.args[0], ast.Name) and not node.keywords
+                ), f"{path}: {ast.unparse(node)}"
