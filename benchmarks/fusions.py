@@ -1,6 +1,6 @@
 """What a fused op gains over the calls it replaces, at the shapes of its cases: medians and their ratio.
 
-python benchmarks/fusions.py --device cuda --only rope rms_norm_rope
+python benchmarks/fusions.py --device cuda --only rope rms_norm
 
 A ratio above 1 says that the fused op is faster. To measure another fusion, add a row to ROWS.
 """
@@ -48,14 +48,6 @@ def spelled_out(name: str) -> Callable[..., Callable[[], Any]]:
     return lambda *args: lambda: OPS[name].reference(*args)
 
 
-def norm_then_rope(x: Any, weight: Any, cos: Any, sin: Any, eps: float, *options: Any) -> Callable[[], Any]:
-    """What fuse_qk_norm_rope finds: two graft ops."""
-    offset, cast_last, interleaved = (*options, *(0.0, False, False)[len(options) :])
-    norm = kernel("rms_norm", x, weight, eps, offset, cast_last)
-    turn = choose(OPS["rope"], OPS["rope"].call(norm(), cos, sin, interleaved)).run
-    return lambda: turn(norm(), cos, sin, interleaved)
-
-
 def cases(name: str) -> list[Case]:
     return importlib.import_module(f"graft.ops.{name}.cases").CASES
 
@@ -64,7 +56,6 @@ SPELLED_OUT = ("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "rope", "atte
 SYNCHRONIZING = ("moe_experts",)  # the model's own code asks how many rows each expert has
 ROWS = [
     *(Row(name, op(name), spelled_out(name), cases(name), name not in SYNCHRONIZING) for name in SPELLED_OUT),
-    Row("rms_norm_rope", op("rms_norm_rope"), norm_then_rope, cases("rms_norm_rope")),
 ]
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import graft
-from elementwise import seconds
 from graft.cli.show import quiet_libraries
+from timing import seconds
 
 
 class Projections(torch.nn.Module):

@@ -192,7 +192,6 @@ WRONG = {
     "add_rms_norm": ("add_rms_norm", "offset", lambda offset: offset + 0.1),
     "layer_norm": ("layer_norm", "eps", lambda eps: eps + 0.1),
     "rope": ("rope", "turn.interleaved", lambda pairs: not pairs),
-    "rms_norm_rope": ("rope", "turn.eps", lambda eps: eps + 0.1),
     "rope_kv_write": ("kv_write", "turn.turns", lambda _: False),
     "cached_attention": ("attention", "scale", lambda scale: scale * 1.1),
     "paged_attention": ("attention", "window", lambda window: window - 1 if window else 3),
@@ -241,7 +240,7 @@ def packed(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def is_heads_last(op: str, args: tuple[Any, ...]) -> bool:
     """Cosines are [b, s, 1, r] where x is [b, s, h, d], and [t, 1, r] where it is [t, h, d]."""
-    return op in ("rope", "rms_norm_rope") and args[1 if op == "rope" else 2].shape[-2] == 1 != args[0].shape[-2]
+    return op == "rope" and args[1].shape[-2] == 1 != args[0].shape[-2]
 
 
 @cache

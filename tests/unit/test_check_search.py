@@ -112,10 +112,9 @@ def test_a_transform_whose_matches_do_not_stand_alone_is_named_as_a_whole_r55(mo
 
 
 def test_behind_a_change_on_purpose_the_bound_holds_too_r55(monkeypatch):
-    config = load_config(sets=["transforms.fuse_elementwise.enabled=true"])
-    scale(monkeypatch, "fuse_elementwise", 1.1, at=[0])
-    found = check("tiny-gemma-2", Request(config, "quantize_linear")).bisection
-    assert found.transform == "fuse_elementwise" and found.runs <= found.bound
+    scale(monkeypatch, "fuse_rope", 1.1, at=[0])
+    found = check("tiny-gemma-2", Request(load_config(), "quantize_linear")).bisection
+    assert found.transform == "fuse_rope" and found.runs <= found.bound
 
 
 def test_dumps_name_the_transform_r55(monkeypatch, tmp_path):

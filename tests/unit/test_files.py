@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graft
@@ -31,6 +31,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, error, before):
     assert [path.name for path in tmp_path.iterdir()] == (["a.json"] if before else [])
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.sampled_from(["a", "a.png", "a.b.json", ".hidden", "[x]*.txt"]))
 def test_a_written_file_is_all_that_is_there(tmp_path_factory, content, name):
     folder = tmp_path_factory.mktemp("whole")

@@ -43,8 +43,6 @@ class Layer(nn.Module):
         self.q_norm, self.k_norm = (nn.Parameter(torch.randn(D, generator=g)) for _ in range(2))
 
     def turn(self, x, weight, cos, sin, eps=1e-5):
-        if self.norm == "op":
-            return ops.rms_norm_rope(x.transpose(1, 2), weight, cos, sin, eps, 0.0, False, self.interleaved)
         x = ops.rms_norm(x, weight, eps, 1.0, True) if self.norm else x
         return ops.rope(x.transpose(1, 2), cos, sin, self.interleaved)
 
@@ -81,7 +79,7 @@ def cloned(args):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"r": 8}, {"interleaved": True}, {"norm": "apart"}, {"norm": "op", "interleaved": True, "r": 8}],
+    [{}, {"r": 8}, {"interleaved": True}, {"norm": "apart"}, {"norm": "apart", "interleaved": True, "r": 8}],
     ids=str,
 )
 def test_the_fused_graph_computes_and_writes_the_same_bits_r22(options):
@@ -91,7 +89,7 @@ def test_the_fused_graph_computes_and_writes_the_same_bits_r22(options):
     assert len(record.matches) == 1 and not record.near_misses
     targets = [n.target for n in calls(gm.graph)]
     assert ops.rope_kv_write.default in targets and ops.cached_attention.default in targets
-    gone = (ops.paged_attention.default, ops.rope.default, ops.rms_norm.default, ops.rms_norm_rope.default)
+    gone = (ops.paged_attention.default, ops.rope.default, ops.rms_norm.default)
     assert not set(gone) & set(targets)
     with torch.no_grad():
         mine, theirs, wrong = cloned(args), cloned(args), cloned(args)
@@ -137,7 +135,7 @@ def test_it_is_skipped_where_no_kernel_does_it_r22():
         record.status == "skipped" and record.reason == "it is for cuda and the native backend, the graph is on cpu"
     )
     order = order_transforms(config)
-    assert order.index("insert_kv_cache") < order.index(NAME) < order.index("fuse_elementwise")
+    assert order.index("insert_kv_cache") < order.index(NAME) < order.index("widen_linear")
 
 
 @pytest.mark.parametrize(("family", "count"), [("qwen3", 2), ("olmo-2", 2), ("smollm3", 3), ("gpt2", 0)])

@@ -41,10 +41,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def normed_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return ops.rope(ops.rms_norm(x, weight, 1e-6).transpose(1, 2), cos, sin)
-
-
 def experts(x: Tensor, logits: Tensor, weight_up: Tensor, weight_down: Tensor) -> Tensor:
     """Hugging Face's batched experts: top two of eight, a matrix gathered for every row."""
     chosen, ids = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), 2, dim=-1)
@@ -62,7 +58,6 @@ SPELLINGS = {
     pairs: ("fuse_rope", TURN),
     softmax_attention: ("fuse_attention", {**HEADS, "mask": "b 1 s s"}),
     sdpa: ("fuse_attention", HEADS),
-    normed_rope: ("fuse_qk_norm_rope", {"x": "b s h d", "weight": "d", "cos": "b 1 s d", "sin": "b 1 s d"}),
     experts: ("fuse_moe", {"x": "n d", "logits": "n e", "weight_up": "e d+8 d", "weight_down": "e d f"}),
 }
 READERS = ("second reader", "returned")

@@ -133,7 +133,6 @@ WRONG = {
     "add_rms_norm": lambda args: (args[0], args[1] * 1.05, *args[2:]),
     "swiglu": lambda args: (args[0], args[1], "gelu" if args[2] != "gelu" else "gelu_tanh", *args[3:]),
     "rope": lambda args: (args[0], args[1], -args[2], *args[3:]),
-    "rms_norm_rope": lambda args: (*args[:3], -args[3], *args[4:]),
     "advance_rows": lambda args: (*args[:6], args[6] + 1000, args[7] + 1),
     "argmax_rows": lambda args: (-args[0],),
     "deliver_rows": lambda args: (args[0], args[1] + 1, args[2]),
@@ -147,7 +146,6 @@ WRONG = {
     "rope_kv_write": lambda args: (*args[:4], -args[4], *args[5:]),
     "rope_attention": lambda args: (*args[:4], -args[4], *args[5:]),
     "packed_embedding": lambda args: (*args[:2], (args[2] + 1) % args[1].shape[0], *args[3:]),
-    "elementwise": lambda args: ([args[0][0] * 1.15, *args[0][1:]], args[1]),
 }
 
 

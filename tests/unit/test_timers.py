@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graft
@@ -32,6 +32,7 @@ class Clock:
         return call
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.001, 10), min_size=1, max_size=9), st.integers(1, 4), st.integers(0, 3))
 def test_calls_are_clocked_one_by_one_and_warm_ups_do_not_count(times, in_a_row, warm_up):
     clock = Clock()

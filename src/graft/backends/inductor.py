@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,18 +16,16 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, TracingContext, tracing
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from graft.backends.eager import ran_here
 from graft.backends.select import Lowered
 from graft.errors import Recompiled, UsageError
 from graft.graph.edit import second_module
 from graft.graph.memory import mutated_roots
-from graft.graph.nodes import is_op, leaves, placeholders, val
+from graft.graph.nodes import leaves, placeholders, val
 from graft.graph.storage import storage_id
 from graft.graph.streams import drop_streams, has_streams
-from graft.ops.elementwise.program import Ref, parse
-from graft.ops.elementwise.reference import FUNCTIONS
 from graft.state.functionalization import inductor_options
 
 # A custom pass under this key runs after decomposition and functionalization, before Inductor's own patterns.
@@ -39,10 +36,6 @@ def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) ->
     refuse_named_kernels(kernels)
     trust_instruction_sets()
     notes = [INDUCTOR_NOTE]
-    count = sum(is_op(node, torch.ops.graft.elementwise.default) for node in gm.graph.nodes)
-    if count:
-        gm = with_programs_inlined(gm)
-        notes.append(f"inductor: {count} graft::elementwise are taken apart again; Inductor fuses them itself")
     if has_streams(gm.graph):
         gm = second_module(gm)
         drop_streams(gm.graph)
@@ -274,33 +267,3 @@ class CachedPass(CustomGraphPass):
 
     def uuid(self) -> str:
         return self.key
-
-
-def with_programs_inlined(gm: GraphModule) -> GraphModule:
-    """A copy in which every graft::elementwise is the torch calls of its program."""
-    graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    graph.set_codegen(copy.copy(gm.graph._codegen))
-    for node in list(graph.nodes):
-        if is_op(node, torch.ops.graft.elementwise.default):
-            inline(graph, node)
-    return GraphModule(gm, graph)
-
-
-def inline(graph: Graph, node: Node) -> None:
-    inputs, text = node.args
-    program = parse(text)
-    values: list[Node] = []
-
-    def resolve(argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            return inputs[argument.index] if argument.kind == "i" else values[argument.index]
-        return argument
-
-    with graph.inserting_before(node):
-        for call in program.calls:
-            values.append(graph.call_function(FUNCTIONS[call.op], tuple(resolve(a) for a in call.args)))
-    for piece in list(node.users):  # getitem(node, index)
-        piece.replace_all_uses_with(values[program.returns[piece.args[1]]])
-        graph.erase_node(piece)
-    graph.erase_node(node)

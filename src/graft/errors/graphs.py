@@ -60,13 +60,5 @@ class ShapesUnknown(GraftError):
         )
 
 
-class ProgramError(GraftError):
-    """The program of a graft::elementwise call cannot be read."""
-
-    def __init__(self, text: str, position: int, problem: str) -> None:
-        pointer = f"{text[:position]}⟨here⟩{text[position:]}"
-        super().__init__(f"bad elementwise program at position {position}: {problem}; {pointer}")
-
-
 class LiftError(GraftError):
     """A buffer cannot be made an input of the graph, or put back."""

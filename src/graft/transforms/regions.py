@@ -131,13 +131,3 @@ class Grower:
     def place_of(self, node: Node) -> float:
         region = self.region.get(node)
         return region.place if region is not None else self.order[node]
-
-
-def insertion_nodes(graph: Graph, regions: Sequence[Region]) -> dict[Region, Node]:
-    """The node above which the call of each region goes. `regions` are sorted by place."""
-    nodes = list(graph.nodes)
-    found: dict[Region, Node] = {}
-    for region in regions:
-        index = int(region.place)
-        found[region] = nodes[index] if index == region.place else nodes[index + 1]
-    return found

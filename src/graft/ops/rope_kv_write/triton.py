@@ -12,10 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.ops.launch import pdl_supported
-from graft.ops.rms_norm_rope.triton import normed
 from graft.ops.rope.triton import turn_pairs
 
 FEW = 1024  # heads of all tokens: up to here one head a program, all of them at once (8 programs an SM)
+
+
+@triton.jit
+def normed(h, scale, weight, cols, mask, offset, dtype: tl.constexpr, CAST_LAST: tl.constexpr):
+    """Values of a head after the norm, rounded to the working dtype as eager does."""
+    w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    if CAST_LAST:
+        y = h * scale * (w + offset)
+    else:
+        y = w * (h * scale).to(dtype).to(tl.float32)
+    return y.to(dtype).to(tl.float32)
 
 
 @triton.jit

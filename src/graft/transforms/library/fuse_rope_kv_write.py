@@ -17,7 +17,7 @@ from graft.transforms.rewriter import Rewriter, Run
 from graft.transforms.walk import unexpected
 
 aten, ops = torch.ops.aten, torch.ops.graft
-ROPE, NORM_ROPE = ops.rope.default, ops.rms_norm_rope.default
+ROPE = ops.rope.default
 HEADS_FIRST = (-3, -2)  # [b, s, h, d] ↔ [b, h, s, d]
 NORM_OPTIONS = ("eps", "offset", "cast_last")
 DEFAULTS: dict[str, Any] = {
@@ -31,7 +31,7 @@ class Heads:
 
     x: Node
     nodes: tuple[Node, ...]  # the rotation, then what is peeled off before it
-    norm: Node | None = None  # the call that norms every head, perhaps the rotation itself
+    norm: Node | None = None  # the call that norms every head
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class FuseRoPEKVWrite(Rewriter):
     after:   %q = graft.rope_kv_write(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slot_mapping)
              %o = graft.cached_attention(%q, %k_cache, %v_cache, %token_to_seq, …)
 
-    Also with a norm of every head before the rotation (graft.rms_norm_rope, or graft.rope of graft.rms_norm); norms
-    that differ in their options stay where they are. Only on the devices of the option `devices`. Numerics: the
+    Also with a norm of every head before the rotation (graft.rope of graft.rms_norm); norms that differ in their
+    options stay where they are. Only on the devices of the option `devices`. Numerics: the
     reference is those ops one after the other, bitwise; the kernel rounds where they do, sums of a norm run in
     another order.
 
@@ -81,7 +81,7 @@ class FuseRoPEKVWrite(Rewriter):
     def find(self, run: Run, paged: Node) -> TurnedPair | None:
         """Queries and keys that turn alike."""
         q, k, v = paged.args[:3]
-        turning = [is_op(node, ROPE, NORM_ROPE) for node in (q, k)]
+        turning = [is_op(node, ROPE) for node in (q, k)]
         if not any(turning):
             return None
         if not all(turning):
@@ -127,15 +127,11 @@ def heads_alike(q: Node, k: Node) -> tuple[Heads, Heads]:
     one, two = heads_of(q), heads_of(k)
     if alike(one, two):
         return one, two
-    if is_op(q, NORM_ROPE) or is_op(k, NORM_ROPE):
-        raise Refused(k, f"{where(q)} and {where(k)} are normed differently, or only one of them is")
     return Heads(q.args[0], (q,)), Heads(k.args[0], (k,))  # the norms stay where they are
 
 
 def heads_of(rope: Node) -> Heads:
     """A rotation with the norm of every head before it, where that has no other reader and keeps the dtype."""
-    if is_op(rope, NORM_ROPE):
-        return Heads(rope.args[0], (rope,), rope)
     turned = rope.args[0]
     swapped = is_op(turned, aten.transpose.int) and turned.args[1:] == HEADS_FIRST
     norm = turned.args[0] if swapped else turned

@@ -21,7 +21,6 @@ BETWEEN = frozenset(
         aten.slice.Tensor,
         ops.rope.default,
         ops.rms_norm.default,
-        ops.rms_norm_rope.default,
     }
 )
 

@@ -17,7 +17,6 @@ from graft.transforms.rewriter import Rewriter, Run
 from graft.transforms.walk import require
 
 aten, ops = torch.ops.aten, torch.ops.graft
-ROPES = (ops.rope.default, ops.rms_norm_rope.default)
 PIECE = 1 << 14  # positions computed at once: bounds what lies in float32 beside the table
 TRIALS = ((1, 1), (1, 7), (3, 5), (1, 64))  # shapes of the positions that a table is compared on
 
@@ -55,7 +54,7 @@ class TabulateRope(Rewriter):
         return elsewhere(gm, context, self.config.devices) or (unknown if context.context_length is None else None)
 
     def candidates(self, run: Run) -> list[Angles]:
-        return list(dict.fromkeys(angles(node) for node in calls(run.gm.graph) if is_op(node, *ROPES)))
+        return list(dict.fromkeys(angles(node) for node in calls(run.gm.graph) if is_op(node, ops.rope.default)))
 
     def find(self, run: Run, pair: Angles) -> Tabulated:
         found = [computed_from_positions(node, run.mutated) for node in (pair.cos, pair.sin)]

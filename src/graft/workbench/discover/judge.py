@@ -13,7 +13,7 @@ from graft.graph.nodes import is_op, static_int, tensor_val, val
 from graft.graph.text import abstract_text
 from graft.transforms.elementwise import is_pointwise, steps_of
 from graft.workbench.discover.calls import is_free, is_product, readers, through_views
-from graft.workbench.discover.lookup import Existing, transform_file, transform_places
+from graft.workbench.discover.lookup import Existing, transform_places
 
 if TYPE_CHECKING:
     from graft.workbench.discover.candidates import Candidate
@@ -82,8 +82,7 @@ def strengths(candidate: Candidate, evidence: Evidence) -> list[str]:
             f" at {last.tokens} token{'s' * (last.tokens != 1)}"
         )
     if not evidence.existing and generated(candidate.pieces[0]):
-        place = transform_file("fuse_elementwise")
-        found.append(f"graft::elementwise can generate it: transforms.fuse_elementwise.enabled=true ({place})")
+        found.append(f"all its calls can be generated: graft new-transform NAME --from {candidate.id} --op")
     further = next_product(candidate.pieces[0])
     if further:
         found.append(f"could go into {further}; that saves one more launch a place")
@@ -144,7 +143,7 @@ def writes_between(piece: Piece) -> bool:
 
 
 def generated(piece: Piece) -> bool:
-    """Whether graft::elementwise can say all of it."""
+    """Whether the elementwise table can say all of it."""
     working = [node for node in piece.nodes if not is_free(node)]
     return all(is_pointwise(node) and not isinstance(steps_of(node), str) for node in working)
 

@@ -28,7 +28,7 @@ ROOT = Path(graft.__file__).parent.parent
 NOT_FOR_PIECES = (
     *("last_token_logits", "insert_kv_cache", "update_state_in_place", "merge_qkv", "merge_gate_up"),
     "merge_gemms",
-    *("quantize_linear", "fuse_elementwise", "widen_linear", "schedule_streams", "tabulate_rope"),
+    *("quantize_linear", "widen_linear", "schedule_streams", "tabulate_rope"),
 )
 
 

@@ -11,20 +11,12 @@ from torch.fx import Graph, Node
 
 from graft.graph.nodes import calls, output_node, placeholders
 from graft.graph.trace import trace_function
-from graft.ops.elementwise.program import Ref
+from graft.ops.pointwise import TABLE
 from graft.testing.negatives import examples
-from graft.transforms.elementwise import Step, steps_of
+from graft.transforms.elementwise import Earlier, Step, steps_of
 from graft.transforms.patterns import Rewrite
 from graft.workbench.scaffold.body import Body, literals_of, results_of, tensor_arguments
 
-# Steps of graft::elementwise as Triton; those in HELPERS are functions of ops/elementwise/triton.py.
-EXPRESSIONS = {
-    "neg": "-{0}", "abs": "tl.abs({0})", "exp": "tl.exp({0})", "log": "tl.log({0})", "sqrt": "tl.sqrt({0})",
-    "rsqrt": "tl.rsqrt({0})", "reciprocal": "1.0 / {0}", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
-    "erf": "tl.erf({0})", "relu": "tl.maximum({0}, 0.0)", "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
-    "div": "{0} / {1}", "rsub": "{1} - {0}", "to": "{0}",
-}  # fmt: skip
-HELPERS = ("clamp", "gelu", "gelu_tanh", "maximum", "minimum", "sigmoid", "silu", "softplus", "tanh")
 # A number that differs between two traces with these is an argument of the pattern, or follows from one.
 FIRST, SECOND = 0.3713, 0.7129
 
@@ -62,7 +54,7 @@ def kernel_of(body: Body, rewrite: Rewrite) -> Kernel | str:
             text = expression(step, other, places, own, values)
             if text is None:
                 return f"{step.op} at {step.args} has no expression in Triton here"
-            helpers |= {step.op} & set(HELPERS)
+            helpers |= {step.op} if TABLE[step.op].helper else set()
             own.append(f"t{len(lines)}")
             lines.append(f"{own[-1]} = {text}")
         places[node] = own[-1]
@@ -84,7 +76,7 @@ def expression(
     for argument, second in zip(step.args, other.args, strict=True):
         if isinstance(argument, Node):
             texts.append(places[argument])
-        elif isinstance(argument, Ref):
+        elif isinstance(argument, Earlier):
             texts.append(own[argument.index])
         elif isinstance(argument, torch.dtype):
             texts.append("")  # all is float32 in the kernel
@@ -93,9 +85,7 @@ def expression(
             if number is None:
                 return None
             texts.append(number)
-    if step.op in HELPERS:
-        return f"{step.op}({', '.join(texts)})"
-    return EXPRESSIONS[step.op].format(*texts) if step.op in EXPRESSIONS else None
+    return TABLE[step.op].triton.format(*texts)
 
 
 def number_text(first: float, second: float, values: list[dict[str, float]]) -> str | None:

@@ -150,7 +150,7 @@ def size_text(dim: str) -> str:
 
 
 def triton_text(kernel: Kernel, common: dict[str, str], tensors: list[str]) -> str:
-    imported = f"\nfrom graft.ops.elementwise.triton import {', '.join(kernel.helpers)}\n" if kernel.helpers else ""
+    imported = f"\nfrom graft.ops.triton_math import {', '.join(kernel.helpers)}\n" if kernel.helpers else ""
     loads = [f"    {n} = tl.load({n}_ptr + at, mask=mask, other=0.0).to(tl.float32)" for n in tensors]
     return fill(
         "triton",

@@ -19,10 +19,10 @@ from graft.graph.nodes import options_of, tensor_of
 ops = torch.ops.graft
 
 
-@lowers(ops.rope.default, ops.rms_norm_rope.default)
+@lowers(ops.rope.default)
 def lower_rope(plan: Planner, node: Node) -> None:
     o = options_of(node)
-    turn_rows(plan, node, o["x"], turn(plan, o, o.get("weight")))
+    turn_rows(plan, node, o["x"], turn(plan, o, None))
 
 
 @lowers(ops.rope_kv_write.default)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,43 +13,21 @@ from torch.fx import Node
 from graft.backends.native.emit import number
 from graft.backends.native.plan import Planner, lowers
 from graft.backends.native.program import Argument, Kernel, NotLowered, Value, WeightPointer
-from graft.graph.nodes import options_of, same_shape, tensor_of, tensor_val
+from graft.graph.nodes import same_shape, tensor_of, tensor_val
+from graft.ops.pointwise import ROWS, pointwise_of
 
 aten = torch.ops.aten
 HEADER = "backends/native/pointwise.h"
 
 
-def binary(sign: str) -> Callable[..., str]:
-    return lambda a, b: f"({a} {sign} {b})"
-
-
-def function(name: str) -> Callable[..., str]:
-    return lambda a: f"{name}({a})"
-
-
-FORMS: dict[object, Callable[..., str]] = {
-    aten.add.Tensor: binary("+"),
-    aten.sub.Tensor: binary("-"),
-    aten.mul.Tensor: binary("*"),
-    aten.div.Tensor: binary("/"),
-    aten.neg.default: lambda a: f"(-{a})",
-    aten.tanh.default: function("std::tanh"),
-    aten.exp.default: function("std::exp"),
-    aten.erf.default: function("std::erf"),
-    aten.sqrt.default: function("std::sqrt"),
-    aten.rsqrt.default: lambda a: f"(1.0f / std::sqrt({a}))",
-    aten.abs.default: function("std::fabs"),
-    aten.sigmoid.default: lambda a: f"(1.0f / (1.0f + std::exp(-{a})))",
-    aten.relu.default: function("relu"),
-    aten.silu.default: lambda a: f"activate(Act::silu, {a})",
-}
+FORMS = frozenset(call for row in ROWS if row.cpp is not None for call in row.aten)
 
 
 def is_pointwise(node: Node) -> bool:
-    return node.target in FORMS or node.target in (aten.gelu.default, aten.pow.Tensor_Scalar)
+    return node.target in FORMS or node.target is aten.pow.Tensor_Scalar
 
 
-@lowers(*FORMS, aten.gelu.default, aten.pow.Tensor_Scalar)
+@lowers(*FORMS, aten.pow.Tensor_Scalar)
 def lower_pointwise(plan: Planner, node: Node) -> None:
     """A node with one reader, which is pointwise too, is written into the reader's expression."""
     loop = Loop(plan, node)
@@ -90,17 +67,12 @@ class Loop:
         self.heads: dict[str, str] = {}  # which head of an operand belongs to one of the result
 
     def expression(self, node: Node) -> str:
-        args = [options_of(node)["self"]]
-        if node.target is aten.gelu.default:
-            act = {"none": "gelu", "tanh": "gelu_tanh"}[options_of(node)["approximate"]]
-            return f"activate(Act::{act}, {self.operand(args[0])})"
         if node.target is aten.pow.Tensor_Scalar:
-            return self.power(self.operand(args[0]), node.args[1])
-        if len(node.args) > 1:
-            args.append(node.args[1])
-        if node.kwargs:
-            raise NotLowered(f"it has {', '.join(node.kwargs)}")
-        return FORMS[node.target](*(self.operand(arg) for arg in args))
+            return self.power(self.operand(node.args[0]), node.args[1])
+        row = pointwise_of(node)
+        if row is None or row.cpp is None:
+            raise NotLowered(f"it has {', '.join(node.kwargs) or 'options of its own'}")
+        return row.cpp.format(*(self.operand(arg) for arg in node.args[: len(row.takes)]))
 
     def power(self, base: str, exponent: Any) -> str:
         if exponent in (2, 3):

@@ -1,0 +1,63 @@
+"""Functions that Triton lacks or rounds otherwise than torch; kernels of `graft new-transform` import them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(x):
+    # near 0 the quotient cancels, so the polynomial of Cephes takes over; both are good to 2 units in the last place
+    z = x * x
+    small = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
+    small = x + x * z * (small - 3.33332819422e-1)
+    magnitude = 1.0 - tl.div_rn(2.0, tl.exp(2.0 * tl.abs(x)) + 1.0)
+    large = tl.where(x < 0, -magnitude, magnitude)
+    return tl.where(tl.abs(x) < 0.625, small, large)
+
+
+@triton.jit
+def sigmoid(x):
+    return tl.div_rn(1.0, 1.0 + tl.exp(-x))
+
+
+@triton.jit
+def silu(x):
+    return tl.div_rn(x, 1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gelu(x):
+    return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_tanh(x):
+    inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
+    return 0.5 * x * (1.0 + tanh(inner))
+
+
+@triton.jit
+def softplus(x):
+    # log1p(e^x) as log(u) · e^x / (u - 1) with u = 1 + e^x, which takes back the rounding of u
+    e = tl.exp(x)
+    u = 1.0 + e
+    tail = tl.where(u == 1.0, e, tl.log(u) * tl.div_rn(e, tl.where(u == 1.0, u, u - 1.0)))
+    return tl.where(x > 20.0, x, tail)
+
+
+@triton.jit
+def minimum(a, b):
+    return tl.where((a < b) | (a != a), a, b)  # a NaN on either side stays
+
+
+@triton.jit
+def maximum(a, b):
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def clamp(x, low, high):
+    x = tl.where(x < low, low, x)
+    return tl.where(x > high, high, x)
