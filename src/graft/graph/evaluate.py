@@ -19,6 +19,7 @@ from torch.fx.node import map_aggregate
 from graft.errors import ProofError
 from graft.graph.memory import is_mutating
 from graft.graph.nodes import is_weight, leaves, val, where
+from graft.graph.subgraph import reached
 
 # How each kind of input differs from standard normal values. Small ones show what eps does, zeros and subnormal ones
 # divisions, large ones overflow; 1e15 squares to what float32 can still hold, 100 to what float16 can.
@@ -147,16 +148,13 @@ class Piece:
 
     def nodes(self) -> list[Node]:
         """Every node of the piece, in the order of the graph."""
-        found: set[Node] = set()
-        waiting = list(self.outputs)
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found.add(node)
-                if self.boundary(node) is None:
-                    made = self.calls[node]
-                    waiting += [leaf for leaf in leaves((made.args, made.kwargs)) if isinstance(leaf, Node)]
-        return sorted(found, key=lambda node: self.calls[node].index)
+
+        def reads(node: Node) -> list[Node]:
+            made = self.calls[node]
+            given = leaves((made.args, made.kwargs)) if self.boundary(node) is None else ()
+            return [leaf for leaf in given if isinstance(leaf, Node)]
+
+        return sorted(reached(self.outputs, reads), key=lambda node: self.calls[node].index)
 
 
 def copied(value: Any) -> Any:

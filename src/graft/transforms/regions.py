@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from graft.graph.match import NearMiss
 from graft.graph.memory import mutated_args
 from graft.graph.nodes import where
+from graft.graph.subgraph import inputs_of, outputs_of
 from graft.state.aliases import Aliases
 
 MAX_NODES, MAX_INPUTS = 64, 16
@@ -34,12 +35,10 @@ class Region:
         return self.nodes[-1]
 
     def inputs(self) -> list[Node]:
-        inside = set(self.nodes)
-        return list(dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside))
+        return inputs_of(self.nodes)
 
     def outputs(self) -> list[Node]:
-        inside = set(self.nodes)
-        return [n for n in self.nodes if any(user not in inside for user in n.users)]
+        return outputs_of(self.nodes)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from graft.backends.eager import call_of, spec_of
 from graft.backends.native.plan import Planner, Sizes
 from graft.backends.native.program import NotLowered, Program
 from graft.graph.nodes import is_op, placeholders
+from graft.graph.subgraph import inputs_of, outputs_of
 from graft.ops import bind
 from graft.ops.call import Asker
 
@@ -123,12 +124,8 @@ def runs(gm: GraphModule, reasons: Mapping[Node, str]) -> list[list[Node]]:
 def borders(nodes: list[Node]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     """What a run reads from outside, and what of it is read outside."""
     inside = set(nodes)
-    read = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in inside)
-    inputs = tuple(arg for arg in read if arg.op == "placeholder" or computes(arg))
-    outputs = tuple(
-        node for node in nodes if any(user not in inside for user in node.users) and not is_parted(node, inside)
-    )
-    return inputs, outputs
+    inputs = tuple(arg for arg in inputs_of(nodes) if arg.op == "placeholder" or computes(arg))
+    return inputs, tuple(node for node in outputs_of(nodes) if not is_parted(node, inside))
 
 
 def is_parted(node: Node, inside: set[Node]) -> bool:

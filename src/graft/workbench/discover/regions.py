@@ -14,6 +14,7 @@ from graft.errors import ShapesUnknown
 from graft.graph.edit import attribute
 from graft.graph.memory import is_mutating
 from graft.graph.nodes import is_op, is_weight, tensor_val, val, where
+from graft.graph.subgraph import inputs_of, outputs_of
 from graft.transforms.regions import Grower
 from graft.workbench.discover.calls import (
     LOOKUPS,
@@ -51,12 +52,10 @@ class Piece:
     walk: Walk | None = None  # the walk of the library that takes it
 
     def inputs(self) -> list[Node]:
-        inside = set(self.nodes)
-        return list(dict.fromkeys(a for n in self.nodes for a in n.all_input_nodes if a not in inside))
+        return inputs_of(self.nodes)
 
     def outputs(self) -> list[Node]:
-        inside = set(self.nodes)
-        return [n for n in self.nodes if any(user not in inside for user in n.users)]
+        return outputs_of(self.nodes)
 
     def launches(self) -> int:
         return sum(not is_free(node) for node in self.nodes)

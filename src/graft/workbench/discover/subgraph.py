@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node, map_arg
 
 from graft.graph.evaluate import example_size, fill
 from graft.graph.nodes import calls, is_weight, output_node, placeholders, tensor_val, val
+from graft.graph.subgraph import Cutter
 from graft.transforms.proof import in_float64, widened
 from graft.workbench.discover.regions import Piece
 from graft.workbench.discover.source import op_name
@@ -21,18 +22,14 @@ SIZED = ("slice", "cat", "stack", "reshape", "expand", "layer_norm")  # calls wh
 def extract(piece: Piece) -> GraphModule:
     """A module of its own: inputs in the order of their first use (weights too, marked as such), results as a tuple
     unless there is one; the last comes first, since a pattern is laid on from there."""
-    graph, copies = Graph(), {}
+    cutter = Cutter()
     for number, (node, name) in enumerate(input_names(piece).items()):
-        copies[node] = graph.placeholder(name)
-        copies[node].meta = {key: value for key, value in node.meta.items() if key in KEPT}
-        if is_weight(node):
-            copies[node].meta["weight"] = True
-        copies[node].meta["discovered"] = number
+        meta = {key: value for key, value in node.meta.items() if key in KEPT}
+        meta |= {"weight": True} if is_weight(node) else {}
+        cutter.input(name, meta | {"discovered": number}, node)
     for node in piece.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    results = [copies[node] for node in reversed(piece.outputs())]
-    graph.output(results[0] if len(results) == 1 else tuple(results))
-    return GraphModule(torch.nn.Module(), graph)
+        cutter.call(node)
+    return cutter.module(piece.outputs()[::-1])
 
 
 KEPT = ("val", "nn_module_stack", "stack_trace")

@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from graft.errors import ReproRefused
 from graft.graph.evaluate import Call, example_size
 from graft.graph.nodes import leaves, tensor_val, val, where
+from graft.graph.subgraph import Cutter, reached
 from graft.transforms.proof import fixed_values, views
 from graft.transforms.report import MatchRecord
 
@@ -121,41 +122,30 @@ class Piece:
     @staticmethod
     def of(side: Side, outputs: list[Node], inside: set[str]) -> Piece:
         """Sizes are no inputs: they stand as numbers."""
-        found: dict[Node, bool] = {}
-        waiting = list(outputs)
-        while waiting:
-            node = waiting.pop()
-            if node in found or is_size(node):
-                continue
-            found[node] = node.op == "call_function" and (node.name in inside or node in side.computed)
-            if found[node]:
-                waiting += node.all_input_nodes
-        in_order = sorted(found)
-        calls, inputs = ([n for n in in_order if found[n] is kept] for kept in (True, False))
+
+        def is_inside(node: Node) -> bool:
+            return node.op == "call_function" and (node.name in inside or node in side.computed)
+
+        def reads(node: Node) -> list[Node]:
+            return [n for n in node.all_input_nodes if not is_size(n)] if is_inside(node) else []
+
+        in_order = sorted(reached([n for n in outputs if not is_size(n)], reads))
+        calls, inputs = ([n for n in in_order if is_inside(n) is kept] for kept in (True, False))
         return Piece(tuple(calls), tuple(inputs), tuple(outputs))
 
     def module(self, order: Mapping[str, Node], names: Mapping[Node, str]) -> GraphModule:
         """Every input of `order` is an argument, whether it is read here or not."""
-        graph, copies = Graph(), {}
-        weights = 0
+        cutter, weights = Cutter(), 0
         for name, node in order.items():
             weights += node.op == "get_attr"
             plain = f"weight_{weights}".removesuffix("_1") if node.op == "get_attr" else name
-            copies[name] = graph.placeholder(plain)
-            copies[name].meta = {"val": val(node), "node": name}
-        at = {node: copies[names[node]] for node in self.inputs}
+            stands_for = [one for one in self.inputs if names[one] == name]
+            cutter.input(plain, {"val": val(node), "node": name}, *stands_for)
         for node in self.calls:
-            at[node] = graph.create_node(
-                node.op,
-                node.target,
-                *(concrete(map_arg(given, lambda n: at.get(n, n))) for given in (node.args, node.kwargs)),
-                name=node.name,
-            )
-            at[node].meta = {"val": val(node)}
-            at[node] = for_cpu(at[node])
-        results = [at[node] for node in self.outputs]
-        graph.output(results[0] if len(results) == 1 else tuple(results))
-        return GraphModule(torch.nn.Module(), graph)
+            made = cutter.call(node, concrete)
+            made.meta = {"val": val(node)}
+            cutter.copies[node] = for_cpu(made)
+        return cutter.module(self.outputs)
 
 
 def for_cpu(node: Node) -> Node:
