@@ -22,7 +22,7 @@ import torch
 import graft
 from graft.cli.show import quiet_libraries
 from graft.models.load import LoadedModel, load_model, resolve_device
-from graft.runtime.llm import overlay
+from graft.runtime.stages import overlay
 from graft.transforms.config import load_config
 from graft.transforms.registry import TransformRegistry, load_all
 from graft.workbench.bench import prompts_for

@@ -43,6 +43,11 @@ def decoder_backend(
     backend takes the engine's packed tokens alone. formats: of quantized weights.
     """
     check_name(backend)
+    if backend == "cuda_graph":
+        raise UsageError(
+            "backend='cuda_graph' is for graft.compile: the engine captures its own CUDA graphs, one a batch size,"
+            " sampling inside, and would have to do without them; leave out backend, or use 'eager'"
+        )
     if backend != "auto":
         return backend, ()
     if device.type != "cpu":

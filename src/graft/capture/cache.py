@@ -26,6 +26,7 @@ from graft.errors import DumpError
 from graft.files import Progress, atomic_file, cache_folder
 from graft.graph.serial import graph_from_json, graph_to_json
 from graft.graph.verify import module_state
+from graft.progress import CAPTURE, Doing
 
 OFF = "GRAFT_NO_GRAPH_CACHE"
 FOLDER = "GRAFT_GRAPH_CACHE_DIR"
@@ -39,14 +40,14 @@ def captured_decoder(model: PreTrainedModel, progress: Progress | None = None) -
     file = None if key is None else cache_folder("graphs", FOLDER) / f"{key}.json"
     if key is not None and file is not None and file.exists():
         if progress:
-            progress("loading the captured graph", 0, 1)
+            progress(Doing("loading the captured graph", CAPTURE), 0, 1)
         found = load(file, key, model)
         if isinstance(found, GraphModule):
             seconds = time.perf_counter() - started
             return found, f"captured graph: from the cache ({key[:12]}), {seconds:.1f} s"
         why = f"; the stored graph was not used: {found}"
     if progress:
-        progress("capturing the graph", 0, 1)
+        progress(Doing("capturing the graph", CAPTURE), 0, 1)
     started = time.perf_counter()
     gm = capture_decoder(model)
     seconds = time.perf_counter() - started

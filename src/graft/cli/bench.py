@@ -88,7 +88,8 @@ def bench(
     """Measure latency and throughput over batch sizes, beside Hugging Face eager and torch.compile."""
     from graft.cli.bench_show import phase_lines
     from graft.models.load import DTYPES, resolve_device, resolve_dtype
-    from graft.workbench.phases import STARTS, PhaseClock
+    from graft.progress import CAPTURE
+    from graft.workbench.phases import PhaseClock
     from graft.workbench.threads import use_threads
 
     place = resolve_device(device)
@@ -110,7 +111,7 @@ def bench(
             model, clock, **given, keep_weights=module_runs, max_num_seqs=max(max_num_seqs or 256, *plan.batches),
             options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory),
         )  # fmt: skip
-        built = clock.since(*STARTS)
+        built = clock.since(CAPTURE)
         notes = {"command": shlex.join(["graft", *sys.argv[1:]]), "build_phases": clock.phases()}
         if kernels:
             table_of_kernels(llm, plan, notes, progress, as_json)

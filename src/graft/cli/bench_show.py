@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from graft.cli.show import err, out, progress_bar
+from graft.progress import phase_of
 
 if TYPE_CHECKING:
     from graft.workbench.kernel_times import StepTimes
@@ -32,7 +33,7 @@ def phase_lines(long: bool) -> Iterator[Callable[[str, int, int], None]]:
         def report(what: str, done: int, total: int) -> None:
             nonlocal last
             bar(what, done, total)
-            phase = "transforms" if what.startswith("transform") else what
+            phase = phase_of(what)
             if long and not err.is_terminal and phase != last:
                 err.print(f"[{time.perf_counter() - began:6.1f} s] {phase}", markup=False, soft_wrap=True)
             last = phase

@@ -39,19 +39,20 @@ def load_llm(
     keep_weights: the Hugging Face module is used as well, so quantizing must leave it its weights.
     """
     from graft.cli.show import tell_notes
-    from graft.models.load import load_model
-    from graft.runtime.llm import LLM, engine_options, in_blocks, overlay
+    from graft.runtime.llm import LLM, engine_options
     from graft.runtime.options import EngineOptions
+    from graft.runtime.stages import load_decoder, settings_for
     from graft.transforms.config import load_config, quantize_sets
 
-    given = {"sets": (*(sets or ()), *quantize_sets(quantize)), "plugins": tuple(plugins or ())}
-    load_config(config, **given)  # a wrong key or size is told before the model is loaded
+    given = {"sets": tuple(sets or ()), "plugins": tuple(plugins or ())}
+    # a wrong key or size is told before the model is loaded
+    load_config(config, sets=(*given["sets"], *quantize_sets(quantize)), plugins=given["plugins"])
     engine_options({name: value for name, value in options.items() if name in EngineOptions.__dataclass_fields__})
-    blocks = in_blocks(options.get("backend", "auto"), quantize, dtype, device)
-    loaded = load_model(
-        model, dtype=dtype, device=device, progress=progress, in_blocks=blocks, trust_remote_code=trust_remote_code
-    )
+    loaded = load_decoder(
+        model, dtype=dtype, device=device, backend=options.get("backend", "auto"), quantize=quantize,
+        trust_remote_code=trust_remote_code, progress=progress,
+    )  # fmt: skip
     tell_notes(loaded.notes)
-    settings = load_config(config, model=overlay(loaded), **given)
+    settings = settings_for(loaded, config, quantize, **given)
     more = options_for(loaded) if options_for else {}
     return LLM(loaded, config=settings, progress=progress, keep_weights=keep_weights, **options, **more)

@@ -6,7 +6,7 @@ from graft.backends.native.lower import source_of
 from graft.backends.native.regions import split
 from graft.errors import NothingNative
 from graft.files import Progress
-from graft.runtime.llm import filled, no_format_asked, settings_for
+from graft.runtime.stages import filled, no_format_asked, settings_for
 from graft.transforms.base import Context
 from graft.transforms.config import PipelineConfig
 from graft.transforms.pipeline import run_pipeline
@@ -21,7 +21,8 @@ def native_source(name: str, config: PipelineConfig, dtype: str = "auto", progre
     model, gm = captured(name, dtype, progress, weights=True, in_blocks=dtype == "auto" and no_format_asked(config))
     config = settings_for(model, config, None)
     context = Context(route="decoder", backend="native", context_length=model.context, held=model.held)
-    filled(model.held, gm, "verify: matches computes with them", config.verify == "matches")
+    if config.verify == "matches":
+        filled(model.held, gm, "verify: matches computes with them")
     run_pipeline(gm, config, context, model=model.name, progress=progress)
     parts = split(gm, config.kernels)
     if not parts.regions:

@@ -1,15 +1,11 @@
-"""How long each phase of a start took, from the reports of its progress alone."""
+"""How long each phase of a start took, as its progress names them."""
 
 from __future__ import annotations
 
-import re
 import time
 
 from graft.files import Progress
-
-# what an LLM reports first, its model being loaded: the one or, where the graph was stored, the other
-STARTS = ("loading the captured graph", "capturing the graph")
-AFTER_TRANSFORMS = "lowering, cache"
+from graft.progress import phase_of
 
 
 class PhaseClock:
@@ -42,12 +38,3 @@ class PhaseClock:
         """Seconds since one of the phases first began; 0 where none did."""
         began = next((began for name, began in self.marks if name in phases), None)
         return 0.0 if began is None else time.perf_counter() - began
-
-
-def phase_of(what: str) -> str:
-    """The phase that a report belongs to: all transforms are one, and numbers do not tell phases apart."""
-    if what == "transforms done":
-        return AFTER_TRANSFORMS
-    if what.startswith("transform "):
-        return "transforms"
-    return re.sub(r"\s*[\d,.]+\s*", " ", what).strip()
