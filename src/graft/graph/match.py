@@ -18,7 +18,7 @@ from graft.errors import PatternError
 from graft.graph.arguments import TensorSpec, arguments
 from graft.graph.attempt import Attempt, Refused, try_at
 from graft.graph.memory import is_mutating, mutated_args, mutated_roots, storage_root
-from graft.graph.nodes import is_op, static_int, tensor_val, where
+from graft.graph.nodes import is_op, module_path, static_int, tensor_val, where
 from graft.graph.pattern import Pattern, exact_pattern, leads_to, loose_patterns, outlines
 from graft.graph.text import target_text
 from graft.graph.trace import current_dialect
@@ -67,7 +67,7 @@ class Match:
 
 @dataclass(frozen=True)
 class NearMiss:
-    """An anchor at which the pattern almost fitted."""
+    """An anchor at which the pattern almost fitted: in words (`anchor`, `node`), and as names of nodes and module."""
 
     pattern: str
     anchor: str
@@ -75,6 +75,16 @@ class NearMiss:
     reason: str
     matched: int
     size: int
+    name: str = field(kw_only=True)  # of the anchor
+    module: str = field(kw_only=True)  # that the anchor is in
+    stopped_at: str = field(kw_only=True)  # the node that did not fit
+
+    @staticmethod
+    def at(pattern: str, anchor: Node, stopped_at: Node, reason: str, matched: int, size: int) -> NearMiss:
+        return NearMiss(
+            pattern, where(anchor), f"%{stopped_at.name}", reason, matched, size,
+            name=anchor.name, module=module_path(anchor), stopped_at=stopped_at.name,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,8 +131,7 @@ class Finder:
                 if is_near(pattern, attempt, fitted, self.near):
                     whole = fitted and not attempt.refuted
                     reached = pattern.size if whole else min(attempt.deepest, pattern.size - 1)
-                    place = f"%{refused.node.name}"
-                    miss = NearMiss(pattern.name, where(node), place, refused.reason, reached, pattern.size)
+                    miss = NearMiss.at(pattern.name, node, refused.node, refused.reason, reached, pattern.size)
                     search.miss(node, miss, attempt.in_call)
             else:
                 search.add(match)

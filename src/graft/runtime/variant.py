@@ -127,4 +127,4 @@ def plain_call(call: Callable[..., Any]) -> Callable[[Sequence[Any]], Any] | Non
 def missed_updates(report: Report) -> Mapping[str, str]:
     """Node → why update_state_in_place left it."""
     record = report.transforms.get("update_state_in_place")
-    return {miss.node.removeprefix("%"): miss.reason for miss in record.near_misses} if record else {}
+    return {miss.stopped_at: miss.reason for miss in record.near_misses} if record else {}

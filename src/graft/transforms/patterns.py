@@ -115,8 +115,8 @@ class PatternTransform(Rewriter):
 
     def finish(self, run: PatternRun) -> None:
         """What another pattern took after all is no miss of the ones before it."""
-        taken = {f"%{name}" for record in run.records for name in record.replaced}
-        run.misses = [miss for miss in run.misses if miss.anchor.split()[0] not in taken]
+        taken = {name for record in run.records for name in record.replaced}
+        run.misses = [miss for miss in run.misses if miss.name not in taken]
 
     def reason(self, run: PatternRun) -> str:
         """The nearest miss, or what nothing looks like, and what the graph lacks for patterns that were not tried."""
@@ -129,8 +129,8 @@ class PatternTransform(Rewriter):
         return "; ".join(part for part in (alike if run.tried or not run.lacking else "", without) if part)
 
     def near_miss(self, run: PatternRun, candidate: PatternMatch, refused: Refused) -> NearMiss:
-        size, node = len(candidate.nodes), f"%{refused.node.name}"
-        return NearMiss(candidate.pattern, where(candidate.anchor), node, refused.reason, size, size)
+        size = len(candidate.nodes)
+        return NearMiss.at(candidate.pattern, candidate.anchor, refused.node, refused.reason, size, size)
 
 
 def origins_of(match: PatternMatch, body: Pattern) -> dict[Node, Node]:

@@ -78,7 +78,7 @@ class Grower:
             if isinstance(joined, str):
                 size = len(region.nodes) + len(current.nodes)
                 miss = f"{where(node)} stays apart from {where(region.nodes[-1])}: {joined}"
-                self.misses.append(NearMiss(self.name, where(node), f"%{node.name}", miss, len(current.nodes), size))
+                self.misses.append(NearMiss.at(self.name, node, node, miss, len(current.nodes), size))
             else:
                 current = joined
                 self.region |= dict.fromkeys(joined.nodes, joined)

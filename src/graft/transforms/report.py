@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from torch.fx import Node
+
 from graft.graph.match import NearMiss
+from graft.graph.nodes import module_path, where
 from graft.ops.ran import OpKernels
 from graft.state.alias_map import StateRecord
 
@@ -43,6 +46,21 @@ class MatchRecord:
     proof: Proof | None = None
     note: str = ""  # what is worth knowing about this place
     successors: tuple[tuple[str, str], ...] = ()
+    name: str = field(default="", kw_only=True)  # of the node in `anchor`
+
+    @staticmethod
+    def at(
+        node: Node,
+        replaced: tuple[str, ...],
+        made: tuple[str, ...],
+        pattern: str = "",
+        proof: Proof | None = None,
+        note: str = "",
+        successors: tuple[tuple[str, str], ...] = (),
+    ) -> MatchRecord:
+        return MatchRecord(
+            where(node), module_path(node), replaced, made, pattern, proof, note, successors, name=node.name
+        )
 
 
 @dataclass(frozen=True)
@@ -105,9 +123,8 @@ def read_match(entry: dict[str, Any]) -> MatchRecord:
     proof = Proof(**entry["proof"]) if entry["proof"] else None
     replaced, made = tuple(entry["replaced"]), tuple(entry["made"])
     successors = tuple((old, new) for old, new in entry["successors"])
-    return MatchRecord(
-        entry["anchor"], entry["module"], replaced, made, entry["pattern"], proof, entry["note"], successors
-    )
+    plain = (entry["anchor"], entry["module"], replaced, made, entry["pattern"], proof, entry["note"], successors)
+    return MatchRecord(*plain, name=entry["name"])
 
 
 def read_record(entry: dict[str, Any]) -> TransformRecord:

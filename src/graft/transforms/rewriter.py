@@ -86,8 +86,7 @@ class Rewriter(BaseTransform):
 
     def near_miss(self, run: Any, candidate: Any, refused: Refused, /) -> NearMiss:
         anchor = candidate if isinstance(candidate, Node) else candidate.anchor
-        node = f"%{refused.node.name}"
-        return NearMiss(self.name, where(anchor), node, refused.reason, 1, self.size)
+        return NearMiss.at(self.name, anchor, refused.node, refused.reason, 1, self.size)
 
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -120,12 +119,12 @@ class Rewriter(BaseTransform):
                 yield match
 
     def rewrite(self, run: Any, match: Any, /) -> MatchRecord:
-        anchor, module = where(match.anchor), module_path(match.anchor)
+        name, anchor, module = match.anchor.name, where(match.anchor), module_path(match.anchor)
         nodes = [node.name for node in match.nodes]
         made = tuple(node.name for node in self.write(run, match))
         successors, erased = run.editor.take_changes()
         replaced = tuple(dict.fromkeys([*nodes, *(old for old, _ in successors), *erased]))
-        return MatchRecord(anchor, module, replaced, made, match.pattern, successors=successors)
+        return MatchRecord(anchor, module, replaced, made, match.pattern, successors=successors, name=name)
 
 
 def claim(match: Match, taken: set[Node]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from graft.errors import DumpError, RunMismatch, UnknownTransform
 from graft.graph.facts import layer_of
+from graft.graph.match import NearMiss
 from graft.transforms.report import TransformRecord
 from graft.workbench.diff import Detail, GraphDiff, diff_graphs
 from graft.workbench.layers import ranges
@@ -100,7 +101,7 @@ def manifest_changes(before: Run, after: Run) -> tuple[Detail, ...]:
 def compare_records(name: str, old: TransformRecord | None, new: TransformRecord | None) -> TransformDiff:
     records = (old, new)
     matched = [Counter(m.module or "the root" for m in r.matches) if r else Counter() for r in records]
-    missed = [Counter(miss_text(m.anchor, m.reason) for m in r.near_misses) if r else Counter() for r in records]
+    missed = [Counter(miss_text(m) for m in r.near_misses) if r else Counter() for r in records]
     return TransformDiff(
         name,
         (old.status if old else ABSENT, new.status if new else ABSENT),
@@ -113,10 +114,13 @@ def compare_records(name: str, old: TransformRecord | None, new: TransformRecord
     )
 
 
-def miss_text(anchor: str, reason: str) -> str:
+def miss_text(miss: NearMiss) -> str:
     """Place and reason without the names of nodes, which other runs number in another way."""
-    place = re.search(r"\(([^,)]*)", anchor)
-    return f"{place[1] if place else ''}: {re.sub(r'%[a-zA-Z_]+?(_[0-9]+)?(?![a-zA-Z_0-9])', '%…', reason)}"
+    return f"{miss.module}: {nameless(miss.reason)}"
+
+
+def nameless(reason: str) -> str:
+    return re.sub(r"%[a-zA-Z_]+?(_[0-9]+)?(?![a-zA-Z_0-9])", "%…", reason)
 
 
 def folded(texts: Counter[str] | Iterable[str]) -> tuple[str, ...]:

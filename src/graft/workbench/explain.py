@@ -125,20 +125,14 @@ def describe(model: str, record: TransformRecord, places: Mapping[str, Place], n
 
 
 def match_place(match: MatchRecord, places: Mapping[str, Place]) -> Place:
-    name = node_name(match.anchor)
-    return places.get(name, Place(layer_of(match.module), match.module, "", name))
+    return places.get(match.name, Place(layer_of(match.module), match.module, "", match.name))
 
 
 def miss_place(miss: NearMiss, places: Mapping[str, Place]) -> Place:
     """Of the node that stopped it; a weight has no line of its own, so it gets the anchor's."""
-    nowhere = Place(None, "", "", node_name(miss.node))
-    place, anchor = places.get(node_name(miss.node), nowhere), places.get(node_name(miss.anchor), nowhere)
+    nowhere = Place(None, "", "", miss.stopped_at)
+    place, anchor = places.get(miss.stopped_at, nowhere), places.get(miss.name, nowhere)
     return place if place.source else replace(anchor, node=place.node)
-
-
-def node_name(text: str) -> str:
-    """`%add_3 (model.layers.0, file.py:83)` → `add_3`."""
-    return text.removeprefix("%").split(" ")[0]
 
 
 def place_of(node: Node) -> Place:

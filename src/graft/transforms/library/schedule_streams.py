@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from graft.graph.nodes import leaves, module_path, val, where
+from graft.graph.nodes import leaves, val
 from graft.graph.streams import has_streams
 from graft.graph.verify import Snapshot
 from graft.ops.streams import SWITCH
@@ -149,6 +149,6 @@ def records(gm: GraphModule, made: Sequence[Node]) -> tuple[MatchRecord, ...]:
             found[-1][1].append(node.name)
     first = [node.name for node in gm.graph.nodes if node in inside and found and node < found[0][0]]
     return tuple(
-        MatchRecord(where(node), module_path(node), (), (*(first if index == 0 else ()), *names))
+        MatchRecord.at(node, (), (*(first if index == 0 else ()), *names))
         for index, (node, names) in enumerate(found)
     )

@@ -119,7 +119,7 @@ def why_lost(old: TransformRecord | None, new: TransformRecord | None) -> str:
     if old is None or new is None:
         return ""
     lost = {match.module for match in old.matches} - {match.module for match in new.matches}
-    misses = [miss for miss in new.near_misses if any(f"({module}," in miss.anchor for module in lost)]
+    misses = [miss for miss in new.near_misses if miss.module in lost]
     closest = max(misses, key=lambda miss: miss.matched / max(miss.size, 1), default=None)
     return closest.reason if closest else new.reason
 

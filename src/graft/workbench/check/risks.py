@@ -37,7 +37,7 @@ def open_risks(record: TransformRecord, report: CheckReport, trial: Trial) -> li
 
 
 def missed(record: TransformRecord) -> Iterator[str]:
-    misses = folded(miss_text(miss.anchor, miss.reason) for miss in record.near_misses)
+    misses = folded(miss_text(miss) for miss in record.near_misses)
     if misses:
         yield f"{len(record.near_misses)} near misses were left alone: {'; '.join(misses[:3])}"
 

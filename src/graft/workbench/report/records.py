@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from graft.graph.facts import general, layer_of
 from graft.graph.match import NearMiss
 from graft.transforms.report import MatchRecord, TransformRecord
-from graft.workbench.diff_runs import folded, miss_text
+from graft.workbench.diff_runs import folded, nameless
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ def miss_rows(record: TransformRecord) -> list[MissRow]:
     """The nearest first. Forms of a pattern that failed for one reason at one place are one row."""
     groups: dict[Hashable, list[NearMiss]] = {}
     for miss in record.near_misses:
-        place, _, reason = miss_text(miss.anchor, miss.reason).partition(": ")
-        groups.setdefault((general(place, layer_of(place)), reason), []).append(miss)
+        place = general(miss.module, layer_of(miss.module))
+        groups.setdefault((place, nameless(miss.reason)), []).append(miss)
     rows = []
     for group in groups.values():
         nearest = max(group, key=lambda miss: miss.matched / max(miss.size, 1))
-        anchors = {miss.anchor: miss_text(miss.anchor, "").removesuffix(": ") or "the model itself" for miss in group}
+        anchors = {miss.name: miss.module or "the model itself" for miss in group}
         forms = ", ".join(dict.fromkeys(miss.pattern for miss in group if miss.pattern))
         rows.append(
             MissRow(

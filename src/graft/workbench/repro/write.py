@@ -57,8 +57,7 @@ def find_match(run: Run, name: str, transform: str = "") -> Listed:
         raise UnknownMatch(name, [one.id for one in matches_of(run)], str(run.folder))
     listed = matches_of(run, chosen)
     for one in listed:
-        anchor = one.record.anchor.split()[0].removeprefix("%")
-        if which.removeprefix("%") in (one.id.rpartition(":")[2], anchor):
+        if which.removeprefix("%") in (one.id.rpartition(":")[2], one.record.name):
             return one
     raise UnknownMatch(name, [one.id for one in listed], str(run.folder))
 
