@@ -116,7 +116,6 @@ def test_norms_that_differ_stay_and_the_rest_fuses_r22():
         ("keys do not turn", "", "keys do not turn: %transpose"),
         ("a second reader", "", "has a second reader"),
         ("written in between", "", "is written in place between"),
-        ("other eps", "op", "are normed differently"),
     ],
 )
 def test_what_must_stay_is_refused_byte_for_byte_r22(case, norm, reason):

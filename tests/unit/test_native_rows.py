@@ -20,7 +20,7 @@ pytestmark = needs_compiler
 aten = torch.ops.aten
 ROWS, WIDTH = 7, 24
 UNARY = [op for op in FORMS if len(op._schema.arguments) == 1]
-BINARY = [op for op in FORMS if op not in UNARY]
+BINARY, SCALAR = ([op for op in FORMS if op._overloadname == name] for name in ("Tensor", "Scalar"))
 
 
 class Sketch:
@@ -66,6 +66,7 @@ def pointwise(dtype: torch.dtype) -> Built:
     x, y, vector, number = (sketch.nodes[name] for name in ("x", "y", "vector", "number"))
     results = [sketch.call(op, x) for op in UNARY]
     results += [sketch.call(op, x, other) for op in BINARY for other in (y, vector, number, 0.3)]
+    results += [sketch.call(op, x, 0.3) for op in SCALAR]
     results += [sketch.call(aten.pow.Tensor_Scalar, x, power) for power in (2, 3.0, 1.5)]
     results.append(sketch.call(aten.gelu.default, x))
     chain = sketch.call(aten.mul.Tensor, sketch.call(aten.tanh.default, sketch.call(aten.div.Tensor, x, 3.0)), 3.0)

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 HEADER = "backends/native/pointwise.h"
 
 
-FORMS = frozenset(call for row in ROWS if row.cpp is not None for call in row.aten)
+FORMS = tuple(call for row in ROWS if row.cpp is not None for call in row.aten)
 
 
 def is_pointwise(node: Node) -> bool:
