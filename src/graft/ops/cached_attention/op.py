@@ -18,8 +18,9 @@ LONG = 4096
 
 
 def fake(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor,
-    lens_cpu: Tensor, scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,
+    seq_lens: Tensor, lens_cpu: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v_cache.shape[3])
 
@@ -82,8 +83,8 @@ def recording(q: Tensor) -> bool:
 
 
 def run_split_kv(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor,
-    lens_cpu: Tensor, *options: Any,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,
+    seq_lens: Tensor, lens_cpu: Tensor, *options: Any,
 ) -> Tensor:  # fmt: skip
     from graft.ops.cached_attention.decode.triton import split_kv
 
@@ -105,9 +106,9 @@ def run_triton(*args: Any) -> Tensor:
 SPEC = define(
     OpSpec(
         name="cached_attention",
-        schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor token_to_seq, Tensor block_tables, Tensor cu_seqlens,"
-        " Tensor seq_lens, Tensor lens_cpu, float scale, int? window=None, float? softcap=None, Tensor? sinks=None)"
-        " -> Tensor",
+        schema="(Tensor q, Tensor k_cache, Tensor v_cache, Tensor token_to_seq, Tensor block_tables,"
+        " Tensor cu_seqlens, Tensor seq_lens, Tensor lens_cpu, float scale, int? window=None, float? softcap=None,"
+        " Tensor? sinks=None) -> Tensor",
         reference=cached_attention,
         fake=fake,
         kernels=(

@@ -11,9 +11,11 @@ from graft.ops.selection import choose
 
 def paged_attention_triton(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
-    slot_mapping: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, lens_cpu: Tensor,
-    scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    slot_mapping: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor,
+    lens_cpu: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     write_cache(k, v, k_cache, v_cache, slot_mapping)
-    given = (q, k_cache, v_cache, token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu, scale, window, softcap, sinks)
+    batch = (token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu)
+    given = (q, k_cache, v_cache, *batch, scale, window, softcap, sinks)
     return choose(SPEC, SPEC.call(*given)).run(*given)

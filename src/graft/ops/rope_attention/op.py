@@ -61,18 +61,18 @@ def run_steps(
     *norms: Any,
 ) -> Tensor:  # fmt: skip
     turned = torch.ops.graft.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved, *norms)
-    return torch.ops.graft.cached_attention(
-        turned, k_cache, v_cache, token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu, scale, window, softcap, sinks
-    )
+    batch = (token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu)
+    return torch.ops.graft.cached_attention(turned, k_cache, v_cache, *batch, scale, window, softcap, sinks)
 
 
 define(
     OpSpec(
         name="rope_attention",
         schema="(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache,"
-        " Tensor slot_mapping, Tensor token_to_seq, Tensor block_tables, Tensor cu_seqlens, Tensor seq_lens, Tensor lens_cpu, float scale,"
-        " int? window=None, float? softcap=None, Tensor? sinks=None, bool interleaved=False, Tensor? q_norm=None,"
-        " Tensor? k_norm=None, float eps=0.0, float offset=0.0, bool cast_last=False) -> Tensor",
+        " Tensor slot_mapping, Tensor token_to_seq, Tensor block_tables, Tensor cu_seqlens, Tensor seq_lens,"
+        " Tensor lens_cpu, float scale, int? window=None, float? softcap=None, Tensor? sinks=None,"
+        " bool interleaved=False, Tensor? q_norm=None, Tensor? k_norm=None, float eps=0.0, float offset=0.0,"
+        " bool cast_last=False) -> Tensor",
         reference=rope_attention,
         fake=fake,
         kernels=(
