@@ -1,5 +1,5 @@
 # make run   set up, then answer a prompt with the embedded model and show what was done to it
-# make test  set up, then lint, type-check and run the tests, less those that tests/short.py names
+# make test  set up, then lint, type-check and run the tests, less those marked exhaustive
 # make test-all  the same with all of them
 # make sanitize  the native kernels under address, undefined-behaviour and thread sanitizers
 # make fuzz  the property tests with new random examples
@@ -22,24 +22,25 @@ test: check
 	$(TESTS)
 
 test-all: check
-	$(TESTS) --all-tests
+	$(TESTS) -m ''
 
 # once as programs of their own, and once inside of Python, where a model's whole step runs
 sanitize: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_native_sanitizers.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "" tests/unit/test_native_sanitizers.py
 	OMP_NUM_THREADS=1 GRAFT_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1" \
 	  GRAFT_NATIVE_CACHE_DIR="$$(mktemp -d)" ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" \
-	  $(BIN)/python -m pytest -p no:xdist tests/unit/test_native_kernels.py tests/unit/test_native_attention.py \
+	  $(BIN)/python -m pytest -p no:xdist -m "" tests/unit/test_native_kernels.py tests/unit/test_native_attention.py \
 	  tests/unit/test_native_rows.py "tests/e2e/test_native_families.py" -k "not families or llama or gpt_oss or gemma-2"
 
 # the property tests with examples that no run has seen
 fuzz: $(READY)
-	HYPOTHESIS_PROFILE=fuzz OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(shell grep -l "from hypothesis" tests/unit/test_*.py)
+	HYPOTHESIS_PROFILE=fuzz OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "" $(shell grep -l "from hypothesis" tests/unit/test_*.py)
 
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python docs/site/check_links.py
 
 # its tools are an extra of their own, so that no other target installs them

@@ -47,7 +47,7 @@ settings.register_profile("fuzz", print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # the kit comes with graft when that is installed; from a checkout it is named here (under the same name: never twice)
-pytest_plugins = ["graft.testing.plugin", "pytester", "short"]
+pytest_plugins = ["graft.testing.plugin", "pytester"]
 FAMILIES = sorted(families())
 
 

@@ -10,6 +10,7 @@ import torch
 from graft.capture.decoder import capture_decoder
 from graft.models.load import load_model
 from graft.workbench.quality import logits_of, quality, with_transforms
+from marks import short
 
 TEXT = Path(__file__).parents[2] / "benchmarks" / "quantization.txt"
 TOKENS = 192
@@ -28,7 +29,7 @@ def original():
     return gm, ids, logits_of(gm, ids, CPU)
 
 
-@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize("kind", short(BOUNDS, "int4"))
 def test_perplexity_stays_and_wrong_scales_would_show_r21(original, kind):
     gm, ids, logits = original
     before = quality(logits, ids).perplexity

@@ -68,6 +68,7 @@ def open_page(page, file, **size):
     return seconds, drawn
 
 
+@pytest.mark.exhaustive
 def test_a_report_of_32_layers_is_small_and_opens_quietly_r56(page, deep, record_property, capsys):
     seconds, drawn = open_page(page, deep)
     size = deep.stat().st_size / 1e6
@@ -108,6 +109,7 @@ def painted(page, element):
     )
 
 
+@pytest.mark.exhaustive
 def test_every_transform_and_every_step_can_be_drawn_r56(page, decoder):
     open_page(page, decoder)
     names = page.evaluate("[...document.querySelectorAll('#pipeline tbody tr')].map((row) => row.dataset.transform)")

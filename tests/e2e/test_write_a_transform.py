@@ -36,6 +36,7 @@ def test_the_tutorial_followed_word_for_word_adds_a_working_fusion_r54_r58(tmp_p
     assert (tmp_path / "found_fusions" / "fuse_norm_add.py").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_page_on_repro_and_exports_followed_word_for_word_r59(tmp_path):
     done = python(Path(__file__).with_name("tutorial_runner.py"), SHIP, tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

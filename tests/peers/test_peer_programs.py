@@ -22,8 +22,9 @@ TABLES = (MUTATION, DISPATCH, CUSTOM_OPS, ALIASED_IO, TRANSFORMS, FUSIONS)
 PROGRAMS = [program for table in TABLES for program in table.programs]
 
 
-def on(*routes: str, tables=TABLES, alone=False):
-    """One case for each route and program, those with a gap as strict xfails; `alone`: what no batch takes in."""
+def on(*routes: str, tables=TABLES, alone=False, short=()):
+    """One case for each route and program, those with a gap as strict xfails; `alone`: what no batch takes in;
+    `short`: the routes and programs of the short run."""
     cases = [
         (route, program)
         for table in tables
@@ -35,6 +36,7 @@ def on(*routes: str, tables=TABLES, alone=False):
     def case(route: str, program: Program):
         reason = program.gaps.get(route, program.gaps.get(""))
         marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+        marks += [] if {route, program.name} & {*short} else [pytest.mark.exhaustive]
         return pytest.param(route, program, id=f"{route}-{program.name}", marks=marks)
 
     return pytest.mark.parametrize(("route", "program"), [case(*entry) for entry in cases])
@@ -63,14 +65,27 @@ def check(route: str, program: Program) -> None:
     assert {name: fired[name] for name in wanted} == wanted, +fired
 
 
-def together(*routes: str):
-    cases = [(route, name, group) for route in routes for name, group in batches(TABLES, route)]
-    return pytest.mark.parametrize(
-        ("route", "programs"), [pytest.param(route, group, id=f"{route}-{name}") for route, name, group in cases]
-    )
+def together(*routes: str, short):
+    """One case for each route and batch; `short`: those of the short run."""
+    cases = {f"{route}-{name}": (route, group) for route in routes for name, group in batches(TABLES, route)}
+    assert cases.keys() >= {*short}
+
+    def case(name: str):
+        return pytest.param(*cases[name], id=name, marks=[] if name in short else [pytest.mark.exhaustive])
+
+    return pytest.mark.parametrize(("route", "programs"), [case(name) for name in cases])
 
 
-@together("passes", "dynamo-dynamic", "inductor", "torch.compile")
+@together(
+    "passes",
+    "dynamo-dynamic",
+    "inductor",
+    "torch.compile",
+    short=(
+        *("passes-custom_ops_0", "passes-dispatch_1", "passes-mutation_2"),
+        *("dynamo-dynamic-mutation_0", "dynamo-dynamic-custom_ops_1", "inductor-dispatch_0"),
+    ),
+)
 def test_together(route, programs):
     subject, twin = Together(programs), Together(programs)
     (args,), (given,) = inputs_of(programs), inputs_of(programs)
@@ -86,17 +101,17 @@ def test_together(route, programs):
                     raise AssertionError(f"{program.name}: {error}") from error
 
 
-@on("eager", "passes", "dynamo", "dynamo-dynamic")
+@on("eager", "passes", "dynamo", "dynamo-dynamic", short=["eager"])
 def test_alone(route, program):
     check(route, program)
 
 
-@on("inductor", "torch.compile", alone=True)
+@on("inductor", "torch.compile", alone=True, short=["custom_ops.last_row_at_a_dynamic_size"])
 def test_alone_with_generated_code(route, program):
     check(route, program)
 
 
-@on("cuda_graph", tables=(ALIASED_IO,))
+@on("cuda_graph", tables=(ALIASED_IO,), short=["aliased_io.owned_cache", "aliased_io.one_token_by_assignment"])
 def test_replayed(route, program):
     check(route, program)
 

@@ -84,7 +84,7 @@ def checkout_folder(tmp_path):
     shutil.copytree(SOURCE / "graft", root / "src" / "graft", ignore=shutil.ignore_patterns("__pycache__"))
     (root / "tests" / "unit").mkdir(parents=True)
     shutil.copy(ROOT / "pyproject.toml", root)
-    for name in ("conftest.py", "short.py"):
+    for name in ("conftest.py", "marks.py"):
         shutil.copy(ROOT / "tests" / name, root / "tests")
     for name in ("test_structure.py", "test_ops.py", "test_models.py"):
         shutil.copy(ROOT / "tests" / "unit" / name, root / "tests" / "unit")

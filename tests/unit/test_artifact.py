@@ -23,6 +23,7 @@ from graft.graph.symbols import symbols_of
 from graft.graph.text import graph_text
 from graft.graph.trace import export_graph
 from graft.graph.verify import verify
+from marks import short
 
 PATHS = [str(Path(graft.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, PATHS)), "OMP_NUM_THREADS": "1"}
@@ -45,7 +46,7 @@ def buffers(module):
     return {name: tensor.clone() for name, tensor in module.graph_module.named_buffers()}
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", short(["eager", "inductor"], "eager"))
 def test_a_new_process_goes_on_from_the_saved_state_r36(tmp_path, backend):
     compiled = compiled_decoder(backend)
     initial = buffers(compiled)

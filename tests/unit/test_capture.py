@@ -13,13 +13,14 @@ from graft.capture.decoder import capture_decoder
 from graft.errors import CaptureError, UnsupportedAttention
 from graft.graph.nodes import arg_values, calls, is_op, module_path, source_line
 from graft.graph.trace import export_graph
+from marks import KINDS, short
 
 
 def attention_nodes(gm):
     return [n for n in calls(gm.graph) if is_op(n, torch.ops.graft.attention.default)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
 def test_captured_graph_equals_the_model_bit_for_bit(family):
     """On shapes that are not the example's, longer than the tiny models' windows, and one token."""
     model = tiny(family)
@@ -33,7 +34,7 @@ def test_captured_graph_equals_the_model_bit_for_bit(family):
         assert torch.equal(logits, expected), f"{batch} x {length}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
 def test_attention_keeps_what_the_model_gives_it(family):
     model = tiny(family)
     config = model.module.config

@@ -11,6 +11,7 @@ import graft
 from conftest import FAMILIES, tiny
 from graft.graph.nodes import is_op, output_node, placeholders
 from graft.models.registry import COMMON, FOLDER, families
+from marks import KINDS, short
 
 NEW = 6
 LENGTHS = (1, 5, 13, 30)
@@ -40,7 +41,7 @@ def check_rows(gm):
     assert str(logits.meta["val"].shape[1]) == str(norm.meta["val"].shape[1]) == str(index.meta["val"].shape[0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
 def test_counts_and_greedy_tokens_r22(family):
     model = tiny(family)
     fused, plain = (graft.LLM(model, config=config, backend="eager") for config in (forced(), None))

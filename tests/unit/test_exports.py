@@ -33,6 +33,7 @@ from graft.workbench.export.pt2 import own_storage
 from graft.workbench.export.write import export_run
 from graft.workbench.runs import open_run
 from graft.workbench.stored import save_state
+from marks import short
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +223,7 @@ print("equal", tuple(given[0].shape))
 """
 
 
-@pytest.mark.parametrize("step", ["captured", "merge_gate_up"])
+@pytest.mark.parametrize("step", short(["captured", "merge_gate_up"], "merge_gate_up"))
 def test_the_program_loads_elsewhere_and_gives_the_same_bits_at_other_sizes_r59(weighted, tmp_path, step):
     path = tmp_path / "model.pt2"
     done = export_run(weighted, "pt2", path, step=step)

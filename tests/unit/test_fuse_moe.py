@@ -122,6 +122,7 @@ def test_after_fuse_swiglu_the_experts_still_fuse():
     assert torch.equal(gm(x), module(x))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["qwen2_moe", "olmoe", "granitemoe"])
 def test_other_families_fuse_with_their_shared_experts_left_outside(kind):
     sizes = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32, "decoder_sparse_step": 1}

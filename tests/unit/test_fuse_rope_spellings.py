@@ -105,6 +105,7 @@ MODELS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", MODELS)
 def test_whole_models_fuse_every_query_and_key_r14(kind):
     """As their attention calls them, captured with dynamic batch and length."""

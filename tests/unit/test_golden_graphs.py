@@ -12,6 +12,7 @@ import pytest
 
 from conftest import FAMILIES
 from golden_graphs import ROUTES, golden, path_of
+from marks import KINDS, short
 
 PINNED = dict(re.findall(r"^(torch|transformers)==(\S+)", Path("constraints.txt").read_text(), re.MULTILINE))
 # Transformers makes the rotary tables of its layer types in the order of a set
@@ -23,7 +24,7 @@ OF_A_SET = ("gemma-3",)
     reason="the texts are those of the versions in constraints.txt",
 )
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
 def test_graph_and_report_are_the_stored_ones(family, route):
     if family in OF_A_SET and os.environ.get("PYTHONHASHSEED") != "0":
         pytest.skip("the order of a set decides; PYTHONHASHSEED=0")

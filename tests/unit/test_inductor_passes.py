@@ -26,6 +26,7 @@ from graft.graph.edit import Editor
 from graft.graph.text import graph_text
 from graft.runtime import inductor_passes
 from graft.testing import generated_kernels, post_grad_graph
+from marks import short
 
 FUSION_PASS = "post_grad_custom_pre_pass"
 LLAMA = {"fuse_rms_norm": 5, "fuse_swiglu": 2, "fuse_rope": 4, "fuse_add_rms_norm": 4}
@@ -99,7 +100,10 @@ FUSED = {"fuse_rms_norm": 2, "fuse_swiglu": 1, "fuse_add_rms_norm": 1}
 
 @pytest.mark.parametrize(
     ("family", "dtype", "lengths"),
-    [("llama", "float32", (9, 14)), ("llama", "bfloat16", (9,)), ("gemma-2", "bfloat16", (9,))],
+    short(
+        [("llama", "float32", (9, 14)), ("llama", "bfloat16", (9,)), ("gemma-2", "bfloat16", (9,))],
+        ("llama", "bfloat16", (9,)),
+    ),
 )
 def test_fusions_on_inductors_graph_of_hugging_face_models_r24(family, dtype, lengths):
     model, lab = tiny(family, dtype), Lab()
@@ -282,6 +286,7 @@ print("RESULT", hits > 0, bypassed, fused, len(reports), reports[-1].notes, sep=
 """
 
 
+@pytest.mark.exhaustive
 def test_a_second_process_finds_the_graph_in_the_cache_r24():
     """An eps that no earlier run can have compiled; a fresh cache folder would cost a minute of C++ headers."""
     eps = repr(1e-5 + int.from_bytes(os.urandom(4)) * 1e-15)

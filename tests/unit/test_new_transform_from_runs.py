@@ -47,6 +47,7 @@ for name, block in BLOCKS.items():
 """
 
 
+@pytest.mark.exhaustive
 def test_novel_blocks_match_their_models_and_pass_their_tests_r54(tmp_path):
     """Each of the three: count as discover said, equal numerics, and the generated tests pass."""
     for name, block in BLOCKS.items():
@@ -80,6 +81,7 @@ def test_the_generated_tests_of_a_candidate_can_fail_r54(tmp_path):
     assert done.returncode == 1 and "FAILED test_fuse_gated.py::test_it_fuses" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_an_op_of_graft_takes_the_place_of_what_it_computes_r54(tmp_path):
     """With its arguments filled in, and two results where the model reads two."""
     found = discover_model("tiny-llama", load_config(OFF))
@@ -95,6 +97,7 @@ def test_an_op_of_graft_takes_the_place_of_what_it_computes_r54(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.exhaustive
 def test_in_a_checkout_what_is_written_is_formatted_and_lint_free_r54(checkout):
     pytest.importorskip("ruff", reason="ruff is not installed here")
     for name, block in BLOCKS.items():

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import yaml
 from scaffold_cases import GATED, SOURCE, checkout_folder, functions_file  # noqa: F401  (fixtures)
 
@@ -48,6 +49,7 @@ def test_plugins_pass_their_tests_as_generated_r54(tmp_path, functions):
     assert "no GPU" in done.stdout and "failed" not in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_generated_tests_can_fail_r54(tmp_path):
     """A replacement that is changed afterwards is caught by the tests that came with it."""
     new_transform("fuse_plain", tmp_path)
@@ -62,6 +64,7 @@ def test_the_generated_tests_can_fail_r54(tmp_path):
 # ── a checkout ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.exhaustive
 def test_in_a_checkout_the_rules_of_the_code_hold_r54(checkout, monkeypatch):
     """One name for registry, YAML and file; op folders complete; families account for it; ruff has nothing to say."""
     monkeypatch.chdir(checkout / "src" / "graft" / "cli")

@@ -16,12 +16,20 @@ from graft.errors import KernelUnavailable, UsageError
 from graft.ops import OPS, choose
 from graft.ops.cases import tolerance
 from graft.ops.selection import problem_of
+from marks import cross
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 CASES = [(op, case) for op in OPS for case in importlib.import_module(f"graft.ops.{op}.cases").CASES]
 IDS = [f"{op}: {case.name}" for op, case in CASES]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def every_case(*dtypes):
+    """Op × case × dtype; in the short run all cases in the first dtype and one case of an op in all of them."""
+    rows = cross([op for op, _ in CASES], CASES, dtypes)
+    ids = [f"{name}-{str(dtype).removeprefix('torch.')}" for name in IDS for dtype in dtypes]
+    return pytest.mark.parametrize(("name", "case", "dtype"), rows, ids=ids)
 
 
 def make(case, dtype, device="cpu"):
@@ -96,8 +104,7 @@ def right_bfloat16(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_si_to_fp", number)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+@every_case(*DTYPES)
 def test_reference_agrees_with_float64(name, case, dtype):
     """The 16-bit references round several times on the way (norm, product, sum), hence the factor."""
     args = make(case, dtype)
@@ -105,8 +112,7 @@ def test_reference_agrees_with_float64(name, case, dtype):
     assert close(OPS[name].reference(*copied(args)), exact, dtype, case.reduction, scale=4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+@every_case(*DTYPES)
 def test_triton_agrees_with_the_reference(name, case, dtype, monkeypatch):
     kernel = triton_kernel(name)
     if kernel is None:
@@ -149,8 +155,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
+@every_case(torch.float32, torch.float16)
 def test_a_wrong_variant_is_caught(name, case, dtype):
     """The tolerance of the tests above rejects a slightly wrong op (another eps, scale, sign or activation)."""
     if "one token" in case.name:

@@ -85,6 +85,7 @@ def test_the_file_runs_by_itself_and_a_broken_replacement_exits_1_r59(plain, tmp
     assert ran.returncode == 1 and "NOT EQUAL" in ran.stdout, ran.stderr
 
 
+@pytest.mark.exhaustive
 def test_every_match_of_a_run_is_equal_or_refused_with_its_reason_r59(plain, weighted):
     """Without weights what a transform made of weights cannot be shown; with them it can."""
     refused = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 import graft
@@ -86,6 +87,7 @@ def wrong_tokens(request: Request, end_tokens: frozenset[int], tokens: list[int]
     return wrong
 
 
+@pytest.mark.exhaustive
 def test_a_soak_ends_with_every_block_free_and_no_wrong_token_r40():
     llm = engine()
     requests, view = run_all(llm, random.Random(0), REQUESTS)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from state_cases import BACKENDS, Case, Stateful, agree, agree_all, whole
 
 import graft
+from marks import short
 
 B, H, S, D = 2, 2, 8, 4
 POSITIONS = ([0, 3], [4, 1], [2, 7])
@@ -107,8 +110,10 @@ def mixed(form):
 OWNERS = {"caller": caller_owned, "module": module_owned, "mixed": mixed}
 
 
-@pytest.mark.parametrize("owner", OWNERS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("owner", "backend"),
+    short(product(OWNERS, BACKENDS), ("module", "eager"), ("caller", "inductor")),
+)
 def test_every_form_of_write_r28_r29_r30(owner, backend):
     agree_all({name: OWNERS[owner](form) for name, form in FORMS.items()}, backend)
 
@@ -132,7 +137,7 @@ def layouts():
     }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_caches_that_are_not_contiguous_r30(backend):
     cases = {}
     for layout, (owner, view) in layouts().items():

@@ -22,6 +22,7 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 
 import graft
 from graft.errors import CaptureError, PositionError, SharedMemoryError, UsageError
+from marks import short
 
 SIZES = {
     "vocab_size": 64,
@@ -67,7 +68,10 @@ def compiled_of(model, backend="eager", length=32, prompt=7):
     return graft.compile(model, kwargs=inputs, dynamic_shapes=DYNAMIC, backend=backend)
 
 
-@pytest.mark.parametrize(("name", "backend"), [*((name, "eager") for name in MODELS), ("llama", "inductor")])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    short([*((name, "eager") for name in MODELS), ("llama", "inductor")], ("llama", "inductor"), ("gemma2", "eager")),
+)
 def test_twenty_tokens_twice_as_in_eager_r38(name, backend):
     model = model_of(name)
     compiled = compiled_of(model, backend)

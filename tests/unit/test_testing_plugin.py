@@ -109,6 +109,7 @@ def test_helpers_fail_at_the_line_of_the_test_r58(run):
     assert "def assert_fuses" not in result.stdout.str()
 
 
+@pytest.mark.exhaustive
 def test_the_fixture_forgets_what_was_compiled_r58(run):
     result = run(
         """

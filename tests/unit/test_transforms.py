@@ -18,6 +18,7 @@ from graft.transforms.base import Context
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.registry import TransformRegistry, load_all
+from marks import KINDS, short
 
 load_all()
 PATTERNS = [
@@ -40,8 +41,8 @@ def transform(module, args, *names, dynamic_shapes=None):
     return gm, report, before
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", short(["float32", "bfloat16"], "float32"))
+@pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
 def test_expected_counts_on_every_family_r9(family, dtype):
     # no device: 16 bits are widened on a CPU. In 32 the graph is that of other tests, which may have captured it
     model = load_model(f"tiny-{family}", dtype=dtype, device="cpu" if dtype == "float32" else "meta")
@@ -54,7 +55,7 @@ def test_expected_counts_on_every_family_r9(family, dtype):
         assert said, f"{record.name} did nothing and does not say why"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
 def test_transformed_graph_keeps_the_numbers(family):
     """Fusions and merges on a graph without cache: the logits stay those of Hugging Face."""
     model = load_model(f"tiny-{family}", dtype="float32", device="cpu")

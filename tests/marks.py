@@ -1,0 +1,44 @@
+"""Parameters of which `make test` runs some and `make test-all` all: the others carry the mark `exhaustive`.
+
+What is left out repeats, on more models, dtypes, routes or in a new process, what the short run has seen once;
+tests/mutation.py plants faults in the code and shows that the short run still finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+# one family of each kind: plain; window and soft cap; no RoPE; experts; parallel block
+KINDS = ("llama", "gemma-2", "gpt2", "qwen3-moe", "cohere")
+
+
+def short(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """All values as parameters, those that are not kept marked exhaustive. A kept value that is none is an error."""
+    values = list(values)
+    if unknown := [value for value in kept if value not in values]:
+        raise ValueError(f"kept in the short run, but no parameter: {unknown}")
+    return [value if value in kept else left_out(value) for value in values]
+
+
+def left_out(value: Any) -> Any:
+    """The value as a parameter of the long run alone, with the id that it has."""
+    return pytest.param(*value_set(value), marks=pytest.mark.exhaustive, id=getattr(value, "id", None))
+
+
+def value_set(value: Any) -> Sequence[Any]:
+    """The arguments that a value stands for: parametrize takes a tuple as one for each name."""
+    if hasattr(value, "values") and hasattr(value, "marks"):  # a pytest.param
+        return value.values
+    return value if isinstance(value, tuple) else (value,)
+
+
+def cross(groups: Sequence[Any], cases: Sequence[tuple[Any, ...]], dtypes: Sequence[Any]) -> list[Any]:
+    """Every case with every dtype: in the short run all cases with the first dtype, and the first case of a group
+    with all dtypes. `groups` names the group of each case."""
+    firsts = [group not in groups[:index] for index, group in enumerate(groups)]
+    rows = [(*case, dtype) for case in cases for dtype in dtypes]
+    kept = [first or dtype == dtypes[0] for first in firsts for dtype in dtypes]
+    return [row if keep else left_out(row) for row, keep in zip(rows, kept, strict=True)]
