@@ -18,11 +18,12 @@ run: $(READY)
 # one process a core, each with one thread: most tests are many small calls; one order of sets, so that a run repeats
 TESTS := PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
+# the short run compiles native code in half the time; make test-all has it as it is shipped
 test: check
-	$(TESTS)
+	GRAFT_CXXFLAGS=-O1 $(TESTS)
 
 test-all: check
-	$(TESTS) -m ''
+	HYPOTHESIS_PROFILE=all $(TESTS) -m ''
 
 # once as programs of their own, and once inside of Python, where a model's whole step runs
 sanitize: $(READY)

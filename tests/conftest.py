@@ -20,6 +20,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # the captured one. The folder is this run's own: its first process makes it, and the workers inherit the name.
 OWN_GRAPHS = "" if os.environ.get("GRAFT_GRAPH_CACHE_DIR") else tempfile.mkdtemp(prefix="graft-graphs-")
 os.environ["GRAFT_GRAPH_CACHE_DIR"] = OWN_GRAPHS or os.environ["GRAFT_GRAPH_CACHE_DIR"]
+# the same for the C++ that tests compile
+OWN_BUILDS = "" if os.environ.get("GRAFT_TEST_BUILDS") else tempfile.mkdtemp(prefix="graft-native-test-")
+os.environ["GRAFT_TEST_BUILDS"] = OWN_BUILDS or os.environ["GRAFT_TEST_BUILDS"]
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the CPU's instruction sets are not tried out in each process
 # native code is kept from run to run, also where a test has a cache of its own: its name has all that it depends on
 os.environ.setdefault("GRAFT_NATIVE_CACHE_DIR", os.path.expanduser("~/.cache/graft/native-tests"))
 os.environ |= {"NO_COLOR": "1", "COLUMNS": "160"}  # what the commands print, whatever the terminal
@@ -43,6 +47,7 @@ transformers.utils.logging.set_verbosity_error()
 
 # the same examples in every run, so that a change is judged by what it changed; `make fuzz` draws new ones
 settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("all", derandomize=True)
 settings.register_profile("fuzz", print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
@@ -57,14 +62,20 @@ def tiny(family: str, dtype: str = "float32") -> LoadedModel:
     return load_model(f"tiny-{family}", dtype=dtype, device="cpu")
 
 
+@cache
+def embedded() -> LLM:
+    """The embedded model in float32, loaded once a process. Shared: a test that changes it undoes that."""
+    return LLM("smollm2-135m", dtype="float32", device="cpu", keep_weights=True)
+
+
 def graph_of(module: torch.nn.Module) -> GraphModule:
     """What capture_decoder gives, exported once in a run for equal models; test_stored_graphs: it is the same."""
     return captured_decoder(module)[0]
 
 
 def pytest_unconfigure() -> None:
-    if OWN_GRAPHS:
-        shutil.rmtree(OWN_GRAPHS, ignore_errors=True)
+    for folder in filter(None, (OWN_GRAPHS, OWN_BUILDS)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

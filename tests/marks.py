@@ -6,6 +6,7 @@ tests/mutation.py plants faults in the code and shows that the short run still f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,11 @@ def value_set(value: Any) -> Sequence[Any]:
     if hasattr(value, "values") and hasattr(value, "marks"):  # a pytest.param
         return value.values
     return value if isinstance(value, tuple) else (value,)
+
+
+def examples(count: int) -> int:
+    """Examples of a property: the short run takes a third; `make test-all` and `make fuzz` name another profile."""
+    return count if os.environ.get("HYPOTHESIS_PROFILE") in ("all", "fuzz") else max(4, count // 3)
 
 
 def cross(groups: Sequence[Any], cases: Sequence[tuple[Any, ...]], dtypes: Sequence[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from graft.cli.app import app
+from graft.transforms.registry import TransformRegistry
 
 
 def graft(*args, stdin="", **env):
@@ -27,9 +28,13 @@ def graft(*args, stdin="", **env):
     return SimpleNamespace(returncode=result.exit_code, stdout=result.stdout, stderr=result.stderr)
 
 
-def test_the_program_runs_on_its_own_r61():
+@pytest.mark.exhaustive
+def test_the_program_lists_its_transforms_r61():
     told = graft("transforms", "--json", COLUMNS="160")
     assert told.returncode == 0 and json.loads(told.stdout)[0]["order"] == 1
+
+
+def test_the_program_runs_on_its_own_r61():
     refused = graft("run", "hi", "-m", "no-such-model", COLUMNS="160")
     assert refused.returncode == 2 and "unknown model" in refused.stderr and "Traceback" not in refused.stderr
 
@@ -163,8 +168,17 @@ class Wreck(BaseTransform):
 """
 
 
-def test_a_transform_that_fails_ends_the_run_or_is_skipped_r6(tmp_path):
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """A folder of the Python path whose transform and module are gone afterwards."""
     (tmp_path / "wreck_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "wreck_plugin"
+    TransformRegistry._known.pop("wreck", None)
+    sys.modules.pop("wreck_plugin", None)
+
+
+def test_a_transform_that_fails_ends_the_run_or_is_skipped_r6(plugin):
     common = [
         "run",
         "-m",
@@ -174,15 +188,17 @@ def test_a_transform_that_fails_ends_the_run_or_is_skipped_r6(tmp_path):
         "--max-tokens",
         "2",
         "--plugin",
-        "wreck_plugin",
+        plugin,
         "--json",
+        "--backend",
+        "eager",
     ]
     common += ["--set", "transforms.wreck.stage=match"]
-    failed = graft(*common, PYTHONPATH=str(tmp_path))
+    failed = graft(*common)
     assert (
         failed.returncode == 1 and "transform wreck failed and was rolled back: ValueError: half-way" in failed.stderr
     )
-    skipped = graft(*common, "--set", "transforms.wreck.on_error=skip", PYTHONPATH=str(tmp_path))
+    skipped = graft(*common, "--set", "transforms.wreck.on_error=skip")
     assert skipped.returncode == 0, skipped.stderr
     record = json.loads(skipped.stdout)["report"]["transforms"]["wreck"]
     assert record["status"] == "rolled_back" and "half-way" in record["reason"]

@@ -9,9 +9,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import graft
-from conftest import resized
+from conftest import embedded, resized
 from graft.cli.app import app
 from graft.errors import UsageError
+from marks import short
 
 SYSTEM = (
     "You are a careful assistant. Answer in one short sentence, name your source where you have one, and say so"
@@ -30,7 +31,7 @@ GREEDY = [graft.SamplingParams(max_tokens=6 + 2 * i, ignore_eos=True) for i in r
 
 @pytest.fixture(scope="module")
 def llm():
-    return graft.LLM("smollm2-135m", dtype="float32", device="cpu")
+    return embedded()
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,10 @@ def test_graft_events_tells_the_life_of_the_cache_r41():
     assert "prompt 2: 32 of 41 tokens from the cache" in table and "stored" in table
 
 
-def test_graft_chat_answers_lines_and_keeps_the_conversation_r42():
+@pytest.mark.parametrize("loads", short([True, False], False))
+def test_graft_chat_answers_lines_and_keeps_the_conversation_r42(llm, monkeypatch, loads):
+    if not loads:  # what the command loads itself is in 8 and 4 bits, as the file has it
+        monkeypatch.setattr("graft.cli.chat.load_llm", lambda *args, **options: llm)
     asked = b"My name is Ada. Say hello.\n\nWhat is my name?\n/reset\nHi\n/exit\nnot read\n"
     told = graft_command("chat", "--max-tokens", "6", "--json", stdin=asked)
     assert told.exit_code == 0, told.output

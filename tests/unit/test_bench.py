@@ -185,6 +185,7 @@ def test_graft_and_eager_give_the_same_tokens():
     assert agreement(tokens, tokens) == 1.0 and agreement([[1, 2]], [[1, 3]]) == 0.5 and agreement([[1]], []) is None
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_rival_gives_the_same_tokens_call_after_call():
     """The cache is emptied between calls and serves shorter ones; compilation is in the first call alone."""
     model = load_model("tiny-smollm2", dtype="float32", device="cpu")

@@ -20,6 +20,7 @@ from graft.ops.paged_attention.cases import make
 from graft.ops.paged_attention.triton import paged_attention_triton
 from graft.ops.rope_kv_write import triton as rope_kv_write
 from graft.ops.rope_kv_write.cases import CASES as ROPE_CASES
+from marks import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 AT = {
@@ -74,7 +75,7 @@ OPTIONS = st.tuples(
 )  # window, soft cap, sinks
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     old=st.lists(st.sampled_from([0, 1, 14, 15, 16, 63, 64, 65, 127, 270, 700]), min_size=1, max_size=3),
     group=st.sampled_from([1, 3, 4]),
@@ -123,7 +124,7 @@ LAYOUTS = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(layout=LAYOUTS, group=st.sampled_from([1, 3, 4]), d=st.sampled_from([16, 24]), options=OPTIONS)
 def test_prefill_chunks_and_mixtures_agree_with_float64_r26(layout, group, d, options):
     layout = sorted(layout, key=lambda pair: pair[0] > 1)  # decoding ones first, as the scheduler has them

@@ -13,6 +13,7 @@ from torch.export import Dim
 
 import graft
 from graft.errors import PositionError, ReadOnlyInput, ReplacedBuffer, UsageError
+from marks import short
 
 
 class Nested(nn.Module):
@@ -87,7 +88,7 @@ def test_keywords_that_double_star_takes_and_named_tuples_r33():
     assert torch.equal(graft.compile(Named(), (pair,))(pair), torch.ones(3))
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor", "cuda_graph"])
+@pytest.mark.parametrize("backend", short(["eager", "inductor", "cuda_graph"], "eager", "cuda_graph"))
 def test_a_copy_that_contiguous_makes_is_not_forgotten_r32(backend):
     class Contiguous(nn.Module):
         def forward(self, cache, x):

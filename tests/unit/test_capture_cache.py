@@ -322,7 +322,7 @@ def test_a_constant_of_the_graph_is_not_stored_r48(monkeypatch, folder):
 def test_the_engine_tells_where_its_graph_came_from_r48():
     model = load_model("tiny-llama", dtype="float32", device="cpu")
     params = graft.SamplingParams(max_tokens=8, ignore_eos=True)
-    first, second = (graft.LLM(model, max_num_seqs=2) for _ in range(2))
+    first, second = (graft.LLM(model, max_num_seqs=2, backend="eager") for _ in range(2))
     assert "stored" in first.report.notes[0] and "from the cache" in second.report.notes[0]
     assert first.generate([[5, 6, 7]], params)[0].token_ids == second.generate([[5, 6, 7]], params)[0].token_ids
     weights = {id(parameter) for parameter in model.module.parameters()}

@@ -17,6 +17,7 @@ from graft.runtime.decode.choose import WIDE, Settings, choose, kind_of
 from graft.runtime.draw import HEAD
 from graft.runtime.params import SamplingParams
 from graft.runtime.sampling import make_generator, sample
+from marks import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -57,7 +58,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(PARAMS, min_size=1, max_size=6), st.integers(0, 2**32), st.sampled_from([5, 300]), st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16]),
@@ -70,7 +71,7 @@ def test_a_recording_draws_the_tokens_of_the_host_r43(params, seed, vocab, tied,
     assert on_device(logits, params, seeds, "cut") == on_host(logits, params, seeds)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
 def test_without_top_k_and_top_p_nothing_is_sorted_and_the_tokens_are_the_same_r43(seed, tied):
     params = [SamplingParams(temperature=t, min_p=m) for t, m in ((0.0, 0.0), (0.7, 0.0), (1.5, 0.1), (1.0, 1.0))]
@@ -81,7 +82,7 @@ def test_without_top_k_and_top_p_nothing_is_sorted_and_the_tokens_are_the_same_r
     assert on_device(logits, params, seeds, "drawn") == expected == on_device(logits, params, seeds, "cut")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([0.5, 0.9, 0.99]), st.sampled_from([0.2, 1.0, 2.0, 30.0]))
 def test_a_nucleus_is_drawn_right_or_said_to_be_wide_r43(seed, top_p, temperature):
     """A vocabulary larger than the head."""
@@ -121,7 +122,7 @@ def test_what_a_request_needs_r43():
         assert [kind_of(one, 2) for one in params] == [kind] * len(params)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(1, 12), st.sampled_from([1, 3, 100, 1023, 1025, 5000]), st.integers(0, 2**32), st.booleans())
 def test_the_kernel_takes_the_first_of_the_largest_r43(rows, vocab, seed, tied):
     """Exactly, whatever the dtype: an index that is nearly right is wrong."""

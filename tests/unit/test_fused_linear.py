@@ -22,6 +22,7 @@ from graft.ops.fused_linear.op import narrow_call_problem
 from graft.ops.fused_linear.reference import fused_linear
 from graft.ops.launch import ring
 from graft.ops.selection import problem_of
+from marks import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC = OPS["fused_linear"]
@@ -63,14 +64,14 @@ def arguments(shape, dtype, seed=0):
     return make(shape, DEVICE, dtype, torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(SHAPES, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
 def test_matvec_agrees_with_float64_r22(shape, rows, warps):
     args = arguments(shape, torch.float32)
     assert agrees(lambda call: kernels.launch_matvec(call, Matvec(rows, warps)), args, torch.float32, shape.k)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     SHAPES, st.sampled_from(["", "int4"]), st.integers(1, 40), st.sampled_from([16, 32]), st.sampled_from([1, 2, 3]),
     st.booleans(),
@@ -83,7 +84,7 @@ def test_gemm_agrees_with_float64_r22(shape, int4, tokens, rows, splits, inside)
     assert not ring(torch.device(DEVICE)).zeros.any()  # counters are left as they were found
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     SHAPES,
     st.integers(1, 40),
@@ -111,7 +112,7 @@ def narrow_as(how):
     return run
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(SHAPES, st.integers(1, 8), st.sampled_from(NARROW), st.sampled_from([1024, 2048, 3072]), st.booleans())
 def test_narrow_agrees_with_float64_r22(shape, tokens, how, k, normed):
     """Steps that end in the middle, and programs that walk over rows."""
@@ -166,7 +167,7 @@ def test_what_cannot_be_read_by_16_bytes_goes_another_way_r25():
     assert agrees(lambda call: kernels.launch_gemm(call, kernels.default_gemm(call)), halves, torch.float16, 1024)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(SHAPES, st.sampled_from(["", "int4"]), st.integers(1, 9))
 def test_torchs_own_product_agrees_with_float64_r25(shape, int4, tokens):
     shape = replace(shape, rows=tokens, weight=int4 or shape.weight)

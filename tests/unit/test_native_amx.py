@@ -12,6 +12,8 @@ from native_build import with_amx
 from native_linear_cases import ACTS, Data, Product, close, make, run
 from native_linear_cases import expected as in_float32
 
+from marks import examples
+
 TARGETS = with_amx()
 pytestmark = pytest.mark.skipif(not TARGETS, reason="no C++ compiler (g++ or clang++) on this machine")
 every_target = pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.isa)
@@ -59,7 +61,7 @@ def test_wrong_variants_are_noticed_r22(target):
     assert not close(run(p, replace(d, packed=replace(d.packed, data=one)), target), expected(p, d))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     tokens=st.integers(7, 40), k=st.integers(1, 140), n=st.integers(1, 40), threads=st.sampled_from([1, 2, 3]),
     norm=st.booleans(), act=st.sampled_from(ACTS), gap=st.integers(0, 9), shared=st.booleans(),

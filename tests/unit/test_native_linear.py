@@ -12,7 +12,7 @@ from native_build import every_target, targets
 from native_linear_cases import ACTS, KINDS, Product, close, expected, make, packing, run
 
 from graft.ops.fused_linear.native_packing import pack, unpack
-from marks import short
+from marks import examples, short
 
 PRODUCTS = [
     Product("f32", 1, 576, 96, norm=True),
@@ -89,7 +89,7 @@ def test_what_is_not_finite_is_not_hidden_in_16_bits_r22(target, bad):
 
 
 @pytest.mark.skipif(not TARGETS, reason="no C++ compiler on this machine")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     kind=st.sampled_from(KINDS), tokens=st.integers(0, 23), k=st.integers(1, 140), n=st.integers(1, 70),
     threads=st.sampled_from([1, 2, 3]), bias=st.booleans(), norm=st.booleans(), act=st.sampled_from(ACTS),

@@ -18,6 +18,7 @@ from graft.ops.paged_attention.cases import make
 from graft.ops.rope_attention import op
 from graft.ops.rope_kv_write import op as writing
 from graft.ops.selection import problem_of
+from marks import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC = OPS["rope_attention"]
@@ -101,7 +102,7 @@ OPTIONS = st.tuples(
 OLD = st.lists(st.sampled_from([0, 1, 15, 16, 63, 255, 256, 257, 300, 700]), min_size=1, max_size=3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(old=OLD, group=st.sampled_from([1, 3, 4]), d=st.sampled_from([16, 24, 32]), options=OPTIONS)
 def test_one_kernel_agrees_with_float64_and_writes_the_newest_alone_r26(old, group, d, options):
     args = batch((1,) * len(old), tuple(old), 2 * group, 2, d, options)
@@ -109,7 +110,7 @@ def test_one_kernel_agrees_with_float64_and_writes_the_newest_alone_r26(old, gro
     assert agrees(op.run_whole, args)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     old=OLD,
     r=st.sampled_from([8, 16]),

@@ -9,6 +9,7 @@ from torch.export import Dim
 
 import graft
 from graft.errors import PositionError, ReadOnlyInput, ReplacedBuffer, SharedMemoryError, UsageError
+from marks import short
 
 
 class Cached(nn.Module):
@@ -32,7 +33,7 @@ def caches(length=8):
 X = torch.ones(1, 2, 1, 4)
 
 
-@pytest.fixture(scope="module", params=["eager", "inductor"])
+@pytest.fixture(scope="module", params=short(["eager", "inductor"], "eager"))
 def compiled(request):
     return graft.compile(Cached(), (*caches(), X, torch.tensor([3])), backend=request.param)
 

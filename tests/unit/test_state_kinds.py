@@ -8,6 +8,7 @@ from state_cases import BACKENDS, Case, Stateful, agree, agree_all, whole
 
 import graft
 from graft.errors import CaptureError, GraftError
+from marks import short
 
 X = [(whole(4, 6, seed=step),) for step in range(3)]
 
@@ -64,7 +65,7 @@ OTHER_STATE = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_other_state_r31(backend):
     agree_all(OTHER_STATE, backend)
 
@@ -94,19 +95,19 @@ RETURNED = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_written_state_is_returned_r31(backend):
     agree_all(RETURNED, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 @pytest.mark.parametrize("name", ["only", "nothing"])
 def test_a_module_that_only_writes_r31(name, backend):
     result = agree(RETURNED[name], backend)(a(), X[0][0])
     assert (result is None) is (name == "nothing")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_a_returned_buffer_is_the_buffer_r31(backend):
     """A write into the result is a write into the state, as in eager; a returned clone is apart from it."""
     module = Stateful(RETURNED["a copy"].function, b=a())
@@ -132,7 +133,7 @@ FUNCTIONAL = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_functional_programs_write_nothing_r32(backend):
     """Eager writes nothing, and agree_all holds every cache and buffer to eager's; nor is there an alias."""
     cases = {name: case(function, a(), b=a()) for name, function in FUNCTIONAL.items()}
@@ -258,7 +259,7 @@ def test_clones_views_and_old_values_r33(backend):
     agree_all(TRAPS, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_two_inputs_in_one_memory_are_right_or_refused_r33(backend):
     """Each pair is compiled anew. AOTAutograd's cache has the code for other pairs by then, which would be wrong."""
 
@@ -282,7 +283,7 @@ def test_two_inputs_in_one_memory_are_right_or_refused_r33(backend):
             assert torch.equal(result, expected) and torch.equal(owner, other), (left, right)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_a_buffer_passed_as_an_input_is_right_or_refused_r33(backend):
     def run(self, c, x):
         self.b[1] = x[0]
@@ -321,7 +322,7 @@ def swap(self, x):
 ASSIGNED = {f.__name__: case(f, h=a(), g=a() + 1) for f in (assign, assign_and_keep, swap)}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_buffers_assigned_anew_in_a_submodule_r31(backend):
     agree_all(ASSIGNED, backend)
 

@@ -7,6 +7,8 @@ import torch
 from state_cases import BACKENDS, Case, agree, agree_all, whole
 from torch.export import Dim
 
+from marks import short
+
 H, S, D = 2, 16, 4
 PLACES = (3, 0, 15)
 
@@ -44,23 +46,23 @@ def case(function, positions, batch=1, dtype=torch.float32):
     return Case(function, steps, caches=(whole(batch, H, S, D, dtype=dtype, seed=9),))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_an_int_is_fixed_in_the_graph_r30(backend):
     agree(case(slice_at, (3, 3, 3)), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 @pytest.mark.parametrize("batch", [1, 4])
 def test_an_int_that_varies_r30(backend, batch):
     agree(case(slice_at, (*PLACES, 1), batch), backend, dynamic_shapes={"args": (None, None, Dim.DYNAMIC)})
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_a_position_as_a_tensor_without_dims_r30(backend):
     agree(case(index_at, [torch.tensor(p) for p in PLACES], 4), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_positions_as_tensors_of_one_dim_r30(backend):
     cases = {}
     for batch in (1, 4):
@@ -88,7 +90,7 @@ def attend(self, k, v, x, at):
     return torch.softmax(scores, -1) @ v
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 @pytest.mark.parametrize("batch", [1, 4])
 def test_prefill_of_seven_then_decode_of_one_r30(backend, batch):
     lengths = (7, 1, 1, 3)

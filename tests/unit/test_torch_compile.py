@@ -20,7 +20,7 @@ from transformers import StaticCache
 
 import graft
 from conftest import tiny
-from marks import left_out
+from marks import left_out, short
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def decode_steps(model, step):
     return torch.cat(logits), [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
 
 
-@pytest.mark.parametrize("inductor", [False, True], ids=["graph", "inductor"])
+@pytest.mark.parametrize("inductor", short([False, True], False), ids=["graph", "inductor"])
 def test_decoding_with_a_static_cache_r24(inductor):
     """index_copy_ into the caller's cache: same logits and same cache as eager."""
     model = tiny("llama").module

@@ -18,6 +18,7 @@ from graft.graph.trace import export_graph
 from graft.transforms.config import load_config
 from graft.transforms.library.update_state_in_place import StateMemory, check_kinds
 from graft.transforms.pipeline import run_pipeline
+from marks import examples
 
 aten = torch.ops.aten
 SHAPE = (2, 6, 4)
@@ -290,7 +291,7 @@ def random_program(steps):
     return program
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(STEPS)
 @example(
     [(2, 0), (0, 0), (4, 0)]
@@ -299,7 +300,7 @@ def test_random_programs_agree_with_eager_r33(steps):
     run(random_program(steps))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(STEPS)
 @example([(0, 0), (0, 0), (0, 0), (0, 5), (4, 0), (0, 2), (4, 0)])  # a copy in between overwrites; it sees nothing
 def test_the_check_of_order_refuses_what_the_transform_would_let_pass_r33(steps):

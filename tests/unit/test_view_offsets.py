@@ -15,6 +15,7 @@ from torch.export import Dim
 import graft
 from graft.backends.inductor import has_symbols, post_grad_backend, reset_compiler
 from graft.state.functionalization import inductor_options
+from marks import examples
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the instruction sets of this machine are not tried out
 
@@ -88,7 +89,7 @@ def check(run, function, n: int, begin: int) -> None:
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     st.lists(st.sampled_from(VIEWS), min_size=1, max_size=2),
     st.sampled_from(["x", "x", "x + 1", "x[1:].clone()", "(x + 1)[1:].clone()"]),
