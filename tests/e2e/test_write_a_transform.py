@@ -27,6 +27,7 @@ def python(*args, cwd):
     )
 
 
+@pytest.mark.exhaustive
 def test_the_tutorial_followed_word_for_word_adds_a_working_fusion_r54_r58(tmp_path):
     runner = Path(__file__).with_name("tutorial_runner.py")
     done = python(runner, TUTORIAL, tmp_path, cwd=tmp_path)

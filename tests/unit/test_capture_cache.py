@@ -243,6 +243,7 @@ print(captured_decoder(load_model("tiny-llama", dtype="float32", device="cpu").m
 """
 
 
+@pytest.mark.exhaustive
 def test_a_new_process_reads_it_r48(folder):
     """Both are new: what other tests left in this one (patched functions, say) is part of its fingerprint."""
     notes = [

@@ -77,6 +77,7 @@ def test_devices_that_a_user_named_are_kept_r55():
     assert found.verdict == "skip" and "skipped" in found.reason
 
 
+@pytest.mark.exhaustive
 def test_a_transform_that_is_off_is_switched_on_r55():
     found = line(checked("quantize_linear"), "matches", "quantize_linear")
     assert found.verdict == "skip" and re.match(r"[1-9]\d*; it is off by default", found.reason)

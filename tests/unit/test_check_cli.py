@@ -106,14 +106,20 @@ def test_a_baseline_of_another_model_is_a_usage_error_r55_r63(tmp_path):
     assert "is a run of tiny-llama, but tiny-qwen2 is checked" in done.stderr
 
 
+@pytest.mark.exhaustive
+def test_every_family_is_in_one_document_r55(monkeypatch):
+    some = {name: registry.families()[name] for name in ("llama", "gpt2")}
+    monkeypatch.setattr(all_models, "families", lambda: some)
+    found = json.loads(graft(NAME, "--all-models", "--json").stdout)
+    assert found["ok"] and [report["model"] for report in found["models"]] == ["tiny-llama", "tiny-gpt2"]
+
+
 def test_every_family_is_a_row_r55(monkeypatch):
     some = {name: registry.families()[name] for name in ("llama", "gpt2")}
     monkeypatch.setattr(all_models, "families", lambda: some)
     lines = graft(NAME, "--all-models").stdout
     assert re.search(r"tiny-llama +│ +9 +│ +0 +│ +0 +│ 5 = 2\*L \+ 1 \(L = 2\) +│ +pass", lines)
     assert re.search(r"tiny-gpt2 .* none: its norms are LayerNorm", lines)
-    found = json.loads(graft(NAME, "--all-models", "--json").stdout)
-    assert found["ok"] and [report["model"] for report in found["models"]] == ["tiny-llama", "tiny-gpt2"]
     scale(monkeypatch, NAME, 1.1)
     assert "fail  tiny-llama: fuse_rms_norm: numerics: 5 of 5" in graft(NAME, "--all-models", code=1).stdout
 

@@ -84,6 +84,7 @@ def test_of_several_wrong_places_the_first_is_named_r55(monkeypatch):
     assert (found.transform, found.number, found.module) == ("fuse_swiglu", 2, "model.layers.1.mlp")
 
 
+@pytest.mark.exhaustive
 def test_a_deeper_model_takes_a_logarithm_of_runs_r55(monkeypatch):
     """smollm3 has 4 layers: 9 norms, 15 transforms that change the graph."""
     scale(monkeypatch, "fuse_rms_norm", 1.05, at=[6])
@@ -111,6 +112,7 @@ def test_a_transform_whose_matches_do_not_stand_alone_is_named_as_a_whole_r55(mo
     assert "do not stand alone" in found.why_no_match and found.runs <= found.bound
 
 
+@pytest.mark.exhaustive
 def test_behind_a_change_on_purpose_the_bound_holds_too_r55(monkeypatch):
     scale(monkeypatch, "fuse_rope", 1.1, at=[0])
     found = check("tiny-gemma-2", Request(load_config(), "quantize_linear")).bisection

@@ -253,7 +253,7 @@ def test_through_inductor_to_the_generated_code_r24():
     assert made.kernels  # what is left between them is Inductor's own
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma-2"])
+@pytest.mark.parametrize("family", short(["llama", "gemma-2"], "gemma-2"))
 def test_all_of_inductors_fx_passes_run_on_the_fused_graph_r24(family):
     """Its own post-grad passes come after graft's; what they leave is executed."""
     model = tiny(family).module

@@ -71,6 +71,7 @@ def test_a_compiler_that_fails_means_eager_with_its_first_lines_r12(broken):
     assert not [path for path in broken.iterdir() if path.suffix in (".so", ".o")]
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_an_object_of_another_cpu_is_not_met_r12(tmp_path, monkeypatch):
     """The name has the CPU's features: what a folder on a shared disk holds for another one is left alone."""

@@ -14,6 +14,7 @@ from graft.errors import TransformError, UsageError
 from graft.models.load import load_model
 from graft.workbench.quality import engine_logits
 from graft.workbench.traffic import graph_weight_bytes
+from marks import left_out
 
 pytestmark = needs_compiler
 IDS = [5, 9, 77, 31, 8, 3, 99, 12, 64, 2, 17]
@@ -34,7 +35,8 @@ def off(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("smollm2", "int8"), ("llama", "int4"), ("gpt2", "int4"), ("gemma-2", "int8")]
+    ("family", "kind"),
+    [("smollm2", "int8"), left_out(("llama", "int4")), ("gpt2", "int4"), left_out(("gemma-2", "int8"))],
 )
 def test_logits_are_those_of_the_same_graph_in_eager_r41(family, kind):
     """smollm2: 36 columns, and head and embedding are one weight. gpt2: addmm, whose weight lies turned."""
@@ -101,6 +103,7 @@ def test_the_callers_module_keeps_its_weights_r51():
     assert off(engine_logits(llm, IDS), before[0]) < BOUND
 
 
+@pytest.mark.exhaustive
 def test_experts_stay_as_they_are_with_the_reason_r21():
     llm = engine("tiny-mixtral", "int8")
     record = llm.report.transforms["quantize_linear"]

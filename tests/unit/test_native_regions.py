@@ -58,6 +58,7 @@ def test_an_op_without_a_kernel_runs_eagerly_and_is_reported_r12(family, op, cou
     assert op.namespace == "aten" or llm.report.kernels[name].names != ("native",)
 
 
+@pytest.mark.exhaustive
 @torch.no_grad()
 def test_sixteen_bit_values_cross_the_borders_r12(monkeypatch):
     """The arena is float32; what an eager node reads and gives is in the model's dtype."""

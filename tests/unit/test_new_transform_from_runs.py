@@ -71,6 +71,7 @@ def test_novel_blocks_match_their_models_and_pass_their_tests_r54(tmp_path):
     assert ran.stdout.split()[:2] == ["fuse_squared_relu", "3"] and ran.stdout.count("\n") == 3
 
 
+@pytest.mark.exhaustive
 def test_the_generated_tests_of_a_candidate_can_fail_r54(tmp_path):
     transform_from("fuse_gated", seed(GatedResidual), tmp_path)
     reference = tmp_path / "gated_op" / "reference.py"

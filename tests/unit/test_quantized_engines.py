@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from typer.testing import CliRunner
 
 import graft
+from conftest import graph_of
 from graft.capture.decoder import capture_decoder
 from graft.cli.app import app
 from graft.errors import TransformError, UsageError
@@ -127,12 +128,12 @@ def test_weights_go_layer_by_layer(monkeypatch):
     off = {name: {"enabled": False} for name in ("last_token_logits", "insert_kv_cache")}
     config = {"transforms": on()["transforms"] | off}
     module = load_model("tiny-llama", dtype="float32", device="cpu").module
-    run_pipeline(capture_decoder(module), load_config(config), Context(owned=module))
+    run_pipeline(graph_of(module), load_config(config), Context(owned=module))
     assert len(seen) == 2 * 4 + 1  # qkv, output, gate and up, down; the output head
     seen.clear()
     kept = load_model("tiny-llama", dtype="float32", device="cpu").module
     with pytest.raises(TransformError, match="AssertionError: model"):  # the caller's stay, so this sees them
-        run_pipeline(capture_decoder(kept), load_config(config), Context())
+        run_pipeline(graph_of(kept), load_config(config), Context())
 
 
 @pytest.mark.parametrize("how", ["given", "kept"])

@@ -111,6 +111,7 @@ def test_a_soak_ends_with_every_block_free_and_no_wrong_token_r40():
             assert len(request.logprobs) == len(request.new_tokens)
 
 
+@pytest.mark.exhaustive
 def test_the_soak_would_see_a_wrong_token_r40():
     llm = engine()
     requests, _ = run_all(llm, random.Random(1), 60)
@@ -122,6 +123,7 @@ def test_the_soak_would_see_a_wrong_token_r40():
         assert wrong_tokens(request, llm.engine.end_tokens, changed) > 0
 
 
+@pytest.mark.exhaustive
 def test_the_soak_would_see_a_block_that_was_not_copied_r40(monkeypatch):
     """Samples of one prompt that write into each other's blocks give wrong tokens, and the check finds them."""
     monkeypatch.setattr("graft.runtime.engine.copy_blocks", lambda tensors, copies: None)

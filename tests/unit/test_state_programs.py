@@ -21,7 +21,7 @@ from state_programs import Program
 from state_statements import DTYPES, programs
 
 from graft.graph.memory import is_mutating
-from marks import short
+from marks import examples, short
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the instruction sets of this machine are not tried out
 # 260 and 195, with `make fuzz` 520 on each backend; no 64-bit integers on inductor, where they take twice as long
@@ -29,7 +29,11 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the instruction sets o
 MANY = 2 if os.environ.get("HYPOTHESIS_PROFILE") == "fuzz" else 1
 PROGRAMS = {
     "eager": dict.fromkeys(DTYPES, 65 * MANY),
-    "inductor": {torch.float32: 65 * MANY * MANY, torch.bfloat16: 65 * MANY, torch.int8: 65 * MANY},
+    "inductor": {
+        torch.float32: 65 * MANY * MANY,
+        torch.bfloat16: 65 * MANY,
+        torch.int8: max(30, examples(65)) * MANY,
+    },
 }
 CASES = [(backend, dtype) for backend, counts in PROGRAMS.items() for dtype in counts]
 BATCH = 65

@@ -112,7 +112,7 @@ OWNERS = {"caller": caller_owned, "module": module_owned, "mixed": mixed}
 
 @pytest.mark.parametrize(
     ("owner", "backend"),
-    short(product(OWNERS, BACKENDS), ("module", "eager"), ("caller", "inductor")),
+    short(product(OWNERS, BACKENDS), ("module", "eager"), ("caller", "eager")),
 )
 def test_every_form_of_write_r28_r29_r30(owner, backend):
     agree_all({name: OWNERS[owner](form) for name, form in FORMS.items()}, backend)

@@ -93,6 +93,7 @@ def test_a_known_gap_needs_a_reason_r58(run):
     result.stderr.fnmatch_lines(["*known_gap needs one reason*"])
 
 
+@pytest.mark.exhaustive
 def test_helpers_fail_at_the_line_of_the_test_r58(run):
     result = run(
         """

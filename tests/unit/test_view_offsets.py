@@ -15,7 +15,7 @@ from torch.export import Dim
 import graft
 from graft.backends.inductor import has_symbols, post_grad_backend, reset_compiler
 from graft.state.functionalization import inductor_options
-from marks import examples
+from marks import examples, short
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the instruction sets of this machine are not tried out
 
@@ -121,7 +121,7 @@ def test_offsets_of_views_in_generated_code(views, begin):
         check(run, function, 5, begin)
 
 
-@pytest.mark.parametrize("begin", [0, 4, 7])
+@pytest.mark.parametrize("begin", short([0, 4, 7], 4))
 def test_an_input_that_is_a_view_has_its_slices_where_they_are(begin):
     """torch counts them from the start of the storage, in static programs too."""
     function = program(VIEWS[:15])
@@ -134,7 +134,7 @@ class Cache(nn.Module):
         kv[0].index_copy_(0, at, rows)  # graft knows this one, and would leave the length of the cache dynamic
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("asked", short([False, True], False))
 def test_a_stacked_cache_is_written_in_its_own_layer(asked):
     rows, at = torch.ones(1, 4), torch.tensor([2])
     shapes = {"kv": {1: Dim.DYNAMIC}, "at": None, "rows": None} if asked else None
@@ -192,7 +192,7 @@ def test_results_of_sizes_known_at_run_time(name):
         check(run, PLACES[name], 4, 0)
 
 
-@pytest.mark.parametrize("route", ["graft.compile", "torch.compile"])
+@pytest.mark.parametrize("route", short(["graft.compile", "torch.compile"], "torch.compile"))
 def test_results_of_sizes_known_at_run_time_in_generated_code(route):
     class Module(nn.Module):
         def forward(self, x):
