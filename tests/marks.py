@@ -45,6 +45,15 @@ def cross(groups: Sequence[Any], cases: Sequence[tuple[Any, ...]], dtypes: Seque
     """Every case with every dtype: in the short run all cases with the first dtype, and the first case of a group
     with all dtypes. `groups` names the group of each case."""
     firsts = [group not in groups[:index] for index, group in enumerate(groups)]
-    rows = [(*case, dtype) for case in cases for dtype in dtypes]
-    kept = [first or dtype == dtypes[0] for first in firsts for dtype in dtypes]
-    return [row if keep else left_out(row) for row, keep in zip(rows, kept, strict=True)]
+    pairs = [(case, first, dtype) for case, first in zip(cases, firsts, strict=True) for dtype in dtypes]
+    return [
+        (*case, dtype) if first or dtype == dtypes[0] else left_out((*case, dtype)) for case, first, dtype in pairs
+    ]
+
+
+def crossed(name: str, values: Iterable[Any], dtypes: Iterable[Any], ids: Any = None) -> Any:
+    """parametrize over values × dtypes: in the short run every value in the second dtype (of 16 bits, where what is
+    cast shows), and the first value in all of them."""
+    cases, (first, main, *others) = [(value,) for value in values], dtypes
+    rows = cross([name] * len(cases), cases, [main, first, *others])
+    return pytest.mark.parametrize((name, "dtype"), rows, ids=ids)

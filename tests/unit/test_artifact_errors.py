@@ -18,6 +18,7 @@ from graft.artifact import Artifact, SavedGraph, read_artifact, save, write_arti
 from graft.artifact.format import FORMAT, MANIFEST, checksum, file_names
 from graft.artifact.tensors import pack
 from graft.errors import ArtifactError, DiskFull, DumpError
+from graft.files import atomic_folder
 from graft.graph.serial import graph_from_json, graph_to_json
 from graft.graph.signature import Signature
 from graft.graph.trace import export_graph
@@ -179,6 +180,23 @@ def test_an_interrupted_save_leaves_nothing_and_keeps_what_was_there_r36(tmp_pat
             write_artifact(tmp_path / name, captured(), overwrite=overwrite)
         assert folder_content(tmp_path) == before
     read_artifact(tmp_path / "kept")
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
+    target = tmp_path / "saved"
+    target.mkdir()
+    (target / "old").write_text("old")
+    rename = Path.rename
+
+    def refuses(path, to):
+        if path.name.endswith(".partial"):
+            raise OSError("no")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", refuses)
+    with pytest.raises(OSError, match="no"), atomic_folder(target) as folder:
+        (folder / "new").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"] and (target / "old").read_text() == "old"
 
 
 def test_what_is_in_the_way_is_not_overwritten_r36(tmp_path):

@@ -43,10 +43,10 @@ from graft.graph.nodes import calls, is_op
 from graft.graph.text import graph_text, target_text
 from graft.graph.trace import export_graph
 from graft.transforms.pipeline import run_pipeline
+from marks import crossed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
+@crossed("spelling", SPELLINGS, [torch.float32, torch.bfloat16], ids=lambda f: getattr(f, "__name__", None))
 def test_every_spelling_becomes_one_op_r17(spelling, dtype):
     wanted = dict(SPELLINGS[spelling])
     inputs = tensors(dtype, kv=wanted.pop("kv", H))

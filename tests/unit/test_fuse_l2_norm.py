@@ -18,6 +18,7 @@ from graft.ops.cases import tolerance
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.registry import TransformRegistry, load_all
+from marks import crossed
 
 load_all()
 D = 12
@@ -60,8 +61,7 @@ PLAIN = {
 SPELLINGS = PLAIN | {f"{name}, in float32": widened(spelling) for name, spelling in PLAIN.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SPELLINGS)
+@crossed("name", SPELLINGS, [torch.float32, torch.bfloat16])
 def test_spellings_become_one_op_with_the_same_numbers(name, dtype):
     module, x = Norm(SPELLINGS[name]), torch.randn(2, 3, D, generator=torch.Generator().manual_seed(0)).to(dtype)
     if dtype is torch.bfloat16 and name == "power":

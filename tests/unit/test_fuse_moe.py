@@ -25,6 +25,7 @@ from graft.ops.moe_experts.triton import moe_experts_triton
 from graft.ops.moe_route.triton import moe_route_triton
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import run_pipeline
+from marks import crossed
 
 D, F, E, K = 16, 24, 6, 2
 BLOCKS = {"mixtral": (MixtralSparseMoeBlock, {}), "qwen3": (Qwen3MoeSparseMoeBlock, {"norm_topk_prob": True})}
@@ -65,8 +66,7 @@ def only_two_ops_left(gm):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", BLOCKS)
+@crossed("kind", BLOCKS, [torch.float32, torch.bfloat16])
 def test_grouped_experts_fuse_bit_for_bit_r19(kind, dtype, dynamic):
     module, x = block(kind, dtype=dtype), tokens(dtype=dtype)
     gm, record, _ = fuse(module, x, dynamic=dynamic)

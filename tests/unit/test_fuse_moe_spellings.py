@@ -33,6 +33,7 @@ from graft.graph.trace import export_graph
 from graft.ops.cases import tolerance
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import run_pipeline
+from marks import crossed
 
 FUSED = {name: make for name, make in SPELLINGS.items() if make is not Einsum}
 OPS = [torch.ops.graft.moe_route.default, torch.ops.graft.moe_experts.default]
@@ -62,8 +63,7 @@ def two_ops_left(gm):
     assert not re.search("topk|one_hot|where|index_add|scatter|bmm|silu|assert", names), names
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FUSED)
+@crossed("name", FUSED, [torch.float32, torch.bfloat16])
 def test_every_spelling_becomes_the_two_ops(name, dtype):
     module, x = FUSED[name]().to(dtype), tokens(dtype=dtype)
     right, state = exact(module, x), {k: v.clone() for k, v in module.state_dict().items()}

@@ -13,6 +13,7 @@ from graft.graph.trace import export_graph
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.registry import TransformRegistry, load_all
+from marks import crossed
 
 load_all()
 OPS = torch.ops.graft
@@ -86,8 +87,7 @@ ROUNDED = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spelling", RMS)
+@crossed("spelling", RMS, DTYPES)
 def test_rms_norm_fuses_to_the_same_bits_r11(spelling, dtype):
     module, x = Norm(RMS[spelling], DTYPES[dtype]), data(2, 3, D, dtype=DTYPES[dtype])
     _, gm, report = fuse(module, x)
@@ -96,8 +96,7 @@ def test_rms_norm_fuses_to_the_same_bits_r11(spelling, dtype):
     assert torch.equal(gm(x), module(x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spelling", ROUNDED)
+@crossed("spelling", ROUNDED, DTYPES)
 def test_rms_norm_by_square_root_or_sum_fuses_to_a_rounding_r11(spelling, dtype):
     module, x = Norm(ROUNDED[spelling], DTYPES[dtype]), data(2, 3, D, dtype=DTYPES[dtype])
     _, gm, report = fuse(module, x)
@@ -248,8 +247,7 @@ LAYER = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spelling", LAYER)
+@crossed("spelling", LAYER, DTYPES)
 def test_layer_norm_fuses_to_the_same_bits_r11(spelling, dtype):
     module, x = Norm(LAYER[spelling], DTYPES[dtype]), data(2, 3, D, dtype=DTYPES[dtype])
     _, gm, report = fuse(module, x)
@@ -331,8 +329,7 @@ ADDS = {  # function of two inputs, weight, bias; how many adds fuse
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ADDS)
+@crossed("name", ADDS, ["float32", "bfloat16"])
 def test_the_add_goes_into_the_norm_r12(name, dtype):
     function, count = ADDS[name]
     args = [data(2, 3, D, dtype=DTYPES[dtype], seed=s) for s in (0, 1)]

@@ -45,6 +45,7 @@ from graft.ops.cases import tolerance
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.registry import TransformRegistry
+from marks import crossed
 
 # ── Hugging Face's functions: name → (function of q, k, cos, sin; r; float32 angles beside 16-bit heads; in pairs)
 
@@ -70,8 +71,7 @@ HUGGING_FACE = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", HUGGING_FACE)
+@crossed("name", HUGGING_FACE, DTYPES)
 def test_hugging_face_functions_fuse_bit_for_bit_r14(name, dtype):
     function, r, wide, interleaved = HUGGING_FACE[name]
     cos, sin = angles(B, S, r, dtype=torch.float32 if wide else dtype)
@@ -191,8 +191,7 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SPELLINGS)
+@crossed("name", SPELLINGS, DTYPES)
 def test_spellings_fuse_bit_for_bit_r14(name, dtype):
     function, shape, angle_shape, interleaved = SPELLINGS[name]
     args = (randn(*shape, dtype=dtype), *angles(*angle_shape, dtype=dtype))
@@ -238,8 +237,7 @@ COMPLEX = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", COMPLEX)
+@crossed("name", COMPLEX, DTYPES)
 def test_complex_spelling_fuses_within_float32_rounding_r14(name, dtype):
     function, shape, angle_shape = COMPLEX[name]
     freqs = torch.polar(torch.ones(angle_shape), randn(*angle_shape, seed=7))

@@ -16,6 +16,7 @@ from graft.testing import assert_fuses, assert_not_fuses, assert_same_numbers
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.registry import TransformRegistry, load_all
+from marks import crossed
 
 load_all()
 NAMES = ("fuse_swiglu", "merge_gate_up", "merge_qkv")
@@ -93,8 +94,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", EXACT)
+@crossed("name", EXACT, DTYPES)
 def test_gated_activation_fuses_to_the_same_bits_r13(name, dtype):
     function, args = EXACT[name], tuple(data(2, 3, 33, dtype=DTYPES[dtype], seed=s) for s in (0, 1))
     fused = assert_fuses(function, args, "fuse_swiglu", count=1, verify="structure")
@@ -107,8 +107,7 @@ def wrong_by(result, roundings):
     return result * (1 + 8 * roundings * torch.finfo(result.dtype).eps)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ROUNDED)
+@crossed("name", ROUNDED, DTYPES)
 def test_gated_activation_by_hand_or_from_float32_fuses_to_a_rounding_r13(name, dtype):
     function, args = ROUNDED[name], tuple(data(2, 3, 33, dtype=DTYPES[dtype], seed=s) for s in (0, 1))
     fused = assert_fuses(function, args, "fuse_swiglu", count=1, verify="structure")

@@ -20,6 +20,7 @@ from graft.ops.fused_linear.file_rows import FileRows, Held, untouched
 from graft.transforms.config import load_config
 from graft.workbench.native import native_source
 from graft.workbench.quality import engine_logits
+from marks import short
 
 IDS = [5, 9, 77, 31, 8, 3, 90, 12, 64, 2, 17]
 MIXED = {"token_embd": "Q8_0", "ffn_down": "Q6_K", "attn_output": "F16", "attn_v": "Q8_0"}
@@ -76,7 +77,7 @@ def test_the_dumped_step_reads_the_blocks_unless_floats_are_asked_for_r20(file):
 
 
 @needs_compiler
-@pytest.mark.parametrize("file", ["Q4_1", "Q4_K"], indirect=True)
+@pytest.mark.parametrize("file", short(["Q4_1", "Q4_K"], "Q4_1"), indirect=True)
 def test_engines_read_the_blocks_r41(file):
     llm = LLM(file, device="cpu", backend="native", kv_cache_memory="8MiB")
     note = next(note for note in llm.report.notes if note.startswith("quantize_linear"))

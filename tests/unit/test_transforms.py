@@ -18,7 +18,7 @@ from graft.transforms.base import Context
 from graft.transforms.config import load_config
 from graft.transforms.pipeline import run_pipeline
 from graft.transforms.registry import TransformRegistry, load_all
-from marks import KINDS, short
+from marks import KINDS, cross, short
 
 load_all()
 PATTERNS = [
@@ -102,8 +102,11 @@ def test_patterns_are_captured_as_models_are(name, rewrite):
     assert structure(exported.graph) == structure(traced.graph)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "rewrite"), PATTERNS, ids=[f"{n}:{r.pattern.__name__}" for n, r in PATTERNS])
+@pytest.mark.parametrize(
+    ("name", "rewrite", "dtype"),
+    cross([name for name, _ in PATTERNS], PATTERNS, [torch.bfloat16, torch.float32]),
+    ids=[f"{n}:{r.pattern.__name__}-{dtype}" for n, r in PATTERNS for dtype in ("bfloat16", "float32")],
+)
 def test_replacement_computes_what_the_pattern_computes(name, rewrite, dtype):
     tensors, literals = examples(rewrite, dtype)
     wanted, got = rewrite.pattern(*tensors, **literals), rewrite.replacement(*tensors, **literals)
