@@ -213,6 +213,10 @@ def test_verify_passes_on_an_unchanged_graph_and_names_a_lost_value():
     gm = small_graph()
     verify(gm, Snapshot.take(gm))
     verify(gm)
+    first = next(iter(calls(gm.graph)))
+    del first.meta["val"]
+    with pytest.raises(VerificationError, match=f"%{first.name}.* lost its metadata 'val'"):
+        verify(gm)
 
 
 def test_statuses_and_summary_lines_r4_r5(registered, caplog):
