@@ -146,9 +146,9 @@ FAULTS = [
     ),
     fault(
         "artifact/save.py",
-        "ready[name] = tensor.clone() if storage in seen else tensor",
-        "ready[name] = tensor.clone().zero_() if storage in seen else tensor",
-        "unit/test_artifact.py::test_ties_strides_and_shared_memory_are_kept_r36",
+        '{f"initial/{name}": tensor.detach().contiguous()',
+        '{f"initial/{name}": tensor.detach().contiguous() + 1',
+        "unit/test_artifact.py::test_reset_brings_the_initial_values_back_after_loading_r36",
     ),
     # ── models ──────────────────────────────────────────────────────────────────────────────────────────────────
     fault(
