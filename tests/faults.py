@@ -253,9 +253,9 @@ FAULTS = [
     ),
     fault(
         "transforms/config.py",
-        "if not prefix and key not in DEPTH:",
-        "if not prefix and not key:",
-        "unit/test_config.py",
+        "layers += [parse_set(text) for text in sets]",
+        "layers[1:1] = [parse_set(text) for text in sets]",
+        "unit/test_config.py::test_layers_lie_over_each_other_in_order_r2",
     ),
     # ── backends ────────────────────────────────────────────────────────────────────────────────────────────────
     fault(
