@@ -1,4 +1,4 @@
-"""Programs with state, and what must hold when they are replayed (R37): the same cases on CPU and on CUDA."""
+"""Programs with state, and what must hold when they are replayed: the same cases on CPU and on CUDA."""
 
 from __future__ import annotations
 

@@ -29,17 +29,17 @@ def graft(*args, stdin="", **env):
 
 
 @pytest.mark.exhaustive
-def test_the_program_lists_its_transforms_r61():
+def test_the_program_lists_its_transforms():
     told = graft("transforms", "--json", COLUMNS="160")
     assert told.returncode == 0 and json.loads(told.stdout)[0]["order"] == 1
 
 
-def test_the_program_runs_on_its_own_r61():
+def test_the_program_runs_on_its_own():
     refused = graft("run", "hi", "-m", "no-such-model", COLUMNS="160")
     assert refused.returncode == 2 and "unknown model" in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_help_does_not_import_torch_r62():
+def test_help_does_not_import_torch():
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom graft.cli.app import app\n"
         "result = CliRunner().invoke(app, ['--help'])\n"
@@ -60,7 +60,7 @@ def test_run_prints_tokens_and_speed():
     assert "of their norm off those of the model in float64, over 3 tokens" in " ".join(result.stdout.split())
 
 
-def test_run_json_is_one_document_r61():
+def test_run_json_is_one_document():
     result = graft("run", "-m", "tiny-qwen3", "--token-ids", "5,6,7", "--max-tokens", "4", "--json", "--seed", "1")
     document = json.loads(result.stdout)
     assert 1 <= len(document["outputs"][0]["token_ids"]) <= 4
@@ -86,13 +86,13 @@ def test_run_json_is_one_document_r61():
         (["nonsense"], 2, "nonsense"),
     ],
 )
-def test_errors_are_one_line_with_their_exit_code_r63(args, code, message):
+def test_errors_are_one_line_with_their_exit_code(args, code, message):
     result = graft(*args)
     assert result.returncode == code
     assert message in result.stderr and "Traceback" not in result.stderr
 
 
-def test_transforms_config_and_models_list_r61():
+def test_transforms_config_and_models_list():
     rows = json.loads(graft("transforms", "--json").stdout)
     assert [r["order"] for r in rows] == list(range(1, len(rows) + 1)) and rows[0]["name"] == "fuse_layer_norm"
     assert "fuse_rms_norm" in graft("transforms").stdout
@@ -115,7 +115,7 @@ def test_dump_writes_graphs_and_refuses_foreign_folders(tmp_path):
     assert refused.returncode == 1 and "not written by graft" in refused.stderr
 
 
-def test_explain_tells_matches_and_reasons_r52():
+def test_explain_tells_matches_and_reasons():
     told = graft("explain", "tiny-llama", "fuse_rms_norm", "--verify")
     assert told.returncode == 0, told.stderr
     assert "5 matches" in told.stdout and "layer 1" in told.stdout and "outside the layers" in told.stdout
@@ -126,7 +126,7 @@ def test_explain_tells_matches_and_reasons_r52():
     assert unknown.returncode == 2 and "did you mean 'fuse_rope'" in unknown.stderr
 
 
-def test_ops_lists_kernels_and_reasons_r25():
+def test_ops_lists_kernels_and_reasons():
     told = graft("ops", "rope", "attention", "--device", "cpu")
     assert told.returncode == 0, told.stderr
     assert "graft::rope" in told.stdout and "not where Triton kernels run on a GPU" in told.stdout
@@ -148,7 +148,7 @@ def test_ops_lists_kernels_and_reasons_r25():
     assert forced.returncode == 1 and "kernel 'triton' of graft::rope cannot run this call" in forced.stderr
 
 
-def test_verify_shows_the_proofs_r7():
+def test_verify_shows_the_proofs():
     told = graft("run", "-m", "tiny-llama", "--token-ids", "5,6", "--max-tokens", "2", "--verify")
     assert told.returncode == 0, told.stderr
     assert "fuse_rope: 4 proven, worst" in told.stdout and "insert_kv_cache: not proven" in told.stdout
@@ -178,7 +178,7 @@ def plugin(tmp_path, monkeypatch):
     sys.modules.pop("wreck_plugin", None)
 
 
-def test_a_transform_that_fails_ends_the_run_or_is_skipped_r6(plugin):
+def test_a_transform_that_fails_ends_the_run_or_is_skipped(plugin):
     common = [
         "run",
         "-m",

@@ -41,7 +41,7 @@ def alone(llm):
     return [llm.generate(prompt, params)[0].token_ids for prompt, params in zip(PROMPTS, GREEDY, strict=True)]
 
 
-def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption_r42(llm, alone):
+def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption(llm, alone):
     assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == alone
     again = llm.generate(PROMPTS[::-1], GREEDY[::-1])
     assert [o.token_ids for o in again[::-1]] == alone
@@ -52,7 +52,7 @@ def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption_r42(llm, alone
     assert small.stats.preemptions > 0 and small.engine.manager.available == 7
 
 
-def test_a_stop_string_ends_text_and_stream_alike_r42(llm):
+def test_a_stop_string_ends_text_and_stream_alike(llm):
     prompt = "The days of the week are: Monday, Tuesday,"
     free = llm.generate(prompt, graft.SamplingParams(max_tokens=24))[0].text
     assert "Friday" in free
@@ -63,7 +63,7 @@ def test_a_stop_string_ends_text_and_stream_alike_r42(llm):
     assert "".join(llm.stream(prompt, params)) == output.text
 
 
-def test_samples_of_one_prompt_share_it_and_differ_r42(llm):
+def test_samples_of_one_prompt_share_it_and_differ(llm):
     params = graft.SamplingParams(max_tokens=10, temperature=1.0, n=3, seed=4, logprobs=2)
     (output,) = llm.generate("My favourite animal is", params)
     samples = [output, *output.alternatives]
@@ -73,7 +73,7 @@ def test_samples_of_one_prompt_share_it_and_differ_r42(llm):
     assert llm.generate("My favourite animal is", single)[0].token_ids == samples[1].token_ids
 
 
-def test_a_conversation_reuses_what_was_said_r42(llm):
+def test_a_conversation_reuses_what_was_said(llm):
     messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
     params = graft.SamplingParams(max_tokens=12)
     first = llm.chat(messages, params)
@@ -82,7 +82,7 @@ def test_a_conversation_reuses_what_was_said_r42(llm):
     assert llm.chat(messages, params).cached_tokens >= 32
 
 
-def test_text_that_is_none_is_refused_r63(llm):
+def test_text_that_is_none_is_refused(llm):
     outputs = llm.generate(["\udcff", "Hello", b"caf\xe9"], graft.SamplingParams(max_tokens=2))
     assert [o.finish_reason for o in outputs] == ["error", "length", "error"]
     assert "not valid text" in str(outputs[0].error) and "not valid text" in str(outputs[2].error)
@@ -93,7 +93,7 @@ def graft_command(*args: str, stdin: bytes = b"") -> Result:
     return CliRunner().invoke(app, list(args), input=stdin)
 
 
-def test_graft_events_tells_the_life_of_the_cache_r41():
+def test_graft_events_tells_the_life_of_the_cache():
     told = graft_command("events", "tiny-llama", "--json")
     assert told.exit_code == 0, told.output
     events = [json.loads(line) for line in told.stdout.splitlines()]
@@ -104,7 +104,7 @@ def test_graft_events_tells_the_life_of_the_cache_r41():
 
 
 @pytest.mark.parametrize("loads", short([True, False], False))
-def test_graft_chat_answers_lines_and_keeps_the_conversation_r42(llm, monkeypatch, loads):
+def test_graft_chat_answers_lines_and_keeps_the_conversation(llm, monkeypatch, loads):
     if not loads:  # what the command loads itself is in 8 and 4 bits, as the file has it
         monkeypatch.setattr("graft.cli.chat.load_llm", lambda *args, **options: llm)
     asked = b"My name is Ada. Say hello.\n\nWhat is my name?\n/reset\nHi\n/exit\nnot read\n"
@@ -115,7 +115,7 @@ def test_graft_chat_answers_lines_and_keeps_the_conversation_r42(llm, monkeypatc
     assert answers[1]["cached_tokens"] >= 16 and answers[1]["prompt_tokens"] > answers[2]["prompt_tokens"]
 
 
-def test_a_line_that_cannot_be_answered_is_told_and_chat_goes_on_r63(llm, monkeypatch):
+def test_a_line_that_cannot_be_answered_is_told_and_chat_goes_on(llm, monkeypatch):
     monkeypatch.setattr("graft.cli.chat.load_llm", lambda *args, **options: llm)
     asked = b"caf\xe9\n/rest\n" + b"word " * 9000 + b"\nHi\n"
     told = graft_command("chat", "--max-tokens", "4", "--json", stdin=asked)
@@ -126,13 +126,13 @@ def test_a_line_that_cannot_be_answered_is_told_and_chat_goes_on_r63(llm, monkey
         assert message in told.stderr
 
 
-def test_input_that_is_no_text_ends_the_command_r63(llm, monkeypatch):
+def test_input_that_is_no_text_ends_the_command(llm, monkeypatch):
     monkeypatch.setattr("graft.cli.run.load_llm", lambda *args, **options: llm)
     refused = graft_command("run", "--max-tokens", "4", stdin=b"caf\xe9\n")
     assert refused.exit_code == 2 and "not valid text" in refused.stderr
 
 
-def test_one_wrong_prompt_among_others_is_told_and_the_exit_code_is_1_r63(llm, monkeypatch):
+def test_one_wrong_prompt_among_others_is_told_and_the_exit_code_is_1(llm, monkeypatch):
     monkeypatch.setattr("graft.cli.run.load_llm", lambda *args, **options: llm)
     args = ("run", "Hello", "", "--max-tokens", "3")
     told = graft_command(*args, "--json")
@@ -143,7 +143,7 @@ def test_one_wrong_prompt_among_others_is_told_and_the_exit_code_is_1_r63(llm, m
     assert plain.exit_code == 1 and "no tokens" in plain.stderr and "Hello" in plain.stdout
 
 
-def test_a_template_that_refuses_says_so_r63(llm, monkeypatch):
+def test_a_template_that_refuses_says_so(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UsageError, match="refuses the conversation: roles must alternate"):
         llm.chat([{"role": "user", "content": "hi"}])

@@ -25,7 +25,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
-def test_greedy_tokens_are_those_of_the_eager_engine_r41(family):
+def test_greedy_tokens_are_those_of_the_eager_engine(family):
     native, eager = (
         LLM(tiny(family), backend=name, max_num_batched_tokens=20, kv_cache_memory="8MiB")
         for name in ("native", "eager")

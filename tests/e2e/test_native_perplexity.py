@@ -33,7 +33,7 @@ def text():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", short([None, "int8"], None))
-def test_perplexity_is_that_of_the_dequantised_model_r41(text, kind):
+def test_perplexity_is_that_of_the_dequantised_model(text, kind):
     ids, dequantised = text
     llm = LLM("smollm2-135m", device="cpu", backend="native", quantize=kind, kv_cache_memory="64MiB")
     if kind is not None:
@@ -58,7 +58,7 @@ def spoil(llm: LLM) -> None:
             blocks[..., :32] = blocks[..., :32].roll(2, -1)
 
 
-def test_the_files_own_blocks_are_the_default_and_stand_in_memory_once_r51():
+def test_the_files_own_blocks_are_the_default_and_stand_in_memory_once():
     llm = LLM("smollm2-135m", device="cpu", backend="native", kv_cache_memory="16MiB")
     assert llm.quantized is not None and llm.quantized.format == "Q8_0+Q4_1"
     packed = sum(p.nbytes for name, p in llm.graph_module.named_parameters() if name.endswith(("_q8", "_q4")))

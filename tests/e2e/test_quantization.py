@@ -30,7 +30,7 @@ def original():
 
 
 @pytest.mark.parametrize("kind", short(BOUNDS, "int4"))
-def test_perplexity_stays_and_wrong_scales_would_show_r21(original, kind):
+def test_perplexity_stays_and_wrong_scales_would_show(original, kind):
     gm, ids, logits = original
     before = quality(logits, ids).perplexity
     made = with_transforms(gm, {"quantize_linear": {"format": kind}})

@@ -1,4 +1,4 @@
-"""The report in a real browser: it opens, says nothing on the console, and does what a click or a key asks (R56)."""
+"""The report in a real browser: it opens, says nothing on the console, and does what a click or a key asks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def open_page(page, file, **size):
 
 
 @pytest.mark.exhaustive
-def test_a_report_of_32_layers_is_small_and_opens_quietly_r56(page, deep, record_property, capsys):
+def test_a_report_of_32_layers_is_small_and_opens_quietly(page, deep, record_property, capsys):
     seconds, drawn = open_page(page, deep)
     size = deep.stat().st_size / 1e6
     record_property("load_seconds", seconds)
@@ -82,7 +82,7 @@ def test_a_report_of_32_layers_is_small_and_opens_quietly_r56(page, deep, record
     assert page.evaluate("document.querySelectorAll('#pipeline tbody tr').length") > 15
 
 
-def test_a_click_on_a_transform_shows_its_diff_r56(page, decoder):
+def test_a_click_on_a_transform_shows_its_diff(page, decoder):
     open_page(page, decoder)
     page.click("#pipeline tbody [data-open=fuse_rms_norm]")
     article = "document.querySelector('#drawer article:not([hidden])')"
@@ -110,7 +110,7 @@ def painted(page, element):
 
 
 @pytest.mark.exhaustive
-def test_every_transform_and_every_step_can_be_drawn_r56(page, decoder):
+def test_every_transform_and_every_step_can_be_drawn(page, decoder):
     open_page(page, decoder)
     names = page.evaluate("[...document.querySelectorAll('#pipeline tbody tr')].map((row) => row.dataset.transform)")
     page.press("j")
@@ -139,7 +139,7 @@ def test_every_transform_and_every_step_can_be_drawn_r56(page, decoder):
     assert page.problems == []
 
 
-def test_layers_open_one_at_a_time_and_nodes_do_not_overlap_r56(page, decoder):
+def test_layers_open_one_at_a_time_and_nodes_do_not_overlap(page, decoder):
     open_page(page, decoder)
     title = "document.getElementById('part-title').textContent"
     assert page.evaluate(title) == "layer 1 · one of 5 equal layers"
@@ -162,7 +162,7 @@ def test_layers_open_one_at_a_time_and_nodes_do_not_overlap_r56(page, decoder):
     assert page.problems == []
 
 
-def test_a_node_of_the_drawing_can_be_clicked_r56(page, decoder):
+def test_a_node_of_the_drawing_can_be_clicked(page, decoder):
     open_page(page, decoder)
     page.scroll_to("#layers", "start")
     at = page.evaluate(
@@ -174,7 +174,7 @@ def test_a_node_of_the_drawing_can_be_clicked_r56(page, decoder):
     assert "graft.add_rms_norm" in told and "model.layers.1.input_layernorm" in told and "fuse_add_rms_norm" in told
 
 
-def test_search_finds_nodes_and_transforms_r56(page, decoder):
+def test_search_finds_nodes_and_transforms(page, decoder):
     open_page(page, decoder)
     page.press("/")
     page.type("layers.4 self_attn linear")
@@ -195,7 +195,7 @@ def test_search_finds_nodes_and_transforms_r56(page, decoder):
     assert page.problems == []
 
 
-def test_the_table_sorts_by_its_heads_r56(page, decoder):
+def test_the_table_sorts_by_its_heads(page, decoder):
     open_page(page, decoder)
     column = "[...document.querySelectorAll('#pipeline tbody tr')].map((r) => Number(r.children[7].dataset.value))"
     page.click("#pipeline th:nth-child(8) button")
@@ -205,7 +205,7 @@ def test_the_table_sorts_by_its_heads_r56(page, decoder):
     assert page.evaluate("document.querySelector('#pipeline th:nth-child(8)').ariaSort") == "descending"
 
 
-def test_dark_narrow_print_and_help_r56(page, decoder):
+def test_dark_narrow_print_and_help(page, decoder):
     open_page(page, decoder)
     light = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.media(scheme="dark")
@@ -225,7 +225,7 @@ def test_dark_narrow_print_and_help_r56(page, decoder):
     assert page.problems == []
 
 
-def test_names_that_look_like_code_stay_names_r56(page, small):
+def test_names_that_look_like_code_stay_names(page, small):
     """`</script>`, quotes and a broken character in the model's name."""
     open_page(page, small)
     shown = page.evaluate("document.querySelector('h1').textContent")
@@ -234,7 +234,7 @@ def test_names_that_look_like_code_stay_names_r56(page, small):
     assert page.problems == []
 
 
-def test_a_graph_without_layers_and_without_a_match_opens_too_r56(page, tmp_path):
+def test_a_graph_without_layers_and_without_a_match_opens_too(page, tmp_path):
     file = tmp_path / "report.html"
     write_report(dump_plain(tmp_path / "run"), file)
     open_page(page, file)
@@ -248,7 +248,7 @@ def test_a_graph_without_layers_and_without_a_match_opens_too_r56(page, tmp_path
     assert page.problems == []
 
 
-def test_a_fault_of_the_page_would_be_seen_r56(page, small, tmp_path):
+def test_a_fault_of_the_page_would_be_seen(page, small, tmp_path):
     """The checks above can fail: an error in the script, a foreign script and a request are all noticed."""
     text = small.read_text()
     for name, change in (

@@ -28,7 +28,7 @@ def python(*args, cwd):
 
 
 @pytest.mark.exhaustive
-def test_the_tutorial_followed_word_for_word_adds_a_working_fusion_r54_r58(tmp_path):
+def test_the_tutorial_followed_word_for_word_adds_a_working_fusion(tmp_path):
     runner = Path(__file__).with_name("tutorial_runner.py")
     done = python(runner, TUTORIAL, tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -38,14 +38,14 @@ def test_the_tutorial_followed_word_for_word_adds_a_working_fusion_r54_r58(tmp_p
 
 
 @pytest.mark.exhaustive
-def test_the_page_on_repro_and_exports_followed_word_for_word_r59(tmp_path):
+def test_the_page_on_repro_and_exports_followed_word_for_word(tmp_path):
     done = python(Path(__file__).with_name("tutorial_runner.py"), SHIP, tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"followed 9 commands, compared \d+ lines", done.stdout), done.stdout
     assert {"swiglu.py", "trace.json", "graphs.json", "model.pt2"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_the_example_runs_r58(tmp_path):
+def test_the_example_runs(tmp_path):
     done = python(EXAMPLE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "before" in done.stdout and "aten.tanh" in done.stdout and "graft.soft_cap" in done.stdout
@@ -68,7 +68,7 @@ def test_a_tutorial_that_has_rotted_is_found(tmp_path, monkeypatch):
         follow(document)
 
 
-def test_every_helper_is_documented_r58():
+def test_every_helper_is_documented():
     text = TUTORIAL.read_text()
     helpers = [name for name in testing.__all__ if name[0].islower()]
     missing = [name for name in helpers if f"`{name}" not in text and f"`@{name}" not in text]

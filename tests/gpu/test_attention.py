@@ -62,14 +62,14 @@ def check(args, dtype, reduction, also=()):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_kernels_agree_with_float64_r26(case, dtype):
+def test_kernels_agree_with_float64(case, dtype):
     args = case.make("cuda", dtype, torch.Generator().manual_seed(0))
     assert "triton" in check(args, dtype, case.reduction)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("h", "kv", "d"), [(32, 8, 128), (32, 8, 64), (8, 8, 96), (8, 1, 256), (9, 3, 64)])
-def test_random_batches_agree_with_float64_r26(h, kv, d, dtype):
+def test_random_batches_agree_with_float64(h, kv, d, dtype):
     chance = random.Random(h * d)
     for seed in range(4):
         n = chance.choice([1, 3, 8])
@@ -82,7 +82,7 @@ def test_random_batches_agree_with_float64_r26(h, kv, d, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torchs_kernels_take_a_prompt_of_its_own_and_behind_a_prefix_r26(dtype):
+def test_torchs_kernels_take_a_prompt_of_its_own_and_behind_a_prefix(dtype):
     for new, old in (((700,), (0,)), ((130,), (1000,)), ((1, 1, 300, 40), (900, 5, 0, 77))):
         args = cached(new, old, 32, 8, 128, PLAIN, dtype)
         assert check(args, dtype, 1200, also=("sdpa",)) == ["sdpa", "triton"]
@@ -92,7 +92,7 @@ def test_torchs_kernels_take_a_prompt_of_its_own_and_behind_a_prefix_r26(dtype):
             assert_close(SPEC.kernel("sdpa").run(*args[:8], args[8] * 1.5), expected, dtype, 1200)
 
 
-def test_long_prompts_go_to_torchs_kernel_r25():
+def test_long_prompts_go_to_torchs_kernel():
     args = cached((4096,), (0,), 4, 1, 128, PLAIN, torch.bfloat16)
     assert check(args, torch.bfloat16, 4096) == ["sdpa", "triton"]
     behind = cached((4096,), (16,), 4, 1, 128, PLAIN, torch.bfloat16)
@@ -101,7 +101,7 @@ def test_long_prompts_go_to_torchs_kernel_r25():
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 16, 64])
-def test_parts_are_put_together_many_times_r26(splits, early):
+def test_parts_are_put_together_many_times(splits, early):
     """Again and again with the same counters: each call leaves them as it found them."""
     args = cached((1,) * 5, (9, 8000, 300, 64, 2047), 32, 8, 128, PLAIN, torch.bfloat16)
     expected = SPEC.reference(*wide(args))
@@ -114,7 +114,7 @@ def test_parts_are_put_together_many_times_r26(splits, early):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", ROPE_CASES, ids=lambda case: case.name)
-def test_rope_kv_write_writes_what_the_reference_writes_r26(case, dtype):
+def test_rope_kv_write_writes_what_the_reference_writes(case, dtype):
     args = case.make("cuda", dtype, torch.Generator().manual_seed(0))
     exact = wide([t.clone() if isinstance(t, torch.Tensor) else t for t in args])
     expected = OPS["rope_kv_write"].reference(*exact)
@@ -136,7 +136,7 @@ def test_rope_kv_write_writes_what_the_reference_writes_r26(case, dtype):
         ((1, 30, 64), (77, 500, 0), (None, 20.0, False)),
     ],
 )
-def test_nobody_waits_for_the_gpu_r43(new, old, options):
+def test_nobody_waits_for_the_gpu(new, old, options):
     args = cached(new, old, 8, 2, 64, options, torch.bfloat16)
     torch.ops.graft.cached_attention(*args)  # kernels are compiled outside
     torch.cuda.synchronize()
@@ -148,7 +148,7 @@ def test_nobody_waits_for_the_gpu_r43(new, old, options):
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_recorded_decode_follows_the_lengths_r43(early):
+def test_a_recorded_decode_follows_the_lengths(early):
     n, h, kv, d = 3, 32, 8, 128
     args = cached((1,) * n, (9000, 5000, 40), h, kv, d, PLAIN, torch.bfloat16)
     q, k_cache, v_cache, tables, seq_lens, scale = named(args)
@@ -168,7 +168,7 @@ def test_a_recorded_decode_follows_the_lengths_r43(early):
         assert_close(out, expected, torch.bfloat16, 9000, str(now))
 
 
-def test_a_recorded_mixture_takes_its_sizes_from_the_gpu_r43():
+def test_a_recorded_mixture_takes_its_sizes_from_the_gpu():
     """What the CPU said when it was recorded may not stay in the recording."""
     args = cached((1, 6, 9), (40, 20, 0), 8, 2, 64, PLAIN, torch.float32)
     with mock.patch("graft.ops.cached_attention.triton.recording", lambda _: True):

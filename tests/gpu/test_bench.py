@@ -20,7 +20,7 @@ def bench(*args: str) -> dict:
     return json.loads(done.stdout)
 
 
-def test_all_peers_have_rows_for_two_batch_sizes_r61():
+def test_all_peers_have_rows_for_two_batch_sizes():
     document = bench("tiny-llama", "--peers", "--batch", "1,4", "--prompt", "16", "--new", "64", "--dtype", "float32")
     engines = ["graft", "hugging face eager", "hugging face compile", "hugging face autotune"]
     assert [row["engine"] for row in document["rows"]] == 2 * engines

@@ -1,4 +1,4 @@
-"""Backend cuda_graph on a GPU: the cases of the CPU with real captures, and what only a device can show (R37)."""
+"""Backend cuda_graph on a GPU: the cases of the CPU with real captures, and what only a device can show."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from graft.errors import CaptureRefused
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_replays_equal_eager_r37(case):
+def test_replays_equal_eager(case):
     case("cuda")
 
 
-def test_it_is_captured_r37():
+def test_it_is_captured():
     _, compiled = compiled_attend("cuda")
     assert compiled.backend == "cuda_graph"
     assert compiled.report.notes[-1] == "cuda_graph: written in place, bound by address: input k, input v"
 
 
 @torch.no_grad()
-def test_one_launch_a_step_and_no_copy_of_a_cache_r37():
+def test_one_launch_a_step_and_no_copy_of_a_cache():
     _, compiled = compiled_attend("cuda", reuse_outputs=True)
     k, v = caches("cuda")
     x, pos = token(0, "cuda"), at(0, "cuda")
@@ -46,7 +46,7 @@ def test_one_launch_a_step_and_no_copy_of_a_cache_r37():
 
 
 @torch.no_grad()
-def test_memory_does_not_grow_r37():
+def test_memory_does_not_grow():
     _, compiled = compiled_attend("cuda")
     k, v = caches("cuda")
     x, pos = token(0, "cuda"), at(0, "cuda")
@@ -61,7 +61,7 @@ def test_memory_does_not_grow_r37():
 
 
 @torch.no_grad()
-def test_a_freed_cache_gives_its_memory_back_r37():
+def test_a_freed_cache_gives_its_memory_back():
     module = Returns().cuda()
     small, large = torch.zeros(2, 3, 4, device="cuda"), torch.zeros(2, 3, 4, device="cuda")
     compiled = graft.compile(module, (torch.zeros(2, 4, device="cuda"), small), backend="cuda_graph")
@@ -73,7 +73,7 @@ def test_a_freed_cache_gives_its_memory_back_r37():
 
 
 @torch.no_grad()
-def test_replays_on_two_streams_without_any_wait_r37():
+def test_replays_on_two_streams_without_any_wait():
     """The host runs ahead: the second stream must wait for the first one's replay and copies."""
     module, compiled = compiled_attend("cuda")
     ours, theirs = caches("cuda"), caches("cuda")
@@ -111,7 +111,7 @@ class GatedBlock(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_triton_kernels_are_captured_r37(dtype):
+def test_triton_kernels_are_captured(dtype):
     torch.manual_seed(0)
     module = GatedBlock().to("cuda", dtype)
     x = torch.randn(2, 1, 256, device="cuda", dtype=dtype)
@@ -127,7 +127,7 @@ def test_triton_kernels_are_captured_r37(dtype):
 
 
 @torch.no_grad()
-def test_recording_needs_no_wait_of_the_caller_r37():
+def test_recording_needs_no_wait_of_the_caller():
     """Inputs that are still being computed when the first call records."""
     module, compiled = compiled_attend("cuda")
     ours, theirs = caches("cuda"), caches("cuda")
@@ -141,7 +141,7 @@ def test_recording_needs_no_wait_of_the_caller_r37():
 
 
 @torch.no_grad()
-def test_numbers_in_host_memory_are_constants_of_a_recording_r37():
+def test_numbers_in_host_memory_are_constants_of_a_recording():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -195,13 +195,13 @@ class HostCounter(nn.Module):
         (HostCounter(), 0, "%steps .*lies in CPU memory"),
     ],
 )
-def test_host_memory_is_refused_r37(module, scale, message):
+def test_host_memory_is_refused(module, scale, message):
     with pytest.raises(CaptureRefused, match=message):
         graft.compile(module, (torch.ones(4, device="cuda"), scale), backend="cuda_graph")
 
 
 @torch.no_grad()
-def test_a_call_inside_another_capture_is_refused_r37():
+def test_a_call_inside_another_capture_is_refused():
     _, compiled = compiled_attend("cuda")
     k, v = caches("cuda")
     x, pos = token(0, "cuda"), at(0, "cuda")
@@ -241,7 +241,7 @@ except CaptureRefused as error:
 """
 
 
-def test_a_wait_that_the_graph_hides_is_refused_and_undone_r37():
+def test_a_wait_that_the_graph_hides_is_refused_and_undone():
     """In a process of its own: torch does not recover from a failed capture."""
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}

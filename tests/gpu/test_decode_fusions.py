@@ -28,7 +28,7 @@ def tokens(llm):
 
 
 @pytest.mark.parametrize("family", sorted(families()))
-def test_counts_and_greedy_tokens_on_a_gpu_r22(family):
+def test_counts_and_greedy_tokens_on_a_gpu(family):
     model = load_model(f"tiny-{family}", dtype="float32", device="cuda")
     fused, plain = graft.LLM(model, kv_cache_memory="64MiB"), graft.LLM(model, config=OFF, kv_cache_memory="64MiB")
     expected = model.family.expected_matches(model.layers, gpu=True)
@@ -39,7 +39,7 @@ def test_counts_and_greedy_tokens_on_a_gpu_r22(family):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_tables_hold_what_the_gpu_computes_r22(dtype):
+def test_tables_hold_what_the_gpu_computes(dtype):
     """Bitwise, at the real context of a model with scaled frequencies; the transform itself compares, or refuses."""
     model = load_model("llama-3.2-1b", dtype=dtype, device="cuda")
     report = graft.LLM(model, kv_cache_memory="64MiB").report
@@ -48,7 +48,7 @@ def test_tables_hold_what_the_gpu_computes_r22(dtype):
 
 
 @pytest.mark.parametrize("family", ["llama", "phi-3", "gemma-3", "qwen3-moe", "cohere"])
-def test_bfloat16_logits_stay_close_r22(family):
+def test_bfloat16_logits_stay_close(family):
     """First-token logits with and without the fusions, relative to their spread; another prompt would be far off."""
     model = load_model(f"tiny-{family}", dtype="bfloat16", device="cuda")
     prompt = prompts()[-1]

@@ -1,4 +1,4 @@
-"""Decoding by CUDA graphs: the eager engine's tokens, without a wait in a step (R43)."""
+"""Decoding by CUDA graphs: the eager engine's tokens, without a wait in a step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def drawn(i: int):
 
 
 @pytest.mark.parametrize("family", sorted(families()))
-def test_tokens_equal_the_eager_engine_float32_r43(family):
+def test_tokens_equal_the_eager_engine_float32(family):
     """Batches of every size up to 5, which shrink as requests end; greedy and drawn."""
     given = prompts((3, 17, 9, 33, 5))
     params = [greedy(NEW - 4 * i) for i in range(5)]
@@ -65,7 +65,7 @@ def test_tokens_equal_the_eager_engine_float32_r43(family):
     assert [o.token_ids for o in llm.generate(given, mixed)] == [o.token_ids for o in expected]
 
 
-def test_a_steady_step_waits_for_nothing_r43():
+def test_a_steady_step_waits_for_nothing():
     """torch tells of every call that waits for the device, except of the event that the host is meant to wait for."""
     llm = graft.LLM(model("llama"), max_num_seqs=4)
     for params in ([greedy(60)] * 3, [drawn(0), drawn(1), greedy(60)]):
@@ -84,14 +84,14 @@ def test_a_steady_step_waits_for_nothing_r43():
         llm.finish(requests)
 
 
-def test_the_device_has_the_next_step_before_the_host_knows_the_last_r43():
+def test_the_device_has_the_next_step_before_the_host_knows_the_last():
     llm = graft.LLM(model("llama"), max_num_seqs=4)
     llm.generate(prompts((5, 9)), greedy(40))
     assert llm.stats.replayed_steps == 39 and llm.stats.steps_ahead == 38
     assert llm.stats.decode_tokens == 78 and llm.stats.decode_seconds > 0
 
 
-def test_memory_does_not_grow_r43():
+def test_memory_does_not_grow():
     llm = graft.LLM(model("llama"), max_num_seqs=4)
     params = [greedy(220), graft.SamplingParams(max_tokens=220, temperature=1.0, top_p=0.9, seed=1, ignore_eos=True)]
     requests = [llm.engine.add(*one) for one in zip(prompts((5, 9)), params, strict=True)]
@@ -107,7 +107,7 @@ def test_memory_does_not_grow_r43():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma-3", "qwen3-moe"])
-def test_bfloat16_logits_of_a_recording_equal_the_eager_ones_r43(family):
+def test_bfloat16_logits_of_a_recording_equal_the_eager_ones(family):
     """The same kernels on the same rows: the logits of a replay are those of the calls, bit for bit."""
     llm = graft.LLM(model(family, "bfloat16"), max_num_seqs=4, cudagraph_capture_sizes=[4])
     requests = [llm.engine.add(p, greedy(30)) for p in prompts((5, 9, 17, 30))]
@@ -131,7 +131,7 @@ def test_bfloat16_logits_of_a_recording_equal_the_eager_ones_r43(family):
     llm.engine.abort(requests)
 
 
-def test_the_report_tells_of_graphs_misses_and_late_recordings_r43():
+def test_the_report_tells_of_graphs_misses_and_late_recordings():
     told = []
     llm = graft.LLM(
         model("llama"), max_num_seqs=8, cudagraph_capture_sizes=[1, 2], progress=lambda *what: told.append(what)
@@ -152,7 +152,7 @@ def test_the_report_tells_of_graphs_misses_and_late_recordings_r43():
     assert "decode: no CUDA graphs, because enforce_eager was asked for" in off.report.notes
 
 
-def test_every_default_size_is_recorded_r43():
+def test_every_default_size_is_recorded():
     llm = graft.LLM(model("qwen3"))
     assert sorted(rows for rows, *_ in llm.engine.loop.recordings.made) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     given = prompts([5 + i % 9 for i in range(100)])
@@ -160,7 +160,7 @@ def test_every_default_size_is_recorded_r43():
     assert [o.token_ids for o in llm.generate(given, greedy(8))] == [o.token_ids for o in expected]
 
 
-def test_first_runs_compile_side_by_side_and_each_kernel_once_r50(monkeypatch, tmp_path):
+def test_first_runs_compile_side_by_side_and_each_kernel_once(monkeypatch, tmp_path):
     """Counted where Triton's functions compile; the tokens after it are those of the eager engine."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled, together = fresh_kernels(monkeypatch), []
@@ -211,7 +211,7 @@ def fresh_kernels(monkeypatch):
     return compiled
 
 
-def test_a_failing_first_run_is_told_for_its_size_and_the_engine_goes_on_r50(monkeypatch):
+def test_a_failing_first_run_is_told_for_its_size_and_the_engine_goes_on(monkeypatch):
     body = Recordings.body
 
     def failing(self, key):
@@ -232,7 +232,7 @@ def test_a_failing_first_run_is_told_for_its_size_and_the_engine_goes_on_r50(mon
     assert [o.token_ids for o in llm.generate(prompts((5, 9)), greedy())] == [o.token_ids for o in expected]
 
 
-def test_a_step_that_waits_is_not_recorded_and_the_engine_goes_on_r43(monkeypatch):
+def test_a_step_that_waits_is_not_recorded_and_the_engine_goes_on(monkeypatch):
     """Found while warming up, before a capture that torch could not undo."""
     body = Recordings.body
 
@@ -256,7 +256,7 @@ def test_a_step_that_waits_is_not_recorded_and_the_engine_goes_on_r43(monkeypatc
     )
 
 
-def test_steps_on_another_stream_come_behind_r43():
+def test_steps_on_another_stream_come_behind():
     llm = graft.LLM(model("llama"), max_num_seqs=4)
     expected = [o.token_ids for o in llm.generate(prompts((5, 9)), greedy())]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -269,7 +269,7 @@ def test_steps_on_another_stream_come_behind_r43():
     assert [r.new_tokens for r in requests] == expected
 
 
-def test_soak_with_prefixes_aborts_and_a_small_cache_r43():
+def test_soak_with_prefixes_aborts_and_a_small_cache():
     """Random traffic: the tokens of the eager engine, and every block comes back."""
 
     def run(**options):

@@ -1,4 +1,4 @@
-"""Candidates timed on a GPU (R53)."""
+"""Candidates timed on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graft.cli.app import app
 OFF = ("--set", "transforms.fuse_rms_norm.enabled=false", "--set", "transforms.fuse_add_rms_norm.enabled=false")
 
 
-def test_a_spelled_out_norm_is_timed_beside_its_kernel_and_a_copy_r53():
+def test_a_spelled_out_norm_is_timed_beside_its_kernel_and_a_copy():
     done = CliRunner().invoke(app, ["discover", "llama-3.2-1b", "--tokens", "1,64", "--json", *OFF])
     assert done.exit_code == 0, done.output
     first = json.loads(done.stdout)["candidates"][0]

@@ -70,7 +70,7 @@ def test_bfloat16_logits_stay_close_to_hugging_face(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma-3", "qwen3-moe"])
-def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption_r42(family):
+def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption(family):
     model = load_model(f"tiny-{family}", dtype="float32", device="cuda")
     shared = prompts((32,))[0]
     given = [shared + tail if i % 2 else tail for i, tail in enumerate(prompts((3, 40, 17, 33, 64, 5)))]
@@ -87,7 +87,7 @@ def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption_r42(family):
     assert small.stats.preemptions > 0 and small.engine.manager.available == 9
 
 
-def test_sampling_on_the_gpu_gives_what_it_gives_on_the_cpu_r42():
+def test_sampling_on_the_gpu_gives_what_it_gives_on_the_cpu():
     model = load_model("tiny-llama", dtype="float32", device="cpu")  # a GPU draws other random weights
     params = [
         graft.SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, top_k=30, min_p=0.01, seed=i, ignore_eos=True,
@@ -106,7 +106,7 @@ def test_sampling_on_the_gpu_gives_what_it_gives_on_the_cpu_r42():
             )
 
 
-def test_the_cache_takes_what_is_free_less_a_margin_r40():
+def test_the_cache_takes_what_is_free_less_a_margin():
     model = load_model("llama-3.2-1b", dtype="bfloat16", device="cuda")
     free = torch.cuda.mem_get_info()[0]
     llm = graft.LLM(model, max_num_seqs=100_000)  # so many could use all of it

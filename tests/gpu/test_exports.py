@@ -1,4 +1,4 @@
-"""graft export on a GPU: the calls of a run as torch's profiler saw them (R59)."""
+"""graft export on a GPU: the calls of a run as torch's profiler saw them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graft.workbench.dump import dump_model
 from graft.workbench.export.write import export_run
 
 
-def test_the_kernels_of_a_run_are_drawn_r59(tmp_path):
+def test_the_kernels_of_a_run_are_drawn(tmp_path):
     dump_model("tiny-llama", tmp_path / "run", load_config(), "bfloat16", weights=True)
     for step in ("captured", "merge_gate_up"):
         export_run(tmp_path / "run", "perfetto", tmp_path / "trace.json", step=step, timed=True, device="cuda")

@@ -39,7 +39,7 @@ def as_measured(*args):
 )
 @pytest.mark.parametrize("weight", ["plain", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_batch_is_right_and_again_r22(dtype, weight, options):
+def test_every_batch_is_right_and_again(dtype, weight, options):
     """Twice each: the second run finds the counters as the first left them."""
     for tokens in TOKENS if dtype is torch.bfloat16 else (1, 3, 16, 65, 129):
         args = arguments(Shape(tokens, 512, 1152, weight=weight, **options), dtype)
@@ -49,7 +49,7 @@ def test_every_batch_is_right_and_again_r22(dtype, weight, options):
 
 @pytest.mark.parametrize("kernel", SPEC.kernels, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("weight", ["plain", "int8", "fp8", "int4"])
-def test_every_kernel_by_name_is_right_and_what_is_wrong_is_caught_r25(kernel, weight):
+def test_every_kernel_by_name_is_right_and_what_is_wrong_is_caught(kernel, weight):
     for tokens in (1, 4, 40, 200):
         args = arguments(
             Shape(tokens, 384, 1024, weight=weight, norm="plain", bias=True, residual=True), torch.bfloat16
@@ -68,7 +68,7 @@ def test_every_kernel_by_name_is_right_and_what_is_wrong_is_caught_r25(kernel, w
 @pytest.mark.parametrize(
     "options", [{"norm": "plain", "activation": "silu"}, {"residual": True, "bias": True}], ids=["gated", "sum"]
 )
-def test_even_shares_are_right_and_again_r22(how, dtype, options):
+def test_even_shares_are_right_and_again(how, dtype, options):
     for tokens, n, k in ((17, 512, 1152), (64, 1000, 1024), (130, 30, 2056)):
         args = arguments(Shape(tokens, n, k, **options), dtype)
         for _ in range(2):
@@ -85,7 +85,7 @@ def test_even_shares_are_right_and_again_r22(how, dtype, options):
     [{"normed": True, "activation": "silu"}, {"norm": "plain", "bias": True}, {"residual": True}],
     ids=["gated", "norm", "sum"],
 )
-def test_narrow_is_right_and_again_r22(how, options):
+def test_narrow_is_right_and_again(how, options):
     """Words in registers are where the instruction wants them: that is decided by the compiler, for each variant."""
     for tokens, n, k in ((1, 512, 2048), (2, 30, 1024), (5, 1000, 3072), (8, 4096, 4096), (8, 512, 14336)):
         if how.each and k > 4096:
@@ -98,13 +98,13 @@ def test_narrow_is_right_and_again_r22(how, options):
         assert off_by(got.roll(1, -1), args) > 10
 
 
-def test_one_row_and_odd_depths_r22():
+def test_one_row_and_odd_depths():
     for n, k in ((1, 512), (7, 1000), (64, 520), (40, 4100)):
         args = arguments(Shape(1, n, k, norm="plain"), torch.bfloat16)
         assert off_by(as_measured(*args), args) < 1, (n, k)
 
 
-def test_nothing_waits_for_the_gpu_r43():
+def test_nothing_waits_for_the_gpu():
     args = arguments(Shape(1, 512, 1024, norm="plain", activation="silu"), torch.bfloat16)
     as_measured(*args)
     torch.cuda.synchronize()

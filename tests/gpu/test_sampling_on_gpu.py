@@ -31,7 +31,7 @@ def requests():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gpu_draws_the_tokens_of_the_cpu_r42(dtype):
+def test_a_gpu_draws_the_tokens_of_the_cpu(dtype):
     logits = (torch.randn(3 * len(KINDS), 50_000, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     expected = sample(logits, requests(), frozenset({2}))
     got = sample(logits.to(DEVICE), requests(), frozenset({2}))
@@ -43,7 +43,7 @@ def test_a_gpu_draws_the_tokens_of_the_cpu_r42(dtype):
     assert alone == [c.token for c in got]
 
 
-def test_bad_logits_are_an_error_on_a_gpu_too_r42():
+def test_bad_logits_are_an_error_on_a_gpu_too():
     logits = torch.zeros(len(KINDS), 100, device=DEVICE)
     logits[2, 5] = float("nan")
     told = sample(logits, requests()[: len(KINDS)])

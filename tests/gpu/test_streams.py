@@ -1,4 +1,4 @@
-"""Streams on a GPU: the bits of one stream, whatever the streams' speeds, captured and not (R44)."""
+"""Streams on a GPU: the bits of one stream, whatever the streams' speeds, captured and not."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def reference(module, seeds):
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["eager", "cuda_graph"])
-def test_the_same_bits_over_fifty_calls_with_sleeping_streams_r44(module, sleeps, backend):
+def test_the_same_bits_over_fifty_calls_with_sleeping_streams(module, sleeps, backend):
     seeds = range(50)
     expected = reference(module, seeds)
     module.state.zero_()
@@ -128,7 +128,7 @@ def test_the_same_bits_over_fifty_calls_with_sleeping_streams_r44(module, sleeps
 
 
 @torch.no_grad()
-def test_ten_captures_with_other_sleeps_each_r44(module, sleeps):
+def test_ten_captures_with_other_sleeps_each(module, sleeps):
     expected = reference(module, range(5))
     for _ in range(10):
         module.state.zero_()
@@ -198,7 +198,7 @@ def only(result):
     return result[0] if isinstance(result, (list, tuple)) else result
 
 
-def test_a_removed_wait_is_caught_and_would_have_been_wrong_r44(monkeypatch):
+def test_a_removed_wait_is_caught_and_would_have_been_wrong(monkeypatch):
     gm = scheduled([0, 1, 0, 0, 0, 0])
     right = lowered_with_nap(gm, monkeypatch)
     for seed in range(3):
@@ -213,7 +213,7 @@ def test_a_removed_wait_is_caught_and_would_have_been_wrong_r44(monkeypatch):
     assert not all(outcomes)
 
 
-def test_a_removed_keep_is_caught_and_would_have_been_wrong_r44(monkeypatch):
+def test_a_removed_keep_is_caught_and_would_have_been_wrong(monkeypatch):
     gm = scheduled([0, 1, 0, 0, 0, 0])
     assert any((stream_op(node) or ("",))[0] == "keep" for node in gm.graph.nodes)
     broken = without(gm, "keep", 0)
@@ -225,7 +225,7 @@ def test_a_removed_keep_is_caught_and_would_have_been_wrong_r44(monkeypatch):
 
 
 @torch.no_grad()
-def test_an_error_on_a_side_stream_leaves_the_callers_stream_current_r44(monkeypatch):
+def test_an_error_on_a_side_stream_leaves_the_callers_stream_current(monkeypatch):
     def fail(self, number, target):
         def run(*args, **kwargs):
             with torch.cuda.stream(self.stream(torch.cuda.current_stream(), number)):
@@ -242,7 +242,7 @@ def test_an_error_on_a_side_stream_leaves_the_callers_stream_current_r44(monkeyp
 
 
 @torch.no_grad()
-def test_threads_on_streams_of_their_own_r44():
+def test_threads_on_streams_of_their_own():
     call, join, failed = lower_eager(scheduled([0, 1, 0, 0, 0, 0])).call, Join(), []
 
     def work(seed):
@@ -261,7 +261,7 @@ def test_threads_on_streams_of_their_own_r44():
 
 
 @torch.no_grad()
-def test_costs_are_measured_and_the_verdict_has_numbers_r44(module, tmp_path, monkeypatch):
+def test_costs_are_measured_and_the_verdict_has_numbers(module, tmp_path, monkeypatch):
     monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
     config = {"transforms": {"schedule_streams": {"enabled": True, "threshold": 0.0}}}
     compiled = graft.compile(module, (inputs(0),), config=config, backend="cuda_graph")
@@ -276,7 +276,7 @@ def test_costs_are_measured_and_the_verdict_has_numbers_r44(module, tmp_path, mo
     assert list((tmp_path / "profiles").glob("*.json"))
 
 
-def test_the_example_shows_overlap_in_numbers_r44(monkeypatch, capsys, tmp_path):
+def test_the_example_shows_overlap_in_numbers(monkeypatch, capsys, tmp_path):
     folder = Path(__file__).parents[2] / "examples"
     trace = tmp_path / "trace.json"
     monkeypatch.syspath_prepend(str(folder))

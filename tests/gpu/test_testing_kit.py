@@ -40,17 +40,17 @@ class Wrong(nn.Module):
 
 
 @matrix(devices=("cuda",))
-def test_eager_against_compiled_r58(dtype, device):
+def test_eager_against_compiled(dtype, device):
     assert_matches_eager(Gated(), (X,), "fuse_swiglu", dtype=dtype, device=device, roundings=4, wrong=Wrong())
 
 
-def test_triton_kernels_of_inductor_are_read_r58():
+def test_triton_kernels_of_inductor_are_read():
     made = generated_kernels(lambda x: x.sin() * x.cos(), X.cuda())
     assert [kernel.language for kernel in made.kernels] == ["triton"] and "sin" in made.kernels[0].source
     torch.testing.assert_close(made.result, (X.sin() * X.cos()).cuda())
 
 
-def test_another_recording_is_told_r58():
+def test_another_recording_is_told():
     compiled = graft.compile(
         Gated(), (X.cuda(),), backend="cuda_graph", dynamic_shapes=({1: torch.export.Dim.DYNAMIC},)
     )
@@ -59,7 +59,7 @@ def test_another_recording_is_told_r58():
         assert_no_recompiles(compiled, [(X.cuda(),), (X.cuda()[:, :2].contiguous(),)])
 
 
-def test_generated_ops_pass_their_tests_with_their_kernel_r54(tmp_path):
+def test_generated_ops_pass_their_tests_with_their_kernel(tmp_path):
     """Without Triton's interpreter: the kernel is compiled, and `auto` takes it."""
     (tmp_path / "mine.py").write_text(PATTERN)
     new_transform(

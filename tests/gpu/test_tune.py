@@ -1,4 +1,4 @@
-"""Tuning on a GPU, at tiny sizes: every candidate computes the product, and what is measured is looked up (R26)."""
+"""Tuning on a GPU, at tiny sizes: every candidate computes the product, and what is measured is looked up."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def off(given, expected):
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 40])
 @pytest.mark.parametrize("shape", SHAPES, ids=Shape.key)
-def test_every_candidate_computes_the_product_r26(shape, tokens):
+def test_every_candidate_computes_the_product(shape, tokens):
     from triton.runtime.errors import OutOfResources
 
     from graft.ops.fused_linear.triton import run_as
@@ -78,7 +78,7 @@ def test_every_candidate_computes_the_product_r26(shape, tokens):
     assert off(run_as(call._replace(x=changed), None), expected) > limit  # a part of the depth left out is seen
 
 
-def test_what_is_measured_is_looked_up_r26():
+def test_what_is_measured_is_looked_up():
     from graft.ops.fused_linear.triton import device_name
 
     name = device_name(device())
@@ -93,7 +93,7 @@ def test_what_is_measured_is_looked_up_r26():
         assert chosen.how == trial.best and chosen.source.startswith(f"measured on {name} alone, this shape")
 
 
-def test_a_candidate_that_needs_too_much_is_told_r26():
+def test_a_candidate_that_needs_too_much_is_told():
     from graft.workbench.tune_timers import KernelTimer
 
     large = Gemm(256, 128, 256, 1, 4, 8)  # more shared memory than any GPU has
@@ -102,7 +102,7 @@ def test_a_candidate_that_needs_too_much_is_told_r26():
     assert isinstance(told, str) and "OutOfResources" in told
 
 
-def test_an_override_changes_the_kernels_of_a_recorded_step_r26(monkeypatch):
+def test_an_override_changes_the_kernels_of_a_recorded_step(monkeypatch):
     """DecodeTimer records anew, so the kernels that the table names are launched."""
     from graft.ops.fused_linear import triton as launches
     from graft.workbench.tune_timers import DecodeTimer
@@ -120,7 +120,7 @@ def test_an_override_changes_the_kernels_of_a_recorded_step_r26(monkeypatch):
     assert set(seen) == {Matvec(4, 8)}
 
 
-def test_the_command_r26(tmp_path):
+def test_the_command(tmp_path):
     path = tmp_path / "mine.json"
     told = CliRunner().invoke(app, ["tune", "tiny-llama", "--tokens", "1,4", "-o", str(path), "--json"])
     assert told.exit_code == 0, told.stderr

@@ -37,7 +37,7 @@ def inputs(length=16):
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor", "cuda_graph"])
-def test_every_written_input_and_buffer_has_its_kind_r34(backend):
+def test_every_written_input_and_buffer_has_its_kind(backend):
     compiled = graft.compile(State(), inputs(), backend=backend)
     assert {alias.input: alias.kind for alias in compiled.aliases} == {
         "cache_k": "kv_cache_update",
@@ -61,7 +61,7 @@ def test_every_written_input_and_buffer_has_its_kind_r34(backend):
     assert compiled.aliases == before  # decided when it was compiled
 
 
-def test_a_cache_that_is_not_aliased_is_in_the_report_with_the_reason_r34():
+def test_a_cache_that_is_not_aliased_is_in_the_report_with_the_reason():
     class Old(nn.Module):
         """Needs the old value after the update: a copy there must be."""
 
@@ -91,7 +91,7 @@ def test_a_cache_that_is_not_aliased_is_in_the_report_with_the_reason_r34():
         assert all(torch.equal(*pair) for pair in results)  # the second call leaves the first result alone
 
 
-def test_a_functional_module_has_no_aliases_r32():
+def test_a_functional_module_has_no_aliases():
     class Functional(nn.Module):
         def forward(self, cache, x):
             copied = cache.clone()
@@ -105,7 +105,7 @@ def test_a_functional_module_has_no_aliases_r32():
     assert not cache.any()
 
 
-def test_a_write_of_all_and_a_write_at_a_place_are_a_user_s_r34():
+def test_a_write_of_all_and_a_write_at_a_place_are_a_user_s():
     class Both(nn.Module):
         def forward(self, cache, x):
             cache.mul_(2)
@@ -150,7 +150,7 @@ class Decode(nn.Module):
 
 
 @pytest.mark.parametrize("aliased", [True, False])
-def test_no_byte_of_an_aliased_cache_is_copied_r34(aliased):
+def test_no_byte_of_an_aliased_cache_is_copied(aliased):
     length = 4096
     off = {"transforms": {"update_state_in_place": {"enabled": False}}}
     cache, moved, x = inputs(length)
@@ -162,7 +162,7 @@ def test_no_byte_of_an_aliased_cache_is_copied_r34(aliased):
     assert cache[:, :, 5].all() and moved[:, :, 5].all() and compiled.cache[:, :, 5].all()
 
 
-def test_compiled_kernels_allocate_no_cache_r34():
+def test_compiled_kernels_allocate_no_cache():
     length = 4096
     cache, moved, x = inputs(length)
     args = cache, moved, x, torch.tensor([5])

@@ -1,4 +1,4 @@
-"""Which nodes share memory, which parts of it, and who reads it later (R23)."""
+"""Which nodes share memory, which parts of it, and who reads it later."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 add_.register_fake(lambda x, y: y.new_empty(()))
 
 
-def test_views_in_place_ops_and_results_of_split_share_memory_r23():
+def test_views_in_place_ops_and_results_of_split_share_memory():
     def f(x):
         a, b = x.split(2)
         c = a.t().unsqueeze(0)
@@ -50,14 +50,14 @@ def test_views_in_place_ops_and_results_of_split_share_memory_r23():
     assert aliases.inputs(node(graph, aten.unsqueeze.default)) == [x]
 
 
-def test_a_fresh_result_of_a_mutating_op_is_no_alias_r23():
+def test_a_fresh_result_of_a_mutating_op_is_no_alias():
     graph = traced(lambda x, y: torch.ops.alias_test.add_(x, y) * 2, torch.ones(3), torch.ones(3))
     call = node(graph, torch.ops.alias_test.add_.default)
     assert alias_sources(call) == []
     assert not Aliases(graph).same(call, call.args[0])
 
 
-def test_reshape_is_a_view_where_the_storage_says_so_r23():
+def test_reshape_is_a_view_where_the_storage_says_so():
     def f(x):
         return x.reshape(-1) + 1, x.t().reshape(-1) + 1  # the second copies
 
@@ -69,7 +69,7 @@ def test_reshape_is_a_view_where_the_storage_says_so_r23():
     assert Aliases(graph, trusted=True).may_alias(x, view) and Aliases(graph).may_alias(x, view)
 
 
-def test_nodes_of_one_storage_are_joined_only_when_trusted_r23():
+def test_nodes_of_one_storage_are_joined_only_when_trusted():
     graph = traced(lambda x: (x.sin(), x.cos()), torch.ones(3))
     sin, cos = node(graph, aten.sin.default), node(graph, aten.cos.default)
     cos.meta["val"] = sin.meta["val"]
@@ -93,7 +93,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("left", "right", "apart"), PAIRS)
-def test_disjoint_is_a_proof_r23(left, right, apart):
+def test_disjoint_is_a_proof(left, right, apart):
     a, b = left(BASE), right(BASE)
     assert disjoint(a, b) is disjoint(b, a) is apart
     if apart:  # the proof against memory itself
@@ -102,7 +102,7 @@ def test_disjoint_is_a_proof_r23(left, right, apart):
         assert b.sum() == 0
 
 
-def test_reads_of_the_old_value_come_with_their_names_r23():
+def test_reads_of_the_old_value_come_with_their_names():
     def f(x):
         v = x[0]
         a = x.sin()
@@ -122,7 +122,7 @@ def test_reads_of_the_old_value_come_with_their_names_r23():
     assert aliases.reads(sin, select) == [r for r in aliases.reads(sin, select) if r.reader.op == "output"]
 
 
-def test_overwriting_is_no_read_r23():
+def test_overwriting_is_no_read():
     graph = traced(lambda x, y: (x.copy_(y), y.sin())[1], torch.ones(3), torch.ones(3))
     x, y = (n for n in graph.nodes if n.op == "placeholder")
     aliases = Aliases(graph)
@@ -130,7 +130,7 @@ def test_overwriting_is_no_read_r23():
     assert [r.reader.name for r in aliases.reads(y, y)] == ["copy_", "sin"]
 
 
-def test_pure_reads_move_with_what_they_need_and_others_do_not_r23():
+def test_pure_reads_move_with_what_they_need_and_others_do_not():
     def f(x):
         a = x.sin()
         b = x[0].cos() * 2

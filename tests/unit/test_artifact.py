@@ -1,4 +1,4 @@
-"""Saved modules: outputs, state, aliases and report survive a new process (R36)."""
+"""Saved modules: outputs, state, aliases and report survive a new process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def buffers(module):
 
 
 @pytest.mark.parametrize("backend", short(["eager", "inductor"], "eager"))
-def test_a_new_process_goes_on_from_the_saved_state_r36(tmp_path, backend):
+def test_a_new_process_goes_on_from_the_saved_state(tmp_path, backend):
     compiled = compiled_decoder(backend)
     initial = buffers(compiled)
     run(compiled, [decoder_call(step=0), decoder_call(3, 5, step=1)])
@@ -72,7 +72,7 @@ def test_a_new_process_goes_on_from_the_saved_state_r36(tmp_path, backend):
     assert_same(result["reset"], initial)
 
 
-def test_the_loaded_graph_is_the_saved_graph_r36(tmp_path):
+def test_the_loaded_graph_is_the_saved_graph(tmp_path):
     compiled = compiled_decoder()
     targets = {str(node.target) for node in compiled.graph_module.graph.nodes}
     assert {"graft.rms_norm.default", "graft.swiglu.default"} <= targets
@@ -92,7 +92,7 @@ def test_the_loaded_graph_is_the_saved_graph_r36(tmp_path):
     assert {(s.lower, s.upper, s.hint) for s in symbols} >= {(2, 64, 2)}
 
 
-def test_sizes_stay_dynamic_and_others_are_refused_as_before_r36(tmp_path):
+def test_sizes_stay_dynamic_and_others_are_refused_as_before(tmp_path):
     compiled = compiled_decoder()
     compiled.save(tmp_path / "saved")
     loaded = graft.load(tmp_path / "saved")
@@ -106,7 +106,7 @@ def test_sizes_stay_dynamic_and_others_are_refused_as_before_r36(tmp_path):
         loaded(args[0][..., :8], args[1], **kwargs)
 
 
-def test_reset_brings_the_initial_values_back_after_loading_r36(tmp_path):
+def test_reset_brings_the_initial_values_back_after_loading(tmp_path):
     compiled = compiled_decoder()
     first = run(compiled, [decoder_call(step=i) for i in range(2)])
     compiled.save(tmp_path / "saved")
@@ -137,7 +137,7 @@ class Tied(nn.Module):
         return self.head(self.embed(ids)) + self.right.sum(), self.turned * 2, self.wide + 1
 
 
-def test_ties_strides_and_shared_memory_are_kept_r36(tmp_path):
+def test_ties_strides_and_shared_memory_are_kept(tmp_path):
     compiled = graft.compile(Tied().eval(), (torch.tensor([1, 2]),))
     attach_state(compiled.graph_module, "embed.weight", compiled.graph_module.head.weight)  # export keeps one name
     compiled.save(tmp_path / "saved")
@@ -152,7 +152,7 @@ def test_ties_strides_and_shared_memory_are_kept_r36(tmp_path):
     assert (b"embed.weight" in header) + (b"head.weight" in header) == 1  # stored once
 
 
-def test_classes_of_transformers_come_back_r36(tmp_path):
+def test_classes_of_transformers_come_back(tmp_path):
     class Head(nn.Module):
         def forward(self, x):
             return CausalLMOutputWithPast(logits=x * 2, past_key_values=((x, x + 1),))
@@ -191,7 +191,7 @@ def counter_call(step=0):
 
 
 @pytest.mark.parametrize("backend", short(["eager", "inductor"], "eager"))
-def test_torch_export_of_a_compiled_module_keeps_its_state_r36(tmp_path, backend):
+def test_torch_export_of_a_compiled_module_keeps_its_state(tmp_path, backend):
     module, eager = Counter(), Counter()
     eager.load_state_dict(module.state_dict())
     compiled = graft.compile(module, counter_call(), backend=backend)
@@ -218,7 +218,7 @@ def test_torch_export_of_a_compiled_module_keeps_its_state_r36(tmp_path, backend
     assert again.graph_module.get_buffer(next(iter(again.initial))).count_nonzero() == 0
 
 
-def test_torch_export_of_a_compiled_module_may_be_dynamic_r36():
+def test_torch_export_of_a_compiled_module_may_be_dynamic():
     class Sums(nn.Module):
         def __init__(self):
             super().__init__()
@@ -237,7 +237,7 @@ def test_torch_export_of_a_compiled_module_may_be_dynamic_r36():
         assert_same(loaded(x), eager(x))
 
 
-def test_an_artifact_is_plain_data_r36(tmp_path):
+def test_an_artifact_is_plain_data(tmp_path):
     gm = export_graph(Counter(), counter_call())
     aliases = (("getitem", "cache", "kv_cache_update"), (None, "inner.count", "user"))
     extra = {"fixed": [1, "a", None]}
@@ -254,7 +254,7 @@ def test_an_artifact_is_plain_data_r36(tmp_path):
         signature, aliases, '{"a": 1}', {"returned": []})  # fmt: skip
 
 
-def test_fixed_and_symbolic_numbers_are_inputs_too_r36(tmp_path):
+def test_fixed_and_symbolic_numbers_are_inputs_too(tmp_path):
     class Numbers(nn.Module):
         def forward(self, x, n, *, mode="a", eps=1e-5, none=None):
             return x[:n] * eps, x.new_zeros(n // 2, x.shape[0] + n), max(n, 3)
@@ -277,7 +277,7 @@ def test_fixed_and_symbolic_numbers_are_inputs_too_r36(tmp_path):
         assert_same(read.graph_module(x, n, **kwargs), gm(x, n, **kwargs))
 
 
-def test_every_variant_is_saved_and_they_share_one_state_r36(tmp_path):
+def test_every_variant_is_saved_and_they_share_one_state(tmp_path):
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()
@@ -311,7 +311,7 @@ def test_every_variant_is_saved_and_they_share_one_state_r36(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["__import__('os')", "(1).__class__", "[s0 for s0 in (1,)]", "~(s0 > 1)", "s0 >"])
-def test_expressions_of_sizes_run_no_code_r36(text):
+def test_expressions_of_sizes_run_no_code(text):
     from graft.errors import CaptureError
 
     signature = Signature((Leaf("x", "float32", "cpu", ("s0",)),), (text,))

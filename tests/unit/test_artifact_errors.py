@@ -1,4 +1,4 @@
-"""Saved modules that are not whole, not ours, or not for this place: each is refused with what to do (R36)."""
+"""Saved modules that are not whole, not ours, or not for this place: each is refused with what to do."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def edit_manifest(folder, sign=True, **changes):
 
 @pytest.mark.parametrize("name", [MANIFEST, *file_names(1)])
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 1.0])
-def test_one_changed_byte_is_an_error_that_names_the_file_r36(saved, name, place):
+def test_one_changed_byte_is_an_error_that_names_the_file(saved, name, place):
     graft.load(saved)
     data = bytearray((saved / name).read_bytes())
     data[int(place * (len(data) - 1))] ^= 0x01
@@ -75,7 +75,7 @@ def test_one_changed_byte_is_an_error_that_names_the_file_r36(saved, name, place
 
 
 @pytest.mark.parametrize("name", [MANIFEST, *file_names(1)])
-def test_truncated_longer_and_missing_files_r36(saved, name):
+def test_truncated_longer_and_missing_files(saved, name):
     data = (saved / name).read_bytes()
     (saved / name).write_bytes(data[: len(data) // 2])
     with pytest.raises(ArtifactError, match=f"{name}: (is truncated|is damaged)"):
@@ -88,14 +88,14 @@ def test_truncated_longer_and_missing_files_r36(saved, name):
         graft.load(saved)
 
 
-def test_weights_of_another_module_are_an_error_r36(saved, tmp_path):
+def test_weights_of_another_module_are_an_error(saved, tmp_path):
     graft.compile(Counter(), (torch.ones(3),)).save(tmp_path / "other")
     shutil.copy(tmp_path / "other" / "weights.safetensors", saved / "weights.safetensors")
     with pytest.raises(ArtifactError, match=r"weights\.safetensors: was changed after it was saved"):
         graft.load(saved)
 
 
-def test_another_format_version_says_what_to_do_r36(saved):
+def test_another_format_version_says_what_to_do(saved):
     edit_manifest(saved, format=0, versions={"graft": "0.0.1", "torch": "2.11"})
     with pytest.raises(ArtifactError, match=r"format 0 \(saved by graft 0\.0\.1\).*save it again with this graft"):
         graft.load(saved)
@@ -107,7 +107,7 @@ def test_another_format_version_says_what_to_do_r36(saved):
         graft.load(saved)
 
 
-def test_a_manifest_with_a_wrong_hash_r36(saved):
+def test_a_manifest_with_a_wrong_hash(saved):
     files = json.loads((saved / MANIFEST).read_text())["files"]
     files["graph.json"]["sha256"] = "0" * 64
     edit_manifest(saved, sign=False, files=files)
@@ -118,7 +118,7 @@ def test_a_manifest_with_a_wrong_hash_r36(saved):
         graft.load(saved)
 
 
-def test_paths_that_are_no_saved_module_r36(tmp_path):
+def test_paths_that_are_no_saved_module(tmp_path):
     with pytest.raises(ArtifactError, match="does not exist"):
         graft.load(tmp_path / "nothing")
     (tmp_path / "file").write_text("x")
@@ -132,7 +132,7 @@ def test_paths_that_are_no_saved_module_r36(tmp_path):
             graft.load(tmp_path)
 
 
-def test_another_torch_is_a_note_in_the_report_r36(saved):
+def test_another_torch_is_a_note_in_the_report(saved):
     assert graft.load(saved).report.notes == ()
     edit_manifest(saved, versions={"graft": "0.1.0", "torch": "2.0.1", "python": "3.11"})
     loaded = graft.load(saved)
@@ -140,13 +140,13 @@ def test_another_torch_is_a_note_in_the_report_r36(saved):
     assert torch.equal(loaded(torch.zeros(3)), torch.zeros(3))
 
 
-def test_a_device_that_is_not_here_r36(saved):
+def test_a_device_that_is_not_here(saved):
     edit_manifest(saved, devices=["cpu", "cuda:97"])
     with pytest.raises(ArtifactError, match=r"saved for the device cuda:97, but cuda has \d+ devices here"):
         graft.load(saved)
 
 
-def test_an_op_that_is_not_here_r36(saved):
+def test_an_op_that_is_not_here(saved):
     text = (saved / "graph.json").read_text().replace("torch.ops.aten.mul.Tensor", "torch.ops.other.mul.Tensor")
     (saved / "graph.json").write_text(text)
     files = json.loads((saved / MANIFEST).read_text())["files"]
@@ -164,7 +164,7 @@ def folder_content(path):
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device"), OSError(5, "io")]
 )
-def test_an_interrupted_save_leaves_nothing_and_keeps_what_was_there_r36(tmp_path, monkeypatch, error):
+def test_an_interrupted_save_leaves_nothing_and_keeps_what_was_there(tmp_path, monkeypatch, error):
     def broken(path, tensors):
         path.write_bytes(b"half")
         raise error
@@ -199,7 +199,7 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["saved"] and (target / "old").read_text() == "old"
 
 
-def test_what_is_in_the_way_is_not_overwritten_r36(tmp_path):
+def test_what_is_in_the_way_is_not_overwritten(tmp_path):
     artifact = captured()
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ArtifactError, match="is a file"):
@@ -222,7 +222,7 @@ def test_what_is_in_the_way_is_not_overwritten_r36(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder where nobody may write")
-def test_a_folder_where_nobody_may_write_r36():
+def test_a_folder_where_nobody_may_write():
     with pytest.raises(ArtifactError, match="cannot be written: "):
         write_artifact("/proc/graft/saved", captured())
     with pytest.raises((ArtifactError, DiskFull), match="graft"):
@@ -230,13 +230,13 @@ def test_a_folder_where_nobody_may_write_r36():
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_r36(tmp_path):
+def test_a_folder_without_permission(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(ArtifactError, match=r"cannot be written: .*Permission denied"):
         write_artifact(tmp_path / "locked" / "saved", captured())
 
 
-def test_what_cannot_be_stored_is_refused_before_anything_is_written_r36(tmp_path):
+def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path):
     pair = namedtuple("pair", "a b")
 
     class Named(nn.Module):
@@ -275,7 +275,7 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written_r36(tmp_pat
         (lambda d: d["nodes"][2]["val"]["tensor"].update(dtype="no_such"), "no_such"),
     ],
 )
-def test_a_stored_graph_runs_no_code_when_it_is_read_r36(capsys, change, message):
+def test_a_stored_graph_runs_no_code_when_it_is_read(capsys, change, message):
     data = json.loads(graph_to_json(captured().graphs[0].graph_module, exact=True))
     assert [node["op"] for node in data["nodes"][:3]] == ["get_attr", "get_attr", "placeholder"]
     change(data)

@@ -1,4 +1,4 @@
-"""`self.buffer = …` in a forward becomes a write into the buffer, in submodules too (R31)."""
+"""`self.buffer = …` in a forward becomes a write into the buffer, in submodules too."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def exported(module):
 
 
 @pytest.mark.parametrize("kind", [Swap, Outer])
-def test_assigned_buffers_are_written_r31(kind):
+def test_assigned_buffers_are_written(kind):
     module, expected = kind(), kind()
     with assignments_as_writes(module):
         graph = exported(module)
@@ -52,14 +52,14 @@ def test_assigned_buffers_are_written_r31(kind):
             assert torch.equal(got, wanted)
 
 
-def test_torch_export_alone_loses_them_r31():
+def test_torch_export_alone_loses_them():
     """When this fails torch has mended it, and graph/assignments.py may go."""
     graph, expected = exported(Outer()), Outer()
     graph(torch.ones(6)), expected(torch.ones(6))
     assert not all(torch.equal(a, b) for a, b in zip(graph.buffers(), expected.buffers(), strict=True))
 
 
-def test_the_module_is_left_as_it_was_r31():
+def test_the_module_is_left_as_it_was():
     module = Swap()
     first = module.a
     with assignments_as_writes(module):
@@ -72,7 +72,7 @@ def test_the_module_is_left_as_it_was_r31():
     assert module.forward is own
 
 
-def test_a_copy_onto_itself_is_dropped_r31():
+def test_a_copy_onto_itself_is_dropped():
     module = Swap()
     with assignments_as_writes(module):
         graph = exported(module)
@@ -99,13 +99,13 @@ class Wrong(Swap):
         (lambda self, x: None, "takes away the buffer 0.a"),
     ],
 )
-def test_what_is_no_write_is_refused_r31(value, message):
+def test_what_is_no_write_is_refused(value, message):
     module = nn.Sequential(Wrong(value))
     with assignments_as_writes(module), pytest.raises(CaptureError, match=message):
         exported(module)
 
 
-def test_a_tied_buffer_is_refused_r31():
+def test_a_tied_buffer_is_refused():
     module = Wrong(lambda self, x: x * 2)
     module.register_buffer("c", module.a)
     with assignments_as_writes(module), pytest.raises(CaptureError, match=r"shares its memory .* \(c\)"):

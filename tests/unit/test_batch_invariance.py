@@ -1,4 +1,4 @@
-"""Greedy tokens in float32 do not depend on what runs beside a request, nor on how it got into the cache (R42)."""
+"""Greedy tokens in float32 do not depend on what runs beside a request, nor on how it got into the cache."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def together(llm: graft.LLM, order=None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", short(FAMILIES, "llama", "gemma-2"))
-def test_alone_or_together_in_any_order_r42(family):
+def test_alone_or_together_in_any_order(family):
     llm = engine(family, enable_prefix_caching=False)
     assert together(llm) == alone(family)
     assert together(llm, order=[5, 2, 7, 0, 3, 6, 1, 4]) == alone(family)
@@ -61,7 +61,7 @@ def test_alone_or_together_in_any_order_r42(family):
 
 
 @pytest.mark.parametrize("family", short(FAMILIES, "llama", "gemma-2"))
-def test_with_prefixes_from_the_cache_r42(family):
+def test_with_prefixes_from_the_cache(family):
     llm = engine(family)
     assert together(llm) == alone(family)
     again = llm.generate(prompts(), [params(i) for i in range(len(LENGTHS))])
@@ -70,7 +70,7 @@ def test_with_prefixes_from_the_cache_r42(family):
 
 
 @pytest.mark.parametrize("family", short(FAMILIES, "llama", "gemma-2"))
-def test_in_chunks_and_preempted_r42(family):
+def test_in_chunks_and_preempted(family):
     """A cache that holds about two of the requests: they push each other out and are computed again."""
     whole = captured(family).engine
     block = whole.cache_bytes // whole.manager.blocks
@@ -83,7 +83,7 @@ def test_in_chunks_and_preempted_r42(family):
 
 
 @pytest.mark.parametrize("family", ["mistral", "mixtral"])
-def test_arriving_one_after_another_r42(family):
+def test_arriving_one_after_another(family):
     llm = engine(family, max_num_batched_tokens=24)
     requests = []
     for i, prompt in enumerate(prompts()):
@@ -95,7 +95,7 @@ def test_arriving_one_after_another_r42(family):
     assert [r.new_tokens for r in requests] == alone(family)
 
 
-def test_the_same_seed_gives_the_same_text_in_any_batch_r42():
+def test_the_same_seed_gives_the_same_text_in_any_batch():
     llm = engine("gemma-3", max_num_batched_tokens=32)
     given = prompts()
     drawn = [

@@ -88,7 +88,7 @@ def fakes(monkeypatch):
     return ours, eager, broken
 
 
-def test_first_token_and_steps_are_told_apart_r61(fakes):
+def test_first_token_and_steps_are_told_apart(fakes):
     result = bench(engine(), replace(SMALL, against=("eager", "compile")), 5.0, roofline=ROOF)
     by = {(row.engine, row.batch): row for row in result.rows}
     ours, eager = by["graft", 3], by["hugging face eager", 3]
@@ -216,7 +216,7 @@ def test_peers_are_all_rivals_with_a_line_for_each_phase(fakes, monkeypatch):
     assert document["setup"]["batches"] == [1] and "llama.cpp, first calls" in done.stderr
 
 
-def test_the_command_prints_a_table_and_one_json_document_r61(tmp_path, monkeypatch):
+def test_the_command_prints_a_table_and_one_json_document(tmp_path, monkeypatch):
     picture = tmp_path / "speed.svg"
     small = ("tiny-llama", "--prompt", "16", "--new", "48", "--repeats", "3", "--batch", "2", "--against", "eager")
     monkeypatch.setattr("sys.argv", ["/some/bin/graft", "bench", *small])  # what a shell would have passed
@@ -250,7 +250,7 @@ def test_a_failure_stands_in_the_table_and_in_the_legend(tmp_path, capsys):
     assert "<!-- rival (failed) -->" in (tmp_path / "x.svg").read_text()
 
 
-def test_the_table_fits_into_80_columns_r61():
+def test_the_table_fits_into_80_columns():
     """The widest numbers that an H200 gives; a terminal or a pipe of 80 columns cuts none of them."""
     from rich.console import Console
 
@@ -308,7 +308,7 @@ def test_the_cache_has_room_for_what_is_measured_and_no_more():
         (["--set", "transforms.fuse_rope.enabeld=false"], "did you mean 'enabled'"),
     ],
 )
-def test_a_mistake_is_told_before_the_model_is_loaded_r63(args, message, monkeypatch):
+def test_a_mistake_is_told_before_the_model_is_loaded(args, message, monkeypatch):
     monkeypatch.setattr("graft.models.load.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
     done = command("tiny-llama", *args)
     assert done.exit_code == 2 and message in done.stderr

@@ -19,7 +19,7 @@ def run(manager: BlockManager, tokens: list[int]):
     return table
 
 
-def test_a_prefix_is_reused_while_it_runs_and_after_close_r40():
+def test_a_prefix_is_reused_while_it_runs_and_after_close():
     manager = BlockManager(16, 4)
     first = run(manager, list(range(10)))
     second = manager.open(list(range(10)))
@@ -32,7 +32,7 @@ def test_a_prefix_is_reused_while_it_runs_and_after_close_r40():
     manager.check()
 
 
-def test_one_token_at_least_is_left_to_run_r40():
+def test_one_token_at_least_is_left_to_run():
     manager = BlockManager(16, 4)
     manager.close(run(manager, list(range(8))))
     assert manager.open(list(range(8))).cached == 4
@@ -40,7 +40,7 @@ def test_one_token_at_least_is_left_to_run_r40():
     assert manager.open([]).cached == 0
 
 
-def test_a_block_that_is_not_full_or_not_committed_is_not_found_r40():
+def test_a_block_that_is_not_full_or_not_committed_is_not_found():
     manager = BlockManager(16, 4)
     tokens = list(range(12))
     table = manager.open(tokens)
@@ -50,14 +50,14 @@ def test_a_block_that_is_not_full_or_not_committed_is_not_found_r40():
     assert manager.open(tokens).cached == 4
 
 
-def test_a_block_is_found_only_after_the_same_prefix_r40():
+def test_a_block_is_found_only_after_the_same_prefix():
     manager = BlockManager(16, 2)
     run(manager, [1, 1, 2, 2, 3, 3])
     assert manager.open([2, 2, 3, 3, 0]).cached == 0
     assert manager.open([1, 1, 3, 3, 0]).cached == 2
 
 
-def test_equal_blocks_are_stored_once_r40():
+def test_equal_blocks_are_stored_once():
     manager = BlockManager(16, 4)
     tokens = list(range(9))
     a, b = manager.open(tokens), manager.open(tokens)
@@ -71,7 +71,7 @@ def test_equal_blocks_are_stored_once_r40():
     manager.check()
 
 
-def test_the_longest_unused_goes_first_and_free_blocks_before_it_r40():
+def test_the_longest_unused_goes_first_and_free_blocks_before_it():
     manager = BlockManager(4, 1)
     for token in (1, 2, 3):
         manager.close(run(manager, [token]))
@@ -84,7 +84,7 @@ def test_the_longest_unused_goes_first_and_free_blocks_before_it_r40():
     manager.check()
 
 
-def test_children_are_evicted_before_their_parents_r40():
+def test_children_are_evicted_before_their_parents():
     manager = BlockManager(6, 1)
     manager.close(run(manager, [1, 2, 3]))
     manager.close(run(manager, [1, 2, 4]))
@@ -95,7 +95,7 @@ def test_children_are_evicted_before_their_parents_r40():
     manager.check()
 
 
-def test_grow_is_all_or_nothing_r40():
+def test_grow_is_all_or_nothing():
     events = EventQueue()
     manager = BlockManager(4, 2, events=events)
     manager.close(run(manager, [1, 2, 3, 4]))
@@ -107,7 +107,7 @@ def test_grow_is_all_or_nothing_r40():
     manager.check()
 
 
-def test_a_shared_block_is_copied_before_it_is_written_r40():
+def test_a_shared_block_is_copied_before_it_is_written():
     manager = BlockManager(8, 4)
     table = run(manager, list(range(6)))
     other = manager.fork(table)
@@ -119,7 +119,7 @@ def test_a_shared_block_is_copied_before_it_is_written_r40():
     manager.check()
 
 
-def test_fork_at_a_block_boundary_copies_nothing_r40():
+def test_fork_at_a_block_boundary_copies_nothing():
     manager = BlockManager(8, 4)
     table = run(manager, list(range(8)))
     other = manager.fork(table)
@@ -127,7 +127,7 @@ def test_fork_at_a_block_boundary_copies_nothing_r40():
     assert table.blocks[:2] == other.blocks[:2] and table.blocks[2] != other.blocks[2]
 
 
-def test_no_memory_for_the_copy_changes_nothing_r40():
+def test_no_memory_for_the_copy_changes_nothing():
     manager = BlockManager(2, 4)
     table = run(manager, list(range(6)))
     other = manager.fork(table)
@@ -138,7 +138,7 @@ def test_no_memory_for_the_copy_changes_nothing_r40():
     assert manager.grow(table, 7) == []
 
 
-def test_a_stored_block_is_copied_even_if_no_one_else_has_it_r40():
+def test_a_stored_block_is_copied_even_if_no_one_else_has_it():
     """No order of calls comes to this; a table that was set back would."""
     manager = BlockManager(4, 4)
     table = run(manager, [1, 2, 3, 4])
@@ -147,7 +147,7 @@ def test_a_stored_block_is_copied_even_if_no_one_else_has_it_r40():
     assert manager.grow(table, 3) == [Copy(stored, table.blocks[0])] and table.blocks[0] != stored
 
 
-def test_room_from_before_a_fork_is_no_permission_to_write_r40():
+def test_room_from_before_a_fork_is_no_permission_to_write():
     manager = BlockManager(8, 4)
     table = run(manager, [1, 2])
     manager.grow(table, 3)
@@ -156,7 +156,7 @@ def test_room_from_before_a_fork_is_no_permission_to_write_r40():
         manager.commit(table, [1, 2, 3], 3)
 
 
-def test_without_prefix_reuse_nothing_is_stored_r40():
+def test_without_prefix_reuse_nothing_is_stored():
     manager = BlockManager(8, 2, prefix_reuse=False)
     manager.close(run(manager, [1, 2, 3, 4, 5]))
     assert manager.open([1, 2, 3, 4, 5]).cached == 0
@@ -164,7 +164,7 @@ def test_without_prefix_reuse_nothing_is_stored_r40():
     manager.check()
 
 
-def test_a_hash_covers_model_block_size_order_and_prefix_r40():
+def test_a_hash_covers_model_block_size_order_and_prefix():
     roots = {root_hash("a", 16), root_hash("b", 16), root_hash("a", 32), root_hash("", 16), root_hash("1", 6)}
     assert len(roots) == 5
     names = {block_hash(root, tokens) for root in roots for tokens in [(1, 2), (2, 1), (258, 0), (1, 2, 0)]}
@@ -175,13 +175,13 @@ def test_a_hash_covers_model_block_size_order_and_prefix_r40():
     assert not set(a.stored) & set(b.stored)
 
 
-def test_hashes_are_the_same_in_every_process_r40():
+def test_hashes_are_the_same_in_every_process():
     """Others compute them too, so they are an interface."""
     assert root_hash("model", 16) == "1641371afc80f5c9b669b94fea8fa2ea"
     assert block_hash("1641371afc80f5c9b669b94fea8fa2ea", range(16)) == "60ea2355bc80f5d2eeba2c2d0f4b39a4"
 
 
-def test_collisions_mean_less_reuse_never_wrong_reuse_r40():
+def test_collisions_mean_less_reuse_never_wrong_reuse():
     manager = BlockManager(8, 2, hash_block=lambda parent, tokens: "same")
     first = run(manager, [1, 2, 3, 4])
     assert manager.open([1, 2, 3, 4, 5]).cached == 2  # the second block could not be stored
@@ -201,7 +201,7 @@ def test_collisions_mean_less_reuse_never_wrong_reuse_r40():
     manager.check()
 
 
-def test_a_block_that_a_fork_has_without_its_parent_is_not_stored_r40():
+def test_a_block_that_a_fork_has_without_its_parent_is_not_stored():
     """Two tables share blocks that a collision kept from being stored; then one of them finds a stored parent."""
     manager = BlockManager(8, 1, hash_block=lambda parent, tokens: "same" if tokens in [(1,), (9,)] else f"{tokens}")
     blocker = run(manager, [9])
@@ -224,7 +224,7 @@ def test_a_block_that_a_fork_has_without_its_parent_is_not_stored_r40():
 
 
 @pytest.mark.parametrize("call", ["grow", "commit", "fork", "close"])
-def test_a_closed_table_cannot_be_used_r40(call):
+def test_a_closed_table_cannot_be_used(call):
     manager = BlockManager(8, 2)
     table = run(manager, [1, 2, 3])
     manager.close(table)
@@ -247,7 +247,7 @@ def test_a_closed_table_cannot_be_used_r40(call):
     elsewhere.check()
 
 
-def test_a_commit_that_cannot_be_meant_is_refused_and_changes_nothing_r40():
+def test_a_commit_that_cannot_be_meant_is_refused_and_changes_nothing():
     manager = BlockManager(8, 2)
     tokens = [1, 2, 3, 4, 5, 6]
     table = manager.open(tokens)
@@ -263,17 +263,17 @@ def test_a_commit_that_cannot_be_meant_is_refused_and_changes_nothing_r40():
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(0, 16), (4, 0)])
-def test_an_empty_cache_is_refused_r40(blocks, size):
+def test_an_empty_cache_is_refused(blocks, size):
     with pytest.raises(CacheMisuse):
         BlockManager(blocks, size)
 
 
-def test_a_table_as_long_as_a_long_context_is_no_deep_recursion_r40():
+def test_a_table_as_long_as_a_long_context_is_no_deep_recursion():
     manager = BlockManager(1500, 1)
     table = run(manager, list(range(1500)))
     manager.check()
     assert "blocks" in repr(table) and repr(table.chain)
 
 
-def test_errors_are_graft_errors_r40():
+def test_errors_are_graft_errors():
     assert issubclass(CacheMisuse, GraftError) and issubclass(CacheCorrupt, GraftError)

@@ -15,22 +15,22 @@ from graft.kvcache.manager import BlockManager
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_traces_hold_the_model_r40(seed):
+def test_random_traces_hold_the_model(seed):
     random_trace(seed)
 
 
 @pytest.mark.parametrize("seed", range(100, 120))
-def test_random_traces_with_a_bad_hash_hold_the_model_r40(seed):
+def test_random_traces_with_a_bad_hash_hold_the_model(seed):
     random_trace(seed, hash_block=bits(seed % 5))
 
 
 @pytest.mark.parametrize("seed", range(200, 204))
-def test_random_traces_without_prefix_reuse_or_events_r40(seed):
+def test_random_traces_without_prefix_reuse_or_events(seed):
     sim = random_trace(seed, prefix_reuse=False, events=None)
     assert sim.manager.stats().free == sim.manager.blocks
 
 
-def test_random_traces_meet_what_they_are_meant_to_r40():
+def test_random_traces_meet_what_they_are_meant():
     sims = [random_trace(seed, sizes=(2, 3)) for seed in range(4)]
     assert all(sim.manager.evictions > 20 and sim.manager.reused_tokens > 100 for sim in sims)
     assert all(sim.refused > 5 for sim in sims) and sum(sim.copied for sim in sims) > 20
@@ -47,14 +47,14 @@ def found_wrong(expected: type[BaseException] | tuple, seeds: range, **options) 
     return caught
 
 
-def test_the_model_sees_a_wrong_block_reused_r40(monkeypatch):
+def test_the_model_sees_a_wrong_block_reused(monkeypatch):
     monkeypatch.setattr(Entry, "holds", lambda self, parent, tokens: True)
     options = {"events": None, "check": False, "hash_block": bits(2)}
     assert found_wrong(AssertionError, range(10), **options) == 10
     assert found_wrong(AssertionError, range(10), **options | {"hash_block": block_hash}) == 0  # the bug is the pair
 
 
-def test_the_model_sees_a_write_to_a_shared_block_r40(monkeypatch):
+def test_the_model_sees_a_write_to_a_shared_block(monkeypatch):
     monkeypatch.setattr(BlockManager, "is_shared", lambda self, block: False)
     sizes = (2, 3, 4)  # a block of one token is never half full
     assert found_wrong(AssertionError, range(10), events=None, check=False, sizes=sizes) >= 9
@@ -98,12 +98,12 @@ FIND = BlockManager.find
         ("find", always_store, {"hash_block": bits(1)}),
     ],
 )
-def test_the_audit_sees_planted_bugs_r40(monkeypatch, method, wrong, options):
+def test_the_audit_sees_planted_bugs(monkeypatch, method, wrong, options):
     monkeypatch.setattr(BlockManager, method, wrong)
     assert found_wrong(CacheCorrupt, range(6), events=None, **options) >= 5
 
 
-def test_without_lookup_the_traces_reuse_nothing_r40(monkeypatch):
+def test_without_lookup_the_traces_reuse_nothing(monkeypatch):
     """The reuse that the traces meet comes from the lookup, not from the harness."""
     monkeypatch.setattr(BlockManager, "find", never_deduplicate)
     assert random_trace(0, events=None).manager.reused_tokens == 0
@@ -168,9 +168,9 @@ class Life(RuleBasedStateMachine):
         self.sim.read_events()
 
 
-TestLifeR40 = Life.TestCase
-TestLifeR40.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
-def test_one_long_trace_holds_the_model_r40():
+def test_one_long_trace_holds_the_model():
     random_trace(77, steps=5000)

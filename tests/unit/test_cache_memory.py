@@ -1,4 +1,4 @@
-"""How large the key-value cache is, and what is said when memory does not suffice (R40, R63)."""
+"""How large the key-value cache is, and what is said when memory does not suffice."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ GIB = 1 << 30
         ("9B", 9),
     ],
 )
-def test_sizes_are_read_r63(text, size):
+def test_sizes_are_read(text, size):
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize(
     "text", ["", "GiB", "-1GiB", "2 GiB more", "1e9", "2XB", True, "0", "0.0001B", "9" * 400 + "X"]
 )
-def test_sizes_that_mean_nothing_are_refused_r63(text):
+def test_sizes_that_mean_nothing_are_refused(text):
     with pytest.raises(UsageError, match="kv_cache_memory"):
         parse_size(text)
 
@@ -49,7 +49,7 @@ def test_sizes_are_told_in_readable_units():
     assert [size_text(n) for n in (5, 2048, 3 << 20, 5 * GIB // 2)] == ["5 bytes", "2.0 KiB", "3.0 MiB", "2.5 GiB"]
 
 
-def test_the_size_follows_free_memory_with_a_margin_r40(monkeypatch):
+def test_the_size_follows_free_memory_with_a_margin(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 6 * GIB)
     assert cache_size(1 << 20, 10**6, CPU).blocks == 3 << 10, "half of what is free"
     monkeypatch.setattr(memory, "free_memory", lambda device: 100 * GIB)
@@ -60,7 +60,7 @@ def test_the_size_follows_free_memory_with_a_margin_r40(monkeypatch):
     assert cache_size(1 << 20, 10**6, CPU, "1GiB").blocks == 1 << 10
 
 
-def test_too_little_memory_is_told_with_the_numbers_r63(monkeypatch):
+def test_too_little_memory_is_told_with_the_numbers(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: GIB // 2)
     with pytest.raises(OutOfMemory, match=r"one block takes 1\.0 MiB, and 0 bytes may be used"):
         cache_size(1 << 20, 100, torch.device("cuda"))
@@ -108,7 +108,7 @@ def resident(tensor):
     return found
 
 
-def test_blocks_are_copied_in_every_tensor_r40():
+def test_blocks_are_copied_in_every_tensor():
     tensors = allocate([LayerShape(2, 8, torch.float32)], 6, 4, CPU)
     for tensor in tensors:
         tensor.copy_(torch.randn(tensor.shape))
@@ -118,7 +118,7 @@ def test_blocks_are_copied_in_every_tensor_r40():
         assert torch.equal(tensor[[0, 1, 2, 3, 4, 5]], old[[0, 1, 1, 3, 1, 0]])
 
 
-def test_a_request_that_can_never_fit_is_refused_and_the_others_go_on_r63():
+def test_a_request_that_can_never_fit_is_refused_and_the_others_go_on():
     llm = graft.LLM(tiny("llama"), kv_cache_memory=4 * 16 * 512)
     blocks = llm.engine.manager.blocks
     fits, never = [5, 6, 7], [5] * (16 * blocks)
@@ -131,7 +131,7 @@ def test_a_request_that_can_never_fit_is_refused_and_the_others_go_on_r63():
     assert any("key-value cache" in note and "as asked for" in note for note in llm.report.notes)
 
 
-def test_a_step_without_memory_is_told_with_the_numbers_and_can_be_tried_again_r63(monkeypatch):
+def test_a_step_without_memory_is_told_with_the_numbers_and_can_be_tried_again(monkeypatch):
     llm = graft.LLM(tiny("llama"))
     params = graft.SamplingParams(max_tokens=4, ignore_eos=True)
     expected = llm.generate([[5, 6, 7]], params)[0].token_ids
@@ -155,7 +155,7 @@ def test_a_step_without_memory_is_told_with_the_numbers_and_can_be_tried_again_r
     assert llm.engine.idle and llm.generate([[5, 6, 7]], params)[0].token_ids == expected
 
 
-def test_a_model_that_does_not_fit_is_told_with_the_numbers_r63():
+def test_a_model_that_does_not_fit_is_told_with_the_numbers():
     class Large(torch.nn.Linear):
         def to(self, device):
             torch.empty(1 << 60, dtype=torch.uint8)

@@ -1,5 +1,5 @@
 """graft::cached_attention and graft::rope_kv_write: every kernel against float64, with everything poisoned that must
-not be read (R26, R27). Without a GPU the Triton kernels run in Triton's interpreter."""
+not be read. Without a GPU the Triton kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ OPTIONS = st.tuples(
     splits=st.sampled_from([1, 2, 4, 8]),
     early=st.booleans(),
 )
-def test_split_kv_agrees_with_float64_r26(old, group, d, options, splits, early):
+def test_split_kv_agrees_with_float64(old, group, d, options, splits, early):
     args, expected = batch((1,) * len(old), tuple(old), 2 * group, 2, d, options)
     assert close(split(args, splits=splits, early=early), expected)
     assert not launch.ring(args[0].device).zeros.any()  # left as they were found, for the next call
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_wrong_variant_of_split_kv_is_caught_r26(early):
+def test_a_wrong_variant_of_split_kv_is_caught(early):
     """One key too many in a window, a scale that is off, a part that is left out: the tolerance tells."""
     args, expected = batch((1, 1), (600, 90), 4, 2, 16, (300, None, False))
     assert close(split(args, splits=4, early=early), expected)
@@ -102,7 +102,7 @@ def test_a_wrong_variant_of_split_kv_is_caught_r26(early):
     assert not close(split(short, splits=4, early=early), expected)
 
 
-def test_a_row_without_a_sequence_gives_zeros_r26():
+def test_a_row_without_a_sequence_gives_zeros():
     """Rows that fill up a CUDA graph's batch have no tokens."""
     args, _ = batch((1, 1), (40, 20), 4, 2, 16)
     args[AT["seq_lens"]][1] = 0
@@ -111,7 +111,7 @@ def test_a_row_without_a_sequence_gives_zeros_r26():
         assert torch.equal(out[0, 1], torch.zeros_like(out[0, 1])) and out[0, 0].isfinite().all()
 
 
-def test_the_number_of_parts_follows_from_the_shapes_r26():
+def test_the_number_of_parts_follows_from_the_shapes():
     with mock.patch.object(decode, "processors", lambda _: 132):
         counts = {n: decode.split_count(n, 8, torch.device("cuda")) for n in (1, 2, 8, 16, 64, 256)}
     assert counts == {1: 64, 2: 32, 8: 4, 16: 2, 64: 1, 256: 1}
@@ -126,7 +126,7 @@ LAYOUTS = st.lists(
 
 @settings(max_examples=examples(12), deadline=None)
 @given(layout=LAYOUTS, group=st.sampled_from([1, 3, 4]), d=st.sampled_from([16, 24]), options=OPTIONS)
-def test_prefill_chunks_and_mixtures_agree_with_float64_r26(layout, group, d, options):
+def test_prefill_chunks_and_mixtures_agree_with_float64(layout, group, d, options):
     layout = sorted(layout, key=lambda pair: pair[0] > 1)  # decoding ones first, as the scheduler has them
     new, old = zip(*layout, strict=True)
     args, expected = batch(new, old, 2 * group, 2, d, options)
@@ -137,13 +137,13 @@ def test_prefill_chunks_and_mixtures_agree_with_float64_r26(layout, group, d, op
         assert close(run(cached_attention_triton, *args), expected)
 
 
-def test_every_tile_of_many_sequences_is_found_r26():
+def test_every_tile_of_many_sequences_is_found():
     new = (1,) * 9 + (33, 1, 32, 2, 64, 31, 5, 16, 17, 1)  # tiles of 32 / group tokens
     args, expected = batch(new, range(len(new)), 2, 2, 16)
     assert close(run(cached_attention_triton, *args), expected)
 
 
-def test_a_wrong_variant_of_prefill_is_caught_r26():
+def test_a_wrong_variant_of_prefill_is_caught():
     args, expected = batch((20, 3), (30, 60), 4, 2, 16, (9, None, False))
     assert close(run(cached_attention_triton, *args), expected)
     assert not close(run(cached_attention_triton, *args[:9], 10, *args[10:]), expected)
@@ -157,13 +157,13 @@ def test_a_wrong_variant_of_prefill_is_caught_r26():
     [((19,), (0,)), ((19,), (40,)), ((1, 1, 7), (40, 3, 20)), ((5, 9, 1), (0, 33, 8)), ((1, 1), (4, 9))],
 )
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-def test_torchs_attention_agrees_with_float64_r26(new, old, heads):
+def test_torchs_attention_agrees_with_float64(new, old, heads):
     args, expected = batch(new, old, *heads, 16)
     assert close(run(cached_attention_sdpa, *args), expected)
     assert not close(run(cached_attention_sdpa, *args[:8], args[8] * 1.05), expected)
 
 
-def test_chunks_through_the_kernels_equal_the_whole_r26():
+def test_chunks_through_the_kernels_equal_the_whole():
     g = torch.Generator().manual_seed(1)
     h, kv, d, n, block = 4, 2, 16, 61, 8
     q, k, v = (torch.randn(1, heads, n, d, generator=g).to(DEVICE) for heads in (h, kv, kv))
@@ -185,7 +185,7 @@ def test_chunks_through_the_kernels_equal_the_whole_r26():
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=2e-5, atol=2e-5)
 
 
-def test_which_kernel_takes_a_call_is_said_r25():
+def test_which_kernel_takes_a_call_is_said():
     spec = OPS["cached_attention"]
     args, _ = batch((1, 3), (4, 0), 4, 2, 16)
     call = spec.call(*args)
@@ -219,7 +219,7 @@ def test_which_kernel_takes_a_call_is_said_r25():
 
 @pytest.mark.parametrize("few", [rope_kv_write.FEW, 0], ids=["few tokens", "many"])
 @pytest.mark.parametrize("case", ROPE_CASES, ids=lambda case: case.name)
-def test_the_cache_holds_what_the_reference_writes_and_nothing_else_changes_r26(case, few):
+def test_the_cache_holds_what_the_reference_writes_and_nothing_else_changes(case, few):
     args = case.make(DEVICE, torch.float32, torch.Generator().manual_seed(0))
     mine, theirs = ([t.clone() for t in args[5:7]] for _ in range(2))
     expected = OPS["rope_kv_write"].reference(*args[:5], *theirs, *args[7:])

@@ -26,7 +26,7 @@ def nested_call():
     return {"k": torch.ones(3), "v": torch.zeros(3)}, (torch.ones(3), [torch.ones(3)])
 
 
-def test_nested_inputs_are_taken_by_their_keys_r33():
+def test_nested_inputs_are_taken_by_their_keys():
     compiled = graft.compile(Nested(), nested_call())
     state, pair = nested_call()
     other = {"v": torch.zeros(3), "k": torch.ones(3)}  # another order, the same cache is written
@@ -43,7 +43,7 @@ def test_nested_inputs_are_taken_by_their_keys_r33():
             compiled(*call)
 
 
-def test_one_tensor_as_two_examples_stays_two_inputs_r33():
+def test_one_tensor_as_two_examples_stays_two_inputs():
     class Two(nn.Module):
         def forward(self, a, b):
             return a + 2 * b
@@ -53,7 +53,7 @@ def test_one_tensor_as_two_examples_stays_two_inputs_r33():
     assert torch.equal(compiled(y, x), Two()(y, x)) and torch.equal(compiled(x, x), Two()(x, x))
 
 
-def test_arguments_by_position_or_by_name_r33():
+def test_arguments_by_position_or_by_name():
     compiled = graft.compile(Nested(), nested_call())
     state, pair = nested_call()
     expected = Nested()(*nested_call())
@@ -67,7 +67,7 @@ def test_arguments_by_position_or_by_name_r33():
         compiled(state)
 
 
-def test_keywords_that_double_star_takes_and_named_tuples_r33():
+def test_keywords_that_double_star_takes_and_named_tuples():
     class Pair(NamedTuple):
         a: torch.Tensor
         b: torch.Tensor
@@ -89,7 +89,7 @@ def test_keywords_that_double_star_takes_and_named_tuples_r33():
 
 
 @pytest.mark.parametrize("backend", short(["eager", "inductor", "cuda_graph"], "eager", "cuda_graph"))
-def test_a_copy_that_contiguous_makes_is_not_forgotten_r32(backend):
+def test_a_copy_that_contiguous_makes_is_not_forgotten(backend):
     class Contiguous(nn.Module):
         def forward(self, cache, x):
             flat = cache.contiguous()
@@ -104,7 +104,7 @@ def test_a_copy_that_contiguous_makes_is_not_forgotten_r32(backend):
     assert len(compiled.variants) == 2 and "not contiguous" in compiled.report.notes[-1]
 
 
-def test_layouts_that_nobody_asks_for_need_no_variant_r32():
+def test_layouts_that_nobody_asks_for_need_no_variant():
     class Plain(nn.Module):
         def forward(self, cache, x):
             cache.add_(x)
@@ -132,7 +132,7 @@ def counting():
     return module, graft.compile(module, (torch.ones(3, 3),), dynamic_shapes={"x": {0: Dim.DYNAMIC}})
 
 
-def test_what_cannot_be_kept_is_refused_r29():
+def test_what_cannot_be_kept_is_refused():
     module, compiled = counting()
     for action in (copy.deepcopy, pickle.dumps, lambda c: c.double(), lambda c: c.to(torch.bfloat16)):
         with pytest.raises(UsageError, match="compile"):
@@ -143,7 +143,7 @@ def test_what_cannot_be_kept_is_refused_r29():
 
 
 @torch.no_grad()
-def test_a_trace_of_a_compiled_module_takes_the_way_of_its_sizes_r36():
+def test_a_trace_of_a_compiled_module_takes_the_way_of_its_sizes():
     module, compiled = counting()
     with torch.no_grad():
         with pytest.raises(UsageError, match="call the compiled module with such sizes before"):
@@ -160,7 +160,7 @@ def test_a_trace_of_a_compiled_module_takes_the_way_of_its_sizes_r36():
         torch.export.export(compiled, (torch.ones(3, 4),), strict=False)
 
 
-def test_positions_of_sums_are_checked_r33():
+def test_positions_of_sums_are_checked():
     class Adds(nn.Module):
         def forward(self, k, v, position, x):
             k[0] = 7.0
@@ -174,7 +174,7 @@ def test_positions_of_sums_are_checked_r33():
     assert not k.any() and not v.any()
 
 
-def test_counters_in_shared_memory_are_not_guessed_r33():
+def test_counters_in_shared_memory_are_not_guessed():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -191,7 +191,7 @@ def test_counters_in_shared_memory_are_not_guessed_r33():
     assert any("written through another buffer of the same memory" in note for note in compiled.report.notes)
 
 
-def test_a_cache_is_writable_where_it_is_called_r33():
+def test_a_cache_is_writable_where_it_is_called():
     class Writes(nn.Module):
         def forward(self, k, v):
             k.add_(1)

@@ -49,7 +49,7 @@ def changed(function):
     return other
 
 
-def test_equal_models_have_one_fingerprint_r48():
+def test_equal_models_have_one_fingerprint():
     assert fingerprint(llama()) == known()
     used = llama(device="cpu")
     before = fingerprint(used)
@@ -75,7 +75,7 @@ def test_equal_models_have_one_fingerprint_r48():
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_other_code_is_another_fingerprint_r48(monkeypatch, owner, name):
+def test_other_code_is_another_fingerprint(monkeypatch, owner, name):
     first = known()
     function = getattr(owner, name)
     monkeypatch.setattr(owner, name, changed(getattr(function, "__wrapped__", function)))
@@ -87,7 +87,7 @@ def test_other_code_is_another_fingerprint_r48(monkeypatch, owner, name):
     assert fingerprint(llama()) == first
 
 
-def test_other_defaults_globals_and_helpers_of_helpers_are_another_fingerprint_r48(monkeypatch):
+def test_other_defaults_globals_and_helpers_of_helpers_are_another_fingerprint(monkeypatch):
     first, seen = known(), set()
     function = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(getattr(function, "__wrapped__", function), "__defaults__", (2,))
@@ -102,7 +102,7 @@ def test_other_defaults_globals_and_helpers_of_helpers_are_another_fingerprint_r
     assert len(seen | {first}) == 4
 
 
-def test_a_registered_attention_function_is_part_of_it_r48():
+def test_a_registered_attention_function_is_part_of_it():
     first = known()
     AttentionInterface.register("graft_test", modeling_llama.rotate_half)
     try:
@@ -151,14 +151,14 @@ def settings():
 
 
 @pytest.mark.parametrize("change", settings().values(), ids=settings())
-def test_another_model_is_another_fingerprint_r48(change):
+def test_another_model_is_another_fingerprint(change):
     model = llama()
     assert fingerprint(model) == known()
     change(model)
     assert fingerprint(model) != known()
 
 
-def test_another_default_dtype_is_another_fingerprint_r48():
+def test_another_default_dtype_is_another_fingerprint():
     model, first = llama(), known()
     torch.set_default_dtype(torch.float64)
     try:
@@ -216,7 +216,7 @@ def refusals():
 
 
 @pytest.mark.parametrize(("change", "reason"), refusals().values(), ids=refusals())
-def test_what_cannot_be_known_is_not_cached_and_told_r48(monkeypatch, folder, change, reason):
+def test_what_cannot_be_known_is_not_cached_and_told(monkeypatch, folder, change, reason):
     model = llama()
     change(model)
     monkeypatch.setattr("graft.capture.cache.capture_decoder", lambda given: given)  # not what is looked at
@@ -224,7 +224,7 @@ def test_what_cannot_be_known_is_not_cached_and_told_r48(monkeypatch, folder, ch
     assert gm is model and reason in note and "not stored" in note and not folder.exists()
 
 
-def test_hooks_of_all_modules_and_autocast_are_refused_r48():
+def test_hooks_of_all_modules_and_autocast_are_refused():
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
         with pytest.raises(Unknowable, match="hooks are registered"):
@@ -244,7 +244,7 @@ print(captured_decoder(load_model("tiny-llama", dtype="float32", device="cpu").m
 
 
 @pytest.mark.exhaustive
-def test_a_new_process_reads_it_r48(folder):
+def test_a_new_process_reads_it(folder):
     """Both are new: what other tests left in this one (patched functions, say) is part of its fingerprint."""
     notes = [
         subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, check=True).stdout
@@ -255,7 +255,7 @@ def test_a_new_process_reads_it_r48(folder):
     assert notes[1].startswith(f"captured graph: from the cache ({file.stem[:12]})")
 
 
-def test_broken_files_are_replaced_r48(monkeypatch, folder):
+def test_broken_files_are_replaced(monkeypatch, folder):
     told = []
     model = llama(device="cpu")
     fresh, note = captured_decoder(model, lambda *what: told.append(what[0]))
@@ -275,7 +275,7 @@ def test_broken_files_are_replaced_r48(monkeypatch, folder):
     assert "UnicodeDecodeError" in captured_decoder(model)[1]
 
 
-def test_a_file_of_another_model_under_its_name_is_not_used_r48(folder):
+def test_a_file_of_another_model_under_its_name_is_not_used(folder):
     model = llama(device="cpu")
     captured_decoder(model)
     (file,) = folder.iterdir()
@@ -287,7 +287,7 @@ def test_a_file_of_another_model_under_its_name_is_not_used_r48(folder):
     assert graph_text(gm.graph) != graph_text(capture_decoder(model).graph)
 
 
-def test_a_full_disk_or_a_folder_that_cannot_be_written_is_a_note_r48(monkeypatch, tmp_path, folder):
+def test_a_full_disk_or_a_folder_that_cannot_be_written_is_a_note(monkeypatch, tmp_path, folder):
     monkeypatch.setattr("graft.capture.cache.capture_decoder", cache(capture_decoder))
     model = llama(device="cpu")
     write = Path.write_text
@@ -307,7 +307,7 @@ def test_a_full_disk_or_a_folder_that_cannot_be_written_is_a_note_r48(monkeypatc
     assert f"not stored ({OFF} is set)" in captured_decoder(model)[1]
 
 
-def test_a_constant_of_the_graph_is_not_stored_r48(monkeypatch, folder):
+def test_a_constant_of_the_graph_is_not_stored(monkeypatch, folder):
     model = llama(device="cpu")
 
     def with_constant(given):
@@ -320,7 +320,7 @@ def test_a_constant_of_the_graph_is_not_stored_r48(monkeypatch, folder):
     assert not folder.exists()
 
 
-def test_the_engine_tells_where_its_graph_came_from_r48():
+def test_the_engine_tells_where_its_graph_came_from():
     model = load_model("tiny-llama", dtype="float32", device="cpu")
     params = graft.SamplingParams(max_tokens=8, ignore_eos=True)
     first, second = (graft.LLM(model, max_num_seqs=2, backend="eager") for _ in range(2))

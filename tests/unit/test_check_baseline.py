@@ -1,4 +1,4 @@
-"""A run against a saved one: every class of change, planted (R55)."""
+"""A run against a saved one: every class of change, planted."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def change(report, name=NAME):
     return next(c for c in report.changes if c.transform == name)
 
 
-def test_the_same_run_is_unchanged_r55(saved):
+def test_the_same_run_is_unchanged(saved):
     report = checked(baseline=saved)
     assert report.ok and kinds(report) == {} and len(report.changes) == len(report.checks) > 15
     assert {c.drift for c in report.changes} == {0.0}
     assert report.baseline == str(saved) and report.notes[-1].startswith("tried on this device")
 
 
-def test_the_models_name_and_dtype_come_from_the_baseline_r55(saved):
+def test_the_models_name_and_dtype_come_from_the_baseline(saved):
     report = checked(NAME, model="", baseline=saved)
     assert (report.model, report.dtype) == ("tiny-llama", "float32") and kinds(report) == {}
 
 
-def test_match_loss_r55(saved, monkeypatch):
+def test_match_loss(saved, monkeypatch):
     refuse(monkeypatch, NAME, "layers.1.input_layernorm")
     report = checked(baseline=saved)
     found = change(report)
@@ -78,7 +78,7 @@ def test_match_loss_r55(saved, monkeypatch):
     assert "match loss" not in change(report, "fuse_rope").kinds
 
 
-def test_match_gain_r55(saved, tmp_path, monkeypatch):
+def test_match_gain(saved, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         refuse(patch, NAME, "layers.1.input_layernorm")
         checked(NAME, save=tmp_path / "fewer")
@@ -87,7 +87,7 @@ def test_match_gain_r55(saved, tmp_path, monkeypatch):
     assert "matches 4 → 5: new at model.layers.1.input_layernorm" in change(report).reason
 
 
-def test_metadata_loss_r55(saved, monkeypatch):
+def test_metadata_loss(saved, monkeypatch):
     drop_meta(monkeypatch, NAME, "stack_trace")
     report = checked(baseline=saved, config=SHORT)
     assert change(report).kinds == ("metadata loss",) and change(report).bad and not report.ok
@@ -95,7 +95,7 @@ def test_metadata_loss_r55(saved, monkeypatch):
     assert change(report, "fuse_rope").kinds == ("unchanged",)
 
 
-def test_metadata_that_was_lost_before_is_no_loss_since_r55(tmp_path, monkeypatch):
+def test_metadata_that_was_lost_before_is_no_loss_since(tmp_path, monkeypatch):
     drop_meta(monkeypatch, NAME, "stack_trace")
     checked(NAME, save=tmp_path / "poor")
     report = checked(NAME, baseline=tmp_path / "poor")
@@ -112,7 +112,7 @@ def test_metadata_that_was_lost_before_is_no_loss_since_r55(tmp_path, monkeypatc
         (1.005, "bfloat16", "numeric drift acceptable"),
     ],
 )
-def test_numeric_drift_r55(saved, tmp_path, monkeypatch, factor, dtype, kind):
+def test_numeric_drift(saved, tmp_path, monkeypatch, factor, dtype, kind):
     folder = saved
     if dtype != "float32":
         folder = tmp_path / "baseline"
@@ -127,7 +127,7 @@ def test_numeric_drift_r55(saved, tmp_path, monkeypatch, factor, dtype, kind):
     assert change(report, "fuse_layer_norm").drift == 0 and change(report, "fuse_rope").drift > 0
 
 
-def test_drift_of_two_transforms_is_told_apart_r55(saved, monkeypatch):
+def test_drift_of_two_transforms_is_told_apart(saved, monkeypatch):
     scale(monkeypatch, NAME, 1.01, at=[4])
     scale(monkeypatch, "fuse_swiglu", 1.3, at=[1])
     report = checked(baseline=saved, config=SHORT)
@@ -135,7 +135,7 @@ def test_drift_of_two_transforms_is_told_apart_r55(saved, monkeypatch):
     assert drifted == {NAME, "fuse_swiglu"}
 
 
-def test_several_classes_of_one_transform_are_all_told_r55(saved, monkeypatch):
+def test_several_classes_of_one_transform_are_all_told(saved, monkeypatch):
     refuse(monkeypatch, NAME, "layers.0.input_layernorm")
     drop_meta(monkeypatch, NAME)
     scale(monkeypatch, NAME, 1.1, at=[0])
@@ -146,7 +146,7 @@ def test_several_classes_of_one_transform_are_all_told_r55(saved, monkeypatch):
     )
 
 
-def test_a_transform_that_was_switched_off_lost_its_matches_r55(saved):
+def test_a_transform_that_was_switched_off_lost_its_matches(saved):
     config = load_config(sets=["transforms.fuse_rope.enabled=false"])
     report = checked("fuse_rms_norm", config=config, baseline=saved)
     assert kinds(report) == {}
@@ -158,7 +158,7 @@ def test_a_transform_that_was_switched_off_lost_its_matches_r55(saved):
     assert "match loss" in change(report, "merge_qkv").kinds
 
 
-def test_a_transform_that_is_gone_lost_its_matches_r55(saved):
+def test_a_transform_that_is_gone_lost_its_matches(saved):
     gone = replace(CONFIG, transforms={n: s for n, s in CONFIG.transforms.items() if n != "fuse_swiglu"})
     gone = replace(gone, transforms={n: replace(s, before=()) for n, s in gone.transforms.items()})
     report = checked(config=gone, baseline=saved)
@@ -168,7 +168,7 @@ def test_a_transform_that_is_gone_lost_its_matches_r55(saved):
 # ── what a baseline holds ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_results_are_those_of_when_it_was_saved_r55(saved, tmp_path):
+def test_results_are_those_of_when_it_was_saved(saved, tmp_path):
     """A kernel that changed since would hide itself if the old graph were run again."""
     folder = tmp_path / "kept"
     shutil.copytree(saved, folder)
@@ -181,13 +181,13 @@ def test_results_are_those_of_when_it_was_saved_r55(saved, tmp_path):
     assert change(checked(NAME, baseline=folder)).kinds == ("numeric drift not acceptable",)
 
 
-def test_dumps_with_weights_are_a_baseline_too_r55(tmp_path):
+def test_dumps_with_weights_are_a_baseline_too(tmp_path):
     dump_model("tiny-llama", tmp_path, CONFIG, "float32", weights=True)
     report = checked(NAME, baseline=tmp_path)
     assert change(report).kinds == ("unchanged",) and change(report).drift == 0
 
 
-def test_dumps_without_weights_compare_all_but_numbers_r55(tmp_path, monkeypatch):
+def test_dumps_without_weights_compare_all_but_numbers(tmp_path, monkeypatch):
     dump_model("tiny-llama", tmp_path, CONFIG, "float32")
     refuse(monkeypatch, NAME, "model.norm")
     report = checked(NAME, baseline=tmp_path)
@@ -195,7 +195,7 @@ def test_dumps_without_weights_compare_all_but_numbers_r55(tmp_path, monkeypatch
     assert any(note.startswith("numbers were not compared") and "--weights" in note for note in report.notes)
 
 
-def test_results_of_other_inputs_are_not_compared_r55(saved, tmp_path):
+def test_results_of_other_inputs_are_not_compared(saved, tmp_path):
     folder = tmp_path / "kept"
     shutil.copytree(saved, folder)
     save_file(load_file(folder / OUTPUTS), folder / OUTPUTS, {"inputs": json.dumps({"tokens": 4, "seed": 0})})
@@ -203,7 +203,7 @@ def test_results_of_other_inputs_are_not_compared_r55(saved, tmp_path):
     assert change(report).drift is None and "numbers were not compared" in " ".join(report.notes)
 
 
-def test_a_later_dump_into_the_folder_takes_the_results_away_r55(saved, tmp_path):
+def test_a_later_dump_into_the_folder_takes_the_results_away(saved, tmp_path):
     folder = tmp_path / "kept"
     shutil.copytree(saved, folder)
     DumpWriter.open(folder)
@@ -213,7 +213,7 @@ def test_a_later_dump_into_the_folder_takes_the_results_away_r55(saved, tmp_path
 # ── baselines that cannot be compared with ──────────────────────────────────────────────────────────────────────
 
 
-def test_a_baseline_of_another_model_or_dtype_is_refused_r55(saved):
+def test_a_baseline_of_another_model_or_dtype_is_refused(saved):
     with pytest.raises(BaselineMismatch, match="a run of tiny-llama, but tiny-qwen2 is checked; check that model"):
         checked(NAME, "tiny-qwen2", baseline=saved)
     with pytest.raises(BaselineMismatch, match="tiny-llama in float32, but tiny-llama in bfloat16 is checked"):
@@ -221,7 +221,7 @@ def test_a_baseline_of_another_model_or_dtype_is_refused_r55(saved):
     assert issubclass(BaselineMismatch, UsageError)  # exit code 2
 
 
-def test_a_folder_that_is_no_baseline_is_told_before_any_work_r55(saved, tmp_path, monkeypatch):
+def test_a_folder_that_is_no_baseline_is_told_before_any_work(saved, tmp_path, monkeypatch):
     from graft.workbench.check import checklist
 
     monkeypatch.setattr(checklist, "try_model", lambda *_, **__: pytest.fail("a model was run"))
@@ -236,7 +236,7 @@ def test_a_folder_that_is_no_baseline_is_told_before_any_work_r55(saved, tmp_pat
         checked(baseline=folder)
 
 
-def test_a_baseline_of_a_checkpoint_needs_its_path_r55(saved, tmp_path):
+def test_a_baseline_of_a_checkpoint_needs_its_path(saved, tmp_path):
     folder = tmp_path / "kept"
     shutil.copytree(saved, folder)
     manifest = json.loads((folder / "run.json").read_text())
@@ -245,7 +245,7 @@ def test_a_baseline_of_a_checkpoint_needs_its_path_r55(saved, tmp_path):
         checked(NAME, model="", baseline=folder)
 
 
-def test_distances_r55():
+def test_distances():
     one = torch.tensor([[[1.0, -2.0]], [[3.0, 4.0]]]).reshape(1, 2, 2)
     assert distance(one, one) == 0
     assert distance(one + 0.04, one) == pytest.approx(0.01)

@@ -1,4 +1,4 @@
-"""`graft check` as a command: exit codes, forms of output, the note, every family, plugins (R55, R61)."""
+"""`graft check` as a command: exit codes, forms of output, the note, every family, plugins."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def graft(*args, code=0):
     return done
 
 
-def test_a_good_transform_ends_with_0_r55_r61():
+def test_a_good_transform_ends_with_0():
     lines = graft(NAME).stdout.splitlines()
     assert lines[0] == f"{NAME} on tiny-llama (float32, cpu): 9 pass"
     assert [line.split("  ")[2] for line in lines[1:11]] == [*LIST, "end to end"]
     assert re.fullmatch(r"nothing failed, \d+\.\d s", lines[-1])
 
 
-def test_a_wrong_one_ends_with_1_and_says_where_r55_r61(monkeypatch):
+def test_a_wrong_one_ends_with_1_and_says_where(monkeypatch):
     scale(monkeypatch, NAME, 1.1, at=[3])
     out = graft(NAME, code=1).stdout
     assert "  fail  numerics        1 of 5 matches: the replacement at %mul" in out
@@ -46,7 +46,7 @@ def test_a_wrong_one_ends_with_1_and_says_where_r55_r61(monkeypatch):
     assert out.splitlines()[-1].startswith("2 failed")
 
 
-def test_all_of_them_are_a_line_each_r55(monkeypatch):
+def test_all_of_them_are_a_line_each(monkeypatch):
     drop_meta(monkeypatch, "fuse_swiglu")
     out = graft(code=1).stdout
     assert re.search(r"pass  fuse_rms_norm +5 matches\n", out)
@@ -54,7 +54,7 @@ def test_all_of_them_are_a_line_each_r55(monkeypatch):
     assert "fail  fuse_swiglu" in out and "fail  fuse_swiglu: metadata" in out
 
 
-def test_json_is_one_document_r55_r61(monkeypatch, tmp_path):
+def test_json_is_one_document(monkeypatch, tmp_path):
     graft(NAME, "--save-baseline", tmp_path / "kept")
     scale(monkeypatch, NAME, float("nan"), at=[0])
     done = graft(NAME, "--baseline", tmp_path / "kept", "--json", code=1)
@@ -66,7 +66,7 @@ def test_json_is_one_document_r55_r61(monkeypatch, tmp_path):
     assert any("numerics" in text for text in found["failures"])
 
 
-def test_a_baseline_is_saved_and_compared_with_r55(monkeypatch, tmp_path):
+def test_a_baseline_is_saved_and_compared_with(monkeypatch, tmp_path):
     out = graft(NAME, "--save-baseline", tmp_path / "kept").stdout
     assert f"compare with --baseline {tmp_path / 'kept'}" in out
     assert f"  unchanged: {NAME}\n" in graft(NAME, "--baseline", tmp_path / "kept").stdout
@@ -94,27 +94,27 @@ def test_a_baseline_is_saved_and_compared_with_r55(monkeypatch, tmp_path):
         ([NAME, "--dtype", "float3"], 2, "unknown dtype"),
     ],
 )
-def test_bad_requests_get_one_clear_line_r55_r63(tmp_path, args, code, text):
+def test_bad_requests_get_one_clear_line(tmp_path, args, code, text):
     done = graft(*[arg.format(tmp=tmp_path) for arg in args], code=code)
     assert text in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_baseline_of_another_model_is_a_usage_error_r55_r63(tmp_path):
+def test_a_baseline_of_another_model_is_a_usage_error(tmp_path):
     graft(NAME, "--save-baseline", tmp_path / "kept")
     done = graft(NAME, "--model", "tiny-qwen2", "--baseline", tmp_path / "kept", code=2)
     assert "is a run of tiny-llama, but tiny-qwen2 is checked" in done.stderr
 
 
 @pytest.mark.exhaustive
-def test_every_family_is_in_one_document_r55(monkeypatch):
+def test_every_family_is_in_one_document(monkeypatch):
     some = {name: registry.families()[name] for name in ("llama", "gpt2")}
     monkeypatch.setattr(all_models, "families", lambda: some)
     found = json.loads(graft(NAME, "--all-models", "--json").stdout)
     assert found["ok"] and [report["model"] for report in found["models"]] == ["tiny-llama", "tiny-gpt2"]
 
 
-def test_every_family_is_a_row_r55(monkeypatch):
+def test_every_family_is_a_row(monkeypatch):
     some = {name: registry.families()[name] for name in ("llama", "gpt2")}
     monkeypatch.setattr(all_models, "families", lambda: some)
     lines = graft(NAME, "--all-models").stdout
@@ -136,7 +136,7 @@ def sections(text):
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def test_the_note_is_filled_in_from_the_run_r55(tmp_path):
+def test_the_note_is_filled_in_from_the_run(tmp_path):
     graft(NAME, "--save-baseline", tmp_path / "kept")
     file = tmp_path / "note.md"
     assert f"the note is in {file}" in graft(NAME, "--baseline", tmp_path / "kept", "--note", file).stdout
@@ -159,7 +159,7 @@ def test_the_note_is_filled_in_from_the_run_r55(tmp_path):
     assert list(tmp_path.glob(".note*")) == []
 
 
-def test_the_note_of_a_wrong_transform_says_no_r55(monkeypatch, tmp_path):
+def test_the_note_of_a_wrong_transform_says_no(monkeypatch, tmp_path):
     scale(monkeypatch, "fuse_rope", 1.1, at=[2])
     graft("fuse_rope", "--note", tmp_path / "note.md", code=1)
     text = (tmp_path / "note.md").read_text()
@@ -170,7 +170,7 @@ def test_the_note_of_a_wrong_transform_says_no_r55(monkeypatch, tmp_path):
     assert "No baseline was given" in found["Summary before and after"]
 
 
-def test_the_note_of_a_transform_that_matches_nowhere_says_why_r55(tmp_path):
+def test_the_note_of_a_transform_that_matches_nowhere_says_why(tmp_path):
     graft("fuse_moe", "--model", "tiny-llama", "--note", tmp_path / "note.md")
     found = sections((tmp_path / "note.md").read_text())
     assert "It matched nowhere: the graph has no aten.topk." in found["Candidate"]
@@ -222,7 +222,7 @@ def plugin(tmp_path, monkeypatch):
     sys.modules.pop(name, None)
 
 
-def test_a_plugin_is_checked_like_the_library_r55(plugin):
+def test_a_plugin_is_checked_like_the_library(plugin):
     name, options = plugin
     capped = json.loads(graft(name, *options, "--model", "tiny-gemma-2", "--json").stdout)
     lines = {line["check"]: (line["verdict"], line["reason"]) for line in capped["transforms"][0]["lines"]}

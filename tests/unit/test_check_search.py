@@ -1,4 +1,4 @@
-"""The search for what is wrong: by halves over transforms, then over the matches of one (R55)."""
+"""The search for what is wrong: by halves over transforms, then over the matches of one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def checked(transform="", model="tiny-llama", **options):
 
 
 @given(st.integers(1, 3000).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count))))
-def test_the_first_bad_one_is_found_in_log_time_r55(case):
+def test_the_first_bad_one_is_found_in_log_time(case):
     count, first = case
     asked = []
     assert first_bad(count, lambda k: asked.append(k) or k >= first) == first
@@ -51,7 +51,7 @@ def test_the_first_bad_one_is_found_in_log_time_r55(case):
 
 
 @given(st.lists(st.booleans(), max_size=60))
-def test_where_bad_does_not_stay_bad_a_boundary_is_found_r55(middle):
+def test_where_bad_does_not_stay_bad_a_boundary_is_found(middle):
     bad = [False, *middle, True]
     found = first_bad(len(bad) - 1, lambda k: bad[k])
     assert bad[found] and not bad[found - 1]
@@ -68,7 +68,7 @@ def test_where_bad_does_not_stay_bad_a_boundary_is_found_r55(middle):
         ("tabulate_rope", 1, 1),
     ],
 )
-def test_a_wrong_match_is_found_within_the_bound_r55(monkeypatch, name, matches, number):
+def test_a_wrong_match_is_found_within_the_bound(monkeypatch, name, matches, number):
     scale(monkeypatch, name, 1.1, at=[number - 1])
     report = checked(name)
     found = report.bisection
@@ -77,7 +77,7 @@ def test_a_wrong_match_is_found_within_the_bound_r55(monkeypatch, name, matches,
     assert found.match in report.whole[0].reason and report.whole[0].verdict == "fail" and not report.ok
 
 
-def test_of_several_wrong_places_the_first_is_named_r55(monkeypatch):
+def test_of_several_wrong_places_the_first_is_named(monkeypatch):
     scale(monkeypatch, "fuse_swiglu", 1.1, at=[1])
     scale(monkeypatch, "fuse_rope", 1.2)
     found = checked().bisection
@@ -85,7 +85,7 @@ def test_of_several_wrong_places_the_first_is_named_r55(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_a_deeper_model_takes_a_logarithm_of_runs_r55(monkeypatch):
+def test_a_deeper_model_takes_a_logarithm_of_runs(monkeypatch):
     """smollm3 has 4 layers: 9 norms, 15 transforms that change the graph."""
     scale(monkeypatch, "fuse_rms_norm", 1.05, at=[6])
     found = checked("fuse_rms_norm", "tiny-smollm3").bisection
@@ -93,19 +93,19 @@ def test_a_deeper_model_takes_a_logarithm_of_runs_r55(monkeypatch):
     assert found.runs <= found.bound == bound(14, 9) == 2 + 4 + 4
 
 
-def test_in_16_bits_the_same_is_found_r55(monkeypatch):
+def test_in_16_bits_the_same_is_found(monkeypatch):
     scale(monkeypatch, "fuse_rms_norm", 1.1, at=[3])
     report = checked("fuse_rms_norm", dtype="bfloat16")
     assert report.bisection.number == 4 and 0.01 < report.bisection.limit < 0.02
 
 
-def test_a_small_mistake_that_the_dtype_hides_is_no_reason_to_search_r55(monkeypatch):
+def test_a_small_mistake_that_the_dtype_hides_is_no_reason_to_search(monkeypatch):
     scale(monkeypatch, "fuse_rms_norm", 1 + 2**-23, at=[3])
     report = checked("fuse_rms_norm")
     assert report.bisection is None and report.whole[0].verdict == "pass"
 
 
-def test_a_transform_whose_matches_do_not_stand_alone_is_named_as_a_whole_r55(monkeypatch):
+def test_a_transform_whose_matches_do_not_stand_alone_is_named_as_a_whole(monkeypatch):
     scale(monkeypatch, "insert_kv_cache", 1.1, at=[0])
     found = checked("insert_kv_cache").bisection
     assert (found.transform, found.match) == ("insert_kv_cache", "")
@@ -113,13 +113,13 @@ def test_a_transform_whose_matches_do_not_stand_alone_is_named_as_a_whole_r55(mo
 
 
 @pytest.mark.exhaustive
-def test_behind_a_change_on_purpose_the_bound_holds_too_r55(monkeypatch):
+def test_behind_a_change_on_purpose_the_bound_holds_too(monkeypatch):
     scale(monkeypatch, "fuse_rope", 1.1, at=[0])
     found = check("tiny-gemma-2", Request(load_config(), "quantize_linear")).bisection
     assert found.transform == "fuse_rope" and found.runs <= found.bound
 
 
-def test_dumps_name_the_transform_r55(monkeypatch, tmp_path):
+def test_dumps_name_the_transform(monkeypatch, tmp_path):
     scale(monkeypatch, "fuse_rope", 1.1, at=[2])
     checked(save=tmp_path / "bad")
     found = checked(model=str(tmp_path / "bad")).bisection
@@ -130,7 +130,7 @@ def test_dumps_name_the_transform_r55(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["fuse_rope", "fuse_add_rms_norm", "merge_qkv", "fuse_residual_into_matvec"])
-def test_every_choice_of_matches_gives_the_same_results_r55(trial, name):
+def test_every_choice_of_matches_gives_the_same_results(trial, name):
     replay = Replay(trial, name)
     outputs = Outputs(trial.run, trial.state)
     after = trial.run.after(name)
@@ -154,14 +154,14 @@ def test_every_choice_of_matches_gives_the_same_results_r55(trial, name):
     assert len(counts) > 1  # the graphs are not all the same
 
 
-def test_the_graph_itself_is_left_as_it_is_r55(trial):
+def test_the_graph_itself_is_left_as_it_is(trial):
     replay = Replay(trial, "fuse_rope")
     text = graph_text(replay.gm.graph)
     with_matches(replay.gm, replay.before, replay.matches, [1], replay.uses)
     assert graph_text(replay.gm.graph) == text
 
 
-def test_no_matches_give_back_the_graph_before_r55(trial):
+def test_no_matches_give_back_the_graph_before(trial):
     replay = Replay(trial, "fuse_rope")
     none = with_matches(replay.gm, replay.before, replay.matches, [], replay.uses)
     assert [n.name for n in none.graph.nodes] == [name for _, name, *_ in replay.before.nodes]
@@ -169,7 +169,7 @@ def test_no_matches_give_back_the_graph_before_r55(trial):
     assert [n.name for n in every.graph.nodes] == [n.name for n in replay.gm.graph.nodes]
 
 
-def test_a_match_without_its_own_change_is_refused_r55(trial, monkeypatch):
+def test_a_match_without_its_own_change_is_refused(trial, monkeypatch):
     """What the editor was not told of cannot be taken back, and is not guessed at."""
     unowned = ("input_ids", "position_ids")
 

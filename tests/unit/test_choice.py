@@ -1,4 +1,4 @@
-"""Which kernel of fused_linear runs: tables, lookups, and what is said about them (R26)."""
+"""Which kernel of fused_linear runs: tables, lookups, and what is said about them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @given(tables(), shapes, st.integers(1, 200))
-def test_a_lookup_takes_the_nearest_shape_and_the_next_count_r26(table, shape, tokens):
+def test_a_lookup_takes_the_nearest_shape_and_the_next_count(table, shape, tokens):
     found = look_up(table, shape, tokens, H200)
     fitting = [one for one in table if one.format == shape.format]
     if not fitting:
@@ -79,12 +79,12 @@ def test_a_lookup_takes_the_nearest_shape_and_the_next_count_r26(table, shape, t
 
 
 @given(tables())
-def test_a_table_survives_its_file_r26(table):
+def test_a_table_survives_its_file(table):
     assert parse_table(json.loads(json.dumps(table_json(table))), "x") == table
 
 
 @given(tables(), tables())
-def test_the_later_of_two_tables_goes_first_count_by_count_r26(below, above):
+def test_the_later_of_two_tables_goes_first_count_by_count(below, above):
     both = merge(below, above)
     assert set(both) == {*below, *above}
     for shape, found in both.items():
@@ -93,7 +93,7 @@ def test_the_later_of_two_tables_goes_first_count_by_count_r26(below, above):
 
 
 @given(st.dictionaries(counts, entries, min_size=1))
-def test_ranges_cover_every_count_once_with_what_a_lookup_gives_r26(found):
+def test_ranges_cover_every_count_once_with_what_a_lookup_gives(found):
     parts = ranges(found)
     assert parts[0].first == 1 and parts[-1].last is None and parts[-1].entry is None
     assert [part.first for part in parts[1:]] == [part.last + 1 for part in parts[:-1]]
@@ -107,7 +107,7 @@ def test_ranges_cover_every_count_once_with_what_a_lookup_gives_r26(found):
         assert not choice.same(one.entry, other.entry)
 
 
-def test_the_text_of_ranges_r26():
+def test_the_text_of_ranges():
     wide = Gemm(64, 64, early=4)
     found = {
         1: Entry(Matvec(2), 9.5, H200, "in a step"),
@@ -135,7 +135,7 @@ def test_the_text_of_ranges_r26():
         (Even(rows=512), "plain", "even takes 16, 32 … 496 rows, not 512"),
     ],
 )
-def test_even_shares_say_what_they_cannot_take_r26(how, format, reason):
+def test_even_shares_say_what_they_cannot_take(how, format, reason):
     assert how_problem(how, replace(SQUARE, format=format), 64) == reason
 
 
@@ -152,18 +152,18 @@ def test_even_shares_say_what_they_cannot_take_r26(how, format, reason):
         (Narrow(4, 8, 3), "int4", 5120, 1, "narrow walks over rows of up to 4096, not 5120"),
     ],
 )
-def test_narrow_says_what_it_cannot_take_r26(how, format, k, tokens, reason):
+def test_narrow_says_what_it_cannot_take(how, format, k, tokens, reason):
     assert how_problem(how, replace(SQUARE, format=format, k=k), tokens) == reason
 
 
-def test_another_device_is_told_r26():
+def test_another_device_is_told():
     table = {SQUARE: {4: Entry(Gemm(), 1.0, H200)}}
     assert look_up(table, SQUARE, 2, "NVIDIA A100").source == (
         "measured on NVIDIA H200 (this is NVIDIA A100) alone, this shape, 4 tokens"
     )
 
 
-def test_a_kernel_that_cannot_run_the_shape_at_hand_is_not_taken_r26():
+def test_a_kernel_that_cannot_run_the_shape_at_hand_is_not_taken():
     """The nearest shape was measured with matvec, which reads 8 values at a time."""
     table = {SQUARE: {1: Entry(Matvec(), 1.0, H200)}}
     assert look_up(table, replace(SQUARE, k=4088), 1, H200).how == Matvec()
@@ -182,13 +182,13 @@ def test_a_kernel_that_cannot_run_the_shape_at_hand_is_not_taken_r26():
     assert many.how is None and "more than the 1 token measured for plain 4096x4096" in many.source
 
 
-def test_the_shipped_table_can_be_read_r26():
+def test_the_shipped_table_can_be_read():
     table = choice.shipped_table()
     assert {shape.format for shape in table} == set(WEIGHTS)
     assert all((entry.us is None or entry.us > 0) for found in table.values() for entry in found.values())
 
 
-def test_what_was_measured_here_goes_before_what_is_shipped_r26(cache):
+def test_what_was_measured_here_goes_before_what_is_shipped(cache):
     before = choose_kernel(SQUARE, 1, "my GPU/1")
     assert "measured on NVIDIA H200 (this is my GPU/1)" in before.source
     write_table({SQUARE: {1: Entry(Matvec(4, 8), 1.0, "my GPU/1")}}, tuned_file("my GPU/1"))
@@ -201,7 +201,7 @@ def test_what_was_measured_here_goes_before_what_is_shipped_r26(cache):
     assert choose_kernel(SQUARE, 1, "another").how == before.how
 
 
-def test_overrides_hold_for_a_time_and_nest_r26(cache):
+def test_overrides_hold_for_a_time_and_nest(cache):
     usual = choose_kernel(SQUARE, 1, "gpu").how
     first, second = Matvec(4, 8), Matvec(1, 8)
     with overridden({SQUARE: {1: Entry(first, 0.0, "gpu")}}):
@@ -251,7 +251,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("content", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_a_wrong_table_is_refused_with_file_and_key_r26(content, message, tmp_path):
+def test_a_wrong_table_is_refused_with_file_and_key(content, message, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(content))
     with pytest.raises(TableError) as error:
@@ -261,7 +261,7 @@ def test_a_wrong_table_is_refused_with_file_and_key_r26(content, message, tmp_pa
     assert read_table(path) == {SQUARE: {4: Entry(Gemm(), 1.0, H200)}}
 
 
-def test_a_broken_file_is_refused_where_it_is_looked_up_r26(cache):
+def test_a_broken_file_is_refused_where_it_is_looked_up(cache):
     path = tuned_file("gpu")
     path.parent.mkdir()
     for content in (b'{"plain', b"\xff\xfe"):
@@ -272,7 +272,7 @@ def test_a_broken_file_is_refused_where_it_is_looked_up_r26(cache):
     assert choose_kernel(SQUARE, 1, "gpu").how is not None
 
 
-def test_writing_merges_and_leaves_nothing_half_written_r26(tmp_path):
+def test_writing_merges_and_leaves_nothing_half_written(tmp_path):
     path = tmp_path / "deep" / "mine.json"
     other = replace(SQUARE, norm=True)
     write_table({SQUARE: {1: Entry(Matvec(2), 3.0, "A")}, other: {1: Entry(None, 2.0, "A")}}, path)

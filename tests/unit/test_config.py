@@ -10,14 +10,14 @@ from graft.transforms.config import Layer, convert, load_config
 from graft.transforms.registry import TransformRegistry
 
 
-def test_defaults_list_every_transform_r2():
+def test_defaults_list_every_transform():
     config = load_config()
     assert sorted(config.transforms) == TransformRegistry.names()
     assert config.transforms["fuse_rope"].stage is Stage.MATCH
     assert config.origins["transforms.fuse_rope.enabled"] == "default.yaml"
 
 
-def test_layers_lie_over_each_other_in_order_r2(tmp_path):
+def test_layers_lie_over_each_other_in_order(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("transforms: {fuse_rope: {enabled: false, on_error: skip}, merge_qkv: {enabled: false}}\n")
     model = Layer("registry/x.yaml", {"transforms.merge_qkv.enabled": True, "transforms.fuse_swiglu.enabled": False})
@@ -45,7 +45,7 @@ def test_layers_lie_over_each_other_in_order_r2(tmp_path):
         ({"transforms": ["fuse_rope"]}, WrongType, "a mapping"),
     ],
 )
-def test_wrong_keys_and_values_are_named_r2(given, error, message):
+def test_wrong_keys_and_values_are_named(given, error, message):
     with pytest.raises(error, match=message):
         load_config(given)
 
@@ -78,7 +78,7 @@ def test_numbers_as_yaml_writes_them():
     assert convert(None, int | None, "k", "w") is None
 
 
-def test_a_plugin_registers_its_transform_r1(tmp_path, monkeypatch):
+def test_a_plugin_registers_its_transform(tmp_path, monkeypatch):
     (tmp_path / "my_plugin.py").write_text(
         "from graft.transforms.base import BaseTransform, Outcome\n"
         "from graft.transforms.registry import TransformRegistry\n"

@@ -1,4 +1,4 @@
-"""Choosing tokens in a recording: the tokens of the host's sampling for the same random numbers (R43)."""
+"""Choosing tokens in a recording: the tokens of the host's sampling for the same random numbers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ PARAMS = st.builds(
     st.lists(PARAMS, min_size=1, max_size=6), st.integers(0, 2**32), st.sampled_from([5, 300]), st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_a_recording_draws_the_tokens_of_the_host_r43(params, seed, vocab, tied, dtype):
+def test_a_recording_draws_the_tokens_of_the_host(params, seed, vocab, tied, dtype):
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(params), vocab, generator=g) * 3
     logits = (logits.round() if tied else logits).to(dtype)
@@ -73,7 +73,7 @@ def test_a_recording_draws_the_tokens_of_the_host_r43(params, seed, vocab, tied,
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
-def test_without_top_k_and_top_p_nothing_is_sorted_and_the_tokens_are_the_same_r43(seed, tied):
+def test_without_top_k_and_top_p_nothing_is_sorted_and_the_tokens_are_the_same(seed, tied):
     params = [SamplingParams(temperature=t, min_p=m) for t, m in ((0.0, 0.0), (0.7, 0.0), (1.5, 0.1), (1.0, 1.0))]
     logits = torch.randn(4, 200, generator=torch.Generator().manual_seed(seed)) * 2
     logits = logits.round() if tied else logits
@@ -84,7 +84,7 @@ def test_without_top_k_and_top_p_nothing_is_sorted_and_the_tokens_are_the_same_r
 
 @settings(max_examples=examples(15), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([0.5, 0.9, 0.99]), st.sampled_from([0.2, 1.0, 2.0, 30.0]))
-def test_a_nucleus_is_drawn_right_or_said_to_be_wide_r43(seed, top_p, temperature):
+def test_a_nucleus_is_drawn_right_or_said_to_be_wide(seed, top_p, temperature):
     """A vocabulary larger than the head."""
     params = [SamplingParams(temperature=temperature, top_p=top_p, top_k=k) for k in (0, 0, HEAD, 300)]
     logits = torch.randn(4, 3 * HEAD, generator=torch.Generator().manual_seed(seed)) * 3
@@ -98,7 +98,7 @@ def test_a_nucleus_is_drawn_right_or_said_to_be_wide_r43(seed, top_p, temperatur
         assert WIDE not in got
 
 
-def test_rows_without_a_finite_largest_value_are_minus_one_r43():
+def test_rows_without_a_finite_largest_value_are_minus_one():
     logits = torch.zeros(4, 50)
     logits[1, 3], logits[2], logits[3, 7] = torch.nan, -torch.inf, torch.inf
     for kind in ("greedy", "drawn", "cut"):
@@ -106,7 +106,7 @@ def test_rows_without_a_finite_largest_value_are_minus_one_r43():
         assert tokens[1:] == [-1, -1, -1] and tokens[0] >= 0
 
 
-def test_what_a_request_needs_r43():
+def test_what_a_request_needs():
     kinds = {
         "greedy": [SamplingParams(), SamplingParams(top_k=5, top_p=0.5), SamplingParams(min_tokens=2)],
         "drawn": [SamplingParams(temperature=1), SamplingParams(temperature=1, min_p=0.5, top_k=-1)],
@@ -124,7 +124,7 @@ def test_what_a_request_needs_r43():
 
 @settings(max_examples=examples(25), deadline=None)
 @given(st.integers(1, 12), st.sampled_from([1, 3, 100, 1023, 1025, 5000]), st.integers(0, 2**32), st.booleans())
-def test_the_kernel_takes_the_first_of_the_largest_r43(rows, vocab, seed, tied):
+def test_the_kernel_takes_the_first_of_the_largest(rows, vocab, seed, tied):
     """Exactly, whatever the dtype: an index that is nearly right is wrong."""
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(rows, 2, vocab, generator=g)[:, 1]  # rows lie apart
@@ -139,7 +139,7 @@ def test_the_kernel_takes_the_first_of_the_largest_r43(rows, vocab, seed, tied):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_kernel_that_advances_rows_writes_what_the_reference_writes_r43(seed):
+def test_the_kernel_that_advances_rows_writes_what_the_reference_writes(seed):
     """Lengths, tables and commands too, which the op changes in place; and nothing beyond its rows."""
     from graft.ops.advance_rows.cases import CASES
 
@@ -156,7 +156,7 @@ def test_the_kernel_that_advances_rows_writes_what_the_reference_writes_r43(seed
         assert (ours[3] == NOTHING).all()
 
 
-def test_commands_and_padding_r43():
+def test_commands_and_padding():
     """A row that gets a block, one whose block is exchanged, one that leaves, padding; the padding block is 99."""
     tokens = torch.tensor([7, 8, -1, 5])
     seq_lens, live = torch.tensor([4, 6, 9, 1]), torch.tensor([1, 1, 1, 0])

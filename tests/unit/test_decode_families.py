@@ -42,7 +42,7 @@ def check_rows(gm):
 
 
 @pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
-def test_counts_and_greedy_tokens_r22(family):
+def test_counts_and_greedy_tokens(family):
     model = tiny(family)
     fused, plain = (graft.LLM(model, config=config, backend="eager") for config in (forced(), None))
     expected = model.family.expected_matches(model.layers, gpu=True)
@@ -55,7 +55,7 @@ def test_counts_and_greedy_tokens_r22(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_does_not_match_on_a_gpu_has_its_reason_r22(family):
+def test_what_does_not_match_on_a_gpu_has_its_reason(family):
     """In the family's own file: that it is skipped on a CPU is no reason on a GPU."""
     common = yaml.safe_load((FOLDER / COMMON).read_text())["absent"]
     known = families()[family]

@@ -1,4 +1,4 @@
-"""The decode loop on a device that is as late as it may be: work is done when somebody waits for it (R43).
+"""The decode loop on a device that is as late as it may be: work is done when somebody waits for it.
 
 On a CPU a launch is over when it returns, so a host that overwrites what a step still has to read would not be seen.
 Here copies and replays only enter a queue, and read host memory when the queue is worked off.
@@ -99,14 +99,14 @@ def expected(seed):
 
 
 @pytest.mark.parametrize("seed", [4, 5])
-def test_tokens_are_the_same_however_late_the_device_is_r43(late, seed):
+def test_tokens_are_the_same_however_late_the_device_is(late, seed):
     llm, device = late
     got = run(llm, seed, 40, plain=True)
     assert [r.new_tokens for r in got] == [r.new_tokens for r in expected(seed)]
     assert device.most == decode_buffers.RING and llm.engine.loop.launched > 100
 
 
-def test_a_ring_of_one_would_be_seen_r43(late, monkeypatch):
+def test_a_ring_of_one_would_be_seen(late, monkeypatch):
     """The host would overwrite the random numbers of a step that has not begun."""
     llm, _ = late
     monkeypatch.setattr(DecodeLoop, "next_slot", lambda self: self.buffers.ring[0])

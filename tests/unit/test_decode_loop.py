@@ -1,4 +1,4 @@
-"""Decoding by recordings, a step ahead of the host: the tokens of the engine that does neither (R43)."""
+"""Decoding by recordings, a step ahead of the host: the tokens of the engine that does neither."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def greedy(tokens=24, **options):
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_tokens_equal_the_synchronous_engine_r43(seed, plain):
+def test_tokens_equal_the_synchronous_engine(seed, plain):
     """Arrivals, stops, priorities, n > 1, log probabilities, penalties, a small cache: the same, token for token."""
     options = {"blocks": 9, "max_num_seqs": 12, "max_num_batched_tokens": 48}
     expected = run(engine("mistral", False, **options), seed, 50, plain)
@@ -44,7 +44,7 @@ def test_tokens_equal_the_synchronous_engine_r43(seed, plain):
     assert llm.engine.loop.launched > 40 and sum(r.preemptions for r in got) > 0
 
 
-def test_the_host_is_one_step_behind_r43():
+def test_the_host_is_one_step_behind():
     llm = engine("llama", True, max_num_seqs=8)
     expected = engine("llama", False).generate(prompts((5, 9, 17)), greedy())
     loop = llm.engine.loop
@@ -60,7 +60,7 @@ def test_the_host_is_one_step_behind_r43():
     assert llm.stats.decode_tokens == 69 and llm.stats.steps == 24 and llm.stats.decode_seconds > 0
 
 
-def test_requests_cancelled_in_mid_flight_leave_the_others_alone_r43():
+def test_requests_cancelled_in_mid_flight_leave_the_others_alone():
     options = {"blocks": 40, "max_num_seqs": 12, "max_num_batched_tokens": 48}
     whole = run(engine("mistral", False, **options), 7, 40, plain=True)
     some = run(engine("mistral", True, **options), 7, 40, plain=True, abort=True)
@@ -71,7 +71,7 @@ def test_requests_cancelled_in_mid_flight_leave_the_others_alone_r43():
         assert one.new_tokens == other.new_tokens[:end]
 
 
-def test_a_step_writes_only_blocks_that_nobody_else_sees_r43():
+def test_a_step_writes_only_blocks_that_nobody_else_sees():
     """Also for tokens that are thrown away: what is launched never writes a stored or a shared block."""
     llm = engine("mistral", True, blocks=40, max_num_seqs=12, max_num_batched_tokens=48)
     loop, manager, thrown = llm.engine.loop, llm.engine.manager, []
@@ -99,7 +99,7 @@ def test_a_step_writes_only_blocks_that_nobody_else_sees_r43():
     assert len(thrown) > 5 and loop.launched > 40
 
 
-def test_equal_requests_share_their_blocks_while_they_decode_r43():
+def test_equal_requests_share_their_blocks_while_they_decode():
     """Blocks that become full and are stored already are exchanged, and the device is told without a pause."""
     (prompt,) = prompts((21,))
     expected = engine("llama", False).generate([prompt], greedy(60))[0].token_ids
@@ -114,7 +114,7 @@ def test_equal_requests_share_their_blocks_while_they_decode_r43():
     assert llm.stats.steps_ahead == 58, "never drained"
 
 
-def test_rows_that_end_become_padding_and_smaller_recordings_follow_r43():
+def test_rows_that_end_become_padding_and_smaller_recordings_follow():
     given = prompts((5, 9, 17, 3, 8))
     params = [greedy(n) for n in (6, 30, 12, 18, 30)]
     expected = [o.token_ids for o in engine("llama", False).generate(given, params)]
@@ -131,7 +131,7 @@ def poison(llm):
         tensor[:-1].fill_(torch.nan)
 
 
-def test_recording_writes_the_padding_block_alone_r43():
+def test_recording_writes_the_padding_block_alone():
     llm = engine("llama", True, max_num_seqs=4)
     assert all(not tensor[:-1].any() for tensor in llm.engine.tensors)
     assert len(llm.engine.tensors[0]) == llm.engine.manager.blocks + 1
@@ -148,7 +148,7 @@ def test_recording_writes_the_padding_block_alone_r43():
 
 @pytest.mark.parametrize("at", ["graph", "append", "launch", "wait", "draw"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_a_step_that_fails_is_done_again_r43(at, error, monkeypatch):
+def test_a_step_that_fails_is_done_again(at, error, monkeypatch):
     """Wherever it breaks off: tokens, random numbers and blocks are as if it had not been."""
     llm = engine("llama", True, max_num_seqs=4)
     params = [
@@ -195,7 +195,7 @@ def failing(call, good, error):
     return run
 
 
-def test_no_memory_for_a_step_is_an_error_with_numbers_r63(monkeypatch):
+def test_no_memory_for_a_step_is_an_error_with_numbers(monkeypatch):
     llm = engine("llama", True, max_num_seqs=4)
     request = llm.engine.add([5, 6], greedy())
     for _ in range(3):
@@ -208,7 +208,7 @@ def test_no_memory_for_a_step_is_an_error_with_numbers_r63(monkeypatch):
     assert request.new_tokens == engine("llama", False).generate([[5, 6]], greedy())[0].token_ids
 
 
-def test_logits_that_are_no_numbers_end_their_request_alone_r43():
+def test_logits_that_are_no_numbers_end_their_request_alone():
     llm = engine("llama", True, max_num_seqs=4)
     given = prompts((5, 9))
     expected = [o.token_ids for o in engine("llama", False).generate(given, greedy())]
@@ -228,7 +228,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone_r43():
     assert llm.engine.idle and llm.engine.manager.available == llm.engine.manager.blocks
 
 
-def test_a_nucleus_wider_than_the_head_is_drawn_on_the_host_r43(monkeypatch):
+def test_a_nucleus_wider_than_the_head_is_drawn_on_the_host(monkeypatch):
     """A head of 8 tokens: wide nuclei are told by the recording, counted, noted, and never wrong."""
     given = prompts((5, 9, 4))
     params = [
@@ -253,7 +253,7 @@ def test_a_nucleus_wider_than_the_head_is_drawn_on_the_host_r43(monkeypatch):
     assert not llm.engine.loop.wide
 
 
-def test_a_batch_without_a_recording_is_counted_and_told_r43():
+def test_a_batch_without_a_recording_is_counted_and_told():
     llm = engine("llama", True, max_num_seqs=4, cudagraph_capture_sizes=[1, 2])
     given = prompts((5, 9, 17))
     params = [greedy(8), greedy(8), greedy(16)]
@@ -265,7 +265,7 @@ def test_a_batch_without_a_recording_is_counted_and_told_r43():
     assert any("2 recordings, which are direct calls on a CPU, for batches of 1, 2" in n for n in llm.report.notes)
 
 
-def test_a_recording_that_fails_is_told_and_decoding_goes_on_r43(monkeypatch):
+def test_a_recording_that_fails_is_told_and_decoding_goes_on(monkeypatch):
     def refuse(self, key):
         raise RuntimeError("no such thing")
 
@@ -281,7 +281,7 @@ def test_a_recording_that_fails_is_told_and_decoding_goes_on_r43(monkeypatch):
     ]
 
 
-def test_other_kinds_are_recorded_when_first_needed_and_noted_r43():
+def test_other_kinds_are_recorded_when_first_needed_and_noted():
     llm = engine("llama", True, max_num_seqs=2)
     assert {kind for _, _, kind in llm.engine.loop.recordings.made} == {"greedy"}
     hot = {"max_tokens": 4, "temperature": 1.0, "seed": 1, "ignore_eos": True}
@@ -297,7 +297,7 @@ def test_other_kinds_are_recorded_when_first_needed_and_noted_r43():
     assert notes == [f"recorded when first needed: a {kind} step of 1 rows" for kind in ("drawn", "cut", "logits")]
 
 
-def test_whoever_waits_without_hope_does_not_stop_the_device_r43():
+def test_whoever_waits_without_hope_does_not_stop_the_device():
     """More requests than places: the running ones are decoded ahead, and the next gets in when one has ended."""
     given = prompts((5, 9, 7))
     params = [greedy(20), greedy(12), greedy(10)]
@@ -307,7 +307,7 @@ def test_whoever_waits_without_hope_does_not_stop_the_device_r43():
     assert llm.stats.steps_ahead > 14
 
 
-def test_who_arrives_is_served_at_once_r43():
+def test_who_arrives_is_served_at_once():
     """What is on the way is waited for, and the next step has the new prompt in it."""
     llm = engine("llama", True, max_num_seqs=4)
     first = llm.engine.add([5, 6], greedy(60))
@@ -333,7 +333,7 @@ class Numbers:
         return "".join(f"<{t}>" for t in tokens)
 
 
-def test_stop_strings_and_streams_r43(monkeypatch):
+def test_stop_strings_and_streams(monkeypatch):
     """The text that ends a request is seen one step late, and nothing after it is kept."""
     plain, llm = engine("llama", False), engine("llama", True, max_num_seqs=4)
     given = prompts((5, 9, 7))
@@ -355,7 +355,7 @@ def test_stop_strings_and_streams_r43(monkeypatch):
     assert [o.token_ids for o in llm.generate(given, greedy())] == free
 
 
-def test_time_is_the_devices_where_the_host_comes_late_r43(monkeypatch):
+def test_time_is_the_devices_where_the_host_comes_late(monkeypatch):
     """A caller who was away finds the step done: the call takes no time, the step did."""
     monkeypatch.setattr(Slot, "seconds", lambda self: 2.0)
     llm = engine("llama", True, max_num_seqs=2)

@@ -1,4 +1,4 @@
-"""Recorded decode steps: their sizes, the options that name them, where they are off and why (R43)."""
+"""Recorded decode steps: their sizes, the options that name them, where they are off and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graft.runtime.decode.build import loop_problem
 from graft.runtime.options import EngineOptions
 
 
-def test_bucket_sizes_r43():
+def test_bucket_sizes():
     assert bucket_sizes(1) == (1,) and bucket_sizes(8) == (1, 2, 4, 8)
     assert bucket_sizes(21) == (1, 2, 4, 8, 16, 18, 20, 21) and bucket_sizes(20, [8, 3, 8]) == (3, 8)
     assert bucket_sizes(1024)[-3:] == (896, 960, 1024) and bucket_sizes(600, [600]) == (600,)
@@ -24,7 +24,7 @@ def test_bucket_sizes_r43():
     assert [bucket_for(n, (1, 2, 4)) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, None]
 
 
-def test_a_size_between_is_used_when_it_has_been_wanted_often_r43():
+def test_a_size_between_is_used_when_it_has_been_wanted_often():
     sizes = Sizes(bucket_sizes(64), 3)
     assert [sizes.take(18) for _ in range(4)] == [32, 32, 18, 18]
     assert sizes.take(17) == 18 and sizes.take(19) == 32 and sizes.take(64) == 64 and sizes.take(65) is None
@@ -33,13 +33,13 @@ def test_a_size_between_is_used_when_it_has_been_wanted_often_r43():
 
 
 @pytest.mark.parametrize("most", [17, 256, 1000, 4096])
-def test_few_rows_are_padding_r43(most):
+def test_few_rows_are_padding(most):
     sizes = bucket_sizes(most)
     assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == most
     assert max((bucket_for(n, sizes) - n) / bucket_for(n, sizes) for n in range(16, most + 1)) < 1 / 9
 
 
-def test_options_r63():
+def test_options():
     for wrong, message in (
         ({"enforce_eager": 1}, "enforce_eager must be True or False"),
         ({"cudagraph_capture_sizes": []}, "must be a list of whole numbers of at least 1"),
@@ -52,12 +52,12 @@ def test_options_r63():
             graft.LLM("tiny-llama", **wrong)
 
 
-def test_a_cpu_engine_says_that_it_records_nothing_r43():
+def test_a_cpu_engine_says_that_it_records_nothing():
     assert "decode: no CUDA graphs, because the model is on cpu" in captured("llama").report.notes
     assert captured("llama").engine.loop is None
 
 
-def test_where_recordings_are_off_and_why_r43():
+def test_where_recordings_are_off_and_why():
     cuda, options = torch.device("cuda"), EngineOptions()
     assert loop_problem(cuda, "eager", options) is None
     assert "'inductor'" in loop_problem(cuda, "inductor", options)
@@ -65,7 +65,7 @@ def test_where_recordings_are_off_and_why_r43():
     assert loop_problem(torch.device("cpu"), "eager", options) == "the model is on cpu"
 
 
-def test_recording_shows_its_progress_r61():
+def test_recording_shows_its_progress():
     told = []
     recordings = engine("llama", True, max_num_seqs=1).engine.loop.recordings
     recordings.made.clear()
@@ -73,7 +73,7 @@ def test_recording_shows_its_progress_r61():
     assert told == [("capturing CUDA graphs", 0, 1), ("capturing CUDA graphs", 1, 1)]
 
 
-def test_few_rows_of_short_contexts_have_recordings_of_their_own_r43():
+def test_few_rows_of_short_contexts_have_recordings_of_their_own():
     assert table_widths(8, 8192, 16) == (128, 8192) and table_widths(16, 8192, 16) == (8192,)
     assert table_widths(1, 100, 16) == (100,)
     recordings = engine("llama", True, max_num_seqs=2).engine.loop.recordings
@@ -83,7 +83,7 @@ def test_few_rows_of_short_contexts_have_recordings_of_their_own_r43():
         assert recordings.key(1, 33, "greedy") == (1, widest, "greedy")
 
 
-def test_a_context_grows_from_one_recording_into_the_next_r43():
+def test_a_context_grows_from_one_recording_into_the_next():
     """Tokens stay those of the synchronous engine when the table becomes wider in mid-text."""
     given = [list(range(3, 23)), list(range(40, 70))]
     params = graft.SamplingParams(max_tokens=40, ignore_eos=True)
@@ -97,7 +97,7 @@ def test_a_context_grows_from_one_recording_into_the_next_r43():
 
 
 @pytest.mark.parametrize(("memory", "tokens"), [(80 << 30, 8192), (24 << 30, 2048)])
-def test_a_large_gpu_takes_more_tokens_a_step_r42(memory, tokens):
+def test_a_large_gpu_takes_more_tokens_a_step(memory, tokens):
     found = mock.Mock(total_memory=memory)
     with mock.patch.object(torch.cuda, "get_device_properties", lambda _: found):
         assert EngineOptions().tokens_of_a_step(torch.device("cuda")) == tokens

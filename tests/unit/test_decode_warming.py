@@ -39,14 +39,14 @@ class Kernels:
         self.log.append((threading.get_ident(), name))
 
 
-def test_kernels_of_different_steps_compile_at_the_same_time_r50():
+def test_kernels_of_different_steps_compile_at_the_same_time():
     kernels, meeting = Kernels(), threading.Barrier(3, timeout=SECONDS)
     steps = {n: (lambda n=n: kernels.launch(f"of {n}", meeting.wait)) for n in range(3)}
     assert run_together(steps, nullcontext) == {}  # the barrier breaks where they do not meet
     assert sorted(kernels.known) == ["of 0", "of 1", "of 2"]
 
 
-def test_a_kernel_that_all_steps_share_is_compiled_once_r50():
+def test_a_kernel_that_all_steps_share_is_compiled_once():
     kernels = Kernels()
 
     def step(n):
@@ -59,7 +59,7 @@ def test_a_kernel_that_all_steps_share_is_compiled_once_r50():
     assert len(kernels.log) == 27 and len({thread for thread, _ in kernels.log}) > 1
 
 
-def test_steps_do_not_run_at_the_same_time_r50():
+def test_steps_do_not_run_at_the_same_time():
     """Between two launches a step is alone: what it does to shared things is what a single thread does."""
     kernels, inside, shared, seen = Kernels(), [], [0], []
 
@@ -76,7 +76,7 @@ def test_steps_do_not_run_at_the_same_time_r50():
     assert shared == [4 * 20 * 200] and all(after - before == 200 and own for before, after, own in seen)
 
 
-def test_without_the_baton_they_would_r50(monkeypatch):
+def test_without_the_baton_they_would(monkeypatch):
     """The test above can fail: steps that meet in a barrier do so only where nothing holds them apart."""
     meeting = threading.Barrier(2, timeout=0.3)
     failures = run_together({0: meeting.wait, 1: meeting.wait}, nullcontext)
@@ -86,7 +86,7 @@ def test_without_the_baton_they_would_r50(monkeypatch):
     assert run_together({0: meeting.wait, 1: meeting.wait}, nullcontext) == {}
 
 
-def test_an_error_stays_with_its_step_r50():
+def test_an_error_stays_with_its_step():
     kernels, done = Kernels(), []
 
     def broken():
@@ -108,7 +108,7 @@ def test_an_error_stays_with_its_step_r50():
     assert done == [1] and "good" in kernels.known and "bad" not in kernels.known
 
 
-def test_each_step_has_its_own_context_and_the_counters_are_handed_out_as_ever_r50():
+def test_each_step_has_its_own_context_and_the_counters_are_handed_out_as_ever():
     entered, given = [], []
 
     @contextmanager
@@ -125,7 +125,7 @@ def test_each_step_has_its_own_context_and_the_counters_are_handed_out_as_ever_r
     assert len(entered) == 6 and len(set(given)) == 6 and not torch.is_inference_mode_enabled()
 
 
-def test_nothing_is_done_for_one_step_or_without_such_a_triton_r50(monkeypatch):
+def test_nothing_is_done_for_one_step_or_without_such_a_triton(monkeypatch):
     ran = []
     assert run_together({0: lambda: ran.append(0)}, nullcontext) == {}
     monkeypatch.setattr(triton, "AsyncCompileMode", None)

@@ -1,4 +1,4 @@
-"""graft diff: nothing between equal graphs, exactly what was planted otherwise, equal layers told once (R51)."""
+"""graft diff: nothing between equal graphs, exactly what was planted otherwise, equal layers told once."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def kinds(diff):
 
 @given(graphs(), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
-def test_a_graph_does_not_differ_from_itself_renamed_or_reordered_r51(graph, random):
+def test_a_graph_does_not_differ_from_itself_renamed_or_reordered(graph, random):
     assert not diff_graphs(graph, graph)
     assert not diff_graphs(graph, copied(graph, lambda _, index: f"n{index}"))
     assert not diff_graphs(graph, copied(graph, lambda _, index: f"n{index}", shuffled(graph, random)))
@@ -103,7 +103,7 @@ def test_a_graph_does_not_differ_from_itself_renamed_or_reordered_r51(graph, ran
 
 @given(graphs(), st.data())
 @settings(max_examples=80, deadline=None)
-def test_a_planted_change_is_found_and_no_more_is_told_r51(graph, data):
+def test_a_planted_change_is_found_and_no_more_is_told(graph, data):
     changed = copied(graph, lambda _, index: f"n{index}")
     node = data.draw(st.sampled_from(calls_of(changed)))
     what = data.draw(st.sampled_from(["removed", "rewired", "literal", "dtype", "stack_trace", "added"]))
@@ -150,7 +150,7 @@ def named(graph, pattern):
     return next(node for node in graph.nodes if re.fullmatch(pattern, node.name))
 
 
-def test_planted_changes_in_a_model_are_found_and_nothing_else_r51(llama):
+def test_planted_changes_in_a_model_are_found_and_nothing_else(llama):
     changed = copied(llama, lambda _, index: f"n{index}")
     assert not diff_graphs(llama, changed)
     pairs = dict(zip(llama.nodes, changed.nodes, strict=True))
@@ -190,7 +190,7 @@ def test_planted_changes_in_a_model_are_found_and_nothing_else_r51(llama):
         ("value_text", "(f32[2], f32[2])", ["value"]),
     ],
 )
-def test_every_kind_of_metadata_is_compared_r51(llama, key, value, what):
+def test_every_kind_of_metadata_is_compared(llama, key, value, what):
     changed = copied(llama)
     place = next(n for n in changed.nodes if n.op == "call_function" and values(n) == "bf16[s44, s70, 32]@meta")
     place.meta[key] = value
@@ -198,7 +198,7 @@ def test_every_kind_of_metadata_is_compared_r51(llama, key, value, what):
     assert change.kind == "metadata" and [d.what for d in change.details] == what
 
 
-def test_symbols_are_numbered_by_torch_and_are_no_difference_r51(llama):
+def test_symbols_are_numbered_by_torch_and_are_no_difference(llama):
     changed = copied(llama)
     for node in changed.nodes:
         node.meta["value_text"] = (values(node) or "").replace("s44", "s7").replace("s70", "s9") or None
@@ -247,7 +247,7 @@ def stack():
     return export_graph(Stack(), (torch.randn(2, 8),)).graph
 
 
-def test_equal_layers_are_told_once_and_the_other_one_is_named_r51(stack):
+def test_equal_layers_are_told_once_and_the_other_one_is_named(stack):
     diff = diff_graphs(stack, edited(stack))
     usual, odd = fold(diff).layers
     assert usual.indices == (*range(7), *range(8, 32)) and odd.indices == (7,)
@@ -264,7 +264,7 @@ def test_equal_layers_are_told_once_and_the_other_one_is_named_r51(stack):
     assert document["counts"]["added"] == 32 and len(document["changes"]) == len(diff.changes)
 
 
-def test_a_layer_without_a_change_is_named_and_another_source_is_seen_r51(stack):
+def test_a_layer_without_a_change_is_named_and_another_source_is_seen(stack):
     text = [line.text for line in graph_lines(diff_graphs(stack, edited(stack, None, untouched=(7, 9))))]
     assert "layers 7, 9 × 2 differ: nothing changed there" in text
     changed = edited(stack, None)
@@ -274,7 +274,7 @@ def test_a_layer_without_a_change_is_named_and_another_source_is_seen_r51(stack)
     assert [group.indices for group in odd] == [(20,)] and len(odd[0].extra) == 1
 
 
-def test_another_value_of_the_layer_above_is_seen_though_every_layer_reads_others_r51(stack):
+def test_another_value_of_the_layer_above_is_seen_though_every_layer_reads_others(stack):
     """Every layer adds to a copy of what it added to; layer 5 to that of an earlier value of the layer above."""
     changed = edited(stack, None, untouched=range(32))
     adds = [node for node in changed.nodes if node.target is aten.add.Tensor]
@@ -289,7 +289,7 @@ def test_another_value_of_the_layer_above_is_seen_though_every_layer_reads_other
     assert [(c.kind, c.node.op) for c in odd.extra] == [("added", "aten.clone")]
 
 
-def test_equal_layers_stand_once_in_the_text_r8(stack):
+def test_equal_layers_stand_once_in_the_text(stack):
     text = folded_text(stack)
     assert len(text.splitlines()) < len(list(stack.nodes)) / 4 and "# layer 31: 8 nodes, as in layer 0" in text
     odd = folded_text(edited(stack, 7, untouched=[i for i in range(32) if i != 7]))
@@ -300,14 +300,14 @@ def test_equal_layers_stand_once_in_the_text_r8(stack):
     assert "# layer 5:" not in folded_text(changed) and "# layer 6: 8 nodes, as in layer 0" in folded_text(changed)
 
 
-def test_one_dtype_for_another_in_the_whole_model_is_one_line_r51(stack):
+def test_one_dtype_for_another_in_the_whole_model_is_one_line(stack):
     double = export_graph(Stack().double(), (torch.randn(2, 8).double(),)).graph
     diff = diff_graphs(stack, double)
     assert len(diff.changes) == diff.counts["metadata"] == len(diff.after) - 1
     assert [line.text for line in graph_lines(diff)] == [f"  ~ dtype f32 → f64 in {len(diff.changes)} nodes"]
 
 
-def test_markdown_is_headings_and_diff_blocks_r51(stack):
+def test_markdown_is_headings_and_diff_blocks(stack):
     text = markdown(graph_lines(diff_graphs(stack, edited(stack))))
     blocks = re.findall(r"```diff\n(.*?)\n```", text, re.S)
     assert text.startswith("### layers 0–6, 8–31 × 31") and text.count("```") == 2 * len(blocks)

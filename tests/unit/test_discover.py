@@ -1,4 +1,4 @@
-"""graft discover: fusion candidates, what they would save, which kernel exists (R53)."""
+"""graft discover: fusion candidates, what they would save, which kernel exists."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def switched_off():
     return discover_model("tiny-llama", load_config(OFF))
 
 
-def test_fusions_that_are_off_are_found_again_at_the_top_with_their_op_r53(switched_off):
+def test_fusions_that_are_off_are_found_again_at_the_top_with_their_op(switched_off):
     top = [(c.existing[0].symbol, c.count, c.existing[0].transforms) for c in switched_off.worthwhile]
     assert top == [
         ("graft::add_rms_norm", 4, ("fuse_rms_norm", "fuse_add_rms_norm")),
@@ -114,7 +114,7 @@ def test_fusions_that_are_off_are_found_again_at_the_top_with_their_op_r53(switc
     assert switched_off.nothing_left() == ""
 
 
-def test_bytes_and_launches_are_counted_from_the_recorded_shapes_r53(switched_off):
+def test_bytes_and_launches_are_counted_from_the_recorded_shapes(switched_off):
     swiglu = switched_off.worthwhile[3]
     one, many = swiglu.estimates
     # silu reads and writes 64 bf16, mul reads two and writes one; fused: two in, one out; two layers
@@ -127,7 +127,7 @@ def test_bytes_and_launches_are_counted_from_the_recorded_shapes_r53(switched_of
     assert "s70 = 1 and 512" in switched_off.sizes or any("1 and 512" in note for note in switched_off.sizes)
 
 
-def test_numbers_that_were_measured_take_the_place_of_the_defaults_r53():
+def test_numbers_that_were_measured_take_the_place_of_the_defaults():
     gm = graph_of(Stack(GatedResidual))
     slow = discover(gm, machine=Machine(10.0, 20.0, "as given")).candidates[0]
     fast = discover(gm, tokens=(7,)).candidates[0]
@@ -143,7 +143,7 @@ def test_numbers_that_were_measured_take_the_place_of_the_defaults_r53():
         (LogitScaledNorm, ("rms_norm", "exp", "mul"), "norm_chain"),
     ],
 )
-def test_a_novel_block_is_found_counted_and_needs_a_kernel_r53(block, called, kind):
+def test_a_novel_block_is_found_counted_and_needs_a_kernel(block, called, kind):
     found = discover(transformed(Stack(block)))
     (candidate,) = found.worthwhile
     assert sorted(candidate.title.split(" → ")) == sorted(called)
@@ -152,7 +152,7 @@ def test_a_novel_block_is_found_counted_and_needs_a_kernel_r53(block, called, ki
     assert any("dynamic shapes" in risk for risk in candidate.risks)
 
 
-def test_a_block_that_exists_under_another_spelling_is_not_novel_r53():
+def test_a_block_that_exists_under_another_spelling_is_not_novel():
     class Twice(Silu):
         def forward(self, x):
             y = self.mix(x)
@@ -174,7 +174,7 @@ class Attention(nn.Module):
         return (weights @ v).transpose(1, 2).flatten(2)
 
 
-def test_attention_is_found_in_graft_aten_and_inductor_r53():
+def test_attention_is_found_in_graft_aten_and_inductor():
     (candidate, *_) = discover(graph_of(Stack(Attention))).worthwhile
     assert (candidate.kind, candidate.count) == ("attention_neighbour", LAYERS)
     symbols = {(found.where, found.symbol) for found in candidate.existing}
@@ -184,7 +184,7 @@ def test_attention_is_found_in_graft_aten_and_inductor_r53():
     assert inductor[0].symbol.startswith("_sfdp_pattern_")
 
 
-def test_what_a_switch_brings_back_comes_before_a_new_kernel_r53():
+def test_what_a_switch_brings_back_comes_before_a_new_kernel():
     off = load_config({"transforms": {"fuse_rms_norm": {"enabled": False}}})
     (candidate,) = discover(graph_of(Stack(LogitScaledNorm)), config=off).worthwhile
     assert candidate.recommendation == "use_existing_kernel" and "of its" in candidate.reason
@@ -192,7 +192,7 @@ def test_what_a_switch_brings_back_comes_before_a_new_kernel_r53():
     assert novel.recommendation == "needs_triton_fallback" and novel.saving_us > candidate.saving_us
 
 
-def test_risks_name_second_readers_casts_and_writes_r53(switched_off):
+def test_risks_name_second_readers_casts_and_writes(switched_off):
     risks = " ".join(switched_off.worthwhile[0].risks)
     assert "second readers: %add" in risks and "precision casts: bfloat16 and float32" in risks
 
@@ -211,7 +211,7 @@ def test_risks_name_second_readers_casts_and_writes_r53(switched_off):
     assert not any("dynamic" in risk for risk in candidate.risks)
 
 
-def test_a_fully_fused_model_has_nothing_worthwhile_left_r53():
+def test_a_fully_fused_model_has_nothing_worthwhile_left():
     found = discover_model("tiny-llama", load_config())
     assert found.worthwhile == () and found.candidates
     assert found.nothing_left().startswith("nothing worthwhile is left: the largest that was considered is ")
@@ -221,7 +221,7 @@ def test_a_fully_fused_model_has_nothing_worthwhile_left_r53():
     assert reasons["attention_neighbour"] == "fuse_rope_kv_write takes it on a GPU, enabled already"
 
 
-def test_what_is_switched_off_on_a_gpu_is_a_candidate_again_r53():
+def test_what_is_switched_off_on_a_gpu_is_a_candidate_again():
     off = {"transforms": {"tabulate_rope": {"enabled": False}, "fuse_norm_into_matvec": {"enabled": False}}}
     found = discover_model("tiny-llama", load_config(off))
     assert {(c.kind, c.existing[0].transforms) for c in found.worthwhile} == {
@@ -230,12 +230,12 @@ def test_what_is_switched_off_on_a_gpu_is_a_candidate_again_r53():
     }
 
 
-def test_a_graph_of_products_alone_says_so_r53():
+def test_a_graph_of_products_alone_says_so():
     found = discover(graph_of(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))))
     assert found.candidates == () and "no two neighbouring calls" in found.nothing_left()
 
 
-def test_ids_do_not_depend_on_names_sizes_or_weights_but_on_numbers_r53():
+def test_ids_do_not_depend_on_names_sizes_or_weights_but_on_numbers():
     narrow, wide = (discover(graph_of(Stack(GatedResidual))), discover(graph_of(nn.Sequential(GatedResidual(16)))))
     assert narrow.candidates[0].id == wide.candidates[0].id
 
@@ -249,7 +249,7 @@ def test_ids_do_not_depend_on_names_sizes_or_weights_but_on_numbers_r53():
     assert first != second
 
 
-def test_a_candidate_is_found_by_its_id_or_the_beginning_of_it_r53(switched_off):
+def test_a_candidate_is_found_by_its_id_or_the_beginning_of_it(switched_off):
     candidate = switched_off.candidates[1]
     assert switched_off.find(candidate.id) is candidate and switched_off.find(candidate.id[:5]) is candidate
     for wrong in ("", "zzzz"):
@@ -258,7 +258,7 @@ def test_a_candidate_is_found_by_its_id_or_the_beginning_of_it_r53(switched_off)
 
 
 @pytest.mark.parametrize("block", [SquaredReluMLP, GatedResidual, LogitScaledNorm])
-def test_the_subgraph_and_the_source_compute_what_the_model_does_r53(block):
+def test_the_subgraph_and_the_source_compute_what_the_model_does(block):
     candidate = discover(graph_of(Stack(block))).candidates[0]
     gm = candidate.subgraph()
     assert len(list(calls(gm.graph))) == len(candidate.nodes)
@@ -269,14 +269,14 @@ def test_the_subgraph_and_the_source_compute_what_the_model_does_r53(block):
 
 
 @pytest.mark.parametrize("block", [SquaredReluMLP, GatedResidual, LogitScaledNorm])
-def test_the_source_is_a_pattern_that_matches_its_model_everywhere_r53(block):
+def test_the_source_is_a_pattern_that_matches_its_model_everywhere(block):
     gm = graph_of(Stack(block))
     candidate = discover(gm).candidates[0]
     matches, _ = Finder(candidate.function(), candidate.pattern_shapes()).find(gm.graph)
     assert len(matches) == candidate.count == LAYERS and candidate.pattern_problem() == ""
 
 
-def test_a_candidate_that_cannot_be_a_pattern_says_why_r53():
+def test_a_candidate_that_cannot_be_a_pattern_says_why():
     found = discover_model("tiny-gemma-2", load_config())
     norms = next(c for c in found.worthwhile if c.title == "rms_norm → add_rms_norm")
     assert norms.count == 3 and norms.pattern_problem() == ""  # two results, of which neither comes from the other
@@ -286,7 +286,7 @@ def test_a_candidate_that_cannot_be_a_pattern_says_why_r53():
     assert other.pattern_problem() == "as a pattern it fits at 3 of its 4 places"
 
 
-def test_sources_of_a_model_run_and_give_the_same_graph_r53(switched_off):
+def test_sources_of_a_model_run_and_give_the_same_graph(switched_off):
     for candidate in switched_off.worthwhile:
         gm = candidate.subgraph()
         examples = [
@@ -302,14 +302,14 @@ def test_sources_of_a_model_run_and_give_the_same_graph_r53(switched_off):
         assert candidate.pattern_problem() == ""
 
 
-def test_the_graph_stays_as_it_was_r53():
+def test_the_graph_stays_as_it_was():
     gm = graph_of(Stack(GatedResidual))
     before = str(gm.graph)
     discover(gm)
     assert str(gm.graph) == before
 
 
-def test_a_run_on_disk_gives_the_same_candidates_r53(switched_off, tmp_path):
+def test_a_run_on_disk_gives_the_same_candidates(switched_off, tmp_path):
     dump_model("tiny-llama", tmp_path / "run", load_config(OFF))
     found = discover_run(tmp_path / "run")
     assert [(c.id, c.count, c.recommendation, c.estimates) for c in found.candidates] == [
@@ -321,7 +321,7 @@ def test_a_run_on_disk_gives_the_same_candidates_r53(switched_off, tmp_path):
         discover_run(tmp_path / "run", "fuse_ropes")
 
 
-def test_bad_input_is_told_r53(tmp_path):
+def test_bad_input_is_told(tmp_path):
     with pytest.raises(UnknownModel, match="tiny-llama"):
         discover_model("tiny-lama", load_config())
     with pytest.raises(DumpError, match="neither a folder of dumps"):
@@ -334,7 +334,7 @@ def test_bad_input_is_told_r53(tmp_path):
     assert read_tokens("1,512") == (1, 512)
 
 
-def test_unknown_shapes_are_an_error_that_says_what_to_do_r53():
+def test_unknown_shapes_are_an_error_that_says_what_to_do():
     gm = graph_of(Stack(GatedResidual))
     node = next(n for n in calls(gm.graph) if n.target is torch.ops.aten.sigmoid.default)
     del node.meta["val"]
@@ -342,7 +342,7 @@ def test_unknown_shapes_are_an_error_that_says_what_to_do_r53():
         discover(gm)
 
 
-def test_a_dump_without_shapes_is_told_r53(tmp_path):
+def test_a_dump_without_shapes_is_told(tmp_path):
     dump_model("tiny-llama", tmp_path / "run", load_config())
     last = sorted((tmp_path / "run").glob("[0-9]*.json"))[-1]
     data = json.loads(last.read_text())

@@ -1,4 +1,4 @@
-"""`graft discover` as people call it: text, JSON, Markdown, exit codes (R53, R61, R63)."""
+"""`graft discover` as people call it: text, JSON, Markdown, exit codes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def call(*args):
     return CliRunner().invoke(app, ["discover", *args])
 
 
-def test_text_names_assumptions_kernel_and_place_r53():
+def test_text_names_assumptions_kernel_and_place():
     done = call("tiny-llama", *SWIGLU_OFF, "--top", "1")
     assert done.exit_code == 0
     for text in ("4620 GB/s, 1.5 µs a launch", "s70 = 1 and 512", "use_existing_kernel  gemm_epilogue × 2"):
@@ -27,12 +27,12 @@ def test_text_names_assumptions_kernel_and_place_r53():
     assert "model.layers.*.mlp × 2" in done.stdout and "aten.silu(" in done.stdout
 
 
-def test_nothing_left_is_said_and_no_failure_r53():
+def test_nothing_left_is_said_and_no_failure():
     done = call("tiny-llama", "--top", "1")
     assert done.exit_code == 0 and "nothing worthwhile is left: " in done.stdout
 
 
-def test_json_is_one_document_and_numbers_can_be_given_r53():
+def test_json_is_one_document_and_numbers_can_be_given():
     done = call("tiny-llama", *SWIGLU_OFF, "--json", "--tokens", "4", "--bandwidth", "100", "--launch-us", "7")
     found = json.loads(done.stdout)
     assert found["machine"] == {"bandwidth_gb_s": 100.0, "launch_us": 7.0, "source": "as given"}
@@ -44,13 +44,13 @@ def test_json_is_one_document_and_numbers_can_be_given_r53():
     assert first["reference"].startswith("import torch") and found["nothing_left"] == ""
 
 
-def test_markdown_has_a_table_and_the_graph_r53():
+def test_markdown_has_a_table_and_the_graph():
     done = call("tiny-llama", *SWIGLU_OFF, "--markdown")
     assert done.stdout.startswith("# Fusion candidates of tiny-llama")
     assert "| gemm_epilogue | silu → mul | 2 |" in done.stdout and "```" in done.stdout
 
 
-def test_a_folder_of_dumps_by_step_r53(tmp_path):
+def test_a_folder_of_dumps_by_step(tmp_path):
     run = tmp_path / "run"
     dump_model("tiny-llama", run, load_config())
     before = call(str(run), "--step", "fuse_rms_norm")
@@ -72,12 +72,12 @@ def test_a_folder_of_dumps_by_step_r53(tmp_path):
         ((".",), 1, "neither a folder of dumps"),
     ],
 )
-def test_bad_input_gets_one_line_r63(args, code, told):
+def test_bad_input_gets_one_line(args, code, told):
     done = call(*args)
     assert done.exit_code == code and told in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_candidates_are_timed_where_a_device_is_named_r53():
+def test_candidates_are_timed_where_a_device_is_named():
     """The spelled-out norm of a tiny model, on a CPU: calls, the kernel that exists, a copy."""
     off = ["--set", "transforms.fuse_rms_norm.enabled=false", "--set", "transforms.fuse_add_rms_norm.enabled=false"]
     shown = call("tiny-llama", "--measure", "cpu", "--tokens", "4", "--top", "1", *off)
@@ -90,7 +90,7 @@ def test_candidates_are_timed_where_a_device_is_named_r53():
     assert first["saving_us"] == pytest.approx(max(0, first["now_us"] - first["existing_us"]) * first["places"])
 
 
-def test_nothing_is_timed_without_a_gpu_or_when_told_r53():
+def test_nothing_is_timed_without_a_gpu_or_when_told():
     assert "a place takes" not in call("tiny-gpt2", "--measure", "none").output
     wrong = call("tiny-gpt2", "--measure", "tpu")
     assert wrong.exit_code == 2 and "auto, cuda, cpu or none" in wrong.output

@@ -1,4 +1,4 @@
-"""What `graft discover` takes for equal: by value, on random chains and on near misses (R53)."""
+"""What `graft discover` takes for equal: by value, on random chains and on near misses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ steps = st.lists(st.tuples(st.sampled_from(UNARY + BINARY), places, places), min
 
 @settings(max_examples=15, deadline=None)
 @given(steps)
-def test_the_source_of_any_chain_computes_it_r53(drawn):
+def test_the_source_of_any_chain_computes_it(drawn):
     gm = export_graph(Chain(drawn).eval(), (torch.randn(3, 8),))
     for candidate in discover(gm).candidates:
         part = candidate.subgraph()
@@ -63,7 +63,7 @@ class Gelu(nn.Module):
 
 
 @pytest.mark.parametrize(("cubic", "known"), [(0.044715, True), (0.044714, False)])
-def test_a_kernel_counts_only_where_its_values_are_equal_r53(cubic, known):
+def test_a_kernel_counts_only_where_its_values_are_equal(cubic, known):
     (candidate,) = discover(export_graph(Gelu(cubic), (torch.randn(3, 8),))).worthwhile
     assert ("aten::gelu" in [found.symbol for found in candidate.existing]) is known
     wanted = "use_existing_kernel" if known else "needs_triton_fallback"
@@ -71,7 +71,7 @@ def test_a_kernel_counts_only_where_its_values_are_equal_r53(cubic, known):
 
 
 @pytest.mark.parametrize(("eps", "offset", "known"), [(1e-5, 0.0, True), (1e-5, 1e-3, False)])
-def test_a_norm_is_told_from_one_that_adds_something_r53(eps, offset, known):
+def test_a_norm_is_told_from_one_that_adds_something(eps, offset, known):
     class Norm(nn.Module):
         def __init__(self):
             super().__init__()
@@ -84,14 +84,14 @@ def test_a_norm_is_told_from_one_that_adds_something_r53(eps, offset, known):
     assert ("aten::rms_norm" in [found.symbol for found in candidate.existing]) is known
 
 
-def test_every_kernel_and_pattern_names_a_file_that_is_there_r53():
+def test_every_kernel_and_pattern_names_a_file_that_is_there():
     known = (*aten_kernels(), *inductor_patterns())
     assert len(aten_kernels()) > 20 and len(inductor_patterns()) > 10
     for one in known:
         assert (Path(torch.__file__).parent.parent / one.file).is_file(), one
 
 
-def test_values_are_read_from_their_text_r53():
+def test_values_are_read_from_their_text():
     assert split("s44, Max(1, s70), 32") == ["s44", "Max(1, s70)", "32"]
     assert read_value("None", {}) is None
     pair = read_value("(bf16[2, 3]@meta, i64[4])", {})

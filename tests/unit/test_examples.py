@@ -14,13 +14,13 @@ FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("aliased_io_*.py"))
 
 
-def test_the_three_cases_of_aliased_io_have_an_example_r45():
+def test_the_three_cases_of_aliased_io_have_an_example():
     assert [path.stem for path in EXAMPLES] == [f"aliased_io_{n}" for n in ("buffers", "kv_attention", "user_inputs")]
 
 
 @pytest.mark.parametrize("backend", ["eager", "cuda_graph"])
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run_and_copy_no_cache_r45(path, backend, monkeypatch, capsys):
+def test_examples_run_and_copy_no_cache(path, backend, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(sys, "argv", [str(path), "--backend", backend, "--device", "cpu"])
     runpy.run_path(str(path), run_name="__main__")
@@ -30,7 +30,7 @@ def test_examples_run_and_copy_no_cache_r45(path, backend, monkeypatch, capsys):
     assert ("bytes staged for a replay" in printed) is (backend == "cuda_graph")
 
 
-def test_the_counter_of_the_examples_sees_copies_r45(monkeypatch):
+def test_the_counter_of_the_examples_sees_copies(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     from shared import Copies
 
@@ -43,7 +43,7 @@ def test_the_counter_of_the_examples_sees_copies_r45(monkeypatch):
     assert copies.bytes == 2 * cache.nbytes
 
 
-def test_the_life_of_the_cache_has_an_example_r45(monkeypatch, capsys):
+def test_the_life_of_the_cache_has_an_example(monkeypatch, capsys):
     path = FOLDER / "kv_cache_events.py"
     monkeypatch.setattr(sys, "argv", [str(path), "--model", "tiny-llama"])
     runpy.run_path(str(path), run_name="__main__")
@@ -52,7 +52,7 @@ def test_the_life_of_the_cache_has_an_example_r45(monkeypatch, capsys):
     assert "in_use False → True" in printed and "a reader of the events alone knows all" in printed
 
 
-def test_streams_have_an_example_r44(monkeypatch, capsys, tmp_path):
+def test_streams_have_an_example(monkeypatch, capsys, tmp_path):
     path, trace = FOLDER / "multistream_overlap.py", tmp_path / "trace.json"
     monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [str(path), "--device", "cpu", "--trace", str(trace)])

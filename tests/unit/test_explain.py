@@ -1,4 +1,4 @@
-"""graft explain and graft ops: where a fusion fired, why not elsewhere, and which kernel runs (R25, R52)."""
+"""graft explain and graft ops: where a fusion fired, why not elsewhere, and which kernel runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stack(nn.Module):
         return x
 
 
-def test_matches_by_layer_and_near_misses_with_node_line_and_reason_r52():
+def test_matches_by_layer_and_near_misses_with_node_line_and_reason():
     gm = export_graph(Stack(), (torch.randn(2, 8),))
     told = explain_graph(gm, "fuse_rms_norm", load_config({"verify": "matches"}), Context(), "stack")
     assert list(told.by_layer()) == [0, 2]
@@ -74,7 +74,7 @@ def test_layer_of_a_module_path(path, layer):
     assert layer_of(path) == layer
 
 
-def test_every_op_lists_its_kernels_and_one_is_always_chosen_r25():
+def test_every_op_lists_its_kernels_and_one_is_always_chosen():
     rows = kernel_rows()
     assert {row.op for row in rows} == set(OPS)
     for op in OPS:
@@ -89,7 +89,7 @@ def test_every_op_lists_its_kernels_and_one_is_always_chosen_r25():
         kernel_rows(["ropes"])
 
 
-def test_a_kernel_named_in_the_config_runs_or_raises_r25():
+def test_a_kernel_named_in_the_config_runs_or_raises():
     x = torch.randn(2, 8)
     compiled = graft_compile(Stack(), (x,), config={"kernels": {"rms_norm": "reference"}})
     assert str(compiled.report.kernels["graft::rms_norm"]) == "reference (named in the config)"

@@ -1,4 +1,4 @@
-"""graft export: traces, graphs and programs that other tools open (R59)."""
+"""graft export: traces, graphs and programs that other tools open."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_trace(document):
     return rows
 
 
-def test_the_trace_holds_the_pipeline_and_the_calls_of_a_step_r59(weighted, tmp_path):
+def test_the_trace_holds_the_pipeline_and_the_calls_of_a_step(weighted, tmp_path):
     done = cli(weighted, "--format", "perfetto", "-o", tmp_path / "trace.json", "--json")
     assert done.exit_code == 0, done.output
     document = json.loads((tmp_path / "trace.json").read_text())
@@ -96,7 +96,7 @@ def test_the_trace_holds_the_pipeline_and_the_calls_of_a_step_r59(weighted, tmp_
     assert "timed" not in str(document)
 
 
-def test_the_calls_of_a_run_are_timed_where_asked_r59(weighted, tmp_path):
+def test_the_calls_of_a_run_are_timed_where_asked(weighted, tmp_path):
     done = export_run(weighted, "perfetto", tmp_path / "trace.json", step="captured", timed=True)
     document = json.loads((tmp_path / "trace.json").read_text())
     rows = check_trace(document)
@@ -115,7 +115,7 @@ def test_the_calls_of_a_run_are_timed_where_asked_r59(weighted, tmp_path):
     assert not (tmp_path / "no.json").exists()
 
 
-def test_a_report_keeps_what_transforms_spent_their_time_on_r59(weighted):
+def test_a_report_keeps_what_transforms_spent_their_time_on(weighted):
     report = open_run(weighted).report
     record = report.transforms["fuse_rope"]
     assert [name for name, _ in record.phases] == ["rewrite", "check", "prove"]
@@ -132,7 +132,7 @@ durations = st.floats(0, 1e3, allow_nan=False)
 
 
 @given(st.lists(st.tuples(durations, st.lists(durations, max_size=4)), max_size=6))
-def test_slices_nest_whatever_the_durations_r59(spent):
+def test_slices_nest_whatever_the_durations(spent):
     report = Report()
     for index, (snapshot, phases) in enumerate(spent):
         whole = sum([snapshot, *phases])  # summed in another order than the phases are laid out
@@ -177,7 +177,7 @@ def check_collection(document):
     return {one["id"]: {node["id"]: node for node in one["nodes"]} for one in document["graphs"]}
 
 
-def test_model_explorer_gets_both_graphs_with_modules_shapes_and_edges_r59(plain, tmp_path):
+def test_model_explorer_gets_both_graphs_with_modules_shapes_and_edges(plain, tmp_path):
     done = cli(plain, "-f", "model-explorer", "-o", tmp_path / "graphs.json")
     assert done.exit_code == 0 and "open it in Model Explorer" in done.output
     graphs = check_collection(json.loads((tmp_path / "graphs.json").read_text()))
@@ -203,7 +203,7 @@ def test_model_explorer_gets_both_graphs_with_modules_shapes_and_edges_r59(plain
     assert second["incomingEdges"][0]["sourceNodeId"] in after
 
 
-def test_the_schema_check_can_fail_r59():
+def test_the_schema_check_can_fail():
     document = collection("m", [("g", graph_of(Stack(GatedResidual)))])
     document["graphs"][0]["nodes"][-1]["incomingEdges"][0]["sourceNodeId"] = "nowhere"
     with pytest.raises(AssertionError):
@@ -224,7 +224,7 @@ print("equal", tuple(given[0].shape))
 
 
 @pytest.mark.parametrize("step", short(["captured", "merge_gate_up"], "merge_gate_up"))
-def test_the_program_loads_elsewhere_and_gives_the_same_bits_at_other_sizes_r59(weighted, tmp_path, step):
+def test_the_program_loads_elsewhere_and_gives_the_same_bits_at_other_sizes(weighted, tmp_path, step):
     path = tmp_path / "model.pt2"
     done = export_run(weighted, "pt2", path, step=step)
     assert any("import graft.ops before torch.export.load" in note for note in done.notes)
@@ -270,7 +270,7 @@ def dump_graph(gm, folder):
     return folder
 
 
-def test_writes_stay_writes_and_are_told_r59(tmp_path):
+def test_writes_stay_writes_and_are_told(tmp_path):
     args = (torch.randn(2, 3), torch.zeros(2, 3))
     folder = dump_graph(export_graph(Counting().eval(), args), tmp_path / "run")
     done = export_run(folder, "pt2", tmp_path / "counting.pt2")
@@ -287,7 +287,7 @@ def test_writes_stay_writes_and_are_told_r59(tmp_path):
     assert theirs[1].abs().sum() > 0
 
 
-def test_parts_of_one_weight_become_tensors_of_their_own_r59():
+def test_parts_of_one_weight_become_tensors_of_their_own():
     whole = torch.arange(6.0)
     state = own_storage({"whole": whole, "part": whole[:2], "again": whole[:2], "tied": whole})
     assert state["whole"] is state["tied"] is whole and state["part"] is state["again"]
@@ -309,13 +309,13 @@ def test_parts_of_one_weight_become_tensors_of_their_own_r59():
         (("-f", "model-explorer", "--step", "quantize_linear"), 1, "was off in"),
     ],
 )
-def test_bad_input_is_told_and_nothing_is_written_r59_r63(plain, tmp_path, options, code, message):
+def test_bad_input_is_told_and_nothing_is_written(plain, tmp_path, options, code, message):
     done = cli(plain, *options, "-o", tmp_path / "out")
     assert done.exit_code == code and message in done.output, done.output
     assert not (tmp_path / "out").exists()
 
 
-def test_folders_that_are_no_runs_and_graphs_that_cannot_be_exported_are_refused_r59(weighted, tmp_path, monkeypatch):
+def test_folders_that_are_no_runs_and_graphs_that_cannot_be_exported_are_refused(weighted, tmp_path, monkeypatch):
     with pytest.raises(DumpError, match="no folder of dumps"):
         export_run(tmp_path, "perfetto", tmp_path / "out")
     with pytest.raises(UnknownTransform):

@@ -65,7 +65,7 @@ def both(module, backend, *args):
     return backend.reports
 
 
-def test_norms_of_a_hugging_face_model_fuse_at_dynamic_sizes_r20():
+def test_norms_of_a_hugging_face_model_fuse_at_dynamic_sizes():
     model = tiny("llama")
     exact, backend = copy.deepcopy(model.module).double(), eager_backend()
     compiled = torch.compile(model.module, backend=backend, dynamic=True)
@@ -82,7 +82,7 @@ def test_norms_of_a_hugging_face_model_fuse_at_dynamic_sizes_r20():
 
 
 @pytest.mark.parametrize("inductor", short([False, True], False))
-def test_a_module_s_number_is_a_constant_until_it_keeps_changing_r20(inductor):
+def test_a_module_s_number_is_a_constant_until_it_keeps_changing(inductor):
     """Every value gives its own result; the number of graphs stays below Dynamo's limit; nothing is left behind."""
     module, backend = Norm(), graft.Backend(inductor=inductor)
     compiled, x = torch.compile(module, backend=backend, dynamic=True), torch.randn(3, 8)
@@ -98,19 +98,19 @@ def test_a_module_s_number_is_a_constant_until_it_keeps_changing_r20(inductor):
         assert "may differ from call to call" in reason and "counts as constant" in reason
 
 
-def test_numbers_in_nested_objects_and_globals_r20():
+def test_numbers_in_nested_objects_and_globals():
     (report,) = both(Held(), eager_backend(), torch.randn(3, 8))
     assert counts(report) == {"fuse_rms_norm": 4}
 
 
-def test_models_of_one_class_each_have_their_own_number_r20():
+def test_models_of_one_class_each_have_their_own_number():
     backend = eager_backend()
     for eps in (1e-5, 1e-1):
         reports = both(Norm(eps), backend, torch.randn(3, 8))
     assert [counts(report) for report in reports] == [{"fuse_rms_norm": 1}] * 2
 
 
-def test_after_a_reset_nothing_counts_as_changed_r20():
+def test_after_a_reset_nothing_counts_as_changed():
     backend = eager_backend()
     for index in range(MOST_VALUES + 2):
         torch._dynamo.reset()
@@ -118,7 +118,7 @@ def test_after_a_reset_nothing_counts_as_changed_r20():
     assert counts(reports[-1]) == {"fuse_rms_norm": 1}
 
 
-def test_an_argument_stays_an_input_r20():
+def test_an_argument_stays_an_input():
     """One graph for every temperature, as the user asked for; a norm whose eps is an argument says why it stays."""
     module, backend = Temperature(), eager_backend()
     compiled, x = torch.compile(module, backend=backend, dynamic=True), torch.randn(3, 8)
@@ -133,7 +133,7 @@ def test_an_argument_stays_an_input_r20():
     assert "an argument under dynamic=True does not" in stays.transforms["fuse_rms_norm"].reason
 
 
-def test_gradients_keep_their_inputs_r20():
+def test_gradients_keep_their_inputs():
     """A graph that goes to stock Inductor is not traced anew for our sake."""
     backend = eager_backend()
     with pytest.warns(UserWarning, match="needs gradients"):
@@ -143,7 +143,7 @@ def test_gradients_keep_their_inputs_r20():
 
 @settings(max_examples=4, deadline=None)
 @given(st.lists(st.sampled_from([1e-5, 1e-2, 0.5, 2.0, 7.0, 9.0]), min_size=1, max_size=6), st.booleans())
-def test_any_sequence_of_numbers_is_right_r20(values, twice):
+def test_any_sequence_of_numbers_is_right(values, twice):
     """Whatever changes between calls, in one model or in two, the result is eager's."""
     torch._dynamo.reset()
     backend, modules = eager_backend(), [Norm(), Norm()]

@@ -1,4 +1,4 @@
-"""Mutating ops on the Inductor route: right in every trap, with no copy too many (R23)."""
+"""Mutating ops on the Inductor route: right in every trap, with no copy too many."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def trap(text: str) -> Program:
 
 
 @pytest.mark.parametrize("name", TRAPS)
-def test_traps_with_the_copies_they_need_r23(name):
+def test_traps_with_the_copies_they_need(name):
     text, needed, stock_is_right = TRAPS[name]
     subject = trap(text)
     compiled = compile_passes(subject.function, subject.inputs())
@@ -119,7 +119,7 @@ def test_traps_with_the_copies_they_need_r23(name):
 
 
 @pytest.mark.parametrize(("v2", "dynamic"), [(False, False), (True, True)])
-def test_the_older_form_and_symbolic_sizes_r23(v2, dynamic):
+def test_the_older_form_and_symbolic_sizes(v2, dynamic):
     for name in (
         "old value read later",
         "a fork of the cache, custom op",
@@ -132,7 +132,7 @@ def test_the_older_form_and_symbolic_sizes_r23(v2, dynamic):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_stacked_cache_is_written_in_place_r23(dynamic):
+def test_a_stacked_cache_is_written_in_place(dynamic):
     args = (torch.zeros(4, 2, 8, 3), torch.randn(2, 2, 3), torch.tensor([1, 5]))
     compiled = compile_passes(stacked, args, dynamic=dynamic)
     assert check(compiled, "fixed", stacked, args) is None
@@ -152,20 +152,20 @@ REASONS = {
 
 
 @pytest.mark.parametrize("text", REASONS)
-def test_a_kept_copy_says_why_with_the_names_of_nodes_r23(text):
+def test_a_kept_copy_says_why_with_the_names_of_nodes(text):
     subject = trap(text)
     compiled = compile_passes(subject.function, subject.inputs(), ("fixed",))
     assert any(REASONS[text] in kept.reason for kept in compiled.report.kept), compiled.report.text()
 
 
-def test_a_graph_that_writes_nothing_stays_as_it_is_r23():
+def test_a_graph_that_writes_nothing_stays_as_it_is():
     compiled = compile_passes(lambda x: (x.sin() + 1).cos(), (torch.ones(3),))
     assert compiled.report.text() == "nothing writes in place"
     assert str(compiled.graphs["fixed"].graph) == str(compiled.graphs["stock"].graph)
 
 
 @pytest.mark.parametrize("first", short(range(0, 300, 50), 0))
-def test_random_programs_r23(first):
+def test_random_programs(first):
     """None is wrong, with fewer copies than Inductor alone makes where it is right; and it is not always right."""
     stock, fixed, stock_wrong = 0, 0, 0
     for seed in range(first, first + 50):
@@ -235,7 +235,7 @@ REAL = [
 
 
 @pytest.mark.parametrize(("fn", "inputs"), REAL, ids=lambda value: getattr(value, "__name__", ""))
-def test_compiled_code_is_right_r23(fn, inputs):
+def test_compiled_code_is_right(fn, inputs):
     args = inputs()
     eager_args, got_args = copy.deepcopy(args), copy.deepcopy(args)
     eager = fn(*eager_args)
@@ -252,7 +252,7 @@ def test_compiled_code_is_right_r23(fn, inputs):
         assert len(report.restored) == 4 and not report.kept and not report.protected
 
 
-def test_passes_have_an_identity_for_inductors_caches_r23():
+def test_passes_have_an_identity_for_inductors_caches():
     hooks = inductor_options()
     again = pickle.loads(pickle.dumps(copy.deepcopy(hooks)))
     for name, hook in hooks.items():

@@ -47,7 +47,7 @@ from marks import crossed
 
 
 @crossed("spelling", SPELLINGS, [torch.float32, torch.bfloat16], ids=lambda f: getattr(f, "__name__", None))
-def test_every_spelling_becomes_one_op_r17(spelling, dtype):
+def test_every_spelling_becomes_one_op(spelling, dtype):
     wanted = dict(SPELLINGS[spelling])
     inputs = tensors(dtype, kv=wanted.pop("kv", H))
     heads = wanted.pop("heads", inputs[1].shape[1])
@@ -161,7 +161,7 @@ def result_strided(q, k, v):
         (result_strided, "by its strides"),
     ],
 )
-def test_writes_casts_and_strides_that_the_op_would_lose_r17(fn, reason):
+def test_writes_casts_and_strides_that_the_op_would_lose(fn, reason):
     inputs = tensors()
     gm, record, _ = fuse(Fn(fn), inputs)
     assert record.matches == () and reason in record.reason
@@ -178,7 +178,7 @@ TRANSPOSES = {
 
 
 @pytest.mark.parametrize("name", TRANSPOSES)
-def test_transposes_of_transposes_r9(name):
+def test_transposes_of_transposes(name):
     fn, left = TRANSPOSES[name]
     x = torch.randn(2, 3, 4)
     gm = export_graph(Fn(fn), (x,))
@@ -224,7 +224,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(("kind", "bias", "kv"), [("eager", False, KV), ("eager", True, H), ("sdpa", True, KV)])
-def test_projections_merge_behind_a_fused_attention_r16_r17(kind, bias, kv, dynamic):
+def test_projections_merge_behind_a_fused_attention(kind, bias, kv, dynamic):
     module = Block(kind, bias, kv).eval()
     x, other = torch.randn(2, 5, 24), torch.randn(3, 9, 24)
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
@@ -241,7 +241,7 @@ def test_projections_merge_behind_a_fused_attention_r16_r17(kind, bias, kv, dyna
             close(gm(given), wanted)
 
 
-def test_new_nodes_carry_value_place_and_maker_r27():
+def test_new_nodes_carry_value_place_and_maker():
     gm, _, _ = fuse(Block("eager", True, KV).eval(), (torch.randn(2, 5, 24),))
     made = [n for n in calls(gm.graph) if n.meta.get("made_by") == "fuse_attention"]
     assert any(is_op(n, OP) for n in made)

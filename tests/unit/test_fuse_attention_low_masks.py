@@ -75,7 +75,7 @@ def check(gm, function, dtype, *args):
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize(("dtype", "value"), AS_INF)
-def test_a_number_that_no_score_reaches_is_causal_r20(spelling, dtype, value):
+def test_a_number_that_no_score_reaches_is_causal(spelling, dtype, value):
     function = SPELLINGS[spelling](value)
     args = tensors(DTYPES[dtype])
     gm, record, _ = fuse(Fn(function), args)
@@ -86,7 +86,7 @@ def test_a_number_that_no_score_reaches_is_causal_r20(spelling, dtype, value):
 
 @pytest.mark.parametrize("spelling", ["added", "triu", "filled zeros", "sdpa"])
 @pytest.mark.parametrize(("dtype", "value"), TOO_HIGH)
-def test_a_number_that_scores_may_undercut_stays_and_says_why_r20(spelling, dtype, value):
+def test_a_number_that_scores_may_undercut_stays_and_says_why(spelling, dtype, value):
     function = SPELLINGS[spelling](value)
     args = tensors(DTYPES[dtype])
     gm, record, _ = fuse(Fn(function), args)
@@ -96,7 +96,7 @@ def test_a_number_that_scores_may_undercut_stays_and_says_why_r20(spelling, dtyp
     check(gm, function, DTYPES[dtype], *args)
 
 
-def test_scores_that_undercut_it_make_a_difference_r20():
+def test_scores_that_undercut_it_make_a_difference():
     """Why such a mask must stay: with large scores the closed keys do have weight."""
     function, (q, k, v) = added(-1e4), tensors()
     gm, _, _ = fuse(Fn(function), (q, k, v))
@@ -106,13 +106,13 @@ def test_scores_that_undercut_it_make_a_difference_r20():
 
 
 @pytest.mark.parametrize("value", [-65504.0, -1e9, -1e4])
-def test_filled_scores_are_refused_with_what_to_do_r20(value):
+def test_filled_scores_are_refused_with_what_to_do(value):
     _, record, _ = fuse(Fn(filled(value)), tensors())
     assert not record.matches and "neither -inf nor the lowest" in record.reason and "fill with -inf" in record.reason
 
 
 @pytest.mark.parametrize(("value", "is_causal"), [(-65504.0, True), (-1e9, True), (-1e4, True), (-150.0, False)])
-def test_a_soft_cap_bounds_the_scores_r20(value, is_causal):
+def test_a_soft_cap_bounds_the_scores(value, is_causal):
     """Two scores under a cap of 30 are at most 60 apart."""
 
     def capped(q, k, v):
@@ -127,7 +127,7 @@ def test_a_soft_cap_bounds_the_scores_r20(value, is_causal):
 
 
 @pytest.mark.parametrize("value", [BF16_MIN, F32_MIN])
-def test_a_row_without_any_key_keeps_its_mean_r20(value):
+def test_a_row_without_any_key_keeps_its_mean(value):
     """Closed with a finite number it is the mean of all values, which is_causal would not give."""
 
     def before(q, k, v):
@@ -140,7 +140,7 @@ def test_a_row_without_any_key_keeps_its_mean_r20(value):
     torch.testing.assert_close(gm(*args)[:, :, 0], args[2].mean(2), rtol=1e-5, atol=1e-5)
 
 
-def test_any_length_r20():
+def test_any_length():
     s = Dim("s", min=2, max=64)
     function, args = added(BF16_MIN), tensors()
     gm, record, _ = fuse(Fn(function), args, dynamic_shapes=(({2: s},) * 3,))
@@ -172,14 +172,14 @@ def two_sequences(q, k, v):
         (two_sequences, "differ between sequences or heads"),
     ],
 )
-def test_every_mask_that_stays_says_why_r20(function, reason):
+def test_every_mask_that_stays_says_why(function, reason):
     args = tensors()
     gm, record, _ = fuse(Fn(function), args)
     assert reason in record.matches[0].note, record
     close(gm(*args), function(*args))
 
 
-def test_a_mask_of_the_caller_says_so_r20():
+def test_a_mask_of_the_caller_says_so():
     def function(q, k, v, mask):
         return attend(scores(q, k) + mask, v)
 
@@ -197,7 +197,7 @@ def test_a_mask_of_the_caller_says_so_r20():
     spelling=st.sampled_from(["added", "filled", "sdpa"]),
     strict=st.booleans(),
 )
-def test_any_closing_number_gives_eager_s_values_r20(value, factor, cap, spelling, strict):
+def test_any_closing_number_gives_eager_s_values(value, factor, cap, spelling, strict):
     """Whatever a mask closes with, and with or without a key for the first query, what fuses gives eager's values."""
     allowed = ~torch.ones(S, S, dtype=torch.bool).triu(0 if strict else 1)
 

@@ -133,7 +133,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("spelling", TENSORS, ids=lambda f: f.__name__)
-def test_masks_stay_tensors_and_closed_rows_stay_what_they_were_r17(spelling):
+def test_masks_stay_tensors_and_closed_rows_stay_what_they_were(spelling):
     """A row that sees nothing is NaN after -inf, the mean after the lowest number, zero in torch's own attention."""
     is_causal, boolean, nan_rows = TENSORS[spelling]
     inputs = tensors()
@@ -178,7 +178,7 @@ def test_lowest_float16_in_the_scores_is_refused():
 
 @pytest.mark.parametrize("nan_rows", [False, True])
 @pytest.mark.parametrize("kind", ["boolean", "added"])
-def test_kernels_agree_on_rows_with_a_mask_r17(kind, nan_rows):
+def test_kernels_agree_on_rows_with_a_mask(kind, nan_rows):
     """And under `nan_rows` also on rows that see nothing."""
     q, k, v = tensors()
     mask = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) > 0.3

@@ -72,7 +72,7 @@ def mixture(m, q, k, v, seen, bias, sinks):
 
 @settings(max_examples=25, deadline=None)
 @given(MIXTURES, st.integers(0, 1000))
-def test_random_mixtures_keep_their_numbers_r17(m, seed):
+def test_random_mixtures_keep_their_numbers(m, seed):
     generator = torch.Generator().manual_seed(seed)
     (h, kv), (s, t) = m["heads"], m["sizes"]
     shapes = ((B, h, s, D), (B, kv, t, D), (B, kv, t, D))
@@ -130,7 +130,7 @@ def sink(q, k, v, sinks, *, first=False, drop=True, shift=False, spread=None, la
 
 
 @pytest.mark.parametrize("how", [{}, {"first": True}, {"shift": True}, {"shift": True, "first": True}])
-def test_sinks_before_and_behind_the_scores_r17(how):
+def test_sinks_before_and_behind_the_scores(how):
     inputs = (*tensors(), torch.randn(H))
     gm, record, _ = fuse(Fn(lambda *args: sink(*args, **how)), inputs)
     assert len(record.matches) == 1 and options(gm)["sinks"].meta["val"].shape == (H,)

@@ -65,7 +65,7 @@ def distance(got, expected):
     short(CASES, *(case for case in CASES if case[2] is torch.bfloat16)),
     ids=lambda case: str(case).removeprefix("torch."),
 )
-def test_every_layer_of_a_decoder_r17(name, how, dtype):
+def test_every_layer_of_a_decoder(name, how, dtype):
     """float32 with dynamic sizes, bfloat16 with the example's."""
     module, dynamic = Logits(name, how, dtype), dtype == torch.float32
     ids, other = torch.randint(0, 64, (2, 9)), torch.randint(0, 64, (3, 14))
@@ -103,7 +103,7 @@ def test_routers_beside_graft_attention_are_no_near_misses():
     assert (record.near_misses, record.reason) == ((), "attention is graft::attention already")
 
 
-def test_compile_fuses_attention_of_any_module_r17():
+def test_compile_fuses_attention_of_any_module():
     module = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).eval()
     x = torch.randn(2, 5, 16)
     with torch.no_grad():

@@ -38,7 +38,7 @@ POSITIONAL = {
 
 @pytest.mark.parametrize(("dynamic", "more"), [(True, 0), (True, 3), left_out((False, 0)), left_out((False, 3))])
 @pytest.mark.parametrize("kind", POSITIONAL)
-def test_masks_that_follow_from_sizes_are_proven_or_stay_r17(kind, more, dynamic):
+def test_masks_that_follow_from_sizes_are_proven_or_stay(kind, more, dynamic):
     def fn(q, k, v):
         mask = positional(kind, q.shape[2], k.shape[2])
         return attend(scores(q, k).masked_fill(~mask, lowest(q)), v)
@@ -125,7 +125,7 @@ def doubled(x):
 
 @pytest.mark.parametrize("kind", FAR_OFF)
 @pytest.mark.parametrize("apart", [False, True])
-def test_masks_of_dynamic_sizes_are_right_at_every_size_r17(kind, apart):
+def test_masks_of_dynamic_sizes_are_right_at_every_size(kind, apart):
     """Whatever they become, the numbers hold in sizes beyond every literal."""
 
     def fn(q, k, v):

@@ -180,7 +180,7 @@ def refused(spelling, inputs, reason):
 
 
 @pytest.mark.parametrize("spelling", REFUSALS, ids=lambda f: f.__name__)
-def test_what_the_op_cannot_say_stays_byte_for_byte_r17_r26(spelling):
+def test_what_the_op_cannot_say_stays_byte_for_byte(spelling):
     refused(spelling, tensors(), REFUSALS[spelling])
 
 

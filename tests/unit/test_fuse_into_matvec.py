@@ -52,7 +52,7 @@ def left_alone(module, args, name, text, *first):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_becomes_four_products_r22(dtype, bias):
+def test_a_layer_becomes_four_products(dtype, bias):
     module, x = Block(dtype, bias), x_of(1, 5, D, dtype=dtype)
     plain, _ = transformed(module, (x,), *NAMED)
     assert set(BEFORE) <= set(targets(plain))
@@ -72,14 +72,14 @@ GOLDEN = """\
 """  # noqa: E501
 
 
-def test_the_graph_of_a_layer_r22():
+def test_the_graph_of_a_layer():
     gm, _ = transformed(Block(), (x_of(1, 5, D),), *NAMED, *MATVEC)
     lines = [line.partition("    #")[0] for line in graph_text(gm.graph).splitlines()]
     text = "".join(f"{line}\n" for line in lines if " = graft." in line or " = aten." in line)
     assert text == GOLDEN
 
 
-def test_new_nodes_keep_value_place_and_maker_r22():
+def test_new_nodes_keep_value_place_and_maker():
     gm, report = transformed(Block(), (x_of(1, 5, D),), *NAMED, *MATVEC)
     made = [node for node in calls(gm.graph) if is_op(node, OPS.fused_linear.default)]
     assert [module_path(node) for node in made] == ["qkv", "o", "", "down"]
@@ -98,7 +98,7 @@ def test_new_nodes_keep_value_place_and_maker_r22():
     }
 
 
-def test_dynamic_token_counts_r22():
+def test_dynamic_token_counts():
     module, x = Block(), x_of(1, 5, D)
     shapes = ({1: torch.export.Dim("s")},)
     gm, report = transformed(module, (x,), *NAMED, *MATVEC, dynamic_shapes=shapes)
@@ -139,12 +139,12 @@ ADDED = {
 
 
 @pytest.mark.parametrize("reason", ADDED)
-def test_sums_that_are_no_epilogue_r22(reason):
+def test_sums_that_are_no_epilogue(reason):
     args = (x_of(2, 3, D), x_of(2, 3, D, seed=1))
     left_alone(Linear(ADDED[reason]), args, "fuse_residual_into_matvec", reason, "fuse_rms_norm")
 
 
-def test_either_order_of_the_summands_and_two_products_r22():
+def test_either_order_of_the_summands_and_two_products():
     x, r = x_of(2, 3, D), x_of(2, 3, D, seed=1)
     for function in (lambda x, r, w, g: F.linear(x, w) + r, lambda x, r, w, g: r + F.linear(x, w)):
         module = Linear(function)
@@ -155,7 +155,7 @@ def test_either_order_of_the_summands_and_two_products_r22():
     assert targets(gm) == ["aten.linear", "graft.fused_linear"] and torch.equal(gm(x, r), both(x, r))
 
 
-def test_a_sum_without_product_stays_with_its_norm_r22():
+def test_a_sum_without_product_stays_with_its_norm():
     """Mixture-of-experts: what is added comes from no linear layer, so sum and norm stay one op."""
     module = Linear(lambda x, r, w, g: (s := x.exp() + r, F.linear(norm(s, g), w)))
     args = (x_of(2, 3, D), x_of(2, 3, D, seed=1))
@@ -165,7 +165,7 @@ def test_a_sum_without_product_stays_with_its_norm_r22():
     assert counts(report) == dict.fromkeys(MATVEC, 0)
 
 
-def test_norms_that_others_read_stay_r22():
+def test_norms_that_others_read_stay():
     module = Linear(lambda x, w, g: (F.linear(n := norm(x, g), w), n.sin()))
     left_alone(module, (x_of(2, 3, D),), "fuse_norm_into_matvec", "is read by %sin", "fuse_rms_norm")
 
@@ -183,7 +183,7 @@ class Several(nn.Module):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_up_to_three_products_take_the_norm_r22(count):
+def test_up_to_three_products_take_the_norm(count):
     module, x = Several(count), x_of(2, 3, D)
     gm, report = transformed(module, (x,), "fuse_rms_norm", "fuse_norm_into_matvec")
     (match,) = report.transforms["fuse_norm_into_matvec"].matches
@@ -193,12 +193,12 @@ def test_up_to_three_products_take_the_norm_r22(count):
         assert torch.equal(got, wanted)
 
 
-def test_four_products_do_not_r22():
+def test_four_products_do_not():
     text = "is read by 4 products and would be computed that often"
     left_alone(Several(4), (x_of(2, 3, D),), "fuse_norm_into_matvec", text, "fuse_rms_norm")
 
 
-def test_a_norm_of_another_dtype_stays_r22():
+def test_a_norm_of_another_dtype_stays():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -211,14 +211,14 @@ def test_a_norm_of_another_dtype_stays_r22():
     left_alone(Mixed(), (x_of(2, 3, D, dtype=torch.bfloat16),), "fuse_norm_into_matvec", text)
 
 
-def test_a_norm_that_is_input_and_residual_stays_r22():
+def test_a_norm_that_is_input_and_residual_stays():
     module = Linear(lambda x, w, g: F.linear(n := norm(x, g), w) + n)
     gm, report = transformed(module, (x_of(2, 3, D),), "fuse_rms_norm", *MATVEC)
     assert said(report, "fuse_norm_into_matvec", "reads it as more than its input")
     assert targets(gm) == ["graft.rms_norm", "graft.fused_linear"]
 
 
-def test_layer_norm_is_no_prologue_r22():
+def test_layer_norm_is_no_prologue():
     module = Linear(lambda x, w, g: F.linear(F.layer_norm(x, (D,), g), w))
     left_alone(module, (x_of(2, 3, D),), "fuse_norm_into_matvec", "no graft::rms_norm", "fuse_layer_norm")
 
@@ -233,23 +233,23 @@ GATED = {
 
 
 @pytest.mark.parametrize("reason", GATED)
-def test_gates_that_are_no_epilogue_r22(reason):
+def test_gates_that_are_no_epilogue(reason):
     module = Linear(lambda x, w, g: GATED[reason](F.linear(x, w)), n=2 * D)
     left_alone(module, (x_of(2, 3, D),), "fuse_swiglu_into_matvec", reason, "fuse_swiglu")
 
 
-def test_gate_and_up_of_two_products_stay_r22():
+def test_gate_and_up_of_two_products_stay():
     module = Linear(lambda x, r, w, g: F.silu(F.linear(x, w)[..., :D]) * F.linear(r, w)[..., D:], n=2 * D)
     args = (x_of(2, 3, D), x_of(2, 3, D, seed=1))
     left_alone(module, args, "fuse_swiglu_into_matvec", "again, found", "fuse_swiglu")
 
 
-def test_interleaved_gates_stay_r22():
+def test_interleaved_gates_stay():
     module = Linear(lambda x, w, g: F.silu((y := F.linear(x, w))[..., ::2]) * y[..., 1::2], n=2 * D)
     left_alone(module, (x_of(2, 3, D),), "fuse_swiglu_into_matvec", "slice", "fuse_swiglu")
 
 
-def test_an_activation_after_a_residual_stays_r22():
+def test_an_activation_after_a_residual_stays():
     module = Linear(lambda x, r, w, g: F.silu((y := F.linear(x, w) + r)[..., :D]) * y[..., D:], n=2 * D)
     args = (x_of(2, 3, D), x_of(2, 3, 2 * D, seed=1))
     gm, report = transformed(module, args, "fuse_swiglu", *MATVEC)
@@ -258,7 +258,7 @@ def test_an_activation_after_a_residual_stays_r22():
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
-def test_every_activation_r22(activation):
+def test_every_activation(activation):
     class Gated(nn.Module):
         def __init__(self):
             super().__init__()
@@ -276,7 +276,7 @@ def test_every_activation_r22(activation):
     assert torch.equal(gm(x), module(x))
 
 
-def test_what_is_written_in_place_meanwhile_is_refused_r22():
+def test_what_is_written_in_place_meanwhile_is_refused():
     class Writes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -297,7 +297,7 @@ def test_what_is_written_in_place_meanwhile_is_refused_r22():
 # ── where they run ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_on_a_cpu_they_are_skipped_and_the_graph_stays_r22():
+def test_on_a_cpu_they_are_skipped_and_the_graph_stays():
     gm = export_graph(Block(), (x_of(1, 5, D),))
     before = graph_text(gm.graph)
     config = load_config({"transforms": {n: {"enabled": n in MATVEC} for n in load_config().transforms}})
@@ -308,7 +308,7 @@ def test_on_a_cpu_they_are_skipped_and_the_graph_stays_r22():
     assert graph_text(gm.graph) == before
 
 
-def test_a_module_outside_the_engine_and_another_device_are_skipped_r22():
+def test_a_module_outside_the_engine_and_another_device_are_skipped():
     gm = export_graph(Block(), (x_of(1, 5, D),))
     report = run_pipeline(gm, only(*NAMED, *MATVEC), Context(route="module"))
     assert all("no decode steps" in report.transforms[name].reason for name in MATVEC)
@@ -318,7 +318,7 @@ def test_a_module_outside_the_engine_and_another_device_are_skipped_r22():
     assert all("the graph is on meta, the transform is for cpu" in report.transforms[n].reason for n in MATVEC)
 
 
-def test_devices_are_checked_r22():
+def test_devices_are_checked():
     assert set(MATVEC) | {"tabulate_rope"} <= set(DECODE)
     assert load_config().transforms["fuse_norm_into_matvec"].devices == ("cuda", "native")
     for wrong in (["gpu"], "cpu", [1]):
@@ -326,13 +326,13 @@ def test_devices_are_checked_r22():
             load_config({"transforms": {"fuse_norm_into_matvec": {"devices": wrong}}})
 
 
-def test_they_run_after_the_cache_and_before_products_are_widened_r22():
+def test_they_run_after_the_cache_and_before_products_are_widened():
     order = order_transforms(load_config())
     places = [order.index(name) for name in ("insert_kv_cache", *MATVEC, "tabulate_rope", "widen_linear")]
     assert places == sorted(places) and order.index("widen_linear") > places[-1]
 
 
-def test_a_wrong_replacement_is_caught_by_the_proof_r22(monkeypatch):
+def test_a_wrong_replacement_is_caught_by_the_proof(monkeypatch):
     """The halves of the gate-up product in the wrong order: the same shapes, other numbers."""
     monkeypatch.setattr(fuse_swiglu_into_matvec, "span", lambda half: (0, D) if half.args[2] else (D, 2 * D))
     module = Linear(lambda x, w, g: F.silu((y := F.linear(x, w))[..., D:]) * y[..., :D], n=2 * D)

@@ -67,7 +67,7 @@ def only_two_ops_left(gm):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @crossed("kind", BLOCKS, [torch.float32, torch.bfloat16])
-def test_grouped_experts_fuse_bit_for_bit_r19(kind, dtype, dynamic):
+def test_grouped_experts_fuse_bit_for_bit(kind, dtype, dynamic):
     module, x = block(kind, dtype=dtype), tokens(dtype=dtype)
     gm, record, _ = fuse(module, x, dynamic=dynamic)
     assert len(record.matches) == 1 and not record.near_misses
@@ -81,7 +81,7 @@ def test_grouped_experts_fuse_bit_for_bit_r19(kind, dtype, dynamic):
 @pytest.mark.parametrize(
     ("kind", "e", "k"), [("mixtral", 6, 1), ("mixtral", 6, 6), ("qwen3", 2, 2), ("qwen3 not normalized", 16, 5)]
 )
-def test_any_number_of_experts_r19(kind, e, k):
+def test_any_number_of_experts(kind, e, k):
     module, x = block(kind, e=e, k=k), tokens()
     gm, record, _ = fuse(module, x, dynamic=True)
     assert len(record.matches) == 1
@@ -89,7 +89,7 @@ def test_any_number_of_experts_r19(kind, e, k):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batched_experts_fuse_too_r19(dtype):
+def test_batched_experts_fuse_too(dtype):
     module, x = block(experts="batched_mm", dtype=dtype), tokens(dtype=dtype)
     gm, record, _ = fuse(module, x, dynamic=True)
     assert len(record.matches) == 1
@@ -150,7 +150,7 @@ def steered(order, k):
 
 
 @pytest.mark.parametrize(("order", "k"), [([3], 1), ([5, 0], 2), ([0, 1, 2, 3, 4], 5)])
-def test_experts_without_tokens_and_all_tokens_to_the_same_r19(order, k):
+def test_experts_without_tokens_and_all_tokens_to_the_same(order, k):
     module, x = steered(order, k)
     gm, _, _ = fuse(module, x)
     assert torch.equal(gm(x), module(x))
@@ -359,7 +359,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused_with_the_reason_and_stays_r19(name):
+def test_what_does_not_fit_is_refused_with_the_reason_and_stays(name):
     options, reason = REFUSED[name]
     gm, record, before = fuse(Mixture(**options), tokens())
     assert record.status == "no_match" and len(record.near_misses) == 1

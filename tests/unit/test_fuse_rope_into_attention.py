@@ -1,4 +1,4 @@
-"""fuse_rope_into_attention: rotation, cache write and attention as one op, in graphs and in the engine (R22)."""
+"""fuse_rope_into_attention: rotation, cache write and attention as one op, in graphs and in the engine."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def cloned(args):
     ],
     ids=str,
 )
-def test_the_fused_graph_computes_and_writes_the_same_bits_r22(options):
+def test_the_fused_graph_computes_and_writes_the_same_bits(options):
     module = Layer(**options)
     args = module.inputs()
     gm, record, _ = fuse(module, args)
@@ -125,7 +125,7 @@ def test_the_fused_graph_computes_and_writes_the_same_bits_r22(options):
         ("cache read", "in between needs what the match writes as it is then"),
     ],
 )
-def test_what_must_stay_is_refused_byte_for_byte_r22(case, reason):
+def test_what_must_stay_is_refused_byte_for_byte(case, reason):
     module = Layer(case)
     gm, record, before = fuse(module, module.inputs())
     assert record.status == "no_match" and reason in record.reason, record
@@ -133,7 +133,7 @@ def test_what_must_stay_is_refused_byte_for_byte_r22(case, reason):
     assert reason in miss.reason and graph_text(gm.graph) == before
 
 
-def test_it_is_skipped_where_no_kernel_does_it_r22():
+def test_it_is_skipped_where_no_kernel_does_it():
     module = Layer()
     config = load_config({"transforms": {n: {"enabled": n == NAME} for n in TransformRegistry.names()}})
     gm = export_graph(module, module.inputs())
@@ -148,7 +148,7 @@ def test_it_is_skipped_where_no_kernel_does_it_r22():
 @pytest.mark.parametrize(
     ("family", "count"), short([("olmo-2", 2), ("smollm3", 3), ("cohere", 2), ("gpt2", 0)], ("olmo-2", 2))
 )
-def test_every_layer_that_turns_fuses_r22(family, count):
+def test_every_layer_that_turns_fuses(family, count):
     model = load_model(f"tiny-{family}", dtype="float32", device="meta")
     gm = capture_decoder(model.module)
     config = load_config(on(BEFORE, NAME, device="meta"))
@@ -174,7 +174,7 @@ def other_way(q, k, v, cos, sin, *rest):
 
 
 @pytest.mark.parametrize("family", short(["llama", "qwen3", "gemma-3"], "qwen3"))
-def test_engine_tokens_stay_the_same_r22(family):
+def test_engine_tokens_stay_the_same(family):
     """Qwen 3 and Gemma 3 norm their heads; Gemma 3 has windows too."""
     with_it, without, plain = (
         graft.LLM(tiny(family), config=config, max_num_batched_tokens=20, backend="eager")

@@ -1,4 +1,4 @@
-"""fuse_rope_kv_write: rotation and cache write as one op, in graphs and in the engine (R22)."""
+"""fuse_rope_kv_write: rotation and cache write as one op, in graphs and in the engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def cloned(args):
     [{}, {"r": 8}, {"interleaved": True}, {"norm": "apart"}, {"norm": "apart", "interleaved": True, "r": 8}],
     ids=str,
 )
-def test_the_fused_graph_computes_and_writes_the_same_bits_r22(options):
+def test_the_fused_graph_computes_and_writes_the_same_bits(options):
     module = Layer(**options)
     args = module.inputs()
     gm, record, _ = fuse(module, args)
@@ -101,7 +101,7 @@ def test_the_fused_graph_computes_and_writes_the_same_bits_r22(options):
     assert not torch.equal(mine[5], args[5]) and not torch.allclose(other, expected, rtol=0.01, atol=0.01)
 
 
-def test_norms_that_differ_stay_and_the_rest_fuses_r22():
+def test_norms_that_differ_stay_and_the_rest_fuses():
     module = Layer("other eps", norm="apart")
     gm, record, _ = fuse(module, module.inputs())
     assert [match.pattern for match in record.matches] == ["plain"]
@@ -119,14 +119,14 @@ def test_norms_that_differ_stay_and_the_rest_fuses_r22():
         ("written in between", "", "is written in place between"),
     ],
 )
-def test_what_must_stay_is_refused_byte_for_byte_r22(case, norm, reason):
+def test_what_must_stay_is_refused_byte_for_byte(case, norm, reason):
     module = Layer(case, norm)
     gm, record, before = fuse(module, module.inputs())
     assert record.status == "no_match" and reason in record.reason, record
     assert len(record.near_misses) == 1 and graph_text(gm.graph) == before
 
 
-def test_it_is_skipped_where_no_kernel_does_it_r22():
+def test_it_is_skipped_where_no_kernel_does_it():
     module = Layer()
     config = load_config({"transforms": {n: {"enabled": n == NAME} for n in TransformRegistry.names()}})
     gm = export_graph(module, module.inputs())
@@ -141,7 +141,7 @@ def test_it_is_skipped_where_no_kernel_does_it_r22():
 @pytest.mark.parametrize(
     ("family", "count"), short([("qwen3", 2), ("olmo-2", 2), ("smollm3", 3), ("gpt2", 0)], ("smollm3", 3))
 )
-def test_every_layer_that_turns_fuses_r22(family, count):
+def test_every_layer_that_turns_fuses(family, count):
     """SmolLM3 turns in three layers of four; OLMo 2 norms whole projections, which stays; GPT-2 does not turn."""
     model = load_model(f"tiny-{family}", dtype="float32", device="meta")
     gm = graph_of(model.module)
@@ -154,7 +154,7 @@ def test_every_layer_that_turns_fuses_r22(family, count):
 
 
 @pytest.mark.parametrize("family", short(["llama", "gemma-3", "glm-4"], "glm-4"))
-def test_engine_tokens_stay_those_of_hugging_face_r22(family):
+def test_engine_tokens_stay_those_of_hugging_face(family):
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 128, (n,), generator=g).tolist() for n in (1, 13, 30)]
     llm = graft.LLM(

@@ -110,7 +110,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_rotation_is_refused_byte_for_byte_r14(name):
+def test_what_is_no_rotation_is_refused_byte_for_byte(name):
     function, angle_shape, reason = REFUSED[name]
     gm, record, before = fuse(function, (randn(B, H, S, D), *angles(*angle_shape)))
     assert record.status == "no_match" and reason in record.reason, record
@@ -120,20 +120,20 @@ def test_what_is_no_rotation_is_refused_byte_for_byte_r14(name):
 @pytest.mark.parametrize(
     ("function", "reason"), [(stays_wide, "stays torch.float32"), (one_wide, "what it is added to is torch.float32")]
 )
-def test_mixed_dtypes_that_the_op_would_round_elsewhere_are_refused_r14(function, reason):
+def test_mixed_dtypes_that_the_op_would_round_elsewhere_are_refused(function, reason):
     gm, record, before = fuse(function, (randn(B, H, S, D, dtype=torch.bfloat16), *angles(*WHOLE)))
     assert record.status == "no_match" and reason in record.reason, record
     assert graph_text(gm.graph) == before
 
 
 @pytest.mark.parametrize(("function", "shape"), [(swapped, WHOLE), (swapped_parts, HALF)])
-def test_swapped_cos_and_sin_are_refused_r14(function, shape):
+def test_swapped_cos_and_sin_are_refused(function, shape):
     gm, record, before = fuse(function, (randn(B, H, S, D), randn(*shape)))
     assert record.status == "no_match" and "cos and sin are swapped" in record.reason, record
     assert graph_text(gm.graph) == before
 
 
-def test_an_odd_number_of_values_is_refused_r14():
+def test_an_odd_number_of_values_is_refused():
     gm, record, before = fuse(llama, (randn(B, H, S, 7), *angles(B, 1, S, 7)))
     assert record.status == "no_match" and "an odd number" in record.reason, record
     assert graph_text(gm.graph) == before
@@ -151,12 +151,12 @@ def test_an_odd_number_of_values_is_refused_r14():
         (torch.ones(H, S, D // 2, dtype=torch.complex64), meta_heads_first, "differ between heads"),
     ],
 )
-def test_complex_spellings_that_the_op_cannot_say_are_refused_r14(freqs, function, reason):
+def test_complex_spellings_that_the_op_cannot_say_are_refused(freqs, function, reason):
     gm, record, before = fuse(function, (randn(B, H, S, D), freqs))
     assert record.status == "no_match" and reason in record.reason, record
     assert graph_text(gm.graph) == before
 
 
-def test_a_graph_without_rotation_says_so_r14():
+def test_a_graph_without_rotation_says_so():
     _, record, _ = fuse(lambda x: x.exp() + x * 2, (randn(2, 3),))
     assert record.reason == "nothing in the graph turns parts of a head by cos and sin"

@@ -72,7 +72,7 @@ HUGGING_FACE = {
 
 
 @crossed("name", HUGGING_FACE, DTYPES)
-def test_hugging_face_functions_fuse_bit_for_bit_r14(name, dtype):
+def test_hugging_face_functions_fuse_bit_for_bit(name, dtype):
     function, r, wide, interleaved = HUGGING_FACE[name]
     cos, sin = angles(B, S, r, dtype=torch.float32 if wide else dtype)
     args = (randn(B, H, S, D, dtype=dtype), randn(B, 1, S, D, dtype=dtype), cos, sin)
@@ -85,7 +85,7 @@ def test_hugging_face_functions_fuse_bit_for_bit_r14(name, dtype):
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_dynamic_batch_and_length_fuse_too_r14(name):
+def test_dynamic_batch_and_length_fuse_too(name):
     """Sizes of reshapes are then computed in the graph."""
     function, r, _, _ = HUGGING_FACE[name]
     cos, sin = angles(B, S, r)
@@ -107,7 +107,7 @@ MODELS = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", MODELS)
-def test_whole_models_fuse_every_query_and_key_r14(kind):
+def test_whole_models_fuse_every_query_and_key(kind):
     """As their attention calls them, captured with dynamic batch and length."""
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -192,7 +192,7 @@ SPELLINGS = {
 
 
 @crossed("name", SPELLINGS, DTYPES)
-def test_spellings_fuse_bit_for_bit_r14(name, dtype):
+def test_spellings_fuse_bit_for_bit(name, dtype):
     function, shape, angle_shape, interleaved = SPELLINGS[name]
     args = (randn(*shape, dtype=dtype), *angles(*angle_shape, dtype=dtype))
     gm, record, _ = fuse(function, args)
@@ -205,7 +205,7 @@ def test_spellings_fuse_bit_for_bit_r14(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gptj_fuses_in_its_own_layout_r14(dtype):
+def test_gptj_fuses_in_its_own_layout(dtype):
     """x is [b, s, h, r]; only the first values of a head are given to the function."""
 
     def attention(x, sin, cos):
@@ -238,7 +238,7 @@ COMPLEX = {
 
 
 @crossed("name", COMPLEX, DTYPES)
-def test_complex_spelling_fuses_within_float32_rounding_r14(name, dtype):
+def test_complex_spelling_fuses_within_float32_rounding(name, dtype):
     function, shape, angle_shape = COMPLEX[name]
     freqs = torch.polar(torch.ones(angle_shape), randn(*angle_shape, seed=7))
     args = (randn(*shape, dtype=dtype), freqs)
@@ -250,7 +250,7 @@ def test_complex_spelling_fuses_within_float32_rounding_r14(name, dtype):
     assert not torch.allclose(gm(args[0], freqs.conj().resolve_conj()), expected, rtol=bound, atol=bound)
 
 
-def test_complex_spelling_with_dynamic_sizes_r14():
+def test_complex_spelling_with_dynamic_sizes():
     b, s = Dim("b", min=2), Dim("s", min=2)
     freqs = torch.polar(torch.ones(B, S, D // 2), randn(B, S, D // 2))
     args = (randn(B, S, H, D), randn(B, S, H, D, seed=3), freqs)
@@ -260,7 +260,7 @@ def test_complex_spelling_with_dynamic_sizes_r14():
     torch.testing.assert_close(gm(*args), list(expected), rtol=tolerance(torch.float32, 2), atol=1e-6)
 
 
-def test_written_out_angles_are_shared_between_layers_r14():
+def test_written_out_angles_are_shared_between_layers():
     """Angles of r/2 values are written out once, not once a layer, and stand below what they are made from."""
 
     def layers(x, cos, sin):
@@ -275,7 +275,7 @@ def test_written_out_angles_are_shared_between_layers_r14():
     assert torch.equal(gm(*args), layers(*args))
 
 
-def test_two_rotations_in_a_row_both_fuse_r14():
+def test_two_rotations_in_a_row_both_fuse():
     args = (randn(B, H, S, D), *angles(B, 1, S, D))
     gm, record, _ = fuse(lambda x, c, s: llama(llama(x, c, s), c, s), args)
     assert len(record.matches) == 2

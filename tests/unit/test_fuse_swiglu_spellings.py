@@ -61,7 +61,7 @@ HALVES = {
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_halves_of_a_merged_projection_fuse_r13(name):
+def test_halves_of_a_merged_projection_fuse(name):
     module, x = Merged(HALVES[name]), data(2, 3, D)
     _, gm, report = fuse(module, x)
     assert len(report["fuse_swiglu"].matches) == 1, report["fuse_swiglu"].reason
@@ -95,7 +95,7 @@ BY_HAND = {
 
 
 @crossed("name", EXACT, DTYPES)
-def test_gated_activation_fuses_to_the_same_bits_r13(name, dtype):
+def test_gated_activation_fuses_to_the_same_bits(name, dtype):
     function, args = EXACT[name], tuple(data(2, 3, 33, dtype=DTYPES[dtype], seed=s) for s in (0, 1))
     fused = assert_fuses(function, args, "fuse_swiglu", count=1, verify="structure")
     assert fused.called == ["graft.swiglu"] and not fused.record.near_misses
@@ -108,7 +108,7 @@ def wrong_by(result, roundings):
 
 
 @crossed("name", ROUNDED, DTYPES)
-def test_gated_activation_by_hand_or_from_float32_fuses_to_a_rounding_r13(name, dtype):
+def test_gated_activation_by_hand_or_from_float32_fuses_to_a_rounding(name, dtype):
     function, args = ROUNDED[name], tuple(data(2, 3, 33, dtype=DTYPES[dtype], seed=s) for s in (0, 1))
     fused = assert_fuses(function, args, "fuse_swiglu", count=1, verify="structure")
     assert fused.called == ["graft.swiglu"]
@@ -117,7 +117,7 @@ def test_gated_activation_by_hand_or_from_float32_fuses_to_a_rounding_r13(name, 
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_gelu_by_hand_fuses_in_float32_alone_r13_r26(name):
+def test_gelu_by_hand_fuses_in_float32_alone(name):
     function, args = BY_HAND[name], tuple(data(2, 3, 33, seed=s) for s in (0, 1))
     fused, wanted = assert_fuses(function, args, "fuse_swiglu", count=1), function(*args)
     assert_same_numbers(fused(*args), wanted, roundings=8, wrong=wrong_by(wanted, 8))
@@ -147,7 +147,7 @@ NEGATIVES = {
 
 
 @pytest.mark.parametrize("name", NEGATIVES)
-def test_what_is_no_gated_activation_is_left_alone_r13_r26(name):
+def test_what_is_no_gated_activation_is_left_alone(name):
     function, reason = NEGATIVES[name]
     left = assert_not_fuses(function, (data(2, 3, D), data(2, 3, D, seed=1)), "fuse_swiglu", reason=reason)
     assert left.record.near_misses and reason in left.record.reason  # it is the nearest miss that says so
@@ -178,7 +178,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [(False,) * 3, (True,) * 3, (True, False, True)], ids=["none", "all", "some"])
-def test_query_key_and_value_of_unequal_sizes_merge_r16(bias):
+def test_query_key_and_value_of_unequal_sizes_merge(bias):
     module, x = Attention(bias), data(2, 3, D)
     expected = module(x)
     _, gm, report = fuse(module, x)
@@ -199,7 +199,7 @@ def test_query_key_and_value_of_unequal_sizes_merge_r16(bias):
         ({"dtypes": (torch.float32, torch.bfloat16, torch.float32)}, "do not all come from linear layers"),
     ],
 )
-def test_merging_of_query_key_and_value_is_refused_r16_r26(options, reason):
+def test_merging_of_query_key_and_value_is_refused(options, reason):
     module, x = Attention(**options), data(2, 3, D)
     expected = module(x)
     before, gm, report = fuse(module, x)
@@ -221,7 +221,7 @@ class Gated(nn.Module):
         return F.silu(F.linear(x, self.gate.weight.to(x.dtype))) * self.up(x)
 
 
-def test_weights_of_different_dtypes_stay_apart_r16_r26():
+def test_weights_of_different_dtypes_stay_apart():
     module, x = Gated(), data(2, 3, D)
     _, gm, report = fuse(module, x)
     record = report["merge_gate_up"]

@@ -1,4 +1,4 @@
-"""graft::fused_linear: every kernel with every option against float64, on poisoned memory (R21, R22)."""
+"""graft::fused_linear: every kernel with every option against float64, on poisoned memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def arguments(shape, dtype, seed=0):
 
 @settings(max_examples=examples(25), deadline=None)
 @given(SHAPES, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
-def test_matvec_agrees_with_float64_r22(shape, rows, warps):
+def test_matvec_agrees_with_float64(shape, rows, warps):
     args = arguments(shape, torch.float32)
     assert agrees(lambda call: kernels.launch_matvec(call, Matvec(rows, warps)), args, torch.float32, shape.k)
 
@@ -76,7 +76,7 @@ def test_matvec_agrees_with_float64_r22(shape, rows, warps):
     SHAPES, st.sampled_from(["", "int4"]), st.integers(1, 40), st.sampled_from([16, 32]), st.sampled_from([1, 2, 3]),
     st.booleans(),
 )  # fmt: skip
-def test_gemm_agrees_with_float64_r22(shape, int4, tokens, rows, splits, inside):
+def test_gemm_agrees_with_float64(shape, int4, tokens, rows, splits, inside):
     shape = replace(shape, rows=tokens, weight=int4 or shape.weight)
     how = Gemm(rows=rows, tokens=16, depth=64, splits=splits, norm_inside=inside)
     args = arguments(shape, torch.float32)
@@ -92,7 +92,7 @@ def test_gemm_agrees_with_float64_r22(shape, int4, tokens, rows, splits, inside)
     st.sampled_from([1, 2, 3]),
     st.sampled_from([4, 60, 130]),
 )
-def test_even_shares_agree_with_float64_r22(shape, tokens, rows, splits, n):
+def test_even_shares_agree_with_float64(shape, tokens, rows, splits, n):
     """Rows that are the sum of one, two and three powers of two; a last program with few or none of a tile."""
     shape = replace(shape, rows=tokens, weight="plain", n=n)
     how = Even(rows=rows, tokens=16, depth=64, splits=splits)
@@ -114,7 +114,7 @@ def narrow_as(how):
 
 @settings(max_examples=examples(15), deadline=None)
 @given(SHAPES, st.integers(1, 8), st.sampled_from(NARROW), st.sampled_from([1024, 2048, 3072]), st.booleans())
-def test_narrow_agrees_with_float64_r22(shape, tokens, how, k, normed):
+def test_narrow_agrees_with_float64(shape, tokens, how, k, normed):
     """Steps that end in the middle, and programs that walk over rows."""
     norm = "" if normed or shape.norm == "cast_last" else shape.norm
     how = how if k <= how.warps * how.ahead * 128 else replace(how, each=0)
@@ -144,7 +144,7 @@ def test_what_narrow_has_slightly_wrong_is_caught(wrong):
     assert not agrees(lambda call: narrow_as(how)(wrong(call)), args, torch.bfloat16, shape.k)
 
 
-def test_what_cannot_be_read_by_16_bytes_goes_another_way_r25():
+def test_what_cannot_be_read_by_16_bytes_goes_another_way():
     """x that begins in the middle of 16 bytes, and one whose rows do; another dtype; a norm's weight of 1 + w."""
     shape = Shape(2, 16, 1024, weight="int4", norm="plain")
     x, *rest = arguments(shape, torch.bfloat16)
@@ -169,7 +169,7 @@ def test_what_cannot_be_read_by_16_bytes_goes_another_way_r25():
 
 @settings(max_examples=examples(15), deadline=None)
 @given(SHAPES, st.sampled_from(["", "int4"]), st.integers(1, 9))
-def test_torchs_own_product_agrees_with_float64_r25(shape, int4, tokens):
+def test_torchs_own_product_agrees_with_float64(shape, int4, tokens):
     shape = replace(shape, rows=tokens, weight=int4 or shape.weight)
     assert agrees(kernels.library, arguments(shape, torch.float32), torch.float32, shape.k)
 
@@ -199,7 +199,7 @@ def test_what_is_slightly_wrong_is_caught(wrong, kernel):
 
 
 @pytest.mark.parametrize("weight", ["int8", "int4", "fp8"])
-def test_a_scale_of_another_row_is_caught_r21(weight):
+def test_a_scale_of_another_row_is_caught(weight):
     shape = Shape(1, 16, 512, weight=weight)
     args = arguments(shape, torch.float32)
     run = lambda call: kernels.launch_gemm(call, Gemm(rows=16, tokens=16, depth=64))  # noqa: E731
@@ -207,7 +207,7 @@ def test_a_scale_of_another_row_is_caught_r21(weight):
     assert not agrees(lambda call: run(call._replace(scale=call.scale.roll(1, 0))), args, torch.float32, shape.k)
 
 
-def test_rows_of_any_shape_and_layout_are_taken_r22():
+def test_rows_of_any_shape_and_layout_are_taken():
     shape = Shape(6, 12, 136, norm="plain", residual=True)
     x, *rest = arguments(shape, torch.float32)
     rest[9] = rest[9].view(2, 3, 12)  # the residual
@@ -219,7 +219,7 @@ def test_rows_of_any_shape_and_layout_are_taken_r22():
     assert agrees(lambda call: kernels.run_as(call, None), [strided, *rest], torch.float32, 136)
 
 
-def test_a_cpu_takes_the_reference_and_says_why_r25():
+def test_a_cpu_takes_the_reference_and_says_why():
     args = make(Shape(1, 8, 64), "cpu", torch.float32, torch.Generator().manual_seed(0))
     call = SPEC.call(*args)
     chosen = choose(SPEC, call)

@@ -41,7 +41,7 @@ def reference(path, model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("file", FILES, indirect=True)
-def test_every_weight_is_the_files_own_r20(file):
+def test_every_weight_is_the_files_own(file):
     model = load_model(file, device="cpu", in_blocks=True)
     assert model.held is not None and model.floats is not None
     wanted = reference(file, model.module)
@@ -57,7 +57,7 @@ def test_every_weight_is_the_files_own_r20(file):
     assert (wrong - wanted[q]).abs().max() > 0.1 * wanted[q].abs().max(), "rows in llama.cpp's order would show"
 
 
-def test_loading_touches_no_weights_and_the_second_time_no_metadata_r51(file, monkeypatch):
+def test_loading_touches_no_weights_and_the_second_time_no_metadata(file, monkeypatch):
     told = []
     load_model(file, device="cpu", in_blocks=True, progress=lambda what, done, total: told.append(what))
     assert "finding the weights" in told and "dequantising the weights" not in told
@@ -68,7 +68,7 @@ def test_loading_touches_no_weights_and_the_second_time_no_metadata_r51(file, mo
     assert all(not p.any() for p in model.module.parameters() if p.dim() == 2), "never written"
 
 
-def test_the_dumped_step_reads_the_blocks_unless_floats_are_asked_for_r20(file):
+def test_the_dumped_step_reads_the_blocks_unless_floats_are_asked_for(file):
     own = native_source(str(file), load_config())
     assert "linear<WeightQ4>" in own and "packed_embedding<WeightQ8>" in own and "linear<WeightF32>" not in own
     assert "linear<WeightF32>" in native_source(str(file), load_config(), dtype="float32")
@@ -78,7 +78,7 @@ def test_the_dumped_step_reads_the_blocks_unless_floats_are_asked_for_r20(file):
 
 @needs_compiler
 @pytest.mark.parametrize("file", short(["Q4_1", "Q4_K"], "Q4_1"), indirect=True)
-def test_engines_read_the_blocks_r41(file):
+def test_engines_read_the_blocks(file):
     llm = LLM(file, device="cpu", backend="native", kv_cache_memory="8MiB")
     note = next(note for note in llm.report.notes if note.startswith("quantize_linear"))
     merged = llm.report.transforms["merge_qkv"]
@@ -102,7 +102,7 @@ def test_engines_read_the_blocks_r41(file):
 
 
 @needs_compiler
-def test_floats_where_they_are_asked_for_r51(file):
+def test_floats_where_they_are_asked_for(file):
     plain = LLM(file, device="cpu", backend="native", quantize="none", kv_cache_memory="8MiB")
     assert plain.quantized is None and plain.model.held is None
     off = {"transforms": {"quantize_linear": {"enabled": False}}}
@@ -126,7 +126,7 @@ def test_floats_where_they_are_asked_for_r51(file):
         assert float((engine_logits(llm, IDS) - logits).norm() / logits.norm()) < 0.04
 
 
-def test_files_that_are_gone_or_others_r63(file):
+def test_files_that_are_gone_or_others(file):
     folder = blocks_folder(file)
     index = json.loads((folder / INDEX).read_text())
     assert index["tensors"] and len(index["orders"]) == 2, "one order of rows for q, one for k"
@@ -142,7 +142,7 @@ def test_files_that_are_gone_or_others_r63(file):
         load_model(file.with_name("none.gguf"), device="cpu", in_blocks=True)
 
 
-def test_rows_behind_parameters_r20():
+def test_rows_behind_parameters():
     held, one, two = Held(), untouched((8, 64), torch.float32), untouched((16, 64), torch.float32)
     rows = [FileRows("Q8_0", torch.zeros(n, 68, dtype=torch.uint8)) for n in (8, 16)]
     rows[1].raw[:, 2:34] = 3
@@ -161,7 +161,7 @@ def test_rows_behind_parameters_r20():
     assert both not in held and bool((both[8:, :32] == 3).all()) and not both[:8].any()
 
 
-def test_one_reader_serves_all_and_is_gone_afterwards_r51(file):
+def test_one_reader_serves_all_and_is_gone_afterwards(file):
     import gguf
 
     before = gguf.GGUFReader, gguf.get_tensor_name_map

@@ -1,4 +1,4 @@
-"""Which accesses to one memory must keep their order, and that no rewrite breaks it (R6, R30, R33)."""
+"""Which accesses to one memory must keep their order, and that no rewrite breaks it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pairs(function):
     return [(h.first.name, h.second.name, h.kind) for h in hazards(graph_of(function).graph)]
 
 
-def test_reads_and_writes_of_one_memory_r33():
+def test_reads_and_writes_of_one_memory():
     def function(self, x, pos):
         before = x.sum()
         x.index_copy_(0, pos, x[:1] * 2)
@@ -61,11 +61,11 @@ def test_reads_and_writes_of_one_memory_r33():
     ]
 
 
-def test_functional_graphs_have_none_r32():
+def test_functional_graphs_have_none():
     assert pairs(lambda s, x, p: x.index_copy(0, p, x[:1]) + s.state) == []
 
 
-def test_parts_that_are_apart_are_free_and_overlapping_ones_are_not_r33():
+def test_parts_that_are_apart_are_free_and_overlapping_ones_are_not():
     def function(self, x, pos):
         x[0].zero_()
         x[1:3].add_(1)
@@ -76,7 +76,7 @@ def test_parts_that_are_apart_are_free_and_overlapping_ones_are_not_r33():
     assert ("zero_", "add_", "write after write") not in found and ("zero_", "sum_2", "read after write") not in found
 
 
-def test_attributes_in_one_memory_and_lists_of_tensors_r33():
+def test_attributes_in_one_memory_and_lists_of_tensors():
     def function(self, x, pos):
         torch._foreach_add_([self.state, x], 1)
         return self.tied.sum() + x.sum()
@@ -86,14 +86,14 @@ def test_attributes_in_one_memory_and_lists_of_tensors_r33():
     assert ("_foreach_add_", "sum_2", "read after write") in found
 
 
-def test_an_order_that_does_not_hold_is_named_r33():
+def test_an_order_that_does_not_hold_is_named():
     gm = graph_of(lambda s, x, p: (x.sum(), x.add_(1), x.mean())[2])
     assert check_order(gm.graph, lambda first, second: first < second) == []
     (late,) = check_order(gm.graph, lambda first, second: second.op == "output")
     assert late.text().startswith("%mean") and "must stay after %add_" in late.text() and ".py:" in late.text()
 
 
-def test_cost_is_linear_in_the_number_of_reads_r33():
+def test_cost_is_linear_in_the_number_of_reads():
     def function(self, x, pos):
         total = x.sum()
         for step in range(60):
@@ -201,7 +201,7 @@ def broken(request):
 
 
 @pytest.mark.parametrize("broken", BREAKS, indirect=True, ids=lambda f: f.__name__)
-def test_a_rewrite_that_changes_what_is_seen_is_rolled_back_r6_r33(broken):
+def test_a_rewrite_that_changes_what_is_seen_is_rolled_back(broken):
     gm = graph_of(program)
     gm.register_parameter("weight", nn.Parameter(torch.ones(4, 6)))
     text = graph_text(gm.graph)

@@ -33,7 +33,7 @@ class Write(nn.Module):
 
 
 @pytest.mark.parametrize("name", POSITIONS)
-def test_0d_positions_write_as_eager_does_r30(name):
+def test_0d_positions_write_as_eager_does(name):
     module, x = Write(name), torch.randn(2, 3, 4)
     if name == "slice bounds" and torch.__version__ < "2.12":
         with pytest.raises(CaptureError, match="data-dependent"):  # refused there, not captured for one position
@@ -57,7 +57,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_that_vary_write_as_eager_does_r30(name):
+def test_numbers_that_vary_write_as_eager_does(name):
     class Number(nn.Module):
         def forward(self, cache, position, x):
             NUMBERS[name](cache, position, x)
@@ -75,7 +75,7 @@ def test_numbers_that_vary_write_as_eager_does_r30(name):
         compiled(torch.zeros(2, 3, 8, 4), 8, x)
 
 
-def test_a_0d_tensor_beside_other_indices_stays_torch_s_business_r30():
+def test_a_0d_tensor_beside_other_indices_stays_torch_s_business():
     """Eager takes it for a number there; index_put_ would broadcast it, so the rewrite must not touch it."""
 
     class Mixed(nn.Module):

@@ -25,12 +25,12 @@ class Scale(nn.Module):
 @pytest.mark.parametrize(
     ("shapes", "expected"), [(None, False), (({0: Dim.DYNAMIC}, None), True), ((None, Dim.DYNAMIC), True)]
 )
-def test_sizes_and_numbers_that_vary_are_symbols_r30(shapes, expected):
+def test_sizes_and_numbers_that_vary_are_symbols(shapes, expected):
     graph = export_graph(Scale(), (torch.ones(4), 3), dynamic_shapes=shapes).graph
     assert has_symbols(graph) is expected
 
 
-def test_inputs_that_share_memory_take_nothing_from_the_cache_r33():
+def test_inputs_that_share_memory_take_nothing_from_the_cache():
     module = Scale()
     gm = export_graph(module, (torch.ones(4), 3))
     call = with_right_artifacts(lambda *args: functorch_config.enable_autograd_cache, gm)
@@ -42,6 +42,6 @@ def test_inputs_that_share_memory_take_nothing_from_the_cache_r33():
     assert functorch_config.enable_autograd_cache is usual
 
 
-def test_a_graph_that_writes_nothing_is_called_directly_r33():
+def test_a_graph_that_writes_nothing_is_called_directly():
     gm = export_graph(nn.ReLU(), (torch.ones(4),))
     assert with_right_artifacts(print, gm) is print

@@ -105,7 +105,7 @@ FUSED = {"fuse_rms_norm": 2, "fuse_swiglu": 1, "fuse_add_rms_norm": 1}
         ("llama", "bfloat16", (9,)),
     ),
 )
-def test_fusions_on_inductors_graph_of_hugging_face_models_r24(family, dtype, lengths):
+def test_fusions_on_inductors_graph_of_hugging_face_models(family, dtype, lengths):
     model, lab = tiny(family, dtype), Lab()
     compiled = lab.compile(model.module)
     for length in lengths:
@@ -132,7 +132,7 @@ def test_fusions_on_inductors_graph_of_hugging_face_models_r24(family, dtype, le
     assert report.transforms["fuse_rope"].matches[0].module == "model.layers.0.self_attn"
 
 
-def test_the_rest_of_the_graph_stays_as_inductor_made_it_r24():
+def test_the_rest_of_the_graph_stays_as_inductor_made_it():
     module, lab, x = Block(), Lab(), torch.randn(3, 8)
     with torch.no_grad():
         assert torch.equal(lab.compile(module)(x), module(x))
@@ -146,7 +146,7 @@ def test_the_rest_of_the_graph_stays_as_inductor_made_it_r24():
     assert not any("aten.to.dtype" in line or "aten.transpose" in line for line in after)
 
 
-def test_a_graph_without_matches_is_untouched_r24():
+def test_a_graph_without_matches_is_untouched():
     lab = Lab()
     with torch.no_grad():
         lab.compile(lambda x: (x.t() @ x + 0).exp().to(torch.float64).view(-1))(torch.randn(3, 3))
@@ -155,7 +155,7 @@ def test_a_graph_without_matches_is_untouched_r24():
     assert all(record.reason or record.status == "disabled" for record in records)
 
 
-def test_writes_to_inputs_stay_r24():
+def test_writes_to_inputs_stay():
     def step(x, cache, module):
         y = module(x)
         cache[1:3] = y
@@ -170,7 +170,7 @@ def test_writes_to_inputs_stay_r24():
     assert torch.equal(*caches) and caches[0].any() and counts(lab.reports[0]) == FUSED
 
 
-def test_a_symbolic_eps_is_a_near_miss_r24():
+def test_a_symbolic_eps_is_a_near_miss():
     module, lab, x = Block(), Lab(), torch.randn(3, 8)
     with torch.no_grad():
         torch.testing.assert_close(lab.compile(module, dynamic=True)(x), module(x), rtol=1e-6, atol=1e-6)
@@ -179,7 +179,7 @@ def test_a_symbolic_eps_is_a_near_miss_r24():
     assert counts(lab.reports[0]) == {"fuse_swiglu": 1}
 
 
-def test_a_second_reader_is_refused_with_the_reason_r26():
+def test_a_second_reader_is_refused_with_the_reason():
     class Read(Block):
         def forward(self, x):
             h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
@@ -193,7 +193,7 @@ def test_a_second_reader_is_refused_with_the_reason_r26():
     assert graph_text(lab.graphs[0]) == lab.before[0]
 
 
-def test_training_graphs_keep_their_gradients_r24():
+def test_training_graphs_keep_their_gradients():
     """After AOTAutograd the backward is a graph of its own, so that fusing the forward is right."""
     module, other, lab = Block(), Block(), Lab()
     other.load_state_dict(module.state_dict())
@@ -203,7 +203,7 @@ def test_training_graphs_keep_their_gradients_r24():
         torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_a_failing_transform_is_rolled_back_or_raised_r24(monkeypatch):
+def test_a_failing_transform_is_rolled_back_or_raised(monkeypatch):
     replace = Editor.replace
 
     def broken(self, old, new):
@@ -224,7 +224,7 @@ def test_a_failing_transform_is_rolled_back_or_raised_r24(monkeypatch):
         Lab().compile(module)(x)
 
 
-def test_settings_decide_the_key_of_the_cache_r24():
+def test_settings_decide_the_key_of_the_cache():
     def key(config=None):
         return graft.passes_for_inductor(config)[FUSION_PASS].uuid()
 
@@ -234,7 +234,7 @@ def test_settings_decide_the_key_of_the_cache_r24():
         graft.passes_for_inductor({"transforms": {"fuse_rope": {"enable": False}}})
 
 
-def test_through_inductor_to_the_generated_code_r24():
+def test_through_inductor_to_the_generated_code():
     """All the way: the fused ops are calls in Inductor's code, and the numbers are eager's."""
     model = tiny("llama").module
     first = len(inductor_passes._reports)
@@ -254,7 +254,7 @@ def test_through_inductor_to_the_generated_code_r24():
 
 
 @pytest.mark.parametrize("family", short(["llama", "gemma-2"], "gemma-2"))
-def test_all_of_inductors_fx_passes_run_on_the_fused_graph_r24(family):
+def test_all_of_inductors_fx_passes_run_on_the_fused_graph(family):
     """Its own post-grad passes come after graft's; what they leave is executed."""
     model = tiny(family).module
     ids = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -287,7 +287,7 @@ print("RESULT", hits > 0, bypassed, fused, len(reports), reports[-1].notes, sep=
 
 
 @pytest.mark.exhaustive
-def test_a_second_process_finds_the_graph_in_the_cache_r24():
+def test_a_second_process_finds_the_graph_in_the_cache():
     """An eps that no earlier run can have compiled; a fresh cache folder would cost a minute of C++ headers."""
     eps = repr(1e-5 + int.from_bytes(os.urandom(4)) * 1e-15)
     source = Path(graft.__file__).parents[1]

@@ -175,7 +175,7 @@ def test_bytes_and_rates_of_a_table(monkeypatch):
 # ── a real step ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_step_on_a_cpu_by_op_r61():
+def test_a_step_on_a_cpu_by_op():
     step = kernel_times(engine(), Cell(2, 16), 5, ROOF)
     assert step.steps == 5 and not step.on_gpu and step.context == 16 + 1 + 3 + 5
     assert step.sum_us == pytest.approx(sum(row.us for row in step.rows)) and step.busy_us == step.sum_us
@@ -189,7 +189,7 @@ def test_a_step_on_a_cpu_by_op_r61():
 
 
 @needs_compiler
-def test_a_native_step_by_kernel_r61():
+def test_a_native_step_by_kernel():
     llm = graft.LLM("tiny-llama", dtype="float32", device="cpu", backend="native")
     step = kernel_times(llm, Cell(2, 16), 5, ROOF)
     calls = {(row.name, row.grid): row.calls for row in step.rows if row.name.startswith("native ")}
@@ -219,7 +219,7 @@ def test_the_table_says_what_it_leaves_out(capsys):
     assert "aten::mm" in printed and "of the step" in printed
 
 
-def test_the_kernel_table_fits_into_80_columns_r61(monkeypatch):
+def test_the_kernel_table_fits_into_80_columns(monkeypatch):
     """The widest numbers of a step; long names are cut, numbers never."""
     from graft.cli import bench_show
 

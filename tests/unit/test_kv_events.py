@@ -40,7 +40,7 @@ def run(manager: BlockManager, tokens: list[int]):
     return table
 
 
-def test_the_life_of_blocks_r41():
+def test_the_life_of_blocks():
     queue = EventQueue()
     manager = BlockManager(3, 2, fingerprint="m", events=queue)
     (created,) = queue.drain()
@@ -72,7 +72,7 @@ def test_the_life_of_blocks_r41():
     assert queue.drain() == []
 
 
-def test_what_changes_nothing_stored_tells_nothing_r41():
+def test_what_changes_nothing_stored_tells_nothing():
     queue = EventQueue()
     manager = BlockManager(4, 2, events=queue)
     table = run(manager, [1, 2, 3])
@@ -84,7 +84,7 @@ def test_what_changes_nothing_stored_tells_nothing_r41():
     assert queue.drain() == []
 
 
-def test_an_equal_block_is_told_once_and_wakes_the_stored_one_r41():
+def test_an_equal_block_is_told_once_and_wakes_the_stored_one():
     queue = EventQueue()
     manager = BlockManager(8, 2, events=queue)
     a, b = manager.open([1, 2]), manager.open([1, 2])
@@ -96,7 +96,7 @@ def test_an_equal_block_is_told_once_and_wakes_the_stored_one_r41():
     assert kinds(queue.drain()) == ["created", "stored", "updated", "updated"]
 
 
-def test_events_are_json_and_back_r41():
+def test_events_are_json_and_back():
     queue = EventQueue(limit=12)
     manager = BlockManager(4, 1, events=queue)
     events = []
@@ -113,7 +113,7 @@ def test_events_are_json_and_back_r41():
     assert stored["type"] == "stored" and stored["parent"] is None and stored["blocks"][0]["tokens"] == [1]
 
 
-def test_ids_have_no_gaps_whatever_the_limit_r41():
+def test_ids_have_no_gaps_whatever_the_limit():
     for limit in (1, 5, 65536):
         sim = Simulation(BlockManager(6, 2, events=EventQueue(limit)))
         random, expected, lost = Random(limit), 0, 0
@@ -129,7 +129,7 @@ def test_ids_have_no_gaps_whatever_the_limit_r41():
         assert (lost > 0) == (limit < 65536)
 
 
-def test_a_slow_reader_loses_history_not_the_state_r41():
+def test_a_slow_reader_loses_history_not_the_state():
     queue = EventQueue(limit=4)
     manager = BlockManager(8, 1, events=queue)
     manager.close(run(manager, [1, 2, 3]))
@@ -146,7 +146,7 @@ def test_a_slow_reader_loses_history_not_the_state_r41():
     view.apply(more)
 
 
-def test_a_queue_that_nobody_reads_stays_small_and_makes_no_events_r41(monkeypatch):
+def test_a_queue_that_nobody_reads_stays_small_and_makes_no_events(monkeypatch):
     made = []
     real = Stored.of
     monkeypatch.setattr(Stored, "of", staticmethod(lambda *facts: made.append(1) or real(*facts)))
@@ -160,7 +160,7 @@ def test_a_queue_that_nobody_reads_stays_small_and_makes_no_events_r41(monkeypat
     assert made
 
 
-def test_the_limit_counts_blocks_not_events_r41():
+def test_the_limit_counts_blocks_not_events():
     queue = EventQueue(limit=5)
     manager = BlockManager(8, 1, events=queue)
     run(manager, [1, 2, 3, 4])
@@ -173,7 +173,7 @@ def test_the_limit_counts_blocks_not_events_r41():
     assert kinds(queue.drain()) == ["lost", "created", "stored"]
 
 
-def test_drain_waits_for_an_event_from_another_thread_r41():
+def test_drain_waits_for_an_event_from_another_thread():
     queue = EventQueue()
     manager = BlockManager(4, 1, events=queue)
     queue.drain()
@@ -195,7 +195,7 @@ def test_drain_waits_for_an_event_from_another_thread_r41():
     assert queue.drain(timeout=0.01) == [] and queue.waiting == 0
 
 
-def test_a_reader_in_another_thread_sees_the_state_r41():
+def test_a_reader_in_another_thread_sees_the_state():
     """The reader drains while the manager works, with a limit that overflows; the last look is the state."""
     queue = EventQueue(limit=20)
     manager = BlockManager(24, 2, events=queue)
@@ -221,7 +221,7 @@ def test_a_reader_in_another_thread_sees_the_state_r41():
     assert {name: (b.parent, b.tokens, b.in_use) for name, b in view.blocks.items()} == state_of(manager)
 
 
-def test_a_reader_never_sees_half_an_operation_r41():
+def test_a_reader_never_sees_half_an_operation():
     """A drain that needs the present state waits until the commit that runs in another thread is over."""
     queue = EventQueue(limit=1)
     got: list = []
@@ -242,7 +242,7 @@ def test_a_reader_never_sees_half_an_operation_r41():
     assert kinds(got) == ["lost", "created", "stored"] and len(got[2].blocks) == 3
 
 
-def test_a_woken_parent_is_told_before_its_new_child_r41():
+def test_a_woken_parent_is_told_before_its_new_child():
     queue = EventQueue()
     manager = BlockManager(8, 2, events=queue)
     slow = manager.open([1, 2, 3, 4])
@@ -255,12 +255,12 @@ def test_a_woken_parent_is_told_before_its_new_child_r41():
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), limit=st.integers(1, 40), width=st.sampled_from([1, 3, 64]))
-def test_the_view_is_the_state_after_any_trace_r41(seed, limit, width):
+def test_the_view_is_the_state_after_any_trace(seed, limit, width):
     random_trace(seed, steps=60, events=EventQueue(limit), hash_block=bits(width))
 
 
 @pytest.mark.parametrize("silent", [Removed, Stored, Updated])
-def test_a_manager_that_keeps_an_event_back_is_seen_r41(monkeypatch, silent):
+def test_a_manager_that_keeps_an_event_back_is_seen(monkeypatch, silent):
     emit = BlockManager.emit
 
     def keep_back(self, make, entries):
@@ -313,7 +313,7 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_an_impossible_order_is_refused_r41(name):
+def test_an_impossible_order_is_refused(name):
     *before, last = IMPOSSIBLE[name]
     view = CacheView()
     for event in before:
@@ -322,7 +322,7 @@ def test_an_impossible_order_is_refused_r41(name):
         view.apply(last)
 
 
-def test_the_orders_that_are_possible_are_accepted_r41():
+def test_the_orders_that_are_possible_are_accepted():
     view = CacheView()
     for event in [
         CREATED,
@@ -338,7 +338,7 @@ def test_the_orders_that_are_possible_are_accepted_r41():
     assert set(view.blocks) == {"c"}
 
 
-def test_a_queue_goes_on_with_a_new_cache_r41():
+def test_a_queue_goes_on_with_a_new_cache():
     queue = EventQueue()
     run(BlockManager(4, 1, events=queue), [1, 2])
     manager = BlockManager(8, 1, events=queue)
@@ -349,6 +349,6 @@ def test_a_queue_goes_on_with_a_new_cache_r41():
     assert [block.tokens for block in view.blocks.values()] == [(3,)] and view.levels == (8,)
 
 
-def test_a_queue_without_room_is_refused_r41():
+def test_a_queue_without_room_is_refused():
     with pytest.raises(CacheMisuse):
         EventQueue(0)

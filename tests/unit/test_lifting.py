@@ -1,4 +1,4 @@
-"""Written buffers as inputs, and back as module state (R35)."""
+"""Written buffers as inputs, and back as module state."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assert_same(got, expected):
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def test_threaded_buffers_see_the_eager_effect_r35():
+def test_threaded_buffers_see_the_eager_effect():
     module, eager = Nested(), Nested()
     eager.load_state_dict(module.state_dict())
     calls = nested_calls()
@@ -78,7 +78,7 @@ def test_threaded_buffers_see_the_eager_effect_r35():
     assert lifted.graph_module.weight is module.weight
 
 
-def test_lift_then_inline_is_the_identity_r35():
+def test_lift_then_inline_is_the_identity():
     module, eager = Nested(), Nested()
     eager.load_state_dict(module.state_dict())
     calls = nested_calls()
@@ -108,7 +108,7 @@ GOLDEN = """\
 """
 
 
-def test_the_lifted_graph_as_text_r35():
+def test_the_lifted_graph_as_text():
     args, kwargs = nested_calls(1)[0]
     lifted = graft.lift_buffers(Nested(), args, kwargs)
     assert graph_text(lifted.graph_module.graph, origin=False).startswith(GOLDEN)
@@ -116,7 +116,7 @@ def test_the_lifted_graph_as_text_r35():
     assert f"def forward({arguments})" in lifted.graph_module.code
 
 
-def test_tied_names_come_back_to_one_tensor_and_flags_stay_r35():
+def test_tied_names_come_back_to_one_tensor_and_flags_stay():
     args, kwargs = nested_calls(1)[0]
     module = Nested()
     lifted = graft.lift_buffers(module, args, kwargs)
@@ -127,7 +127,7 @@ def test_tied_names_come_back_to_one_tensor_and_flags_stay_r35():
 
 
 @pytest.mark.parametrize("decomposed", [False, True])
-def test_an_exported_program_r35(decomposed):
+def test_an_exported_program(decomposed):
     class Steps(nn.Module):
         def __init__(self):
             super().__init__()
@@ -158,7 +158,7 @@ def test_an_exported_program_r35(decomposed):
     assert again.steps.item() == 1 and again.steps is lifted.buffers["buf_steps"]
 
 
-def test_nothing_written_nothing_lifted_r35():
+def test_nothing_written_nothing_lifted():
     class Reads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -178,7 +178,7 @@ def test_nothing_written_nothing_lifted_r35():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("returned", ["only", "first", "view", "none"])
-def test_a_written_buffer_may_be_returned_r35(dtype, returned):
+def test_a_written_buffer_may_be_returned(dtype, returned):
     class Returns(nn.Module):
         def __init__(self):
             super().__init__()
@@ -203,7 +203,7 @@ def test_a_written_buffer_may_be_returned_r35(dtype, returned):
     assert module.kv.count_nonzero() == 0
 
 
-def test_a_result_of_inlining_exports_saves_and_keeps_its_state_r35(tmp_path):
+def test_a_result_of_inlining_exports_saves_and_keeps_its_state(tmp_path):
     class Deep(nn.Module):
         def __init__(self):
             super().__init__()
@@ -226,7 +226,7 @@ def test_a_result_of_inlining_exports_saves_and_keeps_its_state_r35(tmp_path):
     assert_same(buffers["layers.1.cache"], eager.layers[1].cache)
 
 
-def test_dynamic_sizes_stay_dynamic_r35():
+def test_dynamic_sizes_stay_dynamic():
     class Window(nn.Module):
         def __init__(self):
             super().__init__()
@@ -245,7 +245,7 @@ def test_dynamic_sizes_stay_dynamic_r35():
         assert_same(seen, eager.seen)
 
 
-def test_plain_graphs_without_nesting_r35():
+def test_plain_graphs_without_nesting():
     captured = export_graph(Cache(torch.zeros(3)), (torch.ones(3),))
     plain = graph_from_json(graph_to_json(captured), dict(captured.named_buffers()))  # a dump keeps no nesting
     lifted = graft.lift_buffers(plain)
@@ -257,7 +257,7 @@ def test_plain_graphs_without_nesting_r35():
     assert graph_text(inlined.graph) == graph_text(plain.graph)
 
 
-def test_an_input_of_the_same_name_is_not_shadowed_r35():
+def test_an_input_of_the_same_name_is_not_shadowed():
     class Shadow(nn.Module):
         def __init__(self):
             super().__init__()
@@ -273,7 +273,7 @@ def test_an_input_of_the_same_name_is_not_shadowed_r35():
     assert_same(lifted.graph_module(torch.ones(3), buf_x_2=own), torch.full((3,), 2.0))
 
 
-def test_a_written_parameter_is_refused_with_its_line_r35():
+def test_a_written_parameter_is_refused_with_its_line():
     class Writes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -302,7 +302,7 @@ def overlapping(left, right):
     return Two()
 
 
-def test_buffers_that_overlap_are_refused_and_neighbours_are_not_r35():
+def test_buffers_that_overlap_are_refused_and_neighbours_are_not():
     with pytest.raises(LiftError, match=r"left \(3,\) and right \(3,\) overlap"):
         graft.lift_buffers(overlapping(slice(0, 3), slice(1, 4)), (torch.ones(3),))
     lifted = graft.lift_buffers(overlapping(slice(0, 3), slice(3, 6)), (torch.ones(3),))
@@ -313,7 +313,7 @@ def test_buffers_that_overlap_are_refused_and_neighbours_are_not_r35():
     assert_same(tied.graph_module(torch.ones(3), **{tied.bindings[0].input: own}), torch.full((3,), 2.0))
 
 
-def test_what_cannot_be_lifted_or_inlined_says_so_r35():
+def test_what_cannot_be_lifted_or_inlined_says_so():
     module, x = Cache(torch.zeros(3)), torch.ones(3)
     with pytest.raises(UsageError, match=r"Cache must be captured first: lift_buffers\(module, args\)"):
         graft.lift_buffers(module)

@@ -92,7 +92,7 @@ def test_any_batch_gives_each_request_its_own_tokens(lengths, new, budget):
     assert llm.engine.manager.available == llm.engine.manager.blocks
 
 
-def test_requests_wait_when_the_cache_is_small_r40():
+def test_requests_wait_when_the_cache_is_small():
     whole = engine("llama").engine
     block = whole.cache_bytes // whole.manager.blocks
     llm = resized(engine("llama"), kv_cache_memory=4 * block)
@@ -117,7 +117,7 @@ def test_generation_stops_at_the_end_token():
     assert output.token_ids == free[: free.index(free[5]) + 1]
 
 
-def test_temperature_draws_with_the_requests_own_seed_r42():
+def test_temperature_draws_with_the_requests_own_seed():
     llm = engine("qwen3")
     (prompt,) = prompts((6,))
     hot = graft.SamplingParams(max_tokens=12, temperature=1.5, seed=7, ignore_eos=True)
@@ -145,7 +145,7 @@ def test_prompts_may_be_one_or_many():
         assert [o.token_ids for o in llm.generate(same, GREEDY)] == [ids]
 
 
-def test_clear_errors_for_bad_prompts_r63():
+def test_clear_errors_for_bad_prompts():
     llm = engine("llama")
     with pytest.raises(TokenizerMissing, match="tiny-llama has no tokenizer"):
         llm.generate("some text", GREEDY)
@@ -188,7 +188,7 @@ def test_without_any_fusion_the_tokens_are_the_same():
     assert llm.report.transforms["fuse_rope"].status == "disabled"
 
 
-def test_report_names_the_kernel_of_every_op_r25():
+def test_report_names_the_kernel_of_every_op():
     kernels = graft.LLM("tiny-llama", dtype="float32", device="cpu", backend="eager").report.kernels
     assert str(kernels["graft::rms_norm"]) == "aten (existing)"
     assert str(kernels["graft::paged_attention"]).startswith("reference (not triton: Triton kernels run on a GPU")
@@ -230,7 +230,7 @@ def test_streams_do_not_disturb_each_other(monkeypatch):
         assert held.idle and held.manager.available == held.manager.blocks
 
 
-def test_a_wrong_request_does_not_stop_the_others_r63():
+def test_a_wrong_request_does_not_stop_the_others():
     """Each gets its own error; what cannot run leaves nothing behind."""
     llm = engine("llama")
     asked = [[], [5, 6], [3] * 400, [999], [5, 6], "text", [1.5], b"\xff"]
@@ -243,7 +243,7 @@ def test_a_wrong_request_does_not_stop_the_others_r63():
     assert llm.engine.idle and llm.engine.manager.available == llm.engine.manager.blocks
 
 
-def test_unknown_options_are_errors_r63():
+def test_unknown_options_are_errors():
     with pytest.raises(UsageError, match="unknown option 'kv_cache_size' of LLM; did you mean 'kv_cache_memory'"):
         graft.LLM("tiny-llama", kv_cache_size=3)
     with pytest.raises(UsageError, match="max_num_seqs must be a whole number of at least 1, but is 0"):
@@ -268,7 +268,7 @@ def test_a_seed_gives_the_same_tokens_in_chunks():
         graft.SamplingParams(seed=2**70)
 
 
-def test_logits_that_are_no_numbers_end_their_request_alone_r63(monkeypatch):
+def test_logits_that_are_no_numbers_end_their_request_alone(monkeypatch):
     llm = engine("llama")
     expected = llm.generate([[5, 6]], GREEDY)[0].token_ids
     graph = llm.engine.graph
@@ -294,7 +294,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone_r63(monkeypatch):
 @pytest.mark.parametrize(
     "at", ["graft.runtime.engine.sample", "graft.runtime.sampling.draw", "graph", "append_token"]
 )
-def test_a_step_that_fails_is_done_again_for_those_who_go_on_r63(at, monkeypatch):
+def test_a_step_that_fails_is_done_again_for_those_who_go_on(at, monkeypatch):
     """Three samples of one prompt are about to copy the block that they share when the step fails."""
     llm = engine("llama")
     params = graft.SamplingParams(max_tokens=9, temperature=1.1, n=3, seed=3, ignore_eos=True)
@@ -315,7 +315,7 @@ def test_a_step_that_fails_is_done_again_for_those_who_go_on_r63(at, monkeypatch
         assert [one.new_tokens for one in request.family] == expected
 
 
-def test_a_request_cancelled_in_the_middle_of_its_prompt_leaves_the_others_alone_r42():
+def test_a_request_cancelled_in_the_middle_of_its_prompt_leaves_the_others_alone():
     llm = resized(engine("llama"), max_num_batched_tokens=8)
     long, short = prompts((60, 7))
     expected = llm.generate([short], GREEDY)[0].token_ids
@@ -330,7 +330,7 @@ def test_a_request_cancelled_in_the_middle_of_its_prompt_leaves_the_others_alone
     assert llm.engine.manager.available == llm.engine.manager.blocks
 
 
-def test_an_engine_that_cannot_go_on_says_so_r63(monkeypatch):
+def test_an_engine_that_cannot_go_on_says_so(monkeypatch):
     llm = resized(engine("llama"))
     request = llm.engine.add([5, 6], GREEDY)
     monkeypatch.setattr(llm.engine.scheduler, "admit", lambda request: False)
@@ -340,7 +340,7 @@ def test_an_engine_that_cannot_go_on_says_so_r63(monkeypatch):
     assert llm.engine.step() == []
 
 
-def test_a_step_that_breaks_off_between_two_samples_keeps_what_it_has_r63(monkeypatch):
+def test_a_step_that_breaks_off_between_two_samples_keeps_what_it_has(monkeypatch):
     """The first of three has its token when Ctrl-C comes; the others draw again, with the same random numbers."""
     llm = engine("llama")
     params = graft.SamplingParams(max_tokens=9, temperature=1.1, n=3, seed=3, ignore_eos=True)
@@ -366,7 +366,7 @@ def test_a_step_that_breaks_off_between_two_samples_keeps_what_it_has_r63(monkey
         assert [one.new_tokens for one in request.family] == [one.token_ids for one in (first, *first.alternatives)]
 
 
-def test_one_requests_nan_does_not_reach_another_r63():
+def test_one_requests_nan_does_not_reach_another():
     """Keys and values that are NaN stay in the cache after their request has ended; nobody may see them."""
     model = load_model("tiny-llama", dtype="float32", device="cpu")
     llm = graft.LLM(model, max_num_batched_tokens=16)
@@ -384,7 +384,7 @@ def test_one_requests_nan_does_not_reach_another_r63():
     assert [o.token_ids for o in llm.generate(healthy, GREEDY)] == expected
 
 
-def test_a_call_that_fails_while_it_is_taken_in_leaves_nothing_behind_r63(monkeypatch):
+def test_a_call_that_fails_while_it_is_taken_in_leaves_nothing_behind(monkeypatch):
     llm = resized(engine("llama"))
     enter, calls = llm.engine.enter, []
     monkeypatch.setattr(

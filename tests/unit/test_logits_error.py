@@ -27,7 +27,7 @@ def error_of(llm: LLM) -> float:
     return float(found[1])
 
 
-def test_logits_error_is_relative_r12():
+def test_logits_error_is_relative():
     exact = torch.randn(4, 9, dtype=torch.float64)
     assert logits_error(exact, exact) == 0
     assert logits_error(exact * 1.5, exact) == pytest.approx(0.5)
@@ -35,7 +35,7 @@ def test_logits_error_is_relative_r12():
 
 @needs_compiler
 @pytest.mark.parametrize("backend", short(["eager", "native"], "eager"))
-def test_the_error_follows_the_format_r12(backend):
+def test_the_error_follows_the_format(backend):
     errors = {
         "float32": error_of(made(dtype="float32", backend=backend)),
         "bfloat16": error_of(made(dtype="bfloat16", backend=backend)),
@@ -46,7 +46,7 @@ def test_the_error_follows_the_format_r12(backend):
     assert 1e-4 < errors["bfloat16"] < 0.05
 
 
-def test_wrong_logits_are_noticed_r12():
+def test_wrong_logits_are_noticed():
     llm = made(dtype="float32", backend="eager")
     assert error_of(llm) < 1e-5
     graph = llm.engine.graph
@@ -55,12 +55,12 @@ def test_wrong_logits_are_noticed_r12():
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
-def test_experts_are_compared_too_r12(family):
+def test_experts_are_compared_too(family):
     llm = LLM(f"tiny-{family}", dtype="float32", device="cpu", backend="eager", kv_cache_memory="8MiB")
     assert error_of(llm) < 1e-5
 
 
-def test_a_model_that_does_not_run_in_float64_is_told_r12(monkeypatch):
+def test_a_model_that_does_not_run_in_float64_is_told(monkeypatch):
     def refuses(*_):
         raise RuntimeError("no kernel for Double\nand more")
 
@@ -69,7 +69,7 @@ def test_a_model_that_does_not_run_in_float64_is_told_r12(monkeypatch):
     assert note.endswith("which the model does not run in: no kernel for Double")
 
 
-def test_where_float64_does_not_fit_that_is_said_r12(monkeypatch):
+def test_where_float64_does_not_fit_that_is_said(monkeypatch):
     monkeypatch.setattr(quality, "free_memory", lambda _: 1000)
     note = logits_note(made(dtype="float32", backend="eager"), IDS)
     assert note.startswith("logits: not compared with float64, which takes") and note.endswith("that are free")

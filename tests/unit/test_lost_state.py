@@ -1,4 +1,4 @@
-"""State in Python: a write where a graph can keep it, else refused with its path; the module is left alone (R31)."""
+"""State in Python: a write where a graph can keep it, else refused with its path; the module is left alone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def swap(self, x):
 
 @pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential], ids=["root", "submodule"])
 @pytest.mark.parametrize("step", [view_and_new, swap])
-def test_assigned_tensor_attributes_are_written_r31(step, wrap):
+def test_assigned_tensor_attributes_are_written(step, wrap):
     eager, inner = Stateful(step), Stateful(step)
     first = inner.st, inner.other
     compiled = graft.compile(wrap(inner), (ONES,), backend="eager")
@@ -102,7 +102,7 @@ LOST = [
 
 
 @pytest.mark.parametrize(("statement", "message"), LOST, ids=[statement for statement, _ in LOST])
-def test_what_a_graph_cannot_keep_is_refused_r31(statement, message):
+def test_what_a_graph_cannot_keep_is_refused(statement, message):
     module = Stateful(assign(statement))
     before, own = holdings(module), dict(vars(module))
     with pytest.raises(CaptureError, match=message):
@@ -119,7 +119,7 @@ class Holder(nn.Module):
         return self.m(*args)
 
 
-def test_the_message_says_what_to_do_r31():
+def test_the_message_says_what_to_do():
     wanted = r"forward sets n \(an int\): a graph cannot keep it; make it a registered buffer \(a tensor\) and write"
     with pytest.raises(CaptureError, match=wanted):
         graft.compile(Stateful(assign("self.n += 1")), (ONES,), backend="eager")
@@ -139,14 +139,14 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("statement", HARMLESS)
-def test_what_loses_nothing_is_captured_r31(statement):
+def test_what_loses_nothing_is_captured(statement):
     module = Stateful(assign(statement))
     before = holdings(module)
     export_graph(module, (ONES,))
     assert holdings(module) == before and not module._forward_hooks and "done" not in vars(module)
 
 
-def test_a_trace_that_raises_leaves_the_module_as_it_was_r31():
+def test_a_trace_that_raises_leaves_the_module_as_it_was():
     module = Stateful(assign("self.n += 1; self.d['h'] = x; self.cache = x; self.list.append(x); x.nonsense()"))
     before = holdings(module)
     with pytest.raises(CaptureError, match="nonsense"):
@@ -154,7 +154,7 @@ def test_a_trace_that_raises_leaves_the_module_as_it_was_r31():
     assert holdings(module) == before
 
 
-def test_a_tied_tensor_attribute_is_refused_r31():
+def test_a_tied_tensor_attribute_is_refused():
     module = Stateful(assign("self.st = self.st + x"))
     module.register_buffer("same", module.st)
     with pytest.raises(CaptureError, match=r"shares its memory .* \(same\)"):
@@ -179,14 +179,14 @@ class Arguments(nn.Module):
         (lambda x, d, items: d["deep"].pop(), r"changes the argument d\['deep'\]\[0\] \(taken away\)"),
     ],
 )
-def test_a_changed_container_argument_is_refused_r31(change, message):
+def test_a_changed_container_argument_is_refused(change, message):
     given = {"k": torch.zeros(4), "deep": [ONES]}
     with pytest.raises(CaptureError, match=message):
         export_graph(Arguments(change), (ONES, given), {"items": [ONES]})
     assert torch.equal(given["k"], torch.zeros(4)) and len(given["deep"]) == 1
 
 
-def test_a_container_argument_with_the_same_objects_is_captured_r31():
+def test_a_container_argument_with_the_same_objects_is_captured():
     module = Arguments(lambda x, d, items: (d.update(k=d["k"]), d["k"].add_(x)))
     given, expected = ({"k": torch.zeros(4), "deep": [ONES]} for _ in range(2))
     compiled = graft.compile(module, (ONES, given), kwargs={"items": [ONES]}, backend="eager")

@@ -120,7 +120,7 @@ MUST_NOT_MATCH = {
 
 
 @pytest.mark.parametrize("name", MUST_NOT_MATCH)
-def test_refuses_and_says_why_r26(name):
+def test_refuses_and_says_why(name):
     body, reason = MUST_NOT_MATCH[name]
     matches, misses = find(body)
     assert matches == []

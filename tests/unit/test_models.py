@@ -53,7 +53,7 @@ def test_random_weights_are_the_same_every_time():
     assert all(torch.equal(one[k], two[k]) for k in one)
 
 
-def test_formulas_of_the_registry_r9():
+def test_formulas_of_the_registry():
     assert evaluate("2*L + 1", 30) == 61
     for wrong in ("__import__('os')", "L**2", "x + 1"):
         with pytest.raises(ConfigError, match="numbers, L"):
@@ -62,7 +62,7 @@ def test_formulas_of_the_registry_r9():
         assert all(isinstance(n, int) for n in family.expected_matches(7).values())
 
 
-def test_fourteen_families_and_each_accounts_for_every_transform_r9():
+def test_fourteen_families_and_each_accounts_for_every_transform():
     """A transform that finds nothing in a family has its reason in the YAML; nothing is left out."""
     from graft.transforms.config import load_config
 
@@ -73,7 +73,7 @@ def test_fourteen_families_and_each_accounts_for_every_transform_r9():
         assert all(family.expected_matches(8)[name] > 0 for name in family.expect), family.name
 
 
-def test_the_table_of_families_in_the_docs_is_current_r9():
+def test_the_table_of_families_in_the_docs_is_current():
     from graft.workbench.families import families_markdown
 
     written = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
@@ -125,7 +125,7 @@ def cut(path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes()[:size])
 
 
-def test_bad_folders_r63(folder, tmp_path):
+def test_bad_folders(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         load_model(tmp_path / "empty")
@@ -250,7 +250,7 @@ def nothing_left(cache: Path) -> bool:
     return not [p for p in cache.rglob("*") if p.is_file() or ".partial" in p.name]
 
 
-def test_bad_gguf_files_r63(gguf_file, tmp_path):
+def test_bad_gguf_files(gguf_file, tmp_path):
     whole = gguf_file.read_bytes()
     for size in (len(whole) - 500, len(whole) // 4, 30):
         cut(gguf_file, size)
@@ -269,7 +269,7 @@ def test_bad_gguf_files_r63(gguf_file, tmp_path):
     ("failure", "expected"),
     [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(errno.ENOSPC, "No space left on device"), DiskFull)],
 )
-def test_an_interrupted_conversion_leaves_nothing_r63(gguf_file, tmp_path, monkeypatch, failure, expected):
+def test_an_interrupted_conversion_leaves_nothing(gguf_file, tmp_path, monkeypatch, failure, expected):
     real = gguf_module.write_folder
 
     def fail(*given):

@@ -29,7 +29,7 @@ CASTS = ("cast read", "cast returned")  # of an input: it stays for its other re
 
 
 @pytest.mark.parametrize(("transform", "rewrite"), PATTERNS, ids=IDS)
-def test_changed_patterns_are_refused_or_harmless_r26(transform, rewrite):
+def test_changed_patterns_are_refused_or_harmless(transform, rewrite):
     plain = assert_refused_or_harmless(transform, positive(rewrite))
     if rewrite.refuse:
         assert not plain.matches and rewrite.refuse in plain.reason
@@ -50,7 +50,7 @@ def test_changed_patterns_are_refused_or_harmless_r26(transform, rewrite):
     assert all(refused[kind] for kind in READERS if tried[kind])
 
 
-def test_every_kind_of_change_is_made_r26():
+def test_every_kind_of_change_is_made():
     rewrite = next(r for _, r in PATTERNS if r.pattern.__name__ == "gemma")
     kinds = Counter(case.kind for case in negatives(rewrite))
     assert set(kinds) == {*READERS, *CASTS, "dropout", "dim", "dtype", "computed weight", "broadcast"}
@@ -59,7 +59,7 @@ def test_every_kind_of_change_is_made_r26():
     assert kinds["dropout"] == inner and kinds["cast read"] == kinds["cast returned"] == 2  # of x and of the weight
 
 
-def test_the_cases_catch_a_rewrite_that_is_wrong_when_broadcast_r26():
+def test_the_cases_catch_a_rewrite_that_is_wrong_when_broadcast():
     """As it is the rewrite is right; one of the changed graphs shows that it is not."""
 
     def wave(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

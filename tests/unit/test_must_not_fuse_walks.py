@@ -1,4 +1,4 @@
-"""The generated negatives of R26 for transforms that walk over the graph: each starts from a spelling they take."""
+"""The generated negatives for transforms that walk over the graph: each starts from a spelling they take."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def attempt(transform, case):
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda f: f.__name__)
-def test_changed_spellings_are_refused_or_harmless_r26(spelling):
+def test_changed_spellings_are_refused_or_harmless(spelling):
     name, shapes = SPELLINGS[spelling]
     transform = TransformRegistry.get(name)(CONFIG.transforms[name])
     example = Rewrite(spelling, spelling, shapes)

@@ -39,7 +39,7 @@ PRODUCTS = [
 
 @every_target
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: f"{p.tokens}x{p.k}x{p.n}-{p.act}")
-def test_agrees_with_float64_r22(target, product):
+def test_agrees_with_float64(target, product):
     d = make(product)
     found = run(product, d, target)
     assert close(found, expected(product, d))
@@ -47,7 +47,7 @@ def test_agrees_with_float64_r22(target, product):
 
 
 @every_target
-def test_wrong_variants_are_noticed_r22(target):
+def test_wrong_variants_are_noticed(target):
     p = Product("bf16", 20, 96, 48, bias=True, norm=True, act="silu", residual=True)
     d = make(p)
     found = run(p, d, target)
@@ -67,7 +67,7 @@ def test_wrong_variants_are_noticed_r22(target):
     norm=st.booleans(), act=st.sampled_from(ACTS), gap=st.integers(0, 9), shared=st.booleans(),
     target=st.sampled_from(TARGETS or [None]),
 )  # fmt: skip
-def test_any_size_agrees_r22(tokens, k, n, threads, norm, act, gap, shared, target):
+def test_any_size_agrees(tokens, k, n, threads, norm, act, gap, shared, target):
     p = Product("bf16", tokens, k, n, threads, False, norm, 0.5, False, act, True, False, gap, shared)
     d = make(p)
     assert close(run(p, d, target), expected(p, d))
@@ -75,7 +75,7 @@ def test_any_size_agrees_r22(tokens, k, n, threads, norm, act, gap, shared, targ
 
 @every_target
 @pytest.mark.parametrize("norm", [False, True])
-def test_what_is_not_finite_stays_in_its_row_r22(target, norm):
+def test_what_is_not_finite_stays_in_its_row(target, norm):
     p = Product("bf16", 19, 70, 20, threads=2, norm=norm)
     d = make(p)
     clean = run(p, d, target)
@@ -87,7 +87,7 @@ def test_what_is_not_finite_stays_in_its_row_r22(target, norm):
 
 
 @every_target
-def test_the_result_does_not_depend_on_threads_r22(target):
+def test_the_result_does_not_depend_on_threads(target):
     p = Product("bf16", 21, 128, 320, norm=True, act="silu")
     d = make(p)
     one = run(p, d, target)

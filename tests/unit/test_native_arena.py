@@ -26,7 +26,7 @@ def programs(draw) -> tuple[list[Step], list[Buffer]]:
 
 
 @given(programs())
-def test_live_buffers_do_not_overlap_r12(program):
+def test_live_buffers_do_not_overlap(program):
     steps, buffers = program
     places, widths, _ = lay_out(steps, buffers, {})
     lives = lifetimes(steps)
@@ -41,7 +41,7 @@ def test_live_buffers_do_not_overlap_r12(program):
 
 
 @given(programs())
-def test_a_step_waits_for_what_it_depends_on_and_only_then_r12(program):
+def test_a_step_waits_for_what_it_depends_on_and_only_then(program):
     steps, buffers = program
     named = {buffer.name: buffer for buffer in buffers}
     places, _, found = lay_out(steps, buffers, {})
@@ -59,7 +59,7 @@ def test_a_step_waits_for_what_it_depends_on_and_only_then_r12(program):
         assert any(depends(early, barrier) for early in range(start, barrier))
 
 
-def test_independent_steps_run_together_r12():
+def test_independent_steps_run_together():
     steps = [Step(Kernel("k", "A", "h"), (("out", value(f"b{i}", 16)),), f"n{i}", "") for i in range(3)]
     steps.append(Step(Kernel("k", "A", "h"), tuple((f"x{i}", value(f"b{i}", 16)) for i in range(3)), "sum", ""))
     buffers = [Buffer(f"b{i}", "tokens", 16) for i in range(3)]
@@ -68,7 +68,7 @@ def test_independent_steps_run_together_r12():
     assert barriers(steps[:3], {b.name: b for b in buffers}, places) == frozenset()
 
 
-def test_a_gap_that_is_wide_enough_is_taken_r12():
+def test_a_gap_that_is_wide_enough_is_taken():
     assert first_gap([(0, 16), (48, 64)], 32) == 16
     assert first_gap([(0, 16), (32, 64)], 32) == 64
     assert first_gap([], 16) == 0

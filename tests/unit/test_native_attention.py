@@ -9,6 +9,6 @@ pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize("op", ["rope", "rope_kv_write", "cached_attention", "paged_attention", "rope_attention"])
-def test_kernels_agree_with_float64_and_a_wrong_one_does_not_r12(op, monkeypatch):
+def test_kernels_agree_with_float64_and_a_wrong_one_does_not(op, monkeypatch):
     monkeypatch.setattr("graft.backends.native.call.fresh", poisoned)
     check_op(op)

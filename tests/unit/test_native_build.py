@@ -48,7 +48,7 @@ def runs(log: Path) -> int:
 
 
 @needs_compiler
-def test_a_second_start_compiles_nothing_r12(cache, counted):
+def test_a_second_start_compiles_nothing(cache, counted):
     library, first = native.load(SOURCE)
     assert library.answer() == 42 and first.compiled and runs(counted) == 1
     library, second = native.load(SOURCE)
@@ -58,7 +58,7 @@ def test_a_second_start_compiles_nothing_r12(cache, counted):
 
 
 @needs_compiler
-def test_a_model_is_compiled_once_r12(cache, counted):
+def test_a_model_is_compiled_once(cache, counted):
     for _ in range(2):
         llm = LLM(tiny("llama"), backend="native", kv_cache_memory="8MiB")
         assert runs(counted) == 1
@@ -68,7 +68,7 @@ def test_a_model_is_compiled_once_r12(cache, counted):
 
 
 @needs_compiler
-def test_two_processes_at_once_compile_once_r12(cache, counted):
+def test_two_processes_at_once_compile_once(cache, counted):
     code = f"from graft.backends.native.build import Source, load; print(load({SOURCE!r})[0].answer())"
     started = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ.copy())
@@ -80,7 +80,7 @@ def test_two_processes_at_once_compile_once_r12(cache, counted):
 
 
 @needs_compiler
-def test_a_damaged_object_is_compiled_again_r12(cache):
+def test_a_damaged_object_is_compiled_again(cache):
     for damage in (b"", b"not an object"):
         source = Source(
             f"// {damage!r}\n{TEXT}"
@@ -91,7 +91,7 @@ def test_a_damaged_object_is_compiled_again_r12(cache):
 
 
 @needs_compiler
-def test_everything_that_matters_is_in_the_fingerprint_r12(cache, monkeypatch):
+def test_everything_that_matters_is_in_the_fingerprint(cache, monkeypatch):
     compiler = compilers.find_compiler()
     names = {compilers.fingerprint(TEXT, compiler), compilers.fingerprint(TEXT + " ", compiler)}
     names.add(compilers.fingerprint(TEXT, [*compiler, "-g"]))
@@ -107,14 +107,14 @@ def test_everything_that_matters_is_in_the_fingerprint_r12(cache, monkeypatch):
 
 
 @needs_compiler
-def test_a_compiler_that_fails_says_why_r12(cache):
+def test_a_compiler_that_fails_says_why(cache):
     with pytest.raises(CompilerFailed) as caught:
         native.build(Source("this is no C++\n"))
     assert "error" in str(caught.value) and str(cache) in str(caught.value) and "eager" in str(caught.value)
     assert not list(cache.glob("*.so")) and not list(cache.glob(".*"))
 
 
-def test_no_compiler_is_a_clear_error_r12(monkeypatch, tmp_path):
+def test_no_compiler_is_a_clear_error(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(NoCompiler, match="install g\\+\\+ or clang\\+\\+"):
@@ -125,7 +125,7 @@ def test_no_compiler_is_a_clear_error_r12(monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_a_full_disk_leaves_nothing_r12(cache, monkeypatch):
+def test_a_full_disk_leaves_nothing(cache, monkeypatch):
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(DiskFull):
         native.build(SOURCE)
@@ -134,7 +134,7 @@ def test_a_full_disk_leaves_nothing_r12(cache, monkeypatch):
 
 
 @needs_compiler
-def test_two_graphs_share_their_kernels_r12(cache, counted):
+def test_two_graphs_share_their_kernels(cache, counted):
     for name in ("first", "second"):
         text = f'extern "C" int kernel(); extern "C" int answer() {{ return kernel() + {len(name)}; }}'
         library, _ = native.load(Source(text, 'extern "C" int kernel() { return 37; }'))
@@ -147,7 +147,7 @@ def test_two_graphs_share_their_kernels_r12(cache, counted):
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["file", "nowhere/at/all"])
-def test_a_cache_that_cannot_be_written_is_told_r12(tmp_path, monkeypatch, name):
+def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "nowhere").write_text("")
     monkeypatch.setenv("GRAFT_NATIVE_CACHE_DIR", str(tmp_path / name))
@@ -164,12 +164,12 @@ def full(*_: object, **__: object) -> None:
 
 
 @needs_compiler
-def test_an_object_that_does_not_load_is_a_clear_error_r12(cache):
+def test_an_object_that_does_not_load_is_a_clear_error(cache):
     with pytest.raises(CannotLoad, match=r"does not load: .*nobody_has_this"):
         native.load(Source('extern "C" int nobody_has_this(); int (*answer)() = nobody_has_this;'))
 
 
-def test_the_number_of_threads_r12(monkeypatch):
+def test_the_number_of_threads(monkeypatch):
     monkeypatch.delenv("GRAFT_NUM_THREADS", raising=False)
     assert 1 <= thread_count() == available_cores() <= (os.cpu_count() or 1)
     for quota, cores in (("max 100000", 64), ("150000 100000", 2), ("1000 100000", 1), ("", 64)):
@@ -186,7 +186,7 @@ def test_the_number_of_threads_r12(monkeypatch):
 
 
 @needs_compiler
-def test_no_sum_depends_on_who_takes_a_chunk_r12(monkeypatch):
+def test_no_sum_depends_on_who_takes_a_chunk(monkeypatch):
     """Chunks go to whoever comes. How many threads there are divides attention in another way, which rounds."""
     monkeypatch.setenv("GRAFT_NUM_THREADS", "1")
     one = LLM(tiny("llama"), backend="native", kv_cache_memory="8MiB")
@@ -202,7 +202,7 @@ def test_no_sum_depends_on_who_takes_a_chunk_r12(monkeypatch):
 
 
 @needs_compiler
-def test_headers_are_where_the_compiler_looks_r12():
+def test_headers_are_where_the_compiler_looks():
     assert shutil.which(compilers.find_compiler()[0])
     names = {str(path.relative_to(compilers.ROOT)) for path in compilers.headers()}
     assert {"ops/view.h", "ops/cached_attention/native.h"} <= names

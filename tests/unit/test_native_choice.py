@@ -44,7 +44,7 @@ def broken(tmp_path, monkeypatch) -> Path:
 
 
 @needs_compiler
-def test_a_cpu_with_a_compiler_is_native_by_default_r12():
+def test_a_cpu_with_a_compiler_is_native_by_default():
     llm = small()
     assert llm.backend == "native" and "backend: native, because the model is on the CPU" in said(llm)
     eager = small(backend="eager")
@@ -52,7 +52,7 @@ def test_a_cpu_with_a_compiler_is_native_by_default_r12():
     assert tokens(llm) == tokens(eager)
 
 
-def test_no_compiler_means_eager_and_the_report_says_so_r12(monkeypatch, tmp_path):
+def test_no_compiler_means_eager_and_the_report_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     llm = small()
@@ -62,7 +62,7 @@ def test_no_compiler_means_eager_and_the_report_says_so_r12(monkeypatch, tmp_pat
         small(backend="native")
 
 
-def test_a_compiler_that_fails_means_eager_with_its_first_lines_r12(broken):
+def test_a_compiler_that_fails_means_eager_with_its_first_lines(broken):
     llm = small()
     assert llm.backend == "eager" and "error: no such instruction" in said(llm)
     assert tokens(llm) == tokens(small(backend="eager"))
@@ -73,7 +73,7 @@ def test_a_compiler_that_fails_means_eager_with_its_first_lines_r12(broken):
 
 @pytest.mark.exhaustive
 @needs_compiler
-def test_an_object_of_another_cpu_is_not_met_r12(tmp_path, monkeypatch):
+def test_an_object_of_another_cpu_is_not_met(tmp_path, monkeypatch):
     """The name has the CPU's features: what a folder on a shared disk holds for another one is left alone."""
     from graft.backends.native import compiler
 
@@ -91,7 +91,7 @@ def test_an_object_of_another_cpu_is_not_met_r12(tmp_path, monkeypatch):
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written_is_in_the_report_r12(tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_in_the_report(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("GRAFT_NATIVE_CACHE_DIR", str(tmp_path / "file"))
     llm = small()
@@ -99,13 +99,13 @@ def test_a_cache_that_cannot_be_written_is_in_the_report_r12(tmp_path, monkeypat
 
 
 @needs_compiler
-def test_more_threads_than_cores_is_an_error_r12(monkeypatch):
+def test_more_threads_than_cores_is_an_error(monkeypatch):
     monkeypatch.setenv("GRAFT_NUM_THREADS", "4096")
     with pytest.raises(TooManyThreads, match="4096, but this process may use"):
         small()
 
 
-def test_what_auto_stands_for_r12():
+def test_what_auto_stands_for():
     assert decoder_backend("auto", torch.device("cuda"), torch.bfloat16) == ("eager", ())
     backend, (note,) = decoder_backend("auto", CPU, torch.float64)
     assert backend == "eager" and "float64" in note
@@ -115,14 +115,14 @@ def test_what_auto_stands_for_r12():
 
 
 @needs_compiler
-def test_other_modules_stay_eager_r12():
+def test_other_modules_stay_eager():
     module, x = nn.Linear(4, 4), torch.randn(2, 4)
     assert graft.compile(module, (x,)).backend == "eager"
     with pytest.raises(NothingNative, match=r"input_ids.*backend='eager'"):
         graft.compile(module, (x,), backend="native")
 
 
-def test_weights_in_fp8_run_eagerly_and_the_report_says_why_r21():
+def test_weights_in_fp8_run_eagerly_and_the_report_says_why():
     assert decoder_backend("auto", CPU, torch.float32, ("fp8", "int8"))[0] == "eager"
     llm = small(quantize="fp8")
     assert llm.backend == "eager" and "eager, because native kernels have no fp8 weights" in said(llm)

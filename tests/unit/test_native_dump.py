@@ -34,12 +34,12 @@ def first_layer(source: str) -> str:
     return next(part for part in parts if part.startswith("  // ── model.layers.0 ")).rstrip()
 
 
-def test_the_documented_layer_is_the_generated_one_r12():
+def test_the_documented_layer_is_the_generated_one():
     shown = re.search(r"```cpp\n(.*?)\n```", DOC.read_text(), re.S)
     assert shown is not None and shown.group(1) == first_layer(printed())
 
 
-def test_names_of_the_graph_are_comments_r12():
+def test_names_of_the_graph_are_comments():
     source = printed()
     layer = first_layer(source)
     assert "// 3: %fused_linear" in layer and "/* model.layers.0.mlp.down_proj.weight */" in layer
@@ -48,24 +48,24 @@ def test_names_of_the_graph_are_comments_r12():
 
 
 @needs_compiler
-def test_what_is_printed_is_what_is_compiled_r12(tmp_path, monkeypatch):
+def test_what_is_printed_is_what_is_compiled(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAFT_NATIVE_CACHE_DIR", str(tmp_path))
     LLM(tiny("llama"), backend="native", kv_cache_memory="8MiB")
     assert printed() in [path.read_text() for path in tmp_path.glob("*.cpp")]
 
 
-def test_it_goes_into_the_folder_of_a_dump_r12(tmp_path):
+def test_it_goes_into_the_folder_of_a_dump(tmp_path):
     told = dump("-o", str(tmp_path / "dump"))
     assert told.exit_code == 0, told.output
     assert (tmp_path / "dump" / "native.cpp").read_text() == printed() and "native.cpp" in told.stdout
 
 
-def test_without_a_folder_there_is_nothing_else_to_print_r12():
+def test_without_a_folder_there_is_nothing_else_to_print():
     told = CliRunner().invoke(app, ["dump", "tiny-llama"])
     assert told.exit_code != 0 and "--output" in f"{told.output}{told.exception}"
 
 
-def test_what_stays_eager_stands_at_the_end_r12():
+def test_what_stays_eager_stands_at_the_end():
     told = dump("--set", "kernels.rope_attention=reference")
     assert told.exit_code == 0, told.output
     assert "// eager: %rope_attention_default, graft.rope_attention.default: the configuration names" in told.stdout

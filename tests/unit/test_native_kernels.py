@@ -13,6 +13,6 @@ pytestmark = needs_compiler
     ["rms_norm", "add_rms_norm", "layer_norm", "swiglu", "linear", "fused_linear", "moe_route", "moe_experts",
      "packed_embedding"],
 )  # fmt: skip
-def test_kernels_agree_with_float64_and_a_wrong_one_does_not_r12(op, monkeypatch):
+def test_kernels_agree_with_float64_and_a_wrong_one_does_not(op, monkeypatch):
     monkeypatch.setattr("graft.backends.native.call.fresh", poisoned)
     check_op(op)

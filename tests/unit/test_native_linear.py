@@ -31,7 +31,7 @@ TARGETS = [t for t in targets() if not t.runner]  # quick to call
 @pytest.mark.parametrize("target", every_target())
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: f"{p.tokens}x{p.k}x{p.n}-{p.act}")
-def test_agrees_with_float64_r22(target, kind, product):
+def test_agrees_with_float64(target, kind, product):
     p = replace(product, kind=kind)
     d = make(p)
     assert close(run(p, d, target), expected(p, d))
@@ -39,7 +39,7 @@ def test_agrees_with_float64_r22(target, kind, product):
 
 @pytest.mark.parametrize("target", every_target())
 @pytest.mark.parametrize("kind", KINDS)
-def test_wrong_variants_are_noticed_r22(target, kind):
+def test_wrong_variants_are_noticed(target, kind):
     p = Product(kind, 3, 96, 48, bias=True, norm=True, act="silu", residual=True)
     d = make(p)
     found = run(p, d, target)
@@ -61,7 +61,7 @@ def test_wrong_variants_are_noticed_r22(target, kind):
 @pytest.mark.parametrize("target", every_target())
 @pytest.mark.parametrize("tokens", [1, 3, 21])
 @pytest.mark.parametrize(("x_by", "w_by"), [(1e-30, 1e30), (1e30, 1e-30), (3e4, 1e5), (1.0, 1.0)])
-def test_16_bits_for_numbers_of_any_size_r22(target, x_by, w_by, tokens):
+def test_16_bits_for_numbers_of_any_size(target, x_by, w_by, tokens):
     p = Product("halves", tokens, 96, 48, threads=2)
     d = make(p)
     weight = unpack(d.packed) * w_by
@@ -75,7 +75,7 @@ def test_16_bits_for_numbers_of_any_size_r22(target, x_by, w_by, tokens):
 
 @pytest.mark.parametrize("target", every_target())
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_is_not_hidden_in_16_bits_r22(target, bad):
+def test_what_is_not_finite_is_not_hidden_in_16_bits(target, bad):
     p = Product("halves", 9, 64, 40)
     d = make(p)
     x = d.x.clone()
@@ -96,7 +96,7 @@ def test_what_is_not_finite_is_not_hidden_in_16_bits_r22(target, bad):
     residual=st.booleans(), gap=st.integers(0, 9), shared=st.booleans(),
     target=st.sampled_from(TARGETS or [None]), seed=st.integers(0, 9),
 )  # fmt: skip
-def test_any_size_agrees_r22(kind, tokens, k, n, threads, bias, norm, act, residual, gap, shared, target, seed):
+def test_any_size_agrees(kind, tokens, k, n, threads, bias, norm, act, residual, gap, shared, target, seed):
     p = Product(kind, tokens, k, n, threads, bias, norm, 0.5, False, act, residual, False, gap, shared, seed)
     d = make(p)
     assert close(run(p, d, target), expected(p, d))
@@ -105,7 +105,7 @@ def test_any_size_agrees_r22(kind, tokens, k, n, threads, bias, norm, act, resid
 @pytest.mark.parametrize("target", every_target())
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [3, 12])
-def test_nan_and_inf_stay_in_their_row_r22(target, kind, tokens):
+def test_nan_and_inf_stay_in_their_row(target, kind, tokens):
     for norm in (False, True):
         p = Product(kind, tokens, 70, 20, threads=2, norm=norm)
         d = make(p)
@@ -119,7 +119,7 @@ def test_nan_and_inf_stay_in_their_row_r22(target, kind, tokens):
 
 @pytest.mark.parametrize("target", every_target())
 @pytest.mark.parametrize("kind", short(KINDS, "bf16", "q4"))
-def test_nan_weight_stays_in_its_column_r22(target, kind):
+def test_nan_weight_stays_in_its_column(target, kind):
     p = Product(kind, 2, 64, 24)
     d = make(p)
     weight = torch.randn(24, 64)
@@ -130,7 +130,7 @@ def test_nan_weight_stays_in_its_column_r22(target, kind):
 
 @pytest.mark.parametrize("target", every_target())
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_result_does_not_depend_on_threads_r22(target, kind):
+def test_the_result_does_not_depend_on_threads(target, kind):
     p = Product(kind, 1, 128, 320, norm=True, act="silu")
     d = make(p)
     one = run(p, d, target)

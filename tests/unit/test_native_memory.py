@@ -31,7 +31,7 @@ def held(llm: LLM) -> int:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-moe"])
-def test_packed_weights_are_given_up_r12(family):
+def test_packed_weights_are_given_up(family):
     llm, both = made(family), made(family, keep_weights=True)
     own = sum(parameter.nbytes for parameter in both.model.module.parameters())
     tables = sum(p.nbytes for name, p in both.graph_module.named_parameters() if name.endswith("_table"))
@@ -46,13 +46,13 @@ def test_packed_weights_are_given_up_r12(family):
     assert both.model.module(torch.tensor([[1, 2]])).logits.isfinite().all()
 
 
-def test_what_an_eager_node_reads_stays_r12():
+def test_what_an_eager_node_reads_stays():
     llm = made("llama", config={"kernels": {"fused_linear": "reference"}})
     assert len(llm.generate([[5, 6, 7]], GREEDY)[0].token_ids) == 6
     assert not any("given up" in note for note in llm.report.notes)
 
 
-def test_a_tied_table_is_not_packed_where_the_head_is_eager_r12():
+def test_a_tied_table_is_not_packed_where_the_head_is_eager():
     llm = made("smollm2", config={"kernels": {"fused_linear": "reference"}})
     assert llm.model.module.config.tie_word_embeddings
     regions = [node.target for node in llm.engine.graph.graph.nodes if isinstance(node.target, RegionCall)]

@@ -36,7 +36,7 @@ def meant(quant: str, raw: torch.Tensor) -> torch.Tensor:
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(1, 40), k=st.integers(1, 100), kind=st.sampled_from(list(CPP)), gated=st.booleans(),
        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))  # fmt: skip
-def test_unpack_is_the_inverse_r20(n, k, kind, gated, dtype):
+def test_unpack_is_the_inverse(n, k, kind, gated, dtype):
     n *= 2 if gated else 1
     w = weight(n, k).to(dtype)
     found = unpack(pack(w, kind, gated))
@@ -53,7 +53,7 @@ def test_unpack_is_the_inverse_r20(n, k, kind, gated, dtype):
     assert ((found - w.float()).abs() <= slack + 1e-6 * (kind[0] == "q")).all()
 
 
-def test_rows_go_to_lanes_r20():
+def test_rows_go_to_lanes():
     w = torch.arange(32 * 8, dtype=torch.float32).view(32, 8)
     tiles = pack(w, "f32").data.view(torch.float32).view(2, 8, 16)  # [tile, column, row]
     assert torch.equal(tiles[1, 3], w[16:, 3])
@@ -67,7 +67,7 @@ def test_rows_go_to_lanes_r20():
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_0", "Q4_1", "Q4_K"])
-def test_gguf_blocks_keep_their_numbers_r20(quant, gated):
+def test_gguf_blocks_keep_their_numbers(quant, gated):
     raw = raw_of(quant, 96, 512)
     packed = pack_gguf(raw, quant, gated)
     found, want = unpack(packed), meant(quant, raw)
@@ -81,7 +81,7 @@ def test_gguf_blocks_keep_their_numbers_r20(quant, gated):
     assert packed.data.numel() <= 1.15 * raw.numel()
 
 
-def test_packed_sizes_r20():
+def test_packed_sizes():
     for n, k in ((960, 576), (576, 1536), (49152, 32)):
         w = torch.zeros(n, k)
         sizes = {kind: pack(w, kind).data.numel() * 8 / (n * k) for kind in CPP}
@@ -89,7 +89,7 @@ def test_packed_sizes_r20():
         assert sizes == {"f32": 32, "bf16": 16, "q8": 8.5, "q4": 5}
 
 
-def test_16_bits_take_weights_of_any_size_r20():
+def test_16_bits_take_weights_of_any_size():
     w = weight(40, 24)
     w[0] *= 2.0**100  # a tile of its own scale
     w[20] *= 2.0**-100
@@ -107,7 +107,7 @@ def test_16_bits_take_weights_of_any_size_r20():
     assert torch.equal(unpack(pack(huge.bfloat16(), "f16")), torch.where(huge > 1, huge, 0.0))
 
 
-def test_packing_16_bits_takes_little_memory_beside_r20():
+def test_packing_16_bits_takes_little_memory_beside():
     """Measured by what torch allocates: a head of a vocabulary must not be there in float32 as a whole."""
     w = torch.zeros(TILES_AT_ONCE * 16 * 6, 64, dtype=torch.bfloat16)
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -116,7 +116,7 @@ def test_packing_16_bits_takes_little_memory_beside_r20():
     assert largest <= 1.1 * w.nbytes
 
 
-def test_special_weights_r20():
+def test_special_weights():
     for kind in ("q8", "q4"):
         zero = pack(torch.zeros(16, 32), kind)
         assert torch.equal(unpack(zero), torch.zeros(16, 32))
@@ -128,7 +128,7 @@ def test_special_weights_r20():
         assert found[3, 32:].isnan().all() and found[3, :32].isfinite().all() and found[4].isfinite().all()
 
 
-def test_bad_input_has_one_clear_error_r20():
+def test_bad_input_has_one_clear_error():
     with pytest.raises(PackingError, match="'q5' is no kind of packed weight; known: f32, bf16, q8, q4"):
         pack(torch.zeros(16, 32), "q5")
     with pytest.raises(PackingError, match="17 rows"):

@@ -38,7 +38,7 @@ def off(left: torch.Tensor, right: torch.Tensor) -> float:
     ("family", "kind"),
     [("smollm2", "int8"), left_out(("llama", "int4")), ("gpt2", "int4"), left_out(("gemma-2", "int8"))],
 )
-def test_logits_are_those_of_the_same_graph_in_eager_r41(family, kind):
+def test_logits_are_those_of_the_same_graph_in_eager(family, kind):
     """smollm2: 36 columns, and head and embedding are one weight. gpt2: addmm, whose weight lies turned."""
     llm = engine(f"tiny-{family}", kind)
     assert all(kernel.names == ("native",) for kernel in llm.report.kernels.values()), llm.report.kernels
@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_same_graph_in_eager_r41(family, kind):
     assert off(engine_logits(llm, IDS), wanted) > BOUND, "tiles are read where they lie, and wrong ones show"
 
 
-def test_greedy_tokens_follow_the_eager_engine_r41():
+def test_greedy_tokens_follow_the_eager_engine():
     """Where the eager engine is sure by more than the rounding of activations, the native one agrees."""
     llm = engine("tiny-smollm2", "int4")
     eager = lower(llm.graph_module, "eager").call
@@ -71,7 +71,7 @@ def test_greedy_tokens_follow_the_eager_engine_r41():
     assert sure >= 4
 
 
-def test_head_and_embedding_read_the_same_rows_r51():
+def test_head_and_embedding_read_the_same_rows():
     llm = engine("tiny-smollm2", "int4")
     names = dict(llm.graph_module.named_parameters())
     tied = [name for name in names if "embed" in name or "lm_head" in name]
@@ -94,7 +94,7 @@ def regions(llm: LLM) -> list:
     return [n.target for n in llm.engine.graph.graph.nodes if type(n.target).__name__ == "RegionCall"]
 
 
-def test_the_callers_module_keeps_its_weights_r51():
+def test_the_callers_module_keeps_its_weights():
     model = load_model("tiny-smollm2", dtype="float32", device="cpu")
     before = model.module(torch.tensor([IDS])).logits
     llm = LLM(model, backend="native", quantize="int8", kv_cache_memory="8MiB")
@@ -104,14 +104,14 @@ def test_the_callers_module_keeps_its_weights_r51():
 
 
 @pytest.mark.exhaustive
-def test_experts_stay_as_they_are_with_the_reason_r21():
+def test_experts_stay_as_they_are_with_the_reason():
     llm = engine("tiny-mixtral", "int8")
     record = llm.report.transforms["quantize_linear"]
     assert record.matches and "experts are no linear layers" in reasons(record)
     assert llm.generate([IDS], GREEDY)[0].finish_reason == "length"
 
 
-def test_head_none_and_skip_leave_weights_r21():
+def test_head_none_and_skip_leave_weights():
     skip = {"transforms": {"quantize_linear": {"head": "none", "skip": ["o_proj"]}}}
     llm = engine("tiny-smollm2", "int8", config=skip)
     names = [name for name, p in llm.graph_module.named_parameters() if name.endswith("_q8")]
@@ -120,7 +120,7 @@ def test_head_none_and_skip_leave_weights_r21():
     assert "'lm_head'" in left and "'o_proj'" in left
 
 
-def test_numbers_that_are_none_and_formats_that_are_not_there_r63():
+def test_numbers_that_are_none_and_formats_that_are_not_there():
     model = load_model("tiny-llama", dtype="float32", device="cpu")
     with torch.no_grad():
         model.module.model.layers[1].mlp.down_proj.weight[3, 4] = float("nan")

@@ -48,7 +48,7 @@ def built(family: str, backend: str = "native", **options) -> LLM:
         ("mixtral", ops.moe_route.default, 2),  # ids of experts go into a native region
     ],
 )
-def test_an_op_without_a_kernel_runs_eagerly_and_is_reported_r12(family, op, count, monkeypatch):
+def test_an_op_without_a_kernel_runs_eagerly_and_is_reported(family, op, count, monkeypatch):
     monkeypatch.delitem(LOWERINGS, op)
     llm = built(family)
     assert tokens(llm) == eager_tokens(family)
@@ -60,7 +60,7 @@ def test_an_op_without_a_kernel_runs_eagerly_and_is_reported_r12(family, op, cou
 
 @pytest.mark.exhaustive
 @torch.no_grad()
-def test_sixteen_bit_values_cross_the_borders_r12(monkeypatch):
+def test_sixteen_bit_values_cross_the_borders(monkeypatch):
     """The arena is float32; what an eager node reads and gives is in the model's dtype."""
     whole = built("llama", dtype="bfloat16")
     monkeypatch.delitem(LOWERINGS, ops.rope_attention.default)
@@ -78,7 +78,7 @@ def test_sixteen_bit_values_cross_the_borders_r12(monkeypatch):
     assert (other - wanted).abs().max() > bound  # another prompt is told from this one
 
 
-def test_nothing_to_lower_is_said_r12(monkeypatch):
+def test_nothing_to_lower_is_said(monkeypatch):
     for op in list(LOWERINGS):
         monkeypatch.delitem(LOWERINGS, op)
     with pytest.raises(NothingNative, match="there is no native kernel of aten"):
@@ -88,7 +88,7 @@ def test_nothing_to_lower_is_said_r12(monkeypatch):
     assert any("backend: eager" in note and "there is no native kernel" in note for note in llm.report.notes)
 
 
-def test_a_kernel_that_the_configuration_names_is_run_r12():
+def test_a_kernel_that_the_configuration_names_is_run():
     llm = built("llama", config={"kernels": {"rope_attention": "reference"}})
     assert tokens(llm) == eager_tokens("llama")
     assert llm.report.kernels["graft::rope_attention"].names == ("reference",)
@@ -96,7 +96,7 @@ def test_a_kernel_that_the_configuration_names_is_run_r12():
         built("llama", config={"kernels": {"rope_attention": "whole"}})
 
 
-def test_a_token_that_the_model_lacks_is_an_error_and_the_step_goes_on_r12():
+def test_a_token_that_the_model_lacks_is_an_error_and_the_step_goes_on():
     llm = built("llama")
     graph, tensors, inputs = llm.engine.graph, llm.engine.tensors, one_sequence(torch.tensor([5]))
     (right,) = graph(*inputs, *tensors)
@@ -107,7 +107,7 @@ def test_a_token_that_the_model_lacks_is_an_error_and_the_step_goes_on_r12():
     assert torch.equal(right, again) and right.isfinite().all()
 
 
-def test_two_rows_of_tokens_are_refused_r12():
+def test_two_rows_of_tokens_are_refused():
     llm = built("llama")
     with pytest.raises(UsageError, match="pack them"):
         llm.engine.graph(torch.ones(2, 3, dtype=torch.int64), *[torch.zeros(1)] * (8 + len(llm.engine.tensors)))
@@ -119,14 +119,14 @@ FUSIONS = (
 )  # fmt: skip
 
 
-def test_what_is_fused_on_a_gpu_is_fused_for_the_native_backend_r22():
+def test_what_is_fused_on_a_gpu_is_fused_for_the_native_backend():
     native, eager = (built("llama", backend).report.transforms for backend in ("native", "eager"))
     assert {native[name].status for name in FUSIONS} == {"applied"}
     assert {eager[name].status for name in FUSIONS} == {"skipped"}
     assert native["widen_linear"].reason == "the native backend widens weights as it reads them"
 
 
-def test_unfused_graphs_are_lowered_too_r22():
+def test_unfused_graphs_are_lowered_too():
     """With the fusions kept to a GPU: norms, rotations, gates and sums by themselves. Cosines stay eager."""
     llm = built("llama", config={"transforms": {name: {"devices": ["cuda"]} for name in FUSIONS}})
     assert {llm.report.transforms[name].status for name in FUSIONS} == {"skipped"}
@@ -136,7 +136,7 @@ def test_unfused_graphs_are_lowered_too_r22():
     assert any("native: eager in" in note and "aten.cos" in note for note in llm.report.notes)
 
 
-def test_the_command_line_runs_it_r61():
+def test_the_command_line_runs_it():
     result = CliRunner().invoke(
         app, ["run", "-m", "tiny-llama", "--token-ids", "5,6,7", "--backend", "native", "--max-tokens", "8", "--json"]
     )
@@ -145,7 +145,7 @@ def test_the_command_line_runs_it_r61():
     assert len(document["outputs"][0]["token_ids"]) == 8
 
 
-def test_engines_that_share_their_code_run_at_the_same_time_r12():
+def test_engines_that_share_their_code_run_at_the_same_time():
     """Each thread has an engine of its own; both load the same shared object."""
     expected = eager_tokens("llama")
     engines = [built("llama") for _ in range(2)]

@@ -141,7 +141,7 @@ def off(built: Built, dtype: torch.dtype) -> list[int]:
 @pytest.mark.parametrize(
     "index", range(len(DTYPES) * len(MAKERS)), ids=lambda i: f"{MAKERS[i % 3].__name__}-{DTYPES[i // 3]}"
 )
-def test_rows_and_chains_agree_with_torch_and_wrong_ones_do_not_r12(index, monkeypatch):
+def test_rows_and_chains_agree_with_torch_and_wrong_ones_do_not(index, monkeypatch):
     monkeypatch.setattr("graft.backends.native.call.fresh", poisoned)
     torch.manual_seed(0)
     right, wrong = compiled()
@@ -150,7 +150,7 @@ def test_rows_and_chains_agree_with_torch_and_wrong_ones_do_not_r12(index, monke
 
 
 @pytest.mark.parametrize("place", range(len(DTYPES)))
-def test_a_tied_table_stands_there_once_r12(place):
+def test_a_tied_table_stands_there_once(place):
     """And rows that are read out of the head's tiles are the table's, bit by bit."""
     built = compiled()[0][3 * place + 2]
     assert [weight.target for weight in built.run.program.weights] == ["table"]
@@ -158,7 +158,7 @@ def test_a_tied_table_stands_there_once_r12(place):
     assert torch.equal(embedded, built.gm.table[named["input_ids"]])
 
 
-def test_a_chain_is_one_loop_r12():
+def test_a_chain_is_one_loop():
     program = compiled()[0][0].run.program
     loop = program.steps[-1].kernel.body
     assert any("std::tanh((r_x_x[i] / 3.0f))" in line for line in loop), loop

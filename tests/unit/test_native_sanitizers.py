@@ -23,7 +23,7 @@ def target_of(kinds: str) -> Target:
 
 
 @pytest.mark.parametrize("kinds", short(["address,undefined", "thread"], "address,undefined"))
-def test_products_are_clean_r22(kinds):
+def test_products_are_clean(kinds):
     target = target_of(kinds)
     for kind in KINDS:
         for product in PRODUCTS[1::2]:
@@ -33,7 +33,7 @@ def test_products_are_clean_r22(kinds):
 
 
 @pytest.mark.parametrize("kinds", ["address,undefined", "thread"])
-def test_the_team_is_clean_r22(kinds):
+def test_the_team_is_clean(kinds):
     target = target_of(kinds)
     assert call(target, "barriers", 1, 3, 200, 7, 0, 0) == [0]
     assert call(target, "barriers", 1, 3, 30, 7, 300, 0) == [0]
@@ -55,7 +55,7 @@ extern "C" void race(void** arrays, const int64_t*) {
 
 
 @pytest.mark.parametrize(("kinds", "entry"), [("address,undefined", "past"), ("thread", "race")])
-def test_the_sanitizers_notice_r22(kinds, entry):
+def test_the_sanitizers_notice(kinds, entry):
     library = compiled("#include <cstdint>\n" + WRONG, ("past", "race"), target_of(kinds))
     with pytest.raises(subprocess.CalledProcessError):
         library.call(entry, [np.zeros(16, np.int64)], [32])

@@ -146,51 +146,51 @@ def call(target, entry: str, size: int, *numbers: int) -> list[int]:
 @pytest.mark.parametrize("target", TEAMS)
 @pytest.mark.parametrize(("threads", "rounds"), [(1, 5000), (2, 5000), (3, 2000), (8, 1000)])
 @pytest.mark.parametrize("chunks", [1, 5, 24])
-def test_a_barrier_waits_for_the_work_r22(target, threads, rounds, chunks):
+def test_a_barrier_waits_for_the_work(target, threads, rounds, chunks):
     assert call(target, "barriers", 1, threads, rounds, chunks, 0, 0) == [0]
 
 
 @pytest.mark.parametrize("target", TEAMS)
 @pytest.mark.parametrize("threads", [2, 3, 8])
-def test_a_late_chunk_is_waited_for_asleep_r22(target, threads):
+def test_a_late_chunk_is_waited_for_asleep(target, threads):
     assert call(target, "barriers", 1, threads, 150, 10, 200, 0) == [0]
 
 
 @pytest.mark.parametrize("target", TEAMS)
-def test_a_missing_barrier_is_noticed_r22(target):
+def test_a_missing_barrier_is_noticed(target):
     assert call(target, "barriers", 1, 3, 200, 10, 200, 1)[0] > 0
 
 
 @pytest.mark.parametrize("target", TEAMS)
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("chunks", [0, 1, 7, 1000])
-def test_every_chunk_goes_to_one_thread_r22(target, threads, chunks):
+def test_every_chunk_goes_to_one_thread(target, threads, chunks):
     rounds = 300 if threads < 8 else 60
     assert call(target, "chunks", max(chunks, 1), threads, rounds, chunks) == [rounds] * chunks + [0] * (chunks == 0)
 
 
 @pytest.mark.parametrize("target", TEAMS)
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_callers_take_turns_r22(target, threads):
+def test_callers_take_turns(target, threads):
     assert call(target, "callers", 2, threads, 4, 200) == [4 * 200 * 15, 0]
 
 
 @pytest.mark.parametrize("target", TEAMS)
 @pytest.mark.parametrize("threads", [1, 2, 8])
-def test_a_team_ends_r22(target, threads):
+def test_a_team_ends(target, threads):
     assert call(target, "ends", 1, threads, 60) == [60]
 
 
 @pytest.mark.parametrize("target", TEAMS)
 @pytest.mark.parametrize("threads", [2, 3, 8])
 @pytest.mark.parametrize("chunks", [1, 2, 100])
-def test_a_thread_that_stops_in_a_chunk_leaves_the_others_to_the_rest_r22(target, threads, chunks):
+def test_a_thread_that_stops_in_a_chunk_leaves_the_others_to_the_rest(target, threads, chunks):
     """It waits for all other chunks of the round; 60 s of patience are there to end a test that would hang."""
     rounds = 20
     assert call(target, "blocked", 2, threads, rounds, chunks, 60_000, 0) == [0, rounds * chunks]
 
 
 @pytest.mark.parametrize("target", TEAMS)
-def test_chunks_split_beforehand_would_wait_for_it_r22(target):
+def test_chunks_split_beforehand_would_wait_for_it(target):
     given_up, done = call(target, "blocked", 2, 2, 3, 100, 50, 1)
     assert given_up > 0 and done >= 3 * 50

@@ -111,7 +111,7 @@ def arithmetic(target, operation: int, a, b=None, c=None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("target", every_target())
-def test_arithmetic_r22(target):
+def test_arithmetic(target):
     a, b, c = values(0), values(1), values(2)
     for operation, want in enumerate([a + b, a - b, a * b, a / b]):
         assert np.array_equal(arithmetic(target, operation, a, b), want)
@@ -128,7 +128,7 @@ def test_arithmetic_r22(target):
 
 
 @pytest.mark.parametrize("target", every_target())
-def test_exp_r22(target):
+def test_exp(target):
     x = np.concatenate([np.linspace(-110, 95, 60000), np.linspace(-1e-3, 1e-3, 2000), values(3, 2000) * 3]).astype(
         np.float32
     )
@@ -145,7 +145,7 @@ def test_exp_r22(target):
 
 @pytest.mark.parametrize("target", every_target())
 @pytest.mark.parametrize(("number", "dtype"), [(0, torch.bfloat16), (1, torch.float16)])
-def test_conversions_round_as_torch_does_r22(target, number, dtype):
+def test_conversions_round_as_torch_does(target, number, dtype):
     bits = np.random.default_rng(4).integers(0, 2**32, 2**15, dtype=np.uint32).view(np.float32)
     x = np.concatenate(
         [np.array(SPECIAL + [0.0] * (-len(SPECIAL) % 16), np.float32), bits, values(5) * 1e-6, values(6)]
@@ -161,7 +161,7 @@ def test_conversions_round_as_torch_does_r22(target, number, dtype):
 
 @pytest.mark.parametrize("target", every_target())
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_the_first_lanes_r22(target, number):
+def test_the_first_lanes(target, number):
     for n in (0, 1, 7, 15, 16):
         x = np.full(16, np.nan, np.float32)
         x[:n] = np.arange(1, n + 1)
@@ -172,7 +172,7 @@ def test_the_first_lanes_r22(target, number):
 
 
 @pytest.mark.parametrize("target", every_target())
-def test_pairs_r22(target):
+def test_pairs(target):
     x = torch.randn(32).to(torch.bfloat16)
     out = np.zeros(32, np.float32)
     call(target, "pairs", [x.view(torch.int16).numpy(), out])
@@ -180,7 +180,7 @@ def test_pairs_r22(target):
 
 
 @pytest.mark.parametrize("target", every_target())
-def test_dots_of_bytes_r22(target):
+def test_dots_of_bytes(target):
     g = np.random.default_rng(7)
     for low, high in ((-128, 128), (-128, -127), (127, 128)):
         w, x = (
@@ -207,7 +207,7 @@ COMPILERS = [
 @pytest.mark.parametrize(
     ("compiler", "flags", "machine"), COMPILERS, ids=lambda v: v if isinstance(v, str) else v[-1]
 )
-def test_instruction_sets_of_other_machines_compile_r22(compiler, flags, machine, tmp_path):
+def test_instruction_sets_of_other_machines_compile(compiler, flags, machine, tmp_path):
     if shutil.which(compiler) is None or machine not in ("", platform.machine()):
         pytest.skip(f"no {compiler} for {machine or 'x86_64'} here")
     product = "template void linear<WeightQ8>(Team&, int, std::atomic<int64_t>&, const LinearArgs&, float*);"

@@ -31,7 +31,7 @@ def run_ruff(folder, *args):
     )
 
 
-def test_generated_files_are_formatted_and_lint_free_r54(checkout, functions):
+def test_generated_files_are_formatted_and_lint_free(checkout, functions):
     pytest.importorskip("ruff", reason="ruff is not installed here")
     new_transform("fuse_plain", checkout, op=True)
     new_transform("fuse_other", checkout, pattern=f"{functions}:norm", replacement=f"{functions}:known")
@@ -40,14 +40,14 @@ def test_generated_files_are_formatted_and_lint_free_r54(checkout, functions):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_listed_transform_is_not_listed_twice_r54():
+def test_a_listed_transform_is_not_listed_twice():
     text = "transforms:\n  a:  {stage: match, enabled: true}  # why\n  b: {stage: fuse, enabled: true}\n"
     once = with_entry(text, "c", "match")
     assert once.splitlines()[2] == "  c:                   {stage: match, enabled: false}"
     assert with_entry(once, "c", "match") == once
 
 
-def test_where_the_files_go_r54(tmp_path, monkeypatch):
+def test_where_the_files_go(tmp_path, monkeypatch):
     monkeypatch.chdir(SOURCE / "graft" / "cli")
     assert Place.of(None) == Place.of(ROOT) == Place(ROOT.resolve(), True)
     assert Place.of(Path("here")) == Place((SOURCE / "graft" / "cli" / "here").resolve(), False)
@@ -76,14 +76,14 @@ def test_where_the_files_go_r54(tmp_path, monkeypatch):
         ("json", "another Python module"),
     ],
 )
-def test_bad_names_are_refused_and_nothing_is_written_r54_r63(tmp_path, name, message):
+def test_bad_names_are_refused_and_nothing_is_written(tmp_path, name, message):
     with pytest.raises(UsageError, match=message):
         new_transform(name, tmp_path)
     assert not tree(tmp_path)
 
 
 @given(st.text(max_size=12))
-def test_a_name_is_an_identifier_or_refused_r54(name):
+def test_a_name_is_an_identifier_or_refused(name):
     try:
         check_name(name)
     except UsageError as error:
@@ -113,7 +113,7 @@ def test_a_name_is_an_identifier_or_refused_r54(name):
         ({"pattern": "{f}:branching", "op": True}, PatternError, "cannot be traced"),
     ],
 )
-def test_bad_requests_are_refused_and_nothing_is_written_r54_r63(tmp_path, functions, options, error, message):
+def test_bad_requests_are_refused_and_nothing_is_written(tmp_path, functions, options, error, message):
     folder = tmp_path / "plugins"
     given = {key: value.format(f=functions) if isinstance(value, str) else value for key, value in options.items()}
     with pytest.raises(error, match=message):
@@ -121,13 +121,13 @@ def test_bad_requests_are_refused_and_nothing_is_written_r54_r63(tmp_path, funct
     assert not folder.exists()
 
 
-def test_a_file_that_is_not_python_is_told_r63(tmp_path):
+def test_a_file_that_is_not_python_is_told(tmp_path):
     (tmp_path / "bad.py").write_text("def f(x:\n")
     with pytest.raises(UsageError, match="is not Python"):
         new_transform("fuse_mine", tmp_path, op=True, pattern=f"{tmp_path / 'bad.py'}:f")
 
 
-def test_why_no_kernel_was_generated_is_told_r54(tmp_path, functions):
+def test_why_no_kernel_was_generated_is_told(tmp_path, functions):
     made = new_transform("fuse_mine", tmp_path / "p", op=True, pattern=f"{functions}:norm")
     assert made.no_kernel == "its tensors differ in shape"
     assert "kernels=" not in (tmp_path / "p" / "mine_op" / "op.py").read_text()
@@ -137,7 +137,7 @@ def test_why_no_kernel_was_generated_is_told_r54(tmp_path, functions):
     assert made.no_kernel == "it takes whole numbers, which may be sizes"
 
 
-def test_nothing_is_overwritten_without_force_r54(tmp_path):
+def test_nothing_is_overwritten_without_force(tmp_path):
     new_transform("fuse_mine", tmp_path)
     (tmp_path / "fuse_mine.py").write_text("# mine\n")
     before = tree(tmp_path)
@@ -151,7 +151,7 @@ def test_nothing_is_overwritten_without_force_r54(tmp_path):
 
 
 @pytest.mark.parametrize("failing", range(4))
-def test_a_failure_on_the_way_leaves_all_as_it_was_r54_r63(tmp_path, monkeypatch, failing):
+def test_a_failure_on_the_way_leaves_all_as_it_was(tmp_path, monkeypatch, failing):
     (tmp_path / "kept.txt").write_text("old")
     before, calls, replace = tree(tmp_path), [], Path.replace
 
@@ -174,7 +174,7 @@ def test_a_failure_on_the_way_leaves_all_as_it_was_r54_r63(tmp_path, monkeypatch
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_command_says_what_it_wrote_and_what_comes_next_r54_r61(tmp_path):
+def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path):
     told = CliRunner().invoke(app, ["new-transform", "fuse_mine", "--dir", str(tmp_path)])
     assert told.exit_code == 0, told.output
     assert "new      fuse_mine.py" in told.output and "python -m pytest test_fuse_mine.py" in told.output
@@ -184,7 +184,7 @@ def test_the_command_says_what_it_wrote_and_what_comes_next_r54_r61(tmp_path):
     assert document["op"] == "more" and "more_op/triton.py" in document["files"] and not document["checkout"]
 
 
-def test_the_command_refuses_with_one_line_r61_r63(tmp_path):
+def test_the_command_refuses_with_one_line(tmp_path):
     told = CliRunner().invoke(app, ["new-transform", "Fuse", "--dir", str(tmp_path)])
     assert told.exit_code == 2 and told.stderr.startswith("graft: error: 'Fuse' cannot be a transform's name")
     assert told.stderr.count("\n") == 1 and not tree(tmp_path)

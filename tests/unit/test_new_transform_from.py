@@ -1,4 +1,4 @@
-"""graft new-transform --from: a candidate of graft discover becomes a transform that matches its model (R54)."""
+"""graft new-transform --from: a candidate of graft discover becomes a transform that matches its model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ByHand(Silu):
         return y * torch.sigmoid(y)
 
 
-def test_a_kernel_of_aten_is_called_with_its_inputs_in_order_r54(tmp_path):
+def test_a_kernel_of_aten_is_called_with_its_inputs_in_order(tmp_path):
     found = discover(graph_of(Stack(ByHand)), model="Stack")
     one = seed_of(found.worthwhile[0], "Stack")
     transform_from("fuse_swish", one, tmp_path)
@@ -52,7 +52,7 @@ class AddedProduct(nn.Module):
         return x.cumsum(1) + self.mix(x)
 
 
-def test_a_kernel_whose_arguments_follow_from_sizes_is_refused_with_the_reason_r54():
+def test_a_kernel_whose_arguments_follow_from_sizes_is_refused_with_the_reason():
     candidate = next(c for c in discover(graph_of(Stack(AddedProduct))).candidates if c.title == "linear → add")
     one = seed_of(candidate, "Stack")
     aten = type(one)(**{**vars(one), "existing": tuple(e for e in one.existing if e[0] != "graft")})
@@ -67,7 +67,7 @@ def graft(*args):
     return CliRunner().invoke(app, [*map(str, args)])
 
 
-def test_from_a_model_dumps_or_a_file_of_candidates_r54(tmp_path):
+def test_from_a_model_dumps_or_a_file_of_candidates(tmp_path):
     """The same files whichever way it is named."""
     config = ("--dtype", "float32")
     assert graft("dump", "tiny-gemma-2", "-o", tmp_path / "run", *config).exit_code == 0
@@ -105,7 +105,7 @@ def test_from_a_model_dumps_or_a_file_of_candidates_r54(tmp_path):
         (("--from", "x", "--model", "."), "neither a folder of dumps"),
     ],
 )
-def test_bad_input_is_told_and_nothing_is_written_r54_r63(tmp_path, monkeypatch, options, message):
+def test_bad_input_is_told_and_nothing_is_written(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.json").write_text("[1]")
     (tmp_path / "empty.json").write_text('{"model": "m", "candidates": []}')
@@ -116,7 +116,7 @@ def test_bad_input_is_told_and_nothing_is_written_r54_r63(tmp_path, monkeypatch,
     assert not (tmp_path / "made").exists()
 
 
-def test_candidates_without_shapes_or_a_pattern_and_names_that_are_taken_are_refused_r54(tmp_path):
+def test_candidates_without_shapes_or_a_pattern_and_names_that_are_taken_are_refused(tmp_path):
     gm = graph_of(Stack(GatedResidual))
     del next(n for n in gm.graph.nodes if n.target is torch.ops.aten.sigmoid.default).meta["val"]
     with pytest.raises(ShapesUnknown, match="no recorded shape"):

@@ -1,4 +1,4 @@
-"""What graft new-transform --from writes passes its tests, matches its model and keeps its numbers (R54)."""
+"""What graft new-transform --from writes passes its tests, matches its model and keeps its numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ for name, block in BLOCKS.items():
 
 
 @pytest.mark.exhaustive
-def test_novel_blocks_match_their_models_and_pass_their_tests_r54(tmp_path):
+def test_novel_blocks_match_their_models_and_pass_their_tests(tmp_path):
     """Each of the three: count as discover said, equal numerics, and the generated tests pass."""
     for name, block in BLOCKS.items():
         written = transform_from(name, seed(block), tmp_path)
@@ -72,7 +72,7 @@ def test_novel_blocks_match_their_models_and_pass_their_tests_r54(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_the_generated_tests_of_a_candidate_can_fail_r54(tmp_path):
+def test_the_generated_tests_of_a_candidate_can_fail(tmp_path):
     transform_from("fuse_gated", seed(GatedResidual), tmp_path)
     reference = tmp_path / "gated_op" / "reference.py"
     right = reference.read_text()
@@ -83,7 +83,7 @@ def test_the_generated_tests_of_a_candidate_can_fail_r54(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_an_op_of_graft_takes_the_place_of_what_it_computes_r54(tmp_path):
+def test_an_op_of_graft_takes_the_place_of_what_it_computes(tmp_path):
     """With its arguments filled in, and two results where the model reads two."""
     found = discover_model("tiny-llama", load_config(OFF))
     norm, rope, *_ = found.worthwhile
@@ -99,7 +99,7 @@ def test_an_op_of_graft_takes_the_place_of_what_it_computes_r54(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_in_a_checkout_what_is_written_is_formatted_and_lint_free_r54(checkout):
+def test_in_a_checkout_what_is_written_is_formatted_and_lint_free(checkout):
     pytest.importorskip("ruff", reason="ruff is not installed here")
     for name, block in BLOCKS.items():
         assert transform_from(name, seed(block), checkout).checkout

@@ -22,7 +22,7 @@ def run_pytest(folder, *args, path):
 # ── a plugin ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_plugins_pass_their_tests_as_generated_r54(tmp_path, functions):
+def test_plugins_pass_their_tests_as_generated(tmp_path, functions):
     """The worked example, an op made from a pattern with a kernel, and one whose replacement is there already."""
     folder, gated = tmp_path / "plugins", tmp_path / "functions" / "gated.py"
     gated.write_text(GATED)
@@ -50,7 +50,7 @@ def test_plugins_pass_their_tests_as_generated_r54(tmp_path, functions):
 
 
 @pytest.mark.exhaustive
-def test_the_generated_tests_can_fail_r54(tmp_path):
+def test_the_generated_tests_can_fail(tmp_path):
     """A replacement that is changed afterwards is caught by the tests that came with it."""
     new_transform("fuse_plain", tmp_path)
     path = tmp_path / "fuse_plain.py"
@@ -65,7 +65,7 @@ def test_the_generated_tests_can_fail_r54(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_in_a_checkout_the_rules_of_the_code_hold_r54(checkout, monkeypatch):
+def test_in_a_checkout_the_rules_of_the_code_hold(checkout, monkeypatch):
     """One name for registry, YAML and file; op folders complete; families account for it; ruff has nothing to say."""
     monkeypatch.chdir(checkout / "src" / "graft" / "cli")
     made = new_transform("fuse_plain", op=True)

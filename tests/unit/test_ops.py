@@ -207,7 +207,7 @@ def test_paged_attention_equals_attention_over_whole_sequences():
         torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
-def test_a_named_kernel_runs_or_raises_r25():
+def test_a_named_kernel_runs_or_raises():
     spec = OPS["rms_norm"]
     call = spec.call(torch.randn(2, 8), torch.randn(8), 1e-5)
     assert choose(spec, call, "reference").kernel.kind == "reference"

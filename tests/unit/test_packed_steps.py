@@ -1,4 +1,4 @@
-"""Steps with prompts in them, padded to a number of tokens that is captured (R43)."""
+"""Steps with prompts in them, padded to a number of tokens that is captured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_numbers_of_tokens():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma-2", "gpt2", "qwen3-moe"])
-def test_padded_steps_give_what_launched_ones_do_r43(family):
+def test_padded_steps_give_what_launched_ones_do(family):
     """Prompts in chunks beside sequences that decode; the requests come and go at different times."""
     params = [graft.SamplingParams(max_tokens=4 + i, ignore_eos=True, logprobs=2) for i in range(len(PROMPTS))]
     found = []
@@ -41,7 +41,7 @@ def test_padded_steps_give_what_launched_ones_do_r43(family):
                 assert abs(mine[token].logprob - value.logprob) < 2e-4
 
 
-def test_what_is_captured_is_told_and_used_again_r43():
+def test_what_is_captured_is_told_and_used_again():
     llm = engine("llama", True, max_num_seqs=4, max_num_batched_tokens=64)
     packed = llm.engine.loop.packed
     assert packed.notes == []
@@ -52,7 +52,7 @@ def test_what_is_captured_is_told_and_used_again_r43():
     assert any("prompts: 2 recordings" in note and "steps of 24, 32 tokens" in note for note in llm.report.notes)
 
 
-def test_a_step_of_more_tokens_is_launched_r43(monkeypatch):
+def test_a_step_of_more_tokens_is_launched(monkeypatch):
     llm = engine("llama", True, max_num_seqs=4, max_num_batched_tokens=64)
     monkeypatch.setattr(llm.engine.loop.packed, "sizes", Sizes((16,), 1))
     whole = llm.generate([[3] * 40], graft.SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids
@@ -62,7 +62,7 @@ def test_a_step_of_more_tokens_is_launched_r43(monkeypatch):
     assert again.engine.loop.packed.made
 
 
-def test_padding_touches_nobody_elses_blocks_r43():
+def test_padding_touches_nobody_elses_blocks():
     """The cache beyond the padding block is what a step without padding writes."""
     caches = []
     for sizes in ((16, 20, 24), (64,)):

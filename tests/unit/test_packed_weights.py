@@ -25,7 +25,7 @@ def weight(n: int, k: int, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(1, 40), k=st.integers(1, 200), kind=st.sampled_from(KINDS), gated=st.booleans())
-def test_the_graph_form_keeps_what_was_packed_r20(n, k, kind, gated):
+def test_the_graph_form_keeps_what_was_packed(n, k, kind, gated):
     packed = pack(weight(2 * n, k), kind, gated)
     tiles, scale = in_graph(packed)
     found = from_graph(tiles, scale, k, gated)
@@ -35,7 +35,7 @@ def test_the_graph_form_keeps_what_was_packed_r20(n, k, kind, gated):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_read_one_by_one_r20(kind):
+def test_rows_are_read_one_by_one(kind):
     packed = pack(weight(37, 70), kind)
     ids = torch.tensor([[36, 0, 17], [5, 5, 16]])
     assert torch.equal(unpack_rows(*in_graph(packed), ids, 70), unpack(packed)[ids])
@@ -43,14 +43,14 @@ def test_rows_are_read_one_by_one_r20(kind):
         OPS["packed_embedding"].reference(*in_graph(packed), ids + 1, 70, torch.float32)
 
 
-def test_tiles_of_another_width_are_refused_r63():
+def test_tiles_of_another_width_are_refused():
     with pytest.raises(PackingError, match="tiles of 999 bytes"):
         kind_of(999, 64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("activation", ["none", "silu"])
-def test_the_product_is_that_of_what_the_tiles_stand_for_r22(kind, activation):
+def test_the_product_is_that_of_what_the_tiles_stand_for(kind, activation):
     gated = activation != "none"
     x, w, norm = weight(5, 72, 1)[None], weight(64, 72), weight(1, 72, 2)[0]
     packed = pack(w, kind, gated)
@@ -66,7 +66,7 @@ def test_the_product_is_that_of_what_the_tiles_stand_for_r22(kind, activation):
 
 @pytest.mark.parametrize("kind", ["q8", "q4"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_pieces_are_the_whole_r20(kind, gated, monkeypatch):
+def test_pieces_are_the_whole(kind, gated, monkeypatch):
     """Weights larger than a piece are packed a few tiles at a time, with the same bytes."""
     monkeypatch.setattr(pack_rows, "PIECE", 72 * 16)
     w = weight(94, 72)
@@ -82,13 +82,13 @@ def test_pieces_are_the_whole_r20(kind, gated, monkeypatch):
     n=st.integers(1, 20), k=st.integers(1, 90), kind=st.sampled_from(["q8", "q4"]), exponent=st.integers(-12, 3),
     shift=st.sampled_from([0.0, 1.0, 50.0]),
 )  # fmt: skip
-def test_any_finite_weight_is_within_rounding_r22(n, k, kind, exponent, shift):
+def test_any_finite_weight_is_within_rounding(n, k, kind, exponent, shift):
     pack_checked((weight(n, k) + shift) * 10.0**exponent, kind, False)
 
 
 @pytest.mark.parametrize("kind", ["q8", "q4"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_rows_that_are_no_numbers_are_an_error_r63(kind, bad):
+def test_rows_that_are_no_numbers_are_an_error(kind, bad):
     w = weight(20, 40)
     w[3, 7] = bad
     with pytest.raises(QuantizationError, match=r"model\.w holds NaN or infinity"):
@@ -98,7 +98,7 @@ def test_rows_that_are_no_numbers_are_an_error_r63(kind, bad):
 
 
 @pytest.mark.parametrize("kind", ["q8", "q4"])
-def test_more_than_rounding_is_noticed_r22(kind, monkeypatch):
+def test_more_than_rounding_is_noticed(kind, monkeypatch):
     def wrong(piece, kind, gated):
         packed = pack(piece, kind, gated)
         packed.data[0:2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)  # the scale of row 0

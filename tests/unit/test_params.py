@@ -58,7 +58,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("field", "value", "message"), WRONG, ids=lambda v: str(v)[:20])
-def test_a_wrong_value_is_told_with_its_field_and_range_r42(field, value, message):
+def test_a_wrong_value_is_told_with_its_field_and_range(field, value, message):
     with pytest.raises(UsageError, match=message) as told:
         SamplingParams(**{field: value})
     assert str(told.value).startswith(field)
@@ -66,39 +66,39 @@ def test_a_wrong_value_is_told_with_its_field_and_range_r42(field, value, messag
 
 @pytest.mark.parametrize("field", NUMBERS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400], ids=lambda v: str(v)[:6])
-def test_numbers_are_finite_r42(field, value):
+def test_numbers_are_finite(field, value):
     with pytest.raises(UsageError, match=f"{field} must be"):
         SamplingParams(**{field: value})
 
 
 @pytest.mark.parametrize("field", NUMBERS + WHOLE)
 @pytest.mark.parametrize("value", [True, "1", [1]], ids=str)
-def test_a_number_is_no_bool_text_or_list_r42(field, value):
+def test_a_number_is_no_bool_text_or_list(field, value):
     with pytest.raises(UsageError, match=rf"^{field} must be .*, a (whole )?number.*, but is "):
         SamplingParams(**{field: value})
 
 
 @pytest.mark.parametrize("field", WHOLE)
 @pytest.mark.parametrize("value", [1.0, math.nan])
-def test_a_whole_number_is_no_float_r42(field, value):
+def test_a_whole_number_is_no_float(field, value):
     with pytest.raises(UsageError, match=f"{field} must be"):
         SamplingParams(**{field: value})
 
 
 @pytest.mark.parametrize("field", FLAGS)
 @pytest.mark.parametrize("value", [1, 0, None, "yes"])
-def test_a_flag_is_a_bool_r42(field, value):
+def test_a_flag_is_a_bool(field, value):
     with pytest.raises(UsageError, match=f"{field} must be True or False, but is"):
         SamplingParams(**{field: value})
 
 
 @pytest.mark.parametrize("field", [*NUMBERS, "n", "top_k", "max_tokens", "min_tokens"])
-def test_only_what_may_be_off_may_be_none_r42(field):
+def test_only_what_may_be_off_may_be_none(field):
     with pytest.raises(UsageError, match=f"{field} must be"):
         SamplingParams(**{field: None})
 
 
-def test_fields_that_contradict_each_other_r42():
+def test_fields_that_contradict_each_other():
     with pytest.raises(UsageError, match="min_tokens must be at most max_tokens, which is 4, but is 5"):
         SamplingParams(max_tokens=4, min_tokens=5)
     with pytest.raises(UsageError, match="n must be 1 when greedy"):
@@ -107,13 +107,13 @@ def test_fields_that_contradict_each_other_r42():
     assert SamplingParams(max_tokens=4, min_tokens=4).min_tokens == 4
 
 
-def test_every_field_has_a_rule_r42():
+def test_every_field_has_a_rule():
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     assert names == set(RULES) | {"stop", "stop_token_ids"}
     assert names == {*NUMBERS, *WHOLE, *FLAGS, "stop", "stop_token_ids"}, "each kind is tested above"
 
 
-def test_defaults_are_greedy_and_frozen_r42():
+def test_defaults_are_greedy_and_frozen():
     params = SamplingParams()
     assert params.greedy and not params.penalised and params.stop == () and params.stop_token_ids == ()
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -122,7 +122,7 @@ def test_defaults_are_greedy_and_frozen_r42():
         SamplingParams(temprature=1.0)
 
 
-def test_stops_are_tuples_r42():
+def test_stops_are_tuples():
     assert SamplingParams(stop="end").stop == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop=None, stop_token_ids=None).stop == ()
@@ -150,7 +150,7 @@ def test_stops_are_tuples_r42():
         },
     )
 )
-def test_every_allowed_value_is_kept_r42(fields):
+def test_every_allowed_value_is_kept(fields):
     params = SamplingParams(**fields)
     for name, value in fields.items():
         assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value)

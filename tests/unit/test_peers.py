@@ -79,7 +79,7 @@ def pretend(monkeypatch, name: str, **functions) -> None:
 # ── not there ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_peer_that_is_not_installed_is_a_row_that_says_how_to_get_it_r61(nothing_installed, growing_clock, capsys):
+def test_a_peer_that_is_not_installed_is_a_row_that_says_how_to_get_it(nothing_installed, growing_clock, capsys):
     result = bench(engine(), PLAN, roofline=ROOF, source="tiny.gguf")
     by = rows(result)
     assert by["llama.cpp"].failed.startswith("not run: llama-cpp-python is not installed")
@@ -92,7 +92,7 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_how_to_get_it_r61(nothi
     assert "batch 2, openvino not run: openvino is not installed" in printed and "failed" not in printed
 
 
-def test_the_command_exits_with_0_without_any_peer_r61(nothing_installed, growing_clock, monkeypatch):
+def test_the_command_exits_with_0_without_any_peer(nothing_installed, growing_clock, monkeypatch):
     monkeypatch.setattr("graft.runtime.llm.LLM", lambda *_, **__: engine())
     monkeypatch.setattr("graft.workbench.roofline.measure_roofline", lambda device, dtype: ROOF)
     small = ("--prompt", "8", "--new", "40", "--batch", "1", "--repeats", "1", "--threads", "1", "--json")
@@ -102,7 +102,7 @@ def test_the_command_exits_with_0_without_any_peer_r61(nothing_installed, growin
     assert [row["failed"][:8] for row in document["rows"]] == ["", "not run:", "not run:"]
 
 
-def test_a_model_without_a_gguf_file_is_not_run_with_llama_cpp_r61(monkeypatch):
+def test_a_model_without_a_gguf_file_is_not_run_with_llama_cpp(monkeypatch):
     pretend(monkeypatch, "llama_cpp")
     failed = rows(bench(engine(), replace(PLAN, against=("llama.cpp",)))).get("llama.cpp").failed
     assert failed == "not run: no GGUF file; llama.cpp runs models that were loaded from one"
@@ -111,7 +111,7 @@ def test_a_model_without_a_gguf_file_is_not_run_with_llama_cpp_r61(monkeypatch):
     assert str(gguf_file("some/model.gguf")) == "some/model.gguf"
 
 
-def test_a_peer_that_dies_is_shown_with_its_reason_and_closed_r61(monkeypatch):
+def test_a_peer_that_dies_is_shown_with_its_reason_and_closed(monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("unsupported op\nand a long trace")
 
@@ -135,7 +135,7 @@ def test_peers_of_a_cpu_and_of_a_gpu():
 # ── bytes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_bytes_are_those_of_the_peers_own_formats_r61(growing_clock, monkeypatch):
+def test_bytes_are_those_of_the_peers_own_formats(growing_clock, monkeypatch):
     """A peer's row counts what that peer reads; graft's and Hugging Face's count the module's weights."""
 
     class Small:
@@ -281,7 +281,7 @@ def test_threads_hold_for_torch_and_native_and_are_given_back(monkeypatch):
         assert torch.get_num_threads() == before
 
 
-def test_threads_are_the_cores_unless_told_r63(monkeypatch):
+def test_threads_are_the_cores_unless_told(monkeypatch):
     monkeypatch.delenv(THREADS, raising=False)
     assert checked_threads(None, CPU) == available_cores() and checked_threads(1, CPU) == 1
     assert checked_threads(None, torch.device("cuda")) is None

@@ -67,7 +67,7 @@ def config(*names, **options):
     return PipelineConfig({n: TransformConfig(Stage.MATCH, **options) for n in names})
 
 
-def test_duplicate_and_unknown_names_list_the_known_r1(registered):
+def test_duplicate_and_unknown_names_list_the_known(registered):
     registered("test_one", lambda self, gm, context: Outcome())
     with pytest.raises(DuplicateTransform, match="fuse_rms_norm"):
         TransformRegistry.register("test_one")(BaseTransform)
@@ -75,7 +75,7 @@ def test_duplicate_and_unknown_names_list_the_known_r1(registered):
         TransformRegistry.get("fuse_ropes")
 
 
-def test_order_is_by_stage_then_constraints_then_listing_r3():
+def test_order_is_by_stage_then_constraints_then_listing():
     def entry(stage, **more):
         return TransformConfig(stage, **more)
 
@@ -93,7 +93,7 @@ def test_order_is_by_stage_then_constraints_then_listing_r3():
     assert ordered == ["fuse_rms_norm", "fuse_swiglu", "merge_qkv", "fuse_rope"]
 
 
-def test_cycles_and_impossible_orders_are_errors_r3():
+def test_cycles_and_impossible_orders_are_errors():
     with pytest.raises(OrderError, match="cycle among fuse_rope, fuse_swiglu"):
         order_transforms(
             PipelineConfig(
@@ -185,7 +185,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("apply", BREAKS, ids=lambda f: f.__name__)
-def test_a_broken_transform_is_rolled_back_exactly_r6_r7(registered, apply):
+def test_a_broken_transform_is_rolled_back_exactly(registered, apply):
     name = registered("test_break", apply)
     gm = small_graph()
     text, state, x = graph_text(gm.graph), set(module_state(gm)), torch.randn(2, 4)
@@ -219,7 +219,7 @@ def test_verify_passes_on_an_unchanged_graph_and_names_a_lost_value():
         verify(gm)
 
 
-def test_statuses_and_summary_lines_r4_r5(registered, caplog):
+def test_statuses_and_summary_lines(registered, caplog):
     nothing = registered("test_nothing", lambda self, gm, context: Outcome(reason="there is nothing"))
     skipped = registered("test_skipped", lambda self, gm, context: Outcome(reason="not here", skipped=True))
     applied = registered("test_applied", lambda self, gm, context: Outcome((MatchRecord("%a", "m", ("x",), ("y",)),)))
@@ -246,14 +246,14 @@ def qwen(tmp_path_factory):
     return gm, report, folder
 
 
-def test_report_survives_json_r4(qwen):
+def test_report_survives_json(qwen):
     _, report, _ = qwen
     assert Report.from_json(report.to_json()) == report
     record = report.transforms["fuse_rms_norm"]
     assert record.matches[0].module.startswith("model.layers.0") and record.matches[0].replaced
 
 
-def test_dumps_are_readable_and_load_back_r8(qwen):
+def test_dumps_are_readable_and_load_back(qwen):
     gm, report, folder = qwen
     names = sorted(p.name for p in folder.glob("*.txt"))
     assert names[0] == "000_capture_captured.txt" and any(n.endswith("_fuse_fuse_add_rms_norm.txt") for n in names)
@@ -269,14 +269,14 @@ def test_dumps_are_readable_and_load_back_r8(qwen):
     assert shape(loaded.graph).count("graft.rope(") == shape(gm.graph).count("graft.rope(")
 
 
-def test_dump_folders_of_others_are_not_touched_r8(tmp_path):
+def test_dump_folders_of_others_are_not_touched(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(DumpError, match="not written by graft"):
         run_pipeline(small_graph(), config(), dump_dir=tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_dumps_from_the_environment_and_again_into_the_same_folder_r8(tmp_path, monkeypatch):
+def test_dumps_from_the_environment_and_again_into_the_same_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAFT_DUMP_GRAPHS_DIR", str(tmp_path / "d"))
     for _ in range(2):
         run_pipeline(small_graph(), load_config())

@@ -1,4 +1,4 @@
-"""Checks that the program makes of its data run when it is compiled, before the writes that follow them (R33)."""
+"""Checks that the program makes of its data run when it is compiled, before the writes that follow them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ PROGRAMS = {  # program, numbers that pass, numbers that do not
 
 @pytest.mark.parametrize("backend", short(["eager", "inductor"], "eager"))
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_failing_check_raises_before_anything_is_written_r33(name, backend):
+def test_a_failing_check_raises_before_anything_is_written(name, backend):
     function, good, bad = PROGRAMS[name]
     eager, module = Checked(function), Checked(function)
     compiled = graft.compile(module, (X, *good), backend=backend)
@@ -106,7 +106,7 @@ def test_a_failing_check_raises_before_anything_is_written_r33(name, backend):
     assert torch.equal(compiled(X, *good), eager(X, *good))
 
 
-def test_a_number_read_back_is_refused_for_recording_and_an_asynchronous_check_is_not_r33():
+def test_a_number_read_back_is_refused_for_recording_and_an_asynchronous_check_is_not():
     with pytest.raises(CaptureRefused, match="item"):
         graft.compile(Checked(below_ten), (X, number(3)), backend="cuda_graph")
     module = Checked(positive)
@@ -117,7 +117,7 @@ def test_a_number_read_back_is_refused_for_recording_and_an_asynchronous_check_i
     assert torch.equal(module.cache, X)
 
 
-def test_what_capture_has_proven_leaves_no_check_r33():
+def test_what_capture_has_proven_leaves_no_check():
     def sized(self, x):
         torch._check(x.shape[0] >= 3)
         return x.to(torch.float64) * x.shape[0]
@@ -127,7 +127,7 @@ def test_what_capture_has_proven_leaves_no_check_r33():
     assert not [node for node in gm.graph.nodes if is_check(node)]
 
 
-def test_checks_of_two_numbers_that_are_said_to_be_equal_read_both_r33():
+def test_checks_of_two_numbers_that_are_said_to_be_equal_read_both():
     gm = export_graph(Checked(both_five), (X, number(5), number(5)))
     checks = [node for node in gm.graph.nodes if is_check(node)]
     read = {source for check in checks for compared in check.all_input_nodes for source in compared.all_input_nodes}
@@ -135,7 +135,7 @@ def test_checks_of_two_numbers_that_are_said_to_be_equal_read_both_r33():
     assert max(checks) < next(node for node in gm.graph.nodes if node.target is aten.add_.Tensor)
 
 
-def test_an_update_that_is_copied_back_after_a_check_stays_a_copy_r33():
+def test_an_update_that_is_copied_back_after_a_check_stays_a_copy():
     compiled = graft.compile(Checked(copied_back), (X, number(3)), backend="eager")
     (miss,) = (miss for record in compiled.report.transforms.values() for miss in record.near_misses)
     assert "checks a value between" in miss.reason

@@ -1,4 +1,4 @@
-"""The proof of each match (R7): right rewrites pass on every kind of input, wrong ones are caught and taken back."""
+"""The proof of each match: right rewrites pass on every kind of input, wrong ones are caught and taken back."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ RIGHT = {
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_replacements_pass_and_the_report_holds_the_error_r7(name, dtype, device, planted):
+def test_right_replacements_pass_and_the_report_holds_the_error(name, dtype, device, planted):
     record = planted(block_graph(dtype, device), pattern_transform(*RIGHT[name]))
     (match,) = record.matches
     assert match.proof is not None and match.proof.inputs in INPUT_KINDS
@@ -121,7 +121,7 @@ def test_right_replacements_pass_and_the_report_holds_the_error_r7(name, dtype, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_replacements_are_caught_and_taken_back_r7(name, dtype, planted):
+def test_wrong_replacements_are_caught_and_taken_back(name, dtype, planted):
     gm = block_graph(dtype)
     before = graph_text(gm.graph)
     with pytest.raises(TransformError, match=r"planted failed and was rolled back: the replacement at %.* is off by"):
@@ -135,7 +135,7 @@ def test_without_the_proof_a_wrong_replacement_goes_through(planted):
     assert record.status == "applied" and record.matches[0].proof is None
 
 
-def test_a_wrong_replacement_is_skipped_where_errors_are_r6(planted):
+def test_a_wrong_replacement_is_skipped_where_errors_are(planted):
     gm = block_graph()
     before = graph_text(gm.graph)
     record = planted(gm, pattern_transform(*WRONG["an offset"]), on_error="skip")
@@ -191,7 +191,7 @@ class ReplacesUnsaid(BaseTransform):
 @pytest.mark.parametrize(
     ("make", "reason"), [(Rewires, "although no match replaced it"), (ReplacesUnsaid, "but no match says so")]
 )
-def test_changes_that_no_match_accounts_for_are_refused_r7(make, reason, planted):
+def test_changes_that_no_match_accounts_for_are_refused(make, reason, planted):
     gm = block_graph()
     before = graph_text(gm.graph)
     with pytest.raises(TransformError, match=reason):

@@ -50,7 +50,7 @@ def weights(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(weights(), st.sampled_from(FORMATS))
-def test_every_weight_is_the_nearest_number_r21(w, kind):
+def test_every_weight_is_the_nearest_number(w, kind):
     """In float64 and without the project's own check: within half a step of where it was, clipped ones aside."""
     q, scale = QUANTIZERS[kind](w)
     exact, result = w.double(), back(w, q, scale)

@@ -30,7 +30,7 @@ from graft.transforms.quantization import pattern_fits
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_every_linear_layer_reads_quantized_weights_r21(kind, dtype, bias):
+def test_every_linear_layer_reads_quantized_weights(kind, dtype, bias):
     """The result is that of a module with the weights that the stored ones stand for, the dtype's rounding aside."""
     torch.manual_seed(0)
     module, x = MLP(bias).to(dtype), torch.randn(3, 24).to(dtype)

@@ -33,7 +33,7 @@ from graft.workbench.traffic import graph_weight_bytes, weight_bytes
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
-def test_tokens_of_tiny_families_run_r21(family):
+def test_tokens_of_tiny_families_run(family):
     llm = graft.LLM(
         f"tiny-{family}", dtype="float32", device="cpu", quantize="int8", keep_weights=True, backend="eager"
     )
@@ -233,7 +233,7 @@ def test_the_report_counts_bytes_and_reads_older_ones():
 
 
 @pytest.mark.parametrize("verb", ["run", "bench"])
-def test_the_command_line_takes_a_format_r21(verb, monkeypatch):
+def test_the_command_line_takes_a_format(verb, monkeypatch):
     looks = itertools.count()
     # every look at the clock takes longer than the one before, so that more steps take longer than one
     monkeypatch.setattr(contest, "time", SimpleNamespace(perf_counter=lambda: float(next(looks) ** 2)))

@@ -23,11 +23,11 @@ aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_replays_equal_eager_r37(case):
+def test_replays_equal_eager(case):
     case("cpu")
 
 
-def test_the_report_says_what_is_bound_and_that_nothing_is_captured_r37():
+def test_the_report_says_what_is_bound_and_that_nothing_is_captured():
     _, compiled = compiled_attend("cpu", reuse_outputs=True)
     assert compiled.backend == "cuda_graph"
     bound, reused, direct = compiled.report.notes[-3:]
@@ -35,13 +35,13 @@ def test_the_report_says_what_is_bound_and_that_nothing_is_captured_r37():
     assert "next replay overwrites" in reused and "nothing is captured" in direct
 
 
-def test_reuse_outputs_is_for_cuda_graphs_alone_r37():
+def test_reuse_outputs_is_for_cuda_graphs_alone():
     with pytest.raises(UsageError, match="reuse_outputs is for backend='cuda_graph'"):
         graft.compile(nn.Linear(2, 2), (torch.randn(1, 2),), reuse_outputs=True)
 
 
 @torch.no_grad()
-def test_a_failed_recording_leaves_the_state_as_it_was_r37():
+def test_a_failed_recording_leaves_the_state_as_it_was():
     class Fails(nn.Module):
         def __init__(self):
             super().__init__()
@@ -70,7 +70,7 @@ class Shares(nn.Module):
 
 
 @torch.no_grad()
-def test_an_input_in_memory_that_the_graph_writes_is_not_staged_r33_r37():
+def test_an_input_in_memory_that_the_graph_writes_is_not_staged():
     lowered = lower(export_graph(Shares(), (torch.zeros(4), torch.zeros(2))), "cuda_graph")
     cache, other = torch.zeros(4), torch.zeros(4)
     for _ in range(3):
@@ -83,7 +83,7 @@ def test_an_input_in_memory_that_the_graph_writes_is_not_staged_r33_r37():
 
 
 @torch.no_grad()
-def test_a_tensor_of_another_device_is_refused_before_anything_is_written_r37():
+def test_a_tensor_of_another_device_is_refused_before_anything_is_written():
     lowered = lower(export_graph(Shares(), (torch.zeros(4), torch.zeros(2))), "cuda_graph")
     cache = torch.zeros(4)
     with pytest.raises(CaptureRefused, match="input x is on meta, the graph is recorded on cpu"):
@@ -109,7 +109,7 @@ def masked_row(x):
         (lambda x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)), "cond"),
     ],
 )
-def test_what_a_replay_cannot_do_is_refused_with_node_and_line_r37(function, node):
+def test_what_a_replay_cannot_do_is_refused_with_node_and_line(function, node):
     class Calls(nn.Module):
         def forward(self, x):
             return function(x)
@@ -118,7 +118,7 @@ def test_what_a_replay_cannot_do_is_refused_with_node_and_line_r37(function, nod
         graft.compile(Calls(), (torch.randn(4, 3),), backend="cuda_graph")
 
 
-def test_the_line_of_a_refusal_is_the_user_s_r37():
+def test_the_line_of_a_refusal_is_the_user_s():
     class Item(nn.Module):
         def forward(self, x):
             return x * x.sum().item()
@@ -129,7 +129,7 @@ def test_the_line_of_a_refusal_is_the_user_s_r37():
 
 
 @torch.no_grad()
-def test_filling_where_a_mask_is_set_asks_for_nothing_r37():
+def test_filling_where_a_mask_is_set_asks_for_nothing():
     class Fill(nn.Module):
         def forward(self, x):
             x[x > 0] = 0.0
@@ -141,7 +141,7 @@ def test_filling_where_a_mask_is_set_asks_for_nothing_r37():
 
 
 @torch.no_grad()
-def test_inference_mode_and_no_grad_share_recordings_r37():
+def test_inference_mode_and_no_grad_share_recordings():
     _, compiled = compiled_attend("cpu")
     k, v = caches("cpu")
     with torch.inference_mode():
@@ -150,13 +150,13 @@ def test_inference_mode_and_no_grad_share_recordings_r37():
     assert compiled.replays.count == 1
 
 
-def test_recordings_are_not_copied_r37():
+def test_recordings_are_not_copied():
     _, compiled = compiled_attend("cpu")
     with pytest.raises(UsageError, match="compile the module again"):
         copy.deepcopy(compiled.replays)
 
 
-def test_constants_in_host_memory_are_part_of_the_key_by_value_r37():
+def test_constants_in_host_memory_are_part_of_the_key_by_value():
     """A graph on a GPU reads them while it is recorded; the device alone is compared here."""
     module = nn.Module()
     module.scale = torch.tensor(2.0)
@@ -171,7 +171,7 @@ def test_constants_in_host_memory_are_part_of_the_key_by_value_r37():
     assert arguments.key(state.read()) == first
 
 
-def test_host_memory_in_a_graph_of_a_gpu_is_refused_r37():
+def test_host_memory_in_a_graph_of_a_gpu_is_refused():
     """Recorded values are enough to see it: the tensors are fake."""
     graph = Graph()
     with FakeTensorMode():
@@ -201,7 +201,7 @@ def test_host_memory_in_a_graph_of_a_gpu_is_refused_r37():
         recording_device(graph)
 
 
-def test_nested_and_moved_state_is_found_r37():
+def test_nested_and_moved_state_is_found():
     module = nn.Sequential(nn.Linear(2, 2))
     state = State(module, ["0.weight", "0.bias"], torch.device("cpu"))
     arguments = Arguments((), state, frozenset(), torch.device("cpu"))
@@ -233,7 +233,7 @@ def test_layouts(tensor, apart, reach):
 
 
 @torch.no_grad()
-def test_buffers_of_a_model_keep_their_addresses_r37():
+def test_buffers_of_a_model_keep_their_addresses():
     module = seeded(OwnCaches, "cpu")
     compiled = graft.compile(module, (token(0, "cpu"),), backend="cuda_graph")
     compiled(token(0, "cpu"))

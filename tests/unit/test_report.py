@@ -1,4 +1,4 @@
-"""`graft report` as people call it, and its page: every section, all escaped, whole or not at all (R56, R63)."""
+"""`graft report` as people call it, and its page: every section, all escaped, whole or not at all."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def call(*args):
     return CliRunner().invoke(app, ["report", *map(str, args)])
 
 
-def test_the_page_has_every_section_and_every_transform_r56(page, folder):
+def test_the_page_has_every_section_and_every_transform(page, folder):
     found = Elements(page)
     assert {"summary", "pipeline", "layers", "candidates", "kernels", "made-of", "drawer", "help", "search"} <= set(
         found.ids
@@ -96,7 +96,7 @@ def test_the_page_has_every_section_and_every_transform_r56(page, folder):
     assert "None was measured for this run" in page and "graft bench stack --kernels --json" in page
 
 
-def test_the_page_loads_nothing_r56(page):
+def test_the_page_loads_nothing(page):
     found = Elements(page)
     assert all(address.startswith("#") for address in found.addresses)
     assert not {"link", "iframe", "object", "embed", "base", "img"} & set(found.tags)
@@ -105,7 +105,7 @@ def test_the_page_loads_nothing_r56(page):
     assert "default-src &#39;none&#39;" in page
 
 
-def test_nothing_that_a_model_says_becomes_markup_r56(folder, tmp_path):
+def test_nothing_that_a_model_says_becomes_markup(folder, tmp_path):
     hostile = planted(folder, tmp_path / "hostile", HOSTILE)
     plain, odd = Elements(planted(folder, tmp_path / "plain", "plain")), Elements(hostile)
     assert odd.tags == plain.tags, "a name became an element"
@@ -116,7 +116,7 @@ def test_nothing_that_a_model_says_becomes_markup_r56(folder, tmp_path):
     assert "owned" in hostile and "<script>document" not in hostile
 
 
-def test_only_the_reports_own_scripts_may_run_r56(page):
+def test_only_the_reports_own_scripts_may_run(page):
     scripts = [text for kind, text in Elements(page).scripts if not kind]
     allowed = re.search(r"script-src ([^;]*);", policy(scripts))[1]
     assert allowed.count("sha256-") == 3 and "unsafe" not in allowed
@@ -124,13 +124,13 @@ def test_only_the_reports_own_scripts_may_run_r56(page):
 
 
 @given(st.recursive(st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20))
-def test_json_in_a_page_reads_back_and_cannot_end_its_element_r56(value):
+def test_json_in_a_page_reads_back_and_cannot_end_its_element(value):
     text = safe_json(value)
     assert json.loads(text) == value
     assert "<" not in text and ">" not in text and text.isascii()
 
 
-def test_every_file_of_the_page_is_used_r56():
+def test_every_file_of_the_page_is_used():
     names = {file.name for file in (PACKAGE / "static").iterdir()}
     assert names == {*SCRIPTS, *STYLES}
     templates = {file.name: file.read_text() for file in (PACKAGE / "templates").iterdir()}
@@ -139,7 +139,7 @@ def test_every_file_of_the_page_is_used_r56():
     )
 
 
-def test_vendored_code_is_whole_named_and_licensed_r56():
+def test_vendored_code_is_whole_named_and_licensed():
     vendor = PACKAGE / "vendor"
     readme = (vendor / "README.md").read_text()
     for name in VENDOR:
@@ -151,7 +151,7 @@ def test_vendored_code_is_whole_named_and_licensed_r56():
     assert "3.1.1" in readme and '"3.1.1"' in (vendor / "dagre.min.js").read_text()
 
 
-def test_the_command_writes_a_file_and_says_its_size_r56(folder, tmp_path):
+def test_the_command_writes_a_file_and_says_its_size(folder, tmp_path):
     file = tmp_path / "report.html"
     kernels = tmp_path / "k.json"
     kernels.write_text(json.dumps(kernel_document("another")))
@@ -165,7 +165,7 @@ def test_the_command_writes_a_file_and_says_its_size_r56(folder, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k.json", "report.html"]
 
 
-def test_help_needs_no_torch_r62():
+def test_help_needs_no_torch():
     code = "import sys\nfrom graft.cli.report import report\nassert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -191,13 +191,13 @@ def broken(tmp_path, folder, what):
         ("graph", "the dump is not JSON (truncated?)"),
     ],
 )
-def test_a_run_of_another_version_or_a_damaged_one_is_refused_r63(tmp_path, folder, what, told):
+def test_a_run_of_another_version_or_a_damaged_one_is_refused(tmp_path, folder, what, told):
     file = tmp_path / "report.html"
     done = call(broken(tmp_path, folder, what), "-o", file)
     assert done.exit_code == 1 and told in done.stderr and "Traceback" not in done.stderr and not file.exists()
 
 
-def test_what_is_no_run_or_no_place_to_write_is_told_in_a_line_r63(tmp_path, folder):
+def test_what_is_no_run_or_no_place_to_write_is_told_in_a_line(tmp_path, folder):
     for args, told in (
         ((tmp_path / "nowhere",), "is not a folder; graft dump MODEL -o DIR"),
         ((tmp_path,), "is no folder of dumps; graft dump MODEL -o DIR"),
@@ -212,7 +212,7 @@ def test_what_is_no_run_or_no_place_to_write_is_told_in_a_line_r63(tmp_path, fol
     assert not list(tmp_path.iterdir())
 
 
-def test_an_old_report_stays_when_the_new_one_cannot_be_written_r63(tmp_path, monkeypatch):
+def test_an_old_report_stays_when_the_new_one_cannot_be_written(tmp_path, monkeypatch):
     file = tmp_path / "report.html"
     write_page(file, "old")
 
@@ -233,11 +233,11 @@ def test_an_old_report_stays_when_the_new_one_cannot_be_written_r63(tmp_path, mo
     assert file.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_half_a_surrogate_pair_shows_as_its_code_r63(tmp_path):
+def test_half_a_surrogate_pair_shows_as_its_code(tmp_path):
     write_page(tmp_path / "report.html", "a\ud800b")
     assert (tmp_path / "report.html").read_text() == "a\\ud800b"
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.0123, "12 ms"), (0.9994, "999 ms"), (1.5, "1.50 s"), (0.0, "0 ms")])
-def test_times_read_well_r56(value, text):
+def test_times_read_well(value, text):
     assert page_module.seconds(value) == text

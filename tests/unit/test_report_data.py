@@ -1,4 +1,4 @@
-"""What a report is made of: folded layers, ports, changes, matches and near misses, kernel times (R56)."""
+"""What a report is made of: folded layers, ports, changes, matches and near misses, kernel times."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def unpacked(step):
     return found
 
 
-def test_head_and_counts_say_what_was_run_r56(data):
+def test_head_and_counts_say_what_was_run(data):
     assert data.head["model"] == "stack" and data.head["device"] == "cpu" and data.head["dtype"] == "float32"
     assert {"graft", "torch", "transformers"} <= set(data.head) and data.head["run"].endswith("UTC")
     assert data.counts["layers"] == 10 and data.counts["matches"] == 9 + 8 and data.counts["near misses"] == 7
     assert data.counts["nodes captured"] > data.counts["nodes at the end"] > 0
 
 
-def test_equal_layers_are_one_box_and_the_odd_one_is_named_r56(data):
+def test_equal_layers_are_one_box_and_the_odd_one_is_named(data):
     first = data.graphs["steps"][0]
     assert first["said"] == "10 layers: 0–6, 8–9 are equal (× 9), layer 7 differs"
     titles = [box[1] for box in first["boxes"]]
@@ -65,7 +65,7 @@ def test_equal_layers_are_one_box_and_the_odd_one_is_named_r56(data):
     assert [copy[0] for copy in layers[0]["copies"]] == [1, 2, 3, 4, 5, 6, 8, 9]
 
 
-def test_no_node_and_no_edge_is_lost_by_folding_r56(folder, data):
+def test_no_node_and_no_edge_is_lost_by_folding(folder, data):
     run = open_run(folder)
     for step in data.graphs["steps"]:
         stored = next(one for one in run.steps if one.transform == step["name"])
@@ -73,7 +73,7 @@ def test_no_node_and_no_edge_is_lost_by_folding_r56(folder, data):
         assert unpacked(step) == {item.name: sorted(items[index].name for _, index in item.inputs) for item in items}
 
 
-def test_what_several_layers_read_is_a_port_and_no_edge_r56(folder, data):
+def test_what_several_layers_read_is_a_port_and_no_edge(folder, data):
     step = data.graphs["steps"][0]
     layers = {number for number, box in enumerate(step["boxes"]) if box[2]}
     assert all("sin" in step["boxes"][number][3] for number in layers)
@@ -87,7 +87,7 @@ def test_what_several_layers_read_is_a_port_and_no_edge_r56(folder, data):
     assert len(readers.of[sin.index]) == 10 > HUB and readers.kind(sin) == 1
 
 
-def test_layers_that_alternate_share_boxes_r56():
+def test_layers_that_alternate_share_boxes():
     """Where runs of equal layers would be more boxes than can be read, equal layers are one box wherever they are."""
     module = Stack(2 * RUNS + 2, odd=-1).eval()
     for layer in list(module.layers)[::2]:
@@ -98,7 +98,7 @@ def test_layers_that_alternate_share_boxes_r56():
     assert sorted(index for box in boxes for index in box[2]) == list(range(2 * RUNS + 2))
 
 
-def test_a_transform_has_its_diff_as_text_and_as_drawings_r56(data):
+def test_a_transform_has_its_diff_as_text_and_as_drawings(data):
     norm = view(data, "fuse_rms_norm")
     assert "removed" in norm.summary and any(line.style == "added" for line in norm.lines)
     drawing = norm.drawings[0]
@@ -120,12 +120,12 @@ def test_a_transform_has_its_diff_as_text_and_as_drawings_r56(data):
     assert not view(data, "fuse_moe").drawings and not view(data, "fuse_moe").lines
 
 
-def test_steps_that_change_nothing_are_not_stored_again_r56(folder, data):
+def test_steps_that_change_nothing_are_not_stored_again(folder, data):
     assert [step["name"] for step in data.graphs["steps"]] == ["captured", "fuse_rms_norm", "fuse_add_rms_norm"]
     assert len(open_run(folder).steps) > 10
 
 
-def test_a_drawing_that_is_too_large_is_said_to_be_r56(data, monkeypatch):
+def test_a_drawing_that_is_too_large_is_said_to_be(data, monkeypatch):
     from graft.workbench.diff_runs import diff_transform
     from graft.workbench.layers import fold
     from graft.workbench.report import scenes as module
@@ -136,7 +136,7 @@ def test_a_drawing_that_is_too_large_is_said_to_be_r56(data, monkeypatch):
     assert found[0]["large"] > 3 and "nodes" not in found[0] and LARGEST > 60
 
 
-def test_matches_and_near_misses_are_told_once_for_equal_layers_r56(data):
+def test_matches_and_near_misses_are_told_once_for_equal_layers(data):
     norm = view(data, "fuse_rms_norm")
     assert [(row.place, row.count) for row in norm.matches] == [("layers.*.norm × 9 (layers 0–6, 8–9)", 9)]
     nearest = norm.misses[0]
@@ -145,14 +145,14 @@ def test_matches_and_near_misses_are_told_once_for_equal_layers_r56(data):
     assert len(norm.misses) == 2 < len(norm.record.near_misses)
 
 
-def test_matches_of_several_kinds_stay_apart_r56():
+def test_matches_of_several_kinds_stay_apart():
     forms = enumerate(("x", "y", "x"))
     matches = tuple(MatchRecord("%a", f"layers.{index}.mlp", ("a",), ("b",), form) for index, form in forms)
     record = TransformRecord("t", "match", "applied", matches)
     assert [(row.pattern, row.count) for row in match_rows(record)] == [("x", 2), ("y", 1)]
 
 
-def test_candidates_are_of_the_last_graph_and_their_absence_has_a_reason_r56(data, folder, monkeypatch):
+def test_candidates_are_of_the_last_graph_and_their_absence_has_a_reason(data, folder, monkeypatch):
     assert data.discovery is not None and "fuse_add_rms_norm" not in data.no_candidates
     assert data.discovery.model.startswith("stack after ")
     from graft.workbench.report import data as module
@@ -170,7 +170,7 @@ def kernel_document(model="stack"):
     return {"setup": {"model": model, "device": "cuda:0"}, "steps": [{**vars(step), "rows": [vars(row)]}]}
 
 
-def test_kernel_times_come_from_the_run_or_a_named_file_r56(tmp_path):
+def test_kernel_times_come_from_the_run_or_a_named_file(tmp_path):
     assert find_kernels(tmp_path, None) is None
     (tmp_path / "kernels.json").write_text(json.dumps(kernel_document()))
     found = find_kernels(tmp_path, None)
@@ -185,14 +185,14 @@ def test_kernel_times_come_from_the_run_or_a_named_file_r56(tmp_path):
     "content",
     ["", "{}", "[1]", '{"setup": {}, "steps": [{}]}', '{"setup": {}, "steps": 5}', '{"setup": null, "steps": []}'],
 )
-def test_a_file_without_kernel_times_is_refused_r63(tmp_path, content):
+def test_a_file_without_kernel_times_is_refused(tmp_path, content):
     file = tmp_path / "kernels.json"
     file.write_text(content)
     with pytest.raises(ReportError, match=r"has no kernel times.*graft bench MODEL --kernels --json"):
         read_kernels(file)
 
 
-def test_times_that_are_no_numbers_are_refused_r63(tmp_path):
+def test_times_that_are_no_numbers_are_refused(tmp_path):
     document = kernel_document()
     document["steps"][0]["rows"][0]["us"] = "10"
     file = tmp_path / "kernels.json"

@@ -1,4 +1,4 @@
-"""graft repro: one match as a file that runs by itself and says whether both sides are equal (R59)."""
+"""graft repro: one match as a file that runs by itself and says whether both sides are equal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def cli(*args):
     return CliRunner().invoke(app, [*map(str, args)])
 
 
-def test_the_file_runs_by_itself_and_a_broken_replacement_exits_1_r59(plain, tmp_path):
+def test_the_file_runs_by_itself_and_a_broken_replacement_exits_1(plain, tmp_path):
     path = tmp_path / "norm.py"
     done = cli("repro", plain, "--match", "fuse_rms_norm:3", "-o", path)
     assert done.exit_code == 0 and f"python {path}" in done.output.replace("\n", ""), done.output
@@ -86,7 +86,7 @@ def test_the_file_runs_by_itself_and_a_broken_replacement_exits_1_r59(plain, tmp
 
 
 @pytest.mark.exhaustive
-def test_every_match_of_a_run_is_equal_or_refused_with_its_reason_r59(plain, weighted):
+def test_every_match_of_a_run_is_equal_or_refused_with_its_reason(plain, weighted):
     """Without weights what a transform made of weights cannot be shown; with them it can."""
     refused = {}
     for folder in (plain, weighted):
@@ -105,7 +105,7 @@ def test_every_match_of_a_run_is_equal_or_refused_with_its_reason_r59(plain, wei
     assert "depends on a cache" in refused["weigh", "insert_kv_cache"]
 
 
-def test_weights_are_those_of_the_dump_where_it_has_them_r59(weighted, plain):
+def test_weights_are_those_of_the_dump_where_it_has_them(weighted, plain):
     text = repro_source(open_run(weighted), find_match(open_run(weighted), "merge_qkv:1"))
     assert "stored['model.layers.0.self_attn.qkv_proj.weight']" in text
     assert f"load_state({str(weighted.resolve())!r})" in text
@@ -151,7 +151,7 @@ def dumped(folder, factor):
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1, 0), (1.01, 1), (1.00001, 1)])
-def test_a_replacement_that_is_wrong_in_the_run_exits_1_r59(tmp_path, factor, code):
+def test_a_replacement_that_is_wrong_in_the_run_exits_1(tmp_path, factor, code):
     """Nothing but torch is imported where no op of graft is called."""
     text = dumped(tmp_path / "run", factor)
     assert "graft" not in "".join(line for line in text.splitlines() if "import" in line)
@@ -164,7 +164,7 @@ def test_a_replacement_that_is_wrong_in_the_run_exits_1_r59(tmp_path, factor, co
 # ── naming a match ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_matches_are_listed_and_found_by_number_or_node_r59(plain):
+def test_matches_are_listed_and_found_by_number_or_node(plain):
     run = open_run(plain)
     listed = cli("repro", plain, "-t", "fuse_swiglu")
     assert listed.exit_code == 0 and len(listed.output.strip().splitlines()) == 2 and "fuse_swiglu:2" in listed.output
@@ -175,7 +175,7 @@ def test_matches_are_listed_and_found_by_number_or_node_r59(plain):
     assert find_match(run, "2", "fuse_rope") == find_match(run, f"fuse_rope:{anchor}") == one
 
 
-def test_bad_input_is_told_and_nothing_is_written_r59_r63(plain, tmp_path):
+def test_bad_input_is_told_and_nothing_is_written(plain, tmp_path):
     run = open_run(plain)
     for name, transform in (
         ("fuse_rope:9", ""),

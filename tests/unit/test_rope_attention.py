@@ -1,4 +1,4 @@
-"""graft::rope_attention: its kernels against float64, what they write, and which one takes a call (R26).
+"""graft::rope_attention: its kernels against float64, what they write, and which one takes a call.
 
 Without a GPU the Triton kernels run in Triton's interpreter.
 """
@@ -104,7 +104,7 @@ OLD = st.lists(st.sampled_from([0, 1, 15, 16, 63, 255, 256, 257, 300, 700]), min
 
 @settings(max_examples=examples(30), deadline=None)
 @given(old=OLD, group=st.sampled_from([1, 3, 4]), d=st.sampled_from([16, 24, 32]), options=OPTIONS)
-def test_one_kernel_agrees_with_float64_and_writes_the_newest_alone_r26(old, group, d, options):
+def test_one_kernel_agrees_with_float64_and_writes_the_newest_alone(old, group, d, options):
     args = batch((1,) * len(old), tuple(old), 2 * group, 2, d, options)
     assert takes("whole", args)
     assert agrees(op.run_whole, args)
@@ -118,7 +118,7 @@ def test_one_kernel_agrees_with_float64_and_writes_the_newest_alone_r26(old, gro
     norm=st.booleans(),
     options=OPTIONS,
 )
-def test_whatever_a_kernel_takes_it_computes_r26(old, r, interleaved, norm, options):
+def test_whatever_a_kernel_takes_it_computes(old, r, interleaved, norm, options):
     args = batch((1,) * len(old), tuple(old), 4, 2, 16, options, r, interleaved, norm)
     able = [kernel for kernel in SPEC.kernels if takes(kernel.name, args)]
     ran = [kernel.name for kernel in able if agrees(kernel.run, args)]
@@ -127,13 +127,13 @@ def test_whatever_a_kernel_takes_it_computes_r26(old, r, interleaved, norm, opti
 
 
 @pytest.mark.parametrize(("new", "old"), [((7,), (0,)), ((1, 6), (20, 3)), ((5, 9), (33, 0))])
-def test_prompts_take_the_two_kernels_that_it_replaces_r26(new, old):
+def test_prompts_take_the_two_kernels_that_it_replaces(new, old):
     args = batch(new, old, 4, 2, 16)
     assert chosen(*args) == "steps" and agrees(op.run_steps, args)
 
 
 @pytest.mark.parametrize("angles", [torch.float16, torch.float32])
-def test_16_bit_keys_are_rounded_as_the_reference_rounds_them_r26(angles):
+def test_16_bit_keys_are_rounded_as_the_reference_rounds_them(angles):
     """Bit for bit in the cache, so that it does not matter which kernel wrote a token; elsewhere nothing changes."""
     given = batch((1, 1), (300, 40), 4, 2, 16)
     args = [a.half() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in given]
@@ -149,7 +149,7 @@ def test_16_bit_keys_are_rounded_as_the_reference_rounds_them_r26(angles):
 
 
 @pytest.mark.parametrize("run", [op.run_whole, op.run_steps])
-def test_a_wrong_variant_is_caught_r26(run):
+def test_a_wrong_variant_is_caught(run):
     """Turned the other way, a scale that is off, values of another head, one key too many or too few."""
     args = batch((1, 1), (300, 40), 4, 2, 16, (200, None, False))
     assert agrees(run, args)
@@ -158,7 +158,7 @@ def test_a_wrong_variant_is_caught_r26(run):
         assert not agrees(run, args, [*args[:at], other, *args[at + 1 :]]), at
 
 
-def test_rows_without_a_sequence_write_nothing_r26():
+def test_rows_without_a_sequence_write_nothing():
     """Rows that fill up a CUDA graph's batch have no tokens; the sequence beside them is not disturbed."""
     args = poison(batch((1, 1), (40, 20), 4, 2, 16))
     whole = cloned(args)
@@ -174,7 +174,7 @@ def test_rows_without_a_sequence_write_nothing_r26():
         assert flat[unused].isnan().all(), "what belongs to nobody stays as it was"
 
 
-def test_which_kernel_takes_a_call_r25(monkeypatch):
+def test_which_kernel_takes_a_call(monkeypatch):
     args = batch((1,), (20,), 4, 2, 16)
     assert chosen(*args) == "whole"
     table = torch.zeros(1, 200_000 // 16, dtype=torch.int64, device=DEVICE)

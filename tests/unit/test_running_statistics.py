@@ -1,4 +1,4 @@
-"""Normalization in training mode writes its running statistics, though the schemas of the ops do not say so (R31)."""
+"""Normalization in training mode writes its running statistics, though the schemas of the ops do not say so."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def state_of(module):
 
 @pytest.mark.parametrize("backend", short(["eager", "inductor", "cuda_graph"], "eager", "cuda_graph"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_mode_writes_as_eager_does_r31(kind, backend):
+def test_training_mode_writes_as_eager_does(kind, backend):
     module = ReadsTwice(kind).train()
     eager, start = copy.deepcopy(module), state_of(module)
     compiled = graft.compile(module, (X[0],), backend=backend)
@@ -64,7 +64,7 @@ def test_training_mode_writes_as_eager_does_r31(kind, backend):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_mode_writes_nothing_r31(kind):
+def test_evaluation_mode_writes_nothing(kind):
     module = ReadsTwice(kind).eval()
     start = state_of(module)
     compiled = graft.compile(module, (X[0],), backend="eager")
@@ -75,7 +75,7 @@ def test_evaluation_mode_writes_nothing_r31(kind):
     assert not is_mutating(call) and not mutated_args(call)
 
 
-def test_a_result_that_nobody_reads_leaves_the_write_r31():
+def test_a_result_that_nobody_reads_leaves_the_write():
     class Observes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -92,14 +92,14 @@ def test_a_result_that_nobody_reads_leaves_the_write_r31():
     assert not [node for node in calls(graph) if is_op(node, aten.batch_norm.default)]
 
 
-def test_without_statistics_nothing_is_written_r31():
+def test_without_statistics_nothing_is_written():
     graph = export_graph(nn.BatchNorm1d(6, track_running_stats=False).train(), (X[0],)).graph
     (call,) = (node for node in calls(graph) if is_op(node, aten.batch_norm.default))
     assert not is_mutating(call) and not mutated_args(call)
 
 
 @pytest.mark.parametrize("name", UNDECLARED_WRITES)
-def test_the_table_names_arguments_that_the_ops_have_and_do_not_declare_r31(name):
+def test_the_table_names_arguments_that_the_ops_have_and_do_not_declare(name):
     packet = getattr(aten, name.removeprefix("aten::"))
     arguments, flag = UNDECLARED_WRITES[name]
     for overload in packet.overloads():

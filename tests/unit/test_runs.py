@@ -1,4 +1,4 @@
-"""Runs on disk: what a dump holds, that its graphs run again with equal results, and bad ones (R8, R51)."""
+"""Runs on disk: what a dump holds, that its graphs run again with equal results, and bad ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def kept(request, tmp_path_factory):
     return open_run(folder), live
 
 
-def test_every_step_loads_back_and_gives_what_it_gave_r8(kept):
+def test_every_step_loads_back_and_gives_what_it_gave(kept):
     run, live = kept
     changed = [step for step in run.steps if run.report.transforms.get(step.transform)]
     applied = [s.transform for s in changed if run.report.transforms[s.transform].status == "applied"]
@@ -77,7 +77,7 @@ def test_every_step_loads_back_and_gives_what_it_gave_r8(kept):
     assert torch.allclose(live["insert_kv_cache"][0, -1], live["captured"][0, -1], atol=1e-4)
 
 
-def test_other_weights_give_other_results_r8(kept):
+def test_other_weights_give_other_results(kept):
     run, live = kept
     state = run.state()
     name = next(n for n in state if n.endswith("norm.weight"))
@@ -87,7 +87,7 @@ def test_other_weights_give_other_results_r8(kept):
         assert not torch.equal(result(step.graph(wrong)), live[step.transform])
 
 
-def test_merged_weights_and_their_parts_are_stored_once_r8(kept):
+def test_merged_weights_and_their_parts_are_stored_once(kept):
     run, _ = kept
     state = run.state()
     merged, part = (state[f"model.layers.0.self_attn.{n}_proj.weight"] for n in ("qkv", "q"))
@@ -96,7 +96,7 @@ def test_merged_weights_and_their_parts_are_stored_once_r8(kept):
     assert (run.folder / WEIGHTS).stat().st_size < sum(tensors.values()) + 40_000
 
 
-def test_weights_that_a_step_needs_and_state_lacks_are_named_r8(kept):
+def test_weights_that_a_step_needs_and_state_lacks_are_named(kept):
     run, _ = kept
     captured = {n: t for n, t in run.state().items() if "qkv_proj" not in n}
     assert result(run.steps[0].graph(captured)) is not None
@@ -133,7 +133,7 @@ def runs(tmp_path_factory):
     return [open_run(folder) for folder in folders]
 
 
-def test_the_manifest_says_what_a_run_was_made_of_r8(runs):
+def test_the_manifest_says_what_a_run_was_made_of(runs):
     manifest = runs[0].manifest
     assert (manifest.model, manifest.dtype, manifest.device, manifest.route) == (
         "tiny-llama",
@@ -147,7 +147,7 @@ def test_the_manifest_says_what_a_run_was_made_of_r8(runs):
     assert runs[0].steps[0].transform == "captured" and "%input_ids = input" in runs[0].steps[0].text()
 
 
-def test_two_runs_differ_by_transform_and_in_the_last_graph_r51(runs):
+def test_two_runs_differ_by_transform_and_in_the_last_graph(runs):
     diff = diff_runs(runs[0], runs[1])
     assert [(d.what, d.before, d.after) for d in diff.made_of] == [("transforms.fuse_rope.enabled", "True", "False")]
     found = {t.name: t for t in diff.transforms}
@@ -165,7 +165,7 @@ def test_two_runs_differ_by_transform_and_in_the_last_graph_r51(runs):
     assert not diff_runs(runs[0], runs[0])
 
 
-def test_a_transform_that_one_run_has_not_is_told_r51(runs):
+def test_a_transform_that_one_run_has_not_is_told(runs):
     record = runs[0].report.transforms["fuse_rope"]
     assert compare_records("fuse_rope", None, record).status == ("absent", "applied")
     assert compare_records("fuse_rope", record, None).matches == (4, 0)
@@ -181,7 +181,7 @@ def test_places_fold_by_layer():
     assert folded(["m.7.a: 2 readers"]) == ("m.7.a: 2 readers",)
 
 
-def test_runs_of_two_models_are_a_note_or_with_strict_an_error_r51(runs):
+def test_runs_of_two_models_are_a_note_or_with_strict_an_error(runs):
     diff = diff_runs(runs[0], runs[2])
     assert diff.made_of[0].what == "model" and diff.made_of[0].after == "tiny-qwen2" and diff.graph
     with pytest.raises(RunMismatch, match=r"tiny-qwen2.*leave out --strict"):
@@ -217,20 +217,20 @@ def set_manifest(folder, **values):
         (lambda f: set_manifest(f, steps=["../x"]), "lacks ../x.json"),
     ],
 )
-def test_folders_that_hold_no_run_are_told_r63(runs, tmp_path, change, message):
+def test_folders_that_hold_no_run_are_told(runs, tmp_path, change, message):
     folder = damaged(runs[0], tmp_path, change)
     with pytest.raises(DumpError, match=message):
         open_run(folder)
 
 
-def test_an_interrupted_run_does_not_look_like_the_one_before_r63(runs, tmp_path):
+def test_an_interrupted_run_does_not_look_like_the_one_before(runs, tmp_path):
     folder = damaged(runs[0], tmp_path, lambda _: None)
     DumpWriter.open(folder)  # a new run begins here, and goes no further
     with pytest.raises(DumpError, match="interrupted"):
         open_run(folder)
 
 
-def test_graphs_that_are_none_and_transforms_that_are_not_there_are_told_r63(runs, tmp_path):
+def test_graphs_that_are_none_and_transforms_that_are_not_there_are_told(runs, tmp_path):
     folder = damaged(runs[0], tmp_path, lambda f: (f / "000_capture_captured.json").write_text('{"format": 2}'))
     with pytest.raises(DumpError, match="is no graph that graft wrote"):
         open_run(folder).steps[0].graph()
@@ -248,7 +248,7 @@ def told(*args):
     return found
 
 
-def test_the_command_shows_text_json_and_markdown_r51(runs):
+def test_the_command_shows_text_json_and_markdown(runs):
     a, b = runs[0].folder, runs[1].folder
     text = told(a, "--transform", "fuse_rms_norm")
     assert text.exit_code == 0 and "5 matches" in text.stdout and "layers 0–1 × 2" in text.stdout
@@ -265,7 +265,7 @@ def test_the_command_shows_text_json_and_markdown_r51(runs):
     assert same.exit_code == 0 and "every transform did the same" in same.stdout and "no difference" in same.stdout
 
 
-def test_the_command_colours_what_came_and_went_r51(runs, monkeypatch):
+def test_the_command_colours_what_came_and_went(runs, monkeypatch):
     from rich.console import Console
 
     import graft.cli.show
@@ -276,7 +276,7 @@ def test_the_command_colours_what_came_and_went_r51(runs, monkeypatch):
     assert "\x1b[32m  + %swiglu" in text and "\x1b[31m  - %silu" in text and "\x1b[33m  ~ %linear" in text
 
 
-def test_the_command_refuses_with_its_exit_code_r63(runs, tmp_path):
+def test_the_command_refuses_with_its_exit_code(runs, tmp_path):
     a, other = runs[0].folder, runs[2].folder
     for args, code, message in (
         ([a], 2, "needs --transform T"),
@@ -292,7 +292,7 @@ def test_the_command_refuses_with_its_exit_code_r63(runs, tmp_path):
     assert noted.exit_code == 0 and "model: tiny-llama → tiny-qwen2" in noted.stdout
 
 
-def test_before_and_after_as_a_program_r51(monkeypatch, capsys):
+def test_before_and_after_as_a_program(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--transform", "fuse_rms_norm"])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     printed = capsys.readouterr().out

@@ -70,7 +70,7 @@ def draws(logits: list[float], one, ends=frozenset()) -> Counter:
 
 
 @pytest.mark.parametrize("name", READINGS)
-def test_frequencies_are_the_exact_probabilities_r42(name):
+def test_frequencies_are_the_exact_probabilities(name):
     fields, wrong = READINGS[name]
     params = replace(HOT, **fields)
     seen = draws(LOGITS, request(params, seed=1))
@@ -97,7 +97,7 @@ PENALTIES = {
 
 
 @pytest.mark.parametrize("name", PENALTIES)
-def test_penalties_give_the_exact_probabilities_r42(name):
+def test_penalties_give_the_exact_probabilities(name):
     fields, wrong_history, wrong_fields = PENALTIES[name]
     params = replace(HOT, **fields)
     history = {"prompt": PROMPT, "new": NEW}
@@ -107,7 +107,7 @@ def test_penalties_give_the_exact_probabilities_r42(name):
     assert chi_square(seen, exact(wrong, params)) > FAR, "the bound tells a wrong reading"
 
 
-def test_end_tokens_are_barred_until_min_tokens_r42():
+def test_end_tokens_are_barred_until_min_tokens():
     params = replace(HOT, min_tokens=5, stop_token_ids=(9, 10**6))
     early = draws(LOGITS, request(params, new=[1] * 4), frozenset({3}))
     assert early[3] == early[9] == 0 and len(early) == len(LOGITS) - 2
@@ -121,7 +121,7 @@ def test_end_tokens_are_barred_until_min_tokens_r42():
     assert sample(row, [request(greedy, new=[1])], frozenset({3}))[0].token == 3
 
 
-def test_greedy_is_the_largest_after_penalties_r42():
+def test_greedy_is_the_largest_after_penalties():
     params = SamplingParams(repetition_penalty=2.0)
     logits = torch.tensor([LOGITS, LOGITS, [-x for x in LOGITS]])
     given_ = [request(params, prompt=[3]), request(params, new=[3, 6]), request(params, new=[11])]
@@ -168,7 +168,7 @@ def clear_cut(x: list[float], params: SamplingParams) -> bool:
     few,
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
 )
-def test_what_can_be_drawn_is_exactly_what_is_allowed_r42(logits, params, prompt, new, dtype):
+def test_what_can_be_drawn_is_exactly_what_is_allowed(logits, params, prompt, new, dtype):
     """The weights are the exact probabilities, and each allowed token is drawn from its own interval, no other."""
     assume(max(logits) > -INF)
     x = penalised(logits, params, prompt, new)
@@ -189,7 +189,7 @@ def test_what_can_be_drawn_is_exactly_what_is_allowed_r42(logits, params, prompt
     assert tokens <= allowed
 
 
-def test_ties_stay_together_r42():
+def test_ties_stay_together():
     """top_k and top_p keep every token as likely as the last one they keep."""
     logits = torch.tensor([[0.0, 1.0, 1.0, 2.0, 1.0]])
     for fields in ({"top_k": 2}, {"top_k": 3}, {"top_p": 0.6}):
@@ -201,7 +201,7 @@ def test_ties_stay_together_r42():
 
 
 @pytest.mark.parametrize("size", [700, 1024, 5000, 20_000])
-def test_large_nuclei_are_exact_too_r42(size):
+def test_large_nuclei_are_exact_too(size):
     """Flat rows, whose nucleus is larger than the head that is looked at first, beside steep ones."""
     g = torch.Generator().manual_seed(size)
     scale = torch.tensor([[0.01], [0.3], [3.0], [12.0]])
@@ -225,7 +225,7 @@ any_params = st.tuples(wide, st.sampled_from([None, 0, 3]), st.booleans()).map(
     st.integers(0, 1000),
     st.randoms(),
 )
-def test_a_request_gets_the_same_tokens_alone_or_among_others_r42(rows, seed, order):
+def test_a_request_gets_the_same_tokens_alone_or_among_others(rows, seed, order):
     """Tokens and log probabilities of four steps: alone, together, and together in another order and in pieces."""
     logits = torch.randn(4, len(rows), 1200, generator=torch.Generator().manual_seed(seed)) * 2
 
@@ -245,7 +245,7 @@ def test_a_request_gets_the_same_tokens_alone_or_among_others_r42(rows, seed, or
         drawing.AT_ONCE = at_once
 
 
-def test_a_token_takes_one_number_of_the_requests_own_generator_r42():
+def test_a_token_takes_one_number_of_the_requests_own_generator():
     one, other = request(HOT, seed=5), request(SamplingParams(), seed=6)
     before, world = other.generator.get_state(), torch.get_rng_state()
     sample(torch.tensor([LOGITS] * 4), [one, other, one, one])
@@ -256,7 +256,7 @@ def test_a_token_takes_one_number_of_the_requests_own_generator_r42():
     assert torch.equal(torch.get_rng_state(), world)
 
 
-def test_seeds_differ_and_siblings_may_run_past_64_bits_r42():
+def test_seeds_differ_and_siblings_may_run_past_64_bits():
     def tokens(seed):
         return [c.token for c in sample(torch.tensor([LOGITS] * 40), [request(HOT, seed=seed)] * 40)]
 
@@ -266,7 +266,7 @@ def test_seeds_differ_and_siblings_may_run_past_64_bits_r42():
     assert make_generator(None).initial_seed() != make_generator(None).initial_seed()
 
 
-def test_a_token_without_probability_is_never_drawn_r42():
+def test_a_token_without_probability_is_never_drawn():
     """At both ends of the uniform numbers; barred tokens first, last and in the middle; weights that vanish."""
     logits = torch.tensor([[-INF, 0.0, -INF, -1e30, 0.0, -INF]])
     for uniform in (0.0, 1e-320, 0.25, 0.5 - 2**-54, 0.5, LAST):
@@ -277,7 +277,7 @@ def test_a_token_without_probability_is_never_drawn_r42():
 
 
 @pytest.mark.parametrize("drift", [1e-9, -1e-9])
-def test_sums_that_drift_draw_no_token_without_probability_r42(monkeypatch, drift):
+def test_sums_that_drift_draw_no_token_without_probability(monkeypatch, drift):
     """A device adds in an order of its own, so that the sum at a barred token may differ from the one before it."""
     real = torch.Tensor.cumsum
     monkeypatch.setattr(
@@ -293,7 +293,7 @@ BAD = {"nan": [0.0, math.nan, 1.0], "infinity": [0.0, INF, 1.0], "all barred": [
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("params", [SamplingParams(), HOT, replace(HOT, top_p=0.5, top_k=2, min_p=0.1)])
-def test_bad_logits_are_the_error_of_their_row_alone_r42(name, params):
+def test_bad_logits_are_the_error_of_their_row_alone(name, params):
     good = [0.0, 1.0, 2.0]
     told = sample(torch.tensor([good, BAD[name], BAD[name], good]), [request(params)] * 4)
     assert [choice.error is None for choice in told] == [True, False, False, True]
@@ -301,7 +301,7 @@ def test_bad_logits_are_the_error_of_their_row_alone_r42(name, params):
     assert len(sample(torch.tensor([good, [-INF, 0.0, -INF]]), [request(params)] * 2)) == 2, "some barred is no error"
 
 
-def test_nothing_left_to_choose_is_an_error_r42():
+def test_nothing_left_to_choose_is_an_error():
     (told,) = sample(torch.zeros(1, 2), [request(SamplingParams(min_tokens=1))], frozenset({0, 1}))
     assert "every token barred" in str(told.error)
 
@@ -319,7 +319,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_greedy_batch_reads_the_logits_once_r42():
+def test_a_greedy_batch_reads_the_logits_once():
     logits = torch.randn(7, 500)
     with Reads(7 * 500) as reads:
         choices = sample(logits, [request(SamplingParams(top_p=0.5, top_k=3))] * 7)
@@ -330,7 +330,7 @@ def test_a_greedy_batch_reads_the_logits_once_r42():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 20), wide, st.sampled_from([torch.float32, torch.bfloat16]))
-def test_log_probabilities_are_the_models_own_r42(seed, count, params, dtype):
+def test_log_probabilities_are_the_models_own(seed, count, params, dtype):
     """Of the logits as they came: before penalties, temperature and everything else."""
     logits = (torch.randn(2, 15, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
     asked = request(replace(params, logprobs=count), prompt=[1, 2], new=[3, 3])
@@ -348,7 +348,7 @@ def test_log_probabilities_are_the_models_own_r42(seed, count, params, dtype):
     assert [e.logprob for e in choice.logprobs.values()][: len(least)] == pytest.approx(least, abs=1e-4)
 
 
-def test_log_probabilities_tell_penalised_from_raw_r42():
+def test_log_probabilities_tell_penalised_from_raw():
     params = SamplingParams(repetition_penalty=2.0, logprobs=2)
     (choice,) = sample(torch.tensor([LOGITS]), [request(params, prompt=[3])])
     own = torch.tensor(LOGITS).log_softmax(-1).tolist()

@@ -1,4 +1,4 @@
-"""The scheduler without a model: who runs, in which order, and that everybody gets there (R40, R42)."""
+"""The scheduler without a model: who runs, in which order, and that everybody gets there."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ ARRIVALS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(ARRIVALS, st.integers(10, 30), st.integers(1, 6), st.integers(1, 24), st.booleans(), st.integers(0, 99))
-def test_any_trace_ends_with_every_request_done_and_every_block_free_r40(arrivals, blocks, seqs, budget, reuse, seed):
+def test_any_trace_ends_with_every_request_done_and_every_block_free(arrivals, blocks, seqs, budget, reuse, seed):
     """Arrivals at any time, any length, any priority, some cancelled on the way: nobody is lost, nothing leaks."""
     scheduler, rng = make(blocks, seqs, budget, prefix_reuse=reuse), random.Random(seed)
     requests = []
@@ -126,7 +126,7 @@ FLOOD = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6), st.integers(-1
 
 @settings(max_examples=60, deadline=None)
 @given(FLOOD, st.integers(0, 2), st.integers(1, 4), st.integers(8, 20), st.integers(1, 20), st.integers(1, 10))
-def test_nobody_starves_under_a_flood_of_better_requests_r42(flood, priority, seqs, blocks, length, new):
+def test_nobody_starves_under_a_flood_of_better_requests(flood, priority, seqs, blocks, length, new):
     """Before it come those that arrive within PATIENCE steps for each priority between: their work is the bound."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduling, "PATIENCE", 4)
@@ -135,7 +135,7 @@ def test_nobody_starves_under_a_flood_of_better_requests_r42(flood, priority, se
         assert finishes(request(length, new, priority), flood, seqs, blocks, 4 * work)
 
 
-def test_a_plain_priority_queue_would_starve_r42(monkeypatch):
+def test_a_plain_priority_queue_would_starve(monkeypatch):
     flood = [(4, 3, 0), (4, 3, 0)]
     monkeypatch.setattr(scheduling, "PATIENCE", 50)
     assert not finishes(request(4, 3, priority=1), flood, 2, 8, 40), "better ones go first for a while"
@@ -144,7 +144,7 @@ def test_a_plain_priority_queue_would_starve_r42(monkeypatch):
     assert not finishes(request(4, 3, priority=1), flood, 2, 8, 300)
 
 
-def test_equal_requests_are_served_as_they_come_r42():
+def test_equal_requests_are_served_as_they_come():
     scheduler = make(blocks=6, seqs=3, prefix_reuse=False)
     requests = [request(5, 4) for _ in range(12)]
     for one in requests:
@@ -156,7 +156,7 @@ def test_equal_requests_are_served_as_they_come_r42():
     assert done == requests
 
 
-def test_a_better_priority_takes_the_place_of_the_last_r42():
+def test_a_better_priority_takes_the_place_of_the_last():
     scheduler = make(blocks=4, seqs=2)
     first, second = request(7, 9, first=1), request(7, 9, first=2)
     scheduler.add(first)
@@ -169,7 +169,7 @@ def test_a_better_priority_takes_the_place_of_the_last_r42():
     assert second.preemptions == 1 and first.preemptions == 0
 
 
-def test_who_lacks_memory_takes_it_from_the_last_and_it_is_computed_again_r40():
+def test_who_lacks_memory_takes_it_from_the_last_and_it_is_computed_again():
     scheduler = make(blocks=5, seqs=3, prefix_reuse=False)
     first, last = request(8, 12, first=1), request(8, 4, first=2)
     scheduler.add(first)
@@ -184,7 +184,7 @@ def test_who_lacks_memory_takes_it_from_the_last_and_it_is_computed_again_r40():
     assert len(first.new_tokens) == 12 and len(last.new_tokens) == 4
 
 
-def test_decoding_goes_on_while_a_long_prompt_is_fed_in_chunks_r42():
+def test_decoding_goes_on_while_a_long_prompt_is_fed_in_chunks():
     scheduler = make(blocks=40, seqs=4, budget=8)
     short = request(3, 20)
     scheduler.add(short)
@@ -200,7 +200,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_fed_in_chunks_r42():
     assert chunks == [7, 7, 7, 7, 7, 7, 7, 1]
 
 
-def test_a_request_reuses_what_another_left_r40():
+def test_a_request_reuses_what_another_left():
     scheduler = make(blocks=20)
     for _ in range(2):
         one = request(11, 1, first=5)
@@ -209,7 +209,7 @@ def test_a_request_reuses_what_another_left_r40():
     assert one.cached == 8 and one.finish_reason == "length"
 
 
-def test_a_cancelled_prompt_gives_back_its_blocks_in_the_middle_r42():
+def test_a_cancelled_prompt_gives_back_its_blocks_in_the_middle():
     scheduler = make(blocks=20, budget=8)
     one = request(40, 2)
     scheduler.add(one)
@@ -220,7 +220,7 @@ def test_a_cancelled_prompt_gives_back_its_blocks_in_the_middle_r42():
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3])
-def test_a_budget_below_the_number_of_sequences_is_kept_r42(budget):
+def test_a_budget_below_the_number_of_sequences_is_kept(budget):
     scheduler = make(blocks=40, seqs=8, budget=budget)
     requests = [request(3, 3, first=i) for i in range(6)]
     for one in requests:
@@ -230,7 +230,7 @@ def test_a_budget_below_the_number_of_sequences_is_kept_r42(budget):
     assert all(r.finish_reason == "length" for r in requests)
 
 
-def test_a_request_that_comes_back_with_one_token_left_counts_in_the_budget_r42():
+def test_a_request_that_comes_back_with_one_token_left_counts_in_the_budget():
     scheduler = make(blocks=20, budget=10)
     running, back, new = request(1, 9), request(8, 9, first=1), request(1, 9, first=2)
     for one in (running, back):
@@ -244,7 +244,7 @@ def test_a_request_that_comes_back_with_one_token_left_counts_in_the_budget_r42(
     assert new in scheduler.waiting
 
 
-def test_a_prompt_that_stands_first_moves_on_whatever_decodes_r42():
+def test_a_prompt_that_stands_first_moves_on_whatever_decodes():
     scheduler = make(blocks=40, seqs=8, budget=4)
     decoding = [request(1, 60, priority=5, first=i) for i in range(4)]
     for one in decoding:

@@ -35,7 +35,7 @@ def written_halves(x, angles):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def test_a_write_to_the_angles_is_not_lost_r14():
+def test_a_write_to_the_angles_is_not_lost():
     x, angles = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 4)[0]
     module = Function(written_halves)
     gm = export_graph(module, (x, angles))
@@ -91,13 +91,13 @@ def test_a_number_with_alpha_keeps_it():
     assert torch.equal(gm(x), module(x))
 
 
-def test_options_that_would_drop_the_fix_are_refused_r23():
+def test_options_that_would_drop_the_fix_are_refused():
     compiled = torch.compile(lambda x: x + 1, backend=Backend(), options={"post_grad_custom_post_pass": None})
     with torch.no_grad(), pytest.raises(Exception, match="would take the place of graft's own pass"):
         compiled(torch.ones(2))
 
 
-def test_meta_tensors_and_skipped_kernels_on_the_torch_compile_route_r24():
+def test_meta_tensors_and_skipped_kernels_on_the_torch_compile_route():
     with torch.no_grad():
         out = torch.compile(lambda x: x + 1, backend=Backend(inductor=False))(torch.randn(5, device="meta"))
     assert out.is_meta

@@ -1,4 +1,4 @@
-"""2,000 random requests in a cache that is too small for them: no wrong token, no lost block (R40, R42)."""
+"""2,000 random requests in a cache that is too small for them: no wrong token, no lost block."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def wrong_tokens(request: Request, end_tokens: frozenset[int], tokens: list[int]
 
 
 @pytest.mark.exhaustive
-def test_a_soak_ends_with_every_block_free_and_no_wrong_token_r40():
+def test_a_soak_ends_with_every_block_free_and_no_wrong_token():
     llm = engine()
     requests, view = run_all(llm, random.Random(0), REQUESTS)
     manager, everyone = llm.engine.manager, [one for request in requests for one in request.family]
@@ -112,7 +112,7 @@ def test_a_soak_ends_with_every_block_free_and_no_wrong_token_r40():
 
 
 @pytest.mark.exhaustive
-def test_the_soak_would_see_a_wrong_token_r40():
+def test_the_soak_would_see_a_wrong_token():
     llm = engine()
     requests, _ = run_all(llm, random.Random(1), 60)
     long = [r for r in requests if len(r.new_tokens) > 6]
@@ -124,7 +124,7 @@ def test_the_soak_would_see_a_wrong_token_r40():
 
 
 @pytest.mark.exhaustive
-def test_the_soak_would_see_a_block_that_was_not_copied_r40(monkeypatch):
+def test_the_soak_would_see_a_block_that_was_not_copied(monkeypatch):
     """Samples of one prompt that write into each other's blocks give wrong tokens, and the check finds them."""
     monkeypatch.setattr("graft.runtime.engine.copy_blocks", lambda tensors, copies: None)
     llm = engine()

@@ -60,7 +60,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_cache_is_refused_before_anything_is_written_r33(compiled, name):
+def test_a_bad_cache_is_refused_before_anything_is_written(compiled, name):
     make, error, message = BAD[name]
     k, v = caches()
     args = make(k, v)
@@ -70,7 +70,7 @@ def test_a_bad_cache_is_refused_before_anything_is_written_r33(compiled, name):
     assert not k.any() and not v.any() and compiled.steps == 0
 
 
-def test_what_is_right_is_not_refused_r33(compiled):
+def test_what_is_right_is_not_refused(compiled):
     stacked = torch.zeros(2, 1, 2, 8, 4)  # K and V as parts of one tensor do not overlap
     compiled(stacked[0], stacked[1], X, torch.tensor([2]))
     assert stacked.sum() == 16 and stacked[:, :, :, 2].all()
@@ -82,7 +82,7 @@ def test_what_is_right_is_not_refused_r33(compiled):
     assert all(cache[:, :, 7].all() and cache.sum() == 8 for cache in transposed)
 
 
-def test_slices_beyond_the_cache_are_refused_where_eager_writes_nothing_r33():
+def test_slices_beyond_the_cache_are_refused_where_eager_writes_nothing():
     class Slice(nn.Module):
         def forward(self, cache, x, start):
             cache[:, :, start : start + x.shape[2]] = x
@@ -99,7 +99,7 @@ def test_slices_beyond_the_cache_are_refused_where_eager_writes_nothing_r33():
     assert cache.sum() == 8 and cache[:, :, 7].all()
 
 
-def test_positions_that_counters_choose_are_checked_too_r33():
+def test_positions_that_counters_choose_are_checked_too():
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -119,7 +119,7 @@ def test_positions_that_counters_choose_are_checked_too_r33():
     assert compiled.length == 4 and compiled.cache.sum() == 32
 
 
-def test_a_position_that_is_known_too_late_is_in_the_report_r33():
+def test_a_position_that_is_known_too_late_is_in_the_report():
     class Late(nn.Module):
         def forward(self, cache, x):
             cache.index_copy_(2, x.sum().long()[None], x)
@@ -131,7 +131,7 @@ def test_a_position_that_is_known_too_late_is_in_the_report_r33():
         compiled(torch.zeros(1, 2, 4, 4), X)
 
 
-def test_a_replaced_buffer_is_never_ignored_r29():
+def test_a_replaced_buffer_is_never_ignored():
     module = Cached()
     compiled = graft.compile(module, (*caches(), X, torch.tensor([3])))
     with pytest.raises(ReplacedBuffer, match="the buffer steps was replaced"):

@@ -1,4 +1,4 @@
-"""State that is no cache, results that are state, programs that write nothing, copies that must stay (R31–R33)."""
+"""State that is no cache, results that are state, programs that write nothing, copies that must stay."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ OTHER_STATE = {
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_other_state_r31(backend):
+def test_other_state(backend):
     agree_all(OTHER_STATE, backend)
 
 
@@ -96,19 +96,19 @@ RETURNED = {
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_written_state_is_returned_r31(backend):
+def test_written_state_is_returned(backend):
     agree_all(RETURNED, backend)
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 @pytest.mark.parametrize("name", ["only", "nothing"])
-def test_a_module_that_only_writes_r31(name, backend):
+def test_a_module_that_only_writes(name, backend):
     result = agree(RETURNED[name], backend)(a(), X[0][0])
     assert (result is None) is (name == "nothing")
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_a_returned_buffer_is_the_buffer_r31(backend):
+def test_a_returned_buffer_is_the_buffer(backend):
     """A write into the result is a write into the state, as in eager; a returned clone is apart from it."""
     module = Stateful(RETURNED["a copy"].function, b=a())
     cache = a()
@@ -134,7 +134,7 @@ FUNCTIONAL = {
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_functional_programs_write_nothing_r32(backend):
+def test_functional_programs_write_nothing(backend):
     """Eager writes nothing, and agree_all holds every cache and buffer to eager's; nor is there an alias."""
     cases = {name: case(function, a(), b=a()) for name, function in FUNCTIONAL.items()}
     for name, subject in cases.items():
@@ -255,12 +255,12 @@ TRAPS |= {f.__name__: case(f, a(), b=a()) for f in (clone_and_original, two_view
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_clones_views_and_old_values_r33(backend):
+def test_clones_views_and_old_values(backend):
     agree_all(TRAPS, backend)
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_two_inputs_in_one_memory_are_right_or_refused_r33(backend):
+def test_two_inputs_in_one_memory_are_right_or_refused(backend):
     """Each pair is compiled anew. AOTAutograd's cache has the code for other pairs by then, which would be wrong."""
 
     def run(self, k, v, x):
@@ -284,7 +284,7 @@ def test_two_inputs_in_one_memory_are_right_or_refused_r33(backend):
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_a_buffer_passed_as_an_input_is_right_or_refused_r33(backend):
+def test_a_buffer_passed_as_an_input_is_right_or_refused(backend):
     def run(self, c, x):
         self.b[1] = x[0]
         return c[:2] * 2 + self.b[1:3]
@@ -323,16 +323,16 @@ ASSIGNED = {f.__name__: case(f, h=a(), g=a() + 1) for f in (assign, assign_and_k
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_buffers_assigned_anew_in_a_submodule_r31(backend):
+def test_buffers_assigned_anew_in_a_submodule(backend):
     agree_all(ASSIGNED, backend)
 
 
 @pytest.mark.parametrize("name", ASSIGNED)
-def test_buffers_assigned_anew_in_the_module_itself_r31(name):
+def test_buffers_assigned_anew_in_the_module_itself(name):
     agree(ASSIGNED[name], "eager")
 
 
-def test_an_assignment_that_is_no_write_is_refused_r31():
+def test_an_assignment_that_is_no_write_is_refused():
     def grow(self, x):
         self.h = torch.cat((self.h, x))
         return x * 1

@@ -1,4 +1,4 @@
-"""Positions known when the graph is made or at each call, lengths that vary, rows at different positions (R30)."""
+"""Positions known when the graph is made or at each call, lengths that vary, rows at different positions."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ def case(function, positions, batch=1, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_an_int_is_fixed_in_the_graph_r30(backend):
+def test_an_int_is_fixed_in_the_graph(backend):
     agree(case(slice_at, (3, 3, 3)), backend)
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 @pytest.mark.parametrize("batch", [1, 4])
-def test_an_int_that_varies_r30(backend, batch):
+def test_an_int_that_varies(backend, batch):
     agree(case(slice_at, (*PLACES, 1), batch), backend, dynamic_shapes={"args": (None, None, Dim.DYNAMIC)})
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_a_position_as_a_tensor_without_dims_r30(backend):
+def test_a_position_as_a_tensor_without_dims(backend):
     agree(case(index_at, [torch.tensor(p) for p in PLACES], 4), backend)
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_positions_as_tensors_of_one_dim_r30(backend):
+def test_positions_as_tensors_of_one_dim(backend):
     cases = {}
     for batch in (1, 4):
         one = [torch.tensor([p]) for p in PLACES]
@@ -92,7 +92,7 @@ def attend(self, k, v, x, at):
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 @pytest.mark.parametrize("batch", [1, 4])
-def test_prefill_of_seven_then_decode_of_one_r30(backend, batch):
+def test_prefill_of_seven_then_decode_of_one(backend, batch):
     lengths = (7, 1, 1, 3)
     starts = (0, 7, 8, 9)
     steps = [

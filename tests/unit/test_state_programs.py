@@ -76,7 +76,7 @@ def report(batch: list[Program], found: dict[int, str], backend: str) -> str:
 @pytest.mark.parametrize(
     ("backend", "dtype"), short(CASES, ("eager", torch.float32), ("inductor", torch.int8)), ids=str
 )
-def test_programs_agree_with_eager_r28_to_r33(backend, dtype):
+def test_programs_agree_with_eager(backend, dtype):
     subjects = collect(dtype, PROGRAMS[backend][dtype])
     with torch._inductor.config.patch({"cpp.simdlen": 1}):
         for first in range(0, len(subjects), BATCH):
@@ -85,7 +85,7 @@ def test_programs_agree_with_eager_r28_to_r33(backend, dtype):
             assert not found, report(batch, found, backend)
 
 
-def test_programs_write_and_a_lost_write_is_seen_r33():
+def test_programs_write_and_a_lost_write_is_seen():
     """Of programs whose last write is taken out of the graph most differ from eager: the comparison can fail."""
     subjects = [program for program in collect(torch.float32, 60) if writes(program)][:20]
     assert len(subjects) == 20

@@ -1,4 +1,4 @@
-"""Every form in which a cache is written, whoever owns it: as in eager, in place, over several steps (R28–R30)."""
+"""Every form in which a cache is written, whoever owns it: as in eager, in place, over several steps."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ OWNERS = {"caller": caller_owned, "module": module_owned, "mixed": mixed}
     ("owner", "backend"),
     short(product(OWNERS, BACKENDS), ("module", "eager"), ("caller", "eager")),
 )
-def test_every_form_of_write_r28_r29_r30(owner, backend):
+def test_every_form_of_write(owner, backend):
     agree_all({name: OWNERS[owner](form) for name, form in FORMS.items()}, backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_caches_of_other_dtypes_r30(dtype, backend):
+def test_caches_of_other_dtypes(dtype, backend):
     names = ("copy_ into a slice", "index_copy_ dim 2", "index assigned", "scatter_", "slice_scatter", "two writes")
     cases = {f"caller, {name}": caller_owned(FORMS[name], dtype) for name in names}
     agree_all(cases | {f"module, {name}": module_owned(FORMS[name], dtype) for name in names}, backend)
@@ -138,7 +138,7 @@ def layouts():
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_caches_that_are_not_contiguous_r30(backend):
+def test_caches_that_are_not_contiguous(backend):
     cases = {}
     for layout, (owner, view) in layouts().items():
         for name in ("copy_ into a slice", "index_copy_ dim 2", "index assigned", "slice_scatter", "strided"):
@@ -153,7 +153,7 @@ def test_caches_that_are_not_contiguous_r30(backend):
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_the_memory_around_a_sliced_cache_stays_r28(backend):
+def test_the_memory_around_a_sliced_cache_stays(backend):
     module = Case(caller_owned(FORMS["index assigned"]).function, steps())
     owner = whole(B, H, S, 3 * D)
     before, x, index = owner.clone(), *module.steps[0]
@@ -165,7 +165,7 @@ def test_the_memory_around_a_sliced_cache_stays_r28(backend):
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_two_caches_and_nested_modules_r29(backend):
+def test_two_caches_and_nested_modules(backend):
     """Two layers with a K and a V each, as submodules; forward keeps its signature."""
 
     class Layer(torch.nn.Module):
@@ -197,5 +197,5 @@ def test_two_caches_and_nested_modules_r29(backend):
 
 
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
-def test_a_single_cache_written_and_nothing_else_r28(backend):
+def test_a_single_cache_written_and_nothing_else(backend):
     agree(caller_owned(FORMS["copy_ into a slice"]), backend)

@@ -72,7 +72,7 @@ def compiled_of(model, backend="eager", length=32, prompt=7):
     ("name", "backend"),
     short([*((name, "eager") for name in MODELS), ("llama", "inductor")], ("gemma2", "eager")),
 )
-def test_twenty_tokens_twice_as_in_eager_r38(name, backend):
+def test_twenty_tokens_twice_as_in_eager(name, backend):
     model = model_of(name)
     compiled = compiled_of(model, backend)
     captured = 0
@@ -98,7 +98,7 @@ def test_twenty_tokens_twice_as_in_eager_r38(name, backend):
     assert len(compiled.variants) == captured == (3 if name == "gemma2" else 2)  # a longer cache captures nothing new
 
 
-def test_alias_map_and_report_name_the_caches_r34():
+def test_alias_map_and_report_name_the_caches():
     compiled = compiled_of(model_of("llama"))
     kinds = {alias.input: alias.kind for alias in compiled.aliases}
     for layer in range(2):
@@ -109,7 +109,7 @@ def test_alias_map_and_report_name_the_caches_r34():
     assert len(compiled.report.transforms["fuse_attention"].matches) == 2  # through the caches, without their copies
 
 
-def test_module_owned_caches_need_no_reset_between_sequences_r38():
+def test_module_owned_caches_need_no_reset_between_sequences():
     model = model_of("llama")
     config = {"batch_size": 1, "max_cache_len": 32}
     model.generation_config = GenerationConfig(cache_implementation="static", cache_config=config, use_cache=True)
@@ -132,7 +132,7 @@ def test_module_owned_caches_need_no_reset_between_sequences_r38():
     assert not compiled.key_cache_0.any() and compiled.cumulative_length_0 == 0
 
 
-def test_bad_caches_are_refused_r38():
+def test_bad_caches_are_refused():
     model = model_of("llama")
     compiled = compiled_of(model)
     ids = torch.zeros((1, 7), dtype=torch.int64)
@@ -149,7 +149,7 @@ def test_bad_caches_are_refused_r38():
         compiled(input_ids=ids, past_key_values=None, use_cache=True)
 
 
-def test_a_cache_that_is_set_anew_is_refused_r38():
+def test_a_cache_that_is_set_anew_is_refused():
     class Replaces(nn.Module):
         def forward(self, x, cache):
             cache.layers[0].keys = cache.layers[0].keys + x

@@ -42,7 +42,7 @@ def matches(report):
 
 
 @pytest.mark.parametrize("family", short(FAMILIES, "gemma-2"))
-def test_a_stored_graph_is_the_captured_one_r48(family):
+def test_a_stored_graph_is_the_captured_one(family):
     model = load_model(f"tiny-{family}", dtype="float32", device="cpu")
     fresh, stored = captured_decoder(model.module)
     loaded, note = captured_decoder(model.module)
@@ -93,7 +93,7 @@ def shared(gm):
     return {(a, b) for a in named for b in named if a < b and share_storage(named[a], named[b])}
 
 
-def test_equal_storages_are_read_as_one_but_a_copy_stays_a_copy_r50():
+def test_equal_storages_are_read_as_one_but_a_copy_stays_a_copy():
     gm, text = dump(Copies())
     data = json.loads(text)
     assert len(set(data["alike"])) < len(data["alike"])
@@ -105,13 +105,13 @@ def test_equal_storages_are_read_as_one_but_a_copy_stays_a_copy_r50():
     assert graph_text(loaded.graph) == graph_text(gm.graph)
 
 
-def test_a_graph_that_writes_keeps_every_storage_apart_r50():
+def test_a_graph_that_writes_keeps_every_storage_apart():
     gm, text = dump(Writes())
     assert "alike" not in json.loads(text)
     assert shared(graph_from_json(text)) == shared(gm)
 
 
-def test_files_without_that_information_are_read_as_before_r50():
+def test_files_without_that_information_are_read_as_before():
     gm, text = dump(Copies())
     old = json.loads(text)
     del old["alike"]
@@ -119,7 +119,7 @@ def test_files_without_that_information_are_read_as_before_r50():
     assert shared(loaded) == shared(gm) and graph_text(loaded.graph) == graph_text(gm.graph)
 
 
-def test_new_sizes_of_a_loaded_graph_have_new_names_r50():
+def test_new_sizes_of_a_loaded_graph_have_new_names():
     """torch numbers new symbols by a hash below 100; a name that is taken would make two sizes one."""
     taken = [Symbol(f"s{number}", 7, 2, None) for number in range(100)]
     mode = fresh_mode()

@@ -1,4 +1,4 @@
-"""Stream ops lowered for a GPU, on a device that only writes down what it is told (R44)."""
+"""Stream ops lowered for a GPU, on a device that only writes down what it is told."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class On:
         self.cuda.current = self.before
 
 
-def test_the_lowering_switches_for_each_call_and_records_and_waits_r44(monkeypatch):
+def test_the_lowering_switches_for_each_call_and_records_and_waits(monkeypatch):
     module, x = Branches(), torch.randn(2, 8)
     gm = placed(module, [0, 0, 0, 0, 1, 1, 0])
     cuda = FakeCuda(monkeypatch)
@@ -85,7 +85,7 @@ def test_the_lowering_switches_for_each_call_and_records_and_waits_r44(monkeypat
     assert [entry[:2] for entry in cuda.log] == kinds and cuda.made == 2  # streams and events are kept
 
 
-def test_an_error_on_a_side_stream_leaves_nothing_switched_r44(monkeypatch):
+def test_an_error_on_a_side_stream_leaves_nothing_switched(monkeypatch):
     gm = placed(Branches(), [0, 0, 0, 0, 1, 1, 0])
     cuda = FakeCuda(monkeypatch)
     call = lower_eager(gm).call

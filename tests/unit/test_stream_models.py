@@ -1,4 +1,4 @@
-"""Streams on whole decoders: the proof holds, and the new order gives the same tokens (R44)."""
+"""Streams on whole decoders: the proof holds, and the new order gives the same tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tokens(model, monkeypatch, **options):
 
 
 @pytest.mark.parametrize(("model", "streams"), short([("tiny-cohere", 2), ("tiny-qwen3-moe", 4)], ("tiny-cohere", 2)))
-def test_decoders_on_streams_give_the_same_tokens_r44(model, streams, monkeypatch):
+def test_decoders_on_streams_give_the_same_tokens(model, streams, monkeypatch):
     plain, expected = tokens(model, monkeypatch, enabled=False)
     llm, got = tokens(model, monkeypatch, enabled=True, force=True, streams=streams)
     record = llm.report.transforms["schedule_streams"]

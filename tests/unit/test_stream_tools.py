@@ -1,4 +1,4 @@
-"""Costs of calls, kept and measured, and timelines of schedules (R44, R59)."""
+"""Costs of calls, kept and measured, and timelines of schedules."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def case():
 # ── costs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_call_has_a_cost_and_equal_ones_are_measured_once_r44(monkeypatch):
+def test_every_call_has_a_cost_and_equal_ones_are_measured_once(monkeypatch):
     module, gm, args = case()
     timed = []
     timer = profiling.CpuTimer.__call__
@@ -57,7 +57,7 @@ def test_every_call_has_a_cost_and_equal_ones_are_measured_once_r44(monkeypatch)
     assert module.count.item() == 0 and not args[1].any()  # what the graph writes is as it was
 
 
-def test_costs_are_kept_and_read_again_r44(tmp_path, monkeypatch):
+def test_costs_are_kept_and_read_again(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
     _, gm, args = case()
     costs = DeviceMeasure(args, repeats=2).costs(gm)
@@ -66,7 +66,7 @@ def test_costs_are_kept_and_read_again_r44(tmp_path, monkeypatch):
     assert DeviceMeasure(args).whole(gm) is None  # no CUDA graph on a CPU
 
 
-def test_a_damaged_profile_in_the_cache_is_measured_again_r44(tmp_path, monkeypatch):
+def test_a_damaged_profile_in_the_cache_is_measured_again(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
     _, gm, args = case()
     costs = DeviceMeasure(args, repeats=2).costs(gm)
@@ -76,7 +76,7 @@ def test_a_damaged_profile_in_the_cache_is_measured_again_r44(tmp_path, monkeypa
     assert json.loads(path.read_text())["event_us"] == costs.event_us
 
 
-def test_a_profile_of_something_else_is_refused_r44(tmp_path):
+def test_a_profile_of_something_else_is_refused(tmp_path):
     _, gm, _ = case()
     path = tmp_path / "costs.json"
     with pytest.raises(ProfileError, match="cannot be read"):
@@ -98,7 +98,7 @@ def test_a_profile_of_something_else_is_refused_r44(tmp_path):
 SLOTS = (Slot("norm", "block.norm", 0, 0, 10), Slot("a", "block.a", 0, 10, 30), Slot("b", "block.b", 1, 12, 20))
 
 
-def test_a_trace_has_one_row_a_stream_and_one_slice_a_call_r59(tmp_path):
+def test_a_trace_has_one_row_a_stream_and_one_slice_a_call(tmp_path):
     path = tmp_path / "deep" / "trace.json"
     write_trace(path, [("predicted", SLOTS), ("again", SLOTS[:1])])
     events = json.loads(path.read_text())["traceEvents"]
@@ -117,7 +117,7 @@ def test_a_trace_has_one_row_a_stream_and_one_slice_a_call_r59(tmp_path):
     assert trace_events([], "nothing") == [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "nothing"}}]
 
 
-def test_a_schedule_as_text_r44():
+def test_a_schedule_as_text():
     first, second, scale = gantt(SLOTS, width=40)
     assert first.startswith("stream 0 [norm════][a═") and first.endswith("40.0 µs busy")
     assert second.startswith("stream 1 ············[b") and second.endswith("20.0 µs busy")
@@ -126,12 +126,12 @@ def test_a_schedule_as_text_r44():
     assert tiny[1][len("stream 1 ") + 39] == "|"
 
 
-def test_one_stream_is_the_same_calls_in_a_row_r44():
+def test_one_stream_is_the_same_calls_in_a_row():
     slots = one_stream(Schedule(SLOTS, 60, 40, 40))
     assert [(slot.stream, slot.start, slot.end) for slot in slots] == [(0, 0, 10), (0, 10, 40), (0, 40, 60)]
 
 
-def test_overlap_in_numbers_r44():
+def test_overlap_in_numbers():
     found = overlap(SLOTS)
     assert found["kernel_us"] == 60 and found["covered_us"] == found["wall_us"] == 40
     assert found["at_once"] == 1.5 and found["busy_by_stream"] == {"0": 1.0, "1": 0.5}
@@ -155,6 +155,6 @@ class FakeProfile:
             json.dump({"traceEvents": events}, file)
 
 
-def test_kernels_that_overlap_get_rows_of_their_own_r59():
+def test_kernels_that_overlap_get_rows_of_their_own():
     slots = profiled_slots(FakeProfile())
     assert [(s.node, s.stream, s.start, s.us) for s in slots] == [("a", 0, 0, 30), ("b", 1, 10, 10), ("c", 0, 30, 5)]

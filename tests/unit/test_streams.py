@@ -1,4 +1,4 @@
-"""Streams: schedules from costs, stream ops in a graph, and the proof that nobody sees another order (R44)."""
+"""Streams: schedules from costs, stream ops in a graph, and the proof that nobody sees another order."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def accepted(graph):
 
 @SLOW
 @given(scheduled())
-def test_what_is_emitted_is_accepted_and_right_r44(case):
+def test_what_is_emitted_is_accepted_and_right(case):
     program, gm = case
     check_streams(gm.graph)
     assert agrees(program)
@@ -56,7 +56,7 @@ def test_what_is_emitted_is_accepted_and_right_r44(case):
 
 @SLOW
 @given(scheduled())
-def test_without_one_of_its_waits_it_is_refused_r44(case):
+def test_without_one_of_its_waits_it_is_refused(case):
     """What graft emits has no wait and no keep too many."""
     program, gm = case
     for node in [node for node in gm.graph.nodes if (stream_op(node) or ("",))[0] in ("wait", "keep")]:
@@ -68,7 +68,7 @@ def test_without_one_of_its_waits_it_is_refused_r44(case):
     check_streams(gm.graph)
 
 
-def test_accepted_are_exactly_those_that_no_interleaving_tells_from_one_stream_r44():
+def test_accepted_are_exactly_those_that_no_interleaving_tells_from_one_stream():
     verdicts = set()
 
     @SLOW
@@ -120,7 +120,7 @@ def schedule_of(gm, streams=2, **fixed):
 
 @settings(SLOW, max_examples=60)
 @given(programs(), st.data())
-def test_schedules_keep_every_order_and_no_stream_does_two_things_at_once_r44(case, data):
+def test_schedules_keep_every_order_and_no_stream_does_two_things_at_once(case, data):
     program, _ = case
     gm = GraphModule(torch.nn.Module(), program.graph)
     tasks = Tasks.of(gm.graph)
@@ -139,18 +139,18 @@ def test_schedules_keep_every_order_and_no_stream_does_two_things_at_once_r44(ca
     check_streams(gm.graph)
 
 
-def test_branches_go_apart_and_chains_do_not_r44():
+def test_branches_go_apart_and_chains_do_not():
     branches, chain = schedule_of(graph_of(Branches())), schedule_of(graph_of(Chain()))
     assert branches.streams == 2 and branches.many_us < branches.one_us
     assert branches.stream["linear"] != branches.stream["linear_1"]
     assert chain.streams == 1 and chain.path_us == chain.one_us == chain.many_us
 
 
-def test_short_branches_stay_where_an_event_costs_more_r44():
+def test_short_branches_stay_where_an_event_costs_more():
     assert schedule_of(graph_of(Branches()), event_us=100.0).streams == 1
 
 
-def test_a_branch_that_saves_nothing_stays_on_the_callers_stream_r44():
+def test_a_branch_that_saves_nothing_stays_on_the_callers_stream():
     class Uneven(nn.Module):
         """One wait for a side stream is paid for the long branch; the short one beside it would only add another."""
 
@@ -163,7 +163,7 @@ def test_a_branch_that_saves_nothing_stays_on_the_callers_stream_r44():
     assert schedule.streams == 2 and schedule.stream["add"] == schedule.stream["tanh"]
 
 
-def test_what_the_caller_gets_is_made_on_its_stream_r44():
+def test_what_the_caller_gets_is_made_on_its_stream():
     class Two(nn.Module):
         def forward(self, x):
             return x.relu(), (x * 2).t()
@@ -172,7 +172,7 @@ def test_what_the_caller_gets_is_made_on_its_stream_r44():
     assert set(schedule.stream.values()) == {0}
 
 
-def test_random_numbers_are_drawn_in_their_order_r44():
+def test_random_numbers_are_drawn_in_their_order():
     class Noisy(nn.Module):
         def forward(self, x):
             return (x + torch.rand_like(x)).relu() + (x * torch.rand_like(x)).relu()
@@ -201,7 +201,7 @@ def pretend_gpu(monkeypatch):
     monkeypatch.setattr("graft.transforms.library.schedule_streams.on_gpu", lambda _: True)
 
 
-def test_it_is_off_by_default_and_runs_last_r44():
+def test_it_is_off_by_default_and_runs_last():
     from graft.transforms.pipeline import order_transforms
 
     config = load_config()
@@ -209,7 +209,7 @@ def test_it_is_off_by_default_and_runs_last_r44():
     assert order_transforms(config)[-1] == "schedule_streams"
 
 
-def test_skipped_with_reasons_r44(monkeypatch):
+def test_skipped_with_reasons(monkeypatch):
     gm = graph_of(Branches())
     assert "on no GPU" in run(gm, Fixed()).reason
     assert "two or more" in run(gm, Fixed(), streams=1, force=True).reason
@@ -220,7 +220,7 @@ def test_skipped_with_reasons_r44(monkeypatch):
     assert not any(stream_op(node) for node in gm.graph.nodes)
 
 
-def test_no_branches_and_too_little_gain_are_said_with_numbers_r44(monkeypatch):
+def test_no_branches_and_too_little_gain_are_said_with_numbers(monkeypatch):
     pretend_gpu(monkeypatch)
     assert run(graph_of(Chain()), Fixed()).reason == "no parallel branches: the longest path is all of it, 30.0 µs"
     assert "no branch is worth an event" in run(graph_of(Branches()), Fixed(event_us=100.0)).reason
@@ -228,7 +228,7 @@ def test_no_branches_and_too_little_gain_are_said_with_numbers_r44(monkeypatch):
     assert record.status == "no_match" and "predicted" in record.reason and "less than 90.0%" in record.reason
 
 
-def test_taken_only_where_the_captured_graph_is_faster_r44(monkeypatch):
+def test_taken_only_where_the_captured_graph_is_faster(monkeypatch):
     pretend_gpu(monkeypatch)
     gm = graph_of(Branches())
     before = graph_text(gm.graph)
@@ -241,7 +241,7 @@ def test_taken_only_where_the_captured_graph_is_faster_r44(monkeypatch):
     check_streams(gm.graph)
 
 
-def test_what_the_checker_refuses_is_rolled_back_r44(monkeypatch):
+def test_what_the_checker_refuses_is_rolled_back(monkeypatch):
     def careless(gm, schedule, made_by):
         made = apply_schedule(gm, schedule, made_by)
         wait = next(node for node in made if is_op(node, WAIT))
@@ -256,7 +256,7 @@ def test_what_the_checker_refuses_is_rolled_back_r44(monkeypatch):
     assert graph_text(gm.graph) == before
 
 
-def test_stream_ops_survive_cleanups_dumps_and_a_second_run_r44():
+def test_stream_ops_survive_cleanups_dumps_and_a_second_run():
     gm = placed(Join(), [0, 1, 0, 0, 0, 0])
     text = graph_text(gm.graph)
     assert "graft.stream_switch(1)" in text and "graft.stream_keep([" in text
@@ -269,7 +269,7 @@ def test_stream_ops_survive_cleanups_dumps_and_a_second_run_r44():
     assert "stream ops already" in run(gm, Fixed(), force=True).reason
 
 
-def test_a_keep_reads_nothing_r44():
+def test_a_keep_reads_nothing():
     gm = placed(Join(), [0, 1, 0, 0, 0, 0])
     with gm.graph.inserting_before(next(node for node in gm.graph.nodes if is_op(node, KEEP))):
         last = gm.graph.call_function(torch.ops.aten.add_.Tensor, (next(calls(gm.graph)), 1))
@@ -280,7 +280,7 @@ def test_a_keep_reads_nothing_r44():
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", short(["eager", "inductor", "cuda_graph"], "eager", "cuda_graph"))
-def test_on_a_cpu_they_do_nothing_r44(backend):
+def test_on_a_cpu_they_do_nothing(backend):
     x, module = torch.randn(2, 8), Branches()
     expected = module(x)
     lowered = lower(scheduled_module(module), backend)
@@ -296,13 +296,13 @@ def scheduled_module(module):
     return gm
 
 
-def test_the_raw_graph_runs_too_r44():
+def test_the_raw_graph_runs_too():
     x, module = torch.randn(2, 8), Branches()
     gm = scheduled_module(module)
     assert torch.equal(gm(x)[0] if isinstance(gm(x), (list, tuple)) else gm(x), module(x))
 
 
-def test_compiled_modules_measure_and_leave_their_state_r44(tmp_path, monkeypatch):
+def test_compiled_modules_measure_and_leave_their_state(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
     module, x = Branches(), torch.randn(2, 8)
     compiled = graft.compile(module, (x,), config=streams_config(force=True), backend="eager")
@@ -316,7 +316,7 @@ def test_compiled_modules_measure_and_leave_their_state_r44(tmp_path, monkeypatc
 # ── what the proof refuses, by name ─────────────────────────────────────────────────────────────────────────────
 
 
-def test_both_nodes_and_the_edge_are_named_r44():
+def test_both_nodes_and_the_edge_are_named():
     gm = placed(Branches(), [0, 0, 0, 0, 1, 1, 0])
     check_streams(gm.graph)
     waits = [node for node in gm.graph.nodes if is_op(node, WAIT)]
@@ -328,7 +328,7 @@ def test_both_nodes_and_the_edge_are_named_r44():
     assert "on stream 1" in text and "record an event" in text
 
 
-def test_memory_that_is_given_away_too_early_is_named_r44():
+def test_memory_that_is_given_away_too_early_is_named():
     gm = placed(Join(), [0, 1, 0, 0, 0, 0])
     check_streams(gm.graph)
     gm.graph.erase_node(next(node for node in gm.graph.nodes if is_op(node, KEEP)))
@@ -337,7 +337,7 @@ def test_memory_that_is_given_away_too_early_is_named_r44():
         check_streams(gm.graph)
 
 
-def test_results_of_a_side_stream_are_refused_r44():
+def test_results_of_a_side_stream_are_refused():
     gm = placed(Chain(), [0, 0, 1])
     with pytest.raises(StreamOrderError, match="run it on stream 0"):
         check_streams(gm.graph)
@@ -351,7 +351,7 @@ def test_results_of_a_side_stream_are_refused_r44():
         ([(SWITCH, -1)], "streams count from 0"),
     ],
 )
-def test_stream_ops_without_sense_are_refused_r44(ops, message):
+def test_stream_ops_without_sense_are_refused(ops, message):
     gm = graph_of(Chain())
     first = next(calls(gm.graph))
     for target, number in ops:

@@ -70,7 +70,7 @@ def tabulate(module, dtype=torch.float32, context=CONTEXT, options=None):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", [llama, product])
-def test_the_same_bits_from_two_tables_r22(function, dtype):
+def test_the_same_bits_from_two_tables(function, dtype):
     module = Rotary(function, dtype)
     gm, record = tabulate(module, dtype)
     assert record.status == "applied", record.reason
@@ -96,7 +96,7 @@ GOLDEN = """\
 """
 
 
-def test_the_graph_and_its_nodes_r22():
+def test_the_graph_and_its_nodes():
     gm, _ = tabulate(Rotary())
     sizes = [str(size) for size in next(n for n in gm.graph.nodes if n.name == "position_ids").meta["val"].shape]
     views = [node.name for node in calls(gm.graph) if "unsqueeze" in node.name]
@@ -116,7 +116,7 @@ def test_the_graph_and_its_nodes_r22():
             assert node.meta["val"].shape[-1] == R and module_path(node) == "" and "stack_trace" in node.meta
 
 
-def test_a_dim_for_heads_inside_the_computation_r22():
+def test_a_dim_for_heads_inside_the_computation():
     """GLM-4 puts the dim in first and doubles the angles after it."""
 
     def early(inv, positions, dtype):
@@ -130,7 +130,7 @@ def test_a_dim_for_heads_inside_the_computation_r22():
     assert torch.equal(gm(*args), module(*args))
 
 
-def test_two_embeddings_are_four_tables_r22():
+def test_two_embeddings_are_four_tables():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -176,7 +176,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("reason", MIXED)
-def test_what_is_not_of_each_position_by_itself_is_computed_as_before_r22(reason):
+def test_what_is_not_of_each_position_by_itself_is_computed_as_before(reason):
     module = Rotary(MIXED[reason])
     before = graph_text(captured(module).graph)
     gm, record = tabulate(module)
@@ -185,7 +185,7 @@ def test_what_is_not_of_each_position_by_itself_is_computed_as_before_r22(reason
     assert graph_text(gm.graph) == before
 
 
-def test_angles_that_depend_on_another_input_r22():
+def test_angles_that_depend_on_another_input():
     class Scaled(Rotary):
         def forward(self, q, position_ids):
             cos, sin = llama(self.inv_freq * q.mean(), position_ids, self.dtype)
@@ -195,7 +195,7 @@ def test_angles_that_depend_on_another_input_r22():
     assert "is computed from %q and %position_ids" in record.reason
 
 
-def test_where_no_table_can_be_it_is_skipped_with_the_reason_r22():
+def test_where_no_table_can_be_it_is_skipped_with_the_reason():
     gm = captured(Rotary())
     before = graph_text(gm.graph)
     for config, context, reason in [
@@ -216,7 +216,7 @@ def test_where_no_table_can_be_it_is_skipped_with_the_reason_r22():
     assert tabulate(Plain())[1].reason == "the graph has no graft::rope"
 
 
-def test_a_graph_without_weights_is_told_so_r22():
+def test_a_graph_without_weights_is_told_so():
     module = Rotary().to("meta")
     b, s = Dim("b"), Dim("s")
     args = (torch.empty(2, H, 5, R, device="meta"), torch.zeros(2, 5, dtype=torch.int64, device="meta"))
@@ -226,7 +226,7 @@ def test_a_graph_without_weights_is_told_so_r22():
     assert record.status == "no_match" and "on the meta device there are no values" in record.reason
 
 
-def test_a_table_that_differs_in_one_bit_is_refused_r22(monkeypatch):
+def test_a_table_that_differs_in_one_bit_is_refused(monkeypatch):
     right = Computed.at
     monkeypatch.setattr(
         Computed, "at", lambda self, gm, p: right(self, gm, p) * (1 + 2**-22 if p.shape == (3, 5) else 1)
@@ -235,7 +235,7 @@ def test_a_table_that_differs_in_one_bit_is_refused_r22(monkeypatch):
     assert record.status == "no_match" and "depends on more than the position: at (3, 5)" in record.reason
 
 
-def test_a_wrong_table_is_caught_by_the_proof_r22(monkeypatch):
+def test_a_wrong_table_is_caught_by_the_proof(monkeypatch):
     right = TabulateRope.table
     monkeypatch.setattr(TabulateRope, "table", lambda self, *given: right(self, *given).roll(1, 0))
     with pytest.raises(TransformError, match="is off by"):

@@ -67,7 +67,7 @@ def off(x: Tensor) -> Tensor:
 # ── assert_fuses ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_assert_fuses_counts_proves_and_gives_the_graph_r58():
+def test_assert_fuses_counts_proves_and_gives_the_graph():
     trial = assert_fuses(Gated(layers=2), (X,), "fuse_swiglu", count=2)
     assert trial.called.count("graft.swiglu") == 2 and "aten.silu" in trial.before
     assert all(match.proof for match in trial.record.matches)
@@ -75,7 +75,7 @@ def test_assert_fuses_counts_proves_and_gives_the_graph_r58():
     assert not assert_fuses(Gated(), (X,), "fuse_swiglu", verify="structure").record.matches[0].proof
 
 
-def test_assert_fuses_says_what_it_found_and_what_came_near_r58():
+def test_assert_fuses_says_what_it_found_and_what_came_near():
     with pytest.raises(AssertionError) as failed:
         assert_fuses(Gated(keep=True), (X,), "fuse_swiglu", count=1)
     text = str(failed.value)
@@ -86,7 +86,7 @@ def test_assert_fuses_says_what_it_found_and_what_came_near_r58():
         assert_fuses(Gated(layers=2), (X,), "fuse_swiglu", count=3)
 
 
-def test_a_replacement_that_is_off_is_told_with_the_error_r58(registered):
+def test_a_replacement_that_is_off_is_told_with_the_error(registered):
     config = registered("fuse_wave", rewriting(wave, off))
     with pytest.raises(
         AssertionError, match=r"it failed, and the graph was put back\n.*is off by .*\nwhat to do: corr"
@@ -95,7 +95,7 @@ def test_a_replacement_that_is_off_is_told_with_the_error_r58(registered):
     assert assert_fuses(wave, (X,), "fuse_wave", config=config, verify="structure").record.matches
 
 
-def test_transforms_run_alongside_in_the_pipelines_order_r58():
+def test_transforms_run_alongside_in_the_pipelines_order():
     def normed(x):
         return torch.rms_norm(x + x.sin(), (8,), torch.ones(8), 1e-6)
 
@@ -107,7 +107,7 @@ def test_transforms_run_alongside_in_the_pipelines_order_r58():
     assert_not_fuses(normed, (X,), "fuse_add_rms_norm")
 
 
-def test_an_unknown_transform_is_an_error_that_names_the_mark_r58(registered):
+def test_an_unknown_transform_is_an_error_that_names_the_mark(registered):
     with pytest.raises(UnknownTransform, match=r"needs_transform\); did you mean 'fuse_swiglu'"):
         assert_fuses(Gated(), (X,), "fuse_swiglue")
     registered("fuse_wave", rewriting(wave, doubled))
@@ -118,12 +118,12 @@ def test_an_unknown_transform_is_an_error_that_names_the_mark_r58(registered):
 # ── assert_not_fuses ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_assert_not_fuses_holds_reason_and_graph_r58():
+def test_assert_not_fuses_holds_reason_and_graph():
     trial = assert_not_fuses(Gated(keep=True), (X,), "fuse_swiglu", reason="second reader")
     assert trial.after == trial.before
 
 
-def test_assert_not_fuses_shows_the_match_or_the_other_reason_r58():
+def test_assert_not_fuses_shows_the_match_or_the_other_reason():
     with pytest.raises(
         AssertionError, match=r"leaves Gated alone\nfound:    it matched once\n  matched %mul.* as silu"
     ):
@@ -134,7 +134,7 @@ def test_assert_not_fuses_shows_the_match_or_the_other_reason_r58():
         assert_not_fuses(Gated(keep=True), (X,), "fuse_swiglu", reason="a broadcast")
 
 
-def test_assert_not_fuses_sees_a_change_without_a_match_r58(registered):
+def test_assert_not_fuses_sees_a_change_without_a_match(registered):
     class Silent(BaseTransform):
         def apply(self, gm, context):
             for node in calls(gm.graph):
@@ -147,7 +147,7 @@ def test_assert_not_fuses_sees_a_change_without_a_match_r58(registered):
         assert_not_fuses(wave, (X,), "silent", config=config)
 
 
-def test_assert_not_fuses_tells_a_refusal_of_verification_from_one_of_the_pattern_r58(registered):
+def test_assert_not_fuses_tells_a_refusal_of_verification_from_one_of_the_pattern(registered):
     config = registered("fuse_wave", rewriting(wave, off))
     with pytest.raises(AssertionError, match="it matched, and what it made was refused"):
         assert_not_fuses(wave, (X,), "fuse_wave", config=config)
@@ -156,7 +156,7 @@ def test_assert_not_fuses_tells_a_refusal_of_verification_from_one_of_the_patter
 # ── metadata ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_metadata_of_our_fusions_is_preserved_r58():
+def test_metadata_of_our_fusions_is_preserved():
     assert_metadata_preserved(Gated(layers=2), (X,), "fuse_swiglu", count=2)
     free = ({0: torch.export.Dim("b"), 1: torch.export.Dim("s")},)
     assert_metadata_preserved(nn.RMSNorm(8, eps=1e-6), (X,), "fuse_rms_norm", dynamic_shapes=free)
@@ -190,7 +190,7 @@ class Wave(nn.Module):
         ("stack_trace", r"has the source line \(none\), what it replaced has test_testing_kit.py:\d+"),
     ],
 )
-def test_lost_metadata_is_named_r58(registered, lost, message):
+def test_lost_metadata_is_named(registered, lost, message):
     config = registered("careless", type("Lossy", (Careless,), {"lost": (lost,)}))
     with pytest.raises(AssertionError, match=message) as failed:
         assert_metadata_preserved(Wave(), (X,), "careless", config=config)
@@ -199,13 +199,13 @@ def test_lost_metadata_is_named_r58(registered, lost, message):
     assert_metadata_preserved(Wave(), (X,), "careless", config=config)
 
 
-def test_a_module_path_that_is_lost_is_named_r58(registered):
+def test_a_module_path_that_is_lost_is_named(registered):
     config = registered("careless", type("Lossy", (Careless,), {"lost": ("nn_module_stack",)}))
     with pytest.raises(AssertionError, match=r"has the module \(none\), what it replaced has 0"):
         assert_metadata_preserved(nn.Sequential(Wave()), (X,), "careless", config=config)
 
 
-def test_a_shape_rule_that_lies_is_found_by_running_the_graph_r58(registered):
+def test_a_shape_rule_that_lies_is_found_by_running_the_graph(registered):
     library = torch.library.Library("graft_kit_test", "FRAGMENT")
     library.define("lies(Tensor x) -> Tensor")
     library.impl("lies", lambda x: (2 * torch.sin(x)).double(), "CompositeExplicitAutograd")
@@ -223,13 +223,13 @@ def test_a_shape_rule_that_lies_is_found_by_running_the_graph_r58(registered):
 
 
 @matrix(devices=("cpu", "cuda"))
-def test_eager_against_compiled_r58(dtype, device):
+def test_eager_against_compiled(dtype, device):
     wrong = Gated()
     wrong.up.weight.data *= 1.02
     assert_matches_eager(Gated(), (X,), "fuse_swiglu", dtype=dtype, device=device, wrong=wrong)
 
 
-def test_other_numbers_are_told_with_their_place_r58():
+def test_other_numbers_are_told_with_their_place():
     bad = X.clone()
     bad[1, 2, 3] += 1
     with pytest.raises(AssertionError, match=r"bit for bit\nfound: .* at \(1, 2, 3\)"):
@@ -247,14 +247,14 @@ def test_other_numbers_are_told_with_their_place_r58():
         assert_same_numbers(torch.ones(2), nan, roundings=100)
 
 
-def test_a_comparison_that_lets_a_wrong_variant_pass_fails_r58():
+def test_a_comparison_that_lets_a_wrong_variant_pass_fails():
     with pytest.raises(AssertionError, match=r"the wrong variant is rejected .*\nfound:    it passes"):
         assert_same_numbers(X, X, roundings=4, wrong=X * (1 + 2**-23))
     with pytest.raises(AssertionError, match="it passes, so this comparison would let a defect through"):
         assert_matches_eager(Gated(), (X,), "fuse_swiglu", roundings=1, wrong=Gated())
 
 
-def test_numbers_without_a_fusion_prove_nothing_r58():
+def test_numbers_without_a_fusion_prove_nothing():
     with pytest.raises(AssertionError, match=r"found:    fuse_swiglu did not match\n.*second reader"):
         assert_matches_eager(Gated(keep=True), (X,), "fuse_swiglu")
 
@@ -262,7 +262,7 @@ def test_numbers_without_a_fusion_prove_nothing_r58():
 # ── generated negatives ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_generated_negatives_fail_with_the_case_and_the_graph_r58():
+def test_generated_negatives_fail_with_the_case_and_the_graph():
     def product(x: Tensor, y: Tensor) -> Tensor:
         return torch.sin(x) * y
 
@@ -282,6 +282,6 @@ def test_generated_negatives_fail_with_the_case_and_the_graph_r58():
             assert_refused_or_harmless(transform, case)
 
 
-def test_helpers_take_plain_functions_and_keyword_arguments_r58():
+def test_helpers_take_plain_functions_and_keyword_arguments():
     trial = try_transform(lambda x, y: F.silu(x) * y, (X,), "fuse_swiglu", kwargs={"y": X})
     assert len(trial.record.matches) == 1 and trial.name == "<lambda>"

@@ -19,7 +19,7 @@ from graft.testing import (
 from graft.testing.generated import read_calls, read_kernels
 
 
-def test_the_post_grad_graph_with_and_without_grafts_passes_r58():
+def test_the_post_grad_graph_with_and_without_grafts_passes():
     module = Gated()
     stock, fused = post_grad_graph(module, X), post_grad_graph(module, X, options=graft.passes_for_inductor())
     assert "aten.exp" in stock.called and not any("graft" in name for name in stock.called)
@@ -28,7 +28,7 @@ def test_the_post_grad_graph_with_and_without_grafts_passes_r58():
     assert_same_numbers(fused.result, module(X), roundings=4, wrong=stock.result * 1.001)
 
 
-def test_graph_breaks_are_told_r58():
+def test_graph_breaks_are_told():
     def broken(x):
         y = x.sin()
         torch._dynamo.graph_break()
@@ -40,7 +40,7 @@ def test_graph_breaks_are_told_r58():
         seen.graph  # noqa: B018
 
 
-def test_generated_kernels_and_the_ops_beside_them_r58():
+def test_generated_kernels_and_the_ops_beside_them():
     module = Gated()
     made = generated_kernels(module, X, options=graft.passes_for_inductor())
     assert made.calls.count("torch.ops.graft.swiglu.default") == 1 and not made.kernels
@@ -51,7 +51,7 @@ def test_generated_kernels_and_the_ops_beside_them_r58():
     assert not own.calls and "async_compile" in own.code[0]
 
 
-def test_triton_kernels_are_read_too_r58():
+def test_triton_kernels_are_read_too():
     import ast
 
     tree = ast.parse(
@@ -63,7 +63,7 @@ def test_triton_kernels_are_read_too_r58():
     assert list(read_calls(tree)) == ["extern_kernels.mm", "torch.ops.graft.rope.default"]
 
 
-def test_recompiles_are_told_with_dynamos_reason_r58():
+def test_recompiles_are_told_with_dynamos_reason():
     def branches(x, n):
         return x * n
 
@@ -80,7 +80,7 @@ def test_recompiles_are_told_with_dynamos_reason_r58():
         assert_no_recompiles(Gated(), [(X,)])
 
 
-def test_recaptures_of_a_compiled_module_are_told_r58():
+def test_recaptures_of_a_compiled_module_are_told():
     class Branch(nn.Module):
         def forward(self, x):
             return x.sin() if x.shape[1] == 3 else x.cos()
@@ -105,12 +105,12 @@ class Counter(nn.Module):
         return F.silu(x) * x + self.seen
 
 
-def test_an_artifact_makes_the_round_trip_r58():
+def test_an_artifact_makes_the_round_trip():
     trip = cache_round_trip(Counter(), (X,))
     assert torch.equal(trip.first, trip.second) and len(trip.seconds) == 2
 
 
-def test_inductors_cache_makes_the_round_trip_r58():
+def test_inductors_cache_makes_the_round_trip():
     trip = cache_round_trip(Gated(), (X,), route="inductor")
     assert trip.hits and not trip.misses
     with (
@@ -121,7 +121,7 @@ def test_inductors_cache_makes_the_round_trip_r58():
         cache_round_trip(Gated(), (X,), route="inductor")
 
 
-def test_a_round_trip_that_changes_the_numbers_is_told_r58(monkeypatch):
+def test_a_round_trip_that_changes_the_numbers_is_told(monkeypatch):
     from graft.testing import round_trip
 
     lying = round_trip.CHILD.replace("(*args), f", "(*args) * 2, f")

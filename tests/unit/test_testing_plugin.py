@@ -31,7 +31,7 @@ def run(pytester, monkeypatch):
     return run_file
 
 
-def test_a_transform_missing_in_this_build_is_a_skip_with_the_reason_r58(run):
+def test_a_transform_missing_in_this_build_is_a_skip_with_the_reason(run):
     result = run(
         """
         import pytest
@@ -45,7 +45,7 @@ def test_a_transform_missing_in_this_build_is_a_skip_with_the_reason_r58(run):
     result.stdout.fnmatch_lines(["SKIPPED*this build has no transform 'fuse_swigloo'; did you mean 'fuse_swiglu'*"])
 
 
-def test_a_device_that_is_not_there_is_a_skip_with_the_reason_r58(run):
+def test_a_device_that_is_not_there_is_a_skip_with_the_reason(run):
     result = run(
         """
         import pytest
@@ -77,7 +77,7 @@ def test_crash(): raise ValueError("not an assertion")
 """
 
 
-def test_a_known_gap_must_fail_by_an_assertion_r58(run):
+def test_a_known_gap_must_fail_by_an_assertion(run):
     result = run(GAPS)
     result.assert_outcomes(xfailed=1, failed=2)
     result.stdout.fnmatch_lines(["XFAIL*known gap: odd sizes*"])
@@ -87,14 +87,14 @@ def test_a_known_gap_must_fail_by_an_assertion_r58(run):
     assert "ValueError: not an assertion" in result.stdout.str()
 
 
-def test_a_known_gap_needs_a_reason_r58(run):
+def test_a_known_gap_needs_a_reason(run):
     result = run("import pytest\n@pytest.mark.known_gap\ndef test_x(): assert False\n")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*known_gap needs one reason*"])
 
 
 @pytest.mark.exhaustive
-def test_helpers_fail_at_the_line_of_the_test_r58(run):
+def test_helpers_fail_at_the_line_of_the_test(run):
     result = run(
         """
         import torch
@@ -111,7 +111,7 @@ def test_helpers_fail_at_the_line_of_the_test_r58(run):
 
 
 @pytest.mark.exhaustive
-def test_the_fixture_forgets_what_was_compiled_r58(run):
+def test_the_fixture_forgets_what_was_compiled(run):
     result = run(
         """
         import pytest, torch
@@ -134,13 +134,13 @@ def test_the_fixture_forgets_what_was_compiled_r58(run):
     result.assert_outcomes(passed=2)
 
 
-def test_the_entry_point_has_the_modules_own_name_r58():
+def test_the_entry_point_has_the_modules_own_name():
     project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["pytest11"] == {PLUGIN: PLUGIN}
 
 
 @pytest.mark.parametrize("ways", [("installed",), ("installed", "-p"), ("installed", "conftest"), ("-p", "conftest")])
-def test_it_is_registered_once_however_it_comes_in_r58(pytester, ways, monkeypatch):
+def test_it_is_registered_once_however_it_comes_in(pytester, ways, monkeypatch):
     """A stand-in for an installed graft: its metadata alone, beside the sources."""
     monkeypatch.setenv("PYTHONPATH", f"{SOURCE}:{pytester.path}")
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)

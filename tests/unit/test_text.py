@@ -66,7 +66,7 @@ stop_lists = st.lists(st.text("abé😀\ufffd", min_size=1, max_size=5), max_siz
 @settings(max_examples=400, deadline=None)
 @given(letters, st.lists(st.integers(0, 200), max_size=40), stop_lists, st.booleans(), letters)
 @example("aaab", [], ["aab"], False, "")  # what was matched is given up in part alone
-def test_pieces_are_the_text_up_to_the_first_stop_string_r42(text, cuts, stops, include, prompt):
+def test_pieces_are_the_text_up_to_the_first_stop_string(text, cuts, stops, include, prompt):
     """Random text, random cuts, also inside characters, random stop strings; a stop string in the prompt is none."""
     tokenizer = slices(text, cuts)
     count = len(tokenizer.slices)
@@ -80,7 +80,7 @@ def test_pieces_are_the_text_up_to_the_first_stop_string_r42(text, cuts, stops, 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.text("ab", max_size=3), max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), max_size=3))
-def test_no_more_is_held_back_than_may_begin_a_stop_string_r42(parts, stops):
+def test_no_more_is_held_back_than_may_begin_a_stop_string(parts, stops):
     tokenizer = Slices(part.encode() for part in parts)
     stream = TextStream(tokenizer, [], SamplingParams(stop=stops))
     seen = ""
@@ -95,7 +95,7 @@ def test_no_more_is_held_back_than_may_begin_a_stop_string_r42(parts, stops):
         assert stream.text == seen[: len(seen) - max(map(len, beginnings), default=0)]
 
 
-def test_stop_strings_by_example_r42():
+def test_stop_strings_by_example():
     tokens = ["Hello", " wor", "ld\n", "\nUs", "er: no", "t this"]
     tokenizer = Slices(t.encode() for t in tokens)
     pieces, stream = run(tokenizer, [], range(6), stop="\n\nUser:")
@@ -114,7 +114,7 @@ def test_stop_strings_by_example_r42():
     assert run(tokenizer, [0, 1], range(2, 6), stop=["world"])[1].stopped is None, "it began in the prompt"
 
 
-def test_a_stop_string_counts_from_min_tokens_on_r42():
+def test_a_stop_string_counts_from_min_tokens_on():
     tokenizer = Slices(t.encode() for t in ["ab", "ab", "ab", "ab"])
     assert run(tokenizer, [], range(4), stop="b", min_tokens=0)[1].text == "a"
     assert run(tokenizer, [], range(4), stop="b", min_tokens=1)[1].text == "a"
@@ -206,7 +206,7 @@ STYLES = ["byte-level", "llama", "metaspace", "wordpiece"]
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_real_tokenizers_are_what_they_should_be_r42(style):
+def test_real_tokenizers_are_what_they_should_be(style):
     """The styles differ in what makes streaming hard, or the tests below would show nothing."""
     tokenizer = tokenizers()[style]
     ids = tokenizer("the cat 🚀 playing")["input_ids"]
@@ -251,7 +251,7 @@ words = st.lists(
     skip=st.booleans(),
     stops=st.lists(st.sampled_from(["at", " p", "😀", "t.", "s>"]), max_size=2),
 )
-def test_streams_of_real_tokenizers_are_their_text_r42(style, prompt, text, skip, stops):
+def test_streams_of_real_tokenizers_are_their_text(style, prompt, text, skip, stops):
     tokenizer = tokenizers()[style]
     before, tokens = tokenizer(prompt)["input_ids"], tokenizer(text)["input_ids"]
     pieces, stream = run(tokenizer, before, tokens, stop=stops, skip_special_tokens=skip)
@@ -259,7 +259,7 @@ def test_streams_of_real_tokenizers_are_their_text_r42(style, prompt, text, skip
 
 
 @pytest.mark.parametrize("style", ["byte-level", "metaspace", "wordpiece"])
-def test_any_tokens_of_real_tokenizers_stream_to_their_text_r42(style):
+def test_any_tokens_of_real_tokenizers_stream_to_their_text(style):
     """Tokens that no text encodes to: unfinished characters in the middle, special tokens anywhere."""
     tokenizer = tokenizers()[style]
     draw = random.Random(0)
@@ -273,7 +273,7 @@ def test_any_tokens_of_real_tokenizers_stream_to_their_text_r42(style):
     assert unfinished > 50 or style != "byte-level"
 
 
-def test_a_prompt_cut_inside_its_last_bytes_does_not_garble_the_text_r42():
+def test_a_prompt_cut_inside_its_last_bytes_does_not_garble_the_text():
     """Byte tokens before the new ones count from the beginning of a character, wherever the context begins."""
     tokenizer = tokenizers()["llama"]
     for emojis in range(1, 5):
@@ -284,21 +284,21 @@ def test_a_prompt_cut_inside_its_last_bytes_does_not_garble_the_text_r42():
             assert "".join(pieces).startswith("猫😀")
 
 
-def test_a_prompt_that_ends_with_skipped_tokens_keeps_the_space_after_it_r42():
+def test_a_prompt_that_ends_with_skipped_tokens_keeps_the_space_after_it():
     tokenizer = tokenizers()["llama"]
     for skipped in range(0, 40, 3):
         prompt = [*tokenizer("the cat")["input_ids"], *[tokenizer.pad_token_id] * skipped]
         assert run(tokenizer, prompt, tokenizer("sat")["input_ids"])[1].text == " sat"
 
 
-def test_a_character_that_the_prompt_began_is_finished_r42():
+def test_a_character_that_the_prompt_began_is_finished():
     text = Detokenizer(Slices([b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b"]), [0, 1])
     assert [text.feed(2), text.feed(3), text.feed(4), text.rest()] == ["", "😀", "b", ""]
     real = Detokenizer(Slices([b"a\xef\xbf\xbd", b"b"]), [0])
     assert real.feed(1) == "b", "a replacement character that the prompt really has is not given again"
 
 
-def test_unfinished_and_replacement_characters_at_the_end_r42():
+def test_unfinished_and_replacement_characters_at_the_end():
     tokenizer = Slices([b"a", b"\xf0\x9f", "\ufffd".encode(), b"b"])
     assert run(tokenizer, [], [0, 1])[0] == ["a", "", "\ufffd"]
     assert run(tokenizer, [], [0, 2])[0] == ["a", "", "\ufffd"]
@@ -311,7 +311,7 @@ def test_unfinished_and_replacement_characters_at_the_end_r42():
     ("kind", "slice_"),
     [("text", b"word "), ("nothing", b""), ("garbage", b"\xff"), ("replacement", "\ufffd".encode())],
 )
-def test_feeding_decodes_a_bounded_number_of_tokens_r42(kind, slice_):
+def test_feeding_decodes_a_bounded_number_of_tokens(kind, slice_):
     """Also in a long run of tokens without certain text: the cost for a token does not grow with the text."""
     costs = []
     for count in (500, 2000):
@@ -322,7 +322,7 @@ def test_feeding_decodes_a_bounded_number_of_tokens_r42(kind, slice_):
     assert costs[1] < 20 and costs[1] < 1.2 * costs[0]
 
 
-def test_special_tokens_are_skipped_or_shown_r42():
+def test_special_tokens_are_skipped_or_shown():
     tokenizer = tokenizers()["byte-level"]
     tokens = [*tokenizer("the cat")["input_ids"], tokenizer.eos_token_id]
     assert run(tokenizer, [tokenizer.bos_token_id], tokens)[1].text == "the cat"
@@ -330,7 +330,7 @@ def test_special_tokens_are_skipped_or_shown_r42():
     assert shown.text == "the cat</s>"
 
 
-def test_cleaning_up_does_not_take_back_given_text_r42():
+def test_cleaning_up_does_not_take_back_given_text():
     """A tokenizer that joins "didn 't" later would shorten text that was given: the stream leaves them apart."""
     tokenizer = tokenizers()["wordpiece"]
     ids = tokenizer("it didn't play .")["input_ids"]

@@ -317,7 +317,7 @@ def test_whoever_holds_the_engine_steps_it_alone():
     assert empty(llm)
 
 
-def test_progress_is_told_in_the_callers_thread_r61():
+def test_progress_is_told_in_the_callers_thread():
     llm, told, may = engine(), [], threading.Event()
     run, steps = llm.engine.graph, []
 

@@ -33,7 +33,7 @@ from marks import left_out, short
         left_out(("gpt2", "float32", (9,))),
     ],
 )
-def test_fusions_on_hugging_face_models_r24(family, dtype, lengths):
+def test_fusions_on_hugging_face_models(family, dtype, lengths):
     """Counts of the registry, numbers of eager, one graph for every length, every match proven.
 
     In bfloat16 a CPU may round less often than eager (attention in float32): the mean distance from float64 counts.
@@ -71,7 +71,7 @@ def test_fusions_on_hugging_face_models_r24(family, dtype, lengths):
         assert match.module == "model.layers.0.input_layernorm" and "modeling_" in match.anchor
 
 
-def test_sizes_become_dynamic_without_a_graph_for_each_r24():
+def test_sizes_become_dynamic_without_a_graph_for_each():
     module, backend = Block(), eager_backend()
     compiled = torch.compile(module, backend=backend)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_sizes_become_dynamic_without_a_graph_for_each_r24():
     assert [counts(report) for report in backend.reports] == [FUSED, FUSED]  # the second for every size
 
 
-def test_a_whole_number_as_input_r24():
+def test_a_whole_number_as_input():
     def step(x, n):
         return (x * torch.sigmoid(x))[:n] + n, n + 1
 
@@ -92,7 +92,7 @@ def test_a_whole_number_as_input_r24():
     assert backend.reports
 
 
-def test_near_misses_name_module_and_line_r24():
+def test_near_misses_name_module_and_line():
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -111,7 +111,7 @@ def test_near_misses_name_module_and_line_r24():
     )
 
 
-def test_a_buffer_is_a_weight_and_a_computed_one_is_not_r24():
+def test_a_buffer_is_a_weight_and_a_computed_one_is_not():
     class Owned(nn.Module):
         def __init__(self):
             super().__init__()
@@ -133,7 +133,7 @@ def test_a_buffer_is_a_weight_and_a_computed_one_is_not_r24():
 # ── state and aliasing ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_inputs_and_buffers_are_written_in_place_r24():
+def test_inputs_and_buffers_are_written_in_place():
     class Stateful(Block):
         def __init__(self):
             super().__init__()
@@ -163,7 +163,7 @@ def test_inputs_and_buffers_are_written_in_place_r24():
     assert len(backend.reports) == 1 and counts(backend.reports[0]) == FUSED
 
 
-def test_results_alias_inputs_as_in_eager_r24():
+def test_results_alias_inputs_as_in_eager():
     def views(x):
         y = x * 2
         return x.view(-1), x.detach(), y, y.view(y.shape), x + 0
@@ -179,7 +179,7 @@ def test_results_alias_inputs_as_in_eager_r24():
     assert third == fourth != first and got[2] is not got[3]
 
 
-def test_inputs_that_share_memory_and_are_written_are_left_to_inductor_r24():
+def test_inputs_that_share_memory_and_are_written_are_left_to_inductor():
     def shift(a, b):
         a.add_(1)
         return a * 2, b * 2
@@ -195,7 +195,7 @@ def test_inputs_that_share_memory_and_are_written_are_left_to_inductor_r24():
     assert "shares its memory with another input" in backend.reports[0].notes[0]
 
 
-def test_a_change_of_shape_in_place_is_left_to_inductor_r24():
+def test_a_change_of_shape_in_place_is_left_to_inductor():
     def turn(x):
         y = x + 1
         y.t_()
@@ -222,7 +222,7 @@ def decode_steps(model, step):
 
 
 @pytest.mark.parametrize("inductor", short([False, True], False), ids=["graph", "inductor"])
-def test_decoding_with_a_static_cache_r24(inductor):
+def test_decoding_with_a_static_cache(inductor):
     """index_copy_ into the caller's cache: same logits and same cache as eager."""
     model = tiny("llama").module
     backend = graft.Backend(inductor=inductor)
@@ -240,7 +240,7 @@ def test_decoding_with_a_static_cache_r24(inductor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ops_give_the_strides_that_inductor_plans_with_r24(dtype):
+def test_ops_give_the_strides_that_inductor_plans_with(dtype):
     x = torch.randn(2, 3, 4, 8).to(dtype).transpose(1, 2)
     weight, angle = torch.rand(8).to(dtype), x[:, :1]
     ops = torch.ops.graft

@@ -29,7 +29,7 @@ from graft.runtime.torch_compile import graft_backend
 # ── what goes to stock Inductor ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_graph_break_gives_two_reports_r24():
+def test_a_graph_break_gives_two_reports():
     module = Block()
 
     def broken(x):
@@ -44,7 +44,7 @@ def test_a_graph_break_gives_two_reports_r24():
     assert [counts(report) for report in backend.reports] == [FUSED, FUSED]
 
 
-def test_gradients_are_those_of_eager_and_the_fallback_is_told_once_r24():
+def test_gradients_are_those_of_eager_and_the_fallback_is_told_once():
     module, other = Block(), Block()
     other.load_state_dict(module.state_dict())
     backend = eager_backend()
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_eager_and_the_fallback_is_told_once_r24():
     assert counts(backend.reports[-1]) == FUSED
 
 
-def test_gradients_turned_on_inside_the_graph_are_left_to_inductor_r24():
+def test_gradients_turned_on_inside_the_graph_are_left_to_inductor():
     module = Block()
 
     def inside(x):
@@ -76,7 +76,7 @@ def test_gradients_turned_on_inside_the_graph_are_left_to_inductor_r24():
     assert torch.equal(got, module(torch.ones(3, 8))) and "gradients" in backend.reports[0].notes[0]
 
 
-def test_no_grad_inside_the_graph_is_no_hindrance_r24():
+def test_no_grad_inside_the_graph_is_no_hindrance():
     module = Block().requires_grad_(False)
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ def test_no_grad_inside_the_graph_is_no_hindrance_r24():
     assert torch.equal(got, module(x) * 2) and counts(backend.reports[0]) == FUSED
 
 
-def test_autocast_is_left_to_inductor_where_it_is_on_r24():
+def test_autocast_is_left_to_inductor_where_it_is_on():
     module = Block()
 
     def region(x):
@@ -112,7 +112,7 @@ def test_autocast_is_left_to_inductor_where_it_is_on_r24():
     assert torch.equal(got, off(x)) and counts(backend.reports[0]) == FUSED
 
 
-def test_dropout_stays_in_training_mode_r26():
+def test_dropout_stays_in_training_mode():
     module = nn.Sequential(Block(), nn.Dropout(0.5), Block())
     x = torch.randn(30, 8)
     compiled = torch.compile(module, backend=eager_backend())
@@ -124,7 +124,7 @@ def test_dropout_stays_in_training_mode_r26():
         assert not torch.equal(got, module.eval()(x))
 
 
-def test_a_higher_order_op_is_left_to_inductor_r24():
+def test_a_higher_order_op_is_left_to_inductor():
     def chosen(x):
         return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
 
@@ -133,7 +133,7 @@ def test_a_higher_order_op_is_left_to_inductor_r24():
     assert torch.equal(got, torch.full((3,), 2.0))
 
 
-def test_a_value_known_at_run_time_only_is_left_to_inductor_r24():
+def test_a_value_known_at_run_time_only_is_left_to_inductor():
     def scaled(x):
         return x * x.max().item()
 
@@ -142,7 +142,7 @@ def test_a_value_known_at_run_time_only_is_left_to_inductor_r24():
     assert torch.equal(got, torch.tensor([3.0, 9.0]))
 
 
-def test_inference_mode_r24():
+def test_inference_mode():
     module, x = Block(), torch.randn(3, 8)
     backend = eager_backend()
     with torch.inference_mode():
@@ -150,7 +150,7 @@ def test_inference_mode_r24():
     assert counts(backend.reports[0]) == FUSED
 
 
-def test_a_failing_transform_raises_or_is_reported_r24(monkeypatch):
+def test_a_failing_transform_raises_or_is_reported(monkeypatch):
     def broken(self, graph):
         raise ValueError("made to fail")
 
@@ -172,7 +172,7 @@ def test_a_failing_transform_raises_or_is_reported_r24(monkeypatch):
     assert torch.equal(got, module(x)) and record.status == "rolled_back" and "made to fail" in record.reason
 
 
-def test_a_failing_trace_raises_or_is_reported_r24(monkeypatch):
+def test_a_failing_trace_raises_or_is_reported(monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("cannot trace")
 
@@ -189,7 +189,7 @@ def test_a_failing_trace_raises_or_is_reported_r24(monkeypatch):
 # ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_settings_are_checked_before_anything_is_compiled_r24():
+def test_settings_are_checked_before_anything_is_compiled():
     with pytest.raises(UnknownKey, match="enable"):
         graft.Backend({"transforms": {"fuse_rope": {"enable": False}}})
     with pytest.raises(UsageError, match="on_error"):
@@ -203,19 +203,19 @@ def test_settings_are_checked_before_anything_is_compiled_r24():
         compiled(torch.randn(3, 8))
 
 
-def test_dumps_go_to_a_folder_for_each_graph_r24(tmp_path):
+def test_dumps_go_to_a_folder_for_each_graph(tmp_path):
     run(Block(), torch.randn(3, 8), backend=eager_backend(dump_dir=tmp_path))
     assert (tmp_path / "graph_0" / "report.json").exists()
 
 
-def test_the_name_graft_is_an_entry_point_r24():
+def test_the_name_graft_is_an_entry_point():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     target = project["project"]["entry-points"]["torch_dynamo_backends"]["graft"]
     module, _, name = target.partition(":")
     assert getattr(importlib.import_module(module), name) is graft_backend
 
 
-def test_the_string_form_and_its_reports_r24():
+def test_the_string_form_and_its_reports():
     """Through Inductor: the numbers are eager's, and the reports are reachable without a backend object."""
     name = "graft_under_test"  # the installed entry point may be another checkout's
     torch._dynamo.register_backend(graft_backend, name=name)
@@ -229,7 +229,7 @@ def test_the_string_form_and_its_reports_r24():
     assert counts(report) == FUSED and "inductor" in report.notes[0]
 
 
-def test_the_installed_package_brings_the_backend_r24():
+def test_the_installed_package_brings_the_backend():
     from importlib.metadata import entry_points
 
     from graft.runtime.torch_compile import graft_backend

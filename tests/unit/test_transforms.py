@@ -43,7 +43,7 @@ def transform(module, args, *names, dynamic_shapes=None):
 
 @pytest.mark.parametrize("dtype", short(["float32", "bfloat16"], "float32"))
 @pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
-def test_expected_counts_on_every_family_r9(family, dtype):
+def test_expected_counts_on_every_family(family, dtype):
     # no device: 16 bits are widened on a CPU. In 32 the graph is that of other tests, which may have captured it
     model = load_model(f"tiny-{family}", dtype=dtype, device="cpu" if dtype == "float32" else "meta")
     gm = graph_of(model.module)
@@ -131,7 +131,7 @@ class Llama(nn.Module):
         return self.norm(x, 2)
 
 
-def test_add_goes_into_the_norm_and_the_sum_stays_readable_r12():
+def test_add_goes_into_the_norm_and_the_sum_stays_readable():
     module, x = Llama(), torch.randn(2, 3, 8)
     gm, report, _ = transform(module, (x,), "fuse_rms_norm", "fuse_add_rms_norm")
     assert len(report.transforms["fuse_rms_norm"].matches) == 3
@@ -209,7 +209,7 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tan
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gated_mlp_fuses_and_merges_r13_r16(activation, bias):
+def test_gated_mlp_fuses_and_merges(activation, bias):
     module, x = Gated(ACTIVATIONS[activation], bias), torch.randn(3, 5, 8)
     expected = module(x)
     gm, report, _ = transform(module, (x,), "fuse_swiglu", "merge_gate_up")
@@ -218,7 +218,7 @@ def test_gated_mlp_fuses_and_merges_r13_r16(activation, bias):
     assert sum(is_op(n, torch.ops.aten.linear.default) for n in calls(gm.graph)) == 1
 
 
-def test_merged_weights_are_views_of_one_tensor_r16():
+def test_merged_weights_are_views_of_one_tensor():
     module = Gated(F.silu)
     transform(module, (torch.randn(2, 8),), "fuse_swiglu", "merge_gate_up")
     gate, up = module.gate.weight, module.up.weight
@@ -226,7 +226,7 @@ def test_merged_weights_are_views_of_one_tensor_r16():
     assert gate.untyped_storage().nbytes() == 4 * (gate.numel() + up.numel())
 
 
-def test_merging_leaves_alone_what_it_must_r26():
+def test_merging_leaves_alone_what_it_must():
     _, report, _ = transform(Gated(F.silu, tie=True), (torch.randn(2, 8),), "fuse_swiglu", "merge_gate_up")
     record = report.transforms["merge_gate_up"]
     assert record.status == "no_match" and "tied" in record.reason
@@ -266,7 +266,7 @@ class Rotary(nn.Module):
 
 
 @pytest.mark.parametrize("r", [None, 8])
-def test_rope_fuses_whole_and_partial_r14(r):
+def test_rope_fuses_whole_and_partial(r):
     x, angles = torch.randn(2, 3, 5, 16), torch.randn(2, 1, 5, r or 16)
     module = Rotary(r)
     gm, report, _ = transform(module, (x, angles.cos(), angles.sin()), "fuse_rope")
@@ -280,7 +280,7 @@ def test_rope_with_angles_for_each_head_is_refused():
     assert "differ between heads" in report.transforms["fuse_rope"].reason
 
 
-def test_new_nodes_carry_value_place_and_maker_r27():
+def test_new_nodes_carry_value_place_and_maker():
     model = load_model("tiny-llama", dtype="float32", device="meta")
     gm = graph_of(model.module)
     report = run_pipeline(gm, load_config(), Context(route="decoder"))
@@ -297,7 +297,7 @@ def test_decoder_transforms_skip_other_modules_with_a_reason():
         assert report.transforms[name].status == "skipped" and "engine" in report.transforms[name].reason
 
 
-def test_a_mask_of_its_own_is_refused_by_the_cache_r17():
+def test_a_mask_of_its_own_is_refused_by_the_cache():
     class Masked(nn.Module):
         def forward(self, q, mask):
             return (torch.ops.graft.attention(q, q, q, mask, 0.5, False),)

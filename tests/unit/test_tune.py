@@ -1,4 +1,4 @@
-"""`graft tune` with clocks that the tests set: what is chosen, what is told, what is written (R26)."""
+"""`graft tune` with clocks that the tests set: what is chosen, what is told, what is written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def clock(fast, other=10.0):
     return lambda shape, tokens, ways: [fast.get(how, other) for how in ways]
 
 
-def test_the_fastest_candidate_is_chosen_r26():
+def test_the_fastest_candidate_is_chosen():
     found = tune([DOWN, UP], [1, 8], CPU, timer=clock({Matvec(2, 8): 3.0, Gemm(32, 8, 64, 1, 4, 6, 8): 4.0}))
     assert found.device == "cpu" and found.failures == () and found.steps == ()
     for shape in (DOWN, UP):
@@ -61,14 +61,14 @@ def test_the_fastest_candidate_is_chosen_r26():
     assert first.shipped == USUAL and first.gain == pytest.approx(10 / 3)
 
 
-def test_what_does_not_run_is_told_and_not_chosen_r26():
+def test_what_does_not_run_is_told_and_not_chosen():
     found = tune([DOWN], [1], CPU, timer=clock({None: "OutOfResources: shared memory", Matvec(2, 8): 3.0}))
     assert found.failures == (Failure(DOWN, 1, None, "OutOfResources: shared memory"),)
     assert found.failures[0].text() == "plain 4096x14336, 1 token: library: OutOfResources: shared memory"
     assert found.table[DOWN][1].how == Matvec(2, 8)
 
 
-def test_a_shape_that_nothing_runs_gets_no_entry_and_none_at_all_is_an_error_r26():
+def test_a_shape_that_nothing_runs_gets_no_entry_and_none_at_all_is_an_error():
     def only_up(shape, tokens, ways):
         return ["no memory" if shape == DOWN else 5.0 for _ in ways]
 
@@ -78,7 +78,7 @@ def test_a_shape_that_nothing_runs_gets_no_entry_and_none_at_all_is_an_error_r26
         tune([DOWN], [1], CPU, timer=only_up)
 
 
-def test_a_step_goes_before_what_is_best_alone_r26():
+def test_a_step_goes_before_what_is_best_alone():
     """The second best alone is the best in a step; the fourth would be better still, but is not tried."""
     ways = list(candidates(DOWN, 1))
     order = [Matvec(1, 4), Matvec(2, 8), Matvec(4, 4), Matvec(4, 8)]
@@ -100,7 +100,7 @@ def test_a_step_goes_before_what_is_best_alone_r26():
     assert choice.OVERRIDES == []
 
 
-def test_a_gain_within_the_noise_changes_nothing_r26():
+def test_a_gain_within_the_noise_changes_nothing():
     order = [Matvec(1, 4), Matvec(2, 8)]
     alone = clock({how: 1.0 + i for i, how in enumerate(order)})
     for gain, expected in ((MARGIN / 2, order[0]), (MARGIN * 2, order[1])):
@@ -112,7 +112,7 @@ def test_a_gain_within_the_noise_changes_nothing_r26():
         assert tune([DOWN], [1], CPU, timer=alone, step=step, in_step=[1]).table[DOWN][1].how == expected
 
 
-def test_the_shipped_choices_are_kept_where_a_step_likes_them_r26():
+def test_the_shipped_choices_are_kept_where_a_step_likes_them():
     def step(tokens):
         return 50.0 if choose_kernel(DOWN, tokens, "cpu").how == USUAL else 60.0
 
@@ -122,7 +122,7 @@ def test_the_shipped_choices_are_kept_where_a_step_likes_them_r26():
     assert (found.steps[0].us, found.steps[0].shipped_us) == (50.0, 50.0)
 
 
-def test_a_step_that_does_not_run_leaves_what_was_best_alone_r26():
+def test_a_step_that_does_not_run_leaves_what_was_best_alone():
     alone = clock({Matvec(2, 8): 3.0})
     found = tune([DOWN], [1], CPU, timer=alone, step=lambda tokens: "no memory", in_step=[1])
     assert found.table[DOWN][1] == Entry(Matvec(2, 8), 3.0, "cpu", "alone") and found.steps == ()
@@ -133,7 +133,7 @@ def test_a_step_that_does_not_run_leaves_what_was_best_alone_r26():
 
 @pytest.mark.parametrize("format", ["plain", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("tokens", [1, 3, 5, 128])
-def test_candidates_are_distinct_and_can_run_r26(format, tokens):
+def test_candidates_are_distinct_and_can_run(format, tokens):
     for shape in (Shape(4096, 4096, format, False, False), Shape(96, 1020, format, True, True)):
         ways = list(candidates(shape, tokens))
         assert len(ways) == len(set(ways)) and None in ways
@@ -142,13 +142,13 @@ def test_candidates_are_distinct_and_can_run_r26(format, tokens):
         assert any(isinstance(how, Gemm) for how in ways) or (tokens == 1 and format != "int4")
 
 
-def test_bytes_of_weights_and_scales_r26():
+def test_bytes_of_weights_and_scales():
     assert weight_bytes(UP) == 2 * 14336 * 4096 * 2
     assert weight_bytes(Shape(64, 256, "int8", False, False)) == 64 * (256 + 4)
     assert weight_bytes(Shape(64, 256, "int4", False, False)) == 64 * (128 + 2 * 2)
 
 
-def test_without_a_gpu_it_refuses_r26():
+def test_without_a_gpu_it_refuses():
     with pytest.raises(NoGpu, match="torch sees none"):
         tune([DOWN], [1], CPU)
 
@@ -158,7 +158,7 @@ def quantized():
     return graft.LLM(tiny("llama"), quantize="int8", kv_cache_memory="1MiB", max_num_seqs=2, backend="eager")
 
 
-def test_the_shapes_of_a_model_come_from_its_graph_r26(quantized):
+def test_the_shapes_of_a_model_come_from_its_graph(quantized):
     shapes = model_shapes(quantized.graph_module)
     config = quantized.model.module.config
     hidden, middle, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
@@ -169,14 +169,14 @@ def test_the_shapes_of_a_model_come_from_its_graph_r26(quantized):
     assert model_shapes(plain.graph_module) == {} and choice_note(plain.graph_module, "gpu") is None
 
 
-def test_4_bit_weights_keep_their_depth_r26():
+def test_4_bit_weights_keep_their_depth():
     weight, scale = pack_int4(torch.zeros(64, 640)), torch.ones(64, 5)
     made = make_fx(lambda x, w, s: torch.ops.graft.fused_linear(x, w, None, s, activation="silu"))
     graph = made(torch.ones(1, 3, 640), weight, scale)
     assert model_shapes(graph) == {Shape(32, 640, "int4", True, False): 1}
 
 
-def test_the_report_tells_where_choices_come_from_r26(quantized):
+def test_the_report_tells_where_choices_come_from(quantized):
     module = quantized.graph_module
     shapes = list(model_shapes(module))
     total = len(shapes)
@@ -199,7 +199,7 @@ def test_the_report_tells_where_choices_come_from_r26(quantized):
     assert choice_notes(module, torch.device("cuda"), {"graft::fused_linear": "library (named)"}) == []
 
 
-def test_a_step_that_is_not_recorded_gives_no_time_r26(quantized):
+def test_a_step_that_is_not_recorded_gives_no_time(quantized):
     from graft.workbench.tune_timers import DecodeTimer
 
     assert DecodeTimer(quantized)(2) == (
@@ -207,7 +207,7 @@ def test_a_step_that_is_not_recorded_gives_no_time_r26(quantized):
     )
 
 
-def test_help_does_not_import_torch_r62():
+def test_help_does_not_import_torch():
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom graft.cli.app import app\n"
         "assert 'Token counts' in CliRunner().invoke(app, ['tune', '--help']).output\n"
@@ -223,7 +223,7 @@ def invoke(*args):
     return result
 
 
-def test_the_command_needs_a_gpu_and_sensible_counts_r26(monkeypatch):
+def test_the_command_needs_a_gpu_and_sensible_counts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused = invoke("tune", "tiny-llama")
     assert refused.exit_code == 2 and "torch sees none here" in refused.stderr
@@ -246,7 +246,7 @@ def pretend(monkeypatch, quantized):
     monkeypatch.setattr(command, "measure", measure)
 
 
-def test_the_command_writes_a_table_that_lookups_read_r26(pretend, cache, quantized, tmp_path):
+def test_the_command_writes_a_table_that_lookups_read(pretend, cache, quantized, tmp_path):
     shape = next(iter(model_shapes(quantized.graph_module)))
     before = choose_kernel(shape, 1, "my gpu")
     told = invoke("tune", "tiny-llama", "--tokens", "1,4")
@@ -265,7 +265,7 @@ def test_the_command_writes_a_table_that_lookups_read_r26(pretend, cache, quanti
     assert set(read_table(other)) == {DOWN, *model_shapes(quantized.graph_module)}
 
 
-def test_a_file_that_cannot_be_merged_into_is_told_first_r26(pretend, tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_merged_into_is_told_first(pretend, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "load_llm", lambda *args, **options: pytest.fail("loaded"))
     path = tmp_path / "mine.json"
     path.write_text("{")
@@ -273,7 +273,7 @@ def test_a_file_that_cannot_be_merged_into_is_told_first_r26(pretend, tmp_path, 
     assert refused.exit_code == 2 and "mine.json: not JSON" in refused.stderr and path.read_text() == "{"
 
 
-def test_ops_shows_choices_below_the_kernels_r26():
+def test_ops_shows_choices_below_the_kernels():
     told = invoke("ops", "fused_linear", "--device", "cpu")
     assert told.exit_code == 0, told.stderr
     lines = told.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""State that is updated in a copy and copied back is updated in place, and only where nobody can tell (R30, R33)."""
+"""State that is updated in a copy and copied back is updated in place, and only where nobody can tell."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("where", ["input", "buffer", "assigned"])
-def test_every_form_writes_in_place_r30(form, where):
+def test_every_form_writes_in_place(form, where):
     def program(self, cache, pos, row):
         state = cache if where == "input" else self.state
         new = form(state, pos, row)
@@ -110,7 +110,7 @@ def test_every_form_writes_in_place_r30(form, where):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_other_dtypes_r30(dtype):
+def test_other_dtypes(dtype):
     def program(self, cache, pos, row):
         cache.copy_(cache.index_copy(1, pos, row.to(dtype)))
         return cache[:, 0] + 1
@@ -119,7 +119,7 @@ def test_other_dtypes_r30(dtype):
     assert record.matches and whole_copies(graph) == []
 
 
-def test_chains_write_in_order_r33():
+def test_chains_write_in_order():
     def program(self, cache, pos, row):
         first = cache.index_copy(1, pos, row)
         read = first.sum()
@@ -132,7 +132,7 @@ def test_chains_write_in_order_r33():
     assert [len(m.made) for m in record.matches] == [1, 2, 1] and whole_copies(graph) == []
 
 
-def test_two_copies_back_and_a_read_between_r33():
+def test_two_copies_back_and_a_read_between():
     def program(self, cache, pos, row):
         cache.copy_(cache.index_copy(1, pos, row))
         between = cache.sum()
@@ -143,7 +143,7 @@ def test_two_copies_back_and_a_read_between_r33():
     assert len(record.matches) == 2 and whole_copies(graph) == []
 
 
-def test_a_view_of_the_state_is_updated_in_place_r30():
+def test_a_view_of_the_state_is_updated_in_place():
     def program(self, cache, pos, row):
         self.state[1] = self.state[1].index_copy(0, pos, row[1])
         self.state.add_(1)
@@ -155,7 +155,7 @@ def test_a_view_of_the_state_is_updated_in_place_r30():
     assert not any(is_op(n, aten.copy_.default) for n in calls(graph))
 
 
-def test_decomposed_programs_r30():
+def test_decomposed_programs():
     class Assigned(nn.Module):
         def __init__(self):
             super().__init__()
@@ -175,7 +175,7 @@ def test_decomposed_programs_r30():
     assert torch.equal(gm.state, expected.state)
 
 
-def test_the_copy_that_export_appends_for_a_counter_goes_r31():
+def test_the_copy_that_export_appends_for_a_counter_goes():
     def program(self, cache, pos, row):
         self.state += 1
         return self.state * 2
@@ -226,7 +226,7 @@ NEAR = {
 
 
 @pytest.mark.parametrize(("function", "reason"), NEAR.values(), ids=NEAR)
-def test_what_somebody_would_see_stays_a_copy_r33(function, reason):
+def test_what_somebody_would_see_stays_a_copy(function, reason):
     record, _ = run(function)
     assert not record.matches
     (miss, *_) = record.near_misses
@@ -242,19 +242,19 @@ def test_what_somebody_would_see_stays_a_copy_r33(function, reason):
         lambda s, c, p, r: (s.state.copy_(c.index_copy(1, p, r)), r + 1)[-1],  # of another tensor: a plain write
     ],
 )
-def test_programs_without_a_copy_back_are_left_alone_r32(function):
+def test_programs_without_a_copy_back_are_left_alone(function):
     record, _ = run(function)
     assert not record.matches and "copies no updated state back" in record.reason
 
 
-def test_a_clone_of_the_source_is_enough_r33():
+def test_a_clone_of_the_source_is_enough():
     record, graph = run(
         lambda s, c, p, r: (c.copy_(torch.slice_scatter(c, c[:, :-1].clone(), 1, 1)), r + 1)[-1],
     )
     assert record.matches and whole_copies(graph) == []
 
 
-def test_a_cache_with_gaps_in_memory_stays_right_r30():
+def test_a_cache_with_gaps_in_memory_stays_right():
     cache = torch.arange(96.0).reshape(2, 6, 8)[..., :4]
     record, _ = run(lambda s, c, p, r: (c.copy_(c.index_copy(1, p, r)), r + 1)[-1], cache=cache)
     assert "another way" in record.near_misses[0].reason
@@ -296,14 +296,14 @@ def random_program(steps):
 @example(
     [(2, 0), (0, 0), (4, 0)]
 )  # two steps, copied back; the first of them is seen after the call through the state
-def test_random_programs_agree_with_eager_r33(steps):
+def test_random_programs_agree_with_eager(steps):
     run(random_program(steps))
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(STEPS)
 @example([(0, 0), (0, 0), (0, 0), (0, 5), (4, 0), (0, 2), (4, 0)])  # a copy in between overwrites; it sees nothing
-def test_the_check_of_order_refuses_what_the_transform_would_let_pass_r33(steps):
+def test_the_check_of_order_refuses_what_the_transform_would_let_pass(steps):
     """With the transform's own conditions off, unsafe updates are rolled back and the results stay right."""
     checked = StateMemory.check
 

@@ -31,7 +31,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_each_branch_on_a_size_is_captured_when_it_is_met_r39(backend):
+def test_each_branch_on_a_size_is_captured_when_it_is_met(backend):
     module, twin = Branches(), Branches()
     compiled = graft.compile(module, (torch.randn(3, 4),), dynamic_shapes={"x": {0: Dim.DYNAMIC}}, backend=backend)
     for size in (3, 5, 1, 12, 1, 20, 4):
@@ -45,7 +45,7 @@ def test_each_branch_on_a_size_is_captured_when_it_is_met_r39(backend):
     assert compiled.calls == 0
 
 
-def test_without_branches_one_graph_serves_all_sizes_r39():
+def test_without_branches_one_graph_serves_all_sizes():
     class Plain(nn.Module):
         def forward(self, x, y):
             return x[:, None] * y
@@ -60,7 +60,7 @@ def test_without_branches_one_graph_serves_all_sizes_r39():
 
 
 @pytest.mark.parametrize("spec", [None, {}])
-def test_the_length_of_a_cache_is_free_unless_it_is_fixed_r39(spec):
+def test_the_length_of_a_cache_is_free_unless_it_is_fixed(spec):
     class Cached(nn.Module):
         def forward(self, cache, mask, x, position):
             cache.index_copy_(1, position, x)
@@ -80,7 +80,7 @@ def test_the_length_of_a_cache_is_free_unless_it_is_fixed_r39(spec):
             compiled(*args(16))
 
 
-def test_a_length_that_the_program_fixes_is_in_the_report_r39():
+def test_a_length_that_the_program_fixes_is_in_the_report():
     class Fixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -96,7 +96,7 @@ def test_a_length_that_the_program_fixes_is_in_the_report_r39():
         compiled(torch.zeros(2, 16), torch.ones(2, 1), torch.tensor([3]))
 
 
-def test_sizes_that_no_capture_allows_are_refused_r39():
+def test_sizes_that_no_capture_allows_are_refused():
     class Adds(nn.Module):
         def forward(self, x, y):
             return x * 2 + y
@@ -109,7 +109,7 @@ def test_sizes_that_no_capture_allows_are_refused_r39():
         compiled(torch.randn(40), torch.randn(40))
 
 
-def test_too_many_branches_are_an_error_r39(monkeypatch):
+def test_too_many_branches_are_an_error(monkeypatch):
     monkeypatch.setattr("graft.runtime.compile.MOST_VARIANTS", 2)
     compiled = graft.compile(Branches(), (torch.randn(3, 4),), dynamic_shapes={"x": {0: Dim.DYNAMIC}})
     compiled(torch.randn(1, 4))
@@ -117,7 +117,7 @@ def test_too_many_branches_are_an_error_r39(monkeypatch):
         compiled(torch.randn(12, 4))
 
 
-def test_signatures_bind_symbols_and_check_expressions_r39():
+def test_signatures_bind_symbols_and_check_expressions():
     signature = Signature(
         (Leaf("x", "float32", "cpu", ("s0", 4)), Leaf("y", "float32", "cpu", ("2*s0 + 1",)), Leaf("n", value=3)),
         guards=("Ne(s0, 5)", "Eq(Mod(s0, 2), 1)", "s0 + 1 <= Max(8, s0)"),
@@ -138,7 +138,7 @@ def test_signatures_bind_symbols_and_check_expressions_r39():
             signature.check(values)
 
 
-def test_a_guard_that_is_not_understood_is_an_error_r39():
+def test_a_guard_that_is_not_understood_is_an_error():
     with pytest.raises(CaptureError, match="is not understood"):
         list(guards_over({"s0"}, ["Mystery(s0) > 1"]))
     assert list(guards_over({"s0"}, ["u0 > 1", "s0 > 1", "s3 > 1"])) == ["s0 > 1"]

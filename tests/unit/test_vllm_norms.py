@@ -73,7 +73,7 @@ WIDE, ROUNDED = {"cast": RMSNorm, "promoted": Promoted, "gemma": Gemma}, {"round
 
 @pytest.mark.parametrize("kind", [*WIDE, *ROUNDED])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_norm_of_a_block_fuses_r20(kind, dtype):
+def test_every_norm_of_a_block_fuses(kind, dtype):
     """The plain first norm too, whose cast the first sum reads as well. Bit for bit what eager gives."""
     module = Block(DTYPES[dtype], {**WIDE, **ROUNDED}[kind])
     gm, records, _ = fuse(module, data(DTYPES[dtype]))
@@ -89,7 +89,7 @@ def test_every_norm_of_a_block_fuses_r20(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", WIDE)
-def test_float32_sums_are_plain_beside_casts_of_other_things_r20(kind):
+def test_float32_sums_are_plain_beside_casts_of_other_things(kind):
     """Patterns with casts are tried there, and theirs change nothing: such a sum is not `wide`."""
 
     class Counted(nn.Module):
@@ -105,7 +105,7 @@ def test_float32_sums_are_plain_beside_casts_of_other_things_r20(kind):
     assert not any(s["wide"] for s in found(gm, OPS.add_rms_norm.default))
 
 
-def test_rounding_first_is_another_number_r20():
+def test_rounding_first_is_another_number():
     """What `wide` is for: the two spellings differ in bfloat16."""
     one, two = Block(torch.bfloat16), Block(torch.bfloat16, RoundedFirst)
     two.load_state_dict(one.state_dict())
@@ -114,7 +114,7 @@ def test_rounding_first_is_another_number_r20():
 
 
 @pytest.mark.parametrize("returned", [False, True])
-def test_the_rounded_sum_may_have_readers_or_none_r20(returned):
+def test_the_rounded_sum_may_have_readers_or_none(returned):
     norm = RMSNorm(D, torch.bfloat16)
 
     class Last(nn.Module):
@@ -137,7 +137,7 @@ def test_the_rounded_sum_may_have_readers_or_none_r20(returned):
 
 @pytest.mark.parametrize("kind", [Gated, GatedAfter])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_norms_fuse_r20(kind, dtype):
+def test_gated_norms_fuse(kind, dtype):
     module, args = kind(D, DTYPES[dtype]), (data(DTYPES[dtype]), data(DTYPES[dtype], seed=1))
     gm, records, _ = fuse(module, *args)
     assert len(records["fuse_rms_norm"].matches) == 1
@@ -200,7 +200,7 @@ class Weighted(nn.Module):
 
 
 @pytest.mark.parametrize("name", NEGATIVES)
-def test_what_the_ops_cannot_say_stays_r20(name):
+def test_what_the_ops_cannot_say_stays(name):
     function, counts, reason = NEGATIVES[name]
     module, args = Weighted(function), (data(torch.bfloat16), data(torch.bfloat16, seed=1))
     gm, records, before = fuse(module, *args)
@@ -211,14 +211,14 @@ def test_what_the_ops_cannot_say_stays_r20(name):
     assert all(torch.equal(a, b) for a, b in zip(gm(*args), module(*args), strict=True))
 
 
-def test_a_broadcast_residual_stays_r20():
+def test_a_broadcast_residual_stays():
     norm = RMSNorm(D, torch.bfloat16)
     gm, records, _ = fuse(norm, data(torch.bfloat16), data(torch.bfloat16, 1, D, seed=1))
     assert not records["fuse_add_rms_norm"].matches and "differ in shape" in records["fuse_add_rms_norm"].reason
     assert found(gm, OPS.add_rms_norm.default) == []
 
 
-def test_a_computed_weight_of_a_gated_norm_is_named_r20():
+def test_a_computed_weight_of_a_gated_norm_is_named():
     def gated(x, gate, w):
         h = x.float() * F.silu(gate.float())
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)
@@ -237,7 +237,7 @@ def test_a_computed_weight_of_a_gated_norm_is_named_r20():
     read=st.sampled_from(["nothing", "rounded", "wide"]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
 )
-def test_any_residual_sum_keeps_its_bits_r20(cast_x, cast_residual, round_first, ending, read, dtype):
+def test_any_residual_sum_keeps_its_bits(cast_x, cast_residual, round_first, ending, read, dtype):
     """However the sum is made, rounded, normed and read: whatever fuses gives eager's bits."""
 
     def function(x, residual, w):

@@ -52,7 +52,7 @@ def check_numbers(got, wanted, exact):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotations_of_packed_tokens_fuse_r20(kind, style, dtype):
+def test_rotations_of_packed_tokens_fuse(kind, style, dtype):
     module = KINDS[kind](*STYLES[style], DTYPES[dtype])
     args = arguments(module, DTYPES[dtype])
     other, exact = copy.deepcopy(module), copy.deepcopy(module).double()
@@ -66,7 +66,7 @@ def test_rotations_of_packed_tokens_fuse_r20(kind, style, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_float32_table_beside_narrow_heads_r20(dtype):
+def test_a_float32_table_beside_narrow_heads(dtype):
     module = Rotary(True, D, DTYPES[dtype], table=torch.float32)
     gm, records, _ = fuse(module, heads(DTYPES[dtype])[:3])
     assert len(records["fuse_rope"].matches) == 2
@@ -75,7 +75,7 @@ def test_a_float32_table_beside_narrow_heads_r20(dtype):
 
 
 @pytest.mark.parametrize("kind", ["plain", "norm"])
-def test_any_number_of_tokens_r20(kind):
+def test_any_number_of_tokens(kind):
     module, tokens = KINDS[kind](), Dim("t", min=2, max=64)
     gm, records, _ = fuse(module, heads()[:3], tuple({0: tokens} for _ in range(3)))
     assert len(records["fuse_rope"].matches) == 2
@@ -85,7 +85,7 @@ def test_any_number_of_tokens_r20(kind):
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_a_compiled_module_writes_its_cache_r20():
+def test_a_compiled_module_writes_its_cache():
     """The whole pipeline: rotation fused, cache written in place."""
     module = CachedRotary()
     args, other = heads(), copy.deepcopy(module)
@@ -96,7 +96,7 @@ def test_a_compiled_module_writes_its_cache_r20():
     assert torch.equal(module.k_cache, other.k_cache) and module.k_cache.any()
 
 
-def test_the_angles_may_lie_along_either_dim_r20():
+def test_the_angles_may_lie_along_either_dim():
     """[h, t, d] turns by [t, r] and [1, t, r]."""
 
     def first(x, cos, sin):
@@ -145,7 +145,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_such_rotation_stays_r20(name):
+def test_what_is_no_such_rotation_stays(name):
     function, reason = REFUSED[name]
     angle = torch.randn(5, D // 2)
     args = (torch.randn(5, H, D), angle.cos(), angle.sin())
@@ -164,7 +164,7 @@ def test_what_is_no_such_rotation_stays_r20(name):
     neox=st.booleans(),
     dtype=st.sampled_from(list(DTYPES.values())),
 )
-def test_any_layout_of_packed_tokens_is_right_r20(tokens, count, half, rest, neox, dtype):
+def test_any_layout_of_packed_tokens_is_right(tokens, count, half, rest, neox, dtype):
     """Whatever the sizes, what fuses gives eager's bits."""
 
     def rotate(x, cos, sin):

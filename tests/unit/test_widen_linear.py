@@ -64,7 +64,7 @@ def error(result, exact) -> float:
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_float32_is_as_exact_as_eager_r25(case, dtype):
+def test_float32_is_as_exact_as_eager(case, dtype):
     """No further from float64 than torch's own 16-bit product; a product that sums in 16 bits is further."""
     x, w, b = case.make("cpu", dtype, torch.Generator().manual_seed(0))
     exact = F.linear(x.double(), w.double(), None if b is None else b.double())

@@ -1,4 +1,4 @@
-"""Which calls write memory that outlives them, and which of them put a part at a position (R28, R34)."""
+"""Which calls write memory that outlives them, and which of them put a part at a position."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POSITIONAL = [
 
 
 @pytest.mark.parametrize("function", POSITIONAL)
-def test_writes_of_a_part_are_positional_r34(function):
+def test_writes_of_a_part_are_positional(function):
     ((_, owner, positional),) = writes(lambda *args: (function(*args), args[3] + 1)[1])
     assert positional and owner == "cache"
 
@@ -55,12 +55,12 @@ WHOLE = [
 
 
 @pytest.mark.parametrize("function", WHOLE)
-def test_other_writes_are_not_positional_r31(function):
+def test_other_writes_are_not_positional(function):
     ((_, owner, positional),) = writes(lambda *args: (function(*args), args[3] + 1)[1])
     assert not positional and owner == "cache"
 
 
-def test_writes_come_in_order_with_their_owners_r34():
+def test_writes_come_in_order_with_their_owners():
     def function(state, cache, pos, new):
         state.mul_(2)
         cache[:, 1:2] = new
@@ -74,11 +74,11 @@ def test_writes_come_in_order_with_their_owners_r34():
     assert [positional for *_, positional in found] == [False, True, False, False]
 
 
-def test_a_reshape_that_copies_is_no_state_r32():
+def test_a_reshape_that_copies_is_no_state():
     assert writes(lambda _s, c, _p, n: (c.transpose(0, 1).reshape(-1).zero_(), n + 1)[1]) == []
     assert len(writes(lambda _s, c, _p, n: (c.reshape(-1).zero_(), n + 1)[1])) == 1
 
 
-def test_a_functional_program_writes_nothing_r32():
+def test_a_functional_program_writes_nothing():
     assert writes(lambda s, c, p, n: (c.index_copy(1, p, n), s + 1)) == []
     assert writes(lambda _s, c, p, n: c.clone().index_copy_(1, p, n)) == []
