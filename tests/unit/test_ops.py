@@ -16,7 +16,7 @@ from graft.errors import KernelUnavailable, UsageError
 from graft.ops import OPS, choose
 from graft.ops.cases import tolerance
 from graft.ops.selection import problem_of
-from marks import cross, left_out
+from marks import cross
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -30,12 +30,6 @@ def every_case(*dtypes):
     rows = cross([op for op, _ in CASES], CASES, dtypes)
     ids = [f"{name}-{str(dtype).removeprefix('torch.')}" for name in IDS for dtype in dtypes]
     return pytest.mark.parametrize(("name", "case", "dtype"), rows, ids=ids)
-
-
-def once(op):
-    """Every case, of this op one in the short run."""
-    first = next(row for row in CASES if row[0] == op)
-    return [row if row[0] != op or row is first else left_out(row) for row in CASES]
 
 
 def make(case, dtype, device="cpu"):
@@ -131,8 +125,7 @@ def test_triton_agrees_with_the_reference(name, case, dtype, monkeypatch):
     assert close(kernel(*args), expected, dtype, case.reduction, scale=4)
 
 
-# Inductor, the existing kernel of graft::elementwise, compiles each program for seconds
-@pytest.mark.parametrize(("name", "case"), once("elementwise"), ids=IDS)
+@pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
 def test_existing_kernels_agree_with_the_reference(name, case):
     args = make(case, torch.float32)
     for kernel in OPS[name].kernels:
