@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graft.graph.edit import Editor
+from graft.graph.match import Refused
 from graft.graph.nodes import module_path
 from graft.transforms.registry import TransformRegistry, load_all
 
@@ -52,7 +53,8 @@ def scale(patch: Any, name: str, factor: float, at: Collection[int] | None = Non
                 scaled = editor.call(aten.mul.Tensor, (made, factor), before=made.next, like=made)
                 editor.replace(made, scaled)
                 scaled.update_arg(0, made)  # its own reader too was pointed at the product
-                matches[index] = replace(match, made=(*match.made, scaled.name))
+                successors = (*match.successors, (made.name, scaled.name))
+                matches[index] = replace(match, made=(*match.made, scaled.name), successors=successors)
         return replace(outcome, matches=tuple(matches))
 
     plant(patch, name, change)
@@ -77,10 +79,11 @@ def refuse(patch: Any, name: str, place: str) -> None:
     rewrites = transform.rewrites  # pyrefly: ignore
 
     def check(rewrite: Any) -> Any:
-        def checked(match: Any) -> str | None:
+        def checked(match: Any) -> None:
             if place in module_path(match.anchor):
-                return "planted: it is refused here"
-            return rewrite.check(match) if rewrite.check else None
+                raise Refused(match.anchor, "planted: it is refused here")
+            if rewrite.check:
+                rewrite.check(match)
 
         return replace(rewrite, check=checked)
 

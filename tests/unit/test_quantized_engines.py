@@ -220,13 +220,11 @@ def test_the_variants_of_a_module_share_their_quantized_weights(tmp_path):
     assert torch.equal(graft.load(tmp_path / "saved")(x), made(x))
 
 
-def test_the_report_counts_bytes_and_reads_older_ones():
+def test_the_report_counts_bytes_and_reads_back():
     record, made = compiled(MLP(), torch.randn(2, 24))
     assert record.matches[0].note.endswith(f"{24 * 41 * 4} → {64 * 41 + 41 * 4} bytes")
     text = made.report.to_json()
     assert Report.from_json(text) == made.report
-    older = Report.from_json(text.replace('"note":', '"was_not_there":'))
-    assert older.transforms["quantize_linear"].matches[0].note == ""
     total, *others = [note for note in made.report.notes if note.startswith("quantize_linear")]
     assert "2 weights as int8" in total and "left alone: 0" in total
     assert any("on a CPU the weights are widened at every call" in note for note in others)

@@ -21,6 +21,7 @@ from graft.ops.fused_linear.choice import choose_kernel, overridden
 from graft.ops.fused_linear.kinds import Gemm, Matvec, Shape, how_problem
 from graft.ops.fused_linear.packing import pack_int4
 from graft.ops.fused_linear.tables import Entry, read_table, write_table
+from graft.ops.ran import OpKernels, Ran
 from graft.runtime.choices import choice_note, choice_notes, model_shapes
 from graft.workbench import tune as workbench
 from graft.workbench.tune import KEPT, MARGIN, Failure, candidates, tune, weight_bytes
@@ -196,7 +197,8 @@ def test_the_report_tells_where_choices_come_from(quantized):
         assert choice_note(module, "gpu") == f"fused_linear: {total} of {total} shapes measured on gpu"
         assert "measured on gpu (this is other)" in choice_note(module, "other")
     assert choice_notes(module, CPU, {}) == [] and not any("fused_linear:" in n for n in quantized.report.notes)
-    assert choice_notes(module, torch.device("cuda"), {"graft::fused_linear": "library (named)"}) == []
+    named = OpKernels((Ran(("library",), "existing", note="named"),))
+    assert choice_notes(module, torch.device("cuda"), {"graft::fused_linear": named}) == []
 
 
 def test_a_step_that_is_not_recorded_gives_no_time(quantized):

@@ -58,8 +58,6 @@ class FuseSwigluIntoMatvec(MatvecPatterns):
 
     Also where a norm went into the product. The gate must be the first half. Numerics: the reference rounds the
     product before the activation, as eager does; a kernel may keep it in float32.
-
-    A walk: the product may have anything fused into it already, which goes on as it is.
     """
 
     lacking = "the graph has no graft::swiglu"
