@@ -86,7 +86,7 @@ def test_a_baseline_is_saved_and_compared_with(monkeypatch, tmp_path):
         ([NAME, "--baseline", "{tmp}"], 1, "is no folder of dumps"),
         ([NAME, "--baseline", "{tmp}/none"], 1, "is not a folder"),
         ([NAME, "--tests", "{tmp}/none"], 2, "is not a folder"),
-        ([NAME, "--note", "{tmp}/none/note.md"], 2, "cannot be written"),
+        ([NAME, "--note", "{tmp}"], 2, "cannot be written"),
         (["--note", "{tmp}/note.md"], 2, "name it: graft check TRANSFORM"),
         (["--all-models", "--model", "tiny-llama"], 2, "--model is about one model"),
         (["--all-models", "--baseline", "{tmp}"], 2, "--baseline is about one model"),
