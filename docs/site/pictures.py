@@ -78,12 +78,12 @@ def packages() -> Drawing:
     d = Drawing(760, 430, "Package layers: imports go downwards only")
     layers: list[tuple[str, tuple[str, ...], tuple[str, str]]] = [
         ("commands", ("cli",), GREY),
-        ("tools", ("workbench", "bench", "testing"), GREEN),
-        ("what users call", ("api", "engine"), BLUE),
-        ("graph in, program out", ("capture", "passes", "backends", "models"), VIOLET),
-        ("memory and kernels", ("memory", "ops", "weights"), AMBER),
-        ("FX graphs", ("ir",), GREY),
-        ("errors, files, memory", ("base",), GREY),
+        ("tools", ("workbench", "testing"), GREEN),
+        ("what users call", ("runtime",), BLUE),
+        ("graph in, program out", ("capture", "transforms", "backends", "models", "artifact"), VIOLET),
+        ("memory and kernels", ("state", "ops", "kvcache"), AMBER),
+        ("FX graphs", ("graph",), GREY),
+        ("errors, files, timers", ("errors", "files", "timers"), GREY),
     ]
     for number, (what, names, colour) in enumerate(layers):
         y = 24 + 56 * number
@@ -106,7 +106,7 @@ def life() -> Drawing:
         ("checkpoint", "HF folder, .gguf, name", GREY),
         ("nn.Module", "models/load.py", GREY),
         ("exported graph", "capture/", BLUE),
-        ("normal form", "ir/canonical", BLUE),
+        ("normal form", "graph/canonical", BLUE),
     ]
     for number, (name, note, colour) in enumerate(top):
         x = 20 + 228 * number
@@ -116,7 +116,7 @@ def life() -> Drawing:
             d.arrow((x - 84, 48), (x - 2, 48))
             d.text(x - 43, 41, verb, size=10, colour=MUTED, anchor="middle")
     d.box(12, 116, 844, 108, "", ("#faf5ff", "#7c3aed"), dashed=True)
-    d.text(40, 142, "transform pipeline: passes/pipeline.py", size=12, colour="#7c3aed", bold=True)
+    d.text(40, 142, "transform pipeline: transforms/pipeline.py", size=12, colour="#7c3aed", bold=True)
     stages = [
         ("match", "named ops"), ("fuse", "fewer, larger ops"), ("state", "KV cache as inputs"),
         ("schedule", "decode fusions, streams"),
