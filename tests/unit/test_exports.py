@@ -57,6 +57,12 @@ def cli(*args):
 # ── Perfetto ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def nanoseconds(event):
+    """Begin and end as readers count them; a sum of microseconds is one of floats, and can lie behind its parent's."""
+    begin, length = (round(1000 * event[key]) for key in ("ts", "dur"))
+    return begin, begin + length
+
+
 def check_trace(document):
     """The Trace Event Format: slices have a place and a length, and those of one row nest or follow one another."""
     assert set(document) == {"traceEvents", "displayTimeUnit"}
@@ -65,9 +71,9 @@ def check_trace(document):
         assert event["ph"] in ("M", "X", "C") and isinstance(event["pid"], int) and event["name"]
         if event["ph"] == "X":
             assert event["ts"] >= 0 and event["dur"] >= 0 and isinstance(event["tid"], int)
-            begin, length = (round(1000 * event[key]) for key in ("ts", "dur"))  # nanoseconds, as readers count
-            assert (begin / 1000, length / 1000) == (event["ts"], event["dur"])
-            rows.setdefault((event["pid"], event["tid"]), []).append((begin, begin + length))
+            begin, end = nanoseconds(event)
+            assert (begin / 1000, (end - begin) / 1000) == (event["ts"], event["dur"])
+            rows.setdefault((event["pid"], event["tid"]), []).append((begin, end))
     for slices in rows.values():
         for start, end in slices:
             assert not [other for other, last in slices if start < other < end < last]
@@ -86,9 +92,10 @@ def test_the_trace_holds_the_pipeline_and_the_calls_of_a_step(weighted, tmp_path
     assert list(slices) == [r.name for r in report.transforms.values() if r.status != "disabled"]
     norm = slices["fuse_rms_norm"]
     assert (norm["args"]["matches"], norm["args"]["proven"], norm["cat"]) == (5, 5, "match")
+    begin, end = nanoseconds(norm)
     inside = [
         e for e in document["traceEvents"]
-        if e["ph"] == "X" and e["pid"] == 0 and e is not norm and norm["ts"] <= e["ts"] < norm["ts"] + norm["dur"]
+        if e["ph"] == "X" and e["pid"] == 0 and e is not norm and begin <= nanoseconds(e)[0] < end
     ]  # fmt: skip
     assert [e["name"] for e in inside] == ["rewrite", "check", "prove"]
     assert len(inside[0]["args"]["matches"]) == 5
