@@ -58,7 +58,7 @@ def cli(*args):
 
 
 def nanoseconds(event):
-    """Begin and end as readers count them; a sum of microseconds is one of floats, and can lie behind its parent's."""
+    """Begin and end in whole nanoseconds: a sum of microseconds is one of floats, and can lie behind its parent's."""
     begin, length = (round(1000 * event[key]) for key in ("ts", "dur"))
     return begin, begin + length
 
