@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from graft.base.timers import graph_seconds
 from graft.ops import OPS
 from graft.ops.cached_attention.decode.triton import split_count, split_kv
 from graft.ops.selection import problem_of
-from graft.timers import graph_seconds
 
 H, KV, D, BLOCK = 32, 8, 128, 16
 DTYPE, DEVICE = torch.bfloat16, "cuda"

@@ -30,11 +30,11 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import graft
+    from graft.bench.contest import synchronize
+    from graft.bench.machine import facts
+    from graft.bench.phases import PhaseClock
     from graft.cli.show import quiet_libraries
     from graft.models.load import load_model
-    from graft.workbench.contest import synchronize
-    from graft.workbench.machine import facts
-    from graft.workbench.phases import PhaseClock
 
     quiet_libraries()
     imported = time.perf_counter() - began

@@ -12,9 +12,9 @@ import statistics
 import torch
 
 import graft
+from graft.bench.baselines.hf import hugging_face_rate
 from graft.cli.show import quiet_libraries
 from graft.models.load import load_model
-from graft.workbench.compare import hugging_face_rate
 
 
 def measure(llm: graft.LLM, prompt: list[int], new: int, batch: int, repeats: int) -> dict[str, float | int]:

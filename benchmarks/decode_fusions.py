@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 import graft
+from graft.bench.bench import prompts_for
+from graft.bench.contest import Graft, synchronize
+from graft.bench.machine import facts
+from graft.bench.plan import Cell
 from graft.cli.show import quiet_libraries
+from graft.engine.stages import overlay
 from graft.models.load import LoadedModel, load_model, resolve_device
-from graft.runtime.stages import overlay
-from graft.transforms.config import load_config
-from graft.transforms.registry import TransformRegistry, load_all
-from graft.workbench.bench import prompts_for
-from graft.workbench.contest import Graft, synchronize
-from graft.workbench.machine import facts
-from graft.workbench.plan import Cell
+from graft.passes.config import load_config
+from graft.passes.registry import TransformRegistry, load_all
 
 FUSIONS = (
     "fuse_residual_into_matvec",

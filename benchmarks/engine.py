@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 import graft
+from graft.bench.baselines.hf import EagerRival
 from graft.cli.show import quiet_libraries
+from graft.engine.engine import Engine
 from graft.models.load import load_model
-from graft.runtime.engine import Engine
-from graft.workbench.compare import EagerRival
 
 
 def traffic(count: int, vocabulary: int, rng: random.Random) -> list[tuple[int, list[int], graft.SamplingParams]]:

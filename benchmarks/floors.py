@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from graft.bench.traffic import cache_bytes, weight_bytes
 from graft.models.load import load_model
-from graft.workbench.traffic import cache_bytes, weight_bytes
 
 GROUP = 128
 FORMATS = ("bfloat16", "int8", "fp8", "int4")

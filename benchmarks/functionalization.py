@@ -15,7 +15,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import torch
 import torch._inductor.compile_fx as compile_fx
 
-from graft.state.functionalization import inductor_options, reports
+from graft.memory.inductor_fix.functionalization import inductor_options, reports
 
 
 @torch.library.custom_op("bench::kv_write_", mutates_args=("cache",))

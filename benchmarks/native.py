@@ -20,19 +20,19 @@ from typing import Any
 import torch
 
 import graft
+from graft.base.errors import GraftError
+from graft.bench.baselines.baseline import Contestant, Peer, Task
+from graft.bench.baselines.hf import EagerRival
+from graft.bench.baselines.llama_cpp import LlamaCpp
+from graft.bench.baselines.openvino import OpenVino
+from graft.bench.bench import prompts_for
+from graft.bench.contest import Graft, Runner
+from graft.bench.plan import Cell
+from graft.bench.roofline import cpu_read
+from graft.bench.threads import checked_threads, use_threads
+from graft.bench.traffic import step_bytes
 from graft.cli.show import quiet_libraries
-from graft.errors import GraftError
 from graft.models.load import load_model
-from graft.workbench.bench import prompts_for
-from graft.workbench.compare import EagerRival
-from graft.workbench.contest import Graft, Runner
-from graft.workbench.peers_llama import LlamaCpp
-from graft.workbench.peers_openvino import OpenVino
-from graft.workbench.plan import Cell
-from graft.workbench.rival import Contestant, Peer, Task
-from graft.workbench.roofline import cpu_read
-from graft.workbench.threads import checked_threads, use_threads
-from graft.workbench.traffic import step_bytes
 from native_hog import hog_table
 
 CPU = torch.device("cpu")

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 import graft
+from graft.bench.baselines.hf import EagerRival
+from graft.bench.bench import prompts_for
+from graft.bench.contest import Graft, Runner
+from graft.bench.plan import Cell
+from graft.bench.threads import checked_threads, use_threads
 from graft.cli.show import quiet_libraries
-from graft.workbench.bench import prompts_for
-from graft.workbench.compare import EagerRival
-from graft.workbench.contest import Graft, Runner
-from graft.workbench.plan import Cell
-from graft.workbench.threads import checked_threads, use_threads
 
 TARGET = 0.40
 BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True:\n    pass\n"

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import graft
-from graft.ops.fused_linear.native_packing import CPP, pack
+from graft.weights.native_tiles import CPP, pack
 
 OPS = Path(graft.__file__).parent / "ops"
 SHAPES = {  # name: k, n (columns of the result), gated, norm, residual

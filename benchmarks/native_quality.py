@@ -17,8 +17,8 @@ import torch
 
 from graft import LLM
 from graft.backends import lower
+from graft.bench.quality import engine_logits, logits_error, quality
 from graft.models.load import load_model
-from graft.workbench.quality import engine_logits, logits_error, quality
 
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "lighthouse.txt"
 

@@ -18,12 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from graft.capture.decoder import capture_decoder
 from graft.cli.show import quiet_libraries
-from graft.graph.match import Finder
+from graft.ir.patterns.match import Finder
 from graft.models.load import load_model
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.library.fuse_rms_norm import SHAPES, llama
-from graft.transforms.pipeline import run_pipeline
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.library.norms.fuse_rms_norm import SHAPES, llama
+from graft.passes.pipeline import run_pipeline
 
 
 def pipeline_times(name: str) -> dict[str, float | int | str]:

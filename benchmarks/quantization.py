@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from graft.bench.quality import Quality, logits_of, quality, with_transforms
 from graft.capture.decoder import capture_decoder
 from graft.models.load import load_model
-from graft.workbench.quality import Quality, logits_of, quality, with_transforms
 
 TEXT = Path(__file__).with_name("quantization.txt")
 ROWS = ("int8", "fp8", "fp8, activations too", "int4", "int4, no search", "int4, wrong scales")

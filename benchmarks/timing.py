@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graft.timers import clocked, synchronize
+from graft.base.timers import clocked, synchronize
 
 
 def step_seconds(call: Callable[..., Any], args: tuple[torch.Tensor, ...], steps: int) -> float:

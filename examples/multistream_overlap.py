@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graft
-from graft.runtime.profile import DeviceMeasure
-from graft.state.streams import check_streams
-from graft.transforms.stream_schedule import list_schedule
+from graft.api.profile import DeviceMeasure
+from graft.memory.stream_hazards import check_streams
+from graft.passes.library.streams.schedule import list_schedule
 from graft.workbench.trace import gantt, one_stream, overlap, profiled_slots, write_trace
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import graft
-from graft.transforms.config import load_config
+from graft.passes.config import load_config
 from graft.workbench.diff_text import graph_lines, summary
 from graft.workbench.dump import dump_model
 

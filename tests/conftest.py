@@ -35,12 +35,12 @@ from hypothesis import settings  # noqa: E402
 from torch.fx import GraphModule  # noqa: E402
 
 from graft.capture.cache import captured_decoder  # noqa: E402
-from graft.kvcache.tensors import LayerShape  # noqa: E402
+from graft.engine.build import build_engine  # noqa: E402
+from graft.engine.kv.tensors import LayerShape  # noqa: E402
+from graft.engine.llm import LLM  # noqa: E402
+from graft.engine.options import EngineOptions  # noqa: E402
 from graft.models.load import LoadedModel, load_model  # noqa: E402
 from graft.models.registry import families  # noqa: E402
-from graft.runtime.build import build_engine  # noqa: E402
-from graft.runtime.llm import LLM  # noqa: E402
-from graft.runtime.options import EngineOptions  # noqa: E402
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from conftest import FAMILIES, graph_of
-from graft.graph.text import graph_text
+from graft.ir.io.text import graph_text
 from graft.models.load import load_model
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry, load_all
-from graft.transforms.report import Report, TransformRecord
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry, load_all
+from graft.passes.report import Report, TransformRecord
 
 FOLDER = Path(__file__).parent / "golden"
 ROUTES = ("eager", "native", "cuda")

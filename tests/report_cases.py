@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from graft.capture.decoder import capture_decoder
-from graft.graph.trace import export_graph
+from graft.ir.trace import export_graph
 from graft.models.load import build_random
 from graft.models.registry import entries
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
 
 HOSTILE = "</script><script>document.title='owned'</script> \"'&<!-- ünïcode \ud800"
 

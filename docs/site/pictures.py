@@ -116,7 +116,7 @@ def life() -> Drawing:
             d.arrow((x - 84, 48), (x - 2, 48))
             d.text(x - 43, 41, verb, size=10, colour=MUTED, anchor="middle")
     d.box(12, 116, 844, 108, "", ("#faf5ff", "#7c3aed"), dashed=True)
-    d.text(40, 142, "transform pipeline: transforms/pipeline.py", size=12, colour="#7c3aed", bold=True)
+    d.text(40, 142, "transform pipeline: passes/pipeline.py", size=12, colour="#7c3aed", bold=True)
     stages = [
         ("match", "named ops"), ("fuse", "fewer, larger ops"), ("state", "KV cache as inputs"),
         ("schedule", "decode fusions, streams"),

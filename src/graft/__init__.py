@@ -6,20 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graft.graph.match import Match, Refused
-    from graft.runtime.artifacts import load
-    from graft.runtime.compile import CompiledModule, compile
-    from graft.runtime.core import Output
-    from graft.runtime.inductor_passes import inductor_reports, passes_for_inductor
-    from graft.runtime.llm import LLM
-    from graft.runtime.params import SamplingParams
-    from graft.runtime.torch_compile import Backend, backend_reports
-    from graft.state.lifting import Binding, Lifted, inline_buffers, lift_buffers
-    from graft.transforms.base import BaseTransform, Context, Outcome, TransformConfig
-    from graft.transforms.patterns import PatternTransform, Rewrite
-    from graft.transforms.registry import TransformRegistry
-    from graft.transforms.report import Report
-    from graft.transforms.rewriter import Rewriter
+    from graft.api.artifacts import load
+    from graft.api.compile import CompiledModule, compile
+    from graft.api.inductor_passes import inductor_reports, passes_for_inductor
+    from graft.api.torch_compile import Backend, backend_reports
+    from graft.engine.core import Output
+    from graft.engine.llm import LLM
+    from graft.engine.params import SamplingParams
+    from graft.ir.patterns.match import Match, Refused
+    from graft.memory.lifting import Binding, Lifted, inline_buffers, lift_buffers
+    from graft.passes.base import BaseTransform, Context, Outcome, TransformConfig
+    from graft.passes.patterns import PatternTransform, Rewrite
+    from graft.passes.registry import TransformRegistry
+    from graft.passes.report import Report
+    from graft.passes.rewriter import Rewriter
     from graft.workbench.diff import diff_graphs
     from graft.workbench.runs import open_run
     from graft.workbench.stored import load_dump
@@ -28,31 +28,31 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `import graft` must not import torch.
 _HOMES = {
-    "LLM": "graft.runtime.llm",
-    "SamplingParams": "graft.runtime.params",
-    "Output": "graft.runtime.core",
-    "compile": "graft.runtime.compile",
-    "CompiledModule": "graft.runtime.compile",
-    "load": "graft.runtime.artifacts",
-    "Backend": "graft.runtime.torch_compile",
-    "backend_reports": "graft.runtime.torch_compile",
-    "passes_for_inductor": "graft.runtime.inductor_passes",
-    "inductor_reports": "graft.runtime.inductor_passes",
-    "BaseTransform": "graft.transforms.base",
-    "Context": "graft.transforms.base",
-    "Outcome": "graft.transforms.base",
-    "TransformConfig": "graft.transforms.base",
-    "Rewriter": "graft.transforms.rewriter",
-    "PatternTransform": "graft.transforms.patterns",
-    "Rewrite": "graft.transforms.patterns",
-    "Match": "graft.graph.match",
-    "Refused": "graft.graph.match",
-    "TransformRegistry": "graft.transforms.registry",
-    "Report": "graft.transforms.report",
-    "lift_buffers": "graft.state.lifting",
-    "inline_buffers": "graft.state.lifting",
-    "Lifted": "graft.state.lifting",
-    "Binding": "graft.state.lifting",
+    "LLM": "graft.engine.llm",
+    "SamplingParams": "graft.engine.params",
+    "Output": "graft.engine.core",
+    "compile": "graft.api.compile",
+    "CompiledModule": "graft.api.compile",
+    "load": "graft.api.artifacts",
+    "Backend": "graft.api.torch_compile",
+    "backend_reports": "graft.api.torch_compile",
+    "passes_for_inductor": "graft.api.inductor_passes",
+    "inductor_reports": "graft.api.inductor_passes",
+    "BaseTransform": "graft.passes.base",
+    "Context": "graft.passes.base",
+    "Outcome": "graft.passes.base",
+    "TransformConfig": "graft.passes.base",
+    "Rewriter": "graft.passes.rewriter",
+    "PatternTransform": "graft.passes.patterns",
+    "Rewrite": "graft.passes.patterns",
+    "Match": "graft.ir.patterns.match",
+    "Refused": "graft.ir.patterns.match",
+    "TransformRegistry": "graft.passes.registry",
+    "Report": "graft.passes.report",
+    "lift_buffers": "graft.memory.lifting",
+    "inline_buffers": "graft.memory.lifting",
+    "Lifted": "graft.memory.lifting",
+    "Binding": "graft.memory.lifting",
     "load_dump": "graft.workbench.stored",
     "diff_graphs": "graft.workbench.diff",
     "open_run": "graft.workbench.runs",

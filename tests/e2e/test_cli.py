@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from graft.cli.app import app
-from graft.transforms.registry import TransformRegistry
+from graft.passes.registry import TransformRegistry
 
 
 def graft(*args, stdin="", **env):
@@ -155,9 +155,9 @@ def test_verify_shows_the_proofs():
 
 
 PLUGIN = """
-from graft.graph.nodes import calls
-from graft.transforms.base import BaseTransform, Outcome
-from graft.transforms.registry import TransformRegistry
+from graft.ir.nodes import calls
+from graft.passes.base import BaseTransform, Outcome
+from graft.passes.registry import TransformRegistry
 
 @TransformRegistry.register("wreck")
 class Wreck(BaseTransform):

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import graft
 from conftest import embedded, resized
+from graft.base.errors import UsageError
 from graft.cli.app import app
-from graft.errors import UsageError
 from marks import short
 
 SYSTEM = (

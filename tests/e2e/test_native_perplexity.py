@@ -11,8 +11,8 @@ import torch
 from graft import LLM, SamplingParams
 from graft.backends import lower
 from graft.backends.native.compiler import COMPILERS
+from graft.bench.quality import engine_logits, quality
 from graft.models.load import load_model
-from graft.workbench.quality import engine_logits, quality
 from marks import short
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from graft.bench.quality import logits_of, quality, with_transforms
 from graft.capture.decoder import capture_decoder
 from graft.models.load import load_model
-from graft.workbench.quality import logits_of, quality, with_transforms
 from marks import short
 
 TEXT = Path(__file__).parents[2] / "benchmarks" / "quantization.txt"

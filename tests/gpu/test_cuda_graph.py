@@ -15,7 +15,7 @@ from torch import nn
 
 import graft
 from cuda_graph_cases import CASES, LENGTH, Returns, assert_close, at, caches, check_steps, compiled_attend, token
-from graft.errors import CaptureRefused
+from graft.base.errors import CaptureRefused
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -215,7 +215,7 @@ def test_a_call_inside_another_capture_is_refused():
 
 HIDDEN_SYNC = """
 import torch, graft
-from graft.errors import CaptureRefused
+from graft.base.errors import CaptureRefused
 
 @torch.library.custom_op("hidden::sync", mutates_args=())
 def sync(x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import graft
 from graft.models.load import load_model
 from graft.models.registry import families
-from graft.transforms.config import load_config
+from graft.passes.config import load_config
 
 NEW = 16
 LENGTHS = (1, 5, 13, 30)

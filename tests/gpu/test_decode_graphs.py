@@ -12,6 +12,7 @@ import torch
 import triton
 
 import graft
+from graft.engine.decode.recording import Recordings
 from graft.models.load import load_model
 from graft.models.registry import families
 from graft.ops.advance_rows import cases as advance_cases
@@ -19,7 +20,6 @@ from graft.ops.advance_rows.reference import advance_rows
 from graft.ops.argmax_rows import cases as argmax_cases
 from graft.ops.argmax_rows.reference import argmax_rows
 from graft.ops.launch import pdl_supported
-from graft.runtime.decode.recording import Recordings
 
 NEW = 24
 

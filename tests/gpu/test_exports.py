@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from graft.transforms.config import load_config
+from graft.passes.config import load_config
 from graft.workbench.dump import dump_model
 from graft.workbench.export.write import export_run
 

@@ -7,11 +7,11 @@ import torch
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from graft.graph.trace import export_graph
+from graft.ir.trace import export_graph
 from graft.ops import OPS, choose
 from graft.ops.cases import tolerance
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
 
 D, F, E, K = 256, 512, 8, 2
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graft.errors import LogitsError
-from graft.runtime.params import SamplingParams
-from graft.runtime.sampling import make_generator, sample
+from graft.base.errors import LogitsError
+from graft.engine.params import SamplingParams
+from graft.engine.sampling.sampling import make_generator, sample
 
 DEVICE = "cuda"
 KINDS = [

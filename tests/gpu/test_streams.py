@@ -15,17 +15,17 @@ from torch import nn
 from torch.fx import GraphModule
 
 import graft
+from graft.api.profile import DeviceMeasure
 from graft.backends.eager import lower_eager
 from graft.backends.streams import Streams
-from graft.errors import StreamOrderError
-from graft.graph.edit import second_module
-from graft.graph.streams import on_device, stream_op
-from graft.graph.trace import export_graph
-from graft.runtime.profile import DeviceMeasure
-from graft.state.streams import check_streams
-from graft.transforms.costs import Costs
-from graft.transforms.stream_emit import apply_schedule
-from graft.transforms.stream_schedule import Schedule, Slot
+from graft.base.errors import StreamOrderError
+from graft.ir.edit import second_module
+from graft.ir.streams import on_device, stream_op
+from graft.ir.trace import export_graph
+from graft.memory.stream_hazards import check_streams
+from graft.passes.costs import Costs
+from graft.passes.library.streams.emit import apply_schedule
+from graft.passes.library.streams.schedule import Schedule, Slot
 
 FORCED = {"transforms": {"schedule_streams": {"enabled": True, "force": True, "streams": 3}}}
 MILLISECOND = 1_500_000  # cycles, about

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from graft.graph.storage import storage_id
+from graft.ir.storage import storage_id
 
 
 @dataclass(frozen=True)

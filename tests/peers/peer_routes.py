@@ -11,8 +11,8 @@ import torch
 from peer_programs import Program
 
 import graft
+from graft.api import torch_compile as route
 from graft.backends.inductor import inductor_settings, post_grad_backend, reset_compiler, without_caches
-from graft.runtime import torch_compile as route
 
 COMPILE = torch.compile
 

@@ -16,7 +16,7 @@ from peer_programs import Program
 from peer_routes import compiled_on, reports
 from peer_transforms import TRANSFORMS
 
-from graft.errors import GraftError
+from graft.base.errors import GraftError
 
 TABLES = (MUTATION, DISPATCH, CUSTOM_OPS, ALIASED_IO, TRANSFORMS, FUSIONS)
 PROGRAMS = [program for table in TABLES for program in table.programs]

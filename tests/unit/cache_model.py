@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
 
-from graft.kvcache.events import CacheView, EventQueue
-from graft.kvcache.manager import BlockManager, Table
+from graft.engine.kv.events import CacheView, EventQueue
+from graft.engine.kv.manager import BlockManager, Table
 
 
 def bits(count: int) -> Callable:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from graft.graph.edit import Editor
-from graft.graph.match import Refused
-from graft.graph.nodes import module_path
-from graft.transforms.registry import TransformRegistry, load_all
+from graft.ir.edit import Editor
+from graft.ir.nodes import module_path
+from graft.ir.patterns.match import Refused
+from graft.passes.registry import TransformRegistry, load_all
 
 aten = torch.ops.aten
 load_all()

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule
 
-from graft.graph.nodes import calls
-from graft.graph.text import target_text
-from graft.graph.trace import export_graph
-from graft.transforms.base import Context
-from graft.transforms.config import PipelineConfig, load_config
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry, load_all
-from graft.transforms.report import Report
+from graft.ir.io.text import target_text
+from graft.ir.nodes import calls
+from graft.ir.trace import export_graph
+from graft.passes.base import Context
+from graft.passes.config import PipelineConfig, load_config
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry, load_all
+from graft.passes.report import Report
 
 load_all()
 # every transform that can be told its devices

@@ -148,7 +148,7 @@ def compile_all(
 
 
 def one_sequence(tokens: Tensor) -> list[Tensor]:
-    """The graph's inputs for one prompt in the first blocks of the cache (runtime/batch.py)."""
+    """The graph's inputs for one prompt in the first blocks of the cache (engine/batch.py)."""
     n, places = len(tokens), torch.arange(len(tokens))
     return [
         tokens[None], places[None], places[-1:], places, places * 0, torch.arange(-(-n // 16))[None],

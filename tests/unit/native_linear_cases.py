@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from native_build import Compiled, Target, compiled
 
-from graft.ops.fused_linear.native_packing import CPP, STEPS, Packed, pack, unpack
+from graft.weights.native_tiles import CPP, STEPS, Packed, pack, unpack
 
 SOURCE = (Path(__file__).parent / "native_linear.cpp").read_text()
 KINDS = [*CPP, "halves"]  # the last: f16, multiplied as float16 where the CPU can

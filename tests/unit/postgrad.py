@@ -20,10 +20,10 @@ from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graft.graph.nodes import is_op
-from graft.state.functionalization import fix_functionalization, record_memory
-from graft.state.report import FunctionalizationReport
-from graft.state.work import INPLACEABLE
+from graft.ir.nodes import is_op
+from graft.memory.inductor_fix.functionalization import fix_functionalization, record_memory
+from graft.memory.inductor_fix.report import FunctionalizationReport
+from graft.memory.inductor_fix.work import INPLACEABLE
 
 aten = torch.ops.aten
 DECOMPOSITIONS = select_decomp_table()

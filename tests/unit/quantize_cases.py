@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import graft
-from graft.graph.nodes import calls, is_op
-from graft.transforms.config import load_config
+from graft.ir.nodes import calls, is_op
+from graft.passes.config import load_config
 
 FORMATS = ("int8", "int4", "fp8")
 FUSED = torch.ops.graft.fused_linear.default

@@ -9,10 +9,10 @@ from typing import Any
 
 import graft
 from conftest import tiny
-from graft.kvcache.events import CacheView
-from graft.kvcache.tensors import LayerShape
-from graft.runtime.build import build_engine
-from graft.runtime.options import EngineOptions
+from graft.engine.build import build_engine
+from graft.engine.kv.events import CacheView
+from graft.engine.kv.tensors import LayerShape
+from graft.engine.options import EngineOptions
 
 
 @cache

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
-from graft.runtime.params import SamplingParams
-from graft.runtime.sampling import make_generator
+from graft.engine.params import SamplingParams
+from graft.engine.sampling.sampling import make_generator
 
 INF = math.inf
 ORDER = ("temperature", "min_p", "top_k", "top_p")

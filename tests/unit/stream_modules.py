@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graft.graph.streams import on_device
-from graft.graph.trace import export_graph
-from graft.transforms.stream_emit import apply_schedule
-from graft.transforms.stream_schedule import Schedule, Slot
+from graft.ir.streams import on_device
+from graft.ir.trace import export_graph
+from graft.passes.library.streams.emit import apply_schedule
+from graft.passes.library.streams.schedule import Schedule, Slot
 
 
 class Branches(nn.Module):

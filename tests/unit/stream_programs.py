@@ -12,11 +12,11 @@ import torch
 from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Node
 
-from graft.graph.nodes import output_node
-from graft.graph.streams import stream_op
+from graft.ir.nodes import output_node
+from graft.ir.streams import stream_op
 from graft.ops.streams import RECORD, WAIT
-from graft.transforms.stream_emit import apply_schedule
-from graft.transforms.stream_schedule import Schedule, Slot
+from graft.passes.library.streams.emit import apply_schedule
+from graft.passes.library.streams.schedule import Schedule, Slot
 
 aten = torch.ops.aten
 ROWS = 2

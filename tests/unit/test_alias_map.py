@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graft
-from graft.graph.trace import export_graph
-from graft.state.alias_map import Alias, state_records
-from graft.transforms.report import Report
+from graft.ir.trace import export_graph
+from graft.memory.alias_map import Alias, state_records
+from graft.passes.report import Report
 
 
 class State(nn.Module):

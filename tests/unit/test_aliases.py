@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graft.graph.memory import alias_sources, effects, storage_root
-from graft.graph.nodes import calls, is_op, output_node
-from graft.graph.trace import export_graph
-from graft.state.aliases import Aliases
-from graft.state.moves import lift, lift_plan
-from graft.state.regions import disjoint
+from graft.ir.effects import alias_sources, effects, storage_root
+from graft.ir.nodes import calls, is_op, output_node
+from graft.ir.trace import export_graph
+from graft.memory.aliases import Aliases
+from graft.memory.inductor_fix.moves import lift, lift_plan
+from graft.memory.regions import disjoint
 
 aten = torch.ops.aten
 

@@ -14,15 +14,15 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import graft
-from graft.artifact import Artifact, SavedGraph, read_artifact, write_artifact
-from graft.errors import UsageError
-from graft.graph.edit import attach_state
-from graft.graph.nodes import tensor_val
-from graft.graph.signature import Leaf, Signature, read_signature
-from graft.graph.symbols import symbols_of
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
-from graft.graph.verify import verify
+from graft.api.artifact import Artifact, SavedGraph, read_artifact, write_artifact
+from graft.base.errors import UsageError
+from graft.ir.edit import attach_state
+from graft.ir.io.symbols import symbols_of
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import tensor_val
+from graft.ir.program.signature import Leaf, Signature, read_signature
+from graft.ir.trace import export_graph
+from graft.ir.verify import verify
 from marks import short
 
 PATHS = [str(Path(graft.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -312,7 +312,7 @@ def test_every_variant_is_saved_and_they_share_one_state(tmp_path):
 
 @pytest.mark.parametrize("text", ["__import__('os')", "(1).__class__", "[s0 for s0 in (1,)]", "~(s0 > 1)", "s0 >"])
 def test_expressions_of_sizes_run_no_code(text):
-    from graft.errors import CaptureError
+    from graft.base.errors import CaptureError
 
     signature = Signature((Leaf("x", "float32", "cpu", ("s0",)),), (text,))
     with pytest.raises(CaptureError, match="expression"):

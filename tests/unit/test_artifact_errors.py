@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import graft
-from graft.artifact import Artifact, SavedGraph, read_artifact, save, write_artifact
-from graft.artifact.format import FORMAT, MANIFEST, checksum, file_names
-from graft.artifact.tensors import pack
-from graft.errors import ArtifactError, DiskFull, DumpError
-from graft.files import atomic_folder
-from graft.graph.serial import graph_from_json, graph_to_json
-from graft.graph.signature import Signature
-from graft.graph.trace import export_graph
+from graft.api.artifact import Artifact, SavedGraph, read_artifact, save, write_artifact
+from graft.api.artifact.format import FORMAT, MANIFEST, checksum, file_names
+from graft.api.artifact.tensors import pack
+from graft.base.errors import ArtifactError, DiskFull, DumpError
+from graft.base.files import atomic_folder
+from graft.ir.io.serial import graph_from_json, graph_to_json
+from graft.ir.program.signature import Signature
+from graft.ir.trace import export_graph
 
 
 class Counter(nn.Module):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from graft.errors import CaptureError
-from graft.graph.assignments import assignments_as_writes
-from graft.graph.canonical import canonicalize
-from graft.graph.memory import is_mutating
+from graft.base.errors import CaptureError
+from graft.ir.canonical.normal_form import canonicalize
+from graft.ir.effects import is_mutating
+from graft.ir.program.assignments import assignments_as_writes
 
 
 class Swap(nn.Module):
@@ -53,7 +53,7 @@ def test_assigned_buffers_are_written(kind):
 
 
 def test_torch_export_alone_loses_them():
-    """When this fails torch has mended it, and graph/assignments.py may go."""
+    """When this fails torch has mended it, and ir/program/assignments.py may go."""
     graph, expected = exported(Outer()), Outer()
     graph(torch.ones(6)), expected(torch.ones(6))
     assert not all(torch.equal(a, b) for a, b in zip(graph.buffers(), expected.buffers(), strict=True))

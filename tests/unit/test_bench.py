@@ -14,20 +14,18 @@ from torch.fx import symbolic_trace
 from typer.testing import CliRunner
 
 import graft
-from graft.cli.app import app
-from graft.errors import PromptTooLong, UsageError
-from graft.models.load import load_model
-from graft.workbench import bench as workbench
-from graft.workbench import contest, plot
-from graft.workbench.bench import bench, prompts_for
-from graft.workbench.compare import PEERS, RIVALS, EagerRival
-from graft.workbench.contest import Graft, agreement
-from graft.workbench.plan import Cell, Plan, known_context
-from graft.workbench.plot import check_plot, write_plot
-from graft.workbench.rival import Task
-from graft.workbench.roofline import Roofline
-from graft.workbench.rows import Bench, Row
-from graft.workbench.traffic import (
+from graft.base.errors import PromptTooLong, UsageError
+from graft.bench import bench as workbench
+from graft.bench import contest, plot
+from graft.bench.baselines.baseline import Task
+from graft.bench.baselines.hf import PEERS, RIVALS, EagerRival
+from graft.bench.bench import bench, prompts_for
+from graft.bench.contest import Graft, agreement
+from graft.bench.plan import Cell, Plan, known_context
+from graft.bench.plot import check_plot, write_plot
+from graft.bench.roofline import Roofline
+from graft.bench.rows import Bench, Row
+from graft.bench.traffic import (
     cache_bytes,
     causal_pairs,
     graph_weight_bytes,
@@ -35,6 +33,8 @@ from graft.workbench.traffic import (
     step_bytes,
     weight_bytes,
 )
+from graft.cli.app import app
+from graft.models.load import load_model
 
 SMALL = Plan(batches=(1, 3), prompts=(12,), new=6, repeats=2, against=("eager",))
 ROOF = Roofline(read_gb_per_s=10.0, matrix_tflops=2.0, read_how="a sum", matrix_how="64³ in float32")
@@ -84,7 +84,7 @@ def fakes(monkeypatch):
     monkeypatch.setattr(workbench, "Graft", lambda llm: ours)
     monkeypatch.setitem(RIVALS, "eager", lambda task: eager)
     monkeypatch.setitem(RIVALS, "compile", lambda task: broken)
-    monkeypatch.setattr("graft.workbench.roofline.measure_roofline", lambda device, dtype: ROOF)
+    monkeypatch.setattr("graft.bench.roofline.measure_roofline", lambda device, dtype: ROOF)
     return ours, eager, broken
 
 
@@ -136,7 +136,7 @@ def test_an_interrupted_run_keeps_what_is_through_and_says_so(fakes, monkeypatch
     monkeypatch.setattr(fakes[1], "generate", interrupt)
     result = bench(engine(), SMALL)
     assert result.interrupted and [row.batch for row in result.rows] == [1, 1]
-    monkeypatch.setattr("graft.runtime.llm.LLM", lambda *_, **__: engine())
+    monkeypatch.setattr("graft.engine.llm.LLM", lambda *_, **__: engine())
     done = command("tiny-llama", "--batch", "1,3", "--prompt", "12", "--new", "6", "--against", "eager", "--json")
     assert done.exit_code == 1 and "interrupted; 1 of 2 batch sizes were measured" in done.stderr
     assert json.loads(done.stdout)["interrupted"] is True
@@ -206,7 +206,7 @@ def test_the_modes_of_the_compiled_rivals(monkeypatch):
 
 
 def test_peers_are_all_rivals_with_a_line_for_each_phase(fakes, monkeypatch):
-    monkeypatch.setattr("graft.runtime.llm.LLM", lambda *_, **__: engine())
+    monkeypatch.setattr("graft.engine.llm.LLM", lambda *_, **__: engine())
     for name in ("llama.cpp", "openvino"):
         monkeypatch.setitem(RIVALS, name, lambda task, name=name: replace_name(fakes[1], name))
     done = command("tiny-llama", "--peers", "--prompt", "12", "--new", "6", "--json")

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from graft.bench.traffic import weight_bytes
 from graft.models.load import load_model
-from graft.workbench.traffic import weight_bytes
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -150,7 +150,7 @@ def test_what_could_not_be_measured_says_why(native):
 def test_a_format_that_is_not_native_from_end_to_end_is_not_measured(native, monkeypatch):
     from types import SimpleNamespace
 
-    from graft.errors import GraftError
+    from graft.base.errors import GraftError
 
     notes = ["native: 9 steps and 3 barriers", "native: eager in 2 places: graft.fused_linear: no kernel"]
     monkeypatch.setattr(native.graft, "LLM", lambda *_, **__: SimpleNamespace(built=SimpleNamespace(notes=notes)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from cache_model import everything
 
-from graft.errors import CacheCorrupt, CacheMisuse, GraftError
-from graft.kvcache.events import EventQueue
-from graft.kvcache.hashing import block_hash, root_hash
-from graft.kvcache.manager import BlockManager, Copy
+from graft.base.errors import CacheCorrupt, CacheMisuse, GraftError
+from graft.engine.kv.events import EventQueue
+from graft.engine.kv.hashing import block_hash, root_hash
+from graft.engine.kv.manager import BlockManager, Copy
 
 
 def run(manager: BlockManager, tokens: list[int]):

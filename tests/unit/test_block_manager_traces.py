@@ -8,10 +8,10 @@ from cache_model import Simulation, bits, random_trace
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from graft.errors import CacheCorrupt
-from graft.kvcache.events import EventQueue
-from graft.kvcache.hashing import Entry, block_hash
-from graft.kvcache.manager import BlockManager
+from graft.base.errors import CacheCorrupt
+from graft.engine.kv.events import EventQueue
+from graft.engine.kv.hashing import Entry, block_hash
+from graft.engine.kv.manager import BlockManager
 
 
 @pytest.mark.parametrize("seed", range(24))

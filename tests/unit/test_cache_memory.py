@@ -10,11 +10,11 @@ import torch
 
 import graft
 from conftest import tiny
-from graft.errors import OutOfCache, OutOfMemory, UsageError
-from graft.kvcache import memory
-from graft.kvcache.manager import Copy
-from graft.kvcache.memory import CacheSize, cache_size, container_memory, machine_memory, parse_size, size_text
-from graft.kvcache.tensors import LayerShape, allocate, bytes_per_block, copy_blocks
+from graft.base import device_memory as memory
+from graft.base.device_memory import CacheSize, cache_size, container_memory, machine_memory, parse_size, size_text
+from graft.base.errors import OutOfCache, OutOfMemory, UsageError
+from graft.engine.kv.manager import Copy
+from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, copy_blocks
 from graft.models.load import on_device
 
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ def test_a_step_without_memory_is_told_with_the_numbers_and_can_be_tried_again(m
             llm.generate([[5, 6, 7]], params)
         monkeypatch.setattr(llm.engine, "graph", graph)
         with monkeypatch.context() as patch, pytest.raises(OutOfMemory):
-            patch.setattr("graft.runtime.engine.sample", fail)
+            patch.setattr("graft.engine.engine.sample", fail)
             llm.generate([[5, 6, 7]], params)
     llm.engine.manager.check()
     assert llm.engine.idle and llm.generate([[5, 6, 7]], params)[0].token_ids == expected

@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim
 
 import graft
-from graft.errors import PositionError, ReadOnlyInput, ReplacedBuffer, UsageError
+from graft.base.errors import PositionError, ReadOnlyInput, ReplacedBuffer, UsageError
 from marks import short
 
 

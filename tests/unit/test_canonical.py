@@ -11,11 +11,11 @@ from torch.fx import map_arg
 
 import graft
 from conftest import FAMILIES, graph_of, tiny
-from graft.errors import CaptureError
-from graft.graph.canonical import canonicalize
-from graft.graph.nodes import calls
-from graft.graph.text import graph_text, target_text
-from graft.graph.trace import export_graph, trace_function
+from graft.base.errors import CaptureError
+from graft.ir.canonical.normal_form import canonicalize
+from graft.ir.io.text import graph_text, target_text
+from graft.ir.nodes import calls
+from graft.ir.trace import export_graph, trace_function
 from marks import KINDS, short
 
 

@@ -8,11 +8,11 @@ from transformers import AttentionInterface
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
 
 from conftest import FAMILIES, tiny
+from graft.base.errors import CaptureError, UnsupportedAttention
 from graft.capture.attention import CausalMask, attention_hook, graft_attention, recognise
 from graft.capture.decoder import capture_decoder
-from graft.errors import CaptureError, UnsupportedAttention
-from graft.graph.nodes import arg_values, calls, is_op, module_path, source_line
-from graft.graph.trace import export_graph
+from graft.ir.nodes import arg_values, calls, is_op, module_path, source_line
+from graft.ir.trace import export_graph
 from marks import KINDS, short
 
 

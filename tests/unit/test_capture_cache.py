@@ -20,7 +20,7 @@ from graft.capture.cache import FOLDER, OFF, captured_decoder
 from graft.capture.code import Unknowable
 from graft.capture.decoder import capture_decoder
 from graft.capture.fingerprint import fingerprint
-from graft.graph.text import graph_text
+from graft.ir.io.text import graph_text
 from graft.models.load import load_model
 
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from check_cases import LIST, capture_once, drop_meta, plant, refuse, scale
 
-from graft.errors import DumpError, UnknownTransform, UsageError
+from graft.base.errors import DumpError, UnknownTransform, UsageError
 from graft.models.registry import entries
-from graft.transforms.config import load_config
-from graft.transforms.patterns import PatternTransform
-from graft.transforms.registry import TransformRegistry
+from graft.passes.config import load_config
+from graft.passes.patterns import PatternTransform
+from graft.passes.registry import TransformRegistry
 from graft.workbench.check import Request, check, negative_tests, written
 from graft.workbench.check.written import Home, home_of, in_docs, listed, registered
 

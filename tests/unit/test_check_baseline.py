@@ -11,9 +11,9 @@ import torch
 from check_cases import capture_once, drop_meta, refuse, scale
 from safetensors.torch import load_file, save_file
 
-from graft.errors import BaselineMismatch, DumpError, UsageError
-from graft.transforms.config import load_config
-from graft.transforms.dumps import OUTPUTS, DumpWriter
+from graft.base.errors import BaselineMismatch, DumpError, UsageError
+from graft.passes.config import load_config
+from graft.passes.dumps import OUTPUTS, DumpWriter
 from graft.workbench.check import Request, check
 from graft.workbench.check.outputs import distance
 from graft.workbench.dump import dump_model

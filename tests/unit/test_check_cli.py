@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from graft.cli.app import app
 from graft.models import registry
-from graft.transforms.registry import TransformRegistry
+from graft.passes.registry import TransformRegistry
 from graft.workbench.check import all_models
 
 NAME = "fuse_rms_norm"
@@ -182,8 +182,8 @@ def test_the_note_of_a_transform_that_matches_nowhere_says_why(tmp_path):
 PLUGIN = '''
 import torch
 from torch import Tensor
-from graft.transforms.patterns import PatternTransform, Rewrite
-from graft.transforms.registry import TransformRegistry
+from graft.passes.patterns import PatternTransform, Rewrite
+from graft.passes.registry import TransformRegistry
 
 
 def found(x: Tensor, cap: float) -> Tensor:

@@ -12,11 +12,11 @@ from check_cases import capture_once, plant, scale
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graft.errors import VerificationError
-from graft.graph.nodes import calls
-from graft.graph.text import graph_text
-from graft.transforms.config import load_config
-from graft.transforms.partial import with_matches
+from graft.base.errors import VerificationError
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls
+from graft.passes.config import load_config
+from graft.passes.partial import with_matches
 from graft.workbench.check import Request, check
 from graft.workbench.check.bisect import Replay, bound, first_bad
 from graft.workbench.check.outputs import Outputs, distance, logits

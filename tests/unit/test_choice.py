@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graft.errors import TableError
+from graft.base.errors import TableError
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import Choice, choose_kernel, look_up, overridden, ranges, ranges_text, tuned_file
 from graft.ops.fused_linear.kinds import WEIGHTS, Even, Gemm, Matvec, Narrow, Shape, how_problem, how_text

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graft
-from graft.errors import CaptureError, UnknownBackend, UsageError
+from graft.base.errors import CaptureError, UnknownBackend, UsageError
 from marks import short
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from graft.errors import ConfigError, UnknownKey, UnknownTransform, UsageError, WrongType
-from graft.transforms.base import Stage
-from graft.transforms.config import Layer, convert, load_config
-from graft.transforms.registry import TransformRegistry
+from graft.base.errors import ConfigError, UnknownKey, UnknownTransform, UsageError, WrongType
+from graft.passes.base import Stage
+from graft.passes.config import Layer, convert, load_config
+from graft.passes.registry import TransformRegistry
 
 
 def test_defaults_list_every_transform():
@@ -80,8 +80,8 @@ def test_numbers_as_yaml_writes_them():
 
 def test_a_plugin_registers_its_transform(tmp_path, monkeypatch):
     (tmp_path / "my_plugin.py").write_text(
-        "from graft.transforms.base import BaseTransform, Outcome\n"
-        "from graft.transforms.registry import TransformRegistry\n"
+        "from graft.passes.base import BaseTransform, Outcome\n"
+        "from graft.passes.registry import TransformRegistry\n"
         "@TransformRegistry.register('from_plugin')\n"
         "class FromPlugin(BaseTransform):\n"
         "    def apply(self, gm, context):\n"

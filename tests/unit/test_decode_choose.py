@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graft.engine.decode.choose import WIDE, Settings, choose, kind_of
+from graft.engine.params import SamplingParams
+from graft.engine.sampling.draw import HEAD
+from graft.engine.sampling.sampling import make_generator, sample
 from graft.ops.advance_rows.reference import LEAVE, NOTHING, advance_rows
 from graft.ops.advance_rows.triton import advance_rows_triton
 from graft.ops.argmax_rows.op import argmax_into
 from graft.ops.argmax_rows.triton import argmax_rows_triton
-from graft.runtime.decode.choose import WIDE, Settings, choose, kind_of
-from graft.runtime.draw import HEAD
-from graft.runtime.params import SamplingParams
-from graft.runtime.sampling import make_generator, sample
 from marks import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

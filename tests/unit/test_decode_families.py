@@ -9,7 +9,7 @@ from decode_cases import DECODE, forced
 
 import graft
 from conftest import FAMILIES, tiny
-from graft.graph.nodes import is_op, output_node, placeholders
+from graft.ir.nodes import is_op, output_node, placeholders
 from graft.models.registry import COMMON, FOLDER, families
 from marks import KINDS, short
 

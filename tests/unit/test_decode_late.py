@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 from recording_cases import engine, run
 
-from graft.runtime.decode import buffers as decode_buffers
-from graft.runtime.decode.buffers import Buffers, Slot
-from graft.runtime.decode.loop import DecodeLoop
+from graft.engine.decode import buffers as decode_buffers
+from graft.engine.decode.buffers import Buffers, Slot
+from graft.engine.decode.loop import DecodeLoop
 
 
 class Late:

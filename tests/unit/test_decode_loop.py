@@ -9,11 +9,11 @@ import torch
 from recording_cases import engine, run
 
 import graft
-from graft.errors import LogitsError, OutOfMemory
-from graft.runtime.decode import choose as choosing
-from graft.runtime.decode.buffers import Slot
-from graft.runtime.decode.loop import Flight
-from graft.runtime.decode.recording import Recordings
+from graft.base.errors import LogitsError, OutOfMemory
+from graft.engine.decode import choose as choosing
+from graft.engine.decode.buffers import Slot
+from graft.engine.decode.loop import Flight
+from graft.engine.decode.recording import Recordings
 
 
 def prompts(lengths, seed=0):

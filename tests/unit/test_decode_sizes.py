@@ -9,11 +9,11 @@ import torch
 from recording_cases import captured, engine
 
 import graft
-from graft.errors import UsageError
-from graft.runtime.decode import buckets
-from graft.runtime.decode.buckets import Sizes, bucket_for, bucket_sizes, table_widths
-from graft.runtime.decode.build import loop_problem
-from graft.runtime.options import EngineOptions
+from graft.base.errors import UsageError
+from graft.engine.decode import buckets
+from graft.engine.decode.buckets import Sizes, bucket_for, bucket_sizes, table_widths
+from graft.engine.decode.build import loop_problem
+from graft.engine.options import EngineOptions
 
 
 def test_bucket_sizes():

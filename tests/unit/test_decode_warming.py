@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from graft.engine.decode import warming
+from graft.engine.decode.warming import run_together
 from graft.ops.launch import counters
-from graft.runtime.decode import warming
-from graft.runtime.decode.warming import run_together
 
 triton = pytest.importorskip("triton")
 ASYNC = pytest.importorskip("triton.runtime._async_compile")

@@ -13,15 +13,15 @@ from transformers import DynamicCache
 
 from conftest import resized, tiny
 from graft import LLM, SamplingParams
+from graft.base.errors import CaptureError, DecodeMismatch, GraftError, UnsupportedState, UsageError
 from graft.capture import state as capture_state
 from graft.capture.state import by_layer, check_attentions, check_state, own_state
-from graft.errors import CaptureError, DecodeMismatch, GraftError, UnsupportedState, UsageError
-from graft.kvcache.events import Created
+from graft.engine.build import build_engine
+from graft.engine.core import Stats
+from graft.engine.kv.events import Created
+from graft.engine.options import EngineOptions
+from graft.engine.self_check import self_check, tolerance
 from graft.models.load import LoadedModel
-from graft.runtime.build import build_engine
-from graft.runtime.core import Stats
-from graft.runtime.options import EngineOptions
-from graft.runtime.self_check import self_check, tolerance
 from marks import short
 
 PROMPT = [5, 17, 33, 8, 60, 21]
@@ -190,7 +190,7 @@ def test_the_report_tells_the_check_and_nothing_else_is_left(llm):
 def test_recordings_are_checked_as_requests_run_them(llm):
     """With a decode loop: greedy recordings, none made for the check, and nothing on its way afterwards."""
     shapes = [(t.shape[2], t.shape[3], t.dtype) for t in llm.engine.tensors[::2]]
-    from graft.kvcache.tensors import LayerShape
+    from graft.engine.kv.tensors import LayerShape
 
     engine, _ = build_engine(
         llm.engine.graph, llm.model, [LayerShape(*each) for each in shapes], 16, EngineOptions(max_num_seqs=2),

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.fx import Graph, map_arg
 
-from graft.graph.folding import folded_text
-from graft.graph.trace import export_graph
-from graft.transforms.config import load_config
+from graft.ir.folding import folded_text
+from graft.ir.trace import export_graph
+from graft.passes.config import load_config
 from graft.workbench.diff import diff_graphs
 from graft.workbench.diff_text import graph_dict, graph_lines, markdown
 from graft.workbench.dump import dump_model

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graft.errors import DumpError, ShapesUnknown, UnknownCandidate, UnknownModel, UnknownTransform, UsageError
-from graft.graph.match import Finder
-from graft.graph.nodes import calls, placeholders
-from graft.graph.trace import export_graph, trace_function
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
+from graft.base.errors import DumpError, ShapesUnknown, UnknownCandidate, UnknownModel, UnknownTransform, UsageError
+from graft.ir.nodes import calls, placeholders
+from graft.ir.patterns.match import Finder
+from graft.ir.trace import export_graph, trace_function
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
 from graft.workbench.discover import Machine, discover, discover_model, discover_run
 from graft.workbench.discover.sources import is_run, read_tokens
 from graft.workbench.discover.subgraph import made_up_inputs, run_in_float64

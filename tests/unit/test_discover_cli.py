@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from graft.cli.app import app
-from graft.transforms.config import load_config
+from graft.passes.config import load_config
 from graft.workbench.dump import dump_model
 
 SWIGLU_OFF = ("--set", "transforms.fuse_swiglu.enabled=false")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graft.graph.trace import export_graph
+from graft.ir.trace import export_graph
 from graft.workbench.discover import discover
 from graft.workbench.discover.aten import aten_kernels
 from graft.workbench.discover.inductor import inductor_patterns

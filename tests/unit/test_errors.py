@@ -1,15 +1,15 @@
-"""The errors' index: every class of every topic is in `graft.errors`, once."""
+"""The errors' index: every class of every topic is in `graft.base.errors`, once."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
-import graft.errors
+import graft.base.errors
 
 
 def test_the_index_names_every_error_once():
-    folder = Path(graft.errors.__file__).parent
+    folder = Path(graft.base.errors.__file__).parent
     files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
     defined = [
         node.name
@@ -17,7 +17,7 @@ def test_the_index_names_every_error_once():
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef | ast.FunctionDef)
     ]
-    assert sorted(defined) == sorted(graft.errors.__all__)
-    for name in graft.errors.__all__:
-        found = getattr(graft.errors, name)
-        assert name == "near" or issubclass(found, graft.errors.GraftError)
+    assert sorted(defined) == sorted(graft.base.errors.__all__)
+    for name in graft.base.errors.__all__:
+        found = getattr(graft.base.errors, name)
+        assert name == "near" or issubclass(found, graft.base.errors.GraftError)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graft.errors import KernelUnavailable, PatternError, UnknownOp, UnknownTransform, UsageError, WrongType
-from graft.graph.match import Finder
-from graft.graph.trace import export_graph
+from graft.api.compile import compile as graft_compile
+from graft.base.errors import KernelUnavailable, PatternError, UnknownOp, UnknownTransform, UsageError, WrongType
+from graft.ir.patterns.match import Finder
+from graft.ir.trace import export_graph
 from graft.ops import OPS
-from graft.runtime.compile import compile as graft_compile
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
+from graft.passes.base import Context
+from graft.passes.config import load_config
 from graft.workbench.explain import explain_graph, explain_model, layer_of
 from graft.workbench.kernels import kernel_rows
 

@@ -17,15 +17,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 import graft
+from graft.base.errors import DumpError, ExportRefused, UnknownTransform, UsageError
 from graft.cli.app import app
-from graft.errors import DumpError, ExportRefused, UnknownTransform, UsageError
-from graft.graph.trace import export_graph
-from graft.graph.verify import module_state
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.dumps import DumpWriter
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.report import Report, TransformRecord
+from graft.ir.trace import export_graph
+from graft.ir.verify import module_state
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.dumps import DumpWriter
+from graft.passes.pipeline import run_pipeline
+from graft.passes.report import Report, TransformRecord
 from graft.workbench.dump import dump_model
 from graft.workbench.export.explorer import collection
 from graft.workbench.export.perfetto import pipeline_events

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graft
-from graft.errors import DiskFull, ReportError
-from graft.files import atomic_file, disk_errors, partial_path, write_whole
+from graft.base.errors import DiskFull, ReportError
+from graft.base.files import atomic_file, disk_errors, partial_path, write_whole
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -63,10 +63,10 @@ def test_full_disks_and_unwritable_folders_are_told_apart(tmp_path):
 
 
 def test_nobody_else_puts_files_in_place():
-    """`os.replace`, `Path.replace(path)` and temporary names are in files.py alone."""
+    """`os.replace`, `Path.replace(path)` and temporary names are in base/files.py alone."""
     root = Path(graft.__file__).parent
     for path in sorted(root.rglob("*.py")):
-        if path == root / "files.py":
+        if path == root / "base/files.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             named = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".partial")

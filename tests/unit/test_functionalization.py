@@ -12,7 +12,7 @@ from mutating_programs import Program, build, program
 from postgrad import Compiled, compile_passes, copies
 from torch.utils import _pytree as pytree
 
-from graft.state.functionalization import FixFunctionalization, inductor_options, reports
+from graft.memory.inductor_fix.functionalization import FixFunctionalization, inductor_options, reports
 from marks import short
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the instruction sets of this machine are not tried out

@@ -10,7 +10,7 @@ from torch import nn
 from torch.export import Dim
 
 import graft
-from graft.errors import CaptureError, UsageError
+from graft.base.errors import CaptureError, UsageError
 from marks import short
 
 X = torch.arange(6.0).reshape(2, 3)

@@ -38,11 +38,11 @@ from attention_cases import (
     repeat_kv,
     tensors,
 )
-from graft.graph.canonical import canonicalize
-from graft.graph.nodes import calls, is_op
-from graft.graph.text import graph_text, target_text
-from graft.graph.trace import export_graph
-from graft.transforms.pipeline import run_pipeline
+from graft.ir.canonical.normal_form import canonicalize
+from graft.ir.io.text import graph_text, target_text
+from graft.ir.nodes import calls, is_op
+from graft.ir.trace import export_graph
+from graft.passes.pipeline import run_pipeline
 from marks import crossed
 
 

@@ -23,7 +23,7 @@ from attention_cases import (
     options,
     tensors,
 )
-from graft.graph.nodes import calls, is_op
+from graft.ir.nodes import calls, is_op
 from graft.ops.attention.reference import attention, attention_sdpa
 
 

@@ -10,10 +10,10 @@ from torch import nn
 import graft
 from attention_cases import fuse
 from conftest import graph_of, tiny
-from graft.graph.nodes import calls, is_op, options_of
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
+from graft.ir.nodes import calls, is_op, options_of
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
 from marks import short
 
 WINDOW, CAP = 5, 50.0

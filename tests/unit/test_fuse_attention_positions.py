@@ -18,9 +18,9 @@ from attention_cases import (
     options,
     tensors,
 )
-from graft.graph.nodes import calls, is_op
-from graft.graph.sizes import SizeEvaluator
-from graft.graph.trace import export_graph
+from graft.ir.nodes import calls, is_op
+from graft.ir.sizes.follow import SizeEvaluator
+from graft.ir.trace import export_graph
 from marks import left_out
 
 # kind → what it means where every query has its key, and where there are three keys more than queries

@@ -22,8 +22,8 @@ from attention_cases import (
     options,
     tensors,
 )
-from graft.graph.nodes import is_op
-from graft.graph.text import graph_text
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import is_op
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────
 

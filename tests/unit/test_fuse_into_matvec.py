@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from decode_cases import DECODE, NAMED, Block, D, norm, only, targets, transformed, x_of
 from torch import nn
 
-from graft.errors import ConfigError, TransformError
-from graft.graph.nodes import calls, is_op, module_path, source_line
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.library import fuse_swiglu_into_matvec
-from graft.transforms.pipeline import order_transforms, run_pipeline
+from graft.base.errors import ConfigError, TransformError
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, is_op, module_path, source_line
+from graft.ir.trace import export_graph
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.library.matvec import fuse_swiglu_into_matvec
+from graft.passes.pipeline import order_transforms, run_pipeline
 
 MATVEC = ("fuse_residual_into_matvec", "fuse_norm_into_matvec", "fuse_swiglu_into_matvec")
 OPS = torch.ops.graft

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graft.graph.nodes import calls
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls
+from graft.ir.trace import export_graph
 from graft.ops.cases import tolerance
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry, load_all
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry, load_all
 from marks import crossed
 
 load_all()

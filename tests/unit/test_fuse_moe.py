@@ -14,17 +14,17 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from graft.backends import lower
+from graft.base.errors import CaptureError
 from graft.capture.decoder import capture_decoder
-from graft.errors import CaptureError
-from graft.graph.nodes import calls, is_op
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, is_op
+from graft.ir.trace import export_graph
 from graft.ops import OPS
 from graft.ops.cases import tolerance
 from graft.ops.moe_experts.triton import moe_experts_triton
 from graft.ops.moe_route.triton import moe_route_triton
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
 from marks import crossed
 
 D, F, E, K = 16, 24, 6, 2

@@ -27,12 +27,12 @@ from moe_spellings import (
 from torch import nn
 
 import graft
-from graft.graph.nodes import calls
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls
+from graft.ir.trace import export_graph
 from graft.ops.cases import tolerance
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
 from marks import crossed
 
 FUSED = {name: make for name, make in SPELLINGS.items() if make is not Einsum}

@@ -8,15 +8,15 @@ from torch import nn
 
 import graft
 from conftest import graph_of, tiny
-from graft.graph.nodes import calls, is_op
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, is_op
+from graft.ir.trace import export_graph
 from graft.models.load import load_model
 from graft.ops.paged_attention.cases import make
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import order_transforms, run_pipeline
-from graft.transforms.registry import TransformRegistry, load_all
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.pipeline import order_transforms, run_pipeline
+from graft.passes.registry import TransformRegistry, load_all
 from marks import short
 
 load_all()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rope_cases import B, D, H, R, S, angles, every_two, fuse, llama, meta_heads_first, randn, unbound_parts
 
-from graft.graph.text import graph_text
+from graft.ir.io.text import graph_text
 
 # ── what must not match ─────────────────────────────────────────────────────────────────────────────────────────
 

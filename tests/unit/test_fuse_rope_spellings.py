@@ -40,11 +40,11 @@ from transformers.models.phi import modeling_phi
 from transformers.models.stablelm import modeling_stablelm
 
 from graft.capture.decoder import capture_decoder
-from graft.graph.nodes import calls, is_op
+from graft.ir.nodes import calls, is_op
 from graft.ops.cases import tolerance
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry
 from marks import crossed
 
 # ── Hugging Face's functions: name → (function of q, k, cos, sin; r; float32 angles beside 16-bit heads; in pairs)

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graft.graph.nodes import calls, is_op
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, is_op
+from graft.ir.trace import export_graph
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry, load_all
 from graft.testing import assert_fuses, assert_not_fuses, assert_same_numbers
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry, load_all
 from marks import crossed
 
 load_all()

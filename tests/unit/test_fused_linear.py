@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graft.ops.fused_linear.triton as kernels
-from graft.errors import KernelUnavailable
+from graft.base.errors import KernelUnavailable
 from graft.ops import OPS, bind, choose
 from graft.ops.cases import tolerance
 from graft.ops.fused_linear import op

@@ -12,14 +12,14 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from graft import LLM, SamplingParams
 from graft.backends import lower
-from graft.errors import CheckpointError, PackingError, UsageError
-from graft.models.gguf_blocks import INDEX, blocks_folder, held_model
-from graft.models.gguf_reader import one_reader
+from graft.base.errors import CheckpointError, PackingError, UsageError
+from graft.bench.quality import engine_logits
 from graft.models.load import load_model
-from graft.ops.fused_linear.file_rows import FileRows, Held, untouched
-from graft.transforms.config import load_config
+from graft.passes.config import load_config
+from graft.weights.gguf.blocks import INDEX, blocks_folder, held_model
+from graft.weights.gguf.reader import one_reader
+from graft.weights.lazy import FileRows, Held, untouched
 from graft.workbench.native import native_source
-from graft.workbench.quality import engine_logits
 from marks import short
 
 IDS = [5, 9, 77, 31, 8, 3, 90, 12, 64, 2, 17]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.errors import CheckpointError
-from graft.models.gguf_header import Strings, read_gguf_header
+from graft.base.errors import CheckpointError
 from graft.models.load import load_model
+from graft.weights.gguf.header import Strings, read_gguf_header
 
 WIDTH, HIDDEN, VOCAB = 32, 64, 40
 TOKENIZER = "tokenizer.ggml."

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from conftest import graph_of
 from graft import LLM
-from graft.models.gguf import convert_gguf, stored_dtype
 from graft.models.load import load_model
+from graft.weights.gguf.convert import convert_gguf, stored_dtype
 
 KINDS = ("F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K")
 PLACES = {

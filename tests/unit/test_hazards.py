@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from graft.errors import TransformError
-from graft.graph.edit import Editor
-from graft.graph.nodes import calls, is_op, output_node
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
-from graft.state.hazards import check_order, hazards
-from graft.transforms.base import BaseTransform, Outcome, Stage, TransformConfig
-from graft.transforms.config import PipelineConfig
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry, load_all
-from graft.transforms.report import MatchRecord
+from graft.base.errors import TransformError
+from graft.ir.edit import Editor
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, is_op, output_node
+from graft.ir.trace import export_graph
+from graft.memory.hazards import check_order, hazards
+from graft.passes.base import BaseTransform, Outcome, Stage, TransformConfig
+from graft.passes.config import PipelineConfig
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry, load_all
+from graft.passes.report import MatchRecord
 
 aten = torch.ops.aten
 load_all()

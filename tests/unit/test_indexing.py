@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graft
-from graft.errors import CaptureError, PositionError
+from graft.base.errors import CaptureError, PositionError
 
 POSITIONS = {
     "one dim": lambda c, p, x: c.__setitem__((slice(None), slice(None), p), x),

@@ -9,7 +9,7 @@ from torch._functorch import config as functorch_config
 from torch.export import Dim
 
 from graft.backends.inductor import has_symbols, with_right_artifacts
-from graft.graph.trace import export_graph
+from graft.ir.trace import export_graph
 
 
 class Scale(nn.Module):

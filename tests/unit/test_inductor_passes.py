@@ -21,10 +21,10 @@ from torch._inductor.decomposition import select_decomp_table
 
 import graft
 from conftest import tiny
-from graft.errors import UnknownKey
-from graft.graph.edit import Editor
-from graft.graph.text import graph_text
-from graft.runtime import inductor_passes
+from graft.api import inductor_passes
+from graft.base.errors import UnknownKey
+from graft.ir.edit import Editor
+from graft.ir.io.text import graph_text
 from graft.testing import generated_kernels, post_grad_graph
 from marks import short
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graft.backends.native.ops  # noqa: F401
+from graft.api.compile import compile as graft_compile
 from graft.backends.native.plan import LOWERINGS
-from graft.errors import KernelUnavailable
+from graft.base.errors import KernelUnavailable
 from graft.ops import OPS, Kernel, OpSpec, bind, choose
 from graft.ops.call import Asker
 from graft.ops.fused_linear import op as linear_op
@@ -25,8 +26,7 @@ from graft.ops.fused_linear.kinds import Shape as Product
 from graft.ops.fused_linear.tables import Entry
 from graft.ops.ran import OpKernels, Ran, gathered
 from graft.ops.selection import problem_of
-from graft.runtime.compile import compile as graft_compile
-from graft.transforms.report import Report
+from graft.passes.report import Report
 
 KINDS = ["existing", "triton", "native", "reference"]
 

@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 
 import graft
 from graft.backends.native.call import RegionCall
-from graft.cli.app import app
-from graft.workbench import kernel_bytes
-from graft.workbench.kernel_bytes import Weight, linear_weights, weights_read
-from graft.workbench.kernel_times import (
+from graft.bench import kernel_bytes
+from graft.bench.kernel_bytes import Weight, linear_weights, weights_read
+from graft.bench.kernel_times import (
     KernelRow,
     Launch,
     StepTimes,
@@ -31,9 +30,10 @@ from graft.workbench.kernel_times import (
     kernel_times,
     union,
 )
-from graft.workbench.plan import Cell
-from graft.workbench.roofline import Roofline
-from graft.workbench.traffic import step_bytes
+from graft.bench.plan import Cell
+from graft.bench.roofline import Roofline
+from graft.bench.traffic import step_bytes
+from graft.cli.app import app
 
 ROOF = Roofline(10.0, 1.0, "", "")
 

@@ -12,9 +12,9 @@ from cache_model import Simulation, bits, random_trace, state_of, trace_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.errors import CacheMisuse, EventOrder
-from graft.kvcache import events as kv
-from graft.kvcache.events import (
+from graft.base.errors import CacheMisuse, EventOrder
+from graft.engine.kv import events as kv
+from graft.engine.kv.events import (
     CacheView,
     Created,
     EventQueue,
@@ -25,8 +25,8 @@ from graft.kvcache.events import (
     Updated,
     from_json,
 )
-from graft.kvcache.hashing import block_hash, root_hash
-from graft.kvcache.manager import BlockManager
+from graft.engine.kv.hashing import block_hash, root_hash
+from graft.engine.kv.manager import BlockManager
 
 
 def kinds(events) -> list[str]:

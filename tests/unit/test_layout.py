@@ -13,14 +13,14 @@ from recording_cases import engine
 import graft
 import graft.ops
 from conftest import graph_of, tiny
-from graft.errors import LayoutError
-from graft.graph.edit import Editor
-from graft.graph.nodes import placeholders
-from graft.kvcache.layout import INPUTS, NAMES, PAGED, Batch, HostBatch, check_graph, pack
-from graft.kvcache.layout_check import check
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
+from graft.base.errors import LayoutError
+from graft.ir.edit import Editor
+from graft.ir.nodes import placeholders
+from graft.ops.layout import INPUTS, NAMES, PAGED, Batch, HostBatch, check_graph, pack
+from graft.ops.layout_check import check
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
 
 BLOCK, CPU = 4, torch.device("cpu")
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import graft
-from graft.errors import LiftError, UsageError
-from graft.graph.serial import graph_from_json, graph_to_json
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
+from graft.base.errors import LiftError, UsageError
+from graft.ir.io.serial import graph_from_json, graph_to_json
+from graft.ir.io.text import graph_text
+from graft.ir.trace import export_graph
 
 
 class Cache(nn.Module):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import graft
 from conftest import FAMILIES, resized, tiny
-from graft.errors import (
+from graft.base.errors import (
     EmptyPrompt,
     EngineFailed,
     EngineStuck,
@@ -23,8 +23,8 @@ from graft.errors import (
     UnknownBackend,
     UsageError,
 )
-from graft.kvcache.layout import NAMES, Batch
 from graft.models.load import load_model
+from graft.ops.layout import NAMES, Batch
 from marks import KINDS
 
 GREEDY = graft.SamplingParams(max_tokens=24, ignore_eos=True)
@@ -292,7 +292,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "at", ["graft.runtime.engine.sample", "graft.runtime.sampling.draw", "graph", "append_token"]
+    "at", ["graft.engine.engine.sample", "graft.engine.sampling.sampling.draw", "graph", "append_token"]
 )
 def test_a_step_that_fails_is_done_again_for_those_who_go_on(at, monkeypatch):
     """Three samples of one prompt are about to copy the block that they share when the step fails."""

@@ -9,8 +9,8 @@ import torch
 from native_cases import needs_compiler
 
 from graft import LLM
-from graft.workbench import quality
-from graft.workbench.quality import logits_error, logits_note
+from graft.bench import quality
+from graft.bench.quality import logits_error, logits_note
 from marks import short
 
 IDS = [5, 6, 7, 11, 3]

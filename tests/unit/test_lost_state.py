@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import graft
-from graft.errors import CaptureError
-from graft.graph.trace import export_graph
+from graft.base.errors import CaptureError
+from graft.ir.trace import export_graph
 
 ONES = torch.ones(4)
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import graft.ops  # noqa: F401
-from graft.errors import PatternError
-from graft.graph.match import Finder
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
-from graft.transforms.library.fuse_rms_norm import llama
+from graft.base.errors import PatternError
+from graft.ir.io.text import graph_text
+from graft.ir.patterns.match import Finder
+from graft.ir.trace import export_graph
+from graft.passes.library.norms.fuse_rms_norm import llama
 
 SHAPES = {"x": "b s d", "weight": "d"}
 
@@ -193,7 +193,7 @@ def test_sizes_in_a_pattern_are_confirmed():
 
 def test_every_match_of_a_deep_graph_and_flat_cost_per_node(monkeypatch):
     """The number of comparisons grows with the graph, not faster."""
-    from graft.graph import match as match_module
+    from graft.ir.patterns import match as match_module
 
     counts = {}
     real = match_module.Attempt.unify

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from conftest import tiny
+from graft.base.errors import CheckpointError, GraftError
 from graft.cli.app import app
-from graft.errors import CheckpointError, GraftError
+from graft.engine.llm import LLM
 from graft.models.load import load_model
 from graft.models.requests import refuse_foreign_tensors
-from graft.runtime.llm import LLM
 
 
 @pytest.fixture

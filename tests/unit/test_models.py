@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import FAMILIES
-from graft.errors import CheckpointError, ConfigError, DiskFull, UnknownModel, UsageError
-from graft.files import atomic_folder, cache_dir
-from graft.models import gguf as gguf_module
+from graft.base.errors import CheckpointError, ConfigError, DiskFull, UnknownModel, UsageError
+from graft.base.files import atomic_folder, cache_dir
 from graft.models.embedded import download, embedded_gguf
-from graft.models.files import check_safetensors
-from graft.models.gguf import MANIFEST, convert_gguf
 from graft.models.load import load_model, resolve_dtype
 from graft.models.registry import entries, evaluate, families
+from graft.weights.checkpoint import check_safetensors
+from graft.weights.gguf import convert as gguf_module
+from graft.weights.gguf.convert import MANIFEST, convert_gguf
 
 NAMES = [
     "smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "mistral-7b", "gemma-2-2b",
@@ -64,7 +64,7 @@ def test_formulas_of_the_registry():
 
 def test_fourteen_families_and_each_accounts_for_every_transform():
     """A transform that finds nothing in a family has its reason in the YAML; nothing is left out."""
-    from graft.transforms.config import load_config
+    from graft.passes.config import load_config
 
     assert len(families()) >= 14
     for family in families().values():

@@ -10,12 +10,12 @@ from collections import Counter
 import pytest
 import torch
 
-from graft.graph.nodes import calls
+from graft.ir.nodes import calls
+from graft.passes.base import Stage, TransformConfig
+from graft.passes.config import load_config
+from graft.passes.patterns import PatternTransform, Rewrite
+from graft.passes.registry import TransformRegistry, load_all
 from graft.testing.negatives import assert_refused_or_harmless, negatives, positive
-from graft.transforms.base import Stage, TransformConfig
-from graft.transforms.config import load_config
-from graft.transforms.patterns import PatternTransform, Rewrite
-from graft.transforms.registry import TransformRegistry, load_all
 
 load_all()
 CONFIG = load_config()

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graft.graph.text import graph_text
+from graft.ir.io.text import graph_text
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.patterns import Rewrite
+from graft.passes.pipeline import run_one
+from graft.passes.registry import TransformRegistry
 from graft.testing.negatives import negatives, positive
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.patterns import Rewrite
-from graft.transforms.pipeline import run_one
-from graft.transforms.registry import TransformRegistry
 
 CONFIG = load_config()
 ops = torch.ops.graft

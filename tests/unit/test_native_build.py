@@ -20,7 +20,7 @@ from graft.backends.native import build as native
 from graft.backends.native import compiler as compilers
 from graft.backends.native.build import Source
 from graft.backends.native.cpu import allowed, available_cores, thread_count
-from graft.errors import CannotLoad, CompilerFailed, DiskFull, NoCompiler, TooManyThreads, UsageError
+from graft.base.errors import CannotLoad, CompilerFailed, DiskFull, NoCompiler, TooManyThreads, UsageError
 
 TEXT = 'extern "C" int answer() { return 42; }\n'
 SOURCE = Source(TEXT)

@@ -14,7 +14,14 @@ import graft
 from conftest import tiny
 from graft import LLM, SamplingParams
 from graft.backends.select import decoder_backend
-from graft.errors import CompilerFailed, NoCompiler, NothingNative, TooManyThreads, TransformError, UnknownBackend
+from graft.base.errors import (
+    CompilerFailed,
+    NoCompiler,
+    NothingNative,
+    TooManyThreads,
+    TransformError,
+    UnknownBackend,
+)
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from native_build import every_target, targets
 from native_linear_cases import ACTS, KINDS, Product, close, expected, make, packing, run
 
-from graft.ops.fused_linear.native_packing import pack, unpack
+from graft.weights.native_tiles import pack, unpack
 from marks import examples, short
 
 PRODUCTS = [

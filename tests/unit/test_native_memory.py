@@ -8,7 +8,7 @@ from native_cases import needs_compiler
 
 from graft import LLM, SamplingParams
 from graft.backends.native.call import RegionCall
-from graft.errors import UsageError
+from graft.base.errors import UsageError
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
 pytestmark = needs_compiler

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.errors import PackingError
-from graft.ops.fused_linear.native_packing import CPP, TILES_AT_ONCE, pack, pack_gguf, unpack
+from graft.base.errors import PackingError
+from graft.weights.native_tiles import CPP, TILES_AT_ONCE, pack, pack_gguf, unpack
 
 
 def weight(n: int, k: int, seed: int = 0) -> torch.Tensor:

@@ -10,10 +10,10 @@ from quantize_cases import reasons
 from conftest import tiny
 from graft import LLM, SamplingParams
 from graft.backends import lower
-from graft.errors import TransformError, UsageError
+from graft.base.errors import TransformError, UsageError
+from graft.bench.quality import engine_logits
+from graft.bench.traffic import graph_weight_bytes
 from graft.models.load import load_model
-from graft.workbench.quality import engine_logits
-from graft.workbench.traffic import graph_weight_bytes
 from marks import left_out
 
 pytestmark = needs_compiler

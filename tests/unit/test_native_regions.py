@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from conftest import tiny
 from graft import LLM, SamplingParams
 from graft.backends.native.plan import LOWERINGS
+from graft.base.errors import BadIndex, KernelUnavailable, NothingNative, UsageError
 from graft.cli.app import app
-from graft.errors import BadIndex, KernelUnavailable, NothingNative, UsageError
 from marks import left_out
 
 pytestmark = needs_compiler

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.native.ops.pointwise import FORMS
 from graft.backends.native.program import Program
-from graft.graph.edit import RULES
+from graft.ir.edit import RULES
 from graft.ops.cases import tolerance
 
 pytestmark = needs_compiler

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from scaffold_cases import ROOT, SOURCE, checkout_folder, functions_file  # noqa: F401  (fixtures)
 from typer.testing import CliRunner
 
+from graft.base.errors import DiskFull, PatternError, UsageError
+from graft.base.files import write_together
 from graft.cli.app import app
-from graft.errors import DiskFull, PatternError, UsageError
-from graft.files import write_together
 from graft.workbench.scaffold.names import check_name
 from graft.workbench.scaffold.place import Place
 from graft.workbench.scaffold.plan import new_transform, with_entry

@@ -10,9 +10,9 @@ from test_discover import GatedResidual, LogitScaledNorm, Silu, SquaredReluMLP, 
 from torch import nn
 from typer.testing import CliRunner
 
+from graft.base.errors import PatternError, ShapesUnknown, UnknownCandidate, UsageError
 from graft.cli.app import app
-from graft.errors import PatternError, ShapesUnknown, UnknownCandidate, UsageError
-from graft.transforms.config import load_config
+from graft.passes.config import load_config
 from graft.workbench.discover import discover, discover_model
 from graft.workbench.scaffold.candidate import existing_call, read_seed, seed_of
 from graft.workbench.scaffold.plan import transform_from

@@ -13,8 +13,8 @@ from test_new_transform import run_ruff
 from test_new_transform_from import BLOCKS, seed
 from test_new_transform_runs import run_pytest
 
-from graft.errors import PatternError
-from graft.transforms.config import load_config
+from graft.base.errors import PatternError
+from graft.passes.config import load_config
 from graft.workbench.discover import discover_model
 from graft.workbench.scaffold.candidate import seed_of
 from graft.workbench.scaffold.plan import transform_from
@@ -108,7 +108,7 @@ def test_in_a_checkout_what_is_written_is_formatted_and_lint_free(checkout):
     for index, candidate in enumerate(kept):
         transform_from(f"fuse_candidate{index}", seed_of(candidate, found.model), checkout, op=index % 2 == 0)
     assert len(kept) > 2
-    defaults = (checkout / "src/graft/transforms/default.yaml").read_text()
+    defaults = (checkout / "src/graft/passes/default.yaml").read_text()
     assert "stage: schedule, enabled: false, before: [schedule_streams]}" in defaults
     for command in (["check"], ["format", "--check"]):
         done = run_ruff(checkout, *command)

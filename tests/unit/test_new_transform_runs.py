@@ -72,12 +72,12 @@ def test_in_a_checkout_the_rules_of_the_code_hold(checkout, monkeypatch):
     assert made.checkout and made.root == checkout
     assert {p.name for p in made.changed} == {"default.yaml", "common.yaml"}
     new_transform("fuse_other", checkout, stage="schedule")
-    defaults = (checkout / "src/graft/transforms/default.yaml").read_text()
+    defaults = (checkout / "src/graft/passes/default.yaml").read_text()
     entries = yaml.safe_load(defaults)["transforms"]
     assert entries["fuse_plain"] == {"stage": "match", "enabled": False}
     assert list(entries).index("fuse_plain") == list(entries).index("fuse_attention") + 1
     assert list(entries)[-1] == "fuse_other"
-    before = (SOURCE / "graft/transforms/default.yaml").read_text().splitlines()
+    before = (SOURCE / "graft/passes/default.yaml").read_text().splitlines()
     assert [line for line in defaults.splitlines() if line in before] == before  # comments and all
     done = run_pytest(
         checkout, "tests/unit", "-k",

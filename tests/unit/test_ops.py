@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import graft.ops
-from graft.errors import KernelUnavailable, UsageError
+from graft.base.errors import KernelUnavailable, UsageError
 from graft.ops import OPS, choose
 from graft.ops.cases import tolerance
 from graft.ops.selection import problem_of

@@ -9,9 +9,9 @@ import torch
 from recording_cases import engine
 
 import graft
-from graft.kvcache.layout import NAMES, HostBatch
-from graft.runtime.decode.buckets import Sizes
-from graft.runtime.decode.packed import LARGEST, token_sizes
+from graft.engine.decode.buckets import Sizes
+from graft.engine.decode.packed import LARGEST, token_sizes
+from graft.ops.layout import NAMES, HostBatch
 
 PROMPTS = [[i * 7 % 120 + 1 for i in range(count)] for count in (1, 3, 16, 17, 40, 63)]
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.errors import PackingError, QuantizationError
+from graft.base.errors import PackingError, QuantizationError
 from graft.ops import OPS
-from graft.ops.fused_linear import pack_rows
-from graft.ops.fused_linear.native_packing import pack, unpack
-from graft.ops.fused_linear.pack_rows import pack_checked
-from graft.ops.fused_linear.tiles import BLOCK_BYTES, COLUMN_BYTES, from_graph, in_graph, kind_of, unpack_rows
+from graft.weights import pack_rows
+from graft.weights.native_tiles import pack, unpack
+from graft.weights.pack_rows import pack_checked
+from graft.weights.tiles import BLOCK_BYTES, COLUMN_BYTES, from_graph, in_graph, kind_of, unpack_rows
 
 KINDS = [*BLOCK_BYTES, *COLUMN_BYTES]  # that a graph may hold
 

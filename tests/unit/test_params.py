@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graft.errors import UsageError
-from graft.runtime.params import MOST_LOGPROBS, MOST_STOPS, RULES, SamplingParams
+from graft.base.errors import UsageError
+from graft.engine.params import MOST_LOGPROBS, MOST_STOPS, RULES, SamplingParams
 
 NUMBERS = [
     "temperature",

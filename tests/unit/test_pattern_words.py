@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import graft.ops  # noqa: F401
-from graft.errors import PatternError
-from graft.graph.match import Finder
-from graft.graph.trace import export_graph
-from graft.graph.words import choice, constant, one_of, optional, repeated
-from graft.transforms.base import Context, Stage, TransformConfig
-from graft.transforms.patterns import PatternTransform, Rewrite
+from graft.base.errors import PatternError
+from graft.ir.patterns.match import Finder
+from graft.ir.patterns.words import choice, constant, one_of, optional, repeated
+from graft.ir.trace import export_graph
+from graft.passes.base import Context, Stage, TransformConfig
+from graft.passes.patterns import PatternTransform, Rewrite
 
 ops = torch.ops.graft
 X, W = {"x": "b s d"}, {"weight": "n d"}

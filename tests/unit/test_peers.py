@@ -17,20 +17,22 @@ from typer.testing import CliRunner
 
 import graft
 from graft.backends.native.cpu import THREADS, available_cores
+from graft.base.errors import NoCompiler, PeerNotRun, TooManyThreads, UsageError
+from graft.bench import contest, read_native, roofline
+from graft.bench.baselines import baseline as rival
+from graft.bench.baselines import llama_cpp as peers_llama
+from graft.bench.baselines.baseline import Peer, Task
+from graft.bench.baselines.hf import PEERS, RIVALS
+from graft.bench.baselines.llama_cpp import LlamaCpp, gguf_file
+from graft.bench.baselines.openvino import OpenVino, Step
+from graft.bench.bench import bench
+from graft.bench.plan import Plan
+from graft.bench.roofline import Roofline
+from graft.bench.rows import Row
+from graft.bench.threads import checked_threads, use_threads
+from graft.bench.traffic import cache_bytes, weight_bytes
 from graft.cli.app import app
 from graft.cli.bench_show import show
-from graft.errors import NoCompiler, PeerNotRun, TooManyThreads, UsageError
-from graft.workbench import contest, peers_llama, read_native, rival, roofline
-from graft.workbench.bench import bench
-from graft.workbench.compare import PEERS, RIVALS
-from graft.workbench.peers_llama import LlamaCpp, gguf_file
-from graft.workbench.peers_openvino import OpenVino, Step
-from graft.workbench.plan import Plan
-from graft.workbench.rival import Peer, Task
-from graft.workbench.roofline import Roofline
-from graft.workbench.rows import Row
-from graft.workbench.threads import checked_threads, use_threads
-from graft.workbench.traffic import cache_bytes, weight_bytes
 
 CPU = torch.device("cpu")
 PLAN = Plan(batches=(2,), prompts=(8,), new=40, repeats=1, against=("llama.cpp", "openvino"))
@@ -93,8 +95,8 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_how_to_get_it(nothing_i
 
 
 def test_the_command_exits_with_0_without_any_peer(nothing_installed, growing_clock, monkeypatch):
-    monkeypatch.setattr("graft.runtime.llm.LLM", lambda *_, **__: engine())
-    monkeypatch.setattr("graft.workbench.roofline.measure_roofline", lambda device, dtype: ROOF)
+    monkeypatch.setattr("graft.engine.llm.LLM", lambda *_, **__: engine())
+    monkeypatch.setattr("graft.bench.roofline.measure_roofline", lambda device, dtype: ROOF)
     small = ("--prompt", "8", "--new", "40", "--batch", "1", "--repeats", "1", "--threads", "1", "--json")
     done = CliRunner().invoke(app, ["bench", "tiny-smollm2", "--against", "llama.cpp,openvino", *small])
     document = json.loads(done.stdout)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from graft.progress import CAPTURE, LOWERING, TRANSFORMS, Doing, phase_of
-from graft.workbench import phases
-from graft.workbench.phases import PhaseClock
+from graft.base.progress import CAPTURE, LOWERING, TRANSFORMS, Doing, phase_of
+from graft.bench import phases
+from graft.bench.phases import PhaseClock
 
 
 def test_reports_become_phases_with_seconds(monkeypatch):

@@ -11,7 +11,7 @@ from torch import nn
 
 import graft
 from conftest import graph_of
-from graft.errors import (
+from graft.base.errors import (
     DumpError,
     DuplicateTransform,
     OrderError,
@@ -19,17 +19,17 @@ from graft.errors import (
     UnknownTransform,
     VerificationError,
 )
-from graft.graph.edit import Editor
-from graft.graph.nodes import calls
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
-from graft.graph.verify import Snapshot, module_state, verify
+from graft.ir.edit import Editor
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls
+from graft.ir.trace import export_graph
+from graft.ir.verify import Snapshot, module_state, verify
 from graft.models.load import load_model
-from graft.transforms.base import BaseTransform, Context, Outcome, Stage, TransformConfig
-from graft.transforms.config import PipelineConfig, load_config
-from graft.transforms.pipeline import order_transforms, run_pipeline
-from graft.transforms.registry import TransformRegistry, load_all
-from graft.transforms.report import MatchRecord, Report
+from graft.passes.base import BaseTransform, Context, Outcome, Stage, TransformConfig
+from graft.passes.config import PipelineConfig, load_config
+from graft.passes.pipeline import order_transforms, run_pipeline
+from graft.passes.registry import TransformRegistry, load_all
+from graft.passes.report import MatchRecord, Report
 
 load_all()
 

@@ -12,11 +12,11 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.graph.nodes import calls
-from graft.graph.trace import trace_function
+from graft.ir.nodes import calls
+from graft.ir.trace import trace_function
 from graft.ops import triton_math
 from graft.ops.pointwise import BY_CALL, ROWS, TABLE
-from graft.transforms.elementwise import Earlier, is_pointwise, steps_of
+from graft.passes.elementwise import Earlier, is_pointwise, steps_of
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.rand(3, 8, generator=torch.Generator().manual_seed(1)) + 0.5

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import graft
-from graft.errors import CaptureRefused
-from graft.graph.checks import is_check
-from graft.graph.trace import export_graph
+from graft.base.errors import CaptureRefused
+from graft.ir.checks import is_check
+from graft.ir.trace import export_graph
 from marks import short
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import tiny
-from graft.errors import CheckpointError, OutOfMemory
+from graft.base.errors import CheckpointError, OutOfMemory
 from graft.models import load, promises
 from graft.models.load import load_model
 

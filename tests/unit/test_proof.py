@@ -7,20 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graft.errors import TransformError
-from graft.graph.edit import Editor
-from graft.graph.evaluate import INPUT_KINDS, Call, Inputs, Piece, fill
-from graft.graph.nodes import calls, is_op
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
-from graft.transforms import merge
-from graft.transforms.base import BaseTransform, Outcome, Stage, TransformConfig
-from graft.transforms.config import PipelineConfig, load_config
-from graft.transforms.library import fuse_rms_norm, fuse_swiglu
-from graft.transforms.patterns import PatternTransform, Rewrite
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import MatchRecord, Report
+from graft.base.errors import TransformError
+from graft.ir.edit import Editor
+from graft.ir.evaluate import INPUT_KINDS, Call, Inputs, Piece, fill
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, is_op
+from graft.ir.trace import export_graph
+from graft.passes.base import BaseTransform, Outcome, Stage, TransformConfig
+from graft.passes.config import PipelineConfig, load_config
+from graft.passes.library import fuse_swiglu
+from graft.passes.library.merge import linears as merge
+from graft.passes.library.norms import fuse_rms_norm
+from graft.passes.patterns import PatternTransform, Rewrite
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry
+from graft.passes.report import MatchRecord, Report
 
 aten, ops = torch.ops.aten, torch.ops.graft
 
@@ -221,7 +222,7 @@ def test_transforms_that_cannot_be_proven_say_why_and_the_report_keeps_it():
     from conftest import FAMILIES
     from graft.capture.decoder import capture_decoder
     from graft.models.load import load_model
-    from graft.transforms.base import Context
+    from graft.passes.base import Context
 
     assert "llama" in FAMILIES
     gm = capture_decoder(load_model("tiny-llama", dtype="float32", device="meta").module)

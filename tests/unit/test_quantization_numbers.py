@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.errors import QuantizationError
-from graft.ops.fused_linear import quantize as quantizing
-from graft.ops.fused_linear.packing import GROUP, dequantize, pack_bytes, pack_int4, unpack_bytes, unpack_int4
-from graft.ops.fused_linear.quantize import (
+from graft.base.errors import QuantizationError
+from graft.weights import quantize as quantizing
+from graft.weights.packing import GROUP, dequantize, pack_bytes, pack_int4, unpack_bytes, unpack_int4
+from graft.weights.quantize import (
     QUANTIZERS,
     check_fp8,
     quantize_fp8,
@@ -18,7 +18,7 @@ from graft.ops.fused_linear.quantize import (
     quantize_int8,
     stored,
 )
-from graft.ops.fused_linear.rounding import HALF, SLACK, measure
+from graft.weights.rounding import HALF, SLACK, measure
 
 FORMATS = ("int8", "int4", "fp8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,18 +11,18 @@ from torch import nn
 
 import graft
 from conftest import graph_of
-from graft.errors import ConfigError, TransformError, UsageError
-from graft.graph.edit import second_module
-from graft.graph.nodes import options_of
-from graft.graph.text import graph_text
+from graft.base.errors import ConfigError, TransformError, UsageError
+from graft.ir.edit import second_module
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import options_of
 from graft.models.load import load_model
-from graft.ops.fused_linear import quantize as quantizing
-from graft.ops.fused_linear.packing import dequantize
-from graft.transforms.config import load_config, quantize_sets, with_sets
-from graft.transforms.library import quantize_linear
-from graft.transforms.library.quantize_linear import operands
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.quantization import pattern_fits
+from graft.passes.config import load_config, quantize_sets, with_sets
+from graft.passes.library.quantize import quantize_linear
+from graft.passes.library.quantize.quantization import pattern_fits
+from graft.passes.library.quantize.quantize_linear import operands
+from graft.passes.pipeline import run_pipeline
+from graft.weights import quantize as quantizing
+from graft.weights.packing import dequantize
 
 # ── what is rewritten ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -16,20 +16,20 @@ from typer.testing import CliRunner
 
 import graft
 from conftest import graph_of
+from graft.base.errors import TransformError, UsageError
+from graft.bench import contest
+from graft.bench.traffic import graph_weight_bytes, weight_bytes
 from graft.capture.decoder import capture_decoder
 from graft.cli.app import app
-from graft.errors import TransformError, UsageError
-from graft.graph.edit import second_module
+from graft.engine.build import fingerprint
+from graft.ir.edit import second_module
 from graft.models.load import load_model
-from graft.ops.fused_linear import quantize as quantizing
-from graft.ops.fused_linear.packing import dequantize
-from graft.runtime.build import fingerprint
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.report import Report
-from graft.workbench import contest
-from graft.workbench.traffic import graph_weight_bytes, weight_bytes
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
+from graft.passes.report import Report
+from graft.weights import quantize as quantizing
+from graft.weights.packing import dequantize
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])

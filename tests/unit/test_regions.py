@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.graph.nodes import calls, tensor_val
-from graft.graph.trace import export_graph, trace_function
-from graft.transforms.elementwise import is_pointwise
-from graft.transforms.regions import MAX_NODES, Grower
+from graft.ir.nodes import calls, tensor_val
+from graft.ir.trace import export_graph, trace_function
+from graft.passes.elementwise import is_pointwise
+from graft.passes.regions import MAX_NODES, Grower
 
 X, W = torch.randn(2, 3, 8), torch.randn(8, 8)
 

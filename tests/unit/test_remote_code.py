@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import graft
 from conftest import tiny
+from graft.base.errors import GraftError, UsageError
 from graft.cli.app import app
-from graft.errors import GraftError, UsageError
+from graft.engine.llm import LLM
 from graft.models.load import load_model
-from graft.runtime.llm import LLM
 
 CODE = """
 from pathlib import Path

@@ -16,8 +16,8 @@ from graft.backends import lower
 from graft.backends.buffers import elements_are_apart, row_of
 from graft.backends.capturable import recording_device
 from graft.backends.keys import Arguments, State
-from graft.errors import CaptureRefused, UsageError
-from graft.graph.trace import export_graph
+from graft.base.errors import CaptureRefused, UsageError
+from graft.ir.trace import export_graph
 
 aten = torch.ops.aten
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from test_report_data import kernel_document
 from typer.testing import CliRunner
 
+from graft.base.errors import DiskFull
 from graft.cli.app import app
-from graft.errors import DiskFull
-from graft.transforms.dumps import MANIFEST, REPORT
+from graft.passes.dumps import MANIFEST, REPORT
 from graft.workbench.report import collect, render
 from graft.workbench.report import page as page_module
 from graft.workbench.report.page import PACKAGE, SCRIPTS, STYLES, VENDOR, policy, safe_json, write_page

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from graft.errors import DumpError, ReportError
-from graft.graph.facts import read_graph
-from graft.graph.trace import export_graph
-from graft.transforms.report import MatchRecord, TransformRecord
-from graft.workbench.kernel_times import KernelRow, StepTimes
+from graft.base.errors import DumpError, ReportError
+from graft.bench.kernel_times import KernelRow, StepTimes
+from graft.ir.facts import read_graph
+from graft.ir.trace import export_graph
+from graft.passes.report import MatchRecord, TransformRecord
 from graft.workbench.report import collect
 from graft.workbench.report.kernel_file import find_kernels, read_kernels
 from graft.workbench.report.packing import HUB, Readers, Strings

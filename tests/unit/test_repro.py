@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import graft
+from graft.base.errors import DumpError, ReproRefused, UnknownMatch, UnknownTransform
 from graft.cli.app import app
-from graft.errors import DumpError, ReproRefused, UnknownMatch, UnknownTransform
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.patterns import PatternTransform, Rewrite
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.patterns import PatternTransform, Rewrite
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry
 from graft.workbench.dump import dump_model
 from graft.workbench.repro.write import find_match, matches_of, repro_source
 from graft.workbench.runs import open_run

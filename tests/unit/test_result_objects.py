@@ -10,7 +10,7 @@ from torch import nn
 
 import graft
 from graft.backends.inductor import reset_compiler
-from graft.errors import CaptureError
+from graft.base.errors import CaptureError
 from marks import short
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 import graft
 from graft import Context, Match, PatternTransform, Refused, Rewrite, Rewriter
-from graft.errors import TransformError
-from graft.graph.edit import second_module
-from graft.graph.nodes import calls, is_op
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
-from graft.transforms.base import Stage, TransformConfig
-from graft.transforms.pipeline import run_one
+from graft.base.errors import TransformError
+from graft.ir.edit import second_module
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, is_op
+from graft.ir.trace import export_graph
+from graft.passes.base import Stage, TransformConfig
+from graft.passes.pipeline import run_one
 
 aten = torch.ops.aten
 X = torch.linspace(-2, 2, 12).view(3, 4)

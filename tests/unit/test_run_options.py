@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 import graft
 from conftest import tiny
+from graft.base.errors import DiskFull, PromptTooLong, UsageError
+from graft.base.files import atomic_folder, write_failed
 from graft.cli import run as run_verb
 from graft.cli.app import app
-from graft.errors import DiskFull, PromptTooLong, UsageError
-from graft.files import atomic_folder, write_failed
 from graft.models.load import load_model
 
 

@@ -10,9 +10,9 @@ from state_cases import whole
 from torch import nn
 
 import graft
-from graft.graph.memory import UNDECLARED_WRITES, effects, is_mutating, mutated_args
-from graft.graph.nodes import calls, is_op
-from graft.graph.trace import export_graph
+from graft.ir.effects import UNDECLARED_WRITES, effects, is_mutating, mutated_args
+from graft.ir.nodes import calls, is_op
+from graft.ir.trace import export_graph
 from marks import short
 
 aten = torch.ops.aten

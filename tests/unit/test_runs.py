@@ -15,12 +15,12 @@ from decode_cases import forced
 from typer.testing import CliRunner
 
 import graft
+from graft.base.errors import DumpError, RunMismatch, UnknownTransform
 from graft.cli.app import app
-from graft.errors import DumpError, RunMismatch, UnknownTransform
-from graft.graph.nodes import placeholders
-from graft.kvcache.layout import HostBatch, pack
-from graft.transforms.config import load_config, quantize_sets
-from graft.transforms.dumps import MANIFEST, MARKER, RUN_FORMAT, WEIGHTS, DumpWriter
+from graft.ir.nodes import placeholders
+from graft.ops.layout import HostBatch, pack
+from graft.passes.config import load_config, quantize_sets
+from graft.passes.dumps import MANIFEST, MARKER, RUN_FORMAT, WEIGHTS, DumpWriter
 from graft.workbench.diff_runs import compare_records, diff_runs, folded
 from graft.workbench.dump import dump_model
 from graft.workbench.runs import open_run

@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from conftest import tiny
-from graft.errors import CheckpointError
-from graft.models.files import check_safetensors
+from graft.base.errors import CheckpointError
 from graft.models.load import load_model
+from graft.weights.checkpoint import check_safetensors
 
 
 def write(path: Path, header, data: bytes = b"") -> Path:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from sampling_cases import HOT, INF, LOGITS, NEW, PROMPT, exact, normal, penalised, request
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graft.errors import LogitsError
-from graft.runtime import draw as drawing
-from graft.runtime.draw import draw, weights
-from graft.runtime.params import SamplingParams
-from graft.runtime.sampling import make_generator, sample
+from graft.base.errors import LogitsError
+from graft.engine.params import SamplingParams
+from graft.engine.sampling import draw as drawing
+from graft.engine.sampling.draw import draw, weights
+from graft.engine.sampling.sampling import make_generator, sample
 
 LAST = 1 - 2**-53  # the largest number that a draw can give
 

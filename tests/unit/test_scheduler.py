@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.kvcache.manager import BlockManager
-from graft.runtime import scheduler as scheduling
-from graft.runtime.core import Request
-from graft.runtime.params import SamplingParams
-from graft.runtime.scheduler import Scheduler
+from graft.engine import scheduler as scheduling
+from graft.engine.core import Request
+from graft.engine.kv.manager import BlockManager
+from graft.engine.params import SamplingParams
+from graft.engine.scheduler import Scheduler
 
 BLOCK = 4
 

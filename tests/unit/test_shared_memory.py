@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graft.errors import ConfigError, UnknownKey, UsageError
-from graft.graph.nodes import calls, is_op
-from graft.graph.trace import export_graph
-from graft.runtime.torch_compile import Backend
-from graft.transforms.config import load_config, read_yaml
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import load_all
+from graft.api.torch_compile import Backend
+from graft.base.errors import ConfigError, UnknownKey, UsageError
+from graft.ir.nodes import calls, is_op
+from graft.ir.trace import export_graph
+from graft.passes.config import load_config, read_yaml
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import load_all
 
 ops = torch.ops.graft
 

@@ -9,9 +9,9 @@ import torch
 
 import graft
 from conftest import tiny
-from graft.kvcache.events import CacheView
-from graft.runtime.core import Request
-from graft.runtime.sampling import make_generator, sample
+from graft.engine.core import Request
+from graft.engine.kv.events import CacheView
+from graft.engine.sampling.sampling import make_generator, sample
 
 REQUESTS, BLOCKS = 2000, 40
 SLACK = 1e-4  # logits of one batch and another differ by rounding alone: about 1e-6
@@ -126,7 +126,7 @@ def test_the_soak_would_see_a_wrong_token():
 @pytest.mark.exhaustive
 def test_the_soak_would_see_a_block_that_was_not_copied(monkeypatch):
     """Samples of one prompt that write into each other's blocks give wrong tokens, and the check finds them."""
-    monkeypatch.setattr("graft.runtime.engine.copy_blocks", lambda tensors, copies: None)
+    monkeypatch.setattr("graft.engine.engine.copy_blocks", lambda tensors, copies: None)
     llm = engine()
     requests, _ = run_all(llm, random.Random(2), 150)
     assert sum(wrong_tokens(one, llm.engine.end_tokens) for request in requests for one in request.family) > 0

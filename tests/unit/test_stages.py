@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from graft import LLM
-from graft.errors import UsageError
+from graft.base.errors import UsageError
+from graft.base.progress import CAPTURE, LOWERING, TRANSFORMS, phase_of
+from graft.engine import stages
 from graft.models.load import load_model
-from graft.progress import CAPTURE, LOWERING, TRANSFORMS, phase_of
-from graft.runtime import stages
 
 
 def refuse_loading(*_, **__):

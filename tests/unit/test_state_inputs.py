@@ -8,7 +8,7 @@ from torch import nn
 from torch.export import Dim
 
 import graft
-from graft.errors import PositionError, ReadOnlyInput, ReplacedBuffer, SharedMemoryError, UsageError
+from graft.base.errors import PositionError, ReadOnlyInput, ReplacedBuffer, SharedMemoryError, UsageError
 from marks import short
 
 

@@ -7,7 +7,7 @@ import torch
 from state_cases import BACKENDS, Case, Stateful, agree, agree_all, whole
 
 import graft
-from graft.errors import CaptureError, GraftError
+from graft.base.errors import CaptureError, GraftError
 from marks import short
 
 X = [(whole(4, 6, seed=step),) for step in range(3)]

@@ -20,7 +20,7 @@ from state_checks import compiled, differences, smallest
 from state_programs import Program
 from state_statements import DTYPES, programs
 
-from graft.graph.memory import is_mutating
+from graft.ir.effects import is_mutating
 from marks import examples, short
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the instruction sets of this machine are not tried out

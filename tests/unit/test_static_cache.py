@@ -21,7 +21,7 @@ from transformers import (
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 import graft
-from graft.errors import CaptureError, PositionError, SharedMemoryError, UsageError
+from graft.base.errors import CaptureError, PositionError, SharedMemoryError, UsageError
 from marks import short
 
 SIZES = {

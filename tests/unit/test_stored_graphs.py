@@ -11,17 +11,17 @@ import torch
 import graft.ops  # noqa: F401
 from conftest import FAMILIES
 from graft.capture.cache import FOLDER, captured_decoder
-from graft.graph.nodes import tensor_val
-from graft.graph.serial import graph_from_json, graph_to_json
-from graft.graph.storage import share_storage
-from graft.graph.symbols import Symbol, declare, fresh_mode
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
-from graft.graph.verify import module_state
+from graft.ir.io.serial import graph_from_json, graph_to_json
+from graft.ir.io.symbols import Symbol, declare, fresh_mode
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import tensor_val
+from graft.ir.storage import share_storage
+from graft.ir.trace import export_graph
+from graft.ir.verify import module_state
 from graft.models.load import load_model
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
 from marks import short
 
 

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 
 import graft
-from graft.graph.streams import on_device, stream_op
+from graft.ir.streams import on_device, stream_op
+from graft.memory.hazards import hazards
+from graft.memory.stream_hazards import check_streams
 from graft.ops.streams import SWITCH
-from graft.state.hazards import hazards
-from graft.state.streams import check_streams
-from graft.transforms.base import Context
-from graft.transforms.costs import Costs
+from graft.passes.base import Context
+from graft.passes.costs import Costs
 from marks import short
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [3] * 20]
@@ -30,7 +30,7 @@ class Uneven:
 
 
 def tokens(model, monkeypatch, **options):
-    monkeypatch.setattr("graft.runtime.stages.Context", partial(Context, measure=Uneven()))
+    monkeypatch.setattr("graft.engine.stages.Context", partial(Context, measure=Uneven()))
     llm = graft.LLM(model, dtype="float32", config={"transforms": {"schedule_streams": options}}, backend="eager")
     params = graft.SamplingParams(max_tokens=8)
     return llm, [output.token_ids for output in llm.generate(PROMPTS, params)]

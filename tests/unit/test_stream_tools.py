@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from graft.errors import ProfileError
-from graft.graph.streams import on_device
-from graft.graph.trace import export_graph
-from graft.runtime import profile as profiling
-from graft.runtime.profile import DeviceMeasure, measure_costs
-from graft.transforms.costs import Costs, fingerprint, load_costs
-from graft.transforms.stream_schedule import Schedule, Slot
+from graft.api import profile as profiling
+from graft.api.profile import DeviceMeasure, measure_costs
+from graft.base.errors import ProfileError
+from graft.ir.streams import on_device
+from graft.ir.trace import export_graph
+from graft.passes.costs import Costs, fingerprint, load_costs
+from graft.passes.library.streams.schedule import Schedule, Slot
 from graft.workbench.trace import gantt, one_stream, overlap, profiled_slots, trace_events, write_trace
 
 

@@ -15,21 +15,21 @@ from torch.fx import GraphModule
 
 import graft
 from graft.backends import lower
-from graft.errors import StreamOrderError, TransformError, VerificationError
-from graft.graph.canonical import canonicalize, drop_dead
-from graft.graph.nodes import calls, is_op
-from graft.graph.serial import graph_from_json, graph_to_json
-from graft.graph.streams import on_device, stream_op
-from graft.graph.text import graph_text
+from graft.base.errors import StreamOrderError, TransformError, VerificationError
+from graft.ir.canonical.normal_form import canonicalize, drop_dead
+from graft.ir.io.serial import graph_from_json, graph_to_json
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, is_op
+from graft.ir.streams import on_device, stream_op
+from graft.memory.stream_hazards import check_streams
+from graft.memory.verify import Uses
 from graft.ops.streams import KEEP, RECORD, SWITCH, WAIT
-from graft.state.streams import check_streams
-from graft.state.verify import Uses
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.costs import Costs
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.stream_emit import apply_schedule
-from graft.transforms.stream_schedule import Tasks, list_schedule
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.costs import Costs
+from graft.passes.library.streams.emit import apply_schedule
+from graft.passes.library.streams.schedule import Tasks, list_schedule
+from graft.passes.pipeline import run_pipeline
 from marks import short
 
 SLOW = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -198,11 +198,11 @@ def run(gm, measure=None, **options):
 
 def pretend_gpu(monkeypatch):
     """The transform asks the recorded values for their device."""
-    monkeypatch.setattr("graft.transforms.library.schedule_streams.on_gpu", lambda _: True)
+    monkeypatch.setattr("graft.passes.library.streams.schedule_streams.on_gpu", lambda _: True)
 
 
 def test_it_is_off_by_default_and_runs_last():
-    from graft.transforms.pipeline import order_transforms
+    from graft.passes.pipeline import order_transforms
 
     config = load_config()
     assert not config.transforms["schedule_streams"].enabled
@@ -248,7 +248,7 @@ def test_what_the_checker_refuses_is_rolled_back(monkeypatch):
         gm.graph.erase_node(wait)
         return [node for node in made if node is not wait]
 
-    monkeypatch.setattr("graft.transforms.library.schedule_streams.apply_schedule", careless)
+    monkeypatch.setattr("graft.passes.library.streams.schedule_streams.apply_schedule", careless)
     gm = graph_of(Branches())
     before = graph_text(gm.graph)
     with pytest.raises(TransformError, match="does not wait for"):

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Interpreter
 
-from graft.graph.nodes import calls
-from graft.graph.subgraph import Cutter, inputs_of, outputs_of, reached
-from graft.graph.trace import trace_function
+from graft.ir.nodes import calls
+from graft.ir.subgraph import Cutter, inputs_of, outputs_of, reached
+from graft.ir.trace import trace_function
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

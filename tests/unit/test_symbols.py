@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from graft.errors import DumpError
-from graft.graph.serial import graph_from_json, graph_to_json
-from graft.graph.symbols import Symbol, check_readable, declare, evaluate, fresh_mode, symbols_of
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
-from graft.graph.values import ValueReader, ValueWriter
-from graft.graph.verify import module_state, verify
+from graft.base.errors import DumpError
+from graft.ir.io.serial import graph_from_json, graph_to_json
+from graft.ir.io.symbols import Symbol, check_readable, declare, evaluate, fresh_mode, symbols_of
+from graft.ir.io.text import graph_text
+from graft.ir.io.values import ValueReader, ValueWriter
+from graft.ir.trace import export_graph
+from graft.ir.verify import module_state, verify
 
 SYMBOLS = [Symbol("s0", 6, 2, 64), Symbol("s44", 9, 0, None, positive=False), Symbol("u0", None, None, None, False)]
 

@@ -8,14 +8,14 @@ from decode_cases import only, targets
 from torch import nn
 from torch.export import Dim
 
-from graft.errors import TransformError
-from graft.graph.nodes import calls, module_path
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
-from graft.transforms.base import Context
-from graft.transforms.library.tabulate_rope import TabulateRope
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.positions import Computed
+from graft.base.errors import TransformError
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, module_path
+from graft.ir.trace import export_graph
+from graft.passes.base import Context
+from graft.passes.library.rope.positions import Computed
+from graft.passes.library.rope.tabulate_rope import TabulateRope
+from graft.passes.pipeline import run_pipeline
 
 H, R = 2, 8  # heads, size of a head
 CONTEXT = 64

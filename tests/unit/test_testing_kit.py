@@ -8,8 +8,12 @@ import torch.nn.functional as F
 from testing_kit_cases import Gated, X
 from torch import Tensor, nn
 
-from graft.errors import UnknownTransform
-from graft.graph.nodes import calls, is_op
+from graft.base.errors import UnknownTransform
+from graft.ir.nodes import calls, is_op
+from graft.passes.base import BaseTransform, Outcome, Stage, TransformConfig
+from graft.passes.patterns import PatternTransform, Rewrite
+from graft.passes.registry import TransformRegistry
+from graft.passes.report import MatchRecord
 from graft.testing import (
     assert_fuses,
     assert_matches_eager,
@@ -21,10 +25,6 @@ from graft.testing import (
     try_transform,
 )
 from graft.testing.negatives import negatives, positive
-from graft.transforms.base import BaseTransform, Outcome, Stage, TransformConfig
-from graft.transforms.patterns import PatternTransform, Rewrite
-from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import MatchRecord
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ import pytest
 
 import graft
 import graft.testing.numbers  # pytester drops what an inner run imports first, and torch cannot be imported twice
-from graft.transforms.registry import load_all
+from graft.passes.registry import load_all
 
 load_all()
 SOURCE = Path(graft.__file__).parents[1]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from graft.runtime.detokenize import Detokenizer, TextStream
-from graft.runtime.params import SamplingParams
+from graft.engine.params import SamplingParams
+from graft.engine.text.detokenize import Detokenizer, TextStream
 
 CORPUS = [
     "the cat sat on the mat, and it didn't play .",

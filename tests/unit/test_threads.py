@@ -23,7 +23,7 @@ from recording_cases import random_params
 
 import graft
 from conftest import resized, tiny
-from graft.errors import EngineFailed, PromptTooLong, UsageError
+from graft.base.errors import EngineFailed, PromptTooLong, UsageError
 
 GREEDY = graft.SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = graft.SamplingParams(max_tokens=200, ignore_eos=True)
@@ -411,12 +411,12 @@ def test_a_program_ends_whatever_is_under_way():
 import threading, types
 import torch
 import graft
-from graft.errors import EngineFailed
-from graft.kvcache.manager import BlockManager
-from graft.runtime.driver import Driver
-from graft.runtime.engine import Engine
-from graft.runtime.frontend import Frontend
-from graft.runtime.scheduler import Scheduler
+from graft.base.errors import EngineFailed
+from graft.engine.kv.manager import BlockManager
+from graft.engine.driver import Driver
+from graft.engine.engine import Engine
+from graft.engine.frontend import Frontend
+from graft.engine.scheduler import Scheduler
 
 class Numbers:
     def decode(self, tokens, skip_special_tokens):

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 import graft
 from conftest import tiny
+from graft.base.errors import GraftError, PromptTooLong, UsageError
+from graft.bench import throughput
+from graft.bench.throughput import Load, Log, Spread, measure_load, row_of
 from graft.cli.app import app
-from graft.errors import GraftError, PromptTooLong, UsageError
-from graft.workbench import throughput
-from graft.workbench.throughput import Load, Log, Spread, measure_load, row_of
 
 
 @pytest.fixture

@@ -22,9 +22,9 @@ from torch_compile_cases import (
 )
 
 import graft
-from graft.errors import UnknownKey, UsageError
-from graft.graph.match import Finder
-from graft.runtime.torch_compile import graft_backend
+from graft.api.torch_compile import graft_backend
+from graft.base.errors import UnknownKey, UsageError
+from graft.ir.patterns.match import Finder
 
 # ── what goes to stock Inductor ─────────────────────────────────────────────────────────────────────────────────
 
@@ -232,7 +232,7 @@ def test_the_string_form_and_its_reports():
 def test_the_installed_package_brings_the_backend():
     from importlib.metadata import entry_points
 
-    from graft.runtime.torch_compile import graft_backend
+    from graft.api.torch_compile import graft_backend
 
     found = entry_points(group="torch_dynamo_backends", name="graft")
     if not found:

@@ -9,15 +9,15 @@ from torch import nn
 from torch.fx import map_arg
 
 from conftest import FAMILIES, graph_of
-from graft.errors import TransformError
-from graft.graph.nodes import calls, is_op, module_path, source_line
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph, trace_function
+from graft.base.errors import TransformError
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, is_op, module_path, source_line
+from graft.ir.trace import export_graph, trace_function
 from graft.models.load import load_model
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry, load_all
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry, load_all
 from marks import KINDS, cross, short
 
 load_all()

@@ -13,18 +13,18 @@ from typer.testing import CliRunner
 
 import graft
 from conftest import tiny
+from graft.base.errors import GraftError, NoGpu
+from graft.bench import tune as workbench
+from graft.bench.tune import KEPT, MARGIN, Failure, candidates, tune, weight_bytes
 from graft.cli import tune as command
 from graft.cli.app import app
-from graft.errors import GraftError, NoGpu
+from graft.engine.choices import choice_note, choice_notes, model_shapes
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import choose_kernel, overridden
 from graft.ops.fused_linear.kinds import Gemm, Matvec, Shape, how_problem
-from graft.ops.fused_linear.packing import pack_int4
 from graft.ops.fused_linear.tables import Entry, read_table, write_table
 from graft.ops.ran import OpKernels, Ran
-from graft.runtime.choices import choice_note, choice_notes, model_shapes
-from graft.workbench import tune as workbench
-from graft.workbench.tune import KEPT, MARGIN, Failure, candidates, tune, weight_bytes
+from graft.weights.packing import pack_int4
 
 CPU = torch.device("cpu")
 DOWN = Shape(4096, 14336, "plain", False, False)
@@ -202,7 +202,7 @@ def test_the_report_tells_where_choices_come_from(quantized):
 
 
 def test_a_step_that_is_not_recorded_gives_no_time(quantized):
-    from graft.workbench.tune_timers import DecodeTimer
+    from graft.bench.tune_timers import DecodeTimer
 
     assert DecodeTimer(quantized)(2) == (
         "no decode step was a recording: decode: no CUDA graphs, because the model is on cpu"

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graft
-from graft.graph.match import Refused
-from graft.graph.nodes import calls, is_op
-from graft.graph.trace import export_graph
-from graft.transforms.config import load_config
-from graft.transforms.library.update_state_in_place import StateMemory, check_kinds
-from graft.transforms.pipeline import run_pipeline
+from graft.ir.nodes import calls, is_op
+from graft.ir.patterns.match import Refused
+from graft.ir.trace import export_graph
+from graft.passes.config import load_config
+from graft.passes.library.update_state_in_place import StateMemory, check_kinds
+from graft.passes.pipeline import run_pipeline
 from marks import examples
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from torch import nn
 from torch.export import Dim
 
 import graft
-from graft.errors import CaptureError, GuardFailed, UsageError
-from graft.graph.signature import Leaf, Signature, guards_over
+from graft.base.errors import CaptureError, GuardFailed, UsageError
+from graft.ir.program.signature import Leaf, Signature, guards_over
 
 
 class Branches(nn.Module):
@@ -110,7 +110,7 @@ def test_sizes_that_no_capture_allows_are_refused():
 
 
 def test_too_many_branches_are_an_error(monkeypatch):
-    monkeypatch.setattr("graft.runtime.compile.MOST_VARIANTS", 2)
+    monkeypatch.setattr("graft.api.compile.MOST_VARIANTS", 2)
     compiled = graft.compile(Branches(), (torch.randn(3, 4),), dynamic_shapes={"x": {0: Dim.DYNAMIC}})
     compiled(torch.randn(1, 4))
     with pytest.raises(UsageError, match="2 variants are captured already"):

@@ -14,7 +14,7 @@ from torch.export import Dim
 
 import graft
 from graft.backends.inductor import has_symbols, post_grad_backend, reset_compiler
-from graft.state.functionalization import inductor_options
+from graft.memory.inductor_fix.functionalization import inductor_options
 from marks import examples, short
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the instruction sets of this machine are not tried out

@@ -12,13 +12,13 @@ from torch.export import Dim
 from vllm_cases import CachedRotary, D, H, QKNormCachedRotary, QKNormRotary, Rotary, heads, turned
 
 import graft
-from graft.graph.nodes import calls, is_op, tensor_of
-from graft.graph.text import graph_text
-from graft.graph.trace import export_graph
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, is_op, tensor_of
+from graft.ir.trace import export_graph
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry, load_all
 from graft.testing.fusion import Function
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry, load_all
 
 load_all()
 OPS = torch.ops.graft

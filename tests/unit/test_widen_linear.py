@@ -10,16 +10,16 @@ from torch import nn
 
 import graft
 from conftest import graph_of
-from graft.errors import KernelUnavailable
-from graft.graph.nodes import calls, is_op
+from graft.base.errors import KernelUnavailable
+from graft.ir.nodes import calls, is_op
 from graft.models.load import load_model
 from graft.ops import OPS, choose, narrow
 from graft.ops.attention.reference import attention, sdpa
 from graft.ops.linear import reference
 from graft.ops.linear.cases import CASES
 from graft.ops.linear.reference import linear, linear_float32
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
 
 LINEAR = OPS["linear"]
 

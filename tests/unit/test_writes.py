@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from graft.graph.trace import export_graph
-from graft.state.writes import state_writes
+from graft.ir.trace import export_graph
+from graft.memory.writes import state_writes
 
 
 class Program(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graft.graph.storage import extent
+from graft.ir.storage import extent
 
 # Gives one result of a replay from the call's arguments and the recording's own results, by their position.
 Take = Callable[[Sequence[Any], Mapping[int, torch.Tensor]], Any]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from graft.errors import CaptureRefused
-from graft.graph.memory import mutated_roots
-from graft.graph.nodes import OpOverload, is_op, leaves, tensor_val, val, where
+from graft.base.errors import CaptureRefused
+from graft.ir.effects import mutated_roots
+from graft.ir.nodes import OpOverload, is_op, leaves, tensor_val, val, where
 
 aten = torch.ops.aten
 READS_BACK = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

@@ -21,8 +21,8 @@ from graft.backends.keys import Arguments, State
 from graft.backends.recorders import DIRECT, cuda_recorder
 from graft.backends.replay import Replays
 from graft.backends.select import Lowered
-from graft.graph.memory import mutated_roots
-from graft.graph.nodes import leaves, output_node, placeholders
+from graft.ir.effects import mutated_roots
+from graft.ir.nodes import leaves, output_node, placeholders
 from graft.ops.ran import gathered
 
 

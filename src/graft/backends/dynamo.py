@@ -18,16 +18,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from graft.backends.inductor import python_dispatcher
-from graft.errors import CaptureError, GraphRefused
-from graft.graph.canonical import canonicalize
-from graft.graph.checks import METADATA, is_check
-from graft.graph.edit import attribute
-from graft.graph.memory import mutated_roots, storage_root
-from graft.graph.nodes import OpOverload, is_op, placeholders, tensor_val, where
-from graft.graph.results import keep_results_apart, result_objects
-from graft.graph.storage import storage_id
-from graft.graph.trace import fill_values, quiet
-from graft.state.regions import same_layout
+from graft.base.errors import CaptureError, GraphRefused
+from graft.ir.canonical.normal_form import canonicalize
+from graft.ir.checks import METADATA, is_check
+from graft.ir.edit import attribute
+from graft.ir.effects import mutated_roots, storage_root
+from graft.ir.nodes import OpOverload, is_op, placeholders, tensor_val, where
+from graft.ir.program.results import keep_results_apart, result_objects
+from graft.ir.storage import storage_id
+from graft.ir.trace import fill_values, quiet
+from graft.memory.regions import same_layout
 
 aten = torch.ops.aten
 ENTER_AUTOCAST, EXIT_AUTOCAST = (getattr(torch.amp.autocast_mode, n) for n in ("_enter_autocast", "_exit_autocast"))

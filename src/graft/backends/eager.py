@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.backends.select import Lowered
 from graft.backends.streams import bind_streams, placements
-from graft.graph.nodes import OpOverload, arg_values, val
+from graft.ir.nodes import OpOverload, arg_values, val
 from graft.ops import OPS, bind
 from graft.ops.call import EAGER, Asker, Call
 from graft.ops.ran import OpKernels, Ran, gathered

@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule
 
 from graft.backends.inductor import forget_constants, frame_under_way, trace_again
-from graft.graph.nodes import placeholders
+from graft.ir.nodes import placeholders
 
 # By what they hang on: the caller's arguments (and cells of closures, which look the same) are
 # GuardSource.LOCAL.

@@ -20,13 +20,13 @@ from torch.fx import Graph, GraphModule
 
 from graft.backends.eager import ran_here
 from graft.backends.select import Lowered
-from graft.errors import Recompiled, UsageError
-from graft.graph.edit import second_module
-from graft.graph.memory import mutated_roots
-from graft.graph.nodes import leaves, placeholders, val
-from graft.graph.storage import storage_id
-from graft.graph.streams import drop_streams, has_streams
-from graft.state.functionalization import inductor_options
+from graft.base.errors import Recompiled, UsageError
+from graft.ir.edit import second_module
+from graft.ir.effects import mutated_roots
+from graft.ir.nodes import leaves, placeholders, val
+from graft.ir.storage import storage_id
+from graft.ir.streams import drop_streams, has_streams
+from graft.memory.inductor_fix.functionalization import inductor_options
 
 # A custom pass under this key runs after decomposition and functionalization, before Inductor's own patterns.
 FUSION_PASS = "post_grad_custom_pre_pass"

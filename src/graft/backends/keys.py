@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graft.backends.buffers import place
-from graft.errors import UsageError
+from graft.base.errors import UsageError
 
 BOUND, STAGED, VALUE = "bound", "staged", "value"
 Token = tuple[str, Any, Any]  # how it is passed, address or value, layout

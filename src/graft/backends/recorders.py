@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graft.backends.buffers import storage_bytes
-from graft.errors import CaptureRefused
+from graft.base.errors import CaptureRefused
 
 Run = Callable[..., Sequence[Any]]
 # The first run compiles, tunes and allocates workspaces; the second runs the kernels that the tuning chose.

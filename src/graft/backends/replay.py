@@ -25,7 +25,7 @@ import torch
 from graft.backends.buffers import Staging, Take, copies, locate, untouched
 from graft.backends.keys import STAGED, VALUE, Arguments, Key
 from graft.backends.recorders import Recorded, Recorder, Run
-from graft.errors import CaptureRefused, UsageError
+from graft.base.errors import CaptureRefused, UsageError
 
 # Each recording holds its intermediate values and staging buffers. Eight are two sets of caches in four shapes.
 MOST_RECORDINGS = 8

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graft.errors import DiskFull, NativeFailed, NoCompiler, UnknownBackend, UsageError
-from graft.graph.memory import storage_root, written_args
-from graft.graph.nodes import outlives_call, where
+from graft.base.errors import DiskFull, NativeFailed, NoCompiler, UnknownBackend, UsageError
+from graft.ir.effects import storage_root, written_args
+from graft.ir.nodes import outlives_call, where
 from graft.ops.ran import OpKernels
 
 
@@ -69,7 +69,7 @@ def keep_sizes(backend: str, gm: GraphModule) -> str | None:
     """Why sizes that nobody asked for stay numbers on this backend. None: they may be dynamic.
 
     Inductor takes the offset of a view with dynamic sizes for 0. graft mends that where a custom op writes through
-    the view (state/offsets.py), and does not bring it about unasked.
+    the view (memory/inductor_fix/offsets.py), and does not bring it about unasked.
     """
     if backend != "inductor":
         return None

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graft.graph.nodes import leaves, output_node, val
-from graft.graph.streams import drop_streams, has_streams, on_device, stream_op
+from graft.ir.nodes import leaves, output_node, val
+from graft.ir.streams import drop_streams, has_streams, on_device, stream_op
 
 MOST_TRIES = 64  # torch has 32 streams and hands them out in turn; one of them may be the caller's
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 import graft.ops  # noqa: F401  (registers graft::attention)
-from graft.errors import UnsupportedAttention
+from graft.base.errors import UnsupportedAttention
 
 NAME = "graft"
 # given by models for other implementations' sake; they do not change what attention computes

@@ -19,14 +19,14 @@ import torch
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
+from graft.base.errors import DumpError
+from graft.base.files import Progress, atomic_file, cache_folder
+from graft.base.progress import CAPTURE, Doing
 from graft.capture.code import Unknowable
 from graft.capture.decoder import capture_decoder
 from graft.capture.fingerprint import fingerprint
-from graft.errors import DumpError
-from graft.files import Progress, atomic_file, cache_folder
-from graft.graph.serial import graph_from_json, graph_to_json
-from graft.graph.verify import module_state
-from graft.progress import CAPTURE, Doing
+from graft.ir.io.serial import graph_from_json, graph_to_json
+from graft.ir.verify import module_state
 
 OFF = "GRAFT_NO_GRAPH_CACHE"
 FOLDER = "GRAFT_GRAPH_CACHE_DIR"

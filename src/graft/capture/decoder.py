@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from graft.capture.attention import graft_attention
 from graft.capture.state import check_attentions, check_state
-from graft.graph.nodes import calls, is_op
-from graft.graph.prefix import drop_prefix
-from graft.graph.trace import export_graph
+from graft.ir.nodes import calls, is_op
+from graft.ir.prefix import drop_prefix
+from graft.ir.trace import export_graph
 
 PREFIX = "decoder"
 # Neither is 1 (export would fix it) nor equal to the other (export would tie them together).

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from graft.errors import UsageError
-from graft.graph.nodes import leaves
+from graft.base.errors import UsageError
+from graft.ir.nodes import leaves
 
 Spec = Any  # of one input: None, {dim: Dim…}, a sequence of them, or a Dim for a number
 

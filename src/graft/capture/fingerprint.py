@@ -18,7 +18,7 @@ import graft
 from graft.capture.code import PLAIN, Description, Unknowable, package_of
 
 LIBRARIES = ("torch", "transformers")
-SOURCES = ("capture", "graph", "ops/attention")  # what of graft makes the graph
+SOURCES = ("capture", "ir", "ops/attention")  # what of graft makes the graph
 STATE = frozenset(vars(torch.nn.Module()))  # what every module has
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from graft.errors import CaptureError, UsageError
-from graft.graph.snapshot import NUMBERS
+from graft.base.errors import CaptureError, UsageError
+from graft.ir.snapshot import NUMBERS
 
 CODE = (types.ModuleType, types.BuiltinFunctionType, type)
 

@@ -11,6 +11,7 @@ import torch
 from torch.export import Dim
 from torch.fx import GraphModule, Node
 
+from graft.base.errors import CaptureError
 from graft.capture.dynamic import (
     Spec,
     apart,
@@ -23,14 +24,13 @@ from graft.capture.dynamic import (
     with_dims,
 )
 from graft.capture.static_cache import COUNTERS, PREFIX, WithCaches
-from graft.errors import CaptureError
-from graft.graph.indexing import TensorPositions
-from graft.graph.nodes import leaves, placeholders, tensor_of
-from graft.graph.prefix import drop_prefix
-from graft.graph.signature import Signature, fixed_size, guard_texts, read_signature
-from graft.graph.storage import storage_id
-from graft.graph.trace import export_graph
-from graft.state.positions import written_dims
+from graft.ir.nodes import leaves, placeholders, tensor_of
+from graft.ir.prefix import drop_prefix
+from graft.ir.program.indexing import TensorPositions
+from graft.ir.program.signature import Signature, fixed_size, guard_texts, read_signature
+from graft.ir.storage import storage_id
+from graft.ir.trace import export_graph
+from graft.memory.positions import written_dims
 
 
 @dataclass(frozen=True)

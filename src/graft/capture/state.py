@@ -28,9 +28,9 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from graft.errors import UnsupportedAttention, UnsupportedState
-from graft.graph.symbols import fresh_mode
-from graft.graph.trace import FAKE_TENSOR, quiet
+from graft.base.errors import UnsupportedAttention, UnsupportedState
+from graft.ir.io.symbols import fresh_mode
+from graft.ir.trace import FAKE_TENSOR, quiet
 
 Place = Callable[[PreTrainedModel], AbstractContextManager[Callable[[Tensor], Tensor]]]
 LENGTH = 5  # tokens of the prompt

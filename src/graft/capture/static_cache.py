@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from graft.base.errors import CaptureError, UsageError
 from graft.capture.dynamic import like
-from graft.errors import CaptureError, UsageError
-from graft.graph.snapshot import Noted
+from graft.ir.snapshot import Noted
 
 PREFIX = "module"
 COUNTERS = ("cumulative_length_int",)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from graft import __version__
+from graft.base.errors import GraftError
 from graft.cli.bench import bench
 from graft.cli.chat import chat
 from graft.cli.check import check
@@ -29,7 +30,6 @@ from graft.cli.repro import repro
 from graft.cli.run import run
 from graft.cli.transforms import transforms
 from graft.cli.tune import tune
-from graft.errors import GraftError
 
 app = typer.Typer(
     name="graft",

@@ -29,9 +29,9 @@ from graft.cli.options import (
 if TYPE_CHECKING:
     import torch
 
+    from graft.bench.plan import Plan
+    from graft.bench.rows import Bench
     from graft.models.load import LoadedModel
-    from graft.workbench.plan import Plan
-    from graft.workbench.rows import Bench
 
 
 Against = Annotated[
@@ -86,11 +86,11 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure latency and throughput over batch sizes, beside Hugging Face eager and torch.compile."""
+    from graft.base.progress import CAPTURE
+    from graft.bench.phases import PhaseClock
+    from graft.bench.threads import use_threads
     from graft.cli.bench_show import phase_lines
     from graft.models.load import DTYPES, resolve_device, resolve_dtype
-    from graft.progress import CAPTURE
-    from graft.workbench.phases import PhaseClock
-    from graft.workbench.threads import use_threads
 
     place = resolve_device(device)
     given: dict[str, Any] = {
@@ -131,9 +131,9 @@ def make_plan(
     time_limit: float | None,
     threads: int | None,
 ) -> Plan:
-    from graft.workbench.compare import PEERS
-    from graft.workbench.plan import Plan
-    from graft.workbench.threads import checked_threads
+    from graft.bench.baselines.hf import PEERS
+    from graft.bench.plan import Plan
+    from graft.bench.threads import checked_threads
 
     rivals = () if against == "none" else tuple(dict.fromkeys(against.split(",")))
     return Plan(
@@ -150,9 +150,9 @@ def make_plan(
 def check(model: str, plan: Plan, backend: str, plot: str | None, kernels: bool) -> None:
     """What can be told to be wrong before the model is loaded."""
     from graft.backends.select import check_name
-    from graft.errors import UsageError
-    from graft.workbench.plan import known_context
-    from graft.workbench.plot import check_plot
+    from graft.base.errors import UsageError
+    from graft.bench.plan import known_context
+    from graft.bench.plot import check_plot
 
     plan.check_context(known_context(model))
     if plot and kernels:
@@ -163,8 +163,8 @@ def check(model: str, plan: Plan, backend: str, plot: str | None, kernels: bool)
 
 
 def measure(llm: Any, plan: Plan, built: float, progress: Any, notes: dict[str, Any], source: str) -> Bench:
-    from graft.workbench.bench import bench as run
-    from graft.workbench.roofline import measure_roofline
+    from graft.bench.bench import bench as run
+    from graft.bench.roofline import measure_roofline
 
     progress("measuring what this machine can do", 0, 1)
     module = llm.model.module
@@ -173,8 +173,8 @@ def measure(llm: Any, plan: Plan, built: float, progress: Any, notes: dict[str, 
 
 
 def report(result: Bench, plot: str | None, as_json: bool) -> None:
+    from graft.bench.plot import write_plot
     from graft.cli.bench_show import show
-    from graft.workbench.plot import write_plot
 
     if as_json:
         print(result.to_json())
@@ -189,10 +189,10 @@ def table_of_kernels(llm: Any, plan: Plan, notes: dict[str, Any], progress: Any,
     import json
     from dataclasses import asdict
 
+    from graft.bench.kernel_times import kernel_times
+    from graft.bench.machine import facts
+    from graft.bench.roofline import measure_roofline
     from graft.cli.bench_show import show_kernels
-    from graft.workbench.kernel_times import kernel_times
-    from graft.workbench.machine import facts
-    from graft.workbench.roofline import measure_roofline
 
     module = llm.model.module
     device = llm.device
@@ -217,14 +217,14 @@ def table_of_kernels(llm: Any, plan: Plan, notes: dict[str, Any], progress: Any,
 
 def cache_options(loaded: LoadedModel, plan: Plan, asked: str | None) -> dict[str, Any]:
     """Room for what is measured, and no more: by default a cache takes all memory that is free on a GPU."""
-    from graft.workbench.traffic import cache_bytes_per_token
+    from graft.bench.traffic import cache_bytes_per_token
 
     need = loaded.layers * cache_bytes_per_token(loaded.module) * plan.cache_tokens()
     return {"kv_cache_memory": asked or need}
 
 
 def read_numbers(name: str, text: str) -> tuple[int, ...]:
-    from graft.errors import UsageError
+    from graft.base.errors import UsageError
 
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))

@@ -11,7 +11,7 @@ import typer
 from graft.cli.load import load_llm
 
 if TYPE_CHECKING:
-    from graft.workbench.throughput import Load
+    from graft.bench.throughput import Load
 
 DEFAULT_REQUESTS = {"cuda": 1000, "cpu": 32, "meta": 32}
 Throughput = Annotated[
@@ -29,9 +29,9 @@ Preset = Annotated[str | None, typer.Option(help="Loads that others publish figu
 
 
 def read_loads(given: str | None, preset: str | None, requests: int, rate: float | None) -> list[Load]:
-    from graft.errors import UsageError, near
-    from graft.workbench.published import PRESETS
-    from graft.workbench.throughput import Load
+    from graft.base.errors import UsageError, near
+    from graft.bench.published import PRESETS
+    from graft.bench.throughput import Load
 
     if preset is not None and preset not in PRESETS:
         raise UsageError(f"--preset: unknown name {preset!r}{near(preset, PRESETS)}")
@@ -50,11 +50,11 @@ def under_load(model: str, loads: list[Load], preset: str | None, as_json: bool,
     import json
     from dataclasses import asdict
 
+    from graft.bench.machine import facts
+    from graft.bench.plan import known_context
+    from graft.bench.published import PRESETS
+    from graft.bench.throughput import measure_load
     from graft.cli.bench_show import phase_lines, show_loads
-    from graft.workbench.machine import facts
-    from graft.workbench.plan import known_context
-    from graft.workbench.published import PRESETS
-    from graft.workbench.throughput import measure_load
 
     for load in loads:
         load.check_context(known_context(model))

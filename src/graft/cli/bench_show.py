@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from graft.base.progress import phase_of
 from graft.cli.show import err, out, progress_bar
-from graft.progress import phase_of
 
 if TYPE_CHECKING:
-    from graft.workbench.kernel_times import StepTimes
-    from graft.workbench.published import Published
-    from graft.workbench.rows import Bench, Row
-    from graft.workbench.throughput import LoadRow, Spread
+    from graft.bench.kernel_times import StepTimes
+    from graft.bench.published import Published
+    from graft.bench.rows import Bench, Row
+    from graft.bench.throughput import LoadRow, Spread
 
 # twelve columns in 80 characters, so that a narrow terminal or a pipe cuts no number
 COLUMNS = ("first", "TF/s", "peak", "ms/tok", "tok/s", "GB/s", "roof", "ratio", "build", "same")
@@ -43,7 +43,7 @@ def phase_lines(long: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 def show(result: Bench) -> None:
     """The table, and below it what does not fit into one."""
-    from graft.workbench.plot import headline
+    from graft.bench.plot import headline
 
     several = len(result.setup["prompts"]) > 1
     table = plain_table(headline(result))

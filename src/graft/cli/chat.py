@@ -35,8 +35,8 @@ from graft.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from graft.runtime.llm import LLM
-    from graft.runtime.params import SamplingParams
+    from graft.engine.llm import LLM
+    from graft.engine.params import SamplingParams
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 Messages = list[dict[str, str]]
@@ -87,8 +87,8 @@ def chat(
 
 def converse(llm: LLM, params: SamplingParams, start: Messages, as_json: bool) -> None:
     """A line that cannot be answered is told and forgotten; the conversation goes on."""
-    from graft.errors import GraftError
-    from graft.runtime.prompts import as_text
+    from graft.base.errors import GraftError
+    from graft.engine.prompts import as_text
 
     messages = list(start)
     for line in lines(as_json):
@@ -111,8 +111,8 @@ def converse(llm: LLM, params: SamplingParams, start: Messages, as_json: bool) -
 
 def lines(as_json: bool) -> Iterator[bytes]:
     """What the user says, until the end of the input or Ctrl-C at the prompt."""
+    from graft.base.files import cache_dir
     from graft.cli.line_editing import can_edit, edited_lines, history
-    from graft.files import cache_dir
 
     if not as_json and can_edit():
         with history(cache_dir() / "chat_history"):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graft.base.errors import UsageError
 from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
-from graft.errors import UsageError
 
 if TYPE_CHECKING:
     from graft.workbench.check import CheckReport, Line, Request, TransformCheck
@@ -48,7 +48,7 @@ def check(
     if tests is not None and not tests.is_dir():
         raise UsageError(f"--tests {tests} is not a folder")
     with without_collection(not all_models):
-        from graft.transforms.config import load_config
+        from graft.passes.config import load_config
         from graft.workbench.check import Request
 
         settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))

@@ -20,11 +20,11 @@ def config(
     as_json: Json = False,
 ) -> None:
     """Print the configuration after all overlays, with the origin of every value."""
-    from graft.transforms.config import Layer, flatten, load_config
+    from graft.passes.config import Layer, flatten, load_config
 
     layer = None
     if model is not None:
-        from graft.errors import UnknownModel
+        from graft.base.errors import UnknownModel
         from graft.models.registry import entries
 
         if model not in entries():

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.base.errors import UsageError
 from graft.cli.options import Json
-from graft.errors import UsageError
 
 if TYPE_CHECKING:
     from graft.workbench.diff_text import Line

@@ -32,9 +32,9 @@ def discover(
     as_json: Json = False,
 ) -> None:
     """List fusion candidates by estimated saving: what repeats, what it moves, which kernel exists, what to do."""
+    from graft.base.errors import UsageError
     from graft.cli.show import out, progress_bar
-    from graft.errors import UsageError
-    from graft.transforms.config import load_config
+    from graft.passes.config import load_config
     from graft.workbench.discover.measure import device_to_measure_on, measure
     from graft.workbench.discover.savings import machine_of
     from graft.workbench.discover.sources import discover_model, discover_run, is_run, read_tokens

@@ -11,7 +11,7 @@ import typer
 from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
 
 if TYPE_CHECKING:
-    from graft.transforms.config import PipelineConfig
+    from graft.passes.config import PipelineConfig
 
 
 def dump(
@@ -33,10 +33,10 @@ def dump(
     as_json: Json = False,
 ) -> None:
     """Capture and transform a model, and write the graph after every step as text and JSON."""
+    from graft.base.errors import UsageError
+    from graft.base.files import write_whole
     from graft.cli.show import out, print_pipeline, progress_bar
-    from graft.errors import UsageError
-    from graft.files import write_whole
-    from graft.transforms.config import load_config
+    from graft.passes.config import load_config
     from graft.workbench.dump import dump_model
 
     if output is None and not native:

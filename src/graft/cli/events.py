@@ -11,7 +11,7 @@ from graft.cli.load import load_llm
 from graft.cli.options import DEFAULT_MODEL, CacheMemory, Device, DType, Model, TrustRemoteCode
 
 if TYPE_CHECKING:
-    from graft.kvcache.events import Event
+    from graft.engine.kv.events import Event
 
 PREFIX = "A paged key-value cache keeps the keys and values of earlier tokens in blocks of a fixed size. "
 PROMPTS = (PREFIX + "Two prompts that begin alike", PREFIX + "The second request")
@@ -32,7 +32,7 @@ def events(
 ) -> None:
     """Answer prompts and print the life cycle of the cache's blocks, as a table or (--json) as JSON lines."""
     from graft.cli.show import out, progress_bar
-    from graft.runtime.params import SamplingParams
+    from graft.engine.params import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     told: list[tuple[str, Event]] = []
@@ -78,7 +78,7 @@ def life_cycle(told: list[tuple[str, Event]], tokenizer: Any) -> Any:
 
 
 def describe(event: Event, tokenizer: Any) -> str:
-    from graft.kvcache.events import Stored
+    from graft.engine.kv.events import Stored
 
     if not isinstance(event, Stored):
         return event.describe()

@@ -25,9 +25,9 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Show the matches of a transform by layer, and for every near miss the node, its source line and the reason."""
+    from graft.base.errors import UnknownTransform
     from graft.cli.show import progress_bar
-    from graft.errors import UnknownTransform
-    from graft.transforms.config import load_config
+    from graft.passes.config import load_config
     from graft.workbench.explain import explain_model
 
     given = [*(sets or ()), *(["verify=matches"] if verify else [])]

@@ -37,9 +37,9 @@ def export(
     model-explorer: the captured graph and the chosen one, modules as layers.
     pt2: the chosen graph as a program that torch.export.load runs and Netron opens; it needs a dump with --weights.
     """
+    from graft.base.errors import UsageError, near
     from graft.cli.show import err
-    from graft.errors import UsageError, near
-    from graft.transforms.registry import load_all
+    from graft.passes.registry import load_all
     from graft.workbench.export.write import export_run
 
     if form not in FORMATS:

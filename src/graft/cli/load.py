@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graft.files import Progress
+    from graft.base.files import Progress
+    from graft.engine.llm import LLM
+    from graft.engine.params import SamplingParams
     from graft.models.load import LoadedModel
-    from graft.runtime.llm import LLM
-    from graft.runtime.params import SamplingParams
 
 
 def sampling_params(stop: Sequence[str] | None, **options: Any) -> SamplingParams:
-    from graft.runtime.params import SamplingParams
+    from graft.engine.params import SamplingParams
 
     return SamplingParams(stop=tuple(stop or ()), **options)
 
@@ -39,10 +39,10 @@ def load_llm(
     keep_weights: the Hugging Face module is used as well, so quantizing must leave it its weights.
     """
     from graft.cli.show import tell_notes
-    from graft.runtime.llm import LLM, engine_options
-    from graft.runtime.options import EngineOptions
-    from graft.runtime.stages import load_decoder, settings_for
-    from graft.transforms.config import load_config, quantize_sets
+    from graft.engine.llm import LLM, engine_options
+    from graft.engine.options import EngineOptions
+    from graft.engine.stages import load_decoder, settings_for
+    from graft.passes.config import load_config, quantize_sets
 
     given = {"sets": tuple(sets or ()), "plugins": tuple(plugins or ())}
     # a wrong key or size is told before the model is loaded

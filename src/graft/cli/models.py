@@ -16,7 +16,7 @@ def models(
 ) -> None:
     """List the models of the registry."""
     if markdown and as_json:
-        from graft.errors import UsageError
+        from graft.base.errors import UsageError
 
         raise UsageError("--markdown and --json are two forms of output; choose one")
     if markdown:
@@ -26,8 +26,8 @@ def models(
         return
     from rich.table import Table
 
+    from graft.base.files import cache_dir
     from graft.cli.show import out
-    from graft.files import cache_dir
     from graft.models.registry import entries
 
     rows = []

@@ -79,7 +79,7 @@ def new_transform(
 
 
 def refuse_unused(options: dict[str, object]) -> None:
-    from graft.errors import UsageError
+    from graft.base.errors import UsageError
 
     for option, value in options.items():
         if value and value != "auto":
@@ -96,9 +96,9 @@ def read_candidate(
     plugins: list[str] | None,
 ) -> Seed:
     """Discovers again, as graft discover would, unless the candidate is in a file."""
+    from graft.base.errors import UsageError
     from graft.cli.show import progress_bar
-    from graft.errors import UsageError
-    from graft.transforms.config import load_config
+    from graft.passes.config import load_config
     from graft.workbench.discover import Discovery
     from graft.workbench.discover.sources import discover_model, discover_run, is_run
     from graft.workbench.scaffold.candidate import read_seed

@@ -25,7 +25,7 @@ def report(
 ) -> None:
     """Write one self-contained HTML file: pipeline, layers, what each transform changed, candidates, kernel times."""
     from graft.cli.show import out, progress_bar
-    from graft.transforms.registry import load_all
+    from graft.passes.registry import load_all
     from graft.workbench.report import write_report
 
     load_all(tuple(plugins or ()))

@@ -28,9 +28,9 @@ def repro(
     The file exits with 0 when both give the same and with 1 when not. Weights are those of the dump where it has them
     (graft dump --weights), else random.
     """
+    from graft.base.files import write_together
     from graft.cli.show import err, out
-    from graft.files import write_together
-    from graft.transforms.registry import load_all
+    from graft.passes.registry import load_all
     from graft.workbench.repro.write import find_match, matches_of, repro_source
     from graft.workbench.runs import open_run
 

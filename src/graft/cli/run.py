@@ -37,9 +37,9 @@ from graft.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from graft.runtime.core import Output
-    from graft.runtime.llm import LLM
-    from graft.runtime.params import SamplingParams
+    from graft.engine.core import Output
+    from graft.engine.llm import LLM
+    from graft.engine.params import SamplingParams
 
 
 def run(
@@ -163,9 +163,9 @@ def measure(llm: LLM, prompts: list[Any], compare: bool) -> dict[str, float]:
     stats = llm.stats
     speeds = {"graft": stats.decode_rate}
     if compare:
+        from graft.bench.baselines.hf import hugging_face_rate
+        from graft.bench.quality import logits_note
         from graft.cli.show import progress_bar
-        from graft.workbench.compare import hugging_face_rate
-        from graft.workbench.quality import logits_note
 
         with progress_bar() as progress:
             progress("timing Hugging Face eager", 0, 1)
@@ -177,8 +177,8 @@ def measure(llm: LLM, prompts: list[Any], compare: bool) -> dict[str, float]:
 
 
 def read_prompts(prompts: list[str] | None, token_ids: str | None) -> list[Any]:
-    from graft.errors import UsageError
-    from graft.runtime.prompts import as_text
+    from graft.base.errors import UsageError
+    from graft.engine.prompts import as_text
 
     if token_ids is not None and prompts:
         raise UsageError("give a prompt or --token-ids, not both")
@@ -195,7 +195,7 @@ def read_prompts(prompts: list[str] | None, token_ids: str | None) -> list[Any]:
 
 
 def as_chat(llm: LLM, prompt: Any) -> Any:
-    from graft.errors import UsageError
+    from graft.base.errors import UsageError
 
     if not isinstance(prompt, str):
         raise UsageError("--chat wraps a text, not token ids; leave out one of the two")

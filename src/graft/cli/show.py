@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from graft.transforms.report import Report, TransformRecord
+    from graft.passes.report import Report, TransformRecord
 
 # Read when transformers and tqdm are imported, which commands do after this module.
 for name, value in (("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("TQDM_DISABLE", "1")):

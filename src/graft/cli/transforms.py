@@ -13,9 +13,9 @@ def transforms(config: ConfigFile = None, sets: Sets = None, plugins: Plugins = 
     from rich.table import Table
 
     from graft.cli.show import out
-    from graft.transforms.config import load_config
-    from graft.transforms.pipeline import order_transforms
-    from graft.transforms.registry import TransformRegistry
+    from graft.passes.config import load_config
+    from graft.passes.pipeline import order_transforms
+    from graft.passes.registry import TransformRegistry
 
     settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))
     rows: list[dict[str, Any]] = []

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from graft.errors import CheckpointError
-from graft.files import Progress, atomic_folder, cache_dir, sha256
-from graft.models.files import check_folder
-from graft.models.gguf import MANIFEST, convert_gguf, converted_folder
+from graft.base.errors import CheckpointError
+from graft.base.files import Progress, atomic_folder, cache_dir, sha256
+from graft.weights.checkpoint import check_folder
+from graft.weights.gguf.convert import MANIFEST, convert_gguf, converted_folder
 
 
 def embedded_folder(

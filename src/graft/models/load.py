@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from graft.errors import CheckpointError, OutOfMemory, UnknownModel, UsageError, near
-from graft.files import Progress
-from graft.kvcache.memory import free_memory, is_out_of_memory, size_text
+from graft.base.device_memory import free_memory, is_out_of_memory, size_text
+from graft.base.errors import CheckpointError, OutOfMemory, UnknownModel, UsageError, near
+from graft.base.files import Progress
 from graft.models.embedded import embedded_folder, embedded_gguf
-from graft.models.files import check_folder, refusing
-from graft.models.gguf import convert_gguf, converted_note, stored_dtype
-from graft.models.gguf_blocks import blocks_folder, float_model, held_model
 from graft.models.promises import check_promises, read_context
 from graft.models.registry import Entry, Family, entries, family_of
 from graft.models.requests import (
@@ -28,7 +25,10 @@ from graft.models.requests import (
     sampling_notes,
     unused_notes,
 )
-from graft.ops.fused_linear.file_rows import Held
+from graft.weights.checkpoint import check_folder, refusing
+from graft.weights.gguf.blocks import blocks_folder, float_model, held_model
+from graft.weights.gguf.convert import convert_gguf, converted_note, stored_dtype
+from graft.weights.lazy import Held
 
 DTYPES = {
     "float32": torch.float32,

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from graft.errors import CheckpointError, OutOfMemory
-from graft.kvcache.memory import free_memory, size_text
+from graft.base.device_memory import free_memory, size_text
+from graft.base.errors import CheckpointError, OutOfMemory
 
 NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CPU = torch.device("cpu")

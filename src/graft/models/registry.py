@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from graft.errors import ConfigError
+from graft.base.errors import ConfigError
 
 FOLDER = Path(__file__).with_name("registry")
 COMMON = "common.yaml"  # reasons that hold for most families

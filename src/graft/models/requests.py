@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from graft.errors import CheckpointError, GraftError, UsageError, near
-from graft.models.files import read_header, read_object, refusing
+from graft.base.errors import CheckpointError, GraftError, UsageError, near
+from graft.weights.checkpoint import read_header, read_object, refusing
 
 CODE_FILES = ("config.json", "tokenizer_config.json")
 # of generation_config.json: what the engine takes from it, and what says nothing about tokens

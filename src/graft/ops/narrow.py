@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graft.timers import clocked
+from graft.base.timers import clocked
 
 NARROW = (torch.bfloat16, torch.float16)
 # CPUs that multiply 16-bit matrices take a share of the widened time, those that do not 20 times it and more for the

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graft.graph.nodes import options_of
+from graft.ir.nodes import options_of
 
 aten = torch.ops.aten
 # What an op takes: t a tensor, s a tensor or a number, n a number, d a dtype.

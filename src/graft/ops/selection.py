@@ -16,7 +16,7 @@ from functools import cache
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from graft.errors import KernelUnavailable
+from graft.base.errors import KernelUnavailable
 from graft.ops.call import EAGER, Call
 from graft.ops.ran import Ran, Skipped, reasons_text
 

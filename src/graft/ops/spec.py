@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from graft.errors import KernelUnavailable, UsageError, near
+from graft.base.errors import KernelUnavailable, UsageError, near
 from graft.ops.call import Call, call_class
 
 LIBRARY = torch.library.Library("graft", "FRAGMENT")

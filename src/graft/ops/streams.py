@@ -7,8 +7,8 @@
 
 The ops do nothing. A graph that is run as it stands runs on one stream, in its order, which is always right; so it
 does on a CPU, under a tracer and in a proof. The eager and the CUDA graph backend give them their meaning
-(backends/streams.py). They return nothing, so cleanups keep them (`graph/canonical.py: is_effect`), and a dump stores
-them like any op.
+(backends/streams.py). They return nothing, so cleanups keep them (`ir/canonical/normal_form.py: is_effect`), and a
+dump stores them like any op.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graft.graph.match import NearMiss
-from graft.transforms.report import TransformRecord
+from graft.ir.patterns.match import NearMiss
+from graft.passes.report import TransformRecord
 
 MOST_LINES = 60  # of a graph; a whole model would bury the message
 

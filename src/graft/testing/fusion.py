@@ -15,16 +15,16 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from graft.errors import TransformError, UnknownTransform
-from graft.graph.nodes import calls
-from graft.graph.text import graph_text, target_text
-from graft.graph.trace import export_graph
+from graft.base.errors import TransformError, UnknownTransform
+from graft.ir.io.text import graph_text, target_text
+from graft.ir.nodes import calls
+from graft.ir.trace import export_graph
+from graft.passes.base import Context
+from graft.passes.config import PipelineConfig, Verify, load_config
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry, load_all
+from graft.passes.report import Report, TransformRecord
 from graft.testing.failure import failure, graph_lines, match_lines, miss_lines, times
-from graft.transforms.base import Context
-from graft.transforms.config import PipelineConfig, Verify, load_config
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry, load_all
-from graft.transforms.report import Report, TransformRecord
 
 Config = str | Path | Mapping[str, Any] | PipelineConfig | None
 Tried = nn.Module | Callable[..., Any]

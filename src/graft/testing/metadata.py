@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from graft.graph.nodes import leaves, module_path, output_node, placeholders, source_line, val
-from graft.graph.text import abstract_text
-from graft.graph.trace import export_graph
+from graft.ir.io.text import abstract_text
+from graft.ir.nodes import leaves, module_path, output_node, placeholders, source_line, val
+from graft.ir.trace import export_graph
+from graft.passes.report import MatchRecord
 from graft.testing.failure import failure
 from graft.testing.fusion import Trial, Tried, as_module, assert_fuses
-from graft.transforms.report import MatchRecord
 
 
 def assert_metadata_preserved(module: Tried, args: tuple[Any, ...], transform: str, **options: Any) -> Trial:

@@ -18,20 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from graft.graph.arguments import literal_names, size_of, tensor_names
-from graft.graph.canonical import canonicalize
-from graft.graph.edit import AbstractCalls, fake_mode
-from graft.graph.match import is_cast_of
-from graft.graph.nodes import calls, output_node, placeholders, tensor_of, tensor_val
-from graft.graph.rules import DIMS
-from graft.graph.text import graph_text
-from graft.graph.trace import quiet, trace_function
+from graft.ir.canonical.normal_form import canonicalize
+from graft.ir.canonical.rules import DIMS
+from graft.ir.edit import AbstractCalls, fake_mode
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, output_node, placeholders, tensor_of, tensor_val
+from graft.ir.patterns.arguments import literal_names, size_of, tensor_names
+from graft.ir.patterns.match import is_cast_of
+from graft.ir.trace import quiet, trace_function
+from graft.passes.base import Context
+from graft.passes.patterns import PatternTransform, Rewrite
+from graft.passes.pipeline import run_one
+from graft.passes.report import TransformRecord
 from graft.testing.failure import failure, graph_lines, match_lines, miss_lines
 from graft.testing.numbers import compare
-from graft.transforms.base import Context
-from graft.transforms.patterns import PatternTransform, Rewrite
-from graft.transforms.pipeline import run_one
-from graft.transforms.report import TransformRecord
 
 aten = torch.ops.aten
 WEIGHTS = ("weight", "bias")  # how the names of such arguments begin

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graft.graph.nodes import leaves
+from graft.ir.nodes import leaves
 from graft.ops.cases import UNIT
 from graft.testing.failure import failure
 from graft.testing.fusion import Config, Tried, as_module, name_of, settings_for
@@ -139,7 +139,7 @@ def assert_matches_eager(
     wrong: a module or function of the same inputs that is a little wrong, which the comparison must reject.
     """
     __tracebackhide__ = True
-    from graft.runtime.compile import compile as graft_compile
+    from graft.api.compile import compile as graft_compile
 
     names = [transform] if isinstance(transform, str) else list(transform)
     settings = settings_for(names[0], names[1:], config, "structure")

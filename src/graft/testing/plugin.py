@@ -51,8 +51,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def transform_problem(name: str) -> str | None:
-    from graft.errors import near
-    from graft.transforms.registry import TransformRegistry, load_all
+    from graft.base.errors import near
+    from graft.passes.registry import TransformRegistry, load_all
 
     load_all()
     known = TransformRegistry.names()

@@ -10,8 +10,8 @@ import torch
 from torch.fx import Graph
 
 from graft.backends.inductor import post_grad_backend, reset_compiler, without_caches
-from graft.graph.nodes import calls
-from graft.graph.text import graph_text, target_text
+from graft.ir.io.text import graph_text, target_text
+from graft.ir.nodes import calls
 from graft.testing.failure import failure
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from graft.api.compile import CompiledModule
 from graft.backends.inductor import refuse_recompiles, reset_compiler
-from graft.errors import Recompiled
-from graft.runtime.compile import CompiledModule
+from graft.base.errors import Recompiled
 from graft.testing.failure import failure
 
 ADVICE = (

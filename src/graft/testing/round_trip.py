@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from graft.api.compile import CompiledModule
+from graft.api.compile import compile as graft_compile
+from graft.api.inductor_passes import passes_for_inductor
 from graft.backends.inductor import cache_counts, reset_compiler, trust_instruction_sets
-from graft.runtime.compile import CompiledModule
-from graft.runtime.compile import compile as graft_compile
-from graft.runtime.inductor_passes import passes_for_inductor
 from graft.testing.failure import failure
 from graft.testing.fusion import Config, Tried, as_module, name_of
 from graft.testing.numbers import compare

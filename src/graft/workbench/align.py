@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import count
 
-from graft.graph.facts import Item
+from graft.ir.facts import Item
 
 RADIUS = 4  # steps of surroundings: a norm taken apart is 7 calls long, so its middle is told from either end
 NEAREST = 16  # candidates that are weighed against each other where several would do

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch.fx import Graph
 
-from graft.graph.facts import Item, Layer, homes, read_graph, same_symbols
+from graft.ir.facts import Item, Layer, homes, read_graph, same_symbols
 from graft.workbench.align import Alignment, align
 
 Kind = Literal["added", "removed", "rewired", "literal", "metadata"]

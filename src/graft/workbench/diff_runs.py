@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graft.errors import DumpError, RunMismatch, UnknownTransform
-from graft.graph.facts import layer_of
-from graft.graph.match import NearMiss
-from graft.transforms.report import TransformRecord
+from graft.base.errors import DumpError, RunMismatch, UnknownTransform
+from graft.ir.facts import layer_of
+from graft.ir.patterns.match import NearMiss
+from graft.passes.report import TransformRecord
 from graft.workbench.diff import Detail, GraphDiff, diff_graphs
 from graft.workbench.layers import ranges
 from graft.workbench.runs import Run

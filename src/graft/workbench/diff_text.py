@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graft.transforms.report import TransformRecord
+from graft.passes.report import TransformRecord
 from graft.workbench.diff import Change, GraphDiff
 from graft.workbench.diff_runs import RunDiff, TransformDiff
 from graft.workbench.layers import Folded, Layers, fold, ranges, unfolded

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from graft.files import Progress
-from graft.transforms.base import Context
-from graft.transforms.config import PipelineConfig
-from graft.transforms.dumps import DumpWriter
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.report import Report
+from graft.base.files import Progress
+from graft.passes.base import Context
+from graft.passes.config import PipelineConfig
+from graft.passes.dumps import DumpWriter
+from graft.passes.pipeline import run_pipeline
+from graft.passes.report import Report
 from graft.workbench.model import captured
 from graft.workbench.stored import save_state
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from graft.errors import UnknownTransform
-from graft.files import Progress
-from graft.graph.match import NearMiss
-from graft.graph.nodes import module_path, source_line
-from graft.transforms.base import Context
-from graft.transforms.config import PipelineConfig
-from graft.transforms.pipeline import order_transforms, run_pipeline
-from graft.transforms.report import MatchRecord, Proof, TransformRecord
+from graft.base.errors import UnknownTransform
+from graft.base.files import Progress
+from graft.ir.nodes import module_path, source_line
+from graft.ir.patterns.match import NearMiss
+from graft.passes.base import Context
+from graft.passes.config import PipelineConfig
+from graft.passes.pipeline import order_transforms, run_pipeline
+from graft.passes.report import MatchRecord, Proof, TransformRecord
 from graft.workbench.model import captured
 
 

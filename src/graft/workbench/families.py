@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from graft.models.registry import families
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import order_transforms
+from graft.passes.config import load_config
+from graft.passes.pipeline import order_transforms
 
 HEAD = """# Families and matches
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graft.errors import UnknownOp
+from graft.base.errors import UnknownOp
 from graft.ops import OPS, choose
 from graft.ops.call import EAGER, Asker
 from graft.ops.cases import Case

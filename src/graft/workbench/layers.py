@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from graft.graph.facts import Sources, general, own_shape
+from graft.ir.facts import Sources, general, own_shape
 from graft.workbench.diff import Change, Detail, GraphDiff
 
 Shape = Callable[[Change], Hashable]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
+from graft.base.files import Progress
 from graft.capture.cache import captured_decoder
-from graft.files import Progress
 from graft.models.load import LoadedModel, load_model
 from graft.models.registry import entries
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from graft.backends.native.lower import source_of
 from graft.backends.native.regions import split
-from graft.errors import NothingNative
-from graft.files import Progress
-from graft.runtime.stages import filled, no_format_asked, settings_for
-from graft.transforms.base import Context
-from graft.transforms.config import PipelineConfig
-from graft.transforms.pipeline import run_pipeline
+from graft.base.errors import NothingNative
+from graft.base.files import Progress
+from graft.engine.stages import filled, no_format_asked, settings_for
+from graft.passes.base import Context
+from graft.passes.config import PipelineConfig
+from graft.passes.pipeline import run_pipeline
 from graft.workbench.model import captured
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graft.errors import DumpError, UnknownTransform
-from graft.graph.serial import FORMAT
-from graft.transforms.dumps import MANIFEST, MARKER, REPORT, RUN_FORMAT, Manifest
-from graft.transforms.report import Report
+from graft.base.errors import DumpError, UnknownTransform
+from graft.ir.io.serial import FORMAT
+from graft.passes.dumps import MANIFEST, MARKER, REPORT, RUN_FORMAT, Manifest
+from graft.passes.report import Report
 from graft.workbench.stored import load_dump, load_state
 
 STEM = re.compile(r"(\d{3})_([a-z]+)_(\w+)", re.ASCII)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from graft.files import write_whole
-from graft.transforms.stream_schedule import Schedule, Slot
+from graft.base.files import write_whole
+from graft.passes.library.streams.schedule import Schedule, Slot
 
 WIDTH = 72  # characters of a row of text
 NANOSECONDS = 1e3  # in a microsecond, the unit of the format

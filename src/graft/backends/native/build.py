@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graft.backends.native.compiler import find_compiler, fingerprint, flags
-from graft.errors import CannotLoad, CompilerFailed, DiskFull
-from graft.files import atomic_file, cache_folder, disk_errors, write_whole
+from graft.base.errors import CannotLoad, CompilerFailed, DiskFull
+from graft.base.files import atomic_file, cache_folder, disk_errors, write_whole
 
 FOLDER = "GRAFT_NATIVE_CACHE_DIR"
 FIRST_LINES = 12  # of what a compiler that failed said

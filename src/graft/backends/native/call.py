@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graft.backends.native.program import Program
-from graft.errors import BadIndex, UsageError
+from graft.base.errors import BadIndex, UsageError
 
 ALIGN = 64  # bytes
 

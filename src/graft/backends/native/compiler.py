@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from graft.backends.native.cpu import cpu_features
-from graft.errors import NoCompiler
+from graft.base.errors import NoCompiler
 
 ROOT = Path(__file__).parents[2]  # headers are named from here
 COMPILERS = ("c++", "g++", "clang++")

@@ -8,7 +8,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
-from graft.errors import TooManyThreads, UsageError
+from graft.base.errors import TooManyThreads, UsageError
 
 THREADS = "GRAFT_NUM_THREADS"
 

@@ -18,11 +18,11 @@ from graft.backends.native.emit import emit
 from graft.backends.native.regions import Region, Split, split
 from graft.backends.native.weights import Release, prepare_all
 from graft.backends.select import Lowered
-from graft.errors import NothingNative, UsageError
-from graft.graph.nodes import tensor_val, where
+from graft.base.errors import NothingNative, UsageError
+from graft.ir.nodes import tensor_val, where
 from graft.ops.call import Asker
-from graft.ops.fused_linear.native_packing import HALVES
 from graft.ops.ran import Ran, gathered
+from graft.weights.native_tiles import HALVES
 
 
 def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None, release: Release | None = None) -> Lowered:

@@ -30,8 +30,8 @@ from graft.backends.native.program import (
     Weight,
     WeightPointer,
 )
-from graft.graph.nodes import is_op, module_path, placeholders, static_int, tensor_of, tensor_val
-from graft.ops.fused_linear.tiles import TILES
+from graft.ir.nodes import is_op, module_path, placeholders, static_int, tensor_of, tensor_val
+from graft.weights.tiles import TILES
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,7 +59,7 @@ class Sizes:
 
     @staticmethod
     def of(graph: Graph) -> Sizes:
-        """From the inputs that the engine passes, by their names (kvcache/layout.py)."""
+        """From the inputs that the engine passes, by their names (ops/layout.py)."""
         shapes = {node.name: tensor_of(node).shape for node in placeholders(graph) if tensor_val(node) is not None}
         if "input_ids" not in shapes or len(shapes["input_ids"]) != 2:
             raise NotLowered("the graph has no input_ids [1, tokens]: it is not a decoder of the engine")

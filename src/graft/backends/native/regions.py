@@ -13,8 +13,8 @@ import graft.backends.native.ops  # noqa: F401
 from graft.backends.eager import call_of, spec_of
 from graft.backends.native.plan import Planner, Sizes
 from graft.backends.native.program import NotLowered, Program
-from graft.graph.nodes import is_op, placeholders
-from graft.graph.subgraph import inputs_of, outputs_of
+from graft.ir.nodes import is_op, placeholders
+from graft.ir.subgraph import inputs_of, outputs_of
 from graft.ops import bind
 from graft.ops.call import Asker
 

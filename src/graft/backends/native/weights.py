@@ -10,9 +10,9 @@ from torch.fx import GraphModule
 
 from graft.backends.native.program import Weight
 from graft.backends.native.regions import Split
-from graft.graph.edit import attribute
-from graft.graph.storage import storage_id
-from graft.ops.fused_linear.native_packing import pack
+from graft.ir.edit import attribute
+from graft.ir.storage import storage_id
+from graft.weights.native_tiles import pack
 
 Release = Callable[[str], None]  # gives up the tensor of that name
 

@@ -3,7 +3,7 @@
 Tokens of all sequences are packed into one row of T. Sequence i brings lens_cpu[i, 0] of them, in order, has
 lens_cpu[i, 1] tokens in all (the new ones included), and its block j lies at block_tables[i, j] of the cache.
 `lens_cpu` is on the CPU, so that nobody waits for a device to know a size; `cu_seqlens` and `seq_lens` say the same
-to kernels on it (kvcache/layout.py).
+to kernels on it (ops/layout.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graft.ops.cases import Case, randn
-from graft.ops.fused_linear.packing import GROUP, pack_bytes, pack_int4
+from graft.weights.packing import GROUP, pack_bytes, pack_int4
 
 
 @dataclass(frozen=True)

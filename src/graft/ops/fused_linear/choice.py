@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from graft.files import cache_dir
+from graft.base.files import cache_dir
 from graft.ops.fused_linear.kinds import Gemm, How, Matvec, Shape, count_text, how_problem, how_text, kind_of
 from graft.ops.fused_linear.tables import Entry, Table, merge, read_table
 from graft.ops.launch import device_name

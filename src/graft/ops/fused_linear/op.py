@@ -22,10 +22,10 @@ from graft.ops.fused_linear.kinds import (
     Shape,
     how_problem,
 )
-from graft.ops.fused_linear.packing import PACKED
 from graft.ops.fused_linear.reference import fused_linear, rounds
-from graft.ops.fused_linear.tiles import tiles_problem
 from graft.ops.spec import Kernel, OpSpec, Pick, define, native, needs_triton
+from graft.weights.packing import PACKED
+from graft.weights.tiles import tiles_problem
 
 QUANTIZED = (torch.int8, torch.float8_e4m3fn, PACKED)
 NOT_ROUNDED = "rows of x are not to be rounded to float8"

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graft.ops.fused_linear.packing import dequantize
-from graft.ops.fused_linear.quantize import FP8, FP8_TOP, least_scale
 from graft.ops.rms_norm.reference import rms_norm
 from graft.ops.swiglu.reference import swiglu
+from graft.weights.packing import dequantize
+from graft.weights.quantize import FP8, FP8_TOP, least_scale
 
 
 def fused_linear(

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.fused_linear.packing import RUN
-from graft.ops.fused_linear.quantize import FP8, FP8_TOP, least_scale
 from graft.ops.launch import pdl_supported
+from graft.weights.packing import RUN
+from graft.weights.quantize import FP8, FP8_TOP, least_scale
 
 if TYPE_CHECKING:
     from graft.ops.fused_linear.triton import Call

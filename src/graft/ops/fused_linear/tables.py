@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from graft.errors import TableError, near
-from graft.files import write_whole
+from graft.base.errors import TableError, near
+from graft.base.files import write_whole
 from graft.ops.fused_linear.kinds import KINDS, How, Shape, count_text, how_problem, kind_of
 
 MEASURED = ("alone", "in a step")

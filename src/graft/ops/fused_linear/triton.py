@@ -18,11 +18,11 @@ from graft.ops.fused_linear.gemm import gemm_kernel
 from graft.ops.fused_linear.kinds import Even, Narrow
 from graft.ops.fused_linear.matvec import matvec_kernel
 from graft.ops.fused_linear.narrow import narrow_kernel
-from graft.ops.fused_linear.packing import GROUP, PACKED, dequantize
 from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
 from graft.ops.launch import counters, pdl_supported, processors
 from graft.ops.rms_norm.triton import rms_norm_triton
 from graft.ops.swiglu.triton import swiglu_triton
+from graft.weights.packing import GROUP, PACKED, dequantize
 
 
 class Call(NamedTuple):

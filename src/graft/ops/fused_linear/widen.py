@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graft.ops.fused_linear.packing import GROUP, RUN
+from graft.weights.packing import GROUP, RUN
 
 RUN_8, RUN_4 = tl.constexpr(RUN), tl.constexpr(GROUP)
 

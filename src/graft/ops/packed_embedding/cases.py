@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from graft.ops.cases import Case, randn
-from graft.ops.fused_linear.native_packing import pack
-from graft.ops.fused_linear.tiles import in_graph
+from graft.weights.native_tiles import pack
+from graft.weights.tiles import in_graph
 
 
 def make(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from graft.ops.call import Call
-from graft.ops.fused_linear.tiles import tiles_problem
 from graft.ops.packed_embedding.reference import packed_embedding
 from graft.ops.spec import OpSpec, define, native
+from graft.weights.tiles import tiles_problem
 
 
 def fake(weight: Tensor, scale: Tensor, indices: Tensor, columns: int, dtype: torch.dtype) -> Tensor:

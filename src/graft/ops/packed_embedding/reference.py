@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graft.ops.fused_linear.tiles import unpack_rows
+from graft.weights.tiles import unpack_rows
 
 
 def packed_embedding(weight: Tensor, scale: Tensor, indices: Tensor, columns: int, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from graft.files import Progress
+from graft.base.files import Progress
 from graft.models.registry import families
 from graft.workbench.check.checklist import check
 from graft.workbench.check.request import Request

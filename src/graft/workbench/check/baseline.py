@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from graft.errors import BaselineMismatch
-from graft.transforms.dumps import WEIGHTS
-from graft.transforms.report import TransformRecord
+from graft.base.errors import BaselineMismatch
+from graft.passes.dumps import WEIGHTS
+from graft.passes.report import TransformRecord
 from graft.workbench.check.graphs import metadata_problems
 from graft.workbench.check.outputs import Outputs, distance, stored_outputs
 from graft.workbench.check.steps import StepGraphs

@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from graft.errors import ProofError, VerificationError
-from graft.graph.edit import second_module
-from graft.graph.verify import Snapshot
-from graft.state.verify import Uses
-from graft.transforms.dumps import DumpWriter
-from graft.transforms.partial import with_matches
-from graft.transforms.pipeline import order_transforms, run_one, run_pipeline
-from graft.transforms.registry import TransformRegistry
+from graft.base.errors import ProofError, VerificationError
+from graft.ir.edit import second_module
+from graft.ir.verify import Snapshot
+from graft.memory.verify import Uses
+from graft.passes.dumps import DumpWriter
+from graft.passes.partial import with_matches
+from graft.passes.pipeline import order_transforms, run_one, run_pipeline
+from graft.passes.registry import TransformRegistry
 from graft.workbench.check.outputs import Outputs, distance, logits
 from graft.workbench.check.trial import Trial
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from graft.errors import DumpError, UsageError
-from graft.files import Progress
+from graft.base.errors import DumpError, UsageError
+from graft.base.files import Progress
 from graft.workbench.check import baseline as saved
 from graft.workbench.check.bisect import Bisection, bisect
 from graft.workbench.check.graphs import run_lines

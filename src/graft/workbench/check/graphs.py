@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule
 
-from graft.errors import DumpError, UnknownTransform
-from graft.graph.nodes import module_path, source_line
+from graft.base.errors import DumpError, UnknownTransform
+from graft.ir.nodes import module_path, source_line
+from graft.passes.pipeline import order_transforms
+from graft.passes.registry import TransformRegistry
+from graft.passes.report import TransformRecord
 from graft.testing.metadata import kept_problems, node_problems
-from graft.transforms.pipeline import order_transforms
-from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import TransformRecord
 from graft.workbench.check.line import Line
 from graft.workbench.check.steps import StepGraphs
 from graft.workbench.check.trial import Trial

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from graft.transforms.patterns import PatternTransform
-from graft.transforms.registry import TransformRegistry
+from graft.passes.patterns import PatternTransform
+from graft.passes.registry import TransformRegistry
 from graft.workbench.check.line import Line
 
 HELPERS = frozenset({"assert_not_fuses", "assert_refused_or_harmless", "negatives"})

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from torch.fx import Graph
 
-from graft.errors import UsageError
-from graft.files import write_whole
-from graft.graph.nodes import calls
-from graft.graph.text import target_text
-from graft.kvcache.memory import size_text
+from graft.base.device_memory import size_text
+from graft.base.errors import UsageError
+from graft.base.files import write_whole
+from graft.ir.io.text import target_text
+from graft.ir.nodes import calls
 from graft.ops import OPS
-from graft.transforms.config import PipelineConfig
-from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import TransformRecord
+from graft.passes.config import PipelineConfig
+from graft.passes.registry import TransformRegistry
+from graft.passes.report import TransformRecord
 from graft.workbench.check.negative_tests import negative_tests, own_files
 from graft.workbench.check.results import CheckReport, TransformCheck
 from graft.workbench.check.risks import open_risks

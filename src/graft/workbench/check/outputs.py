@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.fx import GraphModule, Interpreter, Node
 
-from graft.errors import DumpError
-from graft.graph.nodes import placeholders
-from graft.kvcache.layout import HostBatch, pack
+from graft.base.errors import DumpError
+from graft.ir.nodes import placeholders
 from graft.ops.cases import tolerance
-from graft.transforms.dumps import OUTPUTS
+from graft.ops.layout import HostBatch, pack
+from graft.passes.dumps import OUTPUTS
 from graft.workbench.discover.values import DTYPES, TENSOR, split
 from graft.workbench.runs import Run, Step
 

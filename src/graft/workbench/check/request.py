@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from graft.errors import BaselineMismatch, UnknownTransform, UsageError
+from graft.base.errors import BaselineMismatch, UnknownTransform, UsageError
 from graft.models.registry import Family, entries, families
-from graft.transforms.config import PipelineConfig
-from graft.transforms.pipeline import order_transforms
-from graft.transforms.registry import TransformRegistry
+from graft.passes.config import PipelineConfig
+from graft.passes.pipeline import order_transforms
+from graft.passes.registry import TransformRegistry
 from graft.workbench.check.baseline import Baseline
 
 USUAL = "llama"  # the family that is tried where the transform matches it

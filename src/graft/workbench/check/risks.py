@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graft.models.registry import families
-from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import TransformRecord
+from graft.passes.registry import TransformRegistry
+from graft.passes.report import TransformRecord
 from graft.workbench.check.results import CheckReport
 from graft.workbench.check.trial import Trial
 from graft.workbench.diff_runs import folded, miss_text

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from graft.base.errors import ProofError
+from graft.base.files import Progress
 from graft.capture.cache import captured_decoder
-from graft.errors import ProofError
-from graft.files import Progress
-from graft.graph.edit import second_module
-from graft.graph.verify import Snapshot
+from graft.ir.edit import second_module
+from graft.ir.verify import Snapshot
 from graft.models.load import load_model
 from graft.models.registry import Family, entries
-from graft.transforms.base import BaseTransform, Context
-from graft.transforms.config import PipelineConfig
-from graft.transforms.dumps import WEIGHTS, DumpWriter
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.proof import Sides, prove
-from graft.transforms.report import MatchRecord, TransformRecord
+from graft.passes.base import BaseTransform, Context
+from graft.passes.config import PipelineConfig
+from graft.passes.dumps import WEIGHTS, DumpWriter
+from graft.passes.numeric_check import Sides, prove
+from graft.passes.pipeline import run_pipeline
+from graft.passes.report import MatchRecord, TransformRecord
 from graft.workbench.check.steps import StepGraphs
 from graft.workbench.discover.sources import config_of
 from graft.workbench.runs import Run, open_run

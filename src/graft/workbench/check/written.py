@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graft.transforms.config import DEFAULTS, PipelineConfig, read_yaml
-from graft.transforms.registry import TransformRegistry
+from graft.passes.config import DEFAULTS, PipelineConfig, read_yaml
+from graft.passes.registry import TransformRegistry
 from graft.workbench.check.line import Line
 
 FUSIONS = "docs/fusions.md"

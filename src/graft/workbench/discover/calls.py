@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graft.graph.memory import alias_sources, is_mutating
-from graft.graph.nodes import OpOverload, is_op, tensor_val, val
-from graft.transforms.elementwise import is_pointwise
+from graft.ir.effects import alias_sources, is_mutating
+from graft.ir.nodes import OpOverload, is_op, tensor_val, val
+from graft.passes.elementwise import is_pointwise
 
 aten, ops = torch.ops.aten, torch.ops.graft
 REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.var.correction}

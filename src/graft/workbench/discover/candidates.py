@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.fx import GraphModule
 
-from graft.errors import PatternError, UnknownCandidate
-from graft.graph.match import Finder
-from graft.graph.nodes import placeholders, tensor_val
+from graft.base.errors import PatternError, UnknownCandidate
+from graft.ir.nodes import placeholders, tensor_val
+from graft.ir.patterns.match import Finder
 from graft.workbench.discover.lookup import Existing
 from graft.workbench.discover.regions import Kind, Piece
 from graft.workbench.discover.savings import Estimate, Machine

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
-from graft.files import Progress
-from graft.graph.edit import second_module
-from graft.graph.match import Refused
-from graft.graph.memory import mutated_roots
-from graft.graph.nodes import calls
-from graft.graph.text import node_text
-from graft.transforms.base import Context
-from graft.transforms.config import PipelineConfig, load_config
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.positions import computed_from_positions
+from graft.base.files import Progress
+from graft.ir.edit import second_module
+from graft.ir.effects import mutated_roots
+from graft.ir.io.text import node_text
+from graft.ir.nodes import calls
+from graft.ir.patterns.match import Refused
+from graft.passes.base import Context
+from graft.passes.config import PipelineConfig, load_config
+from graft.passes.library.rope.positions import computed_from_positions
+from graft.passes.pipeline import run_pipeline
 from graft.workbench.discover.aten import aten_kernels
 from graft.workbench.discover.calls import is_attention, is_free, is_product
 from graft.workbench.discover.candidates import Candidate, Discovery

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graft.graph.nodes import is_op, is_weight, module_path, val
-from graft.graph.text import SHORT_DTYPES, target_text
+from graft.ir.io.text import SHORT_DTYPES, target_text
+from graft.ir.nodes import is_op, is_weight, module_path, val
 from graft.workbench.discover.regions import Piece
 
 SIZED = {torch.ops.aten.reshape.default, torch.ops.aten.expand.default}  # their numbers are sizes

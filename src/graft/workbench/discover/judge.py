@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from graft.graph.memory import is_mutating
-from graft.graph.nodes import is_op, static_int, tensor_val, val
-from graft.graph.text import abstract_text
-from graft.transforms.elementwise import is_pointwise, steps_of
+from graft.ir.effects import is_mutating
+from graft.ir.io.text import abstract_text
+from graft.ir.nodes import is_op, static_int, tensor_val, val
+from graft.passes.elementwise import is_pointwise, steps_of
 from graft.workbench.discover.calls import is_free, is_product, readers, through_views
 from graft.workbench.discover.lookup import Existing, transform_places
 

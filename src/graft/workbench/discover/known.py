@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graft.graph.nodes import output_node, placeholders, tensor_val
+from graft.ir.nodes import output_node, placeholders, tensor_val
 from graft.workbench.discover.lookup import Existing, Where
 from graft.workbench.discover.subgraph import LARGEST, literals_of, made_up_inputs, run_in_float64
 

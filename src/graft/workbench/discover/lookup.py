@@ -12,14 +12,14 @@ import torch
 from torch.fx import GraphModule
 
 import graft
-from graft.graph.edit import second_module
-from graft.graph.nodes import calls
-from graft.graph.text import target_text
+from graft.ir.edit import second_module
+from graft.ir.io.text import target_text
+from graft.ir.nodes import calls
 from graft.ops import OPS
-from graft.transforms.base import Context
-from graft.transforms.config import PipelineConfig, load_config
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.registry import TransformRegistry
+from graft.passes.base import Context
+from graft.passes.config import PipelineConfig, load_config
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry
 from graft.workbench.discover.calls import is_free, is_graft
 
 Where = Literal["graft", "aten", "inductor"]
@@ -100,7 +100,7 @@ def graft_op(target: Any, transforms: tuple[str, ...]) -> Existing:
 
 
 def transform_places(names: Iterable[str]) -> list[str]:
-    """`fuse_rms_norm (graft/transforms/library/fuse_rms_norm.py)`."""
+    """`fuse_rms_norm (graft/passes/library/norms/fuse_rms_norm.py)`."""
     return [f"{name} ({transform_file(name)})" for name in names]
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter
 
-from graft.errors import GraftError, NoGpu, UsageError
-from graft.files import Progress
-from graft.graph.evaluate import fill
-from graft.graph.nodes import placeholders, val
+from graft.base.errors import GraftError, NoGpu, UsageError
+from graft.base.files import Progress
+from graft.base.timers import call_seconds
+from graft.ir.evaluate import fill
+from graft.ir.nodes import placeholders, val
 from graft.ops.launch import launch_failures
-from graft.timers import call_seconds
 from graft.workbench.discover.candidates import Candidate, Discovery
 from graft.workbench.discover.lookup import look_in_graft
 from graft.workbench.discover.savings import Sizes, fused_bytes, sizes_for

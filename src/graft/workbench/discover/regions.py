@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from graft.errors import ShapesUnknown
-from graft.graph.edit import attribute
-from graft.graph.memory import is_mutating
-from graft.graph.nodes import is_op, is_weight, tensor_val, val, where
-from graft.graph.subgraph import inputs_of, outputs_of
-from graft.transforms.regions import Grower
+from graft.base.errors import ShapesUnknown
+from graft.ir.edit import attribute
+from graft.ir.effects import is_mutating
+from graft.ir.nodes import is_op, is_weight, tensor_val, val, where
+from graft.ir.subgraph import inputs_of, outputs_of
+from graft.passes.regions import Grower
 from graft.workbench.discover.calls import (
     LOOKUPS,
     SOFTMAX,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graft.graph.nodes import is_op, leaves, placeholders, static_int, val
+from graft.ir.nodes import is_op, leaves, placeholders, static_int, val
 from graft.workbench.discover.calls import LOOKUPS, is_call, is_free
 from graft.workbench.discover.regions import Piece
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule, Node
 
-from graft.graph.edit import second_module
-from graft.transforms.base import Context
-from graft.transforms.config import load_config
-from graft.transforms.pipeline import run_pipeline
+from graft.ir.edit import second_module
+from graft.passes.base import Context
+from graft.passes.config import load_config
+from graft.passes.pipeline import run_pipeline
 from graft.workbench.discover.calls import is_free, is_graft
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.graph.nodes import OpOverload, calls, is_op, output_node, placeholders, tensor_val
+from graft.ir.nodes import OpOverload, calls, is_op, output_node, placeholders, tensor_val
 
 aten = torch.ops.aten
 UNARY = ("rsqrt", "sqrt", "exp", "log", "sin", "cos", "tanh", "sigmoid", "neg", "abs", "erf", "reciprocal", "relu")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from graft.errors import DumpError, UsageError
-from graft.files import Progress
-from graft.transforms.base import Context
-from graft.transforms.config import PipelineConfig, load_config
-from graft.transforms.dumps import MARKER
-from graft.transforms.pipeline import run_pipeline
-from graft.transforms.report import Report
+from graft.base.errors import DumpError, UsageError
+from graft.base.files import Progress
+from graft.passes.base import Context
+from graft.passes.config import PipelineConfig, load_config
+from graft.passes.dumps import MARKER
+from graft.passes.pipeline import run_pipeline
+from graft.passes.report import Report
 from graft.workbench.discover.candidates import Discovery
 from graft.workbench.discover.find import TOKENS, discover
 from graft.workbench.discover.savings import Machine

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node, map_arg
 
-from graft.graph.evaluate import example_size, fill
-from graft.graph.nodes import calls, is_weight, output_node, placeholders, tensor_val, val
-from graft.graph.subgraph import Cutter
-from graft.transforms.proof import in_float64, widened
+from graft.ir.evaluate import example_size, fill
+from graft.ir.nodes import calls, is_weight, output_node, placeholders, tensor_val, val
+from graft.ir.subgraph import Cutter
+from graft.passes.numeric_check import in_float64, widened
 from graft.workbench.discover.regions import Piece
 from graft.workbench.discover.source import op_name
 

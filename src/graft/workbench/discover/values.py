@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graft.graph.symbols import Symbol, declare, evaluate, fresh_mode
-from graft.graph.text import SHORT_DTYPES
+from graft.ir.io.symbols import Symbol, declare, evaluate, fresh_mode
+from graft.ir.io.text import SHORT_DTYPES
 
 DTYPES = {text: dtype for dtype, text in SHORT_DTYPES.items()}
 TENSOR = re.compile(r"([\w.]+)\[(.*)\](?:@([\w:]+))?")

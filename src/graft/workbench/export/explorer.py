@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from graft.graph.nodes import arg_values, is_op, leaves, module_path, source_line
-from graft.graph.text import target_text
+from graft.ir.io.text import target_text
+from graft.ir.nodes import arg_values, is_op, leaves, module_path, source_line
 from graft.workbench.discover.values import TENSOR, split
 
 LABELS = {"placeholder": "input", "output": "output", "get_attr": "weight"}

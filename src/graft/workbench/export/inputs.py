@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graft.errors import ExportRefused, ShapesUnknown
-from graft.graph.evaluate import example_size, fill
-from graft.graph.nodes import calls, placeholders, tensor_val, val, where
+from graft.base.errors import ExportRefused, ShapesUnknown
+from graft.ir.evaluate import example_size, fill
+from graft.ir.nodes import calls, placeholders, tensor_val, val, where
 
 LAYOUT = ("graft::paged_attention", "graft::cached_attention", "graft::rope_attention")
 

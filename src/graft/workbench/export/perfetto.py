@@ -11,11 +11,11 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 
-from graft.errors import ExportRefused, UsageError
-from graft.graph.nodes import calls, module_path
+from graft.base.errors import ExportRefused, UsageError
+from graft.ir.nodes import calls, module_path
 from graft.models.load import resolve_device
-from graft.transforms.report import Report, TransformRecord
-from graft.transforms.stream_schedule import Slot
+from graft.passes.library.streams.schedule import Slot
+from graft.passes.report import Report, TransformRecord
 from graft.workbench.discover.calls import is_free
 from graft.workbench.discover.savings import Machine, call_bytes, sizes_for
 from graft.workbench.export.inputs import made_up_arguments, needs_layout

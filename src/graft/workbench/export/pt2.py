@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.errors import ExportRefused
-from graft.files import atomic_file, disk_errors
-from graft.graph.memory import is_mutating
-from graft.graph.nodes import arg_values, calls
+from graft.base.errors import ExportRefused
+from graft.base.files import atomic_file, disk_errors
+from graft.ir.effects import is_mutating
+from graft.ir.nodes import arg_values, calls
 from graft.workbench.discover.values import restore_values
 from graft.workbench.export.inputs import dynamic_dims, made_up_arguments
 from graft.workbench.runs import Run, Step

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from graft.errors import ExportRefused
-from graft.files import write_together
-from graft.transforms.dumps import WEIGHTS
-from graft.transforms.stream_schedule import Slot
+from graft.base.errors import ExportRefused
+from graft.base.files import write_together
+from graft.passes.dumps import WEIGHTS
+from graft.passes.library.streams.schedule import Slot
 from graft.workbench.discover.candidates import counted
 from graft.workbench.discover.savings import Machine
 from graft.workbench.discover.values import restore_values

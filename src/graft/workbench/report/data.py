@@ -9,12 +9,12 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
-from graft.errors import GraftError
-from graft.files import Progress
-from graft.graph.facts import Layer, homes, read_graph
-from graft.transforms.dumps import MANIFEST
-from graft.transforms.registry import TransformRegistry, load_all
-from graft.transforms.report import TransformRecord
+from graft.base.errors import GraftError
+from graft.base.files import Progress
+from graft.ir.facts import Layer, homes, read_graph
+from graft.passes.dumps import MANIFEST
+from graft.passes.registry import TransformRegistry, load_all
+from graft.passes.report import TransformRecord
 from graft.workbench.diff import GraphDiff, diff_graphs
 from graft.workbench.diff_text import Line, graph_lines, summary
 from graft.workbench.discover.candidates import Discovery

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from graft.errors import ReportError
-from graft.workbench.kernel_times import KernelRow, StepTimes
+from graft.base.errors import ReportError
+from graft.bench.kernel_times import KernelRow, StepTimes
 
 KERNELS = "kernels.json"  # where a run folder has its own
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from graft.graph.facts import SYMBOL, Item, Layer, general, shared
+from graft.ir.facts import SYMBOL, Item, Layer, general, shared
 
 HUB = 8  # a value with more readers is a named port on each of them: its edges would cross the whole drawing
 

@@ -12,8 +12,8 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from graft.errors import ReportError
-from graft.files import Progress, write_whole
+from graft.base.errors import ReportError
+from graft.base.files import Progress, write_whole
 from graft.workbench.discover.markdown import assumptions, details
 from graft.workbench.report.data import ReportData, collect
 

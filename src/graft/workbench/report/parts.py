@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from graft.graph.facts import Item, Layer, homes, layer_of
-from graft.graph.folding import equal_layers
+from graft.ir.facts import Item, Layer, homes, layer_of
+from graft.ir.folding import equal_layers
 from graft.workbench.layers import ranges
 from graft.workbench.report.packing import Readers, Strings, pack_item, port_name
 

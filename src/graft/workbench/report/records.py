@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from graft.graph.facts import general, layer_of
-from graft.graph.match import NearMiss
-from graft.transforms.report import MatchRecord, TransformRecord
+from graft.ir.facts import general, layer_of
+from graft.ir.patterns.match import NearMiss
+from graft.passes.report import MatchRecord, TransformRecord
 from graft.workbench.diff_runs import folded, nameless
 
 

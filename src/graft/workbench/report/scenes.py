@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from graft.graph.facts import Item, Layer, homes
+from graft.ir.facts import Item, Layer, homes
 from graft.workbench.diff import GraphDiff
 from graft.workbench.diff_text import change_text, layers_text
 from graft.workbench.layers import Folded

@@ -11,12 +11,12 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from graft.errors import ReproRefused
-from graft.graph.evaluate import Call, example_size
-from graft.graph.nodes import leaves, tensor_val, val, where
-from graft.graph.subgraph import Cutter, reached
-from graft.transforms.proof import fixed_values, views
-from graft.transforms.report import MatchRecord
+from graft.base.errors import ReproRefused
+from graft.ir.evaluate import Call, example_size
+from graft.ir.nodes import leaves, tensor_val, val, where
+from graft.ir.subgraph import Cutter, reached
+from graft.passes.numeric_check import fixed_values, views
+from graft.passes.report import MatchRecord
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from string import Template
 import torch
 from torch.fx import GraphModule, Node
 
-from graft.errors import ReproRefused, UnknownMatch
-from graft.graph.memory import is_mutating
-from graft.graph.nodes import calls, tensor_val
-from graft.graph.symbols import symbols_of
-from graft.graph.text import target_text
+from graft.base.errors import ReproRefused, UnknownMatch
+from graft.ir.effects import is_mutating
+from graft.ir.io.symbols import symbols_of
+from graft.ir.io.text import target_text
+from graft.ir.nodes import calls, tensor_val
 from graft.ops.cases import UNIT, tolerance
-from graft.transforms.dumps import WEIGHTS
-from graft.transforms.registry import TransformRegistry
-from graft.transforms.report import MatchRecord
+from graft.passes.dumps import WEIGHTS
+from graft.passes.registry import TransformRegistry
+from graft.passes.report import MatchRecord
 from graft.workbench.discover.source import function_source
 from graft.workbench.discover.values import restore_values
 from graft.workbench.repro.pieces import Cut, cut, shape_of

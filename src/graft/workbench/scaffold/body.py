@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from graft.errors import GraftError, PatternError, UsageError
-from graft.graph.arguments import tensor_names
+from graft.base.errors import GraftError, PatternError, UsageError
+from graft.ir.patterns.arguments import tensor_names
+from graft.passes.base import Stage, TransformConfig
+from graft.passes.patterns import PatternTransform, Rewrite
 from graft.testing.negatives import assert_refused_or_harmless, negatives, positive
-from graft.transforms.base import Stage, TransformConfig
-from graft.transforms.patterns import PatternTransform, Rewrite
 
 USUAL = ("import torch", "import torch.nn.functional as F", "from torch import Tensor")
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from graft.errors import GraftError, PatternError, ShapesUnknown, UnknownCandidate, UsageError
-from graft.graph.arguments import example_dtype, size_of
-from graft.graph.nodes import output_node, placeholders
-from graft.graph.trace import trace_function
+from graft.base.errors import GraftError, PatternError, ShapesUnknown, UnknownCandidate, UsageError
+from graft.ir.nodes import output_node, placeholders
+from graft.ir.patterns.arguments import example_dtype, size_of
+from graft.ir.trace import trace_function
 from graft.workbench.discover import Candidate, Discovery
 from graft.workbench.discover.aten import aten_kernels
 from graft.workbench.discover.known import filling

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graft.graph.nodes import calls, output_node, placeholders
-from graft.graph.trace import trace_function
+from graft.ir.nodes import calls, output_node, placeholders
+from graft.ir.trace import trace_function
 from graft.ops.pointwise import TABLE
+from graft.passes.elementwise import Earlier, Step, steps_of
+from graft.passes.patterns import Rewrite
 from graft.testing.negatives import examples
-from graft.transforms.elementwise import Earlier, Step, steps_of
-from graft.transforms.patterns import Rewrite
 from graft.workbench.scaffold.body import Body, literals_of, results_of, tensor_arguments
 
 # A number that differs between two traces with these is an argument of the pattern, or follows from one.

@@ -8,9 +8,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from graft.errors import UsageError
+from graft.base.errors import UsageError
 from graft.ops import OPS
-from graft.transforms.registry import TransformRegistry, load_all
+from graft.passes.registry import TransformRegistry, load_all
 
 FILES = ("define", "fake", "make", "tl", "torch", "triton", "wrong")  # what the files of an op define or import
 BACKENDS = ("triton", "torch", "cuda", "cpu")  # an op's name says what it computes, not what runs it

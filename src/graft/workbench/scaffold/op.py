@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graft.graph.nodes import calls
+from graft.ir.nodes import calls
 from graft.workbench.scaffold.body import (
     Body,
     Tried,

@@ -18,18 +18,18 @@ class Place:
         """`folder`, which may be a checkout itself; left out, the checkout around the working directory, or that."""
         start = (folder or Path.cwd()).resolve()
         for root in (start,) if folder else (start, *start.parents):
-            if (root / "src/graft/transforms/default.yaml").is_file():
+            if (root / "src/graft/passes/default.yaml").is_file():
                 return Place(root, True)
         return Place(start, False)
 
     def transform(self, name: str) -> Path:
-        return self.root / (f"src/graft/transforms/library/{name}.py" if self.checkout else f"{name}.py")
+        return self.root / (f"src/graft/passes/library/{name}.py" if self.checkout else f"{name}.py")
 
     def test(self, name: str) -> Path:
         return self.root / (f"tests/unit/test_{name}.py" if self.checkout else f"test_{name}.py")
 
     def module(self, name: str) -> str:
-        return f"graft.transforms.library.{name}" if self.checkout else name
+        return f"graft.passes.library.{name}" if self.checkout else name
 
     def op_folder(self, op: str) -> Path:
         return self.root / (f"src/graft/ops/{op}" if self.checkout else f"{op}_op")

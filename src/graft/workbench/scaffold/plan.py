@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from graft.errors import PatternError, UsageError
-from graft.files import write_together
-from graft.transforms.base import Stage
+from graft.base.errors import PatternError, UsageError
+from graft.base.files import write_together
+from graft.passes.base import Stage
 from graft.workbench.scaffold import names
 from graft.workbench.scaffold.body import Body, arguments, body_of_functions, default_body, try_out
 from graft.workbench.scaffold.candidate import BEFORE, STAGE, Seed, body_of_seed
@@ -139,7 +139,7 @@ def listings(name: str, stage: str, place: Place, before: tuple[str, ...] = ()) 
     """The YAML files in which the transform is listed: off, and for every family why it is absent."""
     if not place.checkout:
         return {place.root / f"{name}.yaml": PLUGIN_CONFIG.format(name=name, entry=entry_text(stage, before))}
-    defaults = place.root / "src/graft/transforms/default.yaml"
+    defaults = place.root / "src/graft/passes/default.yaml"
     common = place.root / "src/graft/models/registry/common.yaml"
     changed = {defaults: with_entry(defaults.read_text(), name, stage, before)}
     text = common.read_text()

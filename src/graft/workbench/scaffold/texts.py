@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch.fx import Graph
 
-from graft.graph.nodes import calls
-from graft.graph.text import call_text, target_text
+from graft.ir.io.text import call_text, target_text
+from graft.ir.nodes import calls
 from graft.workbench.scaffold.body import (
     Body,
     Tried,
@@ -50,8 +50,8 @@ def transform_text(new: New) -> str:
     numbers = literals_of(body.pattern)
     call = ", ".join(name if name in numbers else f"%{name}" for name in names)
     result = "out" if "y" in names else "y"
-    graft = ["from graft.transforms.patterns import PatternTransform, Rewrite"]
-    graft.append("from graft.transforms.registry import TransformRegistry")
+    graft = ["from graft.passes.patterns import PatternTransform, Rewrite"]
+    graft.append("from graft.passes.registry import TransformRegistry")
     register = f"import {new.place.op_module(op)}.op  # noqa: F401 (registers the op)"
     return fill(
         "transform",
@@ -158,8 +158,8 @@ def test_imports(new: New) -> str:
     graft = {
         "graft.testing": "(\n" + "".join(f"    {name},\n" for name in helpers) + ")",
         "graft.testing.negatives": "examples, negatives, positive",
-        "graft.transforms.base": "Stage, TransformConfig",
-        "graft.transforms.registry": "TransformRegistry",
+        "graft.passes.base": "Stage, TransformConfig",
+        "graft.passes.registry": "TransformRegistry",
     }
     own = {new.place.module(new.name): f"REWRITES, {new.body.pattern_name}"}
     if new.op:

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from graft.backends.native.plan import Planner, lowers
 from graft.backends.native.program import CTYPES, Argument, Kernel, NotLowered, Text, Value
-from graft.graph.nodes import options_of, tensor_of
+from graft.ir.nodes import options_of, tensor_of
 
 ops = torch.ops.graft
 

@@ -10,9 +10,9 @@ from torch.fx import Node
 from graft.backends.native.cpu import multiplies_halves
 from graft.backends.native.plan import Planner, lowers
 from graft.backends.native.program import Kernel, NotLowered, Pointer, Stride, Text, WeightPointer
-from graft.graph.nodes import options_of, tensor_of
-from graft.ops.fused_linear.native_packing import CPP, HALVES
-from graft.ops.fused_linear.tiles import kind_of
+from graft.ir.nodes import options_of, tensor_of
+from graft.weights.native_tiles import CPP, HALVES
+from graft.weights.tiles import kind_of
 
 aten, ops = torch.ops.aten, torch.ops.graft
 HEADER = "ops/fused_linear/native.h"

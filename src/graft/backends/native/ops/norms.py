@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from graft.backends.native.plan import Planner, lowers
 from graft.backends.native.program import Kernel, NotLowered
-from graft.graph.nodes import options_of
+from graft.ir.nodes import options_of
 
 ops, aten = torch.ops.graft, torch.ops.aten
 

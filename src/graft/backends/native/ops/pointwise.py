@@ -13,7 +13,7 @@ from torch.fx import Node
 from graft.backends.native.emit import number
 from graft.backends.native.plan import Planner, lowers
 from graft.backends.native.program import Argument, Kernel, NotLowered, Value, WeightPointer
-from graft.graph.nodes import same_shape, tensor_of, tensor_val
+from graft.ir.nodes import same_shape, tensor_of, tensor_val
 from graft.ops.pointwise import ROWS, pointwise_of
 
 aten = torch.ops.aten

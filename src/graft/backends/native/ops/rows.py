@@ -10,7 +10,7 @@ from torch.fx import Node
 from graft.backends.native.ops.linear import matrix, tiles
 from graft.backends.native.plan import ROWS_HEADER, Planner, lowers
 from graft.backends.native.program import CTYPES, Kernel, Layout, NotLowered, Text, WeightPointer
-from graft.graph.nodes import is_op, options_of, tensor_of
+from graft.ir.nodes import is_op, options_of, tensor_of
 
 aten, ops = torch.ops.aten, torch.ops.graft
 

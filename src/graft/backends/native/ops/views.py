@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from graft.backends.native.plan import FLOATS, Planner, lowers
 from graft.backends.native.program import Layout, NotLowered, Value
-from graft.graph.nodes import options_of, static_int, tensor_of
+from graft.ir.nodes import options_of, static_int, tensor_of
 
 aten = torch.ops.aten
 

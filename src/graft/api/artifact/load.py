@@ -1,0 +1,91 @@
+"""Reading a saved module: every file is checked before anything of it is used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+import graft.ops  # noqa: F401  registers graft's ops, which the graph calls
+from graft.api.artifact.format import STATE, WEIGHTS, Artifact, SavedGraph, file_names, read_manifest, text_file
+from graft.api.artifact.tensors import unpack
+from graft.base.errors import ArtifactError, DumpError
+from graft.base.files import sha256
+from graft.ir.io.serial import graph_from_json
+from graft.ir.program.signature import Signature
+
+
+def read_artifact(path: str | Path) -> Artifact:
+    """The saved module as plain data: a graph with abstract values that can be lowered again, state as it was."""
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    for name in file_names(len(manifest["graphs"])):
+        check_file(folder / name, manifest["files"][name])
+    check_devices(folder, manifest["devices"])
+    weights = load_file(folder / WEIGHTS)
+    # its own memory, not the file's
+    state = {key: tensor.clone() for key, tensor in load_file(folder / STATE).items()}
+    current = {key.removeprefix("current/"): t for key, t in state.items() if key.startswith("current/")}
+    initial = {key.removeprefix("initial/"): t for key, t in state.items() if key.startswith("initial/")}
+    tensors = unpack(manifest["tensors"], weights, current)
+    return Artifact(
+        tuple(read_graph(folder, number, tensors, extra) for number, extra in enumerate(manifest["graphs"])),
+        manifest["backend"],
+        manifest["kernels"],
+        {name: tensor.to(tensors[name].device) if name in tensors else tensor for name, tensor in initial.items()},
+        manifest["extra"],
+        version_notes(manifest["versions"]),
+    )
+
+
+def read_graph(folder: Path, number: int, tensors: dict[str, Any], extra: dict[str, Any]) -> SavedGraph:
+    def text(kind: str) -> str:
+        return (folder / text_file(kind, number)).read_text()
+
+    try:
+        gm = graph_from_json(text("graph"), tensors)
+        signature = Signature.from_data(json.loads(text("signature")))
+    except DumpError as error:
+        raise ArtifactError(folder / text_file("graph", number), str(error)) from error
+    aliases = tuple(tuple(alias) for alias in json.loads(text("aliases")))
+    return SavedGraph(gm, signature, aliases, text("report"), extra)
+
+
+def check_file(file: Path, recorded: dict[str, Any]) -> None:
+    """Raises ArtifactError unless the file is what the manifest says."""
+    if not file.is_file():
+        raise ArtifactError(file, "is missing; copy the folder again or save the module again")
+    size = file.stat().st_size
+    if size != recorded["bytes"]:
+        what = "truncated" if size < recorded["bytes"] else "longer than it was"
+        raise ArtifactError(file, f"is {what}: {size} bytes instead of {recorded['bytes']}; copy the folder again")
+    if sha256(file) != recorded["sha256"]:
+        raise ArtifactError(
+            file, "was changed after it was saved (its sha256 is another); copy the folder again or save again"
+        )
+
+
+def check_devices(folder: Path, names: list[str]) -> None:
+    for name in names:
+        device = torch.device(name)
+        if device.type in ("cpu", "meta"):
+            continue
+        backend = getattr(torch, device.type, None)
+        count = backend.device_count() if backend is not None and backend.is_available() else 0
+        if count <= (device.index or 0):
+            raise ArtifactError(
+                folder,
+                f"was saved for the device {name}, but {device.type} has {count} devices here;"
+                " load it where there is one, or compile the module for a device that is here and save that",
+            )
+
+
+def version_notes(saved: dict[str, str]) -> tuple[str, ...]:
+    if saved["torch"] == torch.__version__:
+        return ()
+    return (
+        f"saved with torch {saved['torch']}, loaded with {torch.__version__}: results may differ in the last bits",
+    )

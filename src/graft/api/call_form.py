@@ -1,0 +1,83 @@
+"""How the arguments of a compiled module are given: by position or name, and nested how."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from graft.base.errors import UsageError
+from graft.capture.dynamic import conform, structure
+
+PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The form that the graph takes. Calls in another form are brought into it, or refused."""
+
+    positional: int
+    keywords: tuple[str, ...]
+    parameters: tuple[str, ...] = ()  # what forward takes by position
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    nesting: tuple[Any, ...] = ()  # of each argument; None for one value
+
+    @staticmethod
+    def of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallForm:
+        known = inspect.signature(module.forward).parameters.values()
+        ordered = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = tuple(p.name for p in known if p.kind in ordered)
+        defaults = {p.name: p.default for p in known if isinstance(p.default, PLAIN)}
+        nesting = tuple(structure(value) for value in (*args, *kwargs.values()))
+        return CallForm(len(args), tuple(kwargs), parameters, defaults, nesting)
+
+    def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same arguments in this form; raises UsageError for others."""
+        if len(args) != self.positional or tuple(kwargs) != self.keywords:
+            args, kwargs = self.rearranged(args, kwargs)
+        values = (*args, *kwargs.values())
+        if any(self.nesting) or any(isinstance(value, (list, tuple, dict)) for value in values):
+            names = (
+                *self.parameters[: len(args)],
+                *(f"{i}" for i in range(len(self.parameters), len(args))),
+                *kwargs,
+            )
+            fitted = [conform(*entry) for entry in zip(values, self.nesting, names, strict=True)]
+            return tuple(fitted[: len(args)]), dict(zip(kwargs, fitted[len(args) :], strict=True))
+        return args, kwargs
+
+    def rearranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        first = self.parameters[: self.positional]
+        if len(args) > len(self.parameters) or len(first) < self.positional:  # `*args`: only their number counts
+            first = ()
+            given = dict(kwargs)
+            if len(args) != self.positional:
+                raise UsageError(f"compiled with {self.positional} inputs, called with {len(args)}")
+        else:
+            given = dict(zip(self.parameters, args, strict=False)) | kwargs
+        wanted = (*first, *self.keywords)
+        unasked = [n for n in given if n not in wanted and not self.is_default(n, given[n])]
+        missing = [name for name in wanted if name not in given]
+        if unasked or missing:
+            if not kwargs and not self.keywords:
+                raise UsageError(f"compiled with {self.positional} inputs, called with {len(args)}")
+            raise UsageError(
+                f"compiled with {self.positional} inputs and the keyword arguments {list(self.keywords)},"
+                f" called with {len(args)} and {list(kwargs)}"
+            )
+        placed = tuple(given[name] for name in first) if first or not self.positional else args
+        return placed, {name: given[name] for name in self.keywords}
+
+    def is_default(self, name: str, value: Any) -> bool:
+        return name in self.defaults and type(value) is type(self.defaults[name]) and value == self.defaults[name]
+
+    def to_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> CallForm:
+        lists = {name: tuple(data[name]) for name in ("keywords", "parameters", "nesting")}
+        return CallForm(data["positional"], defaults=data["defaults"], **lists)

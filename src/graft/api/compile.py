@@ -1,0 +1,270 @@
+"""graft.compile: any module or function through the pipeline, with the signature, results and effects it had."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graft.api.call_form import CallForm
+from graft.api.checks import BufferCheck
+from graft.api.variant import Settings, Variant, build_variant
+from graft.backends.replay import Replays
+from graft.backends.select import keep_sizes
+from graft.base.errors import CaptureError, GuardFailed, ReplacedBuffer, UsageError
+from graft.capture.dynamic import flat, in_order
+from graft.capture.function import as_module
+from graft.capture.module import capture_module
+from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack, release
+from graft.memory.alias_map import Alias
+from graft.memory.initial import Initial, initial_values, written_buffers
+from graft.passes.config import PipelineConfig, load_config
+from graft.passes.report import Report
+
+log = logging.getLogger("graft")
+MOST_VARIANTS = 16  # a program with more branches on sizes recompiles for ever
+CAPTURING = threading.Lock()  # torch.export swaps parts of the module while it traces
+MOST_KINDS = 1024  # combinations of sizes that are remembered as checked
+
+
+def kind(value: Any) -> Any:
+    """All of an input that decides which graph is right for it."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.device, value.shape, value.is_contiguous()
+    return type(value), value
+
+
+class CompiledModule(torch.nn.Module):
+    """A module that calls its transformed graph. State is shared with the module it was made from.
+
+    A program may branch on the sizes that were left dynamic (`if x.shape[1] == 1`). The graph holds one way through
+    it; a call that takes another way is captured when it is first made, and the report says so.
+    """
+
+    def __init__(
+        self, variants: Sequence[Variant], form: CallForm, initial: Mapping[str, Initial], settings: Settings
+    ) -> None:
+        super().__init__()
+        self.graph_module = variants[0].graph_module
+        self.variants = list(variants)
+        self.settings = settings
+        self.initial = dict(initial)
+        self.form = form
+        self._outside = torch.compiler.disable(self.run)
+        self._source: tuple[torch.nn.Module, Any] | None = None  # the module and its dynamic_shapes; a tuple, so that
+        self._caches: list[Any] = []  # it is not registered as a submodule
+        self._sources: BufferCheck | None = None  # the state that is shared with the module stays the same tensors
+        self.cache_count = 0  # StaticCaches among the arguments
+        self._known: dict[tuple[Any, ...], Variant] = {}  # kinds of inputs that were checked
+
+    @property
+    def report(self) -> Report:
+        """The first variant's, with a note for each one that was captured later."""
+        return self.variants[0].report
+
+    @property
+    def aliases(self) -> tuple[Alias, ...]:
+        return tuple(dict.fromkeys(alias for variant in self.variants for alias in variant.aliases))
+
+    @property
+    def backend(self) -> str:
+        return self.variants[0].backend
+
+    @property
+    def replays(self) -> Replays | None:
+        """On the cuda_graph backend, the recordings of the first variant: how many, why, what is copied for them."""
+        return getattr(self.variants[0].call, "replays", None)
+
+    def __getattr__(self, name: str) -> Any:
+        """State under the names that it has in the module: `compiled.cache_k`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "graph_module" or name.startswith("__"):
+                raise
+            return getattr(super().__getattr__("graph_module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        graph_module = self.__dict__.get("_modules", {}).get("graph_module")
+        if graph_module is not None and name in {**graph_module._buffers, **graph_module._parameters}:
+            raise ReplacedBuffer(name)
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: Any) -> CompiledModule:
+        raise UsageError("a compiled module is bound to its state and cannot be copied; save and load it, or compile")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("a compiled module cannot be pickled; compiled.save(path) writes a folder for graft.load")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> CompiledModule:  # noqa: ARG002
+        raise UsageError("a compiled module keeps its dtype and device; convert the module and compile it again")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._outside(args, kwargs)  # a graph break: what runs here checks its inputs, in Python
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.run(args, kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        caches, fresh = [], []
+        if self.cache_count:
+            caches = find_caches((args, kwargs))
+            fresh = self.prepare(caches)
+            args, kwargs = pack(args, caches), pack(kwargs, caches)
+        try:
+            args, kwargs = self.form.apply(args, kwargs)
+            values = flat(args, kwargs)
+            if torch.compiler.is_exporting():  # traces graft's ops, not their kernels
+                return self.traced(args, kwargs, values)
+            if self._sources is not None:
+                self._sources()
+            variant = self.choose(args, kwargs, values)
+            variant.check(values)
+        except UsageError:
+            release(fresh)
+            raise
+        result = variant.run(values, args, kwargs)
+        return hand_back(result, caches, variant.returned) if caches else result
+
+    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Any:
+        """The graph for inputs of these sizes, for torch.export; its guards become those of the trace."""
+        if self.cache_count:
+            raise UsageError("a module compiled with a StaticCache is not traced again; trace the model itself")
+        found = self.fitting(values)
+        if isinstance(found, GuardFailed):
+            raise UsageError(f"{found}; call the compiled module with such sizes before it is traced")
+        if isinstance(found, UsageError):
+            raise found
+        return found.graph_module(*args, **kwargs)
+
+    def prepare(self, caches: list[Any]) -> list[Any]:
+        """Allocates caches that have no tensors yet; the layers that got some."""
+        if len(caches) != self.cache_count:
+            raise UsageError(f"compiled with {self.cache_count} caches, called with {len(caches)}")
+        examples = self._caches or [None] * len(caches)
+        return [layer for cache, known in zip(caches, examples, strict=True) for layer in allocate(cache, known)]
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
+        """The variant for these inputs, captured now if the program takes a way that none holds."""
+        kinds = tuple(map(kind, values))
+        known = self._known.get(kinds)
+        if known is None:
+            if len(self._known) >= MOST_KINDS:
+                self._known.clear()
+            known = self._known[kinds] = self.find(args, kwargs, values)
+        return known
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
+        found = self.fitting(values)
+        if isinstance(found, GuardFailed):
+            return self.capture(args, kwargs, found)
+        if isinstance(found, UsageError):
+            raise found
+        return found
+
+    def fitting(self, values: list[Any]) -> Variant | UsageError:
+        """The variant that was captured for such inputs, or what is against the first one."""
+        problems: list[UsageError] = []
+        for variant in self.variants:
+            if len(values) != len(variant.signature.leaves):
+                return UsageError(f"compiled with {len(variant.signature.leaves)} inputs, called with {len(values)}")
+            try:
+                variant.signature.check(values)
+            except UsageError as error:
+                problems.append(error)
+            else:
+                return variant
+        return problems[0]
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: GuardFailed) -> Variant:
+        if self._source is None:
+            raise UsageError(
+                f"{why}; a loaded module cannot be captured again. Call it with such sizes before saving"
+            )
+        if len(self.variants) == MOST_VARIANTS:
+            raise UsageError(f"{why}, and {MOST_VARIANTS} variants are captured already; make the size static")
+        module, dynamic_shapes = self._source
+        try:
+            with CAPTURING:
+                captured = capture_module(
+                    module,
+                    args,
+                    kwargs,
+                    dynamic_shapes,
+                    caches=self._caches,
+                    branch=True,
+                    keep_sizes=partial(keep_sizes, self.settings.backend),
+                )
+        except CaptureError as error:
+            raise UsageError(f"{why}, and the program cannot be captured for these inputs: {error}") from error
+        variant = build_variant(captured, self.settings, self.report.model, flat(args, kwargs))
+        self.variants.append(variant)
+        self.variants[0] = replace(self.variants[0], report=self.joined_report(variant, why))
+        self.initial |= initial_values(variant.graph_module, self.initial)
+        return variant
+
+    def joined_report(self, variant: Variant, why: GuardFailed) -> Report:
+        """The report with what the latest variant adds to it."""
+        first, number = self.report, len(self.variants)
+        note = f"variant {number} was captured when it was called: {why}"
+        log.info(note)
+        others = [f"variant {number}: {text}" for text in variant.report.notes if text not in first.notes]
+        known = {(record.input, record.kind, record.how) for record in first.state}
+        state = [record for record in variant.report.state if (record.input, record.kind, record.how) not in known]
+        return replace(first, notes=(*first.notes, note, *others), state=(*first.state, *state))
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Gives every buffer that the program writes the value it had when the module was compiled."""
+        for variant in self.variants:
+            for name, tensor in written_buffers(variant.graph_module).items():
+                self.initial[name].put(tensor)
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Writes a folder that `graft.load` reads in a new process; state is saved as it is now."""
+        from graft.api.artifacts import save_compiled
+
+        save_compiled(self, path, overwrite=overwrite)
+
+
+def compile(
+    module: torch.nn.Module | Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    config: str | Path | Mapping[str, Any] | PipelineConfig | None = None,
+    backend: str = "auto",
+    reuse_outputs: bool = False,
+    dump_dir: str | Path | None = None,
+) -> CompiledModule:
+    """Captures `module`, or a function, with example inputs, transforms the graph and lowers it.
+
+    Sizes are fixed to the example's unless `dynamic_shapes` (as for torch.export) frees them. The length of a cache
+    that the caller passes and the program writes at a position is free as well, where the program allows it, unless
+    its entry is `{}`.
+    `reuse_outputs` (cuda_graph only): results stay in the graph's own memory, which the next call overwrites.
+    """
+    loaded = config if isinstance(config, PipelineConfig) else load_config(config)
+    settings = Settings(loaded, backend, reuse_outputs, dump_dir)
+    module = as_module(module)
+    args, kwargs = tuple(args), in_order(module, kwargs or {})
+    caches = find_caches((args, kwargs))
+    initialize(module, args, kwargs, caches)
+    packed = pack(args, caches), pack(kwargs, caches)
+    captured = capture_module(module, *packed, dynamic_shapes, caches=caches, keep_sizes=partial(keep_sizes, backend))
+    variant = build_variant(captured, settings, type(module).__name__, flat(*packed))
+    form = CallForm.of(module, *packed)
+    compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
+    if variant.backend != "cuda_graph":  # which looks up its buffers at every call
+        compiled._sources = BufferCheck(module)
+    compiled._source, compiled._caches, compiled.cache_count = (module, dynamic_shapes), caches, len(caches)
+    return compiled

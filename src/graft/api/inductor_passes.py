@@ -1,0 +1,166 @@
+"""graft's fusions as a pass of stock Inductor: torch.compile(model, options=graft.passes_for_inductor()).
+
+The pass runs at `post_grad_custom_pre_pass`: on the graph that AOTAutograd has made functional and taken apart (silu
+is neg, exp, add, div), before Inductor's own patterns change it further. Patterns are traced through Inductor's own
+decompositions, so that pattern and graph have one normal form. Matching happens on a canonical copy; in Inductor's
+graph only the matched nodes change, and a graph without a match stays as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node, map_arg
+
+import graft
+from graft.backends.dynamo import shorten_module_names
+from graft.backends.inductor import (
+    FUSION_PASS,
+    CachedPass,
+    apart_from_dynamo,
+    cache_hits,
+    decompositions,
+    inductor_settings,
+    refuse_named_kernels,
+    sort_graph,
+    static_inputs,
+)
+from graft.ir.canonical.normal_form import sweep
+from graft.ir.nodes import placeholders
+from graft.ir.trace import Dialect, use_dialect
+from graft.passes.base import Context
+from graft.passes.config import PipelineConfig, load_config
+from graft.passes.pipeline import order_transforms, run_one
+from graft.passes.registry import TransformRegistry
+from graft.passes.report import Report, TransformRecord
+
+# Reports stand in the module, not on the pass: AOTInductor runs a deep copy of the pass.
+_reports: list[Report] = []
+WALK = (
+    "it walks over linear and attention layers, which Inductor has taken apart before its post-grad passes run;"
+    " graft.compile sees them whole"
+)
+
+
+def passes_for_inductor(config: str | Path | Mapping[str, Any] | PipelineConfig | None = None) -> dict[str, Any]:
+    """Options for torch.compile, or `inductor_configs` for AOTInductor. Inductor's caches stay on.
+
+    Transforms that read such graphs run (patterns do); the others are reported as skipped. Reports:
+    `graft.inductor_reports()`.
+    """
+    settings = config if isinstance(config, PipelineConfig) else load_config(config)
+    refuse_named_kernels(settings.kernels)
+    return {**inductor_settings(), FUSION_PASS: CachedPass(pass_key(settings), partial(run_fusions, settings))}
+
+
+def inductor_reports() -> list[Report]:
+    """A report for each graph that the pass ran on in this process, and a last one when graphs came from a cache.
+
+    A graph from Inductor's cache has the fusions of its first compilation; no pass runs, so there is no report of it.
+    """
+    hits = cache_hits()
+    note = (
+        f"{hits} graphs of this process came from Inductor's caches, where passes do not run; what graft fused in"
+        " them was reported when they were first compiled (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles them anew)"
+    )
+    return [*_reports, Report("cache", notes=(note,))] if hits else list(_reports)
+
+
+def pass_key(settings: PipelineConfig) -> str:
+    """What decides the fusions: graft's sources, those of other registered transforms, the settings, torch."""
+    digest = hashlib.sha256(f"{torch.__version__} {graft_sources()} {settings.verify}".encode())
+    for name, options in settings.transforms.items():
+        digest.update(f"\n{name} {options!r}".encode())
+        source = Path(inspect.getfile(TransformRegistry.get(name)))
+        if not source.is_relative_to(Path(graft.__file__).parent):
+            digest.update(source.read_bytes())
+    return f"graft {digest.hexdigest()}"
+
+
+@cache
+def graft_sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(graft.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def inductor_dialect() -> Dialect:
+    return Dialect("inductor", decompositions())
+
+
+def run_fusions(settings: PipelineConfig, graph: Graph) -> None:
+    """The pass: fuses on a canonical copy, then makes the same changes in `graph`."""
+    copy = canonical_copy(graph)
+    swept = {node.name for node in graph.nodes} - {node.name for node in copy.graph.nodes}
+    records: dict[str, TransformRecord] = {}
+    with apart_from_dynamo(), use_dialect(inductor_dialect()):
+        for name in order_transforms(settings):
+            records[name] = run_transform(copy, name, settings)
+    matches = [match for record in records.values() for match in record.matches]
+    if matches:
+        replaced = dict(pair for match in matches for pair in match.successors)
+        repeat_changes(graph, copy.graph, replaced, swept | {old for match in matches for old in match.replaced})
+    _reports.append(Report(f"inductor_{len(_reports)}", records))
+
+
+def run_transform(gm: GraphModule, name: str, settings: PipelineConfig) -> TransformRecord:
+    options = settings.transforms[name]
+    transform = TransformRegistry.get(name)(options)
+    if options.enabled and not transform.reads_decomposed:
+        return TransformRecord(name, options.stage.value, "skipped", reason=WALK)
+    return run_one(gm, transform, options, Context(route="module"), settings.verify)
+
+
+def canonical_copy(graph: Graph) -> GraphModule:
+    """The graph in normal form, under the same names. Values that Inductor does not record are None."""
+    copy, copies = Graph(), {}
+    for node in graph.nodes:
+        copies[node] = copy.node_copy(node, copies.__getitem__)
+        copies[node].meta.setdefault("val", None)
+        shorten_module_names(copies[node])
+    inputs = placeholders(copy)
+    if not any(node.name.startswith("tangents") for node in inputs):  # a backward graph has other inputs
+        for index in static_inputs():
+            inputs[index].meta["weight"] = True
+    gm = GraphModule(graph.owning_module, copy)
+    while sweep(gm.graph):
+        pass
+    return gm
+
+
+def repeat_changes(graph: Graph, changed: Graph, replaced: Mapping[str, str], dead: set[str]) -> None:
+    """Inserts in `graph` what was made in `changed`, points readers at it, and erases what is dead."""
+    originals = {node.name: node for node in graph.nodes}
+    images: dict[Node, Node] = {}
+    made: dict[str, Node] = {}
+    waiting: list[Node] = []
+    for node in changed.nodes:
+        if "made_by" in node.meta:
+            waiting.append(node)
+            continue
+        images[node] = originals[node.name]
+        with graph.inserting_before(images[node]):
+            for new in waiting:
+                images[new] = graph.create_node(
+                    new.op, new.target, map_arg(new.args, images.get), map_arg(new.kwargs, images.get)
+                )
+                images[new].meta = dict(new.meta)
+                made[new.name] = images[new]
+        waiting = []
+    for old, new in replaced.items():
+        while new in replaced:
+            new = replaced[new]
+        if old in originals and new in made:
+            originals[old].replace_all_uses_with(made[new])
+    sort_graph(graph)
+    for node in reversed(list(graph.nodes)):
+        if node.name in dead and originals.get(node.name) is node and not node.users:
+            graph.erase_node(node)

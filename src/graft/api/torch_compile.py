@@ -1,0 +1,165 @@
+"""torch.compile(model, backend="graft"): the pipeline on Dynamo's graphs, then Inductor.
+
+    compiled = torch.compile(model, backend="graft")            # reports: graft.backend_reports()
+    backend = graft.Backend({"transforms": {"fuse_rope": {"enabled": False}}})
+    compiled = torch.compile(model, backend=backend)            # reports: backend.reports
+
+Dynamo calls a backend once for each graph it captures; a graph break gives two graphs, and two reports.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.fx import GraphModule
+
+from graft.backends.dynamo import hand_back, refuse_modes, trace_dynamo
+from graft.backends.eager import lower_eager
+from graft.backends.float_inputs import Constants
+from graft.backends.inductor import (
+    INDUCTOR_NOTE,
+    apart_from_dynamo,
+    cache_hits,
+    compile_with_inductor,
+    refuse_named_kernels,
+)
+from graft.base.errors import GraftError, GraphRefused, UsageError
+from graft.memory.inductor_fix import functionalization as mutations
+from graft.passes.base import Context
+from graft.passes.config import PipelineConfig, load_config
+from graft.passes.pipeline import run_pipeline
+from graft.passes.report import Report
+
+Compiled = Callable[..., Any]
+
+
+class Backend:
+    """A backend for torch.compile with a configuration of its own. `reports` has one report a compiled graph.
+
+    inductor: compile the transformed graph with Inductor; False runs it as it is, with graft's kernels bound.
+    on_error: what a failure of graft does to a graph. "raise" (the default) stops the compilation with the reason;
+    "skip" compiles the graph with stock Inductor, with a warning and a note in its report. A graph that graft cannot
+    take (gradients, autocast, higher-order ops…) always goes to stock Inductor that way.
+    """
+
+    __name__ = "graft"  # torch.compile asks callables for it
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any] | PipelineConfig | None = None,
+        inductor: bool = True,
+        *,
+        on_error: Literal["raise", "skip"] = "raise",
+        dump_dir: str | Path | None = None,
+    ) -> None:
+        if on_error not in ("raise", "skip"):
+            raise UsageError(f"on_error must be 'raise' or 'skip', but is {on_error!r}")
+        self.config = config if isinstance(config, PipelineConfig) else load_config(config)
+        if inductor:
+            refuse_named_kernels(self.config.kernels)
+        self.inductor = inductor
+        self.on_error = on_error
+        self.dump_dir = dump_dir
+        self.reports: list[Report] = []
+        self._warned: set[str] = set()
+        self._constants = Constants()
+
+    def __call__(
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Compiled:
+        """Called by Dynamo. `mode` and `options` of torch.compile go to Inductor."""
+        if not self.inductor and (mode or options):
+            raise UsageError("mode and options of torch.compile are Inductor's; Backend(inductor=False) takes none")
+        compiled = self.compile(gm, inputs, mode, options)
+        self._constants.settle()
+        return compiled
+
+    def compile(
+        self, gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | None
+    ) -> Compiled:
+        name = f"graph_{len(self.reports)}"
+        try:
+            transformed, report = self.transform(gm, inputs, name)
+            lowered = None if self.inductor else lower_eager(transformed, self.config.kernels)
+        except GraphRefused as refusal:
+            return self.fall_back(gm, inputs, mode, options, name, str(refusal))
+        except GraftError as error:
+            if self.on_error == "raise":
+                raise
+            return self.fall_back(gm, inputs, mode, options, name, f"{type(error).__name__}: {error}")
+        if lowered is not None:
+            self.reports.append(replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes)))
+            return lowered.call
+        compiled, notes = with_notes(hand_back(gm, transformed), inputs, mode, options)
+        self.reports.append(replace(report, notes=(*report.notes, INDUCTOR_NOTE, *notes)))
+        return compiled
+
+    def transform(self, gm: GraphModule, inputs: Sequence[Any], name: str) -> tuple[GraphModule, Report]:
+        refuse_modes(gm.graph, inputs)
+        self._constants.ask_for(gm)
+        transformed = trace_dynamo(gm, inputs)
+        base = self.dump_dir or os.environ.get("GRAFT_DUMP_GRAPHS_DIR")
+        folder = Path(base) / name if base else None
+        with apart_from_dynamo():
+            report = run_pipeline(transformed, self.config, Context(route="module"), model=name, dump_dir=folder)
+        return transformed, report
+
+    def fall_back(
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        mode: str | None,
+        options: Mapping[str, Any] | None,
+        name: str,
+        reason: str,
+    ) -> Compiled:
+        """The graph as Dynamo gave it. Each reason is a warning once, and a note in every report."""
+        instead = "Inductor compiles it as it is" if self.inductor else "it runs as Dynamo captured it"
+        note = f"no transform ran on this graph, {instead}: {reason}"
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(f"graft: {name}: {note}", stacklevel=2)
+        compiled, notes = with_notes(gm, inputs, mode, options) if self.inductor else (gm.forward, ())
+        self.reports.append(Report(name, notes=(note, *notes)))
+        return compiled
+
+
+def with_notes(
+    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | None
+) -> tuple[Compiled, tuple[str, ...]]:
+    """The compiled graph, and what was written in place in it, or that a cache holds that knowledge."""
+    mutations.reports()  # what another compilation left
+    before = cache_hits()
+    compiled = compile_with_inductor(gm, inputs, mode, options)
+    lines = [line for fixed in mutations.reports() for line in fixed.lines()]
+    if cache_hits() > before:
+        lines.append(
+            "it came from Inductor's cache; what is written in place in it was told when it was first compiled"
+        )
+    return compiled, tuple(lines)
+
+
+@cache
+def default_backend() -> Backend:
+    return Backend()
+
+
+def graft_backend(gm: GraphModule, inputs: Sequence[Any], **settings: Any) -> Compiled:
+    """What the name "graft" stands for (entry point group `torch_dynamo_backends`)."""
+    return default_backend()(gm, inputs, **settings)
+
+
+def backend_reports() -> list[Report]:
+    """The reports of every graph that torch.compile(…, backend="graft") has compiled in this process, in order."""
+    return default_backend().reports

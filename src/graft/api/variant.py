@@ -1,0 +1,130 @@
+"""One captured way through a module: its graph, what it may be called with, and what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+
+from graft.api.checks import BufferCheck, MemoryCheck
+from graft.api.profile import DeviceMeasure
+from graft.backends import lower
+from graft.capture.module import Captured
+from graft.ir.io.pytrees import nesting, unflatten
+from graft.ir.nodes import placeholders
+from graft.ir.program.signature import Signature
+from graft.memory.alias_map import Alias, state_records
+from graft.memory.initial import written_buffers
+from graft.memory.positions import PositionChecks, position_checks
+from graft.memory.writes import state_writes
+from graft.passes.base import Context
+from graft.passes.config import PipelineConfig
+from graft.passes.pipeline import run_pipeline
+from graft.passes.report import Report
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every variant of a module is made."""
+
+    config: PipelineConfig
+    backend: str
+    reuse_outputs: bool = False
+    dump_dir: str | Path | None = None
+    shared: dict[Any, Any] = field(default_factory=dict)  # what the transforms make once for all variants
+
+
+@dataclass(frozen=True)
+class Variant:
+    graph_module: GraphModule  # after the pipeline, before lowering
+    signature: Signature
+    call: Callable[..., Any]
+    backend: str
+    report: Report
+    aliases: tuple[Alias, ...]
+    positions: PositionChecks
+    returned: tuple[tuple[str, int], ...] | None = None  # where the result held which StaticCache, if it takes any
+
+    @property
+    def names(self) -> list[str]:
+        return [leaf.name for leaf in self.signature.leaves]
+
+    @cached_property
+    def written(self) -> list[int]:
+        """Which inputs the graph writes."""
+        owners = {write.owner for write in state_writes(self.graph_module)}
+        return [index for index, node in enumerate(placeholders(self.graph_module.graph)) if node in owners]
+
+    @cached_property
+    def buffers(self) -> BufferCheck:
+        return BufferCheck(self.graph_module)
+
+    @cached_property
+    def memory(self) -> MemoryCheck:
+        return MemoryCheck(self.names, self.written, list(written_buffers(self.graph_module).values()))
+
+    @cached_property
+    def plain(self) -> Callable[[Sequence[Any]], Any] | None:
+        return plain_call(self.call)
+
+    def run(self, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`values` are what is in `args` and `kwargs`. A graph with StaticCaches takes those two as they are."""
+        if self.plain is not None:
+            return self.plain(values)
+        return self.call(args, kwargs) if self.returned is not None else self.call(*args, **kwargs)
+
+    def check(self, values: Sequence[Any]) -> None:
+        """Raises before anything is written when the call would write where it cannot."""
+        if self.backend != "cuda_graph":  # which looks up its buffers at every call
+            self.buffers()
+        if self.written:
+            self.memory(values)
+        self.positions(values)
+
+
+def build_variant(captured: Captured, settings: Settings, model: str, inputs: Sequence[Any] = ()) -> Variant:
+    """The pipeline over a captured graph, then the backend. `inputs`: flat ones, to measure it with."""
+    gm = captured.graph_module
+    context = Context(route="module", shared=settings.shared, measure=DeviceMeasure(tuple(inputs)))
+    report = run_pipeline(gm, settings.config, context, model=model, dump_dir=settings.dump_dir)
+    return lower_variant(gm, captured.signature, report, settings, captured.returned, captured.notes)
+
+
+def lower_variant(
+    gm: GraphModule,
+    signature: Signature,
+    report: Report,
+    settings: Settings,
+    returned: tuple[tuple[str, int], ...] | None = None,
+    notes: Sequence[str] = (),
+) -> Variant:
+    """A transformed graph on its backend, with its alias map and checks."""
+    names = dict(zip(placeholders(gm.graph), (leaf.name for leaf in signature.leaves), strict=True))
+    positions = position_checks(gm, names)
+    aliases, state = state_records(gm, names, missed_updates(report))
+    lowered = lower(gm, settings.backend, settings.config.kernels, reuse_outputs=settings.reuse_outputs)
+    notes = (*report.notes, *notes, *positions.unchecked, *lowered.notes)
+    report = replace(report, kernels=lowered.kernels, notes=notes, state=state)
+    return Variant(gm, signature, lowered.call, lowered.backend, report, aliases, positions, returned)
+
+
+def plain_call(call: Callable[..., Any]) -> Callable[[Sequence[Any]], Any] | None:
+    """A graph that runs as Python, with its inputs flat: taking nested ones apart costs as much as ten small ops."""
+    if not isinstance(call, GraphModule) or (info := nesting(call.graph)) is None:
+        return None
+    graph = Graph()
+    graph.output(graph.graph_copy(call.graph, {}))
+    run, spec = GraphModule(call, graph).forward, info.out_spec
+    if spec.is_leaf():
+        return lambda values: run(*values)[0]
+    return lambda values: unflatten(run(*values), spec)
+
+
+def missed_updates(report: Report) -> Mapping[str, str]:
+    """Node → why update_state_in_place left it."""
+    record = report.transforms.get("update_state_in_place")
+    return {miss.stopped_at: miss.reason for miss in record.near_misses} if record else {}

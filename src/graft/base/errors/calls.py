@@ -1,0 +1,39 @@
+"""Arguments that a compiled program cannot be called with."""
+
+from __future__ import annotations
+
+from graft.base.errors.base import UsageError
+
+
+class GuardFailed(UsageError):
+    """The inputs take another way through the program than the one that was captured."""
+
+
+class PositionError(UsageError):
+    """A write to a place that the cache does not have. Nothing was written."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; nothing was written. Pass a longer cache or a smaller position")
+
+
+class SharedMemoryError(UsageError):
+    """Inputs that share memory, at least one of which the program writes."""
+
+    def __init__(self, written: str, other: str) -> None:
+        super().__init__(
+            f"{written} is written and shares memory with {other}, so that a write to one changes the other."
+            " Nothing was written. Pass tensors of their own (clone one of them)"
+        )
+
+
+class ReplacedBuffer(UsageError):
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the buffer {name} was replaced after compiling, and the graph would go on with the old one;"
+            f" write into it ({name}.copy_(…), load_state_dict), or compile the module again"
+        )
+
+
+class ReadOnlyInput(UsageError):
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} is written by the program but {problem}; nothing was written. Pass {name}.clone()")

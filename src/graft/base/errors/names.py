@@ -1,0 +1,65 @@
+"""Names, keys and values of a request or a configuration that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from graft.base.errors.base import GraftError, UsageError, near
+
+
+class UnknownModel(UsageError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown model {name!r}: not a registry name, a folder, or a .gguf file{near(name, known)}")
+
+
+class UnknownTransform(UsageError):
+    def __init__(self, name: str, known: Iterable[str], where: str = "") -> None:
+        super().__init__(f"unknown transform {name!r}{f' in {where}' if where else ''}{near(name, known)}")
+
+
+class UnknownOp(UsageError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown op {name!r}{near(name, known)}")
+
+
+class UnknownBackend(UsageError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown backend {name!r}{near(name, known)}")
+
+
+class UnknownCandidate(UsageError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown candidate {name!r}{near(name, known)} `graft discover` lists them")
+
+
+class UnknownMatch(UsageError):
+    def __init__(self, name: str, known: Sequence[str], run: str) -> None:
+        listed = f"it has {', '.join(known[:3])}{' …' if len(known) > 3 else ''}" if known else "it has none"
+        super().__init__(f"unknown match {name!r} of {run}: {listed}; graft repro {run} lists them")
+
+
+class DuplicateTransform(GraftError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(
+            f"a transform named {name!r} is registered already; names are unique. Known: {', '.join(sorted(known))}."
+        )
+
+
+class ConfigError(UsageError):
+    """A configuration key or value that cannot be used."""
+
+
+class UnknownKey(ConfigError):
+    def __init__(self, key: str, where: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown key {key!r} in {where}{near(key, known)}")
+
+
+class WrongType(ConfigError):
+    def __init__(self, key: str, value: object, expected: str, where: str) -> None:
+        super().__init__(
+            f"{where}: {key} must be {expected}, but is {value!r} ({type(value).__name__}); correct the value"
+        )
+
+
+class OrderError(ConfigError):
+    """`after` / `before` constraints that no order can satisfy."""

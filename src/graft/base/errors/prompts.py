@@ -1,0 +1,37 @@
+"""What a request asks of a model that it cannot do."""
+
+from __future__ import annotations
+
+from graft.base.errors.base import GraftError, UsageError
+
+
+class PromptTooLong(UsageError):
+    def __init__(self, tokens: int, new_tokens: int, context: int) -> None:
+        super().__init__(
+            f"the prompt has {tokens} tokens and {new_tokens} new ones are asked for, but the model's context is"
+            f" {context}; shorten the prompt or lower max_tokens"
+        )
+
+
+class EmptyPrompt(UsageError):
+    def __init__(self) -> None:
+        super().__init__("a prompt has no tokens; give at least one (a tokenizer may add none to an empty text)")
+
+
+class NotText(UsageError):
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"the prompt is not valid text: {detail}; decode it as UTF-8 first, or pass token ids")
+
+
+class LogitsError(GraftError):
+    def __init__(self) -> None:
+        super().__init__(
+            "the logits of a request have no finite largest value (NaN, infinity, or every token barred), so no token"
+            " can be chosen; check the weights, try float32, or weaken the penalties"
+        )
+
+
+class BadIndex(UsageError):
+    def __init__(self, node: str, path: str) -> None:
+        place = f"%{node}" + (f" ({path})" if path else "")
+        super().__init__(f"{place} was given an index outside of its table: a token or position the model lacks")

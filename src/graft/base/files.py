@@ -1,0 +1,181 @@
+"""Files that are whole or not there: atomic files, atomic folders and checksums."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from glob import escape
+from pathlib import Path
+
+from graft.base.errors import DiskFull
+
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EISDIR)
+Progress = Callable[[str, int, int], None]  # what is going on, how much is done, how much there is
+
+
+def cache_dir() -> Path:
+    """GRAFT_CACHE_DIR, or `graft` in the user's cache directory."""
+    given = os.environ.get("GRAFT_CACHE_DIR")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "graft"
+
+
+def cache_folder(name: str, variable: str) -> Path:
+    """A folder of the cache directory, or what the environment variable names instead."""
+    named = os.environ.get(variable)
+    return Path(named) if named else cache_dir() / name
+
+
+@contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """A path to write to. What lies there takes `target`'s place when the block ends well; otherwise `target` stays
+    as it was, and nothing remains beside it. The path ends as `target` does: writers read the format from it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(target)
+    partial = partial_path(target)
+    try:
+        yield partial
+        partial.replace(target)
+    finally:  # Ctrl-C included
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def disk_errors(
+    target: Path,
+    refuse: Callable[[Exception], Exception] | None = None,
+    errors: tuple[type[Exception], ...] = (OSError,),
+) -> Iterator[None]:
+    """What keeps `target` from being written, as an error for the user: DiskFull, or what `refuse` makes of an error
+    that is not for want of space."""
+    try:
+        yield
+    except errors as error:
+        if refuse is None or is_disk_full(error):
+            raise write_failed(str(target), error) from error
+        raise refuse(error) from error
+
+
+def write_whole(target: Path, content: str | bytes, refuse: Callable[[Exception], Exception] | None = None) -> None:
+    """Writes a file, text as UTF-8, or leaves all as it was."""
+    data = content.encode() if isinstance(content, str) else content
+    with disk_errors(target, refuse), atomic_file(target) as partial:
+        partial.write_bytes(data)
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill; it appears at `target` when the block ends well, and nothing remains when it does not."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(target)
+        temporary = partial_path(target)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    except OSError as error:
+        raise write_failed(str(target), error) from error
+    try:
+        yield temporary
+        put_in_place(temporary, target)
+    except BaseException as error:  # Ctrl-C included: what was half written goes, and the error goes on
+        shutil.rmtree(temporary, ignore_errors=True)
+        if is_disk_full(error):
+            raise write_failed(str(target), error) from error
+        raise
+
+
+def write_together(files: Mapping[Path, str]) -> None:
+    """Writes every file, or none: all are first written beside their places; what was there comes back on error."""
+    partial = {target: partial_path(target) for target in files}
+    before = {target: target.read_bytes() if target.exists() else None for target in files}
+    fresh = new_folders(files)
+    try:
+        for target, text in files.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial[target].write_text(text)
+        for target, path in partial.items():
+            path.replace(target)
+    except BaseException as error:  # Ctrl-C included: all is as it was, and the error goes on
+        for target, path in partial.items():
+            path.unlink(missing_ok=True)
+            content = before[target]
+            if content is not None:
+                target.write_bytes(content)
+            else:
+                target.unlink(missing_ok=True)
+        for folder in fresh:
+            folder.rmdir()
+        if isinstance(error, OSError):
+            raise write_failed(str(error.filename or next(iter(files))), error) from error
+        raise
+
+
+def new_folders(files: Iterable[Path]) -> list[Path]:
+    """The folders that are made for `files`, the deepest first."""
+    found = {folder for target in files for folder in target.parents if not folder.exists()}
+    return sorted(found, key=lambda folder: len(folder.parts), reverse=True)
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """What was at `target` is moved aside first and comes back if the new folder cannot take its place."""
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    replaced = target.exists()
+    if replaced:
+        target.rename(old)
+    try:
+        temporary.rename(target)
+    except BaseException:
+        if replaced:
+            old.rename(target)
+        raise
+    if replaced:
+        shutil.rmtree(old)
+
+
+def partial_path(target: Path) -> Path:
+    """Where this process writes what will be `target`."""
+    return target.with_name(f".{target.stem}.{os.getpid()}.partial{target.suffix}")
+
+
+def remove_stale(target: Path) -> None:
+    """Takes away what a killed process left behind."""
+    start, end = f".{target.stem}.", f".partial{target.suffix}"
+    for path in target.parent.glob(f"{escape(start)}*{escape(end)}"):
+        pid = path.name.removeprefix(start).removesuffix(end)
+        if not pid.isdigit() or Path(f"/proc/{pid}").exists():
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def write_failed(path: str, error: BaseException) -> DiskFull:
+    """Space is lacking, or the folder is not one to write to."""
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        place = "The folder cannot be written: choose another (GRAFT_CACHE_DIR for the cache) or change its rights"
+        return DiskFull(path, str(error), place)
+    return DiskFull(path, str(error))
+
+
+def is_disk_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return "No space left on device" in str(error)  # safetensors wraps the error of the system as text
+
+
+def sha256(path: Path, progress: Progress | None = None) -> str:
+    digest, done, size = hashlib.sha256(), 0, path.stat().st_size
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            done += len(chunk)
+            if progress:
+                progress(f"checking {path.name}", done, size)
+    return digest.hexdigest()

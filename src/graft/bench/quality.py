@@ -1,0 +1,107 @@
+"""What formats and kernels do to a model's predictions: perplexity, divergence, agreement, error of the logits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from graft.backends import lower
+from graft.base.device_memory import free_memory, size_text
+from graft.engine.llm import LLM
+from graft.ir.edit import second_module
+from graft.ops.layout import HostBatch, pack
+from graft.passes.config import load_config
+from graft.passes.pipeline import order_transforms, run_pipeline
+
+COMPARED = 32  # tokens whose logits are compared with float64
+
+
+@dataclass(frozen=True)
+class Quality:
+    """perplexity: of the text. divergence: mean KL of the original's predictions from these, in nats a token.
+    agreement: the share of tokens for which both think the same successor the likeliest."""
+
+    perplexity: float
+    divergence: float = 0.0
+    agreement: float = 1.0
+
+
+def with_transforms(gm: GraphModule, transforms: Mapping[str, Mapping[str, Any]]) -> GraphModule:
+    """A second graph over the same weights, with these transforms run over it and no others."""
+    config = load_config()
+    off: dict[str, dict[str, Any]] = {name: {"enabled": False} for name in order_transforms(config)}
+    twin = second_module(gm)
+    run_pipeline(twin, load_config({"transforms": off | {k: {"enabled": True, **v} for k, v in transforms.items()}}))
+    return twin
+
+
+@torch.no_grad()
+def logits_of(gm: GraphModule, ids: Sequence[int], device: torch.device) -> Tensor:
+    """Float32 logits [tokens, vocabulary] of a captured decoder for one sequence."""
+    row = torch.tensor([ids], device=device)
+    positions = torch.arange(len(ids), device=device)[None]
+    (logits,) = lower(gm, "eager").call(row, positions)
+    return logits[0].float()
+
+
+def quality(logits: Tensor, ids: Sequence[int], original: Tensor | None = None) -> Quality:
+    """Both logits are [tokens, vocabulary]; the last token has no successor."""
+    ours = logits[:-1].log_softmax(-1)
+    following = torch.tensor(ids[1:], device=logits.device)[:, None]
+    perplexity = float(ours.gather(-1, following).mean().neg().exp())
+    if original is None:
+        return Quality(perplexity)
+    theirs = original[:-1].log_softmax(-1)
+    divergence = float((theirs.exp() * (theirs - ours)).sum(-1).mean())
+    agreement = float((ours.argmax(-1) == theirs.argmax(-1)).float().mean())
+    return Quality(perplexity, divergence, agreement)
+
+
+@torch.no_grad()
+def engine_logits(llm: LLM, ids: Sequence[int], graph: Callable[..., Any] | None = None) -> Tensor:
+    """Float32 logits [tokens, vocabulary] of an engine's graph, or of another one with its inputs, for one sequence
+    in a cache of its own."""
+    count, block = len(ids), llm.engine.manager.block_size
+    blocks, host = -(-count // block), HostBatch()
+    host.add(ids, 0, list(range(blocks)), block)
+    host.logits_indices = list(range(count))
+    caches = [t.new_zeros((blocks, *t.shape[1:])) for t in llm.engine.tensors]
+    (logits,) = (graph or llm.engine.graph)(*pack(host, llm.device).inputs(), *caches)
+    return logits.view(count, -1).float()
+
+
+def logits_error(found: Tensor, exact: Tensor) -> float:
+    """How far logits are from others, relative to the norm of these."""
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+@torch.no_grad()
+def logits_note(llm: LLM, ids: Sequence[int]) -> str:
+    """For the report: how far the engine's logits are from those of the model in float64, which must have its weights
+    (`keep_weights`); or why they were not compared."""
+    module, ids = llm.model.module, ids[:COMPARED]
+    needed = sum(p.numel() * (p.element_size() + 8) for p in module.parameters())
+    if (free := free_memory(llm.device)) < needed:
+        return (
+            f"logits: not compared with float64, which takes {size_text(needed)} of {size_text(free)} that are free"
+        )
+    try:
+        exact = in_float64(module, ids)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"logits: not compared with float64, which the model does not run in: {str(error).splitlines()[0]}"
+    error = logits_error(engine_logits(llm, ids), exact)
+    return f"logits: {error:.1e} of their norm off those of the model in float64, over {len(ids)} tokens"
+
+
+def in_float64(module: Any, ids: Sequence[int]) -> Tensor:
+    """Logits [tokens, vocabulary] of a Hugging Face module with float64 weights and products; norms and softmax may
+    compute in float32, where the model's code says so."""
+    second = copy.deepcopy(module).double()
+    second.set_experts_implementation("eager")  # grouped products of experts refuse float64
+    return second(torch.tensor([ids], device=module.device)).logits[0]

@@ -1,0 +1,107 @@
+"""How many bytes a decode step must read: the weights once, and the keys and values of every token so far. And how
+many floating point operations a prompt takes."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from graft.ir.nodes import tensor_of
+
+QUANTIZED = (torch.int8, torch.int16, torch.float8_e4m3fn, torch.uint8)  # int16: four 4-bit weights; uint8: tiles
+
+
+def step_bytes(module: nn.Module, batch: int, tokens: float) -> float:
+    """For `batch` sequences of `tokens` tokens each, on average."""
+    return weight_bytes(module, batch) + batch * cache_bytes(module, tokens)
+
+
+def weight_bytes(module: nn.Module, batch: int) -> float:
+    """Each weight once; an embedding table that is not also the output head counts as nothing, a row of it is read.
+
+    Of experts the share that `batch` tokens reach at least once, if the router spreads them evenly.
+    """
+    config: Any = module.config
+    table, head = module.get_input_embeddings(), module.get_output_embeddings()  # pyrefly: ignore
+    skipped = table.weight if head is None or head.weight is not table.weight else None
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    share = 1 - (1 - config.num_experts_per_tok / experts) ** batch if experts else 1.0
+    total = 0.0
+    for name, weight in module.named_parameters():  # tied ones come once
+        if weight is not skipped:
+            total += weight.numel() * weight.element_size() * (share if ".experts." in name else 1.0)
+    return total
+
+
+def cache_bytes(module: nn.Module, tokens: float) -> float:
+    """Keys and values of one sequence, layer by layer; a sliding window bounds what is read."""
+    seen = sum(min(tokens, window) for window in windows(module))
+    return seen * cache_bytes_per_token(module)
+
+
+def cache_bytes_per_token(module: nn.Module) -> int:
+    """Keys and values of one token in one layer."""
+    config: Any = module.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * heads * head_size(config) * next(module.parameters()).element_size()
+
+
+def head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def windows(module: nn.Module) -> list[float]:
+    """How many tokens each layer can look back on."""
+    config: Any = module.config
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    return [window if window and "sliding" in kind else float("inf") for kind in kinds]
+
+
+def prompt_flops(module: nn.Module, batch: int, tokens: int) -> float:
+    """Multiplications and additions of `batch` prompts: every matrix for every token, the head for the last token of
+    each prompt, and causal attention. Of experts those that a token is routed to."""
+    config: Any = module.config
+    table, head = module.get_input_embeddings(), module.get_output_embeddings()  # pyrefly: ignore
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    share = config.num_experts_per_tok / experts if experts else 1.0
+    skipped = [table.weight, *([] if head is None else [head.weight])]
+    products = 0.0
+    for name, weight in module.named_parameters():
+        if weight.ndim > 1 and not any(weight is other for other in skipped):
+            products += weight.numel() * (share if ".experts." in name else 1.0)
+    last = 0 if head is None else head.weight.numel()
+    width = config.num_attention_heads * head_size(config)
+    pairs = sum(causal_pairs(tokens, window) for window in windows(module))
+    return batch * (2 * tokens * products + 2 * last + 4 * pairs * width)
+
+
+def causal_pairs(tokens: int, window: float) -> float:
+    """How many (query, key) pairs a causal mask leaves of a prompt."""
+    near = min(tokens, window)
+    return near * (near + 1) / 2 + (tokens - near) * near
+
+
+def graph_weight_bytes(gm: GraphModule) -> float | None:
+    """What a step reads of a graph with quantized weights; None where none is. A table that is only looked up in
+    counts as nothing."""
+    tensors: dict[str, torch.Tensor] = {}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and not all("embedding" in str(user.target) for user in node.users):
+            value = attrgetter(node.target)(gm)
+            if isinstance(value, torch.Tensor):
+                tensors[node.target] = value
+    if not any(t.dtype in QUANTIZED and t.ndim > 1 for t in tensors.values()):
+        return None
+    distinct = {(t.data_ptr(), t.nbytes): t for t in tensors.values()}
+    packed = [node for node in gm.graph.nodes if node.op == "get_attr" and is_given_up(tensors.get(node.target))]
+    return float(sum(t.nbytes for t in distinct.values()) + sum(tensor_of(node).nbytes for node in packed))
+
+
+def is_given_up(tensor: torch.Tensor | None) -> bool:
+    """A native region has it, packed; the graph still knows its shape."""
+    return tensor is not None and tensor.numel() == 0

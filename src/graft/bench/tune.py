@@ -1,0 +1,222 @@
+"""Measures which kernel is best for the linear layers of a model, token count by token count.
+
+First each candidate alone; then, for the token counts asked for, the fastest few inside a whole decode step. Kernels
+of a step overlap (programmatic dependent launch), so the best alone is not always the best there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from graft.base.errors import GraftError, NoGpu
+from graft.base.files import Progress
+from graft.ops.fused_linear.choice import look_up, overridden, shipped_table
+from graft.ops.fused_linear.kinds import Even, Gemm, How, Matvec, Narrow, Shape, count_text, how_problem, how_text
+from graft.ops.fused_linear.tables import Entry, Table
+from graft.weights.packing import GROUP
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+KEPT = 3  # candidates that are tried in a step
+MARGIN = 0.001  # of a step: a smaller gain is not told from noise
+BITS = {"plain": 16, "int8": 8, "fp8": 8, "int4": 4}
+Result = float | str  # microseconds, or why it did not run
+Timer = Callable[[Shape, int, Sequence[How]], Sequence[Result]]
+StepTimer = Callable[[int], Result]  # of a decode step of so many sequences, by the kernels of the current table
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A candidate that did not run."""
+
+    shape: Shape | None  # None: the whole step
+    tokens: int
+    how: How
+    reason: str
+
+    def text(self) -> str:
+        if self.shape is None:
+            return f"a step of {count_text(self.tokens)}: {self.reason}"
+        what = how_text(self.how, self.shape.format)
+        return f"{self.shape.key()}, {count_text(self.tokens)}: {what}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The candidates of one shape and token count: microseconds of those that ran, the fastest first."""
+
+    shape: Shape
+    tokens: int
+    times: dict[How, float]
+    shipped: How  # what the table that comes with graft would take
+    best: How
+    measured: str = "alone"
+
+    @property
+    def gb_per_s(self) -> float:
+        return weight_bytes(self.shape) / self.times[self.best] / 1000
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as the shipped choice, alone; None where that one did not run."""
+        return self.times[self.shipped] / self.times[self.best] if self.shipped in self.times else None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Microseconds of a decode step, and with the shipped choices; None where it did not run with those."""
+
+    tokens: int
+    us: float
+    shipped_us: float | None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    device: str
+    trials: tuple[Trial, ...]  # those in which something ran
+    steps: tuple[Step, ...]
+    failures: tuple[Failure, ...]
+
+    @property
+    def table(self) -> Table:
+        table: Table = {}
+        for trial in self.trials:
+            entry = Entry(trial.best, trial.times[trial.best], self.device, trial.measured)
+            table.setdefault(trial.shape, {})[trial.tokens] = entry
+        return table
+
+
+def candidates(shape: Shape, tokens: int, units: int = 132) -> Iterator[How]:
+    """Kernels worth a try. units: multiprocessors of the device."""
+    from graft.ops.fused_linear.triton import padded_tokens
+
+    yield None
+    matvecs = [Matvec(rows, warps) for rows in (1, 2, 4) for warps in (2, 4, 8)]
+    narrows = [Narrow(4, 8, 3), Narrow(4, 8, 0, 128), Narrow(8, 8, 0, 128), Narrow(8, 4), Narrow(8, 4, 0, 96)]
+    yield from (how for how in (*matvecs, *narrows) if how_problem(how, shape, tokens) is None)
+    if tokens == 1 and shape.format != "int4":
+        return
+    block = padded_tokens(tokens)
+    tiles = ((128, 2), (128, 3)) if shape.format == "int4" else ((64, 4), (64, 6), (128, 3))
+    for rows in (32, 64):
+        for splits in (1, 2, 4):
+            if splits == 1 or shape.n // rows * splits <= 9 * units:  # more programs fill no gap
+                for depth, stages in tiles:
+                    yield Gemm(rows, block, depth, splits, 4, stages, early=512 // depth)
+    if tokens > 16:  # with more rows a program the tokens are read less often
+        for splits in (1, 2, 4):
+            yield Gemm(128, block, 64, splits, 8, 3)
+        if shape.format == "plain":
+            yield from even_shares(shape, max(64, block), units)
+    depth, stages = tiles[0]
+    yield Gemm(64, block, depth, 1, 4, stages)
+    if shape.norm:
+        yield Gemm(64, block, depth, 1, 4, stages, norm_inside=True)
+
+
+def even_shares(shape: Shape, block: int, units: int) -> Iterator[Even]:
+    """Rows a program such that every multiprocessor has one; of more rows than that, blocks of 128."""
+    for splits in (1, 2, 4):
+        rows = -(-shape.n * splits // (16 * units)) * 16
+        if rows <= 256 or splits == 1:
+            for depth, stages, early in ((64, 5, 8), (128, 3, 0)):
+                yield Even(rows if rows <= 256 else 128, block, depth, splits, 4, stages, early)
+
+
+def tune(
+    shapes: Sequence[Shape],
+    counts: Sequence[int],
+    device: torch.device,
+    progress: Progress | None = None,
+    *,
+    timer: Timer | None = None,
+    step: StepTimer | None = None,
+    in_step: Sequence[int] = (),
+) -> Tuning:
+    """step, in_step: how a decode step is timed, and for which of the counts; the shapes are then all that it has."""
+    from graft.ops.launch import device_name
+
+    if timer is None:
+        if device.type != "cuda":
+            raise NoGpu("tuning")
+        from graft.bench.tune_timers import KernelTimer
+
+        timer = KernelTimer(device)
+    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    trials, steps, failures = [], [], []
+    work = [(shape, tokens) for shape in shapes for tokens in counts]
+    for done, (shape, tokens) in enumerate(work):
+        if progress:
+            progress(f"{shape.key()}, {count_text(tokens)}", done, len(work))
+        trial, failed = measure(shape, tokens, units, timer)
+        trials += trial
+        failures += failed
+    if not trials:
+        reasons = "; ".join(failure.text() for failure in failures[:3]) or "there was nothing to measure"
+        raise GraftError(f"no kernel ran, so none was chosen: {reasons}")
+    for tokens in in_step:
+        if step is None:
+            raise GraftError("in_step needs a timer of decode steps: pass step=")
+        of_count = [trial for trial in trials if trial.tokens == tokens]
+        refined, found, failed = refine(of_count, tokens, device_name(device), step, progress)
+        better = {trial.shape: trial for trial in refined}
+        trials = [better[trial.shape] if trial.tokens == tokens else trial for trial in trials]
+        steps += found
+        failures += failed
+    return Tuning(device_name(device), tuple(trials), tuple(steps), tuple(failures))
+
+
+def measure(shape: Shape, tokens: int, units: int, timer: Timer) -> tuple[list[Trial], list[Failure]]:
+    """One trial of every candidate and the shipped choice, none where nothing ran; and what did not run."""
+    shipped = look_up(shipped_table(), shape, tokens, "").how
+    ways = list(dict.fromkeys([*candidates(shape, tokens, units), shipped]))
+    results = dict(zip(ways, timer(shape, tokens, ways), strict=True))
+    failures = [Failure(shape, tokens, how, text) for how, text in results.items() if isinstance(text, str)]
+    ran = {how: result for how, result in results.items() if not isinstance(result, str)}
+    times = dict(sorted(ran.items(), key=lambda pair: pair[1]))
+    return [Trial(shape, tokens, times, shipped, next(iter(times)))] if times else [], failures
+
+
+def refine(
+    trials: Sequence[Trial], tokens: int, device: str, step: StepTimer, progress: Progress | None = None
+) -> tuple[list[Trial], list[Step], list[Failure]]:
+    """The trials of one token count with what is best in a step: from the faster of the best alone and the shipped
+    choices on, one shape after the other, its fastest few."""
+    failures: list[Failure] = []
+
+    def timed(hows: Mapping[Shape, How], shape: Shape | None = None) -> float | None:
+        entries: Table = {one: {tokens: Entry(how, 0.0, device)} for one, how in hows.items()}
+        with overridden(entries):
+            result = step(tokens)
+        if isinstance(result, str):
+            failures.append(Failure(shape, tokens, hows[shape] if shape else None, f"in a step: {result}"))
+            return None
+        return result
+
+    best = {trial.shape: trial.best for trial in trials}
+    shipped = {trial.shape: trial.shipped for trial in trials}
+    least, usual = timed(best), timed(shipped)
+    if least is None:
+        return list(trials), [], failures
+    if usual is not None and usual < least and all(trial.shipped in trial.times for trial in trials):
+        best, least = shipped, usual
+    for done, trial in enumerate(trials):
+        if progress:
+            progress(f"in a step of {count_text(tokens)}: {trial.shape.key()}", done, len(trials))
+        for how in list(trial.times)[:KEPT]:
+            tried = {**best, trial.shape: how}
+            us = timed(tried, trial.shape) if tried != best else None
+            if us is not None and us < least * (1 - MARGIN):
+                best, least = tried, us
+    refined = [replace(trial, best=best[trial.shape], measured="in a step") for trial in trials]
+    return refined, [Step(tokens, least, usual)], failures
+
+
+def weight_bytes(shape: Shape) -> int:
+    """What a product reads of its weight and scales."""
+    rows = 2 * shape.n if shape.gated else shape.n
+    scales = {"plain": 0, "int8": 4, "fp8": 4, "int4": 2 * -(-shape.k // GROUP)}[shape.format]
+    return rows * (shape.k * BITS[shape.format] // 8 + scales)

@@ -1,0 +1,23 @@
+"""The tokens that a step feeds, packed into one row for the graph (ops/layout.py)."""
+
+from __future__ import annotations
+
+import torch
+
+from graft.engine.scheduler import Plan
+from graft.ops import layout
+from graft.ops.layout import Batch, HostBatch
+
+
+def host_batch(plan: Plan, block_size: int) -> HostBatch:
+    """The next `counts[i]` tokens of requests[i], i = 0…n-1."""
+    found = HostBatch()
+    for request, count in zip(plan.requests, plan.counts, strict=True):
+        assert request.table is not None
+        first = request.computed
+        found.add(request.tokens[first : first + count], first, request.table.blocks, block_size)
+    return found
+
+
+def pack(plan: Plan, block_size: int, device: torch.device) -> Batch:
+    return layout.pack(host_batch(plan, block_size), device)

@@ -1,0 +1,102 @@
+"""From a lowered decoder to an engine with a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from torch.nn import Module
+
+from graft.base.device_memory import cache_size, is_out_of_memory, size_text
+from graft.base.errors import OutOfMemory
+from graft.base.files import Progress
+from graft.engine.decode.build import loop_problem, make_loop
+from graft.engine.engine import Engine
+from graft.engine.kv.events import EventQueue
+from graft.engine.kv.manager import BlockManager
+from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block
+from graft.engine.options import EngineOptions
+from graft.engine.scheduler import Scheduler
+from graft.models.load import LoadedModel
+
+
+def build_engine(
+    graph: Callable[..., Any],
+    model: LoadedModel,
+    layers: Sequence[LayerShape],
+    block_size: int,
+    options: EngineOptions,
+    weights: Module,
+    *,
+    backend: str = "eager",
+    progress: Progress | None = None,
+    record: bool | None = None,
+    content: str | None = None,
+) -> tuple[Engine, str]:
+    """The engine, and a line about the size of its cache.
+
+    weights: holds what the graph reads. content: its fingerprint, where some of it was given up since.
+    record: whether decode steps are recorded; None: where that is of use (see loop_problem).
+    """
+    device = next(weights.parameters()).device  # the module's own may be given up, and on the meta device
+    size = bytes_per_block(layers, block_size)
+    most = options.max_num_seqs * -(-model.context // block_size)
+    found = cache_size(size, most, device, options.kv_cache_memory)
+    problem = loop_problem(device, backend, options)
+    record = problem is None if record is None else record
+    try:
+        tensors = allocate(layers, found.blocks + record, block_size, device)  # one block more for padding rows
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"no memory for a key-value cache of {found.blocks} blocks ({size_text(found.bytes)}) on {device}:"
+            f" {error}. Set kv_cache_memory to less"
+        ) from error
+    events = EventQueue(options.max_events)
+    manager = BlockManager(
+        found.blocks,
+        block_size,
+        fingerprint=content or fingerprint(model, weights),
+        prefix_reuse=options.enable_prefix_caching,
+        events=events,
+    )
+    scheduler = Scheduler(manager, options.max_num_seqs, options.tokens_of_a_step(device))
+    loop = make_loop(graph, tensors, scheduler, model.context, options, progress) if record else None
+    engine = Engine(
+        graph,
+        tensors,
+        scheduler,
+        end_tokens=end_tokens(model),
+        tokenizer=model.tokenizer,
+        loop=loop,
+        notes=() if record else (f"decode: no CUDA graphs, because {problem}",),
+    )
+    tokens = found.blocks * block_size
+    note = f"key-value cache: {found.blocks} blocks of {block_size} tokens, {size_text(found.bytes)} ({found.reason})"
+    if tokens < model.context:
+        note += f"; the model's context of {model.context} does not fit"
+    return engine, note
+
+
+def end_tokens(model: LoadedModel) -> frozenset[int]:
+    """The model's end-of-text tokens, from its generation config or its config."""
+    for config in (getattr(model.module, "generation_config", None), model.module.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
+    return frozenset()
+
+
+def fingerprint(model: LoadedModel, weights: Module) -> str:
+    """What the cache's content depends on beside the tokens: configuration, dtype and weights (a few of each).
+
+    The weights are those that the graph reads, quantized or not; the module may have given up its own.
+    """
+    digest = blake2b(digest_size=16)
+    digest.update(model.module.config.to_json_string().encode())
+    for name, weight in weights.named_parameters():
+        some = weight.detach().flatten()[:8].float().cpu()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {some.tolist()}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,153 @@
+"""The fixed memory of decode steps: a row a request, shared by the recordings of all batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graft.engine.core import Request
+from graft.engine.decode.choose import Settings
+from graft.ops.advance_rows.reference import NOTHING
+from graft.ops.layout import Batch, one_token_each
+
+# The lines of `state` [lines, rows], eight bytes each; the last three are float64.
+TOKENS, SEQ_LENS, LIVE, PLACES, BLOCKS, TURN, TOP_K, TEMPERATURE, MIN_P, TOP_P = range(10)
+LINES = 10
+LARGEST_K = 1 << 40  # any larger top_k keeps as much, and more than 64 bits do not fit
+RING = 2  # steps on the way at once
+
+
+def host(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of the host that the device copies from and to by itself."""
+    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class Slot:
+    """What one step brings to the device and back. It is used again when that step has ended."""
+
+    def __init__(self, tokens: Tensor, device: torch.device) -> None:
+        rows = tokens.shape[0]
+        self.tokens = tokens  # its line of the ring
+        self.commands = host((2, rows), torch.int64, device)  # places, blocks
+        self.uniform = host((rows,), torch.float64, device)
+        self.command_array, self.uniform_array = self.commands.numpy(), self.uniform.numpy()  # the same memory
+        timed = device.type == "cuda"
+        self.begin = torch.cuda.Event(enable_timing=True) if timed else None
+        self.done = torch.cuda.Event(enable_timing=True) if timed else None
+
+    def wait(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()
+
+    def seconds(self) -> float:
+        """How long the step took on the device; 0 on a CPU, where the launch itself takes that time."""
+        return 0.0 if self.begin is None or self.done is None else self.begin.elapsed_time(self.done) / 1e3
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """`padding` is the block of the cache that rows without a request write to; the block manager has it not."""
+
+    block_size: int
+    padding: int
+    state: Tensor  # [LINES, rows] int64
+    uniform: Tensor  # [rows] float64
+    fed: Tensor  # [3, rows]: input ids, positions, slots
+    block_tables: Tensor  # [rows, width]
+    sent: Tensor  # [rows * width]: tables as they come from the host, without gaps
+    counting: Tensor  # [rows + 1]: 0, 1, 2, …
+    lens_cpu: Tensor  # [rows, 2]: one new token a row
+    host_state: Tensor
+    host_tables: Tensor  # [rows * width]
+    delivered: Tensor  # [RING, rows], on the host: tokens of the steps on the way, written by the device
+    ring: tuple[Slot, ...]
+    filled: torch.cuda.Event | None
+
+    @staticmethod
+    def make(rows: int, width: int, block_size: int, padding: int, device: torch.device) -> Buffers:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        delivered = host((RING, rows), torch.int64, device)
+        buffers = Buffers(
+            block_size, padding, zeros(LINES, rows), zeros(rows, dtype=torch.float64), zeros(3, rows),
+            zeros(rows, width), zeros(rows * width), torch.arange(rows + 1, device=device),
+            torch.ones(rows, 2, dtype=torch.int64), host((LINES, rows), torch.int64, device),
+            host((rows * width,), torch.int64, device), delivered, tuple(Slot(line, device) for line in delivered),
+            torch.cuda.Event() if device.type == "cuda" else None,
+        )  # fmt: skip
+        buffers.fill([], rows)
+        return buffers
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a row has room for."""
+        return self.block_tables.shape[1] * self.block_size
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.state[TOKENS]  # [rows]
+
+    @property
+    def turn(self) -> Tensor:
+        return self.state[TURN, :1]  # [1]: steps launched so far
+
+    @property
+    def commands(self) -> Tensor:
+        return self.state[PLACES : BLOCKS + 1]  # [2, rows]
+
+    def advance(self, count: int) -> tuple[Tensor, Sequence[Any]]:
+        """Where the inputs of a step of `count` rows go, and what graft::advance_rows makes them of."""
+        lines = [self.state[line, :count] for line in (TOKENS, SEQ_LENS, LIVE, PLACES, BLOCKS)]
+        return self.fed[:, :count], (*lines, self.block_tables[:count], self.padding, self.block_size)
+
+    def settings(self, count: int) -> Settings:
+        lines = (self.state[line].view(torch.float64) for line in (TEMPERATURE, MIN_P, TOP_P))
+        each = (*lines, self.state[TOP_K], self.uniform)
+        return Settings(*(line[:count, None] for line in each))
+
+    def batch(self, count: int, width: int) -> Batch:
+        """The graph's inputs for a step of `count` rows, a token each, with tables of `width` blocks."""
+        return one_token_each(
+            self.fed[:, :count],
+            self.counting[: count + 1],
+            self.block_tables[:count, :width],
+            self.state[SEQ_LENS, :count],
+            self.lens_cpu[:count],
+        )
+
+    def fill(self, requests: Sequence[Request], count: int, turn: int = 0) -> None:
+        """Rows 0…n-1 are these requests, about to feed their last token; those up to `count` are padding. turn: of
+        the ring, whose line the next step writes."""
+        if self.filled is not None:
+            self.filled.synchronize()  # the last filling may still be copied from the memory that is written now
+        state = self.host_state.numpy()
+        numbers = state.view(np.float64)
+        state[:], state[SEQ_LENS], state[PLACES], state[TURN] = 0, 1, NOTHING, turn
+        longest = max((len(r.table.blocks) for r in requests if r.table is not None), default=1)
+        tables = self.host_tables.numpy()[: count * longest].reshape(count, longest)
+        tables[:] = self.padding
+        for row, request in enumerate(requests):
+            assert request.table is not None
+            blocks, params = request.table.blocks, request.params
+            # padding that is read and masked must not be another's: a NaN there would not be hidden
+            tables[row, : len(blocks)], tables[row, len(blocks) :] = blocks, blocks[0]
+            state[[TOKENS, SEQ_LENS, LIVE, TOP_K], row] = (
+                request.tokens[-1],
+                request.computed,
+                1,
+                min(params.top_k, LARGEST_K),
+            )
+            numbers[[TEMPERATURE, MIN_P, TOP_P], row] = params.temperature, params.min_p, params.top_p
+        self.state.copy_(self.host_state, non_blocking=True)
+        self.sent[: tables.size].copy_(self.host_tables[: tables.size], non_blocking=True)
+        if self.filled is not None:
+            self.filled.record()
+        sent = self.sent[: tables.size].view(count, longest)
+        self.block_tables[:count] = sent[:, :1]
+        self.block_tables[:count, :longest] = sent

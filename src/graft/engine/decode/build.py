@@ -1,0 +1,64 @@
+"""A decode loop for an engine, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.base.files import Progress
+from graft.engine.decode.buckets import DECODE_PAYS, Sizes, bucket_sizes
+from graft.engine.decode.buffers import Buffers
+from graft.engine.decode.loop import DecodeLoop
+from graft.engine.decode.packed import PackedSteps
+from graft.engine.decode.recording import Recordings
+from graft.engine.options import EngineOptions
+from graft.engine.scheduler import Scheduler
+from graft.ops.launch import pdl_problem
+
+
+def loop_problem(device: torch.device, backend: str, options: EngineOptions) -> str | None:
+    """Why decode steps are not recorded, or None."""
+    if options.enforce_eager:
+        return "enforce_eager was asked for"
+    if device.type != "cuda":
+        return f"the model is on {device}"
+    if backend != "eager":
+        return f"backend {backend!r} runs each step as it always does"
+    return None
+
+
+def make_loop(
+    graph: Callable[..., Any],
+    tensors: Sequence[Tensor],  # one block more than the manager has: the padding's
+    scheduler: Scheduler,
+    context: int,
+    options: EngineOptions,
+    progress: Progress | None = None,
+) -> DecodeLoop:
+    manager, device = scheduler.manager, tensors[0].device
+    sizes = bucket_sizes(options.max_num_seqs, options.cudagraph_capture_sizes)
+    width = min(manager.blocks_for(context), manager.blocks)  # no table is longer
+    buffers = Buffers.make(sizes[-1], width, manager.block_size, manager.blocks, device)
+    recordings = Recordings(graph, tensors, buffers)
+    asked = options.cudagraph_capture_sizes is not None
+    steps = Sizes(sizes, DECODE_PAYS, sizes if asked else ())
+    recordings.make_all(steps.used, progress)
+    packed = PackedSteps(graph, tensors, buffers, scheduler.max_num_batched_tokens, recordings.packed)
+    return DecodeLoop(scheduler, buffers, recordings, packed, steps, notes(recordings, device))
+
+
+def notes(recordings: Recordings, device: torch.device) -> list[str]:
+    """How many graphs there are, how long they took, and whether kernels overlap."""
+    sizes = ", ".join(map(str, sorted({rows for rows, _, _ in recordings.made})))
+    graphs = "CUDA graphs" if device.type == "cuda" else "recordings, which are direct calls on a CPU,"
+    lines = [
+        f"decode: {len(recordings.made)} {graphs} for batches of {sizes or 'no size'}, {recordings.seconds:.1f} s"
+    ]
+    problem = pdl_problem(device)
+    lines.append(f"programmatic dependent launch: {'on' if problem is None else f'off ({problem})'}")
+    if recordings.problem is not None:
+        lines.append(f"decode steps without a CUDA graph: {recordings.problem}")
+    return lines

@@ -1,0 +1,96 @@
+"""Choosing tokens on the device, with sizes that do not depend on the data, so that it can be recorded.
+
+The tokens are those of engine/sampling/sampling.py for the same uniform numbers. A nucleus wider than HEAD tokens
+cannot be drawn here: the row's token is WIDE, and the host has it computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from graft.engine.params import SamplingParams
+from graft.engine.sampling.draw import HEAD, invert, rows_at_once
+from graft.ops.argmax_rows.op import argmax_into
+
+# greedy: the largest logit. drawn: temperature and min_p. cut: top_k and top_p too, which need the heaviest tokens
+# in order. logits: nothing is chosen on the device.
+Kind = Literal["greedy", "drawn", "cut", "logits"]
+WIDE = -2  # as a token; -1 is a row without a finite largest value
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One a row, [B, 1] each. A greedy row has temperature 0."""
+
+    temperature: Tensor  # float64
+    min_p: Tensor  # float64
+    top_p: Tensor  # float64
+    top_k: Tensor  # int64; 0 or less is off
+    uniform: Tensor  # float64, in [0, 1)
+
+    def part(self, first: int, last: int) -> Settings:
+        return Settings(
+            *(t[first:last] for t in (self.temperature, self.min_p, self.top_p, self.top_k, self.uniform))
+        )
+
+
+def host_reason(params: SamplingParams, new_tokens: int) -> str | None:
+    """Why the host chooses the next token of a request that has so many, from the logits of a recorded step."""
+    if params.logprobs is not None:
+        return "log probabilities"
+    if params.penalised:
+        return "penalties"
+    if new_tokens < params.min_tokens:
+        return "min_tokens"
+    if not params.greedy and params.top_k > HEAD:
+        return f"top_k above {HEAD}"
+    return None
+
+
+def kind_of(params: SamplingParams, new_tokens: int) -> Kind:
+    """What the next token of a request needs that has so many."""
+    if host_reason(params, new_tokens) is not None:
+        return "logits"
+    if params.greedy:
+        return "greedy"
+    return "cut" if params.top_k > 0 or params.top_p < 1 else "drawn"
+
+
+def choose(kind: Kind, tokens: Tensor, logits: Tensor, settings: Settings) -> None:
+    """Writes the tokens [B] of logits [B, vocab]."""
+    argmax_into(tokens, logits)
+    if kind == "greedy":
+        return
+    rows = rows_at_once(logits.shape[-1])
+    for first in range(0, len(tokens), rows):
+        some, last = settings.part(first, first + rows), first + rows
+        drawn = draw_fixed(logits[first:last], some, cut=kind == "cut")
+        greedy, largest = some.temperature[:, 0] == 0, tokens[first:last]
+        largest.copy_(torch.where(greedy | (largest < 0), largest, drawn))
+
+
+def draw_fixed(logits: Tensor, settings: Settings, *, cut: bool) -> Tensor:
+    """engine/sampling/draw.py, the same arithmetic for every row at once. [n]."""
+    exact = logits.double()
+    temperature = torch.where(settings.temperature > 0, settings.temperature, 1.0)
+    kept = ((exact - exact.amax(-1, keepdim=True)) / temperature).exp()
+    kept.masked_fill_(kept < settings.min_p, 0)
+    if not cut:
+        return invert(kept, settings.uniform)
+    vocab = kept.shape[-1]
+    width = min(HEAD, vocab)
+    head = kept.topk(width).values  # [n, width], heaviest first
+    limited = (settings.top_k > 0) & (settings.top_k < vocab)
+    last = torch.where(limited, head.gather(-1, (settings.top_k - 1).clamp(0, width - 1)), 0.0)
+    kept.masked_fill_(kept < last, 0)
+    head.masked_fill_(head < last, 0)
+    nuclear = settings.top_p < 1
+    below = head.cumsum(-1) < settings.top_p * kept.cumsum(-1)[:, -1:]
+    last = torch.where(nuclear, head.gather(-1, below.sum(-1, keepdim=True).clamp(max=width - 1)), 0.0)
+    kept.masked_fill_(kept < last, 0)
+    drawn = invert(kept, settings.uniform)
+    return torch.where(nuclear[:, 0] & below[:, -1], WIDE, drawn) if width < vocab else drawn

@@ -1,0 +1,125 @@
+"""Steps with prompts in them on fixed memory, captured for numbers of tokens, so that the host need not launch them.
+
+Up to LARGEST tokens the device is done before the host has launched the next kernel: 900 tokens of an 8B model take
+20 ms on an H200, launching them 40 to 60. A step is padded to the next number of tokens by sequences of their own,
+none longer than a block table, whose blocks are all the padding block; rows without a request have no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.engine.batch import host_batch
+from graft.engine.decode.buckets import PROMPT_PAYS, Sizes
+from graft.engine.decode.buffers import Buffers
+from graft.engine.scheduler import Plan
+from graft.ops.layout import Batch, HostBatch, on_host, views
+
+LARGEST = 2048  # tokens; beyond, the device is busy for longer than the host needs to launch
+SMALLEST = 16
+SHARES = 4  # sizes to each doubling: a fifth of the tokens is padding at most
+
+
+def token_sizes(most: int) -> tuple[int, ...]:
+    """16, 20, 24, 28, 32, 40, … up to what LARGEST and the tokens of a step allow; smallest first."""
+    sizes = []
+    power = SMALLEST
+    while power <= min(most, LARGEST):
+        sizes += [size for size in range(power, 2 * power, power // SHARES) if size <= min(most, LARGEST)]
+        power *= 2
+    return tuple(sizes)
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """One number of tokens. `sent`: the memory of its inputs, one behind the other; `play` runs it."""
+
+    size: int
+    batch: Batch
+    sent: Tensor
+    play: Callable[[], object]
+
+
+class PackedSteps:
+    """`record(what, step)` captures a function on fixed memory and gives what replays it, or None where it cannot."""
+
+    def __init__(
+        self,
+        graph: Callable[..., Any],
+        tensors: Sequence[Tensor],
+        buffers: Buffers,
+        most: int,  # tokens of a step
+        record: Callable[[str, Callable[[], None]], Callable[[], object] | None],
+    ) -> None:
+        self.graph, self.tensors, self.record = graph, tensors, record
+        self.block_size, self.padding = buffers.block_size, buffers.padding
+        self.requests, self.width = buffers.block_tables.shape
+        self.device = buffers.block_tables.device
+        self.sizes = Sizes(token_sizes(most), PROMPT_PAYS)
+        self.span = self.width * self.block_size  # tokens that a row of the tables has blocks for
+        self.spare = -(-max(self.sizes.every, default=1) // self.span)  # rows for the padding
+        # odd, as no size is: kernels take as many tokens as rows for a step that decodes
+        self.rows = (self.requests + self.spare) | 1
+        self.block_tables = torch.full((self.rows, self.width), self.padding, device=self.device)
+        self.out: Tensor | None = None  # [rows, vocab]
+        self.made: dict[int, PackedStep] = {}
+
+    def logits(self, plan: Plan) -> Tensor | None:
+        """[n, vocab] of a step, in memory that the next one overwrites; None: it has to be launched."""
+        size = self.sizes.take(sum(plan.counts))
+        if size is None or len(plan.counts) > self.requests:
+            return None
+        found = host_batch(plan, self.block_size)
+        tables, longest = found.padded_tables()
+        step = self.get(size) if longest <= self.width else None
+        if step is None:
+            return None
+        padded = self.padded(found, size)
+        step.sent.copy_(on_host(padded.flat()[0], self.device), non_blocking=True)
+        blocks = on_host(tables, self.device).to(self.device, non_blocking=True).view(-1, longest)
+        self.block_tables[: len(blocks), :longest] = blocks
+        if self.device.type == "cpu":  # references take sizes from the host, kernels from the device
+            step.batch.lens_cpu.copy_(padded.host_lens())
+        step.play()
+        assert self.out is not None
+        return self.out[: len(plan.counts)]
+
+    def get(self, size: int) -> PackedStep | None:
+        """Captured when first needed. None: it cannot be."""
+        if size not in self.made:
+            empty = self.padded(HostBatch(), size)
+            flat, at = empty.flat()
+            sent = on_host(flat, self.device).to(self.device)
+            batch = views(sent, at, self.block_tables, empty.host_lens())
+            play = self.record(f"a step of {size} tokens", lambda: self.run(batch))
+            if play is None:
+                return None
+            self.made[size] = PackedStep(size, batch, sent, play)
+        return self.made[size]
+
+    def run(self, batch: Batch) -> None:
+        (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, rows, vocab]
+        if self.out is None:  # in the first run, before anything is captured
+            self.out = torch.empty_like(logits[0])
+        self.out.copy_(logits[0])
+
+    def padded(self, found: HostBatch, size: int) -> HostBatch:
+        """The step as the batch of this size lies in memory."""
+        return found.padded(size, self.rows, self.parts(size - len(found.input_ids)), self.padding, self.block_size)
+
+    def parts(self, padding: int) -> list[int]:
+        """[spare]: the padding's tokens in each of its rows."""
+        return [min(self.span, max(0, padding - row * self.span)) for row in range(self.spare)]
+
+    @property
+    def notes(self) -> list[str]:
+        if not self.made:
+            return []
+        sizes = ", ".join(map(str, sorted(self.made)))
+        graphs = "CUDA graphs" if self.device.type == "cuda" else "recordings, which are direct calls on a CPU,"
+        return [f"prompts: {len(self.made)} {graphs} for steps of {sizes} tokens, made when first needed"]

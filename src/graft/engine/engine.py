@@ -1,0 +1,322 @@
+"""The engine. `step` is its heart: schedule, run the graph, sample, take stock. engine/driver.py runs it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.base.device_memory import free_memory, is_out_of_memory, size_text
+from graft.base.errors import EngineFailed, EngineStuck, GraftError, LogitsError, OutOfCache, OutOfMemory
+from graft.engine.batch import pack
+from graft.engine.core import FinishReason, Request, Stats
+from graft.engine.decode.choose import WIDE
+from graft.engine.decode.loop import Counts, DecodeLoop, Flight
+from graft.engine.due import Due
+from graft.engine.kv.manager import BlockManager
+from graft.engine.kv.tensors import copy_blocks
+from graft.engine.params import SamplingParams
+from graft.engine.sampling.sampling import Choice, make_generator, sample
+from graft.engine.scheduler import Plan, Scheduler
+from graft.engine.text.detokenize import TextStream
+
+
+class Engine:
+    """Runs requests over one lowered graph and one cache. Add requests at any time; each `step` moves them on.
+
+    One thread at a time has its `turn`: the driver's while it has work, or the one that steps the engine itself.
+    """
+
+    def __init__(
+        self,
+        graph: Callable[..., Any],
+        tensors: Sequence[Tensor],  # [blocks, block_size, kv_heads, head_dim] each
+        scheduler: Scheduler,
+        *,
+        end_tokens: frozenset[int] = frozenset(),
+        tokenizer: Any = None,
+        loop: DecodeLoop | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.graph = graph
+        self.tensors = tensors
+        self.scheduler = scheduler
+        self.manager: BlockManager = scheduler.manager
+        self.end_tokens = end_tokens
+        self.tokenizer = tokenizer
+        self.loop = loop  # decodes by recordings, a step ahead of the host; None: every step is `run`
+        self.said = tuple(notes)
+        self.stats = Stats()
+        self.turn = threading.RLock()
+        self.ended: list[Request] = []  # since the last step began
+        self.broken: GraftError | None = None  # after this it is in no state to go on
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Feeds the next tokens and returns the requests that got a new one."""
+        with self.turn:
+            self.ended = []
+            return self.next_step()
+
+    def next_step(self) -> list[Request]:
+        started, loop = time.perf_counter(), self.loop
+        if loop is not None:
+            loop.follow_stream()
+            if loop.flights:  # one step is on its way already
+                return self.take_stock(loop.flights[0], started)
+        plan = self.scheduler.schedule()
+        if not plan.requests:
+            return self.nothing_to_do()
+        due: list[Due] = []
+        flight = None
+        with self.undone_on_error(plan, due):
+            copy_blocks(self.tensors, plan.copies)
+            recording = None if loop is None else loop.recording(plan)
+            if loop is not None and recording is not None and recording.kind != "logits":
+                flight = loop.start(plan, recording)
+            else:
+                due += self.due(plan)
+                logits = self.run(plan) if loop is None or recording is None else loop.logits(plan, recording)
+                self.advance(plan, due, self.choose(due, logits))  # logits: [n, vocab]
+        if flight is not None:
+            return self.take_stock(flight, started)
+        grown = [one.request for one in due if one.request.error is None]
+        self.count(plan, grown, time.perf_counter() - started)
+        return grown
+
+    def run(self, plan: Plan) -> Tensor:
+        """[n, vocab]."""
+        if self.loop is not None and (found := self.loop.packed.logits(plan)) is not None:
+            return found
+        batch = pack(plan, self.manager.block_size, self.tensors[0].device)
+        (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, n, vocab]
+        return logits[0]
+
+    def take_stock(self, flight: Flight, started: float) -> list[Request]:
+        """Launches the step after `flight`, where it can be launched unseen, and then looks at what `flight` gave."""
+        assert self.loop is not None
+        with self.undone_on_error(flight.plan, flight.due):
+            self.loop.go_ahead(flight)
+            tokens = flight.tokens()  # waits
+            self.loop.flights.remove(flight)
+            for one in flight.due:
+                if tokens[one.row] == WIDE:
+                    self.loop.redraw(one)
+            due = [one for one in flight.due if tokens[one.row] != WIDE]
+            for one in due:
+                self.keep(one.request, 1)
+            for one in due:
+                token = tokens[one.row]
+                self.append_token(one.request, Choice(token, error=LogitsError() if token < 0 else None))
+        grown = [one.request for one in due if one.request.error is None]
+        # whoever comes back late finds the step done: what it took then is the device's time
+        seconds = max(time.perf_counter() - started, flight.seconds)
+        self.count(flight.plan, grown, seconds, decoding=True)
+        return grown
+
+    @contextmanager
+    def undone_on_error(self, plan: Plan, due: list[Due]) -> Iterator[None]:
+        """What is on the way is given up, last first, then this step."""
+        try:
+            yield
+        except BaseException as error:
+            if self.loop is not None:
+                for flight in reversed(self.loop.flights):
+                    self.undo(flight.plan, flight.due)
+                self.loop.flights = []
+            self.undo(plan, due)
+            if is_out_of_memory(error):
+                raise self.out_of_memory(plan) from error
+            raise
+
+    def due(self, plan: Plan) -> list[Due]:
+        """Who gets a token: those all of whose tokens are in the cache after this step, and new samples of n > 1."""
+        found = []
+        for row, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
+            if request.computed + count == len(request.tokens):
+                found += [Due.of(one, row) for one in (request, *self.make_siblings(request))]
+        return found
+
+    def choose(self, due: list[Due], logits: Tensor) -> list[Choice]:
+        if not due:
+            return []
+        rows = [one.row for one in due]
+        some = logits if rows == list(range(len(logits))) else logits[rows]
+        return sample(some, [one.request for one in due], self.end_tokens)
+
+    def advance(self, plan: Plan, due: list[Due], choices: list[Choice]) -> None:
+        """Takes note of what is in the cache now, then of the new tokens."""
+        for request, count in zip(plan.requests, plan.counts, strict=True):
+            self.keep(request, count)
+        for one in due:
+            leader = one.request.leader
+            if leader is not None and one.request not in leader.siblings:
+                leader.siblings.append(one.request)
+                self.scheduler.join(one.request, leader)
+        for one, choice in zip(due, choices, strict=True):
+            self.append_token(one.request, choice)
+
+    def keep(self, request: Request, count: int) -> None:
+        """So many more of its tokens are in the cache."""
+        assert request.table is not None
+        request.computed += count
+        self.manager.commit(request.table, request.tokens, request.computed)
+
+    def undo(self, plan: Plan, due: list[Due]) -> None:
+        """The step failed. Those that got no token are computed again, with the random numbers that they had."""
+        for one in due:
+            request, leader = one.request, one.request.leader
+            if len(request.tokens) > one.length:
+                continue
+            one.restore()
+            if leader is not None and len(leader.tokens) == len(leader.prompt):  # it makes its siblings anew
+                leader.siblings = []
+                self.scheduler.drop(request)
+        grown = {one.request for one in due if len(one.request.tokens) > one.length}
+        for request in (*plan.requests, *(one.request for one in due)):
+            if request.table is not None and request not in grown:
+                self.scheduler.preempt(request)
+
+    def append_token(self, request: Request, choice: Choice) -> None:
+        """The request's next token, and whether it is the last."""
+        with request.lock:
+            self.take_token(request, choice)
+
+    def take_token(self, request: Request, choice: Choice) -> None:
+        params = request.params
+        if choice.error is not None:
+            request.error = choice.error
+            self.end(request, "error")
+            return
+        request.tokens.append(choice.token)
+        if choice.logprobs is not None:
+            request.logprobs.append(choice.logprobs)
+        ends = frozenset() if params.ignore_eos else self.end_tokens
+        if choice.token in ends or choice.token in (params.stop_token_ids or ()):
+            self.end(request, "stop", choice.token)
+        elif self.meets_stop_string(request):
+            self.end(request, "stop", request.stream.stopped if request.stream else None)
+        elif len(request.tokens) - len(request.prompt) >= params.max_tokens:
+            self.end(request, "length")
+
+    def meets_stop_string(self, request: Request) -> bool:
+        if not request.params.stop or request.stream is None:
+            return False
+        request.read_text()
+        return request.stream.stopped is not None
+
+    def end(self, request: Request, reason: FinishReason, what: int | str | None = None) -> None:
+        request.finish_reason, request.stop_reason = reason, what
+        self.ended.append(request)
+        if self.loop is not None:
+            self.loop.forget(request)
+        self.scheduler.drop(request)
+
+    def add(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Request:
+        """Makes a request and takes it, for whoever steps the engine."""
+        request = self.make(prompt, params, priority=priority)
+        self.enter(request)
+        return request
+
+    def make(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Request:
+        """A request, in any thread; one that could never run is refused."""
+        request = Request(list(prompt), params, make_generator(params.seed), self.stream(prompt, params), priority)
+        needed = self.manager.blocks_for(request.most_tokens)
+        if needed > self.manager.blocks:
+            raise OutOfCache(
+                f"a request of up to {request.most_tokens} tokens needs {needed} blocks, but the key-value cache has"
+                f" only {self.manager.blocks} ({size_text(self.cache_bytes)}); shorten it, lower max_tokens, or raise"
+                " kv_cache_memory"
+            )
+        return request
+
+    def enter(self, request: Request) -> None:
+        if self.broken is not None:
+            raise EngineFailed(f"the engine is broken since a step failed ({self.broken}); load the LLM again")
+        with self.turn:
+            if self.idle:
+                self.stats, self.scheduler.preemptions = Stats(), 0
+                if self.loop is not None:
+                    self.loop.counts = Counts()
+            self.scheduler.add(request)
+
+    def make_siblings(self, request: Request) -> list[Request]:
+        """The other samples of n > 1: they begin when the prompt is in the cache, and share its blocks."""
+        params = request.params
+        if request.leader is not None or len(request.tokens) > len(request.prompt):
+            return []
+        made = []
+        for index in range(1, params.n):
+            seed = None if params.seed is None else params.seed + index
+            stream = self.stream(request.prompt, params)
+            made.append(
+                Request(request.prompt, params, make_generator(seed), stream, request.priority, leader=request)
+            )
+        return made
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> TextStream | None:
+        return None if self.tokenizer is None else TextStream(self.tokenizer, list(prompt), params)
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """Ends those that have not ended, wherever they stand; their blocks are free again."""
+        with self.turn:
+            for request in requests:
+                for each in request.family:
+                    if each.finish_reason is None:
+                        self.end(each, "abort")
+
+    def nothing_to_do(self) -> list[Request]:
+        if not self.idle:
+            raise EngineStuck(len(self.scheduler.waiting), len(self.scheduler.running), self.manager.available)
+        return []
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For the report: how it decodes, and what could not be done as planned."""
+        return (*self.said, *((*self.loop.notes, *self.loop.packed.notes) if self.loop is not None else ()))
+
+    @property
+    def idle(self) -> bool:
+        return not self.scheduler.waiting and not self.scheduler.running
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the blocks that requests get; the padding block of recordings is not one of them."""
+        return sum(tensor[0].nbytes for tensor in self.tensors) * self.manager.blocks
+
+    def count(self, plan: Plan, grown: list[Request], seconds: float, decoding: bool = False) -> None:
+        fed, s = sum(plan.counts), self.stats
+        if not decoding:
+            decoding = fed == len(grown) == len(plan.counts) and all(len(r.tokens) > len(r.prompt) + 1 for r in grown)
+        counts = self.loop.counts if self.loop is not None else Counts()
+        first = [r for r in grown if r.leader is None and len(r.tokens) == len(r.prompt) + 1]
+        self.stats = replace(
+            s,
+            prompt_tokens=s.prompt_tokens + sum(len(r.prompt) for r in first),
+            cached_tokens=s.cached_tokens + sum(r.cached or 0 for r in first),
+            new_tokens=s.new_tokens + len(grown),
+            steps=s.steps + 1,
+            preemptions=self.scheduler.preemptions,
+            prefill_seconds=s.prefill_seconds + (0.0 if decoding else seconds),
+            decode_seconds=s.decode_seconds + (seconds if decoding else 0.0),
+            decode_tokens=s.decode_tokens + (len(grown) if decoding else 0),
+            replayed_steps=counts.replays,
+            steps_ahead=counts.ahead,
+            bucket_misses=counts.misses,
+            redrawn_tokens=counts.redrawn,
+        )
+
+    def out_of_memory(self, plan: Plan) -> OutOfMemory:
+        device = self.tensors[0].device
+        free = size_text(free_memory(device))
+        return OutOfMemory(
+            f"no memory for a step of {sum(plan.counts)} tokens (requests: {len(plan.counts)}): {free} are free on"
+            f" {device}, the key-value cache holds {size_text(self.cache_bytes)}. Lower kv_cache_memory,"
+            " max_num_batched_tokens or max_num_seqs"
+        )

@@ -1,0 +1,227 @@
+"""What an LLM is asked for, from any thread or coroutine: requests go to the driver, answers are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from graft.base.errors import GraftError, TokenizerMissing, UsageError
+from graft.base.files import Progress
+from graft.engine.core import Output, Request, Stats
+from graft.engine.driver import Driver
+from graft.engine.engine import Engine
+from graft.engine.params import SamplingParams
+from graft.engine.prompts import Prompt, as_list, chat_tokens, check_fits, encode
+from graft.engine.watch import TaskWatch, ThreadWatch
+from graft.models.load import LoadedModel
+
+
+class Frontend:
+    """A model and the driver of its engine. Every method may be called from any thread; requests share batches."""
+
+    model: LoadedModel
+    driver: Driver
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        progress: Progress | None = None,
+    ) -> list[Output]:
+        """Completes every prompt; they run together. `params` and `priority` (lower goes first) are one for all, or
+        one each.
+
+        A prompt that cannot run does not stop the others: its Output has finish_reason "error" and the error. Where
+        none can run, the first error is raised.
+        """
+        entered = self.requests(prompts, params, priority)
+        self.finish([entry for entry in entered if isinstance(entry, Request)], progress, new=True)
+        return [self.output(entry) for entry in entered]
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[Output]:
+        """`generate` for a coroutine. Cancelling its task ends the requests."""
+        entered = self.requests(prompts, params, priority)
+        watch = TaskWatch(entry for entry in entered if isinstance(entry, Request))
+        try:
+            self.driver.enter(watch.requests, watch)
+            while await watch.wait():
+                pass
+        finally:
+            self.driver.abort(watch.requests)
+        return [self.output(entry) for entry in entered]
+
+    def requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+    ) -> list[Request | GraftError]:
+        """A request for each prompt, or why it cannot run; raises the first error where none can."""
+        asked = as_list(prompts)
+        each = one_each("sampling parameters", params or SamplingParams(), len(asked))
+        ranks = one_each("priorities", priority, len(asked))
+        made = [self.try_request(*one) for one in zip(asked, each, ranks, strict=True)]
+        errors = [entry for entry in made if isinstance(entry, GraftError)]
+        if errors and len(errors) == len(made):
+            raise errors[0]
+        return made
+
+    def finish(self, requests: Sequence[Request], progress: Progress | None = None, *, new: bool = False) -> None:
+        """Waits until these requests have ended. new: they are handed to the engine first. Whoever breaks off ends
+        them."""
+        watch = ThreadWatch(requests)
+        total = left = len(watch.open)
+        try:
+            if new:
+                self.driver.enter(requests, watch)
+            else:
+                self.driver.watch(watch)
+            while left:
+                if progress:
+                    progress("generating", total - left, total)
+                left = watch.wait()
+        finally:
+            self.driver.abort(requests)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Iterator[str]:
+        """Yields pieces of text as they come; together they are the text that `generate` gives."""
+        return self.follow(self.submit(prompt, self.one_text(params), priority=priority))
+
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[str]:
+        """`stream` for a coroutine: `async for piece in llm.astream(…)`. The request begins with the first piece."""
+        request = self.submit(prompt, self.one_text(params), priority=priority)
+        given, watch = 0, TaskWatch([request], each_token=True)
+        try:
+            self.driver.watch(watch)
+            while await watch.wait():
+                if len(text := request.read_text()) > given:
+                    yield text[given:]
+                given = len(text)
+            if last := request.read_text()[given:]:
+                yield last
+            if request.error is not None:
+                raise request.error
+        finally:
+            self.driver.abort([request])
+
+    def follow(self, request: Request) -> Iterator[str]:
+        """The text of a request, piece by piece. Whoever stops reading, or drops it unread, cancels the request."""
+        pieces = self.pieces(request)
+        next(pieces)  # begun: what is dropped from here on runs its `finally`
+        return pieces
+
+    def pieces(self, request: Request) -> Iterator[str]:
+        given, watch = 0, ThreadWatch([request], each_token=True)
+        try:
+            self.driver.watch(watch)
+            yield ""
+            while watch.wait():
+                if len(text := request.read_text()) > given:
+                    yield text[given:]
+                given = len(text)
+            if last := request.read_text()[given:]:
+                yield last
+            if request.error is not None:
+                raise request.error
+        finally:
+            self.driver.abort([request])
+
+    def one_text(self, params: SamplingParams | None) -> SamplingParams:
+        if self.tokenizer is None:
+            raise TokenizerMissing(self.model.name)
+        if params is not None and params.n > 1:
+            raise UsageError(f"a stream is one text, but n is {params.n}; use generate")
+        return params or SamplingParams()
+
+    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> Output:
+        """The model's answer to a conversation: [{"role": "user", "content": "…"}, …]."""
+        return self.generate(self.chat_prompt(messages), params)[0]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The conversation in the model's own chat template, as tokens, up to where the answer begins."""
+        return chat_tokens(self.model, messages)
+
+    @property
+    def engine(self) -> Engine:
+        return self.driver.engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        self.driver = Driver(engine)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    @property
+    def stats(self) -> Stats:
+        """Times and counts since the engine was last idle."""
+        return self.engine.stats
+
+    def submit(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Request:
+        """Hands a request to the engine, where it runs from now on; `follow` reads it, `abort` ends it early."""
+        request = self.request(prompt, params, priority)
+        self.driver.enter([request])
+        return request
+
+    def abort(self, *requests: Request) -> None:
+        """Ends requests that have not ended, after the present step, and frees their part of the cache."""
+        self.driver.abort(requests)
+
+    def held(self) -> AbstractContextManager[Engine]:
+        """`with llm.held() as engine`: for whoever steps the engine (`engine.add`, `engine.step`, `engine.abort`) or
+        looks into it. It is the calling thread's alone meanwhile; requests of others wait."""
+        return self.driver.held()
+
+    def request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"sampling parameters are a graft.SamplingParams, not a {type(params).__name__}")
+        if not isinstance(priority, int):
+            raise UsageError(f"a priority is a whole number, not {priority!r}")
+        ids = self.encode(prompt)
+        check_fits(ids, params, self.model.context)
+        if params.stop and self.tokenizer is None:
+            raise TokenizerMissing(self.model.name)
+        return self.engine.make(ids, params, priority=priority)
+
+    def try_request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request | GraftError:
+        try:
+            return self.request(prompt, params, priority)
+        except GraftError as error:
+            return error
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        return encode(self.model, prompt)
+
+    def output(self, request: Request | GraftError) -> Output:
+        if isinstance(request, GraftError):
+            return Output("", [], "error", error=request)
+        return Output(
+            request.read_text(),
+            request.new_tokens,
+            request.finish_reason or "abort",
+            None if request.params.logprobs is None else request.logprobs,
+            request.stop_reason,
+            request.cached or 0,
+            request.error,
+            tuple(self.output(sibling) for sibling in request.siblings),
+            request.prompt,
+        )
+
+
+def one_each(what: str, given: Any, prompts: int) -> list[Any]:
+    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * prompts
+    if len(each) != prompts:
+        raise UsageError(f"prompts: {prompts}, {what}: {len(each)}; give one for all, or one each")
+    return each

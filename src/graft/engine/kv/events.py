@@ -1,0 +1,282 @@
+"""What happens in the cache, told to whoever wants to know: a router, a dashboard, a test.
+
+Events are numbered from 0 without gaps. The queue keeps a bounded backlog; a reader that comes too late loses
+history, never the state: it gets `Lost` and then events that build the present state from nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graft.base.errors import CacheMisuse, EventOrder
+from graft.engine.kv.hashing import Entry
+
+Record = tuple[
+    Callable[..., "Event"], Sequence[Any]
+]  # an event that nobody has asked for yet: how to make it, of what
+
+
+def shortened(hashes: Iterable[str]) -> str:
+    return ", ".join(name[:8] for name in hashes)
+
+
+@dataclass(frozen=True)
+class Event:
+    event_id: int
+    time: float  # unix seconds
+
+    def describe(self) -> str:
+        """For people; hashes are shortened."""
+        return str(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """One JSON object: `type` and the fields."""
+        return {"type": type(self).__name__.lower(), **vars(self)}
+
+
+@dataclass(frozen=True)
+class Created(Event):
+    """The cache is there and holds nothing."""
+
+    levels: tuple[int, ...]  # blocks of each level of memory; so far there is one, the device's
+    block_size: int
+    root: str  # the hash that first blocks follow on
+
+    def describe(self) -> str:
+        return f"{self.levels[0]} blocks of {self.block_size} tokens"
+
+    @staticmethod
+    def of(event_id: int, at: float, facts: Sequence[Any]) -> Created:
+        ((blocks, block_size, root),) = facts
+        return Created(event_id, at, (blocks,), block_size, root)
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    hash: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stored(Event):
+    """Blocks that can be found now and are in use. The first follows on `parent` (None: the root), the next on it."""
+
+    parent: str | None
+    blocks: tuple[StoredBlock, ...]
+
+    def describe(self) -> str:
+        after = f"after {self.parent[:8]}" if self.parent else "at the start of a sequence"
+        return f"{shortened(block.hash for block in self.blocks)} {after}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "blocks": [vars(block) for block in self.blocks]}
+
+    @staticmethod
+    def of(event_id: int, at: float, entries: Sequence[Entry]) -> Stored:
+        parent = entries[0].parent
+        blocks = tuple(StoredBlock(entry.hash, entry.tokens) for entry in entries)
+        return Stored(event_id, at, None if parent is None else parent.hash, blocks)
+
+
+@dataclass(frozen=True)
+class Removed(Event):
+    """Blocks that were evicted, children before their parents."""
+
+    hashes: tuple[str, ...]
+
+    def describe(self) -> str:
+        return shortened(self.hashes)
+
+    @staticmethod
+    def of(event_id: int, at: float, entries: Sequence[Entry]) -> Removed:
+        return Removed(event_id, at, tuple(entry.hash for entry in entries))
+
+
+@dataclass(frozen=True)
+class Updated(Event):
+    """Stored blocks of which `what` went from `old` to `new`: `in_use`, whether a sequence has them."""
+
+    hashes: tuple[str, ...]
+    what: str
+    old: bool
+    new: bool
+
+    def describe(self) -> str:
+        return f"{shortened(self.hashes)}: {self.what} {self.old} → {self.new}"
+
+    @staticmethod
+    def used(event_id: int, at: float, entries: Sequence[Entry]) -> Updated:
+        return Updated(event_id, at, tuple(entry.hash for entry in entries), "in_use", False, True)
+
+    @staticmethod
+    def unused(event_id: int, at: float, entries: Sequence[Entry]) -> Updated:
+        return Updated(event_id, at, tuple(entry.hash for entry in entries), "in_use", True, False)
+
+
+@dataclass(frozen=True)
+class Lost(Event):
+    """Events `first` to `last` were dropped because nobody took them in time. The present state follows."""
+
+    count: int
+    first: int
+    last: int
+
+    def describe(self) -> str:
+        return f"{self.count} events, {self.first} to {self.last}"
+
+
+def from_json(data: dict[str, Any]) -> Event:
+    """The event that `to_json` wrote, also after a way through JSON."""
+    kinds: dict[str, type[Event]] = {"created": Created, "stored": Stored, "removed": Removed}
+    kinds |= {"updated": Updated, "lost": Lost}
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "type"}
+    if "blocks" in fields:
+        fields["blocks"] = tuple(StoredBlock(block["hash"], tuple(block["tokens"])) for block in fields["blocks"])
+    return kinds[data["type"]](**fields)
+
+
+class EventQueue:
+    """A backlog that tells of at most `limit` blocks. Any thread may drain it.
+
+    A record is a few words until it is drained. Once the limit is passed the backlog is dropped, and until the next
+    drain events are only counted: a queue that nobody reads costs next to nothing.
+    """
+
+    def __init__(self, limit: int = 65536) -> None:
+        if limit < 1:
+            raise CacheMisuse(f"an event queue with a limit of {limit}; it must be at least 1")
+        self.limit = limit
+        self.lock = threading.RLock()  # the manager holds it while it changes what is stored
+        self.filled = threading.Condition(self.lock)
+        self.snapshot: Callable[[], list[Record]] = list
+        self.backlog: deque[tuple[float, Record]] = deque()
+        self.told = 0  # blocks that the backlog tells of
+        self.next_id = 0
+        self.first_id = 0  # of those that were not drained
+        self.lost = False  # the backlog was dropped
+        self.waiting = 0  # readers
+
+    def attach(self, snapshot: Callable[[], list[Record]]) -> None:
+        """From now on the queue tells of the cache with this snapshot, beginning with `created`."""
+        with self.lock:
+            self.snapshot = snapshot
+            for make, content in snapshot():
+                self.put(make, content)
+
+    def put(self, make: Callable[..., Event], content: Sequence[Any]) -> None:
+        with self.lock:
+            self.next_id += 1
+            if self.waiting:
+                self.filled.notify_all()
+            if self.lost:
+                return
+            self.told += len(content)
+            if self.told > self.limit:
+                self.lost, self.told = True, 0
+                self.backlog.clear()
+            else:
+                self.backlog.append((time.time(), (make, content)))
+
+    def wait(self, timeout: float) -> None:
+        self.waiting += 1
+        try:
+            self.filled.wait_for(lambda: self.next_id > self.first_id, min(timeout, threading.TIMEOUT_MAX))
+        finally:
+            self.waiting -= 1
+
+    def drain(self, timeout: float | None = None) -> list[Event]:
+        """All events since the last drain. With a timeout, waits up to that many seconds for at least one."""
+        with self.lock:
+            if timeout is not None:
+                self.wait(timeout)
+            events: list[Event] = []
+            records, first = list(self.backlog), self.first_id
+            if self.lost:
+                now = time.time()
+                events = [Lost(self.next_id, now, self.next_id - first, first, self.next_id - 1)]
+                first = self.next_id + 1
+                records = [(now, record) for record in self.snapshot()]
+                self.next_id = first + len(records)
+            self.first_id = self.next_id
+            self.backlog.clear()
+            self.told, self.lost = 0, False
+        events += [make(first + i, at, content) for i, (at, (make, content)) in enumerate(records)]
+        return events
+
+
+@dataclass
+class SeenBlock:
+    """A stored block as events tell of it."""
+
+    parent: str | None
+    tokens: tuple[int, ...]
+    in_use: bool = True
+
+
+class CacheView:
+    """Rebuilds what is stored from events alone. EventOrder: an event that cannot follow on those before it."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, SeenBlock] = {}
+        self.children: Counter[str | None] = Counter()  # stored blocks that follow on a block
+        self.levels: tuple[int, ...] = ()
+        self.next_id = 0
+        self.begins = True  # the next event has to be `created`
+
+    def apply(self, event: Event) -> None:
+        missing = event.count if isinstance(event, Lost) else 0
+        self.must(event, event.event_id == self.next_id + missing, f"the next id is {self.next_id + missing}")
+        if isinstance(event, Lost):
+            known = event.first == self.next_id and event.last == event.event_id - 1
+            self.must(event, known, f"the lost events begin with {self.next_id} and end just before it")
+            self.begins = True
+        elif isinstance(event, Created):
+            self.blocks, self.children, self.levels, self.begins = {}, Counter(), event.levels, False
+        else:
+            self.must(event, not self.begins, "the first event, and the one after `lost`, is `created`")
+            self.change(event)
+        self.next_id = event.event_id + 1
+
+    def change(self, event: Event) -> None:
+        if isinstance(event, Stored):
+            self.store(event)
+        elif isinstance(event, Removed):
+            for name in event.hashes:
+                block = self.known(event, name)
+                self.must(event, not block.in_use, f"{name} is in use")
+                self.must(event, not self.children[name], f"a stored block follows on {name}")
+                self.children[block.parent] -= 1
+                del self.blocks[name], self.children[name]
+        elif isinstance(event, Updated):
+            self.must(event, event.what == "in_use", "only `in_use` changes")
+            for name in event.hashes:
+                block = self.known(event, name)
+                self.must(event, block.in_use == event.old != event.new, f"{name} has in_use = {block.in_use}")
+                block.in_use = event.new
+        else:
+            self.must(event, False, "this kind of event is not known")
+
+    def store(self, event: Stored) -> None:
+        parent = event.parent
+        if parent is not None:
+            self.must(event, self.known(event, parent).in_use, f"{parent}, which it follows on, is not in use")
+        for block in event.blocks:
+            self.must(event, block.hash not in self.blocks, f"{block.hash} is stored already")
+            self.blocks[block.hash] = SeenBlock(parent, block.tokens)
+            self.children[parent] += 1
+            parent = block.hash
+        self.must(event, len(self.blocks) <= sum(self.levels), f"the cache has {sum(self.levels)} blocks")
+
+    def known(self, event: Event, name: str) -> SeenBlock:
+        self.must(event, name in self.blocks, f"{name} is not stored")
+        return self.blocks[name]
+
+    def must(self, event: Event, holds: bool, fact: str) -> None:
+        if not holds:
+            kind = type(event).__name__.lower()
+            raise EventOrder(f"{kind} event {event.event_id} cannot come here: {fact}; read all events, in order")

@@ -1,0 +1,83 @@
+"""How large the engine is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graft.base.device_memory import GIB, parse_size
+from graft.base.errors import UsageError
+
+LARGE_GPU = 40 * GIB  # memory; activations of 8,192 tokens of an 8B model take about one
+MANY_TOKENS, FEW_TOKENS = 8192, 2048
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Names as in vLLM; kv_cache_memory and max_events are graft's own.
+
+    kv_cache_memory: bytes, or text like "2GiB"; None takes what is free, with a margin.
+    max_model_len: tokens of a request, prompt and answer; None: all that the model was made for.
+    max_num_seqs: requests that run at once.
+    max_num_batched_tokens: tokens of one step; longer prompts are fed in chunks. None: see tokens_of_a_step.
+    enable_prefix_caching: prompts that begin alike share what is in the cache.
+    max_events: blocks that events not yet read may tell of.
+    enforce_eager: decode without CUDA graphs.
+    cudagraph_capture_sizes: batch sizes that decode steps are recorded for; None: see decode/buckets.py.
+    self_check: at load, decode steps are compared with a full pass over the same tokens.
+    """
+
+    kv_cache_memory: int | str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    max_events: int = 65_536
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    self_check: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_events"):
+            value = getattr(self, name)
+            if not is_size(value) and not (value is None and name in ("max_model_len", "max_num_batched_tokens")):
+                raise UsageError(f"{name} must be a whole number of at least 1, but is {value!r}")
+        for name in ("enable_prefix_caching", "enforce_eager", "self_check"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise UsageError(f"{name} must be True or False, but is {value!r}")
+        if self.cudagraph_capture_sizes is not None:
+            object.__setattr__(self, "cudagraph_capture_sizes", self.capture_sizes(self.cudagraph_capture_sizes))
+        if self.kv_cache_memory is not None:
+            parse_size(self.kv_cache_memory)
+
+    def context(self, longest: int) -> int:
+        """max_model_len, of a model that was made for `longest`."""
+        if self.max_model_len is not None and self.max_model_len > longest:
+            raise UsageError(f"max_model_len is {self.max_model_len}, but the model's context has {longest} tokens")
+        return self.max_model_len or longest
+
+    def tokens_of_a_step(self, device: torch.device) -> int:
+        """max_num_batched_tokens, or what suits the device: a large GPU is not busy with 2,048 tokens."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU
+        return MANY_TOKENS if large else FEW_TOKENS
+
+    def capture_sizes(self, asked: object) -> tuple[int, ...]:
+        name = "cudagraph_capture_sizes"
+        if not isinstance(asked, (list, tuple)) or not asked or not all(is_size(size) for size in asked):
+            raise UsageError(f"{name} must be a list of whole numbers of at least 1, but is {asked!r}")
+        if self.enforce_eager:
+            raise UsageError(f"{name} and enforce_eager contradict each other: give one of them")
+        if max(asked) > self.max_num_seqs:
+            raise UsageError(
+                f"{name} has {max(asked)}, but no more than max_num_seqs={self.max_num_seqs} requests run at once"
+            )
+        return tuple(asked)
+
+
+def is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,129 @@
+"""How a request wants its tokens chosen. Names and meanings are vLLM's; the default is greedy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graft.base.errors import UsageError
+
+LARGEST = sys.float_info.max
+MOST_STOPS = 16  # every character is compared with every stop string
+MOST_LOGPROBS = 20
+
+# field: (kind, what is allowed, the same in words). Comparisons alone, so that NaN fails each of them.
+Rule = tuple[str, Callable[[Any], bool], str]
+RULES: dict[str, Rule] = {
+    "n": ("whole number", lambda v: v >= 1, "at least 1"),
+    "temperature": ("number", lambda v: 0 <= v <= LARGEST, "0 or more and finite (0 is greedy)"),
+    "top_k": ("whole number", lambda v: v >= -1, "at least 1, or 0 or -1 for off"),
+    "top_p": ("number", lambda v: 0 < v <= 1, "above 0 and at most 1 (1 is off)"),
+    "min_p": ("number", lambda v: 0 <= v <= 1, "from 0 to 1 (0 is off)"),
+    "repetition_penalty": ("number", lambda v: 1e-6 <= v <= 1e6, "between 1e-6 and 1e6 (1 is off)"),
+    "presence_penalty": ("number", lambda v: -2 <= v <= 2, "from -2 to 2 (0 is off)"),
+    "frequency_penalty": ("number", lambda v: -2 <= v <= 2, "from -2 to 2 (0 is off)"),
+    "seed": ("whole number or None", lambda v: -(2**63) <= v < 2**64, "a whole number that fits into 64 bits"),
+    "logprobs": (
+        "whole number or None",
+        lambda v: 0 <= v <= MOST_LOGPROBS,
+        f"from 0 to {MOST_LOGPROBS}, or None for off",
+    ),
+    "max_tokens": ("whole number", lambda v: v >= 1, "at least 1"),
+    "min_tokens": ("whole number", lambda v: v >= 0, "0 or more"),
+    "include_stop_str_in_output": ("bool", lambda v: v in (True, False), "True or False"),
+    "ignore_eos": ("bool", lambda v: v in (True, False), "True or False"),
+    "skip_special_tokens": ("bool", lambda v: v in (True, False), "True or False"),
+}
+KINDS: dict[str, tuple[type, ...]] = {
+    "whole number": (int,),
+    "whole number or None": (int, type(None)),
+    "number": (int, float),
+    "bool": (bool,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop.
+
+    temperature=0 is greedy, where top_k, top_p and min_p change nothing. Repetition counts the prompt and the new
+    tokens, presence and frequency the new ones alone. `seed` makes draws repeatable. `stop` and `stop_token_ids` are
+    tuples once made.
+    """
+
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name, rule in RULES.items():
+            check(name, getattr(self, name), rule)
+        object.__setattr__(self, "stop", stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", token_ids(self.stop_token_ids))
+        if self.min_tokens > self.max_tokens:
+            raise wrong("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        if self.n > 1 and self.greedy:
+            raise wrong("n", self.n, "1 when greedy (temperature=0), where all answers would be the same")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def check(name: str, value: object, rule: Rule) -> None:
+    kind, allowed, words = rule
+    if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
+        raise wrong(name, value, f"{words}, a {kind}" if kind != "bool" else words)
+    if value is not None and not allowed(value):
+        raise wrong(name, value, words)
+
+
+def stop_strings(stop: object) -> tuple[str, ...]:
+    texts = items("stop", (stop,) if isinstance(stop, str) else stop, "a string or a list of strings")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise wrong("stop", text, "strings of at least one character")
+    if len(texts) > MOST_STOPS:
+        raise UsageError(f"stop must be at most {MOST_STOPS} strings, but is {len(texts)} of them")
+    return texts
+
+
+def token_ids(ids: object) -> tuple[int, ...]:
+    numbers = items("stop_token_ids", ids, "a list of token ids")
+    for number in numbers:
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise wrong("stop_token_ids", number, "token ids, whole numbers of 0 or more")
+    return numbers
+
+
+def items(name: str, value: object, words: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise wrong(name, value, words)
+    return tuple(value)
+
+
+def wrong(name: str, value: object, allowed: str) -> UsageError:
+    shown = value if isinstance(value, (int, float)) else f"{value!r} ({type(value).__name__})"
+    return UsageError(f"{name} must be {allowed}, but is {shown}")

@@ -1,0 +1,170 @@
+"""Which requests run in the next step, and how many tokens of each."""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from itertools import count
+
+from graft.engine.core import Request
+from graft.engine.kv.manager import BlockManager, Copy, Table
+
+PATIENCE = 1000  # steps by which a better priority goes ahead
+
+
+@dataclass
+class Plan:
+    """One step: `counts[i]` tokens of `requests[i]`, and the blocks to be copied before it."""
+
+    budget: int  # tokens that may still be taken
+    requests: list[Request] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+
+    def decoding_first(self) -> Plan:
+        """Single tokens side by side: attention takes a run of them in one call."""
+        pairs = sorted(zip(self.requests, self.counts, strict=True), key=lambda pair: pair[1] > 1)
+        return Plan(self.budget, [r for r, _ in pairs], [c for _, c in pairs], self.copies)
+
+
+class Scheduler:
+    """Requests stand in one fixed order: by arrival, where one better priority counts as PATIENCE steps.
+
+    A step serves them in that order: tokens that decode first, then prompts, in chunks, as far as the budget goes.
+    Whoever lacks memory takes it from the last in the order, which waits and is computed again later (from the blocks
+    of it that are still there). So the first always moves on, only finitely many ever come before a request, and none
+    starves.
+    """
+
+    def __init__(self, manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.manager = manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Request] = []  # both in order
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self.refused: tuple[Request, int] | None = None  # who did not get in, and the blocks there were
+        self.clock = 0
+        self.serial = count()
+
+    def add(self, request: Request) -> None:
+        """A lower priority number goes first; equal ones go as they come."""
+        request.order = (self.clock + PATIENCE * request.priority, next(self.serial))
+        insort(self.waiting, request, key=in_order)
+
+    def join(self, sibling: Request, request: Request) -> None:
+        """`sibling` goes on from what `request` has in the cache, or from the start where too many run already."""
+        assert request.table is not None
+        sibling.cached, sibling.order = request.cached, (request.order[0], next(self.serial))
+        if len(self.running) >= self.max_num_seqs:
+            insort(self.waiting, sibling, key=in_order)
+            return
+        sibling.table, sibling.computed = self.manager.fork(request.table), request.computed
+        insort(self.running, sibling, key=in_order)
+
+    def schedule(self) -> Plan:
+        self.clock += 1
+        while self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
+            if not self.admit(self.waiting[0]):
+                break
+        plan = Plan(self.max_num_batched_tokens)
+        # kept for those that decode, but one token is left for the first in the order if that is a prompt
+        kept = min(sum(request.decoding for request in self.running), self.max_num_batched_tokens - 1)
+        for request in tuple(self.running):
+            if request.table is None:
+                continue  # it has just given way
+            kept -= request.decoding and kept > 0
+            self.serve(request, plan, 0 if request.decoding else kept)
+        while plan.budget and self.waiting and self.admit(request := self.waiting[0]):
+            self.serve(request, plan)
+        return plan.decoding_first()
+
+    def serve(self, request: Request, plan: Plan, kept: int = 0) -> None:
+        """Puts the request's next tokens into the plan, leaving `kept`. Without memory for them it waits again."""
+        assert request.table is not None
+        granted = min(len(request.tokens) - request.computed, max(plan.budget - kept, 0))
+        if not granted:
+            return
+        copies = self.make_room(request, request.table, request.computed + granted)
+        if copies is None:
+            self.preempt(request)
+            return
+        plan.budget -= granted
+        plan.requests.append(request)
+        plan.counts.append(granted)
+        plan.copies += copies
+
+    def admit(self, request: Request) -> bool:
+        """Lets a waiting request in, with room for all of its tokens; those in the cache are not computed again."""
+        while len(self.running) >= self.max_num_seqs:
+            if not self.take_from_last(request):
+                return False
+        if self.still_refused(request):
+            return False
+        table = self.manager.open(request.tokens)
+        if self.make_room(request, table, len(request.tokens)) is None:
+            self.manager.close(table)
+            self.refused = (request, self.manager.available)
+            return False
+        self.refused = None
+        request.table, request.computed = table, table.cached
+        if request.cached is None:
+            request.cached = table.cached
+        self.waiting.remove(request)
+        insort(self.running, request, key=in_order)
+        return True
+
+    @property
+    def closed(self) -> bool:
+        """Nobody who waits can get in before something changes."""
+        if not self.waiting:
+            return True
+        first = self.waiting[0]
+        if not self.running or first.order < self.running[-1].order:
+            return False
+        return len(self.running) >= self.max_num_seqs or self.still_refused(first)
+
+    def still_refused(self, request: Request) -> bool:
+        """Nothing has become free for it since it was refused: looking a long prompt up takes milliseconds."""
+        if self.refused is None or self.refused[0] is not request or self.manager.available > self.refused[1]:
+            return False
+        return not self.running or self.running[-1].order < request.order
+
+    def make_room(self, request: Request, table: Table, length: int) -> list[Copy] | None:
+        """Room for `length` tokens, taken from those behind `request` if need be. None: there is none to be had."""
+        while (copies := self.manager.grow(table, length)) is None:
+            if not self.take_from_last(request):
+                return None
+        return copies
+
+    def take_from_last(self, request: Request) -> bool:
+        """Sends the last of the running back to wait, if it stands behind `request`."""
+        if not self.running or self.running[-1].order <= request.order:
+            return False
+        self.preempt(self.running[-1])
+        return True
+
+    def preempt(self, request: Request) -> None:
+        self.leave(request)
+        request.computed = 0
+        request.preemptions += 1
+        self.preemptions += 1
+        insort(self.waiting, request, key=in_order)
+
+    def leave(self, request: Request) -> None:
+        """A running request gives back its blocks."""
+        assert request.table is not None
+        self.running.remove(request)
+        self.manager.close(request.table)
+        request.table = None
+
+    def drop(self, request: Request) -> None:
+        """The request has ended, or is wanted no more, wherever it stands."""
+        if request.table is not None:
+            self.leave(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+
+def in_order(request: Request) -> tuple[int, int]:
+    return request.order

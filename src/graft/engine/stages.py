@@ -1,0 +1,206 @@
+"""From a checkpoint to a lowered decoder, one function a stage; LLM calls them one after another.
+
+load_decoder   a name, folder or file → LoadedModel
+settings_for   the defaults, the family's overlay and what the caller asks for → PipelineConfig
+capture        the module → its graph
+transform      the graph → fewer, larger ops over a paged cache, with a Report
+lower          the graph → what a backend runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from graft.backends.select import Lowered, decoder_backend, lower_decoder
+from graft.base.errors import UsageError
+from graft.base.files import Progress
+from graft.base.progress import LOWERING, TRANSFORMS, Doing
+from graft.capture.cache import captured_decoder
+from graft.engine.build import fingerprint
+from graft.engine.kv.tensors import LayerShape
+from graft.ir.edit import attribute
+from graft.models.load import LoadedModel, load_model, resolve_device
+from graft.ops.layout import check_graph
+from graft.passes.base import Context
+from graft.passes.config import DEFAULTS, Layer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
+from graft.passes.library.quantize.quantization import Saving, release
+from graft.passes.pipeline import run_pipeline
+from graft.passes.report import Report
+from graft.weights.lazy import Held
+
+Config = str | Path | Mapping[str, Any] | PipelineConfig | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a decoder is built for. `asked`: the backend by name, as the caller said it; `why`: for the report."""
+
+    device: torch.device
+    backend: str
+    asked: str
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Captured:
+    graph_module: GraphModule
+    note: str
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """The graph after the pipeline, and what the engine must know of it."""
+
+    graph_module: GraphModule
+    report: Report
+    layers: tuple[LayerShape, ...]  # of the cache
+    layer_names: tuple[str, ...]
+    block_size: int
+    content: str  # what a cached block depends on beside its tokens
+    quantized: Saving | None
+    notes: tuple[str, ...]
+
+
+def load_decoder(
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    backend: str = "auto",
+    quantize: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """A GGUF file's weights stay in its blocks where the native backend reads them so, and nobody asks for floats."""
+    as_stored = quantize is None and dtype == "auto"
+    blocks = decoder_backend(backend, resolve_device(device), torch.float32)[0] == "native" and as_stored
+    return load_model(
+        model, dtype=dtype, device=device, progress=progress, in_blocks=blocks, trust_remote_code=trust_remote_code
+    )
+
+
+def settings_for(
+    model: LoadedModel,
+    config: Config,
+    quantize: str | None = None,
+    *,
+    sets: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+) -> PipelineConfig:
+    """The configuration of the model, the caller and `quantize`; weights in a file's blocks stay so by default."""
+    if isinstance(config, PipelineConfig):
+        settings = with_sets(config, (*sets, *quantize_sets(quantize)))
+    else:
+        chosen = (*sets, *quantize_sets(quantize))
+        settings = load_config(config, model=overlay(model), sets=chosen, plugins=tuple(plugins))
+    if model.held is not None and no_format_asked(settings):
+        settings = with_sets(settings, quantize_sets("file"))
+    require_cache(settings)
+    return settings
+
+
+def target_of(model: LoadedModel, settings: PipelineConfig, backend: str) -> Target:
+    device = next(model.module.parameters()).device
+    chosen, why = decoder_backend(backend, device, model.module.dtype, weight_formats(settings))
+    return Target(device, chosen, backend, why)
+
+
+def capture(model: LoadedModel, progress: Progress | None = None) -> Captured:
+    return Captured(*captured_decoder(model.module, progress))
+
+
+def transform(
+    model: LoadedModel,
+    captured: Captured,
+    settings: PipelineConfig,
+    target: Target,
+    *,
+    keep_weights: bool,
+    dump_dir: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Transformed:
+    """Runs the pipeline over the captured graph, which is changed. keep_weights: the module keeps its own."""
+    gm, held = captured.graph_module, model.held
+    owned = None if keep_weights else model.module
+    context = Context(route="decoder", backend=target.backend, context_length=model.context, owned=owned, held=held)
+    if settings.verify == "matches":
+        context.notes += filled(held, gm, "verify: matches computes with them")
+    report = run_pipeline(
+        gm, settings, context, model=model.name, dump_dir=dump_dir, progress=transform_progress(progress)
+    )
+    check_graph(gm.graph)
+    notes = filled(held, gm, "the graph reads them as floats")
+    return Transformed(
+        gm,
+        report,
+        layers=tuple(LayerShape(c.kv_heads, c.head_dim, c.dtype) for c in context.outputs["kv_cache"]),
+        layer_names=context.outputs["kv_cache_layers"],
+        block_size=context.block_size,
+        content=fingerprint(model, gm),
+        quantized=context.outputs.get("quantized"),
+        notes=tuple(notes),
+    )
+
+
+def lower(
+    model: LoadedModel, made: Transformed, settings: PipelineConfig, target: Target, *, keep_weights: bool
+) -> Lowered:
+    """What the backend runs; weights that it has packed are given up unless the module keeps its own."""
+    give_up = None if keep_weights else partial(release, made.graph_module, model.module)
+    return lower_decoder(made.graph_module, target.backend, settings.kernels, asked=target.asked, release=give_up)
+
+
+def no_format_asked(settings: PipelineConfig) -> bool:
+    """Nobody says whether weights are to be quantized: those of a file may stay as they are in it."""
+    return settings.origins["transforms.quantize_linear.enabled"] == DEFAULTS.name
+
+
+def weight_formats(settings: PipelineConfig) -> tuple[str, ...]:
+    """What linear layers and the head are quantized to."""
+    chosen: Any = settings.transforms["quantize_linear"]
+    return (chosen.format, chosen.head_format) if chosen.enabled else ()
+
+
+def filled(held: Held | None, gm: GraphModule, why: str) -> list[str]:
+    """Dequantises what of a file the graph's parameters stand for; a line for the report."""
+    if held is None:
+        return []
+    read = [attribute(gm, str(node.target)) for node in gm.graph.nodes if node.op == "get_attr"]
+    done = held.fill_all(tensor for tensor in read if isinstance(tensor, Tensor))
+    return [f"weights: {len(done)} of the file's were dequantised, because {why}"] if done else []
+
+
+def overlay(model: LoadedModel) -> Layer | None:
+    """The family's settings as a configuration layer."""
+    if not model.transforms or model.family is None:
+        return None
+    name = f"registry/{model.family.name}.yaml"
+    return Layer(name, flatten({"transforms": model.transforms}, name))
+
+
+def require_cache(config: PipelineConfig) -> None:
+    for name in ("last_token_logits", "insert_kv_cache"):
+        if name not in config.transforms or not config.transforms[name].enabled:
+            raise UsageError(
+                f"the engine needs the transform {name}; enable it, or use graft.compile without an engine"
+            )
+
+
+def transform_progress(progress: Progress | None) -> Progress | None:
+    """Of the pipeline, which names a transform, or none when it is through."""
+    if progress is None:
+        return None
+
+    def report(name: str, done: int, total: int) -> None:
+        doing = Doing(f"transform {name}", TRANSFORMS) if name else Doing("transforms done", LOWERING)
+        progress(doing, done, total)
+
+    return report

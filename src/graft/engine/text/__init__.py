@@ -1,0 +1,1 @@
+"""From tokens to text, and where a text stops."""

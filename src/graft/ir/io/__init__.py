@@ -1,0 +1,1 @@
+"""Graphs as text and JSON, and back."""

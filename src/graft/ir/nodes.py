@@ -1,0 +1,146 @@
+"""Small questions about FX nodes that every other file asks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from graft.base.errors import VerificationError
+
+TORCH = f"{Path(torch.__file__).parent}/"
+OpOverload = type(torch.ops.aten.add.Tensor)
+
+
+def is_op(node: object, *targets: object) -> bool:
+    """True when `node` calls one of `targets` (op overloads or plain functions)."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def val(node: object) -> Any:
+    """The recorded abstract value of a node (FakeTensor, SymInt, tuple…), or the literal itself."""
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def tensor_val(node: object) -> torch.Tensor | None:
+    """The recorded FakeTensor, or None when the value is not one tensor."""
+    value = val(node)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def tensor_of(node: object) -> torch.Tensor:
+    """The recorded FakeTensor of a node that must have one."""
+    tensor = tensor_val(node)
+    if tensor is None:
+        raise VerificationError(f"{node} has no tensor recorded as its value")
+    return tensor
+
+
+def static_int(value: object) -> int | None:
+    """A plain int, or None for anything symbolic. A symbol that a guard fixed is the number that it was fixed to."""
+    if isinstance(value, torch.SymInt):
+        text = str(value)
+        return int(text) if text.isdigit() else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def same_shape(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal rank and equal sizes, symbolic sizes compared by expression (adds no guard)."""
+    return same_sizes(left.shape, right.shape)
+
+
+def same_sizes(left: Iterable[object], right: Iterable[object]) -> bool:
+    left, right = list(left), list(right)
+    return len(left) == len(right) and all(str(a) == str(b) for a, b in zip(left, right, strict=True))
+
+
+def schema_of(node: Node) -> torch.FunctionSchema | None:
+    return node.target._schema if isinstance(node.target, OpOverload) else None
+
+
+def arg_values(node: Node) -> list[tuple[torch.Argument, Any]]:
+    """Every schema argument of an op call with the value given, or its default."""
+    schema = schema_of(node)
+    if schema is None:
+        return []
+    pairs = []
+    for index, argument in enumerate(schema.arguments):
+        if not argument.kwarg_only and index < len(node.args):
+            pairs.append((argument, node.args[index]))
+        else:
+            pairs.append((argument, node.kwargs.get(argument.name, argument.default_value)))
+    return pairs
+
+
+def options_of(node: Node) -> dict[str, Any]:
+    """Every argument of an op call by name, defaults included."""
+    return {argument.name: value for argument, value in arg_values(node)}
+
+
+def args_of(target: Any, options: Mapping[str, Any], *, defaults: bool = True) -> list[Any]:
+    """The arguments of an op in its order, from their names; without the last ones that are defaults, if so asked."""
+    arguments = target._schema.arguments
+    args = [options[argument.name] for argument in arguments]
+    while not defaults and arguments[len(args) - 1].has_default_value():
+        if args[-1] != arguments[len(args) - 1].default_value:
+            break
+        args.pop()
+    return args
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What is left when lists, tuples and mappings are taken apart."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, dict):
+        yield from leaves(list(value.values()))
+    else:
+        yield value
+
+
+def module_path(node: Node) -> str:
+    """The innermost module that made this node, as a dotted path ('' for the root)."""
+    stack = node.meta.get("nn_module_stack")
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return "" if path.startswith("_empty_nn_module_stack") else path
+
+
+def source_line(node: Node) -> str:
+    """`file.py:123` of the innermost line outside torch that made this node, or ''."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    outside = [frame for frame in frames if not frame[0].startswith(TORCH)]
+    return f"{outside[-1][0].rsplit('/', 1)[-1]}:{outside[-1][1]}" if outside else ""
+
+
+def where(node: Node) -> str:
+    """`%add_3 (model.layers.0.mlp, modeling_llama.py:83)`, for messages."""
+    place = ", ".join(part for part in (module_path(node), source_line(node)) if part)
+    return f"%{node.name}" + (f" ({place})" if place else "")
+
+
+def is_weight(node: object) -> bool:
+    """A parameter or buffer: an attribute of the module, or an input that stands for one (`torch.compile`)."""
+    return isinstance(node, Node) and (node.op == "get_attr" or bool(node.meta.get("weight")))
+
+
+def calls(graph: Graph) -> Iterator[Node]:
+    return (node for node in graph.nodes if node.op == "call_function")
+
+
+def placeholders(graph: Graph) -> list[Node]:
+    """The inputs, in order."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def outlives_call(node: Node) -> bool:
+    """An input or an attribute: its memory is there before the call and after it."""
+    return node.op in ("placeholder", "get_attr")
+
+
+def output_node(graph: Graph) -> Node:
+    return next(node for node in reversed(graph.nodes) if node.op == "output")

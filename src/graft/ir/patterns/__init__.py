@@ -1,0 +1,1 @@
+"""Patterns: plain functions, matched against a graph."""

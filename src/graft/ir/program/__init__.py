@@ -1,0 +1,1 @@
+"""What a captured program reads, writes and returns."""

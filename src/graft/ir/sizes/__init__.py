@@ -1,0 +1,1 @@
+"""Sizes known at run time: what follows from what, and their bounds."""

@@ -1,0 +1,1 @@
+"""Mutations that Inductor would lose: found, put back, or refused."""

@@ -1,0 +1,1 @@
+"""Transforms: the driver, the pipeline that runs them, and the library."""

@@ -1,0 +1,91 @@
+"""What a transform is: what it is told, what it may know, and what it says of what it did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch.fx import GraphModule
+
+from graft.ir.patterns.match import NearMiss
+from graft.passes.costs import Measure
+from graft.passes.report import MatchRecord
+from graft.weights.lazy import Held
+
+
+class Stage(StrEnum):
+    """Stages run in this order."""
+
+    MATCH = "match"
+    FUSE = "fuse"
+    STATE = "state"
+    SCHEDULE = "schedule"
+
+
+@dataclass(frozen=True)
+class TransformConfig:
+    """What every transform can be told in YAML. Subclasses add options, each with a type and a default."""
+
+    stage: Stage
+    enabled: bool = True
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    on_error: Literal["raise", "skip"] = "raise"
+
+
+@dataclass
+class Context:
+    """What transforms may know beyond the graph, and where they leave what the engine needs.
+
+    backend: what the graph is lowered to afterwards: the native one fuses on a CPU what others fuse on a GPU.
+    owned: the module whose weights may be given up once the graph has others; None where it is somebody else's.
+    held: weights that still lie in their file, and have shapes alone in the module.
+    shared: what several graphs of one module have in common, so that a second capture does not make it again.
+    """
+
+    route: Literal["decoder", "module"] = "module"
+    block_size: int = 16
+    backend: str = "auto"
+    context_length: int | None = None  # positions are below it
+    measure: Measure | None = None  # runs graphs on real inputs, where there are any
+    outputs: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # for the report
+    owned: torch.nn.Module | None = None
+    held: Held | None = None
+    shared: dict[Any, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a transform did. `reason` says why there are no matches."""
+
+    matches: tuple[MatchRecord, ...] = ()
+    near_misses: tuple[NearMiss, ...] = ()
+    reason: str = ""
+    skipped: bool = False
+
+
+class BaseTransform:
+    """What the pipeline runs: it times, checks, records and rolls back.
+
+    Subclass PatternTransform (passes/patterns.py) or Rewriter (passes/rewriter.py); `apply` itself is for a
+    change of the whole graph, which has no places: a schedule.
+    """
+
+    name: ClassVar[str]
+    reads_decomposed: ClassVar[bool] = False  # whether it finds its place where Inductor has taken ops apart
+    unprovable: ClassVar[str] = ""  # why its matches cannot be run beside what they replaced, if so
+    config: TransformConfig
+
+    def __init__(self, config: TransformConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def get_config_class(cls) -> type[TransformConfig]:
+        return TransformConfig
+
+    def apply(self, gm: GraphModule, context: Context) -> Outcome:
+        """Rewrites `gm` in place."""
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Fusions around the matrix-vector products of a decode step."""

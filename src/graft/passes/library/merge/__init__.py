@@ -1,0 +1,1 @@
+"""Linear layers that read one input, as one GEMM."""

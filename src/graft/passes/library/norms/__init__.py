@@ -1,0 +1,1 @@
+"""Norms, in every spelling, as one op each."""

@@ -1,0 +1,1 @@
+"""Rotary embeddings: fused, tabulated, written to the KV cache."""

@@ -1,0 +1,1 @@
+"""Independent branches on CUDA streams of their own."""

@@ -1,0 +1,162 @@
+"""A transform that is a list of patterns, each with its replacement: both plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import getitem
+from typing import Any
+
+from torch.fx import GraphModule, Node, map_arg
+
+from graft.base.errors import VerificationError
+from graft.ir.edit import Editor, check_same_kind
+from graft.ir.io.text import target_text
+from graft.ir.nodes import is_op, where
+from graft.ir.patterns.match import Finder, Match, NearMiss, Refused
+from graft.ir.patterns.pattern import Pattern
+from graft.ir.trace import current_dialect
+from graft.passes.base import Context
+from graft.passes.rewriter import Rewriter, Run, closest
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A pattern and what replaces it, both plain functions of the same arguments.
+
+    shapes: "b s d" for each tensor, letters shared between them. check: raises Refused where a match must stay.
+    allow_readers: inner values may be read from outside; they are then computed twice. needs: calls of the canonical
+    pattern without which nothing can fit; a graph that lacks one is not searched, and the pattern not even traced.
+    exact: the replacement's reference computes the same bits; False where it may be a few roundings off. refuse: why
+    this pattern is known and yet left alone; every place that fits becomes a near miss. near: how
+    many calls must fit for a near miss; 1 where the last op alone says that there should be a match.
+    """
+
+    pattern: Callable[..., Any]
+    replacement: Callable[..., Any]
+    shapes: dict[str, str]
+    check: Callable[[Match], None] | None = None
+    allow_readers: bool = False
+    needs: tuple[Any, ...] = ()
+    exact: bool = True
+    refuse: str = ""
+    near: int = 3
+
+    def finder(self) -> Finder:
+        return Finder(self.pattern, self.shapes, self.allow_readers, self.needs, self.near)
+
+
+@dataclass(frozen=True)
+class PatternMatch(Match):
+    rewrite: Rewrite = field(kw_only=True)
+
+
+@dataclass
+class PatternRun(Run):
+    """lacking: what the graph does not call, of patterns that were not tried. tried: the names of the others."""
+
+    lacking: list[str] = field(default_factory=list)
+    tried: list[str] = field(default_factory=list)
+
+
+class PatternTransform(Rewriter):
+    """A transform that is a list of rewrites, tried in order, each on what the ones before it left."""
+
+    reads_decomposed = True  # patterns are taken apart in the same way
+    lacking = ""  # by default, what the patterns are called and what they need
+
+    def rewrites(self) -> Sequence[Rewrite]:
+        raise NotImplementedError
+
+    def start(self, gm: GraphModule, context: Context) -> PatternRun:
+        return PatternRun(gm, context, Editor(gm, self.name))
+
+    def candidates(self, run: PatternRun) -> Iterator[PatternMatch]:
+        for rewrite in self.rewrites():
+            present = {node.target for node in run.gm.graph.nodes}
+            absent = next((op for op in rewrite.needs if op not in present and current_dialect().keeps(op)), None)
+            if absent is not None:
+                run.lacking.append(target_text(absent))
+                continue
+            run.tried.append(rewrite.pattern.__name__)
+            matches, near = rewrite.finder().find(run.gm.graph)
+            run.misses += near
+            for match in matches:
+                yield PatternMatch(**vars(match), rewrite=rewrite)
+
+    def find(self, run: PatternRun, candidate: PatternMatch) -> PatternMatch:
+        """What was found, reading what took the place of its inputs since then."""
+        tensors = {name: run.editor.current(node) for name, node in candidate.tensors.items()}
+        match = replace(candidate, tensors=tensors)
+        if match.rewrite.refuse:
+            raise Refused(match.anchor, match.rewrite.refuse)
+        if match.rewrite.check:
+            match.rewrite.check(match)
+        check_kind(match)
+        return match
+
+    def check(self, run: PatternRun, match: PatternMatch) -> None:
+        """The finder has looked at readers and writers."""
+
+    def write(self, run: PatternRun, match: PatternMatch) -> list[Node]:
+        """The replacement above the earliest result."""
+        body = match.traced(match.rewrite.replacement, written=True)
+        bound = {p: match.tensors[p.meta["pattern_input"]] for p in body.inputs}
+        made, before = [], insertion_point(match)
+        origins = origins_of(match, body)
+        for node in match.calls_of(body):
+            args, kwargs = map_arg(node.args, bound.__getitem__), map_arg(node.kwargs, bound.__getitem__)
+            like = origins.get(node, match.anchor)
+            bound[node] = run.editor.call(node.target, args, kwargs, before=before, like=like)
+            made.append(bound[node])
+        for old, new in zip(match.outputs, match.present(body.outputs), strict=True):
+            run.editor.replace(old, bound[new])
+        return made
+
+    def finish(self, run: PatternRun) -> None:
+        """What another pattern took after all is no miss of the ones before it."""
+        taken = {name for record in run.records for name in record.replaced}
+        run.misses = [miss for miss in run.misses if miss.name not in taken]
+
+    def reason(self, run: PatternRun) -> str:
+        """The nearest miss, or what nothing looks like, and what the graph lacks for patterns that were not tried."""
+        if run.misses:
+            return closest(run.misses)
+        if self.lacking:
+            return self.lacking
+        without = f"the graph has no {' and no '.join(dict.fromkeys(run.lacking))}" if run.lacking else ""
+        alike = f"nothing in the graph looks like {', '.join(dict.fromkeys(run.tried)) or 'the pattern'}"
+        return "; ".join(part for part in (alike if run.tried or not run.lacking else "", without) if part)
+
+    def near_miss(self, run: PatternRun, candidate: PatternMatch, refused: Refused) -> NearMiss:
+        size = len(candidate.nodes)
+        return NearMiss.at(candidate.pattern, candidate.anchor, refused.node, refused.reason, size, size)
+
+
+def origins_of(match: PatternMatch, body: Pattern) -> dict[Node, Node]:
+    """What takes the place of a result comes from where that result does; all else, from where the anchor does."""
+    pairs = zip(match.present(body.outputs), match.outputs, strict=True)
+    return {new: old for new, old in pairs if not is_op(new, getitem)}  # an item comes from where its call does
+
+
+def check_kind(match: PatternMatch) -> None:
+    """Refused where the replacement gives another shape or dtype, cannot stand there, or refuses the inputs."""
+    rewrite = match.rewrite
+    try:
+        wanted = match.traced(rewrite.pattern)
+        offered = match.traced(rewrite.replacement, written=True)
+        insertion_point(match)
+        for old, new in zip(match.present(wanted.outputs), match.present(offered.outputs), strict=True):
+            check_same_kind(old, new, rewrite.replacement.__name__)
+    except (VerificationError, RuntimeError, TypeError) as error:
+        reason = f"the replacement does not fit: {str(error).splitlines()[0]}"
+        raise Refused(match.anchor, reason) from error
+
+
+def insertion_point(match: Match) -> Node:
+    """The earliest result: its readers come below it, and the inputs must come above it."""
+    point = min(match.outputs)
+    late = next((node for node in match.tensors.values() if point < node), None)
+    if late is not None:
+        raise VerificationError(f"{where(late)} is computed after {where(point)}, which would need it")
+    return point

@@ -1,0 +1,136 @@
+"""The one record of what the pipeline did. Terminal, dumps, tests and artifacts read it; nothing parses log lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from torch.fx import Node
+
+from graft.ir.nodes import module_path, where
+from graft.ir.patterns.match import NearMiss
+from graft.memory.alias_map import StateRecord
+from graft.ops.ran import OpKernels
+
+Status = Literal["applied", "no_match", "skipped", "disabled", "rolled_back"]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How far a replacement was from float64, and how far it may be, on the inputs where it came closest to that."""
+
+    error: float
+    limit: float
+    inputs: str
+
+    @property
+    def share(self) -> float:
+        """How much of what is allowed was used."""
+        return self.error / self.limit if self.limit else 0.0
+
+
+@dataclass(frozen=True)
+class MatchRecord:
+    """One rewrite: where it was made, the nodes that it replaced and those that it made.
+
+    successors: the replaced nodes that others read, each with the node that they read now.
+    """
+
+    anchor: str
+    module: str
+    replaced: tuple[str, ...]
+    made: tuple[str, ...]
+    pattern: str = ""
+    proof: Proof | None = None
+    note: str = ""  # what is worth knowing about this place
+    successors: tuple[tuple[str, str], ...] = ()
+    name: str = field(default="", kw_only=True)  # of the node in `anchor`
+
+    @staticmethod
+    def at(
+        node: Node,
+        replaced: tuple[str, ...],
+        made: tuple[str, ...],
+        pattern: str = "",
+        proof: Proof | None = None,
+        note: str = "",
+        successors: tuple[tuple[str, str], ...] = (),
+    ) -> MatchRecord:
+        return MatchRecord(
+            where(node), module_path(node), replaced, made, pattern, proof, note, successors, name=node.name
+        )
+
+
+@dataclass(frozen=True)
+class TransformRecord:
+    """What became of one transform. `unproven`: why its matches carry no proof, where one was asked for. `phases`:
+    what its seconds went into, in order; what is left of them is the snapshot."""
+
+    name: str
+    stage: str
+    status: Status
+    matches: tuple[MatchRecord, ...] = ()
+    near_misses: tuple[NearMiss, ...] = ()
+    reason: str = ""
+    seconds: float = 0.0
+    nodes_before: int = 0
+    nodes_after: int = 0
+    unproven: str = ""
+    phases: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """The `[SUMMARY]` line."""
+        head = f"[stage={self.stage}, transform={self.name}] [SUMMARY]"
+        if self.status == "disabled":
+            return f"{head} disabled"
+        if self.status in ("skipped", "rolled_back"):
+            return f"{head} {self.status}: {self.reason}"
+        why = f" ({self.reason})" if self.status == "no_match" else ""
+        return f"{head} matches={len(self.matches)}{why} | time: {self.seconds:.3f}s"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was captured, every transform's record by name, which kernel runs each op, and notes on fallbacks."""
+
+    model: str = ""
+    transforms: Mapping[str, TransformRecord] = field(default_factory=dict)
+    kernels: Mapping[str, OpKernels] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    state: tuple[StateRecord, ...] = ()  # every input and buffer that the graph writes
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Report:
+        data = json.loads(text)
+        records = {name: read_record(entry) for name, entry in data["transforms"].items()}
+        state = tuple(read_state(entry) for entry in data["state"])
+        kernels = {op: OpKernels.read(entry) for op, entry in data["kernels"].items()}
+        return Report(data["model"], records, kernels, tuple(data["notes"]), state)
+
+
+def read_state(entry: dict[str, Any]) -> StateRecord:
+    plain: dict[str, Any] = {**entry, "writes": tuple(entry["writes"])}
+    return StateRecord(**plain)
+
+
+def read_match(entry: dict[str, Any]) -> MatchRecord:
+    proof = Proof(**entry["proof"]) if entry["proof"] else None
+    replaced, made = tuple(entry["replaced"]), tuple(entry["made"])
+    successors = tuple((old, new) for old, new in entry["successors"])
+    plain = (entry["anchor"], entry["module"], replaced, made, entry["pattern"], proof, entry["note"], successors)
+    return MatchRecord(*plain, name=entry["name"])
+
+
+def read_record(entry: dict[str, Any]) -> TransformRecord:
+    matches = tuple(read_match(match) for match in entry["matches"])
+    misses = tuple(NearMiss(**miss) for miss in entry["near_misses"])
+    nested = ("matches", "near_misses", "phases")
+    plain = {f.name: entry[f.name] for f in fields(TransformRecord) if f.name not in nested}
+    phases = tuple((str(name), float(seconds)) for name, seconds in entry.get("phases", ()))
+    return TransformRecord(**plain, matches=matches, near_misses=misses, phases=phases)

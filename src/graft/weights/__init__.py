@@ -1,0 +1,1 @@
+"""Weights: files, lazy reading, packing, tiles, quantization."""

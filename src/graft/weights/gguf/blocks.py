@@ -1,0 +1,235 @@
+"""GGUF files whose blocks stay in the file: a folder in the cache has the rest, and says where each weight lies.
+
+    config, tokenizer    in Hugging Face's form, as of a converted file
+    rest.safetensors     what is stored as floats or is no matrix, in float32; and, as Q8_0, weights in a type that
+                         has no packed form (Q5_K, Q6_K, …)
+    blocks.json          the file, and for each of its other weights: type, offset, rows and their order
+
+The folder takes seconds to make, and the next start reads no metadata of the GGUF file at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from graft.base.errors import CheckpointError
+from graft.base.files import Progress, atomic_folder, cache_dir
+from graft.weights.checkpoint import check_folder, refusing
+from graft.weights.gguf.convert import check_gguf, identity, write_front
+from graft.weights.gguf.reader import one_reader
+from graft.weights.gguf.support import check_shapes, refuse_dropped
+from graft.weights.lazy import FileRows, Held, untouched
+from graft.weights.native_tiles import GGUF_BYTES
+
+INDEX, REST = "blocks.json", "rest.safetensors"
+FLOATS = ("F32", "F16", "BF16", "F64")
+SPARE = "Q8_0"  # what weights without a packed form are rounded to
+
+
+def blocks_folder(path: Path, progress: Progress | None = None, name: str | None = None) -> Path:
+    """The folder of a GGUF file; made now if it is not in the cache yet."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist")
+    target = cache_dir() / "models" / f"{name or path.stem}-{identity(path)}-blocks"
+    if not (target / INDEX).is_file():
+        with one_reader(), atomic_folder(target) as folder, refusing(f"{path} cannot be read"):
+            check_gguf(path)
+            write_blocks(path, folder, progress)
+    check_folder(target)
+    return target
+
+
+def write_blocks(path: Path, folder: Path, progress: Progress | None) -> None:
+    from gguf import GGUFReader
+    from safetensors.torch import save_file
+
+    config, model = write_front(path, folder, progress)
+    reader = GGUFReader(path)
+    named = Names.of(reader, model, config)
+    refuse_dropped(path, named.dropped(reader))
+    blocks: dict[str, Any] = {}
+    rest: dict[str, Tensor] = {}
+    orders: list[list[int]] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tensor in reader.tensors:
+        if progress:
+            progress("finding the weights", len(blocks) + len(rest), len(reader.tensors))
+        kind, name = tensor.tensor_type.name, named.target(tensor.name)
+        order = None if kind in FLOATS or tensor.data.ndim != 2 else named.order(tensor)
+        if order is None or (kind not in GGUF_BYTES and int(tensor.shape[0]) % 32):
+            floats = named.floats(tensor)
+            rest |= floats
+            shapes |= {name: tuple(value.shape) for name, value in floats.items()}
+            continue
+        if name is None:
+            continue
+        entry: dict[str, Any] = {"quant": kind, "offset": int(tensor.data_offset), "rows": int(tensor.data.shape[0])}
+        columns, rows = (int(size) for size in tensor.shape)
+        shapes[name] = (columns, rows) if order.turned else (rows, columns)
+        if order.turned:
+            entry["turned"] = True
+        elif order.rows != list(range(len(order.rows))):
+            orders = orders if order.rows in orders else [*orders, order.rows]
+            entry["order"] = orders.index(order.rows)
+        if kind not in GGUF_BYTES:
+            entry |= {"quant": SPARE, "source": kind}
+            rest[name] = torch.from_numpy(requantized(tensor))
+        blocks[name] = entry | {"bytes": int(tensor.data.shape[1])}
+    check_shapes(path, model, shapes)
+    save_file({name: tensor.contiguous() for name, tensor in rest.items()}, folder / REST)
+    index = {"file": str(path.resolve()), "size": path.stat().st_size, "orders": orders, "tensors": blocks}
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def requantized(tensor: Any) -> np.ndarray:
+    """uint8 [rows, bytes], in Q8_0."""
+    from gguf import GGMLQuantizationType, dequantize
+    from gguf.quants import quantize
+
+    return quantize(dequantize(tensor.data, tensor.tensor_type), GGMLQuantizationType[SPARE])
+
+
+@dataclass(frozen=True)
+class Order:
+    rows: list[int]
+    turned: bool = False
+
+
+class Names:
+    """What transformers makes of a file's tensors: another name, other rows, other numbers."""
+
+    def __init__(self, processor: Any, mapping: dict[str, str]) -> None:
+        self.processor = processor
+        self.mapping = mapping
+
+    @staticmethod
+    def of(reader: Any, model: torch.nn.Module, config: Any) -> Names:
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
+
+        architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+        processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+        return Names(processor, get_gguf_hf_weights_map(model, processor))
+
+    def processed(self, weights: np.ndarray, name: str, tensors: dict[str, Any]) -> Any:
+        return self.processor.process(
+            weights=weights, name=name, tensor_key_mapping=self.mapping, parsed_parameters={"tensors": tensors}
+        )
+
+    def target(self, name: str) -> str | None:
+        return self.mapping.get(name)
+
+    def order(self, tensor: Any) -> Order | None:
+        """Where rows go, read off what happens to their numbers; None where more than rows would move."""
+        count = int(tensor.data.shape[0])
+        numbers, others = np.arange(count, dtype=np.float32)[:, None], {}
+        try:
+            found = self.processed(numbers, tensor.name, others)
+        except (ValueError, IndexError, KeyError, AttributeError):
+            return None  # it looks at the columns too
+        if others or found.name != tensor.name:
+            return None
+        rows = np.asarray(found.weights)
+        whole = sorted(rows.flatten().tolist()) == list(range(count))
+        if rows.shape == (1, count) and whole and np.array_equal(rows[0], numbers[:, 0]):
+            return Order([], turned=True)
+        return Order([int(row) for row in rows[:, 0]]) if rows.shape == (count, 1) and whole else None
+
+    def dropped(self, reader: Any) -> list[str]:
+        """Tensors of a file that become no part of the model, as their names and shapes tell."""
+        lost = []
+        for tensor in reader.tensors:
+            if self.target(tensor.name) is None:
+                others: dict[str, Any] = {}
+                zeros = np.broadcast_to(np.float32(0), [int(size) for size in reversed(tensor.shape)])
+                found = self.processed(zeros, tensor.name, others)
+                if not others and self.target(found.name or "") is None:
+                    lost.append(tensor.name)
+        return lost
+
+    def floats(self, tensor: Any) -> dict[str, Tensor]:
+        """The tensor's numbers in float32, under Hugging Face's names."""
+        from gguf import dequantize
+
+        others: dict[str, Any] = {}
+        found = self.processed(dequantize(tensor.data, tensor.tensor_type), tensor.name, others)
+        name = self.target(found.name) if found.name else None
+        if name is not None:
+            others[name] = torch.from_numpy(np.copy(found.weights))
+        return {name: torch.as_tensor(value).float() for name, value in others.items()}
+
+
+class NoInit(TorchFunctionMode):
+    """Modules are made without random numbers, in memory that is not touched: it takes none of the machine's."""
+
+    SKIPPED = frozenset({"uniform_", "normal_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__name__", "") in self.SKIPPED:
+            return args[0] if args else given["tensor"]
+        if func is torch.empty and given.get("device") in (None, "cpu", torch.device("cpu")):
+            like = torch.empty(*args, **(given | {"device": "meta"}))  # pyrefly: ignore
+            return untouched(like.shape, like.dtype)
+        return func(*args, **given)
+
+
+def held_model(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[Any, Held]:
+    """The module, with numbers where it has floats of the file, and what stands behind its other parameters."""
+    from safetensors.torch import load_file
+
+    index = json.loads((folder / INDEX).read_text())
+    rest, rows = load_file(folder / REST), dict(file_rows(folder, index))
+    with NoInit():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+    held = Held()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        if name in rows:
+            part = rows[name]
+            held.put(parameter, part if part.raw.numel() else replace(part, raw=rest[name]))
+        elif name in rest:
+            parameter.copy_(rest[name])
+        else:
+            raise CheckpointError(f"the GGUF file has no tensor for {name}")
+    return model.eval(), held
+
+
+def float_model(folder: Path, dtype: torch.dtype, attention: str | None) -> Any:
+    """The module with all its weights, dequantised."""
+    model, held = held_model(folder, dtype, attention)
+    held.fill_all(model.parameters())
+    return model
+
+
+def file_rows(folder: Path, index: dict[str, Any]) -> Iterator[tuple[str, FileRows]]:
+    path = Path(index["file"])
+    if not path.is_file() or path.stat().st_size != index["size"]:
+        raise CheckpointError(
+            f"{path} is gone or is another file than {folder} was made from; run again with the file"
+        )
+    content = torch.from_numpy(np.memmap(path, mode="c"))  # pages of the file, read when they are needed
+    orders = [torch.tensor(order) for order in index["orders"]]
+    for name, entry in index["tensors"].items():
+        size = entry["rows"] * entry["bytes"]
+        raw = content[entry["offset"] : entry["offset"] + size].view(entry["rows"], entry["bytes"])
+        if "source" in entry:
+            raw = raw[:0]  # in the rest
+        order = orders[entry["order"]] if "order" in entry else None
+        yield name, FileRows(entry["quant"], raw, order, entry.get("turned", False), entry.get("source", ""))
