@@ -42,7 +42,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python docs/site/check_links.py
+	$(BIN)/python docs/site/check_links.py --paths
 
 # its tools are an extra of their own, so that no other target installs them
 docs: $(VENV)/.docs

@@ -78,12 +78,12 @@ def packages() -> Drawing:
     d = Drawing(760, 430, "Package layers: imports go downwards only")
     layers: list[tuple[str, tuple[str, ...], tuple[str, str]]] = [
         ("commands", ("cli",), GREY),
-        ("tools", ("workbench", "testing"), GREEN),
-        ("what users call", ("runtime",), BLUE),
-        ("graph in, program out", ("capture", "transforms", "backends", "models", "artifact"), VIOLET),
-        ("memory and kernels", ("state", "ops", "kvcache"), AMBER),
-        ("FX graphs", ("graph",), GREY),
-        ("errors, files, timers", ("errors", "files", "timers"), GREY),
+        ("tools", ("workbench", "bench", "testing"), GREEN),
+        ("what users call", ("api", "engine"), BLUE),
+        ("graph in, program out", ("capture", "passes", "backends", "models"), VIOLET),
+        ("memory and kernels", ("memory", "ops", "weights"), AMBER),
+        ("FX graphs", ("ir",), GREY),
+        ("errors, files, memory", ("base",), GREY),
     ]
     for number, (what, names, colour) in enumerate(layers):
         y = 24 + 56 * number
@@ -106,7 +106,7 @@ def life() -> Drawing:
         ("checkpoint", "HF folder, .gguf, name", GREY),
         ("nn.Module", "models/load.py", GREY),
         ("exported graph", "capture/", BLUE),
-        ("normal form", "graph/canonical", BLUE),
+        ("normal form", "ir/canonical", BLUE),
     ]
     for number, (name, note, colour) in enumerate(top):
         x = 20 + 228 * number

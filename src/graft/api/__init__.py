@@ -1,0 +1,1 @@
+"""The public front: compile, torch.compile backend, passes for Inductor, saved artifacts."""
