@@ -5,7 +5,7 @@
     python tests/golden_graphs.py --write    # stores what there is now; the diff of git shows what a change did
 
 Times are left out. Texts name lines of Transformers and symbols of torch: they hold for the versions of
-constraints.txt, and tests/unit/test_golden_graphs.py is skipped on others.
+constraints.txt, and tests/unit/passes/test_golden_graphs.py is skipped on others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plants faults in the code, one at a time, and holds that the short run finds each.
 
     python tests/mutation.py             every fault of tests/faults.py; the exit status is the number not found
-    python tests/mutation.py kvcache     those in files with this in their names
+    python tests/mutation.py engine      those in files with this in their names
     python tests/mutation.py --sound     the tests that are named, on the code as it is: all must pass
 
 A fault is planted in a copy of src/. The tests that are named for it run as in `make test`, less what is marked

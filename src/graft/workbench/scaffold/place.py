@@ -26,7 +26,7 @@ class Place:
         return self.root / (f"src/graft/passes/library/{name}.py" if self.checkout else f"{name}.py")
 
     def test(self, name: str) -> Path:
-        return self.root / (f"tests/unit/test_{name}.py" if self.checkout else f"test_{name}.py")
+        return self.root / (f"tests/unit/passes/library/test_{name}.py" if self.checkout else f"test_{name}.py")
 
     def module(self, name: str) -> str:
         return f"graft.passes.library.{name}" if self.checkout else name

@@ -1,0 +1,103 @@
+"""graft bench --throughput: loads, what is told of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import graft
+from conftest import tiny
+from graft.base.errors import GraftError, PromptTooLong, UsageError
+from graft.bench import throughput
+from graft.bench.throughput import Load, Log, Spread, measure_load, row_of
+from graft.cli.app import app
+from recording_cases import engine
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A second passes at every look, and while nobody does anything."""
+    now = [0.0]
+
+    def look():
+        now[0] += 1.0
+        return now[0]
+
+    def sleep(seconds):
+        assert seconds > 0
+        now[0] += seconds
+
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=look, sleep=sleep))
+    return now
+
+
+def test_every_request_gets_all_of_its_tokens(clock):
+    llm = engine("llama", True, max_num_seqs=4)
+    told = []
+    row = measure_load(llm, Load(9, 5, 10), lambda *what: told.append(what))
+    assert row.output_tokens_per_s == pytest.approx(50 / row.seconds)
+    assert row.steps == row.prompt_steps + (row.steps - row.prompt_steps) and row.prompt_steps >= 3
+    assert 0 < row.batch <= 4 == row.max_num_seqs and 0 < row.cache_percent <= 100
+    assert told[-1] == ("9/5: requests", 10, 10)
+    assert llm.engine.idle and llm.engine.manager.available == llm.engine.manager.blocks
+
+
+def test_requests_come_as_the_rate_says(clock):
+    llm = engine("llama", False, max_num_seqs=4)
+    row = measure_load(llm, Load(3, 2, 6, rate=1e-4))  # long gaps: each runs alone
+    assert row.batch <= 1 and row.behind == ""
+    fast = measure_load(llm, Load(3, 2, 6, rate=100.0))
+    assert "100 requests/s were asked for" in fast.behind and fast.first_token.p99 > row.first_token.p99
+    gaps = Load(1, 1, 2000, rate=5.0).arrivals()
+    assert (
+        gaps == sorted(gaps) and gaps[-1] == pytest.approx(400, rel=0.1) and gaps == Load(1, 1, 2000, 5.0).arrivals()
+    )
+
+
+def test_times_of_tokens():
+    log, one = Log(), SimpleNamespace()
+    state = SimpleNamespace(
+        scheduler=SimpleNamespace(running=[one, one], max_num_seqs=8), manager=SimpleNamespace(available=1, blocks=4),
+        stats=SimpleNamespace(preemptions=2, bucket_misses=0),
+    )  # fmt: skip
+    log = Log(came={1: 0.5, 2: 1.0})
+    log.note(state, [1], 2.0, 1.0, decoding=False)
+    log.note(state, [1, 2], 3.0, 1.0, decoding=False)
+    log.note(state, [1, 2], 3.25, 0.25, decoding=True)
+    assert log.first_token == [1.5, 2.0] and log.between == [1.0, 0.25, 0.25]
+    row = row_of(state, Load(4, 2, 2), log, 4.0)
+    assert (row.steps, row.prompt_steps, row.batch, row.cache_percent, row.preemptions) == (3, 2, 2.0, 75.0, 2)
+    assert (row.prompt_percent, row.decode_percent) == (50.0, 6.25)
+    assert Spread.of([0.001]) == Spread(1.0, 1.0, 1.0) and Spread.of([]) is None
+    assert Spread.of([i / 1e3 for i in range(101)]) == Spread(*map(pytest.approx, (50.0, 90.0, 99.0)))
+
+
+def test_what_is_wrong_is_told_before_anything_runs():
+    with pytest.raises(UsageError, match="at least 1"):
+        Load(0, 1, 1)
+    with pytest.raises(UsageError, match="more than 0 requests"):
+        Load(1, 1, 1, rate=0.0)
+    llm = graft.LLM(tiny("llama"), backend="eager", max_num_seqs=2)
+    with pytest.raises(PromptTooLong):
+        measure_load(llm, Load(llm.model.context, 1, 1))
+    for given, message in (
+        (["--throughput", "12"], "lengths like 128/128"),
+        (["--preset", "trtlm"], "did you mean 'trtllm'"),
+        (["--throughput", "200000/1"], "context"),
+    ):
+        done = CliRunner().invoke(app, ["bench", "llama-3.1-8b", *given])
+        assert isinstance(done.exception, GraftError) or message in done.output, given
+        assert message in (str(done.exception) if isinstance(done.exception, GraftError) else done.output)
+
+
+def test_the_command_prints_a_row_a_load():
+    done = CliRunner().invoke(
+        app, ["bench", "tiny-llama", "--throughput", "4/2,6/3", "--requests", "3", "--backend", "eager", "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert [(row["load"]["isl"], row["load"]["requests"]) for row in document["rows"]] == [(4, 3), (6, 3)]
+    assert document["setup"]["model"] == "tiny-llama" and document["rows"][0]["output_tokens_per_s"] > 0
