@@ -24,7 +24,7 @@ from graft.backends.native.call import Arena, RegionCall, Threads
 from graft.backends.native.compiler import COMPILERS
 from graft.backends.native.emit import emit
 from graft.backends.native.program import Program, Text
-from graft.backends.native.regions import Region, split
+from graft.backends.native.regions import NativeRegion, split
 from graft.backends.native.weights import in_form
 from graft.ops import OPS
 from graft.ops.cases import tolerance
@@ -137,7 +137,7 @@ def compile_all(
     library, _ = load(emit([region.program for region in regions], "Kernels under test."))
     team, arena = Threads(library, threads), Arena()
 
-    def made(built: Built, region: Region) -> Built:
+    def made(built: Built, region: NativeRegion) -> Built:
         own = [in_form(w, getattr(built.gm, w.target).detach()) for w in region.program.weights]
         run = RegionCall(region.program, library, team, own, arena)
         order = [node.name for node in built.gm.graph.nodes if node.op == "placeholder"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from graft.weights.native_tiles import CPP, STEPS, Packed, pack, unpack
+from graft.weights.native_tiles import CPP, STEPS, TiledWeight, pack, unpack
 from native_build import Compiled, Target, compiled
 
 SOURCE = (Path(__file__).parent / "native_linear.cpp").read_text()
@@ -39,7 +39,7 @@ class Product:
 @dataclass
 class Data:
     x: torch.Tensor  # [tokens, k]
-    packed: Packed
+    packed: TiledWeight
     bias: torch.Tensor
     norm: torch.Tensor
     residual: torch.Tensor  # [tokens, n]

@@ -8,7 +8,7 @@ from torch import nn
 from graft.ir.streams import on_device
 from graft.ir.trace import export_graph
 from graft.passes.library.streams.emit import apply_schedule
-from graft.passes.library.streams.schedule import Schedule, Slot
+from graft.passes.library.streams.schedule import Schedule, ScheduledCall
 
 
 class Branches(nn.Module):
@@ -33,6 +33,6 @@ def placed(module, streams):
     """The module's graph with its calls on the given streams."""
     gm = graph_of(module)
     names = [node.name for node in gm.graph.nodes if on_device(node)]
-    slots = tuple(Slot(name, "", stream, 0.0, 1.0) for name, stream in zip(names, streams, strict=True))
+    slots = tuple(ScheduledCall(name, "", stream, 0.0, 1.0) for name, stream in zip(names, streams, strict=True))
     apply_schedule(gm, Schedule(slots, 1.0, 1.0, 1.0), "test")
     return gm

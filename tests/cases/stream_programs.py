@@ -16,7 +16,7 @@ from graft.ir.nodes import output_node
 from graft.ir.streams import stream_op
 from graft.ops.streams import RECORD, WAIT
 from graft.passes.library.streams.emit import apply_schedule
-from graft.passes.library.streams.schedule import Schedule, Slot
+from graft.passes.library.streams.schedule import Schedule, ScheduledCall
 
 aten = torch.ops.aten
 ROWS = 2
@@ -73,7 +73,7 @@ def scheduled(draw, streams=3):
     slots = []
     for op in program.ops:
         mine = op.name in owners
-        slots.append(Slot(op.name, "", 0 if mine else draw(st.integers(0, streams - 1)), 0.0, 1.0))
+        slots.append(ScheduledCall(op.name, "", 0 if mine else draw(st.integers(0, streams - 1)), 0.0, 1.0))
     gm = GraphModule(torch.nn.Module(), program.graph)
     program.graph = gm.graph
     named = {node.name: node for node in gm.graph.nodes}

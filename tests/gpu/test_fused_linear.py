@@ -7,7 +7,7 @@ import torch
 
 from graft.ops import OPS, bind
 from graft.ops.cases import tolerance
-from graft.ops.fused_linear.cases import Shape, make
+from graft.ops.fused_linear.cases import LinearCase, make
 from graft.ops.fused_linear.kinds import Even, Narrow
 from graft.ops.fused_linear.reference import fused_linear
 from graft.ops.fused_linear.triton import run_as, with_rows
@@ -42,7 +42,7 @@ def as_measured(*args):
 def test_every_batch_is_right_and_again(dtype, weight, options):
     """Twice each: the second run finds the counters as the first left them."""
     for tokens in TOKENS if dtype is torch.bfloat16 else (1, 3, 16, 65, 129):
-        args = arguments(Shape(tokens, 512, 1152, weight=weight, **options), dtype)
+        args = arguments(LinearCase(tokens, 512, 1152, weight=weight, **options), dtype)
         for _ in range(2):
             assert off_by(as_measured(*args), args) < 1, tokens
 
@@ -52,7 +52,7 @@ def test_every_batch_is_right_and_again(dtype, weight, options):
 def test_every_kernel_by_name_is_right_and_what_is_wrong_is_caught(kernel, weight):
     for tokens in (1, 4, 40, 200):
         args = arguments(
-            Shape(tokens, 384, 1024, weight=weight, norm="plain", bias=True, residual=True), torch.bfloat16
+            LinearCase(tokens, 384, 1024, weight=weight, norm="plain", bias=True, residual=True), torch.bfloat16
         )
         if problem_of(kernel, SPEC.call(*args)) is not None:
             continue
@@ -70,7 +70,7 @@ def test_every_kernel_by_name_is_right_and_what_is_wrong_is_caught(kernel, weigh
 )
 def test_even_shares_are_right_and_again(how, dtype, options):
     for tokens, n, k in ((17, 512, 1152), (64, 1000, 1024), (130, 30, 2056)):
-        args = arguments(Shape(tokens, n, k, **options), dtype)
+        args = arguments(LinearCase(tokens, n, k, **options), dtype)
         for _ in range(2):
             got = with_rows(lambda call: run_as(call, how), *args)
             assert off_by(got, args) < 1, (tokens, n, k)
@@ -90,7 +90,7 @@ def test_narrow_is_right_and_again(how, options):
     for tokens, n, k in ((1, 512, 2048), (2, 30, 1024), (5, 1000, 3072), (8, 4096, 4096), (8, 512, 14336)):
         if how.each and k > 4096:
             continue
-        args = arguments(Shape(tokens, n, k, weight="int4", **options), torch.bfloat16)
+        args = arguments(LinearCase(tokens, n, k, weight="int4", **options), torch.bfloat16)
         for _ in range(2):
             assert problem_of(SPEC.kernel("narrow"), SPEC.call(*args)) is None
             got = SPEC.kernel("narrow").run(*args, how=how)
@@ -100,12 +100,12 @@ def test_narrow_is_right_and_again(how, options):
 
 def test_one_row_and_odd_depths():
     for n, k in ((1, 512), (7, 1000), (64, 520), (40, 4100)):
-        args = arguments(Shape(1, n, k, norm="plain"), torch.bfloat16)
+        args = arguments(LinearCase(1, n, k, norm="plain"), torch.bfloat16)
         assert off_by(as_measured(*args), args) < 1, (n, k)
 
 
 def test_nothing_waits_for_the_gpu():
-    args = arguments(Shape(1, 512, 1024, norm="plain", activation="silu"), torch.bfloat16)
+    args = arguments(LinearCase(1, 512, 1024, norm="plain", activation="silu"), torch.bfloat16)
     as_measured(*args)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

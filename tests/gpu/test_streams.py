@@ -25,7 +25,7 @@ from graft.ir.trace import export_graph
 from graft.memory.stream_hazards import check_streams
 from graft.passes.costs import Costs
 from graft.passes.library.streams.emit import apply_schedule
-from graft.passes.library.streams.schedule import Schedule, Slot
+from graft.passes.library.streams.schedule import Schedule, ScheduledCall
 
 FORCED = {"transforms": {"schedule_streams": {"enabled": True, "force": True, "streams": 3}}}
 MILLISECOND = 1_500_000  # cycles, about
@@ -151,7 +151,7 @@ def scheduled(streams):
     """Join with its calls on the given streams, ready to run."""
     gm = export_graph(Join(), (torch.ones(4 << 20, device="cuda"),))
     names = [node.name for node in gm.graph.nodes if on_device(node)]
-    slots = tuple(Slot(name, "", stream, 0.0, 1.0) for name, stream in zip(names, streams, strict=True))
+    slots = tuple(ScheduledCall(name, "", stream, 0.0, 1.0) for name, stream in zip(names, streams, strict=True))
     apply_schedule(gm, Schedule(slots, 1.0, 1.0, 1.0), "test")
     check_streams(gm.graph)
     return gm

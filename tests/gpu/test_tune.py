@@ -15,12 +15,12 @@ from graft.cli.app import app
 from graft.engine.choices import model_shapes
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import Matvec, choose_kernel, overridden, tuned_file
-from graft.ops.fused_linear.kinds import Gemm, Shape, how_text
+from graft.ops.fused_linear.kinds import Gemm, LinearShape, how_text
 from graft.ops.fused_linear.reference import fused_linear
-from graft.ops.fused_linear.tables import Entry, read_table, write_table
+from graft.ops.fused_linear.tables import TunedEntry, read_table, write_table
 
 SHAPES = [
-    Shape(256, 1024, format, gated, norm)
+    LinearShape(256, 1024, format, gated, norm)
     for format in ("plain", "int8", "fp8", "int4")
     for gated, norm in ((False, False), (True, True))
 ]
@@ -52,7 +52,7 @@ def off(given, expected):
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 40])
-@pytest.mark.parametrize("shape", SHAPES, ids=Shape.key)
+@pytest.mark.parametrize("shape", SHAPES, ids=LinearShape.key)
 def test_every_candidate_computes_the_product(shape, tokens):
     from triton.runtime.errors import OutOfResources
 
@@ -113,7 +113,7 @@ def test_an_override_changes_the_kernels_of_a_recorded_step(monkeypatch):
     seen = []
     real = launches.launch_matvec
     monkeypatch.setattr(launches, "launch_matvec", lambda call, how: seen.append(how) or real(call, how))
-    entries = {shape: {1: Entry(Matvec(4, 8), 0.0, "here")} for shape in shapes}
+    entries = {shape: {1: TunedEntry(Matvec(4, 8), 0.0, "here")} for shape in shapes}
     with overridden(entries):
         us = DecodeTimer(llm)(1)
     assert isinstance(us, float) and us > 0, us

@@ -36,6 +36,15 @@ def test_private_torch_modules_stay_in_their_files():
         assert not found or str(path.relative_to(ROOT)) in PRIVATE_ALLOWED, f"{path} imports {found}"
 
 
+def test_a_class_name_means_one_thing():
+    homes: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
 def test_files_and_functions_stay_short():
     for path in FILES:
         text = path.read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 from graft.api.artifact import Artifact, SavedGraph, read_artifact, write_artifact
 from graft.api.call_form import CallForm
 from graft.api.compile import CompiledModule
-from graft.api.variant import Settings, Variant, lower_variant
+from graft.api.variant import Variant, VariantSettings, lower_variant
 from graft.memory.initial import Initial
 from graft.passes.config import load_config
 from graft.passes.report import Report
@@ -40,7 +40,7 @@ def load_compiled(path: str | Path) -> CompiledModule:
     """The module of `compiled.save(path)`, going on from the state at that time, with the same report and aliases."""
     artifact = read_artifact(path)
     config = load_config({"kernels": dict(artifact.kernels)} if artifact.kernels else None)
-    settings = Settings(config, artifact.backend, artifact.extra["reuse_outputs"])
+    settings = VariantSettings(config, artifact.backend, artifact.extra["reuse_outputs"])
     variants = [load_graph(saved, settings, artifact.notes) for saved in artifact.graphs]
     initial = {name: Initial(value) for name, value in artifact.initial.items()}
     compiled = CompiledModule(variants, CallForm.from_data(artifact.extra["form"]), initial, settings)
@@ -48,7 +48,7 @@ def load_compiled(path: str | Path) -> CompiledModule:
     return compiled
 
 
-def load_graph(saved: SavedGraph, settings: Settings, notes: tuple[str, ...]) -> Variant:
+def load_graph(saved: SavedGraph, settings: VariantSettings, notes: tuple[str, ...]) -> Variant:
     before = Report.from_json(saved.report)
     places = saved.extra["returned"]
     returned = None if places is None else tuple((path, number) for path, number in places)

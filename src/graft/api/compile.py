@@ -14,7 +14,7 @@ import torch
 
 from graft.api.call_form import CallForm
 from graft.api.checks import BufferCheck
-from graft.api.variant import Settings, Variant, build_variant
+from graft.api.variant import Variant, VariantSettings, build_variant
 from graft.backends.replay import Replays
 from graft.backends.select import keep_sizes
 from graft.base.errors import CaptureError, GuardFailed, ReplacedBuffer, UsageError
@@ -48,7 +48,7 @@ class CompiledModule(torch.nn.Module):
     """
 
     def __init__(
-        self, variants: Sequence[Variant], form: CallForm, initial: Mapping[str, Initial], settings: Settings
+        self, variants: Sequence[Variant], form: CallForm, initial: Mapping[str, Initial], settings: VariantSettings
     ) -> None:
         super().__init__()
         self.graph_module = variants[0].graph_module
@@ -254,7 +254,7 @@ def compile(
     `reuse_outputs` (cuda_graph only): results stay in the graph's own memory, which the next call overwrites.
     """
     loaded = config if isinstance(config, PipelineConfig) else load_config(config)
-    settings = Settings(loaded, backend, reuse_outputs, dump_dir)
+    settings = VariantSettings(loaded, backend, reuse_outputs, dump_dir)
     module = as_module(module)
     args, kwargs = tuple(args), in_order(module, kwargs or {})
     caches = find_caches((args, kwargs))

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 from graft.api.checks import BufferCheck, MemoryCheck
 from graft.api.profile import DeviceMeasure
 from graft.backends import lower
-from graft.capture.module import Captured
+from graft.capture.module import CapturedModule
 from graft.ir.io.pytrees import nesting, unflatten
 from graft.ir.nodes import placeholders
 from graft.ir.program.signature import Signature
@@ -28,7 +28,7 @@ from graft.passes.report import Report
 
 
 @dataclass(frozen=True)
-class Settings:
+class VariantSettings:
     """How every variant of a module is made."""
 
     config: PipelineConfig
@@ -86,7 +86,9 @@ class Variant:
         self.positions(values)
 
 
-def build_variant(captured: Captured, settings: Settings, model: str, inputs: Sequence[Any] = ()) -> Variant:
+def build_variant(
+    captured: CapturedModule, settings: VariantSettings, model: str, inputs: Sequence[Any] = ()
+) -> Variant:
     """The pipeline over a captured graph, then the backend. `inputs`: flat ones, to measure it with."""
     gm = captured.graph_module
     context = Context(route="module", shared=settings.shared, measure=DeviceMeasure(tuple(inputs)))
@@ -98,7 +100,7 @@ def lower_variant(
     gm: GraphModule,
     signature: Signature,
     report: Report,
-    settings: Settings,
+    settings: VariantSettings,
     returned: tuple[tuple[str, int], ...] | None = None,
     notes: Sequence[str] = (),
 ) -> Variant:

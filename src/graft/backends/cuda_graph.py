@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.backends.capturable import recording_device
 from graft.backends.eager import bind_kernels
-from graft.backends.keys import Arguments, State
+from graft.backends.keys import Arguments, ModuleTensors
 from graft.backends.recorders import DIRECT, cuda_recorder
 from graft.backends.replay import Replays
 from graft.backends.select import Lowered
@@ -45,7 +45,7 @@ def arguments_of(gm: GraphModule, state: tuple[str, ...], device: torch.device) 
     written = {index for index, node in enumerate(inputs) if node in roots}
     written |= {len(inputs) + state.index(str(node.target)) for node in roots if node.op == "get_attr"}
     names = tuple(node.name for node in inputs)
-    return Arguments(names, State(gm, state, device), frozenset(written), device)
+    return Arguments(names, ModuleTensors(gm, state, device), frozenset(written), device)
 
 
 def results(graph: Graph) -> list[Node]:

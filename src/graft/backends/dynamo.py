@@ -48,7 +48,7 @@ def trace_dynamo(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     try:
         with mode, torch.no_grad(), python_dispatcher(), preserve_node_meta(), quiet("torch._subclasses.fake_tensor"):
             examples = [fresh(node.meta["example_value"]) for node in sources]
-            traced = make_fx(lambda *args: Replay(gm).run(*args), pre_dispatch=True)(*examples)
+            traced = make_fx(lambda *args: DynamoReplay(gm).run(*args), pre_dispatch=True)(*examples)
     except Exception as error:  # whatever an operator raises; nothing is swallowed
         raise CaptureError(f"the graph cannot be traced to ATen: {type(error).__name__}: {error}") from error
     drop_detach(traced.graph)
@@ -67,7 +67,7 @@ def trace_dynamo(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     return traced
 
 
-class Replay(Interpreter):
+class DynamoReplay(Interpreter):
     """Runs a Dynamo graph without its switches of grad mode and of autocast that is off; refuse_modes saw them."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

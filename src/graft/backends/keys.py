@@ -43,7 +43,7 @@ class StateKey:
         return self.hashed
 
 
-class State:
+class ModuleTensors:
     """The tensors of a module that a graph reads, by name; they are looked up at every call.
 
     That is done in the tables of the modules, because `getattr` along a path takes several times as long.
@@ -107,7 +107,7 @@ class Arguments:
     """What the recorded function takes: the graph's inputs, then its state."""
 
     inputs: tuple[str, ...]
-    state: State
+    state: ModuleTensors
     written: frozenset[int]  # positions of the arguments whose memory the graph writes
     device: torch.device
 

@@ -33,7 +33,7 @@ MOST_EVENTS = 256  # a caller who brings a new cache at every call would fill th
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedGraph:
     staging: dict[int, Staging]
     recorded: Recorded
     takes: list[Take]
@@ -59,7 +59,7 @@ class Replays:
         self._arguments = arguments
         self._recorder = recorder
         self._reuse_outputs = reuse_outputs
-        self._recordings: OrderedDict[Key, Recording] = OrderedDict()
+        self._recordings: OrderedDict[Key, RecordedGraph] = OrderedDict()
         self._events: deque[str] = deque(maxlen=MOST_EVENTS)
         self._lock = threading.Lock()  # two threads would stage into the same buffers
         self.count = 0  # recordings made
@@ -89,7 +89,7 @@ class Replays:
         """Recordings that are kept now."""
         return len(self._recordings)
 
-    def _make(self, key: Key, args: Sequence[Any]) -> Recording:
+    def _make(self, key: Key, args: Sequence[Any]) -> RecordedGraph:
         arguments, device = self._arguments, self._arguments.device
         for index, (how, _, layout) in enumerate(key.tokens):
             if how != VALUE and layout[-1] != device:
@@ -104,7 +104,7 @@ class Replays:
         takes, kept = locate(outputs, fixed)
         self._note(key)
         # Dropping comes after recording, which waits for the device: nothing of the old one is in use any more.
-        self._recordings[key] = Recording(staging, recorded, takes, kept)
+        self._recordings[key] = RecordedGraph(staging, recorded, takes, kept)
         if len(self._recordings) > MOST_RECORDINGS:
             self._recordings.popitem(last=False)
         return self._recordings[key]

@@ -35,7 +35,7 @@ MOST_TRIES = 64  # torch has 32 streams and hands them out in turn; one of them 
 
 
 @dataclass
-class Side:
+class CallerStreams:
     """What goes with one caller's stream."""
 
     streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)
@@ -49,9 +49,9 @@ class Streams:
         self.device = device
         self.local = threading.local()
 
-    def side(self, main: torch.cuda.Stream) -> Side:
-        sides: dict[int, Side] = self.local.__dict__.setdefault("sides", {})
-        return sides.setdefault(main.cuda_stream, Side())
+    def side(self, main: torch.cuda.Stream) -> CallerStreams:
+        sides: dict[int, CallerStreams] = self.local.__dict__.setdefault("sides", {})
+        return sides.setdefault(main.cuda_stream, CallerStreams())
 
     def stream(self, main: torch.cuda.Stream, number: int) -> torch.cuda.Stream:
         if number == 0:

@@ -19,9 +19,9 @@ from graft.base.errors import UsageError
 from graft.base.files import Progress
 from graft.bench.baselines.baseline import Contestant, Peer, Task
 from graft.bench.baselines.hf import RIVALS
-from graft.bench.contest import Graft, Runner, Work
+from graft.bench.contest import CellWork, Graft, Runner
 from graft.bench.machine import facts
-from graft.bench.plan import Cell, Plan
+from graft.bench.plan import BenchPlan, Cell
 from graft.bench.roofline import Roofline
 from graft.bench.rows import Bench, Row
 from graft.bench.traffic import graph_weight_bytes, prompt_flops, step_bytes, weight_bytes
@@ -32,11 +32,11 @@ WARM_UP = 4  # new tokens of the call that compiles; recompilation for a second 
 
 
 @dataclass
-class Run:
+class BenchRun:
     """What the cells of one benchmark share."""
 
     llm: LLM
-    plan: Plan
+    plan: BenchPlan
     build_seconds: float
     roofline: Roofline | None
     tell: Callable[[str], None]
@@ -56,7 +56,7 @@ class Run:
 
 def bench(
     llm: LLM,
-    plan: Plan,
+    plan: BenchPlan,
     build_seconds: float = 0.0,
     progress: Progress | None = None,
     roofline: Roofline | None = None,
@@ -77,7 +77,7 @@ def bench(
     cells, done = list(plan.cells()), 0
     tell = progress or (lambda *_: None)
     named = source or llm.model.name
-    run = Run(llm, plan, build_seconds, roofline, lambda what: tell(what, done, len(cells)), named)
+    run = BenchRun(llm, plan, build_seconds, roofline, lambda what: tell(what, done, len(cells)), named)
     result = Bench(setup_of(run, notes or {}))
     try:
         for done, cell in enumerate(cells):  # noqa: B007 (read by the progress)
@@ -87,14 +87,14 @@ def bench(
     return result
 
 
-def bench_cell(run: Run, cell: Cell) -> list[Row]:
+def bench_cell(run: BenchRun, cell: Cell) -> list[Row]:
     try:
         return contest(run, cell)
     finally:
         forget()
 
 
-def contest(run: Run, cell: Cell) -> list[Row]:
+def contest(run: BenchRun, cell: Cell) -> list[Row]:
     plan, model = run.plan, run.llm.model
     device = run.llm.device
     task = Task(model, plan.length(cell), cell.batch, run.source, plan.threads)
@@ -113,7 +113,7 @@ def contest(run: Run, cell: Cell) -> list[Row]:
                 runner.contestant.close()
 
 
-def measure(run: Run, cell: Cell, runners: list[Runner]) -> None:
+def measure(run: BenchRun, cell: Cell, runners: list[Runner]) -> None:
     """First calls one after the other, then the repeats in turns. The first runner is graft's and always begun."""
     plan, calls = run.plan, prompts_for(run.llm.model, cell)
     where = f"batch {cell.batch}, prompt {cell.prompt}"
@@ -133,17 +133,17 @@ def measure(run: Run, cell: Cell, runners: list[Runner]) -> None:
                 runner.measure(short, long, plan.new, before)
 
 
-def work_of(run: Run, cell: Cell, contestant: Contestant, ours: bool) -> Work:
+def work_of(run: BenchRun, cell: Cell, contestant: Contestant, ours: bool) -> CellWork:
     """What the cell asks of a contestant: they differ where one reads weights in another format."""
     module = run.llm.model.module
     # step i of `new` reads the prompt, the first token and the i - 1 tokens after it
     tokens = cell.prompt + (run.plan.new + 1) / 2
     flops = prompt_flops(module, cell.batch, cell.prompt)
     if isinstance(contestant, Peer):
-        return Work(contestant.step_bytes(cell.batch, tokens), flops)
+        return CellWork(contestant.step_bytes(cell.batch, tokens), flops)
     read = step_bytes(module, cell.batch, tokens)
     quantized = graph_weight_bytes(run.llm.graph_module) if ours else None
-    return Work(read if quantized is None else read - weight_bytes(module, cell.batch) + quantized, flops)
+    return CellWork(read if quantized is None else read - weight_bytes(module, cell.batch) + quantized, flops)
 
 
 def make_rival(name: str, task: Task) -> Contestant:
@@ -167,7 +167,7 @@ def prompts_for(model: LoadedModel, cell: Cell) -> Iterator[list[int]]:
         yield [source.randrange(vocabulary) for _ in range(cell.prompt)]
 
 
-def setup_of(run: Run, notes: Mapping[str, Any]) -> dict[str, Any]:
+def setup_of(run: BenchRun, notes: Mapping[str, Any]) -> dict[str, Any]:
     llm = run.llm
     device = llm.device
     return {

@@ -19,7 +19,7 @@ import torch
 from graft.base.errors import OutOfCache, PeerNotRun
 from graft.base.timers import synchronize
 from graft.bench.baselines.baseline import Contestant
-from graft.bench.plan import Cell, Plan
+from graft.bench.plan import BenchPlan, Cell
 from graft.bench.roofline import Roofline
 from graft.bench.rows import Row
 from graft.engine.llm import LLM
@@ -44,7 +44,7 @@ class Graft:
 
 
 @dataclass(frozen=True)
-class Work:
+class CellWork:
     """What the cell asks of everyone: bytes that a decode step reads, floating point operations of the prompts."""
 
     step_bytes: float
@@ -98,7 +98,9 @@ class Runner:
         self.first.append(first)
         self.rest.append(whole - first)
 
-    def row(self, plan: Plan, cell: Cell, work: Work, roofline: Roofline | None, ours: list[list[int]]) -> Row:
+    def row(
+        self, plan: BenchPlan, cell: Cell, work: CellWork, roofline: Roofline | None, ours: list[list[int]]
+    ) -> Row:
         row = Row(
             self.contestant.name,
             cell.batch,

@@ -21,7 +21,7 @@ from graft.bench.traffic import cache_bytes
 from graft.engine.llm import LLM
 
 if TYPE_CHECKING:
-    from graft.bench.kernel_times import KernelRow
+    from graft.bench.kernel_times import KernelTime
 
 ROWS_A_PROGRAM = (1, 2, 4, 8, 16, 32, 64, 128)
 READS_WEIGHTS = ("linear", "matvec", "gemv", "gemm", "narrow", "nvjet", "cutlass")
@@ -30,12 +30,12 @@ NOT_THE_READER = ("combine", "merge", "reduce")  # the second pass of a split at
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightRead:
     rows: int
     bytes: int
 
 
-def kernel_bytes(rows: list[KernelRow], llm: LLM, cell: Cell, context: float) -> list[KernelRow]:
+def kernel_bytes(rows: list[KernelTime], llm: LLM, cell: Cell, context: float) -> list[KernelTime]:
     """The rows with `bytes` and `gb_per_s` where they are known."""
     weights = linear_weights(llm)
     cache = cell.batch * cache_bytes(llm.model.module, context)
@@ -52,19 +52,19 @@ def reads_cache(name: str) -> bool:
     return any(word in small for word in READS_CACHE) and not any(word in small for word in NOT_THE_READER)
 
 
-def linear_weights(llm: LLM) -> Counter[Weight]:
+def linear_weights(llm: LLM) -> Counter[WeightRead]:
     """The weights of the graph's linear layers, and how often each size comes."""
-    gm, found = llm.graph_module, Counter[Weight]()
+    gm, found = llm.graph_module, Counter[WeightRead]()
     for node in gm.graph.nodes:
         if node.op == "call_function" and "linear" in str(node.target):
             weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
             if weight is not None and weight.op == "get_attr":
                 value: torch.Tensor = attrgetter(weight.target)(gm)  # [n, k]
-                found[Weight(value.shape[0], value.nbytes)] += 1
+                found[WeightRead(value.shape[0], value.nbytes)] += 1
     return found
 
 
-def weights_read(row: KernelRow, weights: Mapping[Weight, int]) -> float | None:
+def weights_read(row: KernelTime, weights: Mapping[WeightRead, int]) -> float | None:
     """Bytes of the only weights that fit the kernel's grid and its number of calls, or None."""
     programs = row.grid.split("×")[0]
     if not programs.isdigit() or not any(word in row.name.lower() for word in READS_WEIGHTS):

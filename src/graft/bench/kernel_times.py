@@ -44,7 +44,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class KernelRow:
+class KernelTime:
     """One kernel at one grid, in one step on average. `bytes`: what all its calls must read, where that is known."""
 
     name: str
@@ -75,7 +75,7 @@ class StepTimes:
     calls: float
     step_bytes: float
     floor_us: float  # step_bytes at the measured bandwidth
-    rows: tuple[KernelRow, ...]
+    rows: tuple[KernelTime, ...]
 
 
 def kernel_times(llm: LLM, cell: Cell, steps: int, roofline: Roofline) -> StepTimes:
@@ -180,7 +180,7 @@ def summary(
     )  # fmt: skip
 
 
-def kernel_rows(launches: Sequence[Launch], steps: int, wall: float, added: Sequence[float]) -> list[KernelRow]:
+def kernel_rows(launches: Sequence[Launch], steps: int, wall: float, added: Sequence[float]) -> list[KernelTime]:
     groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for launch, more in zip(launches, added, strict=True):
         groups.setdefault((launch.name, launch.grid), []).append((launch.duration, more))
@@ -188,7 +188,7 @@ def kernel_rows(launches: Sequence[Launch], steps: int, wall: float, added: Sequ
     for (name, grid), times in groups.items():
         total, more = (sum(column) / steps for column in zip(*times, strict=True))
         rows.append(
-            KernelRow(name, grid, len(times) / steps, total, total * steps / len(times), more, 100 * more / wall)
+            KernelTime(name, grid, len(times) / steps, total, total * steps / len(times), more, 100 * more / wall)
         )
     return sorted(rows, key=lambda row: -row.added_us)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from graft.backends.native.call import RegionCall
-from graft.backends.native.program import Step
+from graft.backends.native.program import KernelCall
 
 Noted = Mapping[RegionCall, list[list[int]]]  # nanoseconds at which the steps of each call began, and it ended
 
@@ -39,7 +39,7 @@ def native_steps(noted: Noted) -> list[tuple[str, str, float, float]]:
     ]
 
 
-def sizes(step: Step) -> str:
+def sizes(step: KernelCall) -> str:
     """`576→960` of a product."""
     fields: dict[str, Any] = dict(step.fields)
     return f"{fields['k']}→{fields['n']}" if "k" in fields and "n" in fields else ""

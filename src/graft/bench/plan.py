@@ -24,7 +24,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What is measured. `new` counts the tokens after the first.
 
     time_limit: seconds after which no rival is begun; one whose first calls took longer before than what is left is

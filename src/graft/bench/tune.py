@@ -14,8 +14,18 @@ import torch
 from graft.base.errors import GraftError, NoGpu
 from graft.base.files import Progress
 from graft.ops.fused_linear.choice import look_up, overridden, shipped_table
-from graft.ops.fused_linear.kinds import Even, Gemm, How, Matvec, Narrow, Shape, count_text, how_problem, how_text
-from graft.ops.fused_linear.tables import Entry, Table
+from graft.ops.fused_linear.kinds import (
+    Even,
+    Gemm,
+    How,
+    LinearShape,
+    Matvec,
+    Narrow,
+    count_text,
+    how_problem,
+    how_text,
+)
+from graft.ops.fused_linear.tables import Table, TunedEntry
 from graft.weights.packing import GROUP
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -23,7 +33,7 @@ KEPT = 3  # candidates that are tried in a step
 MARGIN = 0.001  # of a step: a smaller gain is not told from noise
 BITS = {"plain": 16, "int8": 8, "fp8": 8, "int4": 4}
 Result = float | str  # microseconds, or why it did not run
-Timer = Callable[[Shape, int, Sequence[How]], Sequence[Result]]
+Timer = Callable[[LinearShape, int, Sequence[How]], Sequence[Result]]
 StepTimer = Callable[[int], Result]  # of a decode step of so many sequences, by the kernels of the current table
 
 
@@ -31,7 +41,7 @@ StepTimer = Callable[[int], Result]  # of a decode step of so many sequences, by
 class Failure:
     """A candidate that did not run."""
 
-    shape: Shape | None  # None: the whole step
+    shape: LinearShape | None  # None: the whole step
     tokens: int
     how: How
     reason: str
@@ -44,10 +54,10 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TunedShape:
     """The candidates of one shape and token count: microseconds of those that ran, the fastest first."""
 
-    shape: Shape
+    shape: LinearShape
     tokens: int
     times: dict[How, float]
     shipped: How  # what the table that comes with graft would take
@@ -65,7 +75,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """Microseconds of a decode step, and with the shipped choices; None where it did not run with those."""
 
     tokens: int
@@ -76,20 +86,20 @@ class Step:
 @dataclass(frozen=True)
 class Tuning:
     device: str
-    trials: tuple[Trial, ...]  # those in which something ran
-    steps: tuple[Step, ...]
+    trials: tuple[TunedShape, ...]  # those in which something ran
+    steps: tuple[StepTime, ...]
     failures: tuple[Failure, ...]
 
     @property
     def table(self) -> Table:
         table: Table = {}
         for trial in self.trials:
-            entry = Entry(trial.best, trial.times[trial.best], self.device, trial.measured)
+            entry = TunedEntry(trial.best, trial.times[trial.best], self.device, trial.measured)
             table.setdefault(trial.shape, {})[trial.tokens] = entry
         return table
 
 
-def candidates(shape: Shape, tokens: int, units: int = 132) -> Iterator[How]:
+def candidates(shape: LinearShape, tokens: int, units: int = 132) -> Iterator[How]:
     """Kernels worth a try. units: multiprocessors of the device."""
     from graft.ops.fused_linear.triton import padded_tokens
 
@@ -117,7 +127,7 @@ def candidates(shape: Shape, tokens: int, units: int = 132) -> Iterator[How]:
         yield Gemm(64, block, depth, 1, 4, stages, norm_inside=True)
 
 
-def even_shares(shape: Shape, block: int, units: int) -> Iterator[Even]:
+def even_shares(shape: LinearShape, block: int, units: int) -> Iterator[Even]:
     """Rows a program such that every multiprocessor has one; of more rows than that, blocks of 128."""
     for splits in (1, 2, 4):
         rows = -(-shape.n * splits // (16 * units)) * 16
@@ -127,7 +137,7 @@ def even_shares(shape: Shape, block: int, units: int) -> Iterator[Even]:
 
 
 def tune(
-    shapes: Sequence[Shape],
+    shapes: Sequence[LinearShape],
     counts: Sequence[int],
     device: torch.device,
     progress: Progress | None = None,
@@ -169,7 +179,7 @@ def tune(
     return Tuning(device_name(device), tuple(trials), tuple(steps), tuple(failures))
 
 
-def measure(shape: Shape, tokens: int, units: int, timer: Timer) -> tuple[list[Trial], list[Failure]]:
+def measure(shape: LinearShape, tokens: int, units: int, timer: Timer) -> tuple[list[TunedShape], list[Failure]]:
     """One trial of every candidate and the shipped choice, none where nothing ran; and what did not run."""
     shipped = look_up(shipped_table(), shape, tokens, "").how
     ways = list(dict.fromkeys([*candidates(shape, tokens, units), shipped]))
@@ -177,18 +187,18 @@ def measure(shape: Shape, tokens: int, units: int, timer: Timer) -> tuple[list[T
     failures = [Failure(shape, tokens, how, text) for how, text in results.items() if isinstance(text, str)]
     ran = {how: result for how, result in results.items() if not isinstance(result, str)}
     times = dict(sorted(ran.items(), key=lambda pair: pair[1]))
-    return [Trial(shape, tokens, times, shipped, next(iter(times)))] if times else [], failures
+    return [TunedShape(shape, tokens, times, shipped, next(iter(times)))] if times else [], failures
 
 
 def refine(
-    trials: Sequence[Trial], tokens: int, device: str, step: StepTimer, progress: Progress | None = None
-) -> tuple[list[Trial], list[Step], list[Failure]]:
+    trials: Sequence[TunedShape], tokens: int, device: str, step: StepTimer, progress: Progress | None = None
+) -> tuple[list[TunedShape], list[StepTime], list[Failure]]:
     """The trials of one token count with what is best in a step: from the faster of the best alone and the shipped
     choices on, one shape after the other, its fastest few."""
     failures: list[Failure] = []
 
-    def timed(hows: Mapping[Shape, How], shape: Shape | None = None) -> float | None:
-        entries: Table = {one: {tokens: Entry(how, 0.0, device)} for one, how in hows.items()}
+    def timed(hows: Mapping[LinearShape, How], shape: LinearShape | None = None) -> float | None:
+        entries: Table = {one: {tokens: TunedEntry(how, 0.0, device)} for one, how in hows.items()}
         with overridden(entries):
             result = step(tokens)
         if isinstance(result, str):
@@ -212,10 +222,10 @@ def refine(
             if us is not None and us < least * (1 - MARGIN):
                 best, least = tried, us
     refined = [replace(trial, best=best[trial.shape], measured="in a step") for trial in trials]
-    return refined, [Step(tokens, least, usual)], failures
+    return refined, [StepTime(tokens, least, usual)], failures
 
 
-def weight_bytes(shape: Shape) -> int:
+def weight_bytes(shape: LinearShape) -> int:
     """What a product reads of its weight and scales."""
     rows = 2 * shape.n if shape.gated else shape.n
     scales = {"plain": 0, "int8": 4, "fp8": 4, "int4": 2 * -(-shape.k // GROUP)}[shape.format]

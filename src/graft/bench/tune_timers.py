@@ -18,8 +18,8 @@ from graft.engine.kv.tensors import LayerShape, bytes_per_block
 from graft.engine.llm import LLM
 from graft.engine.options import EngineOptions
 from graft.engine.params import SamplingParams
-from graft.ops.fused_linear.kinds import How, Shape
-from graft.ops.fused_linear.triton import Call, run_as
+from graft.ops.fused_linear.kinds import How, LinearShape
+from graft.ops.fused_linear.triton import LinearCall, run_as
 from graft.ops.launch import launch_failures
 from graft.weights.quantize import abstract
 
@@ -38,7 +38,7 @@ class KernelTimer:
 
     device: torch.device
 
-    def __call__(self, shape: Shape, tokens: int, ways: Sequence[How]) -> list[Result]:
+    def __call__(self, shape: LinearShape, tokens: int, ways: Sequence[How]) -> list[Result]:
         try:
             calls = make_calls(shape, tokens, self.device)
         except torch.OutOfMemoryError as error:
@@ -48,7 +48,7 @@ class KernelTimer:
         torch.cuda.synchronize(self.device)
         return [problem or self.time(calls, how) for how, problem in zip(ways, problems, strict=True)]
 
-    def compile(self, call: Call, how: How) -> str | None:
+    def compile(self, call: LinearCall, how: How) -> str | None:
         """Runs it once; why that failed, or None."""
         try:
             with torch.cuda.device(self.device):
@@ -57,7 +57,7 @@ class KernelTimer:
             return reason(error)
         return None
 
-    def time(self, calls: Sequence[Call], how: How) -> Result:
+    def time(self, calls: Sequence[LinearCall], how: How) -> Result:
         try:
             return graph_seconds(lambda: [run_as(call, how) for call in calls], self.device) / len(calls) * 1e6
         except FAILURES as error:
@@ -68,7 +68,7 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def make_calls(shape: Shape, tokens: int, device: torch.device) -> list[Call]:
+def make_calls(shape: LinearShape, tokens: int, device: torch.device) -> list[LinearCall]:
     """As many calls on weights of their own as leave nothing of the first in the cache. A product without norm and
     gate adds a residual, as those of a decoder do."""
     copies = max(FEWEST_COPIES, min(MOST_COPIES, -(-COLD // weight_bytes(shape))))
@@ -82,12 +82,12 @@ def make_calls(shape: Shape, tokens: int, device: torch.device) -> list[Call]:
     for _ in range(copies):
         weight, scale = make_weight(shape, device)
         calls.append(
-            Call(x, weight, None, scale, norm, 1e-5, activation=activation, residual=residual, normed=folded)
+            LinearCall(x, weight, None, scale, norm, 1e-5, activation=activation, residual=residual, normed=folded)
         )
     return calls
 
 
-def make_weight(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def make_weight(shape: LinearShape, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Random weights of about k^-1/2, and their scales."""
     rows, k = 2 * shape.n if shape.gated else shape.n, shape.k
     if shape.format == "plain":

@@ -29,10 +29,10 @@ def as_module(program: Any) -> torch.nn.Module:
     if not callable(program):
         raise UsageError(f"a module or a function can be compiled, not a {type(program).__name__}")
     name = getattr(program, "__name__", type(program).__name__)
-    return type(name if name.isidentifier() else "function", (Function,), {})(program)
+    return type(name if name.isidentifier() else "function", (FunctionModule,), {})(program)
 
 
-class Function(torch.nn.Module):
+class FunctionModule(torch.nn.Module):
     """`forward` has the signature of the function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

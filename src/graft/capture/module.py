@@ -34,7 +34,7 @@ from graft.memory.positions import written_dims
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedModule:
     """A graph that takes the packed arguments, and what it may be called with."""
 
     graph_module: GraphModule
@@ -52,7 +52,7 @@ def capture_module(
     caches: Sequence[Any] = (),
     branch: bool = False,
     keep_sizes: Callable[[GraphModule], str | None] = lambda _: None,
-) -> Captured:
+) -> CapturedModule:
     """Captures `module` for `args` and `kwargs`, in which `caches` (static_cache.py) are packed.
 
     `branch`: the program is captured once more because it branches on a size, which may then become static.
@@ -61,12 +61,12 @@ def capture_module(
     args, kwargs = apart((args, kwargs))
     specs = spread_call(module, args, kwargs, dynamic_shapes)
     names = input_names(module, args, kwargs)
-    call = Call(module, args, kwargs, names)
+    call = CaptureCall(module, args, kwargs, names)
     if caches:
         specs = map_specs(specs, call.bound, counters_free)
         named = specs | next((v for k, v in specs.items() if k not in kwargs and isinstance(v, dict)), {})
         specs = {"args": tuple(specs.values())[: len(args)], "kwargs": {name: named[name] for name in kwargs}}
-        call = Call(WithCaches(module, list(caches)), (args, kwargs), {}, names)
+        call = CaptureCall(WithCaches(module, list(caches)), (args, kwargs), {}, names)
     if branch:
         specs = map_specs(specs, call.bound, lambda _, spec, value: relaxed(spec, value))
     gm, lengths = call.export_free(specs, keep_sizes)
@@ -81,8 +81,8 @@ def capture_module(
     signature = replace(signature, leaves=known)
     if isinstance(call.module, WithCaches):
         gm = drop_prefix(gm, PREFIX, copy.copy(gm.graph._codegen), type(module).__name__)
-        return Captured(gm, signature, call.module.results.returned, notes)
-    return Captured(gm, signature, None, notes)
+        return CapturedModule(gm, signature, call.module.results.returned, notes)
+    return CapturedModule(gm, signature, None, notes)
 
 
 def counters_free(name: str, spec: Spec, value: Any) -> Spec:
@@ -102,7 +102,7 @@ def is_counter(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Call:
+class CaptureCall:
     """What is captured, with which arguments."""
 
     module: torch.nn.Module

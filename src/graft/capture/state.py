@@ -44,7 +44,7 @@ LEAVES = (str, bytes, int, float, bool, type(None), type, torch.dtype, torch.dev
 
 
 @dataclass(frozen=True)
-class State:
+class StateTensor:
     """A tensor that a model keeps: where it is found, and what holds it."""
 
     path: str
@@ -57,7 +57,7 @@ class State:
         return self.name in CARRIED.get(self.holder, ())
 
 
-def by_layer(states: Sequence[State]) -> list[str]:
+def by_layer(states: Sequence[StateTensor]) -> list[str]:
     """`past_key_values.layers 0, 2 (LinearAttentionLayer: conv_states[0], recurrent_states[0])`."""
     groups: dict[tuple[str, type], tuple[dict[str, None], dict[str, None]]] = {}
     for state in states:
@@ -73,7 +73,7 @@ def by_layer(states: Sequence[State]) -> list[str]:
     return texts
 
 
-def check_state(model: PreTrainedModel) -> list[State]:
+def check_state(model: PreTrainedModel) -> list[StateTensor]:
     """What a cached decode of the model keeps, all of which graft carries; raises UnsupportedState for the rest."""
     kept = own_state(model)
     lost = [state for state in kept if not state.carried]
@@ -82,7 +82,7 @@ def check_state(model: PreTrainedModel) -> list[State]:
     return kept
 
 
-def check_attentions(model: PreTrainedModel, kept: Sequence[State], attentions: int) -> None:
+def check_attentions(model: PreTrainedModel, kept: Sequence[StateTensor], attentions: int) -> None:
     """Every layer with keys and values has an attention in the graph, through which graft carries them."""
     layers = [state for state in kept if state.name == "keys"]
     if not attentions:
@@ -105,7 +105,7 @@ def unsupported(model: PreTrainedModel, problem: str) -> UnsupportedState:
     )
 
 
-def own_state(model: PreTrainedModel) -> list[State]:
+def own_state(model: PreTrainedModel) -> list[StateTensor]:
     """Every tensor that the module's own decode takes from one step to the next.
 
     On the meta device (30 layers: about 1 s of a busy core), or, where the module looks at values there, on fake
@@ -121,7 +121,7 @@ def own_state(model: PreTrainedModel) -> list[State]:
     raise unsupported(model, why) from problem
 
 
-def run_decode(model: PreTrainedModel, place: Place) -> list[State]:
+def run_decode(model: PreTrainedModel, place: Place) -> list[StateTensor]:
     with torch.no_grad(), quiet(FAKE_TENSOR), plain_experts(model), unchanged(model) as changed:
         kept = decode(model, place, use_cache=True)
         assigned = changed()
@@ -134,7 +134,7 @@ def run_decode(model: PreTrainedModel, place: Place) -> list[State]:
     return kept + [state for state in assigned if state.path not in always]
 
 
-def decode(model: PreTrainedModel, place: Place, *, use_cache: bool) -> list[State]:
+def decode(model: PreTrainedModel, place: Place, *, use_cache: bool) -> list[StateTensor]:
     """Runs a prompt and, with a cache, one more token; the tensors of what the module wants back in the next step."""
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     made: dict[int, Tensor] = {}  # a tied one is one tensor here too
@@ -165,14 +165,14 @@ def on_fakes(model: PreTrainedModel) -> Iterator[Callable[[Tensor], Tensor]]:
         yield lambda tensor: mode.from_tensor(tensor, static_shapes=True)
 
 
-def find_tensors(values: Mapping[str, Any], holder: type) -> Iterator[State]:
+def find_tensors(values: Mapping[str, Any], holder: type) -> Iterator[StateTensor]:
     """All tensors below these values, through containers and attributes of objects."""
     seen: set[int] = set()
     stack: list[tuple[Any, str, type, str]] = [(values, "", holder, "")]
     while stack:
         value, path, holder, name = stack.pop()
         if isinstance(value, Tensor):
-            yield State(path, holder, name, tuple(value.shape))
+            yield StateTensor(path, holder, name, tuple(value.shape))
         if isinstance(value, (Tensor, *LEAVES)) or id(value) in seen:
             continue
         seen.add(id(value))
@@ -205,12 +205,12 @@ def unchanged(model: torch.nn.Module) -> Iterator[Any]:
     """Afterwards every module has the attributes and buffers that it had; yields what tells the tensors assigned."""
     before = [(name, module, dict(vars(module)), dict(module._buffers)) for name, module in model.named_modules()]
 
-    def changed() -> list[State]:
+    def changed() -> list[StateTensor]:
         found = []
         for path, module, attributes, buffers in before:
             for key, value in (*vars(module).items(), *module._buffers.items()):
                 if isinstance(value, Tensor) and value is not attributes.get(key) and value is not buffers.get(key):
-                    found.append(State(f"{path}.{key}" if path else key, type(module), key, tuple(value.shape)))
+                    found.append(StateTensor(f"{path}.{key}" if path else key, type(module), key, tuple(value.shape)))
         return found
 
     try:

@@ -29,7 +29,7 @@ from graft.cli.options import (
 if TYPE_CHECKING:
     import torch
 
-    from graft.bench.plan import Plan
+    from graft.bench.plan import BenchPlan
     from graft.bench.rows import Bench
     from graft.models.load import LoadedModel
 
@@ -130,13 +130,13 @@ def make_plan(
     peers: bool,
     time_limit: float | None,
     threads: int | None,
-) -> Plan:
+) -> BenchPlan:
     from graft.bench.baselines.hf import PEERS
-    from graft.bench.plan import Plan
+    from graft.bench.plan import BenchPlan
     from graft.bench.threads import checked_threads
 
     rivals = () if against == "none" else tuple(dict.fromkeys(against.split(",")))
-    return Plan(
+    return BenchPlan(
         read_numbers("batch", batch if batch is not None else "1" if peers else "1,8,32"),
         read_numbers("prompt", prompt),
         (127 if peers else 32) if new is None else new,
@@ -147,7 +147,7 @@ def make_plan(
     )
 
 
-def check(model: str, plan: Plan, backend: str, plot: str | None, kernels: bool) -> None:
+def check(model: str, plan: BenchPlan, backend: str, plot: str | None, kernels: bool) -> None:
     """What can be told to be wrong before the model is loaded."""
     from graft.backends.select import check_name
     from graft.base.errors import UsageError
@@ -162,7 +162,7 @@ def check(model: str, plan: Plan, backend: str, plot: str | None, kernels: bool)
     check_name(backend)
 
 
-def measure(llm: Any, plan: Plan, built: float, progress: Any, notes: dict[str, Any], source: str) -> Bench:
+def measure(llm: Any, plan: BenchPlan, built: float, progress: Any, notes: dict[str, Any], source: str) -> Bench:
     from graft.bench.bench import bench as run
     from graft.bench.roofline import measure_roofline
 
@@ -185,7 +185,7 @@ def report(result: Bench, plot: str | None, as_json: bool) -> None:
     finish(result)
 
 
-def table_of_kernels(llm: Any, plan: Plan, notes: dict[str, Any], progress: Any, as_json: bool) -> None:
+def table_of_kernels(llm: Any, plan: BenchPlan, notes: dict[str, Any], progress: Any, as_json: bool) -> None:
     import json
     from dataclasses import asdict
 
@@ -215,7 +215,7 @@ def table_of_kernels(llm: Any, plan: Plan, notes: dict[str, Any], progress: Any,
         show_kernels(table, llm.model.name)
 
 
-def cache_options(loaded: LoadedModel, plan: Plan, asked: str | None) -> dict[str, Any]:
+def cache_options(loaded: LoadedModel, plan: BenchPlan, asked: str | None) -> dict[str, Any]:
     """Room for what is measured, and no more: by default a cache takes all memory that is free on a GPU."""
     from graft.bench.traffic import cache_bytes_per_token
 

@@ -15,7 +15,7 @@ from graft.base.errors import UsageError
 from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
 
 if TYPE_CHECKING:
-    from graft.workbench.check import CheckReport, Line, Request, TransformCheck
+    from graft.workbench.check import CheckLine, CheckReport, CheckRequest, TransformCheck
 
 STYLES = {"pass": "green", "fail": "red", "skip": "yellow"}
 
@@ -49,10 +49,10 @@ def check(
         raise UsageError(f"--tests {tests} is not a folder")
     with without_collection(not all_models):
         from graft.passes.config import load_config
-        from graft.workbench.check import Request
+        from graft.workbench.check import CheckRequest
 
         settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))
-        request = Request(settings, transform, dtype, baseline, save_baseline, tests and tests.resolve(), note)
+        request = CheckRequest(settings, transform, dtype, baseline, save_baseline, tests and tests.resolve(), note)
         if all_models:
             every_model(request, as_json)
         else:
@@ -80,7 +80,7 @@ def without_collection(quick: bool) -> Iterator[None]:
             gc.enable()
 
 
-def one_model(model: str, request: Request, as_json: bool) -> None:
+def one_model(model: str, request: CheckRequest, as_json: bool) -> None:
     from graft.cli.show import out, progress_bar
     from graft.workbench.check import check as run_check
 
@@ -96,12 +96,12 @@ def one_model(model: str, request: Request, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def kept_files(request: Request) -> list[str]:
+def kept_files(request: CheckRequest) -> list[str]:
     kept = [f"the run is kept in {request.save}; compare with --baseline {request.save}"] if request.save else []
     return kept + ([f"the note is in {request.note}"] if request.note else [])
 
 
-def every_model(request: Request, as_json: bool) -> None:
+def every_model(request: CheckRequest, as_json: bool) -> None:
     from graft.cli.show import out, progress_bar
     from graft.workbench.check import check_all
 
@@ -142,7 +142,7 @@ def show(report: CheckReport, *, whole_list: bool) -> None:
     out.print(f"{said}, {report.seconds:.1f} s", style="red" if report.failures else "green")
 
 
-def show_lines(lines: tuple[Line, ...] | list[Line], prefix: str = "") -> None:
+def show_lines(lines: tuple[CheckLine, ...] | list[CheckLine], prefix: str = "") -> None:
     from graft.cli.show import out
 
     for line in lines:

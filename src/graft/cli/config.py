@@ -20,7 +20,7 @@ def config(
     as_json: Json = False,
 ) -> None:
     """Print the configuration after all overlays, with the origin of every value."""
-    from graft.passes.config import Layer, flatten, load_config
+    from graft.passes.config import ConfigLayer, flatten, load_config
 
     layer = None
     if model is not None:
@@ -31,7 +31,9 @@ def config(
             raise UnknownModel(model, entries())
         family = entries()[model].family
         where = f"registry/{family.name}.yaml"
-        layer = Layer(where, flatten({"transforms": dict(family.transforms)}, where)) if family.transforms else None
+        layer = (
+            ConfigLayer(where, flatten({"transforms": dict(family.transforms)}, where)) if family.transforms else None
+        )
     settings = load_config(config, model=layer, sets=sets or (), plugins=tuple(plugins or ()))
     if as_json:
         values = {

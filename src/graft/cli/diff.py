@@ -12,7 +12,7 @@ from graft.base.errors import UsageError
 from graft.cli.options import Json
 
 if TYPE_CHECKING:
-    from graft.workbench.diff_text import Line
+    from graft.workbench.diff_text import StyledLine
 
 STYLES = {"title": "bold", "head": "cyan", "added": "green", "removed": "red", "changed": "yellow"}
 
@@ -56,7 +56,7 @@ def diff(
         show(lines)
 
 
-def one_run(folder: Path, transform: str, unfold: bool) -> tuple[list[Line], dict[str, Any]]:
+def one_run(folder: Path, transform: str, unfold: bool) -> tuple[list[StyledLine], dict[str, Any]]:
     from graft.workbench.diff_runs import diff_transform
     from graft.workbench.diff_text import graph_dict, transform_lines
     from graft.workbench.runs import open_run
@@ -72,7 +72,7 @@ def one_run(folder: Path, transform: str, unfold: bool) -> tuple[list[Line], dic
 
 def two_runs(
     before: Path, after: Path, transform: str, unfold: bool, strict: bool
-) -> tuple[list[Line], dict[str, Any]]:
+) -> tuple[list[StyledLine], dict[str, Any]]:
     from graft.workbench.diff_runs import as_dict, diff_runs
     from graft.workbench.diff_text import graph_dict, run_lines
     from graft.workbench.runs import open_run
@@ -82,7 +82,7 @@ def two_runs(
     return run_lines(found, unfold=unfold), {**as_dict(found), "graph": graph}
 
 
-def show(lines: list[Line]) -> None:
+def show(lines: list[StyledLine]) -> None:
     from graft.cli.show import out
 
     for line in lines:

@@ -11,7 +11,7 @@ import typer
 from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
 
 if TYPE_CHECKING:
-    from graft.workbench.explain import Explanation, Place
+    from graft.workbench.explain import Explanation, ModelSite
 
 
 def explain(
@@ -74,5 +74,5 @@ def counted(things: Sequence[object], name: str) -> str:
     return f"{len(things)} {name}{'' if len(things) == 1 else 'es'}"
 
 
-def place_text(place: Place) -> str:
+def place_text(place: ModelSite) -> str:
     return "  ".join(part for part in (f"%{place.node}" if place.node else "", place.module, place.source) if part)

@@ -11,7 +11,7 @@ import typer
 from graft.cli.options import Device, Json
 
 if TYPE_CHECKING:
-    from graft.workbench.kernels import KernelRow
+    from graft.workbench.kernels import KernelCoverage
 
 
 def ops(
@@ -54,28 +54,28 @@ def ops(
     )
 
 
-def looks_up(row: KernelRow) -> bool:
+def looks_up(row: KernelCoverage) -> bool:
     """Whether kernels of this op are chosen by measurement."""
     from graft.ops import OPS
 
     return OPS[row.op].measured is not None
 
 
-def with_choices(row: KernelRow, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def with_choices(row: KernelCoverage, choices: list[dict[str, Any]]) -> dict[str, Any]:
     """For programs: a kernel with the shapes and tokens that it was measured to be fastest for."""
     own = [choice for choice in choices if looks_up(row) and choice["kernel"] == row.kernel]
     return {**asdict(row), **({"choices": own} if own else {})}
 
 
-def grouped(rows: list[KernelRow]) -> list[list[KernelRow]]:
+def grouped(rows: list[KernelCoverage]) -> list[list[KernelCoverage]]:
     """The rows of one kernel together, dtypes side by side."""
-    groups: dict[tuple[str, str], list[KernelRow]] = {}
+    groups: dict[tuple[str, str], list[KernelCoverage]] = {}
     for row in rows:
         groups.setdefault((row.op, row.kernel), []).append(row)
     return list(groups.values())
 
 
-def counts(group: list[KernelRow], field: str) -> str:
+def counts(group: list[KernelCoverage], field: str) -> str:
     """`all`, `none`, or `float32 6/6, bfloat16 0/6`."""
     values = [(row.dtype, getattr(row, field), row.cases) for row in group]
     if all(value == total for _, value, total in values):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from graft.engine.scheduler import Plan
+from graft.engine.scheduler import StepPlan
 from graft.ops import layout
 from graft.ops.layout import Batch, HostBatch
 
 
-def host_batch(plan: Plan, block_size: int) -> HostBatch:
+def host_batch(plan: StepPlan, block_size: int) -> HostBatch:
     """The next `counts[i]` tokens of requests[i], i = 0…n-1."""
     found = HostBatch()
     for request, count in zip(plan.requests, plan.counts, strict=True):
@@ -19,5 +19,5 @@ def host_batch(plan: Plan, block_size: int) -> HostBatch:
     return found
 
 
-def pack(plan: Plan, block_size: int, device: torch.device) -> Batch:
+def pack(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
     return layout.pack(host_batch(plan, block_size), device)

@@ -10,17 +10,17 @@ from torch.fx import GraphModule
 
 from graft.base.errors import VerificationError
 from graft.ir.nodes import calls, is_op, options_of, static_int, tensor_of, where
-from graft.ops.fused_linear.choice import Shape, choose_kernel, shape_of
+from graft.ops.fused_linear.choice import LinearShape, choose_kernel, shape_of
 from graft.ops.launch import device_name
 from graft.ops.ran import OpKernels
 
 
-def model_shapes(module: GraphModule) -> dict[Shape, int]:
+def model_shapes(module: GraphModule) -> dict[LinearShape, int]:
     """Every distinct shape of graft::fused_linear in the graph, and how often it is there."""
     return dict(Counter(shape for shape, _ in shapes_of(module)))
 
 
-def shapes_of(module: GraphModule) -> Iterator[tuple[Shape, bool]]:
+def shapes_of(module: GraphModule) -> Iterator[tuple[LinearShape, bool]]:
     """Of every call of graft::fused_linear, and whether it rounds x to float8 in steps of several tokens."""
     for node in calls(module.graph):
         if is_op(node, torch.ops.graft.fused_linear.default):

@@ -22,8 +22,8 @@ from graft.engine.due import Due
 from graft.engine.kv.manager import BlockManager
 from graft.engine.kv.tensors import copy_blocks
 from graft.engine.params import SamplingParams
-from graft.engine.sampling.sampling import Choice, make_generator, sample
-from graft.engine.scheduler import Plan, Scheduler
+from graft.engine.sampling.sampling import SampledToken, make_generator, sample
+from graft.engine.scheduler import Scheduler, StepPlan
 from graft.engine.text.detokenize import TextStream
 
 
@@ -90,7 +90,7 @@ class Engine:
         self.count(plan, grown, time.perf_counter() - started)
         return grown
 
-    def run(self, plan: Plan) -> Tensor:
+    def run(self, plan: StepPlan) -> Tensor:
         """[n, vocab]."""
         if self.loop is not None and (found := self.loop.packed.logits(plan)) is not None:
             return found
@@ -113,7 +113,7 @@ class Engine:
                 self.keep(one.request, 1)
             for one in due:
                 token = tokens[one.row]
-                self.append_token(one.request, Choice(token, error=LogitsError() if token < 0 else None))
+                self.append_token(one.request, SampledToken(token, error=LogitsError() if token < 0 else None))
         grown = [one.request for one in due if one.request.error is None]
         # whoever comes back late finds the step done: what it took then is the device's time
         seconds = max(time.perf_counter() - started, flight.seconds)
@@ -121,7 +121,7 @@ class Engine:
         return grown
 
     @contextmanager
-    def undone_on_error(self, plan: Plan, due: list[Due]) -> Iterator[None]:
+    def undone_on_error(self, plan: StepPlan, due: list[Due]) -> Iterator[None]:
         """What is on the way is given up, last first, then this step."""
         try:
             yield
@@ -135,7 +135,7 @@ class Engine:
                 raise self.out_of_memory(plan) from error
             raise
 
-    def due(self, plan: Plan) -> list[Due]:
+    def due(self, plan: StepPlan) -> list[Due]:
         """Who gets a token: those all of whose tokens are in the cache after this step, and new samples of n > 1."""
         found = []
         for row, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
@@ -143,14 +143,14 @@ class Engine:
                 found += [Due.of(one, row) for one in (request, *self.make_siblings(request))]
         return found
 
-    def choose(self, due: list[Due], logits: Tensor) -> list[Choice]:
+    def choose(self, due: list[Due], logits: Tensor) -> list[SampledToken]:
         if not due:
             return []
         rows = [one.row for one in due]
         some = logits if rows == list(range(len(logits))) else logits[rows]
         return sample(some, [one.request for one in due], self.end_tokens)
 
-    def advance(self, plan: Plan, due: list[Due], choices: list[Choice]) -> None:
+    def advance(self, plan: StepPlan, due: list[Due], choices: list[SampledToken]) -> None:
         """Takes note of what is in the cache now, then of the new tokens."""
         for request, count in zip(plan.requests, plan.counts, strict=True):
             self.keep(request, count)
@@ -168,7 +168,7 @@ class Engine:
         request.computed += count
         self.manager.commit(request.table, request.tokens, request.computed)
 
-    def undo(self, plan: Plan, due: list[Due]) -> None:
+    def undo(self, plan: StepPlan, due: list[Due]) -> None:
         """The step failed. Those that got no token are computed again, with the random numbers that they had."""
         for one in due:
             request, leader = one.request, one.request.leader
@@ -183,12 +183,12 @@ class Engine:
             if request.table is not None and request not in grown:
                 self.scheduler.preempt(request)
 
-    def append_token(self, request: Request, choice: Choice) -> None:
+    def append_token(self, request: Request, choice: SampledToken) -> None:
         """The request's next token, and whether it is the last."""
         with request.lock:
             self.take_token(request, choice)
 
-    def take_token(self, request: Request, choice: Choice) -> None:
+    def take_token(self, request: Request, choice: SampledToken) -> None:
         params = request.params
         if choice.error is not None:
             request.error = choice.error
@@ -290,7 +290,7 @@ class Engine:
         """Of the blocks that requests get; the padding block of recordings is not one of them."""
         return sum(tensor[0].nbytes for tensor in self.tensors) * self.manager.blocks
 
-    def count(self, plan: Plan, grown: list[Request], seconds: float, decoding: bool = False) -> None:
+    def count(self, plan: StepPlan, grown: list[Request], seconds: float, decoding: bool = False) -> None:
         fed, s = sum(plan.counts), self.stats
         if not decoding:
             decoding = fed == len(grown) == len(plan.counts) and all(len(r.tokens) > len(r.prompt) + 1 for r in grown)
@@ -312,7 +312,7 @@ class Engine:
             redrawn_tokens=counts.redrawn,
         )
 
-    def out_of_memory(self, plan: Plan) -> OutOfMemory:
+    def out_of_memory(self, plan: StepPlan) -> OutOfMemory:
         device = self.tensors[0].device
         free = size_text(free_memory(device))
         return OutOfMemory(

@@ -13,7 +13,7 @@ PATIENCE = 1000  # steps by which a better priority goes ahead
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """One step: `counts[i]` tokens of `requests[i]`, and the blocks to be copied before it."""
 
     budget: int  # tokens that may still be taken
@@ -21,10 +21,10 @@ class Plan:
     counts: list[int] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
 
-    def decoding_first(self) -> Plan:
+    def decoding_first(self) -> StepPlan:
         """Single tokens side by side: attention takes a run of them in one call."""
         pairs = sorted(zip(self.requests, self.counts, strict=True), key=lambda pair: pair[1] > 1)
-        return Plan(self.budget, [r for r, _ in pairs], [c for _, c in pairs], self.copies)
+        return StepPlan(self.budget, [r for r, _ in pairs], [c for _, c in pairs], self.copies)
 
 
 class Scheduler:
@@ -62,12 +62,12 @@ class Scheduler:
         sibling.table, sibling.computed = self.manager.fork(request.table), request.computed
         insort(self.running, sibling, key=in_order)
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> StepPlan:
         self.clock += 1
         while self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
             if not self.admit(self.waiting[0]):
                 break
-        plan = Plan(self.max_num_batched_tokens)
+        plan = StepPlan(self.max_num_batched_tokens)
         # kept for those that decode, but one token is left for the first in the order if that is a prompt
         kept = min(sum(request.decoding for request in self.running), self.max_num_batched_tokens - 1)
         for request in tuple(self.running):
@@ -79,7 +79,7 @@ class Scheduler:
             self.serve(request, plan)
         return plan.decoding_first()
 
-    def serve(self, request: Request, plan: Plan, kept: int = 0) -> None:
+    def serve(self, request: Request, plan: StepPlan, kept: int = 0) -> None:
         """Puts the request's next tokens into the plan, leaving `kept`. Without memory for them it waits again."""
         assert request.table is not None
         granted = min(len(request.tokens) - request.computed, max(plan.budget - kept, 0))

@@ -30,7 +30,7 @@ from graft.ir.edit import attribute
 from graft.models.load import LoadedModel, load_model, resolve_device
 from graft.ops.layout import check_graph
 from graft.passes.base import Context
-from graft.passes.config import DEFAULTS, Layer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
+from graft.passes.config import DEFAULTS, ConfigLayer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
 from graft.passes.library.quantize.quantization import Saving, release
 from graft.passes.pipeline import run_pipeline
 from graft.passes.report import Report
@@ -50,7 +50,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedDecoder:
     graph_module: GraphModule
     note: str
 
@@ -113,13 +113,13 @@ def target_of(model: LoadedModel, settings: PipelineConfig, backend: str) -> Tar
     return Target(device, chosen, backend, why)
 
 
-def capture(model: LoadedModel, progress: Progress | None = None) -> Captured:
-    return Captured(*captured_decoder(model.module, progress))
+def capture(model: LoadedModel, progress: Progress | None = None) -> CapturedDecoder:
+    return CapturedDecoder(*captured_decoder(model.module, progress))
 
 
 def transform(
     model: LoadedModel,
-    captured: Captured,
+    captured: CapturedDecoder,
     settings: PipelineConfig,
     target: Target,
     *,
@@ -178,12 +178,12 @@ def filled(held: Held | None, gm: GraphModule, why: str) -> list[str]:
     return [f"weights: {len(done)} of the file's were dequantised, because {why}"] if done else []
 
 
-def overlay(model: LoadedModel) -> Layer | None:
+def overlay(model: LoadedModel) -> ConfigLayer | None:
     """The family's settings as a configuration layer."""
     if not model.transforms or model.family is None:
         return None
     name = f"registry/{model.family.name}.yaml"
-    return Layer(name, flatten({"transforms": model.transforms}, name))
+    return ConfigLayer(name, flatten({"transforms": model.transforms}, name))
 
 
 def require_cache(config: PipelineConfig) -> None:

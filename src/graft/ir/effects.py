@@ -50,7 +50,7 @@ UNDECLARED_WRITES: dict[str, tuple[tuple[str, ...], str | None]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class ArgumentPosition:
     """Where a schema argument stands in a call; `index` is None where it goes by name alone."""
 
     index: int | None
@@ -70,13 +70,13 @@ class Effects:
     No op of ATen gives a result that may be in one of several arguments (a test holds that).
     """
 
-    written: tuple[Place, ...] = ()
-    results: tuple[tuple[Place, ...], ...] = ()
+    written: tuple[ArgumentPosition, ...] = ()
+    results: tuple[tuple[ArgumentPosition, ...], ...] = ()
     maybe_view: bool = False
-    undeclared: tuple[Place, ...] = ()
-    flag: Place | None = None
+    undeclared: tuple[ArgumentPosition, ...] = ()
+    flag: ArgumentPosition | None = None
 
-    def written_by(self, node: Node) -> tuple[Place, ...]:
+    def written_by(self, node: Node) -> tuple[ArgumentPosition, ...]:
         off = not self.undeclared or (self.flag is not None and self.flag.of(node) is False)
         return self.written if off else self.written + self.undeclared
 
@@ -86,9 +86,9 @@ def effects(target: Any) -> Effects:
     """Of an op overload, from its schema and `UNDECLARED_WRITES`; a plain function has none."""
     schema = target._schema if isinstance(target, OpOverload) else None
     if schema is None:
-        returned = (Place(0, ""),) if getattr(target, "returns_argument", False) else ()
+        returned = (ArgumentPosition(0, ""),) if getattr(target, "returns_argument", False) else ()
         return Effects(results=(returned,))
-    places = [(a, Place(None if a.kwarg_only else i, a.name)) for i, a in enumerate(schema.arguments)]
+    places = [(a, ArgumentPosition(None if a.kwarg_only else i, a.name)) for i, a in enumerate(schema.arguments)]
     aliased = [(a.alias_info, place) for a, place in places if a.alias_info is not None]
     written = tuple(place for info, place in aliased if info.is_write and target is not DETACH)
     maybe = schema.name in MAYBE_VIEWS

@@ -29,7 +29,7 @@ DATA_SIZE = 5  # what a size is made up as that depends on data
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """A node as it was when it was looked at; FX replaces argument tuples, so this stays true after edits."""
 
     op: str
@@ -116,14 +116,14 @@ def fill(sizes: Iterable[int], dtype: torch.dtype, kind: str, generator: torch.G
 
 
 @dataclass(frozen=True)
-class Piece:
+class Subprogram:
     """A part of a graph that computes `outputs` from the nodes where `boundary` names a shared node.
 
     `calls` holds the whole graph.
     """
 
     outputs: tuple[Node, ...]
-    calls: Mapping[Node, Call]
+    calls: Mapping[Node, RecordedCall]
     attributes: Callable[[str], Any]
     boundary: Callable[[Node], Node | None]
 

@@ -53,7 +53,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerPath:
     """The part of a module path up to its first number: `model.layers` and 7."""
 
     stack: str
@@ -61,12 +61,12 @@ class Layer:
 
 
 @lru_cache(1 << 16)  # asked for every node and every input of it, with a few hundred different paths
-def layer_of(path: str) -> Layer | None:
+def layer_of(path: str) -> LayerPath | None:
     found = LAYER.search(path)
-    return Layer(path[: found.start()].rstrip("."), int(found[1])) if found else None
+    return LayerPath(path[: found.start()].rstrip("."), int(found[1])) if found else None
 
 
-def homes(items: Sequence[Item]) -> list[Layer | None]:
+def homes(items: Sequence[Item]) -> list[LayerPath | None]:
     """The layer of each node. A value that several layers read belongs to none, wherever it was first computed."""
     several = shared(items)
     return [None if item.index in several else layer_of(item.place) for item in items]
@@ -74,7 +74,7 @@ def homes(items: Sequence[Item]) -> list[Layer | None]:
 
 def shared(items: Sequence[Item]) -> set[int]:
     """The nodes that several layers read."""
-    read_in: dict[int, set[Layer]] = defaultdict(set)
+    read_in: dict[int, set[LayerPath]] = defaultdict(set)
     for item in items:
         layer = layer_of(item.place)
         for _, index in item.inputs:
@@ -83,7 +83,7 @@ def shared(items: Sequence[Item]) -> set[int]:
     return {index for index, layers in read_in.items() if len(layers) > 1}
 
 
-def general(path: str, layer: Layer | None) -> str:
+def general(path: str, layer: LayerPath | None) -> str:
     """`model.layers.7.mlp` and `k_cache_7` in layer 7 → `model.layers.*.mlp` and `k_cache_*`."""
     if layer is None:
         return path
@@ -102,7 +102,7 @@ class Sources:
     def __init__(self, items: Sequence[Item]) -> None:
         self.items, self.homes, self.shared = items, homes(items), shared(items)
 
-    def __call__(self, index: int, layer: Layer | None, *, blurred: bool = False) -> Hashable:
+    def __call__(self, index: int, layer: LayerPath | None, *, blurred: bool = False) -> Hashable:
         item, home = self.items[index], self.homes[index]
         if index in self.shared:
             return item.name
@@ -111,13 +111,13 @@ class Sources:
             return item.value if blurred and item.op == "input" and name == item.target else (item.op, name)
         if layer is not None and home == layer:
             return item.op, general(item.module, layer)
-        above = Layer(layer.stack, layer.index - 1) if layer is not None else None
+        above = LayerPath(layer.stack, layer.index - 1) if layer is not None else None
         if home not in (None, above):
             return home, item.op, item.module
         return item.value if blurred else (item.value, item.op, general(item.module, above))
 
 
-def own_shape(item: Item, layer: Layer | None) -> Hashable:
+def own_shape(item: Item, layer: LayerPath | None) -> Hashable:
     """A node without its name, the number of its layer and what it reads."""
     origin = general(item.module, layer), item.source, item.made_by
     return item.op, general(item.target, layer), item.literals, item.value, *origin

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 
 from torch.fx import Graph
 
-from graft.ir.facts import Item, Layer, Sources, homes, own_shape, read_graph
+from graft.ir.facts import Item, LayerPath, Sources, homes, own_shape, read_graph
 
 
 def folded_text(graph: Graph) -> str:
@@ -19,7 +19,7 @@ def folded_text(graph: Graph) -> str:
     same, layers = equal_layers(items), homes(items)
     counts = Counter(layers)
     lines: list[str] = []
-    told: set[Layer] = set()
+    told: set[LayerPath] = set()
     for item, home in zip(items, layers, strict=True):
         if home is None or home not in same:
             lines.append(item.text())
@@ -29,19 +29,19 @@ def folded_text(graph: Graph) -> str:
     return "\n".join(lines) + "\n"
 
 
-def equal_layers(items: list[Item]) -> dict[Layer, Layer]:
+def equal_layers(items: list[Item]) -> dict[LayerPath, LayerPath]:
     """For a layer that is the same as an earlier one, the first of those."""
     sources = Sources(items)
-    nodes: dict[Layer, list[Item]] = {}
+    nodes: dict[LayerPath, list[Item]] = {}
     for item, home in zip(items, sources.homes, strict=True):
         if home is not None:
             nodes.setdefault(home, []).append(item)
-    first: dict[Hashable, Layer] = {}
-    found: dict[Layer, Layer] = {}
+    first: dict[Hashable, LayerPath] = {}
+    found: dict[LayerPath, LayerPath] = {}
     for layer in sorted(nodes, key=lambda layer: (layer.stack, layer.index)):
-        above = Layer(layer.stack, layer.index - 1)
+        above = LayerPath(layer.stack, layer.index - 1)
         shape = layer_shape(nodes[layer], layer, sources)
-        if shape not in first and above in nodes and Layer(layer.stack, layer.index - 2) not in nodes:
+        if shape not in first and above in nodes and LayerPath(layer.stack, layer.index - 2) not in nodes:
             blurred = [layer_shape(nodes[each], each, sources, blurred=True) for each in (above, layer)]
             if blurred[0] == blurred[1]:  # the second layer reads the first, which reads something else
                 first[shape] = above
@@ -51,7 +51,7 @@ def equal_layers(items: list[Item]) -> dict[Layer, Layer]:
     return found
 
 
-def layer_shape(members: list[Item], layer: Layer, sources: Sources, *, blurred: bool = False) -> Hashable:
+def layer_shape(members: list[Item], layer: LayerPath, sources: Sources, *, blurred: bool = False) -> Hashable:
     """A layer's nodes in order, without names and its number."""
     places = {item.index: place for place, item in enumerate(members)}
 

@@ -31,7 +31,7 @@ class Noted:
 
 
 @dataclass(frozen=True)
-class Place:
+class SavedContainer:
     path: str
     items: Any  # the dict, list, set or deque itself
     saved: Any  # a copy of it
@@ -58,8 +58,8 @@ class Place:
 
 
 @dataclass
-class Snapshot:
-    places: list[Place] = field(default_factory=list)
+class ModuleSnapshot:
+    places: list[SavedContainer] = field(default_factory=list)
     seen: dict[int, Any] = field(default_factory=dict)  # by id; the objects, so that no id is used twice
 
     def add_module(self, module: torch.nn.Module) -> None:
@@ -70,8 +70,10 @@ class Snapshot:
                 table = vars(part).get(name)
                 if isinstance(table, (dict, set)):
                     state = name in STATE_TABLES
-                    self.places.append(Place(dot, table, table.copy(), part if state else None, refused=state))
-            self.places.append(Place(dot, vars(part), dict(vars(part)), part))
+                    self.places.append(
+                        SavedContainer(dot, table, table.copy(), part if state else None, refused=state)
+                    )
+            self.places.append(SavedContainer(dot, vars(part), dict(vars(part)), part))
             for name, value in list(vars(part).items()):
                 if name not in MODULE_TABLES:
                     self.add(f"{dot}{name}", value)
@@ -82,13 +84,13 @@ class Snapshot:
             return
         self.seen[id(value)] = value
         if isinstance(value, (dict, list, deque, set)):
-            self.places.append(Place(path, value, value.copy()))
+            self.places.append(SavedContainer(path, value, value.copy()))
         if isinstance(value, (dict, list, deque, tuple)):
             for key, item in pairs(value).items():
                 self.add(f"{path}[{key!r}]", item)
         if is_plain_object(value):
             state = vars(value)
-            self.places.append(Place(f"{path}.", state, dict(state)))
+            self.places.append(SavedContainer(f"{path}.", state, dict(state)))
             for name, item in list(state.items()):
                 self.add(f"{path}.{name}", item)
 

@@ -15,7 +15,7 @@ from graft.ir.nodes import val, where
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class GraphSnapshot:
     """A graph as it was, to compare with and to go back to. Taking one costs a few microseconds a node."""
 
     nodes: tuple[tuple[Node, str, str, Any, Any, Any, dict[str, Any]], ...]
@@ -25,12 +25,12 @@ class Snapshot:
     transient: frozenset[str]  # buffers that are not in the state_dict
 
     @staticmethod
-    def take(gm: GraphModule) -> Snapshot:
+    def take(gm: GraphModule) -> GraphSnapshot:
         nodes = tuple((n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in gm.graph.nodes)
         calls = {n.name: (n.target, n.args, n.kwargs) for n in gm.graph.nodes}
         state = module_state(gm)
         transient = frozenset(name for name in state if not is_persistent(gm, name))
-        return Snapshot(nodes, calls, gm.graph._codegen, state, transient)
+        return GraphSnapshot(nodes, calls, gm.graph._codegen, state, transient)
 
     def unchanged(self, node: Node) -> bool:
         """FX replaces the argument tuple whenever it rewires a node, so identity is enough."""
@@ -63,7 +63,7 @@ def module_state(gm: GraphModule) -> dict[str, torch.Tensor]:
     return dict(gm.named_parameters(remove_duplicate=False)) | dict(gm.named_buffers(remove_duplicate=False))
 
 
-def verify(gm: GraphModule, before: Snapshot | None = None) -> None:
+def verify(gm: GraphModule, before: GraphSnapshot | None = None) -> None:
     """Raises VerificationError when `gm` is malformed or lost metadata. What it writes, `memory/verify.py` checks.
 
     Abstract values are recomputed for the nodes that are new, or whose arguments changed kind, since `before` (all

@@ -12,7 +12,7 @@ from graft.ir.effects import alias_sources, is_mutating, mutated_args, storage_r
 from graft.ir.nodes import outlives_call, output_node, tensor_val, where
 from graft.ir.storage import storage_id
 from graft.memory.aliases import Aliases
-from graft.memory.regions import Region, apart, covers, region_of
+from graft.memory.regions import StorageRegion, apart, covers, region_of
 
 Kind = Literal["read after write", "write after read", "write after write"]
 
@@ -26,7 +26,7 @@ class Access:
     writes: bool
     group: int
     owner: Node  # of the memory
-    region: Region | None  # which part, where that is known
+    region: StorageRegion | None  # which part, where that is known
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Memory:
     """The written memory of a graph, and the parts of memory that its views cover."""
 
     aliases: Aliases
-    regions: dict[Node, Region | None] = field(default_factory=dict)
+    regions: dict[Node, StorageRegion | None] = field(default_factory=dict)
 
     def group(self, node: Node) -> int:
         return id(self.aliases.group(node))
@@ -120,7 +120,7 @@ class Memory:
     def access(self, node: Node, through: Node, *, writes: bool) -> Access:
         return Access(node, through, writes, self.group(through), storage_root(through), self.region(through))
 
-    def region(self, node: Node) -> Region | None:
+    def region(self, node: Node) -> StorageRegion | None:
         """The part that a view covers, as recorded when the graph was captured.
 
         What transforms make shares its recorded value with equal calls, which tells nothing of storages. A view whose
@@ -130,7 +130,7 @@ class Memory:
             self.regions[node] = self.recorded(node)
         return self.regions[node]
 
-    def recorded(self, node: Node) -> Region | None:
+    def recorded(self, node: Node) -> StorageRegion | None:
         tensor, chain = tensor_val(node), [node]
         while sources := alias_sources(chain[-1]):
             chain.append(sources[0])

@@ -40,7 +40,7 @@ BY_INDEX = (
 
 
 @dataclass(frozen=True)
-class Place:
+class WritePosition:
     """One dim of a written tensor and what chooses the place in it: an index tensor, or the bounds of a slice."""
 
     into: Node  # the tensor before the index or the slice
@@ -50,27 +50,27 @@ class Place:
     negative: bool = False  # places may count from the end
 
 
-def places(write: Write) -> Iterator[Place]:
+def places(write: Write) -> Iterator[WritePosition]:
     """The dims in which a write goes to a place, from the views of its target and from its own index."""
     node = write.into
     while node is not write.owner:
         if is_op(node, aten.slice.Tensor):
             source, dim, start, end = (*node.args, None, None)[:4]
             last = OPEN_END if end is None or (static_int(end) or 0) > OPEN_END else end
-            yield Place(source, rank_dim(source, dim), start, last, negative=True)
+            yield WritePosition(source, rank_dim(source, dim), start, last, negative=True)
         elif is_op(node, aten.select.int):
             source, dim, index = node.args
-            yield Place(source, rank_dim(source, dim), index, negative=True)
+            yield WritePosition(source, rank_dim(source, dim), index, negative=True)
         if not node.args or not isinstance(node.args[0], Node):
             return
         node = node.args[0]
     into, call = write.into, write.node
     if is_op(call, *BY_INDEX):
-        yield Place(into, rank_dim(into, call.args[1]), call.args[2])
+        yield WritePosition(into, rank_dim(into, call.args[1]), call.args[2])
     elif is_op(call, aten.index_put_.default):
         for dim, index in enumerate(call.args[1]):
             if isinstance(index, Node) and getattr(val(index), "dtype", torch.bool) != torch.bool:
-                yield Place(into, dim, index, negative=True)
+                yield WritePosition(into, dim, index, negative=True)
 
 
 def rank_dim(node: Node, dim: int) -> int:
@@ -143,7 +143,7 @@ class PositionChecks:
 
 def position_checks(gm: GraphModule, names: dict[Node, str]) -> PositionChecks:
     """Reads the places of every write into state, except those that are proven by fixed sizes."""
-    found: dict[tuple[Any, ...], tuple[Place, Check]] = {}
+    found: dict[tuple[Any, ...], tuple[WritePosition, Check]] = {}
     unchecked: list[str] = []
     needed: set[Node] = set()
     writes = state_writes(gm)
@@ -179,7 +179,7 @@ def views(node: Node, owner: Node) -> set[Node]:
     return found
 
 
-def is_fixed(place: Place, tensor: torch.Tensor) -> bool:
+def is_fixed(place: WritePosition, tensor: torch.Tensor) -> bool:
     """Capture has seen these very numbers."""
     bounds = [place.first, place.last, tensor.shape[place.dim]]
     return all(bound is None or static_int(bound) is not None for bound in bounds)
@@ -227,7 +227,7 @@ def node_problem(node: Node) -> str | None:
     return None
 
 
-def small_graph(gm: GraphModule, needed: set[Node], wanted: Sequence[Place]) -> GraphModule:
+def small_graph(gm: GraphModule, needed: set[Node], wanted: Sequence[WritePosition]) -> GraphModule:
     """The needed nodes in their order, on copies of what they write; gives (first, last, size) for each place."""
     graph = Graph()
     copies: dict[Node, Node] = {}

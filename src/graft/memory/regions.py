@@ -13,7 +13,7 @@ from graft.ir.storage import storage_id
 
 
 @dataclass(frozen=True)
-class Region:
+class StorageRegion:
     """Elements of one storage: an offset, and for each stride, largest first, how many steps of it."""
 
     storage: int
@@ -26,7 +26,7 @@ class Region:
         return self.offset + sum(stride * (size - 1) for stride, size in self.steps) + 1
 
 
-def region_of(tensor: torch.Tensor) -> Region | None:
+def region_of(tensor: torch.Tensor) -> StorageRegion | None:
     """None where a size, a stride or the offset is symbolic."""
     storage, offset = storage_id(tensor), static_int(tensor.storage_offset())
     sizes, strides = [static_int(s) for s in tensor.shape], [static_int(s) for s in tensor.stride()]
@@ -38,7 +38,7 @@ def region_of(tensor: torch.Tensor) -> Region | None:
             return None
         if size > 1 and stride > 0:  # a broadcast dim has stride 0 and covers no more elements
             steps.append((stride, size))
-    return Region(storage, tensor.element_size(), offset, tuple(sorted(steps, reverse=True)))
+    return StorageRegion(storage, tensor.element_size(), offset, tuple(sorted(steps, reverse=True)))
 
 
 def disjoint(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -46,14 +46,14 @@ def disjoint(left: torch.Tensor, right: torch.Tensor) -> bool:
     return apart(region_of(left), region_of(right))
 
 
-def apart(a: Region | None, b: Region | None) -> bool:
+def apart(a: StorageRegion | None, b: StorageRegion | None) -> bool:
     """The same of regions; None is a region that is not known."""
     if a is None or b is None or a.storage != b.storage or a.itemsize != b.itemsize:
         return False
     return a.end <= b.offset or b.end <= a.offset or apart_on_grid(a, b)
 
 
-def covers(a: Region | None, b: Region | None) -> bool:
+def covers(a: StorageRegion | None, b: StorageRegion | None) -> bool:
     """True when every element of `b` is known to be in `a`: they are equal, or `a` is a stretch without gaps."""
     if a is None or b is None or a.storage != b.storage or a.itemsize != b.itemsize:
         return False
@@ -61,7 +61,7 @@ def covers(a: Region | None, b: Region | None) -> bool:
     return a == b or (dense and a.offset <= b.offset and b.end <= a.end)
 
 
-def apart_on_grid(a: Region, b: Region) -> bool:
+def apart_on_grid(a: StorageRegion, b: StorageRegion) -> bool:
     """Reads both as boxes in one grid whose strides divide each other: [b, l, s, h][:, 0] and [:, 1] are apart in l.
 
     An element's place on such a grid is unique, as the digits of a number are, so boxes that are apart in one dim
@@ -76,7 +76,7 @@ def apart_on_grid(a: Region, b: Region) -> bool:
     return any(p + n <= q or q + m <= p for (p, n), (q, m) in zip(boxes[0], boxes[1], strict=True))
 
 
-def box(region: Region, strides: list[int]) -> list[tuple[int, int]] | None:
+def box(region: StorageRegion, strides: list[int]) -> list[tuple[int, int]] | None:
     """(first place, size) in each dim of the grid, or None when the view wraps around a dim."""
     sizes = dict(region.steps)
     if len(sizes) != len(region.steps):  # two dims of one stride overlap themselves

@@ -13,7 +13,7 @@ from graft.base.errors import VerificationError
 from graft.ir.edit import attribute
 from graft.ir.effects import effects
 from graft.ir.nodes import leaves, outlives_call, where
-from graft.ir.verify import Snapshot
+from graft.ir.verify import GraphSnapshot
 from graft.memory.hazards import Access, Hazard, accesses, conflicts
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ class Uses:
         return (access for found in self.by_node.values() for access in found)
 
 
-def check_memory(gm: GraphModule, before: Snapshot, uses: Uses, rewrites: Rewrites) -> None:
+def check_memory(gm: GraphModule, before: GraphSnapshot, uses: Uses, rewrites: Rewrites) -> None:
     """Raises VerificationError where a rewrite of `before` into `gm` lets somebody see another value in memory.
 
     1. Accesses to one memory keep their order; those of a replaced node are now made by what took its place.
@@ -53,7 +53,7 @@ def check_memory(gm: GraphModule, before: Snapshot, uses: Uses, rewrites: Rewrit
     now = Uses.take(gm.graph)
     if not now.by_node and not uses.by_node:
         return
-    change = Change.of(gm, before, uses, now, rewrites)
+    change = GraphChange.of(gm, before, uses, now, rewrites)
     change.check_written()
     for kept in uses.hazards:
         change.check_kept(kept)
@@ -63,11 +63,11 @@ def check_memory(gm: GraphModule, before: Snapshot, uses: Uses, rewrites: Rewrit
 
 
 @dataclass(frozen=True)
-class Change:
+class GraphChange:
     """A graph before and after, and which nodes stand for which."""
 
     gm: GraphModule
-    before: Snapshot
+    before: GraphSnapshot
     was: Uses
     now: Uses
     present: dict[str, Node]
@@ -77,7 +77,7 @@ class Change:
     groups: dict[str, set[int]]  # owner → memory now
 
     @staticmethod
-    def of(gm: GraphModule, before: Snapshot, was: Uses, now: Uses, rewrites: Rewrites) -> Change:
+    def of(gm: GraphModule, before: GraphSnapshot, was: Uses, now: Uses, rewrites: Rewrites) -> GraphChange:
         present = {node.name: node for node in gm.graph.nodes}
         made: dict[str, set[str]] = {}
         origin: dict[str, set[str]] = {}
@@ -90,7 +90,7 @@ class Change:
         groups: dict[str, set[int]] = {}
         for access in now.all():
             groups.setdefault(key(access.owner), set()).add(access.group)
-        return Change(gm, before, was, now, present, made, origin, order, groups)
+        return GraphChange(gm, before, was, now, present, made, origin, order, groups)
 
     def survived(self, name: str) -> bool:
         return name in self.order and name in self.present

@@ -15,7 +15,7 @@ from graft.base.errors import CheckpointError, OutOfMemory, UnknownModel, UsageE
 from graft.base.files import Progress
 from graft.models.embedded import embedded_folder, embedded_gguf
 from graft.models.promises import check_promises, read_context
-from graft.models.registry import Entry, Family, entries, family_of
+from graft.models.registry import Family, RegistryEntry, entries, family_of
 from graft.models.requests import (
     asking_for_code,
     check_requests,
@@ -119,7 +119,7 @@ def resolve_dtype(dtype: str, device: torch.device, stored: torch.dtype) -> torc
     return DTYPES[dtype]
 
 
-def build_random(entry: Entry, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def build_random(entry: RegistryEntry, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """The real architecture with random weights, the same on every run."""
     config = AutoConfig.for_model(entry.family.model_type, **entry.settings)
     with torch.random.fork_rng(devices=[]), torch.device(device):

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Stored:
+class SafetensorsEntry:
     """A tensor of a safetensors file, by its header."""
 
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ def check_promises(folder: Path, config: Any, dtype: torch.dtype, trust_remote_c
 
 
 def check_parameters(
-    folder: Path, config: Any, stored: dict[str, Stored], held: int, trust_remote_code: bool
+    folder: Path, config: Any, stored: dict[str, SafetensorsEntry], held: int, trust_remote_code: bool
 ) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -119,14 +119,14 @@ def check_parameters(
     )
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
+def stored_tensors(folder: Path) -> dict[str, SafetensorsEntry]:
     """From the headers alone."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 part = file.get_slice(name)
-                found[name] = Stored(tuple(part.get_shape()), part.get_dtype())
+                found[name] = SafetensorsEntry(tuple(part.get_shape()), part.get_dtype())
     return found
 
 

@@ -43,7 +43,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegistryEntry:
     """One registry name."""
 
     name: str
@@ -76,16 +76,16 @@ def families() -> dict[str, Family]:
 
 
 @cache
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, RegistryEntry]:
     """Every name that can be loaded without files: embedded models first, then real shapes, then tiny ones."""
-    found: dict[str, Entry] = {}
+    found: dict[str, RegistryEntry] = {}
     for family in families().values():
-        found |= {name: Entry(name, family, "embedded", package) for name, package in family.embedded.items()}
+        found |= {name: RegistryEntry(name, family, "embedded", package) for name, package in family.embedded.items()}
     for family in families().values():
-        found |= {name: Entry(name, family, "random", config) for name, config in family.models.items()}
+        found |= {name: RegistryEntry(name, family, "random", config) for name, config in family.models.items()}
     for family in families().values():
         name = f"tiny-{family.name}"
-        found[name] = Entry(name, family, "random", family.tiny)
+        found[name] = RegistryEntry(name, family, "random", family.tiny)
     return found
 
 

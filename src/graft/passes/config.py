@@ -28,7 +28,7 @@ DEFAULTS = Path(__file__).with_name("default.yaml")
 
 
 @dataclass(frozen=True)
-class Layer:
+class ConfigLayer:
     """One source of values, by dotted key."""
 
     name: str
@@ -48,19 +48,19 @@ class PipelineConfig:
 def load_config(
     user: str | Path | Mapping[str, Any] | None = None,
     *,
-    model: Layer | None = None,
+    model: ConfigLayer | None = None,
     sets: Sequence[str] = (),
     plugins: tuple[str, ...] = (),
 ) -> PipelineConfig:
     """Lays the layers over each other and checks the result."""
     load_all(plugins)
-    layers = [Layer("default.yaml", flatten(read_yaml(DEFAULTS), "default.yaml"))]
+    layers = [ConfigLayer("default.yaml", flatten(read_yaml(DEFAULTS), "default.yaml"))]
     if model is not None:
         layers.append(model)
     if isinstance(user, Mapping):
-        layers.append(Layer("config argument", flatten(user, "config argument")))
+        layers.append(ConfigLayer("config argument", flatten(user, "config argument")))
     elif user is not None:
-        layers.append(Layer(str(user), flatten(read_yaml(Path(user)), str(user))))
+        layers.append(ConfigLayer(str(user), flatten(read_yaml(Path(user)), str(user))))
     layers += [parse_set(text) for text in sets]
     return build(layers)
 
@@ -93,12 +93,12 @@ def flatten(tree: Any, where: str, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def parse_set(text: str) -> Layer:
+def parse_set(text: str) -> ConfigLayer:
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--set {text}: write it as key=value, e.g. transforms.fuse_rope.enabled=false")
     try:
-        return Layer(f"--set {text}", {key.strip(): yaml.safe_load(value)})
+        return ConfigLayer(f"--set {text}", {key.strip(): yaml.safe_load(value)})
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {text}: the value is not YAML: {error}") from error
 
@@ -126,7 +126,7 @@ def with_sets(config: PipelineConfig, sets: Sequence[str]) -> PipelineConfig:
     return dataclasses.replace(config, transforms=transforms, origins=origins)
 
 
-def build(layers: Sequence[Layer]) -> PipelineConfig:
+def build(layers: Sequence[ConfigLayer]) -> PipelineConfig:
     values: dict[str, dict[str, Any]] = {}
     origins: dict[str, str] = {}
     verify: Verify = "structure"

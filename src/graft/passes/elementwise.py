@@ -27,47 +27,47 @@ class Earlier:
 
 
 @dataclass(frozen=True)
-class Step:
+class PointwiseStep:
     """One op of the table for a call; an argument is a node, a number, a dtype, or an earlier step."""
 
     op: str
     args: tuple[Any, ...]
 
 
-Rule = Callable[[Node], list[Step] | str]
+Rule = Callable[[Node], list[PointwiseStep] | str]
 
 
-def power(node: Node) -> list[Step] | str:
+def power(node: Node) -> list[PointwiseStep] | str:
     """ATen takes these exponents apart in the same way, with the same roundings."""
     x, exponent = node.args
     if exponent == 2:
-        return [Step("mul", (x, x))]
+        return [PointwiseStep("mul", (x, x))]
     if exponent == 3:
-        return [Step("mul", (x, x)), Step("mul", (Earlier(0), x))]
+        return [PointwiseStep("mul", (x, x)), PointwiseStep("mul", (Earlier(0), x))]
     named = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
     if exponent in named and tensor_of(x).is_floating_point():
-        return [Step(named[exponent], (x,))]
+        return [PointwiseStep(named[exponent], (x,))]
     return f"a power of {exponent} is not generated"
 
 
-def square(node: Node) -> list[Step]:
-    return [Step("mul", (node.args[0], node.args[0]))]
+def square(node: Node) -> list[PointwiseStep]:
+    return [PointwiseStep("mul", (node.args[0], node.args[0]))]
 
 
-def clamp(node: Node) -> list[Step] | str:
+def clamp(node: Node) -> list[PointwiseStep] | str:
     x, low, high = (*node.args, None, None)[:3]
     if low is None or high is None:
         return "a clamp on one side is not generated"
     if any(isinstance(bound, float) and math.isnan(bound) for bound in (low, high)):
         return "a bound of clamp is NaN"
-    return [Step("clamp", (x, low, high))]
+    return [PointwiseStep("clamp", (x, low, high))]
 
 
-def cast(node: Node) -> list[Step] | str:
+def cast(node: Node) -> list[PointwiseStep] | str:
     x, dtype, *rest = node.args
     if rest or node.kwargs or tensor_of(x).dtype == dtype:
         return "it may give its input back instead of a new tensor"
-    return [Step("to", (x, dtype))]
+    return [PointwiseStep("to", (x, dtype))]
 
 
 # Calls that are more than one op of the table, or other arguments of one.
@@ -79,14 +79,14 @@ RULES: dict[Any, Rule] = {
 }
 
 
-def steps_of(node: Node) -> list[Step] | str:
+def steps_of(node: Node) -> list[PointwiseStep] | str:
     """What the node computes, in ops of the table, or why it cannot be said."""
     if is_random(node):
         return f"{where(node)} is {target_text(node.target)}, which is random"
     if node.target in RULES:
         steps = RULES[node.target](node)
     elif (row := pointwise_of(node)) is not None:
-        steps = [Step(row.name, tuple(node.args[: len(row.takes)]))]
+        steps = [PointwiseStep(row.name, tuple(node.args[: len(row.takes)]))]
     elif node.target in BY_CALL:
         own = [str(a) for a in node.args[len(BY_CALL[node.target].takes) :]]
         extra = [*own, *(f"{name}={value}" for name, value in node.kwargs.items())]
@@ -97,7 +97,7 @@ def steps_of(node: Node) -> list[Step] | str:
     return f"{where(node)}: {problem}" if problem else steps
 
 
-def arguments_problem(steps: list[Step]) -> str | None:
+def arguments_problem(steps: list[PointwiseStep]) -> str | None:
     for step in steps:
         for kind, argument in zip(TABLE[step.op].takes, step.args, strict=True):
             if isinstance(argument, Node) and tensor_val(argument) is None:
@@ -109,7 +109,7 @@ def arguments_problem(steps: list[Step]) -> str | None:
     return None
 
 
-def value_problem(node: Node, steps: list[Step]) -> str | None:
+def value_problem(node: Node, steps: list[PointwiseStep]) -> str | None:
     """Generated kernels compute in float32, on one device."""
     result = tensor_val(node)
     if result is None:

@@ -24,15 +24,15 @@ from graft.base.errors import ProofError
 from graft.ir.canonical.normal_form import is_random
 from graft.ir.edit import attribute
 from graft.ir.effects import alias_sources
-from graft.ir.evaluate import INPUT_KINDS, Call, Inputs, Piece
+from graft.ir.evaluate import INPUT_KINDS, Inputs, RecordedCall, Subprogram
 from graft.ir.nodes import OpOverload, leaves, tensor_val, val, where
-from graft.ir.verify import Snapshot
+from graft.ir.verify import GraphSnapshot
 from graft.ops import OPS
 from graft.ops.cases import UNIT, tolerance
 from graft.passes.report import MatchRecord, Proof
 
 
-def prove_matches(gm: GraphModule, before: Snapshot, records: Sequence[MatchRecord]) -> tuple[MatchRecord, ...]:
+def prove_matches(gm: GraphModule, before: GraphSnapshot, records: Sequence[MatchRecord]) -> tuple[MatchRecord, ...]:
     """The records with the proof of each; the first replacement that computes something else is a ProofError.
 
     A transform that changes numbers on purpose brings its own proof, of what it may change.
@@ -48,8 +48,8 @@ class Sides:
 
     gm: GraphModule
     state: Mapping[str, torch.Tensor]
-    old: Mapping[Node, Call]
-    new: Mapping[Node, Call]
+    old: Mapping[Node, RecordedCall]
+    new: Mapping[Node, RecordedCall]
     successors: Mapping[Node, Node]  # old node → what its readers read now
     owners: Mapping[Node, MatchRecord]  # old node with a successor → the match that replaced it
     # computed on both sides: what follows from sizes alone (a made-up arange would be no arange), and views (two of
@@ -57,12 +57,15 @@ class Sides:
     computed: Set[Node]
 
     @staticmethod
-    def of(gm: GraphModule, before: Snapshot, records: Sequence[MatchRecord]) -> Sides:
+    def of(gm: GraphModule, before: GraphSnapshot, records: Sequence[MatchRecord]) -> Sides:
         old = {
-            node: Call(op, target, args, kwargs, i)
+            node: RecordedCall(op, target, args, kwargs, i)
             for i, (node, _, op, target, args, kwargs, _) in enumerate(before.nodes)
         }
-        new = {node: Call(node.op, node.target, node.args, node.kwargs, i) for i, node in enumerate(gm.graph.nodes)}
+        new = {
+            node: RecordedCall(node.op, node.target, node.args, node.kwargs, i)
+            for i, node in enumerate(gm.graph.nodes)
+        }
         names, present = {node.name: node for node in old}, {node.name: node for node in new}
         step = dict(pair for record in records for pair in record.successors)
         successors, owners = {}, {}
@@ -89,7 +92,7 @@ class Sides:
                     f"{where(node)} was changed although no match replaced it, so nothing proves it right"
                 )
 
-    def pieces(self, record: MatchRecord) -> tuple[Piece, Piece]:
+    def pieces(self, record: MatchRecord) -> tuple[Subprogram, Subprogram]:
         """The nodes that a match replaced, and those that took their place, cut at nodes that both graphs share."""
         inside = {*record.replaced, *(node.name for node in self.computed)}
         outputs = [node for node, owner in self.owners.items() if owner is record]
@@ -104,12 +107,12 @@ class Sides:
             kept = node in self.old and node.name not in inside and is_value(node)
             return node if kept or node in others else None
 
-        old = Piece(tuple(outputs), self.old, self.state.__getitem__, old_boundary)
+        old = Subprogram(tuple(outputs), self.old, self.state.__getitem__, old_boundary)
         successors = tuple(self.successors[node] for node in outputs)
-        return old, Piece(successors, self.new, partial(attribute, self.gm), new_boundary)
+        return old, Subprogram(successors, self.new, partial(attribute, self.gm), new_boundary)
 
 
-def fixed_values(graph: Mapping[Node, Call]) -> set[Node]:
+def fixed_values(graph: Mapping[Node, RecordedCall]) -> set[Node]:
     """The tensors that a graph makes from numbers and sizes alone: masks, positions, angles."""
     fixed: set[Node] = set()
     for node, made in graph.items():
@@ -120,7 +123,7 @@ def fixed_values(graph: Mapping[Node, Call]) -> set[Node]:
     return fixed
 
 
-def views(graph: Mapping[Node, Call]) -> set[Node]:
+def views(graph: Mapping[Node, RecordedCall]) -> set[Node]:
     return {node for node, made in graph.items() if made.op == "call_function" and alias_sources(node)}
 
 
@@ -137,7 +140,7 @@ def prove(sides: Sides, record: MatchRecord) -> Proof:
     return max((compare(old, new, kind, record.anchor) for kind in INPUT_KINDS), key=lambda proof: proof.share)
 
 
-def compare(old: Piece, new: Piece, kind: str, anchor: str) -> Proof:
+def compare(old: Subprogram, new: Subprogram, kind: str, anchor: str) -> Proof:
     inputs, lengths = Inputs(kind), Lengths()
     with torch.no_grad():
         exact = old.run(inputs, in_float64, widened)

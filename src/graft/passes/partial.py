@@ -17,16 +17,16 @@ from graft.base.errors import VerificationError
 from graft.ir.canonical.normal_form import drop_dead
 from graft.ir.edit import attach_state
 from graft.ir.effects import is_mutating
-from graft.ir.evaluate import Call
+from graft.ir.evaluate import RecordedCall
 from graft.ir.nodes import leaves, where
-from graft.ir.verify import Snapshot, module_state, verify
+from graft.ir.verify import GraphSnapshot, module_state, verify
 from graft.memory.verify import Uses, check_memory
 from graft.passes.numeric_check import Sides
 from graft.passes.report import MatchRecord
 
 
 def with_matches(
-    gm: GraphModule, before: Snapshot, records: Sequence[MatchRecord], kept: Collection[int], uses: Uses
+    gm: GraphModule, before: GraphSnapshot, records: Sequence[MatchRecord], kept: Collection[int], uses: Uses
 ) -> GraphModule:
     """Another module: `gm` with `records[i]` for i in `kept`, the other places as in `before`. `gm` stays as it is.
 
@@ -61,11 +61,11 @@ class Mixer:
         """What a reader of `node` reads here."""
         return self.forward.get(node) or self.back.get(node) or node
 
-    def call(self, node: Node) -> Call:
+    def call(self, node: Node) -> RecordedCall:
         """A node of both graphs calls what it called before; its arguments are looked up again."""
         return self.sides.old[node] if node in self.sides.old else self.sides.new[node]
 
-    def graph(self, gm: GraphModule, before: Snapshot) -> Graph:
+    def graph(self, gm: GraphModule, before: GraphSnapshot) -> Graph:
         """Every node that the output needs or that writes, in an order that both graphs agree with."""
         made: dict[Node, Node] = {}
         graph, places = Graph(), order(self.sides)

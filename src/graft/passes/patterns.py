@@ -17,7 +17,7 @@ from graft.ir.patterns.match import Finder, Match, NearMiss, Refused
 from graft.ir.patterns.pattern import Pattern
 from graft.ir.trace import current_dialect
 from graft.passes.base import Context
-from graft.passes.rewriter import Rewriter, Run, closest
+from graft.passes.rewriter import Rewriter, RewriteRun, closest
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PatternMatch(Match):
 
 
 @dataclass
-class PatternRun(Run):
+class PatternRun(RewriteRun):
     """lacking: what the graph does not call, of patterns that were not tried. tried: the names of the others."""
 
     lacking: list[str] = field(default_factory=list)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from graft.base.errors import GraftError, OrderError, TransformError
 from graft.ir.canonical.normal_form import drop_dead, drop_unused_state
-from graft.ir.verify import Snapshot, verify
+from graft.ir.verify import GraphSnapshot, verify
 from graft.memory.verify import Uses, check_memory
 from graft.passes.base import BaseTransform, Context, Outcome, Stage, TransformConfig
 from graft.passes.config import PipelineConfig, Verify
@@ -27,7 +27,7 @@ from graft.passes.report import Report, TransformRecord
 log = logging.getLogger("graft")
 Progress = Callable[[str, int, int], None]  # transform name, how many are done, how many there are
 # sees the graph before and after a transform that matched, and gives the record back, perhaps with more in it
-Observer = Callable[[GraphModule, Snapshot, BaseTransform, TransformRecord], TransformRecord]
+Observer = Callable[[GraphModule, GraphSnapshot, BaseTransform, TransformRecord], TransformRecord]
 
 
 def order_transforms(config: PipelineConfig) -> list[str]:
@@ -122,7 +122,7 @@ def run_one(
     if not settings.enabled:
         return TransformRecord(transform.name, stage, "disabled")
     nodes_before, started = len(gm.graph.nodes), time.perf_counter()
-    before, uses = Snapshot.take(gm), Uses.take(gm.graph)
+    before, uses = GraphSnapshot.take(gm), Uses.take(gm.graph)
     outputs_before, notes_before = dict(context.outputs), list(context.notes)
     common: dict[str, Any] = {"name": transform.name, "stage": stage, "nodes_before": nodes_before}
     clock = Phases()

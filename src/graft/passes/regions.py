@@ -24,7 +24,7 @@ MAX_NODES, MAX_INPUTS = 64, 16
 
 
 @dataclass(eq=False)
-class Region:
+class FusibleRegion:
     """Nodes in graph order, and where their one call would stand, in positions of the graph (halves are between)."""
 
     nodes: list[Node]
@@ -49,7 +49,7 @@ class Grower:
     keys: Mapping[Node, Hashable]
     name: str
     order: dict[Node, int] = field(default_factory=dict)
-    region: dict[Node, Region] = field(default_factory=dict)
+    region: dict[Node, FusibleRegion] = field(default_factory=dict)
     misses: list[NearMiss] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Grower:
         for node, argument in writes:
             self.writes.setdefault(id(self.aliases.group(argument)), []).append(self.order[node])
 
-    def grow(self) -> list[Region]:
+    def grow(self) -> list[FusibleRegion]:
         """All regions of two nodes or more, in the order in which their calls stand."""
         for node in self.graph.nodes:
             if node in self.keys:
@@ -71,7 +71,7 @@ class Grower:
 
     def add(self, node: Node) -> None:
         """Joins `node` with as many of the regions that it reads as there is a place for."""
-        current = self.region[node] = Region([node], self.order[node])
+        current = self.region[node] = FusibleRegion([node], self.order[node])
         read = [self.region[a] for a in node.all_input_nodes if self.keys.get(a) == self.keys[node]]
         for region in sorted(dict.fromkeys(read), key=lambda r: r.place, reverse=True):
             joined = self.join(region, current)
@@ -83,9 +83,9 @@ class Grower:
                 current = joined
                 self.region |= dict.fromkeys(joined.nodes, joined)
 
-    def join(self, left: Region, right: Region) -> Region | str:
+    def join(self, left: FusibleRegion, right: FusibleRegion) -> FusibleRegion | str:
         """Both as one region, or why not."""
-        joined = Region(sorted([*left.nodes, *right.nodes], key=self.order.__getitem__), 0.0)
+        joined = FusibleRegion(sorted([*left.nodes, *right.nodes], key=self.order.__getitem__), 0.0)
         if len(joined.nodes) > MAX_NODES:
             return f"a region has at most {MAX_NODES} ops"
         if len(joined.inputs()) > MAX_INPUTS:
@@ -96,7 +96,7 @@ class Grower:
         joined.place = place
         return joined
 
-    def find_place(self, joined: Region, wished: Sequence[float]) -> float | str:
+    def find_place(self, joined: FusibleRegion, wished: Sequence[float]) -> float | str:
         """A wished place where it fits, else one between the last input and the first reader, else the reason."""
         inside = set(joined.nodes)
         readers = [user for node in joined.nodes for user in node.users if user not in inside]
@@ -114,7 +114,7 @@ class Grower:
                     return place
         return problem or "no place is left between its inputs and its readers"
 
-    def write_problem(self, joined: Region, place: float) -> str | None:
+    def write_problem(self, joined: FusibleRegion, place: float) -> str | None:
         """An input that is written in place must be read at `place` as it was where the node stood."""
         if not self.writes:
             return None

@@ -23,7 +23,7 @@ from graft.passes.report import MatchRecord
 
 
 @dataclass
-class Run:
+class RewriteRun:
     """One run of a transform over one graph, and what came of it so far.
 
     A transform that reads something once for all candidates has a subclass with that, and returns it from `start`.
@@ -59,7 +59,7 @@ class Rewriter(BaseTransform):
         return None
 
     def start(self, gm: GraphModule, context: Context) -> Any:
-        return Run(gm, context, Editor(gm, self.name))
+        return RewriteRun(gm, context, Editor(gm, self.name))
 
     def candidates(self, run: Any) -> Iterable[Any]:
         """The places at which there may be a match, in the order in which they are looked at."""

@@ -15,7 +15,7 @@ from graft.ir.patterns.match import Refused
 
 
 @dataclass
-class Walk:
+class GraphWalk:
     """The calls that were recognised so far, in the order they were met."""
 
     nodes: dict[Node, None] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Walk:
 
 
 def expect(value: Any, reader: Node, *targets: Any) -> Node:
-    """As `Walk.call`, for a call that others may read too: it is looked at and stays."""
+    """As `GraphWalk.call`, for a call that others may read too: it is looked at and stays."""
     if not is_op(value, *targets):
         raise Refused(*unexpected(value, reader, any_of(targets)))
     return value

@@ -30,7 +30,7 @@ Config = str | Path | Mapping[str, Any] | PipelineConfig | None
 Tried = nn.Module | Callable[..., Any]
 
 
-class Function(nn.Module):
+class AsModule(nn.Module):
     """A plain function as a module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -70,7 +70,7 @@ class Trial:
 
 
 def as_module(module: Tried) -> nn.Module:
-    return module if isinstance(module, nn.Module) else Function(module)
+    return module if isinstance(module, nn.Module) else AsModule(module)
 
 
 def name_of(module: Tried) -> str:

@@ -83,7 +83,7 @@ def value_text(node: Any) -> str:
     return abstract_text(val(node)) if isinstance(node, Node) and val(node) is not None else ""
 
 
-class Recording(Interpreter):
+class MetadataChecker(Interpreter):
     """Runs a graph and compares each tensor with what is recorded for its node; dynamic sizes may be any."""
 
     def __init__(self, gm: GraphModule) -> None:
@@ -107,7 +107,7 @@ class Recording(Interpreter):
 
 
 def run_problems(gm: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    recording = Recording(gm)
+    recording = MetadataChecker(gm)
     given = [leaf for leaf in leaves((args, kwargs)) if leaf is not None]
     with torch.no_grad():
         recording.run(*given, enable_io_processing=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graft.base.errors import PackingError
 from graft.ir.storage import storage_id
-from graft.weights.native_tiles import GGUF_KIND, Packed, pack_gguf, unpack
+from graft.weights.native_tiles import GGUF_KIND, TiledWeight, pack_gguf, unpack
 
 
 def untouched(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -98,7 +98,7 @@ class Held:
         kinds = {part.quant for tensor in tensors for part in self.of(tensor)}
         return None if len(kinds) == 1 else f"they lie in the file as {' and '.join(sorted(kinds))}"
 
-    def packed(self, tensor: Tensor, gated: bool) -> Packed:
+    def packed(self, tensor: Tensor, gated: bool) -> TiledWeight:
         """The file's own blocks in tiles; nothing is dequantised."""
         parts = self.of(tensor)
         raw = parts[0].rows if len(parts) == 1 else torch.cat([part.rows for part in parts])

@@ -41,7 +41,7 @@ SUPER = 256  # columns of a Q4_K block
 
 
 @dataclass(frozen=True)
-class Packed:
+class TiledWeight:
     """A weight [rows, columns] in tiles; `data` is uint8 [bytes]."""
 
     kind: str
@@ -51,7 +51,7 @@ class Packed:
     data: Tensor
 
 
-def pack(weight: Tensor, kind: str, gated: bool = False) -> Packed:
+def pack(weight: Tensor, kind: str, gated: bool = False) -> TiledWeight:
     """weight: [n, k], float32, bfloat16 or float16."""
     check(kind, weight.shape[0], gated)
     n, k = weight.shape
@@ -62,10 +62,10 @@ def pack(weight: Tensor, kind: str, gated: bool = False) -> Packed:
     else:
         blocks = F.pad(weight.float(), (0, -k % BLOCK)).view(n, -1, BLOCK)
         data = q8_tiles(*quantize_q8(blocks), gated) if kind == "q8" else q4_tiles(*quantize_q4(blocks), gated)
-    return Packed(kind, n, k, gated, data)
+    return TiledWeight(kind, n, k, gated, data)
 
 
-def pack_gguf(raw: Tensor, quant: str, gated: bool = False) -> Packed:
+def pack_gguf(raw: Tensor, quant: str, gated: bool = False) -> TiledWeight:
     """raw: uint8 [n, bytes of a row], as the gguf package gives a tensor's data; quant: Q8_0, Q4_0, Q4_1 or Q4_K."""
     if quant not in GGUF_BYTES:
         raise PackingError(
@@ -87,10 +87,10 @@ def pack_gguf(raw: Tensor, quant: str, gated: bool = False) -> Packed:
     else:
         scale = halves(blocks[..., :2])
         data = q4_tiles(blocks[..., 2:], scale, scale * -8, gated)
-    return Packed(GGUF_KIND[quant], n, blocks.shape[1] * (SUPER if quant == "Q4_K" else BLOCK), gated, data)
+    return TiledWeight(GGUF_KIND[quant], n, blocks.shape[1] * (SUPER if quant == "Q4_K" else BLOCK), gated, data)
 
 
-def unpack(packed: Packed) -> Tensor:
+def unpack(packed: TiledWeight) -> Tensor:
     """What the tiles stand for: float32 [rows, columns]."""
     count = tile_count(packed)
     tiles = packed.data.view(count, -1)
@@ -142,14 +142,14 @@ def to_tiles(rows: Tensor, gated: bool) -> Tensor:
     return torch.stack(tiles, dim=1).flatten(0, 1)
 
 
-def from_tiles(tiles: Tensor, packed: Packed) -> Tensor:
+def from_tiles(tiles: Tensor, packed: TiledWeight) -> Tensor:
     """[tiles, 16, columns] → [rows, columns]."""
     parts = 2 if packed.gated else 1
     halves = tiles.view(-1, parts, TILE, tiles.shape[-1]).transpose(0, 1).flatten(1, 2)  # [parts, padded, columns]
     return halves[:, : packed.rows // parts].flatten(0, 1)
 
 
-def tile_count(packed: Packed) -> int:
+def tile_count(packed: TiledWeight) -> int:
     parts = 2 if packed.gated else 1
     return parts * -(-(packed.rows // parts) // TILE)
 

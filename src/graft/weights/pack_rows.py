@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graft.base.errors import QuantizationError
-from graft.weights.native_tiles import BLOCK, TILE, Packed, from_tiles, pack, unpack
+from graft.weights.native_tiles import BLOCK, TILE, TiledWeight, from_tiles, pack, unpack
 from graft.weights.quantize import PIECE, WORKING
 from graft.weights.rounding import HALF, Rounding
 from graft.weights.tiles import BLOCK_BYTES
@@ -19,7 +19,7 @@ LEAST = 2.0**-25  # and at least, where float16 has no smaller numbers
 TOP = {"q8": 127, "q4": 15}
 
 
-def pack_checked(weight: Tensor, kind: str, gated: bool, name: str = "the weight") -> tuple[Packed, Rounding]:
+def pack_checked(weight: Tensor, kind: str, gated: bool, name: str = "the weight") -> tuple[TiledWeight, Rounding]:
     """weight: [n, k]. Raises QuantizationError for NaN and infinity, and for more than rounding."""
     n, k = weight.shape
     if weight.dtype not in WORKING:
@@ -39,7 +39,7 @@ def pack_checked(weight: Tensor, kind: str, gated: bool, name: str = "the weight
     if not worst <= 1:
         raise QuantizationError(f"{name}: a packed weight is {worst:.3g} times as far off as rounding allows")
     relative = float((lost / total).sqrt()) if float(total) else 0.0
-    return Packed(kind, n, k, gated, torch.cat(made)), Rounding(relative, worst * HALF)
+    return TiledWeight(kind, n, k, gated, torch.cat(made)), Rounding(relative, worst * HALF)
 
 
 def pieces(weight: Tensor, gated: bool) -> Iterator[Tensor]:
@@ -50,7 +50,7 @@ def pieces(weight: Tensor, gated: bool) -> Iterator[Tensor]:
         yield torch.cat([part[start : start + step].detach().float() for part in parts])
 
 
-def allowed(piece: Tensor, packed: Packed) -> Tensor:
+def allowed(piece: Tensor, packed: TiledWeight) -> Tensor:
     """[rows, blocks]: half a step, and what float16 does to the scale and the minimum."""
     size = BLOCK_BYTES[packed.kind]
     tiles = packed.data.view(-1, -(-packed.columns // BLOCK), size)

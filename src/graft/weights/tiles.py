@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from graft.base.errors import PackingError
-from graft.weights.native_tiles import BLOCK, STEPS, TILE, Packed, unpack, unpack_blocks
+from graft.weights.native_tiles import BLOCK, STEPS, TILE, TiledWeight, unpack, unpack_blocks
 
 TILES = torch.uint8
 BLOCK_BYTES = {"q8": TILE * (2 + BLOCK), "q4": TILE * (4 + BLOCK // 2)}
 COLUMN_BYTES = {"f32": TILE * 4, "bf16": TILE * 2}
 
 
-def in_graph(packed: Packed) -> tuple[Tensor, Tensor]:
+def in_graph(packed: TiledWeight) -> tuple[Tensor, Tensor]:
     """The weight and the scale of graft::fused_linear."""
     parts = 2 if packed.gated else 1
     tiles = parts * -(-(packed.rows // parts) // TILE)
@@ -41,9 +41,9 @@ def tiles_problem(weight: Tensor) -> str | None:
     return f"the weight is {weight.dtype}, quantized for a GPU; the native backend has tiles of its own"
 
 
-def from_graph(weight: Tensor, scale: Tensor, columns: int, gated: bool) -> Packed:
+def from_graph(weight: Tensor, scale: Tensor, columns: int, gated: bool) -> TiledWeight:
     kind = kind_of(weight.shape[1], columns)
-    return Packed(kind, scale.shape[0], columns, gated, weight.flatten())
+    return TiledWeight(kind, scale.shape[0], columns, gated, weight.flatten())
 
 
 def unpack_tiles(weight: Tensor, scale: Tensor, columns: int, gated: bool) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch.fx import Graph
 
-from graft.ir.facts import Item, Layer, homes, read_graph, same_symbols
+from graft.ir.facts import Item, LayerPath, homes, read_graph, same_symbols
 from graft.workbench.align import Alignment, align
 
 Kind = Literal["added", "removed", "rewired", "literal", "metadata"]
@@ -30,14 +30,14 @@ class Detail:
 
 
 @dataclass(frozen=True)
-class Change:
+class NodeChange:
     """One node: as it was, as it is. `layer`: the one it belongs to."""
 
     kind: Kind
     before: Item | None
     after: Item | None
     details: tuple[Detail, ...] = ()
-    layer: Layer | None = None
+    layer: LayerPath | None = None
 
     @property
     def node(self) -> Item:
@@ -63,10 +63,10 @@ class GraphDiff:
 
     before: tuple[Item, ...]
     after: tuple[Item, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[NodeChange, ...]
     partners: tuple[int | None, ...] = ()  # for each node after: which one it was before
 
-    def of(self, kind: Kind) -> tuple[Change, ...]:
+    def of(self, kind: Kind) -> tuple[NodeChange, ...]:
         return tuple(change for change in self.changes if change.kind == kind)
 
     @property
@@ -75,7 +75,7 @@ class GraphDiff:
         return {kind: found[kind] for kind in KINDS}
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[LayerPath, ...]:
         """Every layer of either graph: one without a change is one too."""
         found = {layer for items in (self.before, self.after) for layer in homes(items) if layer is not None}
         return tuple(sorted(found, key=lambda layer: (layer.stack, layer.index)))
@@ -90,11 +90,11 @@ def diff_graphs(before: Graph, after: Graph) -> GraphDiff:
     new = same_symbols(old, read_graph(after))
     found = align(old, new)
     home_before, home_after = homes(old), homes(new)
-    changes = [Change("removed", item, None, (), home_before[item.index]) for item in found.open_before()]
+    changes = [NodeChange("removed", item, None, (), home_before[item.index]) for item in found.open_before()]
     for item in new:
         partner, home = found.to_before[item.index], home_after[item.index]
         if partner is None:
-            changes.append(Change("added", None, item, (), home))
+            changes.append(NodeChange("added", None, item, (), home))
         else:
             wires, literals = argument_changes(found, old[partner], item)
             metadata = metadata_changes(old[partner], item)
@@ -103,11 +103,13 @@ def diff_graphs(before: Graph, after: Graph) -> GraphDiff:
                 ("literal", literals),
                 ("metadata", metadata),
             )
-            changes += [Change(kind, old[partner], item, tuple(details), home) for kind, details in kinds if details]
+            changes += [
+                NodeChange(kind, old[partner], item, tuple(details), home) for kind, details in kinds if details
+            ]
     return GraphDiff(tuple(old), tuple(new), tuple(in_order(changes, old, new)), tuple(found.to_before))
 
 
-def in_order(changes: list[Change], old: list[Item], new: list[Item]) -> list[Change]:
+def in_order(changes: list[NodeChange], old: list[Item], new: list[Item]) -> list[NodeChange]:
     """By module, as the graphs come to them; in a module what went, what came, what changed."""
     first: dict[str, float] = {}
     for items in (old, new):

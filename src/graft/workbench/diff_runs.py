@@ -14,7 +14,7 @@ from graft.ir.patterns.match import NearMiss
 from graft.passes.report import TransformRecord
 from graft.workbench.diff import Detail, GraphDiff, diff_graphs
 from graft.workbench.layers import ranges
-from graft.workbench.runs import Run
+from graft.workbench.runs import StoredRun
 
 ABSENT = "absent"
 
@@ -53,13 +53,13 @@ class RunDiff:
         return bool(self.transforms or self.graph or self.note)
 
 
-def diff_transform(run: Run, transform: str) -> GraphDiff:
+def diff_transform(run: StoredRun, transform: str) -> GraphDiff:
     """What a transform did to the graph."""
     before, after = run.around(transform)
     return diff_graphs(before.graph().graph, after.graph().graph)
 
 
-def diff_runs(before: Run, after: Run, transform: str = "", *, strict: bool = False) -> RunDiff:
+def diff_runs(before: StoredRun, after: StoredRun, transform: str = "", *, strict: bool = False) -> RunDiff:
     """transform: only this one, and the graphs after it. strict: two models are an error, not a note."""
     made_of = manifest_changes(before, after)
     if strict and before.manifest.model != after.manifest.model:
@@ -88,7 +88,7 @@ def diff_runs(before: Run, after: Run, transform: str = "", *, strict: bool = Fa
     return RunDiff(*folders, made_of, tuple(r for r in records if r), graph, transform, note)
 
 
-def manifest_changes(before: Run, after: Run) -> tuple[Detail, ...]:
+def manifest_changes(before: StoredRun, after: StoredRun) -> tuple[Detail, ...]:
     old, new = before.manifest, after.manifest
     pairs: list[tuple[str, Any, Any]] = [
         (name, getattr(old, name), getattr(new, name)) for name in ("model", "dtype", "device", "route")

@@ -8,55 +8,57 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from graft.passes.report import TransformRecord
-from graft.workbench.diff import Change, GraphDiff
+from graft.workbench.diff import GraphDiff, NodeChange
 from graft.workbench.diff_runs import RunDiff, TransformDiff
-from graft.workbench.layers import Folded, Layers, fold, ranges, unfolded
+from graft.workbench.layers import Folded, LayerGroup, fold, ranges, unfolded
 
 Style = Literal["title", "head", "added", "removed", "changed", "plain"]
 SIGNS = {"added": "+", "removed": "-"}
 
 
 @dataclass(frozen=True)
-class Line:
+class StyledLine:
     style: Style
     text: str
 
 
-def transform_lines(model: str, record: TransformRecord, diff: GraphDiff, *, unfold: bool = False) -> list[Line]:
+def transform_lines(
+    model: str, record: TransformRecord, diff: GraphDiff, *, unfold: bool = False
+) -> list[StyledLine]:
     """Before and after one transform."""
     matches, misses = counted(len(record.matches), "match"), counted(len(record.near_misses), "near miss")
-    lines = [Line("title", f"{record.name} on {model}: {record.status}, {matches}, {misses}; {summary(diff)}")]
+    lines = [StyledLine("title", f"{record.name} on {model}: {record.status}, {matches}, {misses}; {summary(diff)}")]
     if record.reason:
-        lines.append(Line("plain", record.reason))
+        lines.append(StyledLine("plain", record.reason))
     return lines + graph_lines(diff, unfold=unfold)
 
 
-def run_lines(diff: RunDiff, *, unfold: bool = False) -> list[Line]:
+def run_lines(diff: RunDiff, *, unfold: bool = False) -> list[StyledLine]:
     """Two runs: what they were made of, the transforms that differ, the graphs."""
-    lines = [Line("title", f"{diff.before} → {diff.after}")]
-    lines += [Line("plain", f"{d.what}: {d.before} → {d.after}") for d in diff.made_of]
+    lines = [StyledLine("title", f"{diff.before} → {diff.after}")]
+    lines += [StyledLine("plain", f"{d.what}: {d.before} → {d.after}") for d in diff.made_of]
     for transform in diff.transforms:
         lines += record_lines(transform)
     if not diff.transforms:
-        lines.append(Line("plain", "every transform did the same" if not diff.transform else "it did the same"))
+        lines.append(StyledLine("plain", "every transform did the same" if not diff.transform else "it did the same"))
     if diff.graph is None:
-        return [*lines, Line("plain", f"no graphs to compare: {diff.note}")]
+        return [*lines, StyledLine("plain", f"no graphs to compare: {diff.note}")]
     where = f"graphs after {diff.transform}" if diff.transform else "last graphs"
-    return [*lines, Line("head", f"{where}: {summary(diff.graph)}"), *graph_lines(diff.graph, unfold=unfold)]
+    return [*lines, StyledLine("head", f"{where}: {summary(diff.graph)}"), *graph_lines(diff.graph, unfold=unfold)]
 
 
-def record_lines(diff: TransformDiff) -> Iterator[Line]:
+def record_lines(diff: TransformDiff) -> Iterator[StyledLine]:
     parts = []
     if diff.status[0] != diff.status[1]:
         parts.append(f"{diff.status[0]} → {diff.status[1]}")
     for name, (before, after) in (("matches", diff.matches), ("near misses", diff.near_misses)):
         if before != after:
             parts.append(f"{name} {before} → {after}")
-    yield Line("head", f"{diff.name}: {', '.join(parts) or 'as many, but elsewhere'}")
-    yield from (Line("removed", f"  - matched at {place}") for place in diff.lost)
-    yield from (Line("added", f"  + matched at {place}") for place in diff.gained)
-    yield from (Line("removed", f"  - near miss at {place}") for place in diff.gone_misses)
-    yield from (Line("added", f"  + near miss at {place}") for place in diff.new_misses)
+    yield StyledLine("head", f"{diff.name}: {', '.join(parts) or 'as many, but elsewhere'}")
+    yield from (StyledLine("removed", f"  - matched at {place}") for place in diff.lost)
+    yield from (StyledLine("added", f"  + matched at {place}") for place in diff.gained)
+    yield from (StyledLine("removed", f"  - near miss at {place}") for place in diff.gone_misses)
+    yield from (StyledLine("added", f"  + near miss at {place}") for place in diff.new_misses)
 
 
 def summary(diff: GraphDiff) -> str:
@@ -64,60 +66,61 @@ def summary(diff: GraphDiff) -> str:
     return f"{len(diff.before)} → {len(diff.after)} nodes, {counts or 'no difference'}"
 
 
-def graph_lines(diff: GraphDiff, *, unfold: bool = False) -> list[Line]:
+def graph_lines(diff: GraphDiff, *, unfold: bool = False) -> list[StyledLine]:
     """By layer, equal layers once; `unfold` shows every layer by itself."""
     folded = unfolded(diff) if unfold else fold(diff)
     several = len({group.stack for group in folded.layers}) > 1
     lines = [
-        Line("changed", f"  ~ {d.what} {d.before} → {d.after} in {number} nodes") for d, number in folded.everywhere
+        StyledLine("changed", f"  ~ {d.what} {d.before} → {d.after} in {number} nodes")
+        for d, number in folded.everywhere
     ]
     for group in folded.layers:
         lines += usual_lines(group, several) if group.usual else differing_lines(group, several)
     return [*lines, *outside_lines(folded)]
 
 
-def usual_lines(group: Layers, several: bool) -> Iterator[Line]:
+def usual_lines(group: LayerGroup, several: bool) -> Iterator[StyledLine]:
     if not group.changes:
-        yield Line("head", f"{layers_text(group, several)}: no difference")
+        yield StyledLine("head", f"{layers_text(group, several)}: no difference")
         return
     shown = f", layer {group.shown} shown" if len(group.indices) > 1 else ""
-    yield Line("head", f"{layers_text(group, several)}{shown}")
+    yield StyledLine("head", f"{layers_text(group, several)}{shown}")
     yield from change_lines(group.changes)
 
 
-def differing_lines(group: Layers, several: bool) -> Iterator[Line]:
+def differing_lines(group: LayerGroup, several: bool) -> Iterator[StyledLine]:
     verb = "differ" if len(group.indices) > 1 else "differs"
     head = f"{layers_text(group, several)} {verb}:"
     if not group.changes:
-        yield Line("head", f"{head} nothing changed there")
+        yield StyledLine("head", f"{head} nothing changed there")
         return
     others = f"{len(group.extra)} other{'' if len(group.extra) == 1 else 's'}"
-    yield Line("head", f"{head} {len(group.missing)} of these not there, {others}")
+    yield StyledLine("head", f"{head} {len(group.missing)} of these not there, {others}")
     yield from change_lines(group.missing, "not there: ")
     yield from change_lines(group.extra)
 
 
-def layers_text(group: Layers, several: bool) -> str:
+def layers_text(group: LayerGroup, several: bool) -> str:
     times = f" × {len(group.indices)}" if len(group.indices) > 1 else ""
     stack = f" of {group.stack or 'the root'}" if several else ""
     return f"layer{'s' if times else ''} {ranges(group.indices)}{stack}{times}"
 
 
-def outside_lines(folded: Folded) -> Iterator[Line]:
+def outside_lines(folded: Folded) -> Iterator[StyledLine]:
     if folded.outside and folded.layers:
-        yield Line("head", "outside the layers")
+        yield StyledLine("head", "outside the layers")
     for repeated in folded.outside:
         times = f"    × {repeated.times}" if repeated.times > 1 else ""
-        yield from (Line(line.style, line.text + times) for line in change_lines([repeated.change]))
+        yield from (StyledLine(line.style, line.text + times) for line in change_lines([repeated.change]))
 
 
-def change_lines(changes: Iterable[Change], prefix: str = "") -> Iterator[Line]:
+def change_lines(changes: Iterable[NodeChange], prefix: str = "") -> Iterator[StyledLine]:
     for change in changes:
         style: Style = change.kind if change.kind in ("added", "removed") else "changed"
-        yield Line(style, f"  {SIGNS.get(change.kind, '~')} {prefix}{change_text(change)}")
+        yield StyledLine(style, f"  {SIGNS.get(change.kind, '~')} {prefix}{change_text(change)}")
 
 
-def change_text(change: Change) -> str:
+def change_text(change: NodeChange) -> str:
     """The node's line, or what changed of it: `%linear aten.linear: input %mul_3 → %rms_norm    # model.layers.0`."""
     node = change.node
     if change.kind in ("added", "removed"):
@@ -133,7 +136,7 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 'es'}"
 
 
-def markdown(lines: Iterable[Line]) -> str:
+def markdown(lines: Iterable[StyledLine]) -> str:
     """Titles and heads as headings, changes in `diff` blocks, which review tools colour."""
     found: list[str] = []
     block = False

@@ -21,7 +21,7 @@ from graft.workbench.model import captured
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelSite:
     """Where in the model something is: `layer` is the first number in the module's path."""
 
     layer: int | None
@@ -32,7 +32,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ExplainedMatch:
-    place: Place
+    place: ModelSite
     pattern: str
     nodes: int
     proof: Proof | None
@@ -42,7 +42,7 @@ class ExplainedMatch:
 class ExplainedMiss:
     """`place` is the node that stopped the match which would have ended at `anchor`."""
 
-    place: Place
+    place: ModelSite
     anchor: str
     pattern: str
     reason: str
@@ -112,7 +112,7 @@ def only(config: PipelineConfig, names: Any) -> PipelineConfig:
     return replace(config, transforms=kept)
 
 
-def describe(model: str, record: TransformRecord, places: Mapping[str, Place], note: str) -> Explanation:
+def describe(model: str, record: TransformRecord, places: Mapping[str, ModelSite], note: str) -> Explanation:
     matches = tuple(
         ExplainedMatch(match_place(match, places), match.pattern, len(match.replaced), match.proof)
         for match in record.matches
@@ -124,20 +124,20 @@ def describe(model: str, record: TransformRecord, places: Mapping[str, Place], n
     return Explanation(model, record.name, record.status, record.reason, matches, misses, note)
 
 
-def match_place(match: MatchRecord, places: Mapping[str, Place]) -> Place:
-    return places.get(match.name, Place(layer_of(match.module), match.module, "", match.name))
+def match_place(match: MatchRecord, places: Mapping[str, ModelSite]) -> ModelSite:
+    return places.get(match.name, ModelSite(layer_of(match.module), match.module, "", match.name))
 
 
-def miss_place(miss: NearMiss, places: Mapping[str, Place]) -> Place:
+def miss_place(miss: NearMiss, places: Mapping[str, ModelSite]) -> ModelSite:
     """Of the node that stopped it; a weight has no line of its own, so it gets the anchor's."""
-    nowhere = Place(None, "", "", miss.stopped_at)
+    nowhere = ModelSite(None, "", "", miss.stopped_at)
     place, anchor = places.get(miss.stopped_at, nowhere), places.get(miss.name, nowhere)
     return place if place.source else replace(anchor, node=place.node)
 
 
-def place_of(node: Node) -> Place:
+def place_of(node: Node) -> ModelSite:
     path = module_path(node)
-    return Place(layer_of(path), path, source_line(node), node.name)
+    return ModelSite(layer_of(path), path, source_line(node), node.name)
 
 
 def layer_of(path: str) -> int | None:

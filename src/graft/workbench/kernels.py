@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class KernelRow:
+class KernelCoverage:
     """One kernel of one op for one dtype: in how many of the op's cases it applies and is chosen, and why not."""
 
     op: str
@@ -36,7 +36,7 @@ class KernelRow:
     reasons: tuple[str, ...]
 
 
-def kernel_rows(names: Sequence[str] = (), device: str = "cpu", backend: str = "eager") -> list[KernelRow]:
+def kernel_rows(names: Sequence[str] = (), device: str = "cpu", backend: str = "eager") -> list[KernelCoverage]:
     """backend: that asks. Of native kernels it is told what they take; where rows of a step lie, a graph tells."""
     unknown = next((name for name in names if name not in OPS), None)
     if unknown is not None:
@@ -44,7 +44,7 @@ def kernel_rows(names: Sequence[str] = (), device: str = "cpu", backend: str = "
     return [row for name in names or OPS for dtype in DTYPES for row in op_rows(name, dtype, device, backend)]
 
 
-def op_rows(name: str, dtype: torch.dtype, device: str, backend: str) -> list[KernelRow]:
+def op_rows(name: str, dtype: torch.dtype, device: str, backend: str) -> list[KernelCoverage]:
     spec = OPS[name]
     home = spec.reference.__module__.rpartition(".")[0]  # a plugin's op has a folder of its own
     cases: list[Case] = importlib.import_module(f"{home}.cases").CASES
@@ -57,7 +57,7 @@ def op_rows(name: str, dtype: torch.dtype, device: str, backend: str) -> list[Ke
         reasons = tuple(dict.fromkeys(problem for problem in problems if problem))
         applies, taken = problems.count(None), chosen.count(kernel)
         text = str(dtype).removeprefix("torch.")
-        rows.append(KernelRow(name, kernel.name, kernel.kind, text, len(calls), applies, taken, reasons))
+        rows.append(KernelCoverage(name, kernel.name, kernel.kind, text, len(calls), applies, taken, reasons))
     return rows
 
 

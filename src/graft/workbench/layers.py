@@ -8,13 +8,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from graft.ir.facts import Sources, general, own_shape
-from graft.workbench.diff import Change, Detail, GraphDiff
+from graft.workbench.diff import Detail, GraphDiff, NodeChange
 
-Shape = Callable[[Change], Hashable]
+Shape = Callable[[NodeChange], Hashable]
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerGroup:
     """Layers of one stack (`model.layers`) with equal differences; `changes` are those of `shown`, one of them.
 
     usual: whether most layers are so. missing, extra: how the others differ from the usual ones.
@@ -23,17 +23,17 @@ class Layers:
     stack: str
     indices: tuple[int, ...]
     shown: int
-    changes: tuple[Change, ...]
+    changes: tuple[NodeChange, ...]
     usual: bool
-    missing: tuple[Change, ...] = ()
-    extra: tuple[Change, ...] = ()
+    missing: tuple[NodeChange, ...] = ()
+    extra: tuple[NodeChange, ...] = ()
 
 
 @dataclass(frozen=True)
 class Repeated:
     """A change outside the layers, and how often it is there but for the numbers in its names."""
 
-    change: Change
+    change: NodeChange
     times: int
 
 
@@ -41,7 +41,7 @@ class Repeated:
 class Folded:
     """`everywhere`: what changed in most nodes of the graph, with how many; it is left out of the changes."""
 
-    layers: tuple[Layers, ...]
+    layers: tuple[LayerGroup, ...]
     outside: tuple[Repeated, ...]
     everywhere: tuple[tuple[Detail, int], ...] = ()
 
@@ -58,7 +58,7 @@ def unfolded(diff: GraphDiff) -> Folded:
     """Every layer that has a change by itself."""
     by_stack, outside = by_layer(diff, diff.changes)
     found = [
-        Layers(stack, (index,), index, tuple(changes), usual=True)
+        LayerGroup(stack, (index,), index, tuple(changes), usual=True)
         for stack, layers in by_stack.items()
         for index, changes in layers.items()
         if changes
@@ -66,18 +66,20 @@ def unfolded(diff: GraphDiff) -> Folded:
     return Folded(tuple(found), tuple(Repeated(change, 1) for change in outside))
 
 
-def by_layer(diff: GraphDiff, changes: Iterable[Change]) -> tuple[dict[str, dict[int, list[Change]]], list[Change]]:
+def by_layer(
+    diff: GraphDiff, changes: Iterable[NodeChange]
+) -> tuple[dict[str, dict[int, list[NodeChange]]], list[NodeChange]]:
     """By stack and index, layers without a change too; and those of no layer."""
-    found: dict[str, dict[int, list[Change]]] = {}
+    found: dict[str, dict[int, list[NodeChange]]] = {}
     for layer in diff.layers:
         found.setdefault(layer.stack, {})[layer.index] = []
-    outside: list[Change] = []
+    outside: list[NodeChange] = []
     for change in changes:
         (outside if change.layer is None else found[change.layer.stack][change.layer.index]).append(change)
     return found, outside
 
 
-def fold_stack(stack: str, layers: dict[int, list[Change]], shape: Shape, blurred: Shape) -> list[Layers]:
+def fold_stack(stack: str, layers: dict[int, list[NodeChange]], shape: Shape, blurred: Shape) -> list[LayerGroup]:
     if not any(layers.values()):
         return []
     groups: dict[Hashable, list[int]] = {}
@@ -90,15 +92,15 @@ def fold_stack(stack: str, layers: dict[int, list[Change]], shape: Shape, blurre
     if lowest in ordered[1:] and Counter(map(blurred, layers[lowest[0]])) == Counter(map(blurred, usual)):
         ordered.remove(lowest)  # it reads something else in place of a layer above, and that is all
         ordered[0] = lowest + ordered[0]
-    found = [Layers(stack, tuple(ordered[0]), shown, tuple(usual), usual=True)]
+    found = [LayerGroup(stack, tuple(ordered[0]), shown, tuple(usual), usual=True)]
     for indices in ordered[1:]:
         own = layers[indices[0]]
         odd = without(usual, own, shape), without(own, usual, shape)
-        found.append(Layers(stack, tuple(indices), indices[0], tuple(own), False, *odd))
+        found.append(LayerGroup(stack, tuple(indices), indices[0], tuple(own), False, *odd))
     return found
 
 
-def without(changes: Sequence[Change], others: Sequence[Change], shape: Shape) -> tuple[Change, ...]:
+def without(changes: Sequence[NodeChange], others: Sequence[NodeChange], shape: Shape) -> tuple[NodeChange, ...]:
     """Those of `changes` that `others` has none of the same shape for."""
     left = Counter(map(shape, others))
     found = []
@@ -110,7 +112,7 @@ def without(changes: Sequence[Change], others: Sequence[Change], shape: Shape) -
     return tuple(found)
 
 
-def without_everywhere(diff: GraphDiff) -> tuple[list[Change], tuple[tuple[Detail, int], ...]]:
+def without_everywhere(diff: GraphDiff) -> tuple[list[NodeChange], tuple[tuple[Detail, int], ...]]:
     """Another dtype or device of the whole model is one line, not one for each node."""
     counts = Counter(detail for change in diff.of("metadata") for detail in change.details)
     both = len(diff.after) - len(diff.of("added"))  # nodes that are in both graphs
@@ -127,7 +129,7 @@ def shapes(diff: GraphDiff, *, blurred: bool = False) -> Shape:
     """A change without names and the number of its layer: equal for equal layers."""
     sources = Sources(diff.before), Sources(diff.after)
 
-    def shape(change: Change) -> Hashable:
+    def shape(change: NodeChange) -> Hashable:
         layer = change.layer
         if change.kind in ("literal", "metadata"):
             details = [(d.what, general(d.before, layer), general(d.after, layer)) for d in change.details]
@@ -144,9 +146,9 @@ def shapes(diff: GraphDiff, *, blurred: bool = False) -> Shape:
     return shape
 
 
-def repeated(changes: Iterable[Change]) -> list[Repeated]:
+def repeated(changes: Iterable[NodeChange]) -> list[Repeated]:
     """`%k_cache_0 = input`, `%k_cache_1 = input` → once, × 2."""
-    groups: dict[str, list[Change]] = {}
+    groups: dict[str, list[NodeChange]] = {}
     for change in changes:
         details = [(d.what, unnumbered(d.before), unnumbered(d.after)) for d in change.details]
         groups.setdefault(f"{change.kind} {unnumbered(change.node.text())} {details}", []).append(change)

@@ -22,7 +22,7 @@ STEM = re.compile(r"(\d{3})_([a-z]+)_(\w+)", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Step:
+class StoredStep:
     """The graph after one transform; the first step is the graph as it was captured."""
 
     number: int
@@ -39,18 +39,18 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     folder: Path
     report: Report
-    steps: tuple[Step, ...]
+    steps: tuple[StoredStep, ...]
     manifest: Manifest
 
-    def around(self, transform: str) -> tuple[Step, Step]:
+    def around(self, transform: str) -> tuple[StoredStep, StoredStep]:
         """The steps before and after a transform."""
         after = self.after(transform)
         return self.steps[self.steps.index(after) - 1], after
 
-    def after(self, transform: str) -> Step:
+    def after(self, transform: str) -> StoredStep:
         """The step of a transform."""
         for step in self.steps[1:]:
             if step.transform == transform:
@@ -67,7 +67,7 @@ class Run:
         return load_state(self.folder)
 
 
-def open_run(folder: str | Path) -> Run:
+def open_run(folder: str | Path) -> StoredRun:
     path = Path(folder)
     if not path.is_dir():
         raise DumpError(f"{path} is not a folder; graft dump MODEL -o DIR writes a folder of dumps")
@@ -83,7 +83,7 @@ def open_run(folder: str | Path) -> Run:
         report = Report.from_json((path / REPORT).read_text())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(path / REPORT, error) from error
-    return Run(path, report, steps, manifest)
+    return StoredRun(path, report, steps, manifest)
 
 
 def read_manifest(file: Path) -> Manifest:
@@ -104,11 +104,11 @@ def read_manifest(file: Path) -> Manifest:
         raise damaged(file, error) from error
 
 
-def read_step(folder: Path, stem: str) -> Step:
+def read_step(folder: Path, stem: str) -> StoredStep:
     found = STEM.fullmatch(stem)
     if found is None or not (folder / f"{stem}.json").is_file():
         raise DumpError(f"{folder} lacks {stem}.json, which its run wrote; dump the model again")
-    return Step(int(found[1]), found[2], found[3], folder / stem)
+    return StoredStep(int(found[1]), found[2], found[3], folder / stem)
 
 
 def damaged(file: Path, error: Exception) -> DumpError:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graft.base.files import write_whole
-from graft.passes.library.streams.schedule import Schedule, Slot
+from graft.passes.library.streams.schedule import Schedule, ScheduledCall
 
 WIDTH = 72  # characters of a row of text
 NANOSECONDS = 1e3  # in a microsecond, the unit of the format
@@ -27,7 +27,7 @@ def extent(begin: int, end: int) -> dict[str, float]:
     return {"ts": begin / NANOSECONDS, "dur": (end - begin) / NANOSECONDS}
 
 
-def trace_events(slots: Iterable[Slot], process: str, pid: int = 0) -> list[dict[str, Any]]:
+def trace_events(slots: Iterable[ScheduledCall], process: str, pid: int = 0) -> list[dict[str, Any]]:
     """Events of the Trace Event Format, times in microseconds: names of the rows, then a complete event a call."""
     slots = list(slots)
     events: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": process}}]
@@ -44,22 +44,22 @@ def trace_events(slots: Iterable[Slot], process: str, pid: int = 0) -> list[dict
     return events
 
 
-def write_trace(path: Path, rows: Sequence[tuple[str, Sequence[Slot]]]) -> None:
+def write_trace(path: Path, rows: Sequence[tuple[str, Sequence[ScheduledCall]]]) -> None:
     """A file with one process for each (name, slots)."""
     events = [event for pid, (name, slots) in enumerate(rows) for event in trace_events(slots, name, pid)]
     write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 
-def one_stream(schedule: Schedule) -> tuple[Slot, ...]:
+def one_stream(schedule: Schedule) -> tuple[ScheduledCall, ...]:
     """The same calls one after another."""
     slots, at = [], 0.0
     for slot in schedule.slots:
-        slots.append(Slot(slot.node, slot.module, 0, at, slot.us))
+        slots.append(ScheduledCall(slot.node, slot.module, 0, at, slot.us))
         at += slot.us
     return tuple(slots)
 
 
-def gantt(slots: Sequence[Slot], width: int = WIDTH) -> list[str]:
+def gantt(slots: Sequence[ScheduledCall], width: int = WIDTH) -> list[str]:
     """A row of text for each stream; a call is drawn over its share of the time, at least one character."""
     if not slots:
         return []
@@ -78,7 +78,7 @@ def gantt(slots: Sequence[Slot], width: int = WIDTH) -> list[str]:
     return lines
 
 
-def profiled_slots(profile: torch.profiler.profile, device_index: int = 0) -> tuple[Slot, ...]:
+def profiled_slots(profile: torch.profiler.profile, device_index: int = 0) -> tuple[ScheduledCall, ...]:
     """The kernels that torch's profiler saw, each in the first row that is free of others.
 
     The stream that it reports for the kernels of a CUDA graph may be the one of the launch, whatever they ran on.
@@ -91,7 +91,7 @@ def profiled_slots(profile: torch.profiler.profile, device_index: int = 0) -> tu
         at, taken = (round(float(us) * NANOSECONDS) for us in (event["ts"] - start, event["dur"]))
         row = next((index for index, end in enumerate(ends) if end <= at), len(ends))
         ends[row : row + 1] = [at + taken]
-        found.append(Slot(event["name"], "", row, at / NANOSECONDS, taken / NANOSECONDS))
+        found.append(ScheduledCall(event["name"], "", row, at / NANOSECONDS, taken / NANOSECONDS))
     return tuple(found)
 
 
@@ -104,7 +104,7 @@ def kernel_events(profile: torch.profiler.profile, device_index: int) -> list[di
     return [e for e in events if e.get("cat") == "kernel" and e.get("args", {}).get("device", 0) == device_index]
 
 
-def overlap(slots: Sequence[Slot]) -> dict[str, Any]:
+def overlap(slots: Sequence[ScheduledCall]) -> dict[str, Any]:
     """How much runs at once: the sum of all kernels over the time in which one runs at least; each stream's share."""
     busy: dict[int, float] = {}
     for slot in slots:

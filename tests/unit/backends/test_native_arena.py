@@ -6,22 +6,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graft.backends.native.arena import barriers, clash, first_gap, lay_out, lifetimes, touched
-from graft.backends.native.program import Buffer, Kernel, Layout, Pointer, Step, Value
+from graft.backends.native.program import Buffer, HeadLayout, KernelCall, NativeKernel, Pointer, Value
 
 
 def value(name: str, width: int) -> Value:
-    return Value(name, Layout("tokens", 1, width, "flat"), 0, width)
+    return Value(name, HeadLayout("tokens", 1, width, "flat"), 0, width)
 
 
 @st.composite
-def programs(draw) -> tuple[list[Step], list[Buffer]]:
+def programs(draw) -> tuple[list[KernelCall], list[Buffer]]:
     """Step i writes buffer i and reads some of those before it."""
     widths = draw(st.lists(st.sampled_from([16, 32, 48, 160]), min_size=1, max_size=12))
     steps = []
     for index, width in enumerate(widths):
         sources = draw(st.lists(st.integers(0, index - 1), max_size=3)) if index else []
         fields = [(f"x{i}", Pointer(value(f"b{s}", widths[s]))) for i, s in enumerate(sources)]
-        steps.append(Step(Kernel("k", "A", "h"), (*fields, ("out", value(f"b{index}", width))), f"n{index}", ""))
+        steps.append(
+            KernelCall(NativeKernel("k", "A", "h"), (*fields, ("out", value(f"b{index}", width))), f"n{index}", "")
+        )
     return steps, [Buffer(f"b{index}", "tokens", width) for index, width in enumerate(widths)]
 
 
@@ -60,8 +62,10 @@ def test_a_step_waits_for_what_it_depends_on_and_only_then(program):
 
 
 def test_independent_steps_run_together():
-    steps = [Step(Kernel("k", "A", "h"), (("out", value(f"b{i}", 16)),), f"n{i}", "") for i in range(3)]
-    steps.append(Step(Kernel("k", "A", "h"), tuple((f"x{i}", value(f"b{i}", 16)) for i in range(3)), "sum", ""))
+    steps = [KernelCall(NativeKernel("k", "A", "h"), (("out", value(f"b{i}", 16)),), f"n{i}", "") for i in range(3)]
+    steps.append(
+        KernelCall(NativeKernel("k", "A", "h"), tuple((f"x{i}", value(f"b{i}", 16)) for i in range(3)), "sum", "")
+    )
     buffers = [Buffer(f"b{i}", "tokens", 16) for i in range(3)]
     places, _, found = lay_out(steps, buffers, {})
     assert found == {3}

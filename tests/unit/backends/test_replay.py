@@ -15,7 +15,7 @@ from cuda_graph_cases import CASES, Attend, OwnCaches, at, caches, compiled_atte
 from graft.backends import lower
 from graft.backends.buffers import elements_are_apart, row_of
 from graft.backends.capturable import recording_device
-from graft.backends.keys import Arguments, State
+from graft.backends.keys import Arguments, ModuleTensors
 from graft.base.errors import CaptureRefused, UsageError
 from graft.ir.trace import export_graph
 
@@ -160,7 +160,7 @@ def test_constants_in_host_memory_are_part_of_the_key_by_value():
     """A graph on a GPU reads them while it is recorded; the device alone is compared here."""
     module = nn.Module()
     module.scale = torch.tensor(2.0)
-    state = State(module, ["scale"], torch.device("cuda", 0))
+    state = ModuleTensors(module, ["scale"], torch.device("cuda", 0))
     arguments = Arguments((), state, frozenset(), torch.device("cuda", 0))
     first = arguments.key(state.read())
     assert arguments.key(state.read()) == first
@@ -203,7 +203,7 @@ def test_host_memory_in_a_graph_of_a_gpu_is_refused():
 
 def test_nested_and_moved_state_is_found():
     module = nn.Sequential(nn.Linear(2, 2))
-    state = State(module, ["0.weight", "0.bias"], torch.device("cpu"))
+    state = ModuleTensors(module, ["0.weight", "0.bias"], torch.device("cpu"))
     arguments = Arguments((), state, frozenset(), torch.device("cpu"))
     first = arguments.key(state.read())
     module[0].weight.data = module[0].weight.data.clone()  # the same parameter at another address

@@ -24,9 +24,9 @@ from graft.bench.baselines import llama_cpp as peers_llama
 from graft.bench.baselines.baseline import Peer, Task
 from graft.bench.baselines.hf import PEERS, RIVALS
 from graft.bench.baselines.llama_cpp import LlamaCpp, gguf_file
-from graft.bench.baselines.openvino import OpenVino, Step
+from graft.bench.baselines.openvino import OpenVino, StepModule
 from graft.bench.bench import bench
-from graft.bench.plan import Plan
+from graft.bench.plan import BenchPlan
 from graft.bench.roofline import Roofline
 from graft.bench.rows import Row
 from graft.bench.threads import checked_threads, use_threads
@@ -35,7 +35,7 @@ from graft.cli.app import app
 from graft.cli.bench_show import show
 
 CPU = torch.device("cpu")
-PLAN = Plan(batches=(2,), prompts=(8,), new=40, repeats=1, against=("llama.cpp", "openvino"))
+PLAN = BenchPlan(batches=(2,), prompts=(8,), new=40, repeats=1, against=("llama.cpp", "openvino"))
 ROOF = Roofline(read_gb_per_s=10.0, matrix_tflops=2.0, read_how="a sum", matrix_how="64³ in float32")
 
 
@@ -250,7 +250,7 @@ def test_the_step_that_openvino_gets_is_the_model():
     past = [
         torch.zeros(2, config.num_key_value_heads, 0, config.head_dim) for _ in range(2 * config.num_hidden_layers)
     ]
-    step, beams, expected = Step(module), torch.arange(2), module(ids).logits
+    step, beams, expected = StepModule(module), torch.arange(2), module(ids).logits
 
     def call(first, last, past):
         own = torch.arange(first, last)

@@ -21,7 +21,7 @@ from graft.bench.baselines.baseline import Task
 from graft.bench.baselines.hf import PEERS, RIVALS, EagerRival
 from graft.bench.bench import bench, prompts_for
 from graft.bench.contest import Graft, agreement
-from graft.bench.plan import Cell, Plan, known_context
+from graft.bench.plan import BenchPlan, Cell, known_context
 from graft.bench.plot import check_plot, write_plot
 from graft.bench.roofline import Roofline
 from graft.bench.rows import Bench, Row
@@ -36,7 +36,7 @@ from graft.bench.traffic import (
 from graft.cli.app import app
 from graft.models.load import load_model
 
-SMALL = Plan(batches=(1, 3), prompts=(12,), new=6, repeats=2, against=("eager",))
+SMALL = BenchPlan(batches=(1, 3), prompts=(12,), new=6, repeats=2, against=("eager",))
 ROOF = Roofline(read_gb_per_s=10.0, matrix_tflops=2.0, read_how="a sum", matrix_how="64³ in float32")
 
 

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import graft
 from graft.backends.native.call import RegionCall
 from graft.bench import kernel_bytes
-from graft.bench.kernel_bytes import Weight, linear_weights, weights_read
+from graft.bench.kernel_bytes import WeightRead, linear_weights, weights_read
 from graft.bench.kernel_times import (
-    KernelRow,
+    KernelTime,
     Launch,
     StepTimes,
     added_times,
@@ -132,11 +132,11 @@ def test_an_op_counts_without_what_it_calls():
 
 LLAMA_8B = Counter(
     {
-        Weight(6144, 6144 * 8192): 32,
-        Weight(4096, 4096 * 8192): 32,
-        Weight(28672, 28672 * 8192): 32,
-        Weight(4096, 4096 * 28672): 32,
-        Weight(128256, 128256 * 8192): 1,
+        WeightRead(6144, 6144 * 8192): 32,
+        WeightRead(4096, 4096 * 8192): 32,
+        WeightRead(28672, 28672 * 8192): 32,
+        WeightRead(4096, 4096 * 28672): 32,
+        WeightRead(128256, 128256 * 8192): 1,
     }
 )
 
@@ -155,17 +155,17 @@ LLAMA_8B = Counter(
     ],
 )
 def test_bytes_are_given_where_only_one_choice_of_weights_fits(grid, calls, expected):
-    assert weights_read(KernelRow("matvec_kernel", grid, calls, 1.0, 1.0, 1.0, 1.0), LLAMA_8B) == expected
-    assert weights_read(KernelRow("rope_kernel", grid, calls, 1.0, 1.0, 1.0, 1.0), LLAMA_8B) is None
+    assert weights_read(KernelTime("matvec_kernel", grid, calls, 1.0, 1.0, 1.0, 1.0), LLAMA_8B) == expected
+    assert weights_read(KernelTime("rope_kernel", grid, calls, 1.0, 1.0, 1.0, 1.0), LLAMA_8B) is None
 
 
 def test_bytes_and_rates_of_a_table(monkeypatch):
     monkeypatch.setattr(kernel_bytes, "cache_bytes", lambda module, context: 1e6 * context)
     weight, count = max(linear_weights(engine()).items(), key=lambda item: item[0].rows)
     rows = [
-        KernelRow("fused_linear_matvec", str(weight.rows), count, 2.0, 2.0, 2.0, 1.0),
-        KernelRow("attention_split", "8×2", 2, 5.0, 2.5, 5.0, 1.0),
-        KernelRow("attention_combine", "8", 2, 1.0, 0.5, 1.0, 1.0),
+        KernelTime("fused_linear_matvec", str(weight.rows), count, 2.0, 2.0, 2.0, 1.0),
+        KernelTime("attention_split", "8×2", 2, 5.0, 2.5, 5.0, 1.0),
+        KernelTime("attention_combine", "8", 2, 1.0, 0.5, 1.0, 1.0),
     ]
     linear, split, combine = kernel_bytes.kernel_bytes(rows, engine(), Cell(2, 16), 10.0)
     assert linear.bytes == count * weight.bytes and linear.gb_per_s == pytest.approx(linear.bytes / 2e-6 / 1e9)
@@ -224,7 +224,7 @@ def test_the_kernel_table_fits_into_80_columns(monkeypatch):
     from graft.cli import bench_show
 
     rows = tuple(
-        KernelRow(f"a_kernel_with_a_name_of_sixty_letters_that_goes_on_and_on_{i}", "32×4×16", 1234, 12345.6, 1234.5,
+        KernelTime(f"a_kernel_with_a_name_of_sixty_letters_that_goes_on_and_on_{i}", "32×4×16", 1234, 12345.6, 1234.5,
                   12345.6, 100.0, 140_000e6, 4230.4)
         for i in range(3)
     )  # fmt: skip

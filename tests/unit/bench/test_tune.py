@@ -21,18 +21,18 @@ from graft.cli.app import app
 from graft.engine.choices import choice_note, choice_notes, model_shapes
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import choose_kernel, overridden
-from graft.ops.fused_linear.kinds import Gemm, Matvec, Shape, how_problem
-from graft.ops.fused_linear.tables import Entry, read_table, write_table
+from graft.ops.fused_linear.kinds import Gemm, LinearShape, Matvec, how_problem
+from graft.ops.fused_linear.tables import TunedEntry, read_table, write_table
 from graft.ops.ran import OpKernels, Ran
 from graft.weights.packing import pack_int4
 
 CPU = torch.device("cpu")
-DOWN = Shape(4096, 14336, "plain", False, False)
-UP = Shape(14336, 4096, "plain", True, True)
+DOWN = LinearShape(4096, 14336, "plain", False, False)
+UP = LinearShape(14336, 4096, "plain", True, True)
 
 
 USUAL = Matvec(2, 4)
-SHIPPED = {shape: {1: Entry(USUAL, 20.0, "NVIDIA H200")} for shape in (DOWN, UP)}
+SHIPPED = {shape: {1: TunedEntry(USUAL, 20.0, "NVIDIA H200")} for shape in (DOWN, UP)}
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +54,8 @@ def test_the_fastest_candidate_is_chosen():
     assert found.device == "cpu" and found.failures == () and found.steps == ()
     for shape in (DOWN, UP):
         assert found.table[shape] == {
-            1: Entry(Matvec(2, 8), 3.0, "cpu"),
-            8: Entry(Gemm(32, 8, 64, 1, 4, 6, 8), 4.0, "cpu"),
+            1: TunedEntry(Matvec(2, 8), 3.0, "cpu"),
+            8: TunedEntry(Gemm(32, 8, 64, 1, 4, 6, 8), 4.0, "cpu"),
         }
     first = found.trials[0]
     assert first.gb_per_s == pytest.approx(4096 * 14336 * 2 / 3e-6 / 1e9)
@@ -94,8 +94,11 @@ def test_a_step_goes_before_what_is_best_alone():
         return 100.0 + sum(times.get(how, 10.0) for how in taken.values())
 
     found = tune([DOWN, UP], [1, 2], CPU, timer=alone, step=step, in_step=[1])
-    assert found.table[DOWN] == {1: Entry(Matvec(2, 8), 2.0, "cpu", "in a step"), 2: Entry(order[0], 1.0, "cpu")}
-    assert found.table[UP][1] == Entry(Matvec(2, 8), 2.0, "cpu", "in a step")
+    assert found.table[DOWN] == {
+        1: TunedEntry(Matvec(2, 8), 2.0, "cpu", "in a step"),
+        2: TunedEntry(order[0], 1.0, "cpu"),
+    }
+    assert found.table[UP][1] == TunedEntry(Matvec(2, 8), 2.0, "cpu", "in a step")
     assert found.steps[0].us == 110.0 and found.steps[0].tokens == 1
     assert all(how in (*order[:3], USUAL) for t in tried for how in t.values())
     assert choice.OVERRIDES == []
@@ -119,14 +122,14 @@ def test_the_shipped_choices_are_kept_where_a_step_likes_them():
 
     alone = clock({USUAL: 40.0})  # the slowest of all
     found = tune([DOWN], [1], CPU, timer=alone, step=step, in_step=[1])
-    assert found.table[DOWN][1] == Entry(USUAL, 40.0, "cpu", "in a step")
+    assert found.table[DOWN][1] == TunedEntry(USUAL, 40.0, "cpu", "in a step")
     assert (found.steps[0].us, found.steps[0].shipped_us) == (50.0, 50.0)
 
 
 def test_a_step_that_does_not_run_leaves_what_was_best_alone():
     alone = clock({Matvec(2, 8): 3.0})
     found = tune([DOWN], [1], CPU, timer=alone, step=lambda tokens: "no memory", in_step=[1])
-    assert found.table[DOWN][1] == Entry(Matvec(2, 8), 3.0, "cpu", "alone") and found.steps == ()
+    assert found.table[DOWN][1] == TunedEntry(Matvec(2, 8), 3.0, "cpu", "alone") and found.steps == ()
     assert [failure.text() for failure in found.failures] == ["a step of 1 token: in a step: no memory"] * 2
     with pytest.raises(GraftError, match="step="):
         tune([DOWN], [1], CPU, timer=alone, in_step=[1])
@@ -135,7 +138,7 @@ def test_a_step_that_does_not_run_leaves_what_was_best_alone():
 @pytest.mark.parametrize("format", ["plain", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("tokens", [1, 3, 5, 128])
 def test_candidates_are_distinct_and_can_run(format, tokens):
-    for shape in (Shape(4096, 4096, format, False, False), Shape(96, 1020, format, True, True)):
+    for shape in (LinearShape(4096, 4096, format, False, False), LinearShape(96, 1020, format, True, True)):
         ways = list(candidates(shape, tokens))
         assert len(ways) == len(set(ways)) and None in ways
         assert all(how_problem(how, shape, tokens) is None for how in ways)
@@ -145,8 +148,8 @@ def test_candidates_are_distinct_and_can_run(format, tokens):
 
 def test_bytes_of_weights_and_scales():
     assert weight_bytes(UP) == 2 * 14336 * 4096 * 2
-    assert weight_bytes(Shape(64, 256, "int8", False, False)) == 64 * (256 + 4)
-    assert weight_bytes(Shape(64, 256, "int4", False, False)) == 64 * (128 + 2 * 2)
+    assert weight_bytes(LinearShape(64, 256, "int8", False, False)) == 64 * (256 + 4)
+    assert weight_bytes(LinearShape(64, 256, "int4", False, False)) == 64 * (128 + 2 * 2)
 
 
 def test_without_a_gpu_it_refuses():
@@ -163,7 +166,7 @@ def test_the_shapes_of_a_model_come_from_its_graph(quantized):
     shapes = model_shapes(quantized.graph_module)
     config = quantized.model.module.config
     hidden, middle, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    assert shapes[Shape(hidden, middle, "int8", False, False)] == layers
+    assert shapes[LinearShape(hidden, middle, "int8", False, False)] == layers
     nodes = [n for n in quantized.graph_module.graph.nodes if n.target is torch.ops.graft.fused_linear.default]
     assert sum(shapes.values()) == len(nodes) > layers
     plain = graft.LLM(tiny("llama"), kv_cache_memory="1MiB", max_num_seqs=2, device="cpu", backend="eager")
@@ -174,14 +177,14 @@ def test_4_bit_weights_keep_their_depth():
     weight, scale = pack_int4(torch.zeros(64, 640)), torch.ones(64, 5)
     made = make_fx(lambda x, w, s: torch.ops.graft.fused_linear(x, w, None, s, activation="silu"))
     graph = made(torch.ones(1, 3, 640), weight, scale)
-    assert model_shapes(graph) == {Shape(32, 640, "int4", True, False): 1}
+    assert model_shapes(graph) == {LinearShape(32, 640, "int4", True, False): 1}
 
 
 def test_the_report_tells_where_choices_come_from(quantized):
     module = quantized.graph_module
     shapes = list(model_shapes(module))
     total = len(shapes)
-    one, many = ({count: Entry(Gemm(), 1.0, "gpu") for count in counts} for counts in ((1,), (1, 64)))
+    one, many = ({count: TunedEntry(Gemm(), 1.0, "gpu") for count in counts} for counts in ((1,), (1, 64)))
     assert choice_note(module, "gpu") == (  # the shipped table has 8-bit weights for one token
         f"fused_linear: {total} take their nearest, {total} for one token alone, and torch's or the default kernel"
         " runs more; `graft tune MODEL` measures"
@@ -259,7 +262,7 @@ def test_the_command_writes_a_table_that_lookups_read(pretend, cache, quantized,
     assert set(read_table(path)[shape]) == {1, 4}
     assert choose_kernel(shape, 1, "my gpu").how == Matvec(2, 8) != before.how
     other = tmp_path / "mine.json"
-    write_table({DOWN: {1: Entry(None, 1.0, "cpu")}}, other)
+    write_table({DOWN: {1: TunedEntry(None, 1.0, "cpu")}}, other)
     document = json.loads(invoke("tune", "tiny-llama", "--tokens", "1", "-o", str(other), "--json").stdout)
     assert document["file"] == str(other) and document["failures"]
     row = next(row for row in document["rows"] if row["shape"] == shape.key())

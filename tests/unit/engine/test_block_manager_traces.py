@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cache_model import Simulation, bits, random_trace
 from graft.base.errors import CacheCorrupt
 from graft.engine.kv.events import EventQueue
-from graft.engine.kv.hashing import Entry, block_hash
+from graft.engine.kv.hashing import CachedBlock, block_hash
 from graft.engine.kv.manager import BlockManager
 
 
@@ -48,7 +48,7 @@ def found_wrong(expected: type[BaseException] | tuple, seeds: range, **options) 
 
 
 def test_the_model_sees_a_wrong_block_reused(monkeypatch):
-    monkeypatch.setattr(Entry, "holds", lambda self, parent, tokens: True)
+    monkeypatch.setattr(CachedBlock, "holds", lambda self, parent, tokens: True)
     options = {"events": None, "check": False, "hash_block": bits(2)}
     assert found_wrong(AssertionError, range(10), **options) == 10
     assert found_wrong(AssertionError, range(10), **options | {"hash_block": block_hash}) == 0  # the bug is the pair

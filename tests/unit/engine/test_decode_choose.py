@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.engine.decode.choose import WIDE, Settings, choose, kind_of
+from graft.engine.decode.choose import WIDE, SamplingRows, choose, kind_of
 from graft.engine.params import SamplingParams
 from graft.engine.sampling.draw import HEAD
 from graft.engine.sampling.sampling import make_generator, sample
@@ -29,7 +29,7 @@ def column(values, dtype=torch.float64):
 def on_device(logits, params, seeds, kind):
     """What a recording chooses, with the first number of each generator."""
     uniform = [torch.rand((), dtype=torch.float64, generator=make_generator(seed)).item() for seed in seeds]
-    rows = Settings(
+    rows = SamplingRows(
         column([p.temperature for p in params]),
         column([p.min_p for p in params]),
         column([p.top_p for p in params]),

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from graft.engine.decode import buffers as decode_buffers
-from graft.engine.decode.buffers import Buffers, Slot
+from graft.engine.decode.buffers import Buffers, StepBuffers
 from graft.engine.decode.loop import DecodeLoop
 from recording_cases import engine, run
 
@@ -45,7 +45,7 @@ class Device:
         object.__setattr__(buffers, "uniform", Late(buffers.uniform, self.queue))
         for slot in buffers.ring:
             slot.tokens = Late(slot.tokens, self.queue)
-        patch.setattr(Slot, "wait", lambda slot: self.wait(slot))
+        patch.setattr(StepBuffers, "wait", lambda slot: self.wait(slot))
         for target, name in ((llm.engine, "run"), (loop, "logits"), (Buffers, "fill")):
             patch.setattr(target, name, self.in_order(getattr(target, name)))
         launch = loop.launch
@@ -55,7 +55,7 @@ class Device:
             late = replace(flight.recording, play=lambda: self.queue.append(play))
             launch(replace_recording(flight, late))
             self.queue.append(flight.slot)  # where it is done
-            self.most = max(self.most, sum(isinstance(item, Slot) for item in self.queue))
+            self.most = max(self.most, sum(isinstance(item, StepBuffers) for item in self.queue))
             return flight
 
         patch.setattr(loop, "launch", launched)
@@ -67,7 +67,7 @@ class Device:
 
     def work(self):
         item = self.queue.popleft()
-        if not isinstance(item, Slot):
+        if not isinstance(item, StepBuffers):
             item()
 
     def in_order(self, call):

@@ -10,7 +10,7 @@ import torch
 import graft
 from graft.base.errors import LogitsError, OutOfMemory
 from graft.engine.decode import choose as choosing
-from graft.engine.decode.buffers import Slot
+from graft.engine.decode.buffers import StepBuffers
 from graft.engine.decode.loop import Flight
 from graft.engine.decode.recording import Recordings
 from recording_cases import engine, run
@@ -357,7 +357,7 @@ def test_stop_strings_and_streams(monkeypatch):
 
 def test_time_is_the_devices_where_the_host_comes_late(monkeypatch):
     """A caller who was away finds the step done: the call takes no time, the step did."""
-    monkeypatch.setattr(Slot, "seconds", lambda self: 2.0)
+    monkeypatch.setattr(StepBuffers, "seconds", lambda self: 2.0)
     llm = engine("llama", True, max_num_seqs=2)
     llm.generate([[5, 6]], greedy(11))
     assert 20 <= llm.stats.decode_seconds < 40 and llm.stats.decode_tokens == 10

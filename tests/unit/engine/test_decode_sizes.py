@@ -10,7 +10,7 @@ import torch
 import graft
 from graft.base.errors import UsageError
 from graft.engine.decode import buckets
-from graft.engine.decode.buckets import Sizes, bucket_for, bucket_sizes, table_widths
+from graft.engine.decode.buckets import BatchSizes, bucket_for, bucket_sizes, table_widths
 from graft.engine.decode.build import loop_problem
 from graft.engine.options import EngineOptions
 from recording_cases import captured, engine
@@ -20,16 +20,16 @@ def test_bucket_sizes():
     assert bucket_sizes(1) == (1,) and bucket_sizes(8) == (1, 2, 4, 8)
     assert bucket_sizes(21) == (1, 2, 4, 8, 16, 18, 20, 21) and bucket_sizes(20, [8, 3, 8]) == (3, 8)
     assert bucket_sizes(1024)[-3:] == (896, 960, 1024) and bucket_sizes(600, [600]) == (600,)
-    assert Sizes(bucket_sizes(21), 2).used == (1, 2, 4, 8, 16, 21)
+    assert BatchSizes(bucket_sizes(21), 2).used == (1, 2, 4, 8, 16, 21)
     assert [bucket_for(n, (1, 2, 4)) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, None]
 
 
 def test_a_size_between_is_used_when_it_has_been_wanted_often():
-    sizes = Sizes(bucket_sizes(64), 3)
+    sizes = BatchSizes(bucket_sizes(64), 3)
     assert [sizes.take(18) for _ in range(4)] == [32, 32, 18, 18]
     assert sizes.take(17) == 18 and sizes.take(19) == 32 and sizes.take(64) == 64 and sizes.take(65) is None
-    assert Sizes((3, 24), 3, (3, 24)).take(4) == 24
-    assert Sizes((), 3).take(1) is None
+    assert BatchSizes((3, 24), 3, (3, 24)).take(4) == 24
+    assert BatchSizes((), 3).take(1) is None
 
 
 @pytest.mark.parametrize("most", [17, 256, 1000, 4096])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import graft
-from graft.engine.decode.buckets import Sizes
+from graft.engine.decode.buckets import BatchSizes
 from graft.engine.decode.packed import LARGEST, token_sizes
 from graft.ops.layout import NAMES, HostBatch
 from recording_cases import engine
@@ -54,7 +54,7 @@ def test_what_is_captured_is_told_and_used_again():
 
 def test_a_step_of_more_tokens_is_launched(monkeypatch):
     llm = engine("llama", True, max_num_seqs=4, max_num_batched_tokens=64)
-    monkeypatch.setattr(llm.engine.loop.packed, "sizes", Sizes((16,), 1))
+    monkeypatch.setattr(llm.engine.loop.packed, "sizes", BatchSizes((16,), 1))
     whole = llm.generate([[3] * 40], graft.SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids
     assert not llm.engine.loop.packed.made
     again = engine("llama", True, max_num_seqs=4, max_num_batched_tokens=64)
@@ -67,7 +67,7 @@ def test_padding_touches_nobody_elses_blocks():
     caches = []
     for sizes in ((16, 20, 24), (64,)):
         llm = engine("llama", True, blocks=12, max_num_seqs=4, max_num_batched_tokens=64)
-        llm.engine.loop.packed.sizes = Sizes(sizes, 1)
+        llm.engine.loop.packed.sizes = BatchSizes(sizes, 1)
         llm.generate([[7] * 19], graft.SamplingParams(max_tokens=1, ignore_eos=True))
         caches.append([tensor[:12].clone() for tensor in llm.engine.tensors])
     for one, other in zip(*caches, strict=True):
@@ -87,7 +87,7 @@ def test_padding_of_more_tokens_than_a_table_has_blocks_for_takes_several_rows()
     assert counts == [1, 0, 0, 256, 256, 127, 0] and max(padded.seq_lens) == packed.span
     assert padded.token_to_seq == [row for row, count in enumerate(counts) for _ in range(count)]
     assert padded.lens_cpu == [(count, max(count, 1)) for count in counts] and len(padded.slot_mapping) == 640
-    packed.sizes = Sizes((1024,), 1)
+    packed.sizes = BatchSizes((1024,), 1)
     params = graft.SamplingParams(max_tokens=3, ignore_eos=True)
     whole = engine("llama", False, max_num_seqs=2).generate([[3] * 20], params)
     assert llm.generate([[3] * 20], params)[0].token_ids == whole[0].token_ids and set(packed.made) == {1024}

@@ -12,14 +12,22 @@ from hypothesis import strategies as st
 
 from graft.base.errors import TableError
 from graft.ops.fused_linear import choice
-from graft.ops.fused_linear.choice import Choice, choose_kernel, look_up, overridden, ranges, ranges_text, tuned_file
-from graft.ops.fused_linear.kinds import WEIGHTS, Even, Gemm, Matvec, Narrow, Shape, how_problem, how_text
-from graft.ops.fused_linear.tables import Entry, merge, parse_table, read_table, table_json, write_table
+from graft.ops.fused_linear.choice import (
+    KernelChoice,
+    choose_kernel,
+    look_up,
+    overridden,
+    ranges,
+    ranges_text,
+    tuned_file,
+)
+from graft.ops.fused_linear.kinds import WEIGHTS, Even, Gemm, LinearShape, Matvec, Narrow, how_problem, how_text
+from graft.ops.fused_linear.tables import TunedEntry, merge, parse_table, read_table, table_json, write_table
 
 H200 = "NVIDIA H200"
-SQUARE = Shape(4096, 4096, "plain", False, False)
+SQUARE = LinearShape(4096, 4096, "plain", False, False)
 sizes = st.sampled_from([8, 64, 576, 1536, 4096, 14336])
-shapes = st.builds(Shape, sizes, sizes, st.sampled_from(WEIGHTS), st.booleans(), st.booleans())
+shapes = st.builds(LinearShape, sizes, sizes, st.sampled_from(WEIGHTS), st.booleans(), st.booleans())
 counts = st.sampled_from([1, 2, 3, 4, 8, 16, 100])
 hows = st.one_of(
     st.none(),
@@ -28,7 +36,7 @@ hows = st.one_of(
     st.builds(Narrow, st.sampled_from([4, 8]), st.sampled_from([2, 8]), st.sampled_from([0, 3])),
 )
 entries = st.builds(
-    Entry,
+    TunedEntry,
     hows,
     st.floats(0.5, 900).map(lambda us: round(us, 2)),
     st.just(H200),
@@ -110,9 +118,9 @@ def test_ranges_cover_every_count_once_with_what_a_lookup_gives(found):
 def test_the_text_of_ranges():
     wide = Gemm(64, 64, early=4)
     found = {
-        1: Entry(Matvec(2), 9.5, H200, "in a step"),
-        4: Entry(wide, 13.0, H200),
-        64: Entry(wide, 14.0, H200),
+        1: TunedEntry(Matvec(2), 9.5, H200, "in a step"),
+        4: TunedEntry(wide, 13.0, H200),
+        64: TunedEntry(wide, 14.0, H200),
     }
     gemm = "gemm(rows=64, tokens=64, depth=128, splits=1, warps=4, stages=4, early=4)"
     assert ranges_text(SQUARE, found) == (
@@ -120,7 +128,7 @@ def test_the_text_of_ranges():
         " measured on NVIDIA H200 in a step (1), NVIDIA H200 alone (2–64)"
     )
     quantized = replace(SQUARE, format="int8", gated=True, norm=True)
-    assert ranges_text(quantized, {4: Entry(None, 1.0, "B")}) == (
+    assert ranges_text(quantized, {4: TunedEntry(None, 1.0, "B")}) == (
         "int8 4096x4096 gated norm: 1–4 default, more: default; measured on B alone"
     )
     assert how_text(Gemm(early=4, norm_inside=True)).endswith("stages=4, early=4, norm_inside=True)")
@@ -157,7 +165,7 @@ def test_narrow_says_what_it_cannot_take(how, format, k, tokens, reason):
 
 
 def test_another_device_is_told():
-    table = {SQUARE: {4: Entry(Gemm(), 1.0, H200)}}
+    table = {SQUARE: {4: TunedEntry(Gemm(), 1.0, H200)}}
     assert look_up(table, SQUARE, 2, "NVIDIA A100").source == (
         "measured on NVIDIA H200 (this is NVIDIA A100) alone, this shape, 4 tokens"
     )
@@ -165,13 +173,13 @@ def test_another_device_is_told():
 
 def test_a_kernel_that_cannot_run_the_shape_at_hand_is_not_taken():
     """The nearest shape was measured with matvec, which reads 8 values at a time."""
-    table = {SQUARE: {1: Entry(Matvec(), 1.0, H200)}}
+    table = {SQUARE: {1: TunedEntry(Matvec(), 1.0, H200)}}
     assert look_up(table, replace(SQUARE, k=4088), 1, H200).how == Matvec()
     odd = look_up(table, replace(SQUARE, k=4090), 1, H200)
     assert odd.how is None and "but matvec needs a depth that is a multiple of 8, not 4090" in odd.source
     further = replace(SQUARE, n=512)
-    table[further] = {1: Entry(Gemm(), 1.0, H200), 4: Entry(Gemm(32), 1.0, H200)}
-    assert look_up(table, replace(SQUARE, k=4090), 1, H200) == Choice(
+    table[further] = {1: TunedEntry(Gemm(), 1.0, H200), 4: TunedEntry(Gemm(32), 1.0, H200)}
+    assert look_up(table, replace(SQUARE, k=4090), 1, H200) == KernelChoice(
         Gemm(),
         "measured on NVIDIA H200 alone, nearest shape plain 512x4096, 1 token; that of plain 4096x4096 is nearer, but"
         " matvec needs a depth that is a multiple of 8, not 4090",
@@ -191,7 +199,7 @@ def test_the_shipped_table_can_be_read():
 def test_what_was_measured_here_goes_before_what_is_shipped(cache):
     before = choose_kernel(SQUARE, 1, "my GPU/1")
     assert "measured on NVIDIA H200 (this is my GPU/1)" in before.source
-    write_table({SQUARE: {1: Entry(Matvec(4, 8), 1.0, "my GPU/1")}}, tuned_file("my GPU/1"))
+    write_table({SQUARE: {1: TunedEntry(Matvec(4, 8), 1.0, "my GPU/1")}}, tuned_file("my GPU/1"))
     assert tuned_file("my GPU/1").parent == cache / "tuned"
     assert choose_kernel(SQUARE, 1, "my GPU/1") is before  # lookups are kept
     choice.forget()
@@ -204,13 +212,13 @@ def test_what_was_measured_here_goes_before_what_is_shipped(cache):
 def test_overrides_hold_for_a_time_and_nest(cache):
     usual = choose_kernel(SQUARE, 1, "gpu").how
     first, second = Matvec(4, 8), Matvec(1, 8)
-    with overridden({SQUARE: {1: Entry(first, 0.0, "gpu")}}):
+    with overridden({SQUARE: {1: TunedEntry(first, 0.0, "gpu")}}):
         assert choose_kernel(SQUARE, 1, "gpu").how == first
-        with overridden({SQUARE: {1: Entry(second, 0.0, "gpu")}}):
+        with overridden({SQUARE: {1: TunedEntry(second, 0.0, "gpu")}}):
             assert choose_kernel(SQUARE, 1, "gpu").how == second
         assert choose_kernel(SQUARE, 1, "gpu").how == first
     assert choose_kernel(SQUARE, 1, "gpu").how == usual
-    with pytest.raises(ZeroDivisionError), overridden({SQUARE: {1: Entry(first, 0.0, "gpu")}}):
+    with pytest.raises(ZeroDivisionError), overridden({SQUARE: {1: TunedEntry(first, 0.0, "gpu")}}):
         assert choose_kernel(SQUARE, 1, "gpu").how == first
         raise ZeroDivisionError
     assert choose_kernel(SQUARE, 1, "gpu").how == usual and choice.OVERRIDES == []
@@ -258,7 +266,7 @@ def test_a_wrong_table_is_refused_with_file_and_key(content, message, tmp_path):
         read_table(path)
     assert message in str(error.value) and str(path) in str(error.value)
     path.write_text(json.dumps(one()))
-    assert read_table(path) == {SQUARE: {4: Entry(Gemm(), 1.0, H200)}}
+    assert read_table(path) == {SQUARE: {4: TunedEntry(Gemm(), 1.0, H200)}}
 
 
 def test_a_broken_file_is_refused_where_it_is_looked_up(cache):
@@ -275,12 +283,12 @@ def test_a_broken_file_is_refused_where_it_is_looked_up(cache):
 def test_writing_merges_and_leaves_nothing_half_written(tmp_path):
     path = tmp_path / "deep" / "mine.json"
     other = replace(SQUARE, norm=True)
-    write_table({SQUARE: {1: Entry(Matvec(2), 3.0, "A")}, other: {1: Entry(None, 2.0, "A")}}, path)
-    write_table({SQUARE: {1: Entry(Matvec(4), 2.5, "A", "in a step"), 8: Entry(None, 4.0, "A")}}, path)
+    write_table({SQUARE: {1: TunedEntry(Matvec(2), 3.0, "A")}, other: {1: TunedEntry(None, 2.0, "A")}}, path)
+    write_table({SQUARE: {1: TunedEntry(Matvec(4), 2.5, "A", "in a step"), 8: TunedEntry(None, 4.0, "A")}}, path)
     assert read_table(path) == {
-        SQUARE: {1: Entry(Matvec(4), 2.5, "A", "in a step"), 8: Entry(None, 4.0, "A")},
-        other: {1: Entry(None, 2.0, "A")},
+        SQUARE: {1: TunedEntry(Matvec(4), 2.5, "A", "in a step"), 8: TunedEntry(None, 4.0, "A")},
+        other: {1: TunedEntry(None, 2.0, "A")},
     }
-    write_table({SQUARE: {2: Entry(Matvec(1), 2.0, "B")}}, path)  # a file names one device for a shape
-    assert read_table(path)[SQUARE] == {2: Entry(Matvec(1), 2.0, "B")}
+    write_table({SQUARE: {2: TunedEntry(Matvec(1), 2.0, "B")}}, path)  # a file names one device for a shape
+    assert read_table(path)[SQUARE] == {2: TunedEntry(Matvec(1), 2.0, "B")}
     assert [p.name for p in path.parent.iterdir()] == ["mine.json"]

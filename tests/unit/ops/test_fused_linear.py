@@ -15,7 +15,7 @@ from graft.base.errors import KernelUnavailable
 from graft.ops import OPS, bind, choose
 from graft.ops.cases import tolerance
 from graft.ops.fused_linear import op
-from graft.ops.fused_linear.cases import Shape, make
+from graft.ops.fused_linear.cases import LinearCase, make
 from graft.ops.fused_linear.choice import Gemm, Matvec
 from graft.ops.fused_linear.kinds import Even, Narrow
 from graft.ops.fused_linear.op import narrow_call_problem
@@ -48,7 +48,7 @@ def agrees(run, args, dtype, k):
 
 
 SHAPES = st.builds(
-    Shape,
+    LinearCase,
     rows=st.integers(1, 4),
     n=st.sampled_from([4, 12, 18]),
     k=st.sampled_from([8, 136, 512, 1032]),
@@ -137,7 +137,7 @@ def test_narrow_agrees_with_float64(shape, tokens, how, k, normed):
     ],
 )
 def test_what_narrow_has_slightly_wrong_is_caught(wrong):
-    how, shape = Narrow(4, 2), Shape(3, 20, 1024, weight="int4", bias=True, normed=True, residual=True)
+    how, shape = Narrow(4, 2), LinearCase(3, 20, 1024, weight="int4", bias=True, normed=True, residual=True)
     args = list(arguments(shape, torch.bfloat16))
     args[0] = args[0] * 3  # else its root mean square is 1
     assert agrees(narrow_as(how), args, torch.bfloat16, shape.k)
@@ -146,7 +146,7 @@ def test_what_narrow_has_slightly_wrong_is_caught(wrong):
 
 def test_what_cannot_be_read_by_16_bytes_goes_another_way():
     """x that begins in the middle of 16 bytes, and one whose rows do; another dtype; a norm's weight of 1 + w."""
-    shape = Shape(2, 16, 1024, weight="int4", norm="plain")
+    shape = LinearCase(2, 16, 1024, weight="int4", norm="plain")
     x, *rest = arguments(shape, torch.bfloat16)
     with mock.patch.object(op, "needs_triton", lambda *_: None):
         call = SPEC.call(x, *rest)
@@ -187,7 +187,7 @@ def test_torchs_own_product_agrees_with_float64(shape, int4, tokens):
 )
 @pytest.mark.parametrize("kernel", ["matvec", "gemm", "even"])
 def test_what_is_slightly_wrong_is_caught(wrong, kernel):
-    shape = Shape(2, 12, 512, bias=True, norm="plain", residual=True)
+    shape = LinearCase(2, 12, 512, bias=True, norm="plain", residual=True)
     run = {
         "matvec": lambda call: kernels.launch_matvec(call, Matvec(2, 2)),
         "gemm": lambda call: kernels.launch_gemm(call, Gemm(rows=16, tokens=16, depth=64, splits=2)),
@@ -200,7 +200,7 @@ def test_what_is_slightly_wrong_is_caught(wrong, kernel):
 
 @pytest.mark.parametrize("weight", ["int8", "int4", "fp8"])
 def test_a_scale_of_another_row_is_caught(weight):
-    shape = Shape(1, 16, 512, weight=weight)
+    shape = LinearCase(1, 16, 512, weight=weight)
     args = arguments(shape, torch.float32)
     run = lambda call: kernels.launch_gemm(call, Gemm(rows=16, tokens=16, depth=64))  # noqa: E731
     assert agrees(run, args, torch.float32, shape.k)
@@ -208,7 +208,7 @@ def test_a_scale_of_another_row_is_caught(weight):
 
 
 def test_rows_of_any_shape_and_layout_are_taken():
-    shape = Shape(6, 12, 136, norm="plain", residual=True)
+    shape = LinearCase(6, 12, 136, norm="plain", residual=True)
     x, *rest = arguments(shape, torch.float32)
     rest[9] = rest[9].view(2, 3, 12)  # the residual
     across = x.view(2, 3, 136).transpose(0, 1).contiguous().transpose(0, 1)  # the same values, other strides
@@ -220,7 +220,7 @@ def test_rows_of_any_shape_and_layout_are_taken():
 
 
 def test_a_cpu_takes_the_reference_and_says_why():
-    args = make(Shape(1, 8, 64), "cpu", torch.float32, torch.Generator().manual_seed(0))
+    args = make(LinearCase(1, 8, 64), "cpu", torch.float32, torch.Generator().manual_seed(0))
     call = SPEC.call(*args)
     chosen = choose(SPEC, call)
     assert chosen.name == "reference" and {name for name, _ in chosen.skipped} == {k.name for k in SPEC.kernels}

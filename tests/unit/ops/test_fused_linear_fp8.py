@@ -16,7 +16,7 @@ import graft.ops.fused_linear.scaled as scaled
 import graft.ops.fused_linear.triton as kernels
 from graft.ops import OPS, choose
 from graft.ops.fused_linear import op
-from graft.ops.fused_linear.cases import Shape, make
+from graft.ops.fused_linear.cases import LinearCase, make
 from graft.ops.fused_linear.reference import fp8_rows, fused_linear, rounds
 from graft.ops.fused_linear.round_rows import round_rows
 from graft.ops.selection import problem_of
@@ -59,7 +59,7 @@ def agrees(run, args, dtype):
 def test_the_kernels_give_what_the_reference_does(few, options, dtype, monkeypatch):
     monkeypatch.setattr(scaled, "FEW_TOKENS", few)
     for tokens, n, k in ((FROM, 64, 576), (9, 32, 200)):
-        args = arguments(Shape(tokens, n, k, weight="fp8", **options), dtype)
+        args = arguments(LinearCase(tokens, n, k, weight="fp8", **options), dtype)
         assert agrees(scaled.launch_scaled, args, dtype), (tokens, k)
 
 
@@ -76,7 +76,7 @@ def test_the_kernels_give_what_the_reference_does(few, options, dtype, monkeypat
     ids=["scale of another row", "no norm", "another eps", "no residual", "not rounded", "columns moved"],
 )
 def test_what_is_wrong_is_caught(wrong):
-    args = arguments(Shape(9, 32, 576, weight="fp8", norm="plain", residual=True), torch.float32)
+    args = arguments(LinearCase(9, 32, 576, weight="fp8", norm="plain", residual=True), torch.float32)
     assert agrees(scaled.launch_scaled, args, torch.float32)
 
     def rounded(call):
@@ -118,11 +118,11 @@ def test_from_how_many_tokens_on_and_which_kernel_says_so():
     x = torch.zeros(1, 4, 8)
     assert rounds(x, 4) and rounds(x, 1) and not rounds(x, 5) and not rounds(x, 0)
     spec = OPS["fused_linear"]
-    call = spec.call(*arguments(Shape(4, 32, 64, weight="fp8"), torch.bfloat16))._replace(fp8_from=4)
+    call = spec.call(*arguments(LinearCase(4, 32, 64, weight="fp8"), torch.bfloat16))._replace(fp8_from=4)
     assert "rounded to float8 from 4 tokens on" in spec.kernel("gemm").varies(call)
     assert "rounded to float8 from 4 tokens on" in spec.kernel("matvec").varies(call)
     later, never = call._replace(fp8_from=5), call._replace(fp8_from=0)
-    plain = spec.call(*arguments(Shape(4, 32, 64), torch.bfloat16))._replace(fp8_from=4)
+    plain = spec.call(*arguments(LinearCase(4, 32, 64), torch.bfloat16))._replace(fp8_from=4)
     with mock.patch.object(op, "needs_triton", lambda *_: None):
         problems = [problem_of(spec.kernel("scaled_mm"), one) for one in (call, later, never, plain)]
         assert choose(spec, call).name == "scaled_mm" and choose(spec, later).name != "scaled_mm"

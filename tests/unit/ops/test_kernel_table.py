@@ -19,11 +19,11 @@ from graft.base.errors import KernelUnavailable
 from graft.ops import OPS, Kernel, OpSpec, bind, choose
 from graft.ops.call import Asker
 from graft.ops.fused_linear import op as linear_op
-from graft.ops.fused_linear.cases import Shape, make
+from graft.ops.fused_linear.cases import LinearShape, make
 from graft.ops.fused_linear.choice import overridden
 from graft.ops.fused_linear.kinds import Gemm, Matvec
-from graft.ops.fused_linear.kinds import Shape as Product
-from graft.ops.fused_linear.tables import Entry
+from graft.ops.fused_linear.kinds import LinearShape as Product
+from graft.ops.fused_linear.tables import TunedEntry
 from graft.ops.ran import OpKernels, Ran, gathered
 from graft.ops.selection import problem_of
 from graft.passes.report import Report
@@ -122,9 +122,9 @@ def test_the_report_has_every_place_and_the_reasons_of_the_table():
 
 def test_measured_kernels_go_first_and_what_does_not_fit_is_passed_over():
     """On the same path as on a GPU: what was measured for the tokens of a call, then the default, then the table."""
-    args = make(Shape(1, 64, 256), "cpu", torch.float32, torch.Generator().manual_seed(0))
+    args = make(LinearShape(1, 64, 256), "cpu", torch.float32, torch.Generator().manual_seed(0))
     spec, shape = OPS["fused_linear"], Product(64, 256, "plain", False, False)
-    table = {shape: {1: Entry(Matvec(4, 8), 1.0, "cpu"), 8: Entry(Gemm(rows=32), 1.0, "cpu")}}
+    table = {shape: {1: TunedEntry(Matvec(4, 8), 1.0, "cpu"), 8: TunedEntry(Gemm(rows=32), 1.0, "cpu")}}
     with mock.patch.object(linear_op, "needs_triton", lambda *_: None), overridden(table):
         call = spec.call(*args)
         more = call._replace(x=call.x.expand(1, 5, 256))

@@ -6,7 +6,7 @@ import pytest
 
 from graft.base.errors import ConfigError, UnknownKey, UnknownTransform, UsageError, WrongType
 from graft.passes.base import Stage
-from graft.passes.config import Layer, convert, load_config
+from graft.passes.config import ConfigLayer, convert, load_config
 from graft.passes.registry import TransformRegistry
 
 
@@ -20,7 +20,9 @@ def test_defaults_list_every_transform():
 def test_layers_lie_over_each_other_in_order(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("transforms: {fuse_rope: {enabled: false, on_error: skip}, merge_qkv: {enabled: false}}\n")
-    model = Layer("registry/x.yaml", {"transforms.merge_qkv.enabled": True, "transforms.fuse_swiglu.enabled": False})
+    model = ConfigLayer(
+        "registry/x.yaml", {"transforms.merge_qkv.enabled": True, "transforms.fuse_swiglu.enabled": False}
+    )
     config = load_config(file, model=model, sets=["transforms.fuse_rope.enabled=true"])
     enabled = {name: entry.enabled for name, entry in config.transforms.items()}
     assert enabled["fuse_rope"] and not enabled["merge_qkv"] and not enabled["fuse_swiglu"]

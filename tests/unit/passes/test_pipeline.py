@@ -23,7 +23,7 @@ from graft.ir.edit import Editor
 from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls
 from graft.ir.trace import export_graph
-from graft.ir.verify import Snapshot, module_state, verify
+from graft.ir.verify import GraphSnapshot, module_state, verify
 from graft.models.load import load_model
 from graft.passes.base import BaseTransform, Context, Outcome, Stage, TransformConfig
 from graft.passes.config import PipelineConfig, load_config
@@ -211,7 +211,7 @@ def test_replacement_of_another_shape_is_refused():
 
 def test_verify_passes_on_an_unchanged_graph_and_names_a_lost_value():
     gm = small_graph()
-    verify(gm, Snapshot.take(gm))
+    verify(gm, GraphSnapshot.take(gm))
     verify(gm)
     first = next(iter(calls(gm.graph)))
     del first.meta["val"]

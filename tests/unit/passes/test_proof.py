@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from graft.base.errors import TransformError
 from graft.ir.edit import Editor
-from graft.ir.evaluate import INPUT_KINDS, Call, Inputs, Piece, fill
+from graft.ir.evaluate import INPUT_KINDS, Inputs, RecordedCall, Subprogram, fill
 from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls, is_op
 from graft.ir.trace import export_graph
@@ -269,8 +269,8 @@ def test_a_proof_leaves_the_state_of_the_model_alone():
 
     gm = export_graph(Counts(), (torch.randn(8),))
     output = next(n for n in calls(gm.graph) if is_op(n, aten.mul.Tensor))
-    made = {n: Call(n.op, n.target, n.args, n.kwargs, i) for i, n in enumerate(gm.graph.nodes)}
-    piece = Piece((output,), made, gm.get_buffer, lambda node: node if node.op == "placeholder" else None)
+    made = {n: RecordedCall(n.op, n.target, n.args, n.kwargs, i) for i, n in enumerate(gm.graph.nodes)}
+    piece = Subprogram((output,), made, gm.get_buffer, lambda node: node if node.op == "placeholder" else None)
     piece.run(Inputs("random"), lambda target, args, kwargs: target(*args, **kwargs), lambda value: value)
     assert torch.equal(gm.get_buffer("c"), torch.ones(8))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from graft.base.errors import CheckpointError
 from graft.models.load import load_model
-from graft.weights.gguf.header import Strings, read_gguf_header
+from graft.weights.gguf.header import StringArray, read_gguf_header
 
 WIDTH, HIDDEN, VOCAB = 32, 64, 40
 TOKENIZER = "tokenizer.ggml."
@@ -188,8 +188,8 @@ def test_the_header_is_what_the_gguf_package_reads(tmp_path):
     assert set(fields) == set(header.metadata)
     for key, value in header.metadata.items():
         found = fields[key].contents()
-        assert value == found if not isinstance(value, (Strings, tuple)) else True
-        if isinstance(value, Strings):
+        assert value == found if not isinstance(value, (StringArray, tuple)) else True
+        if isinstance(value, StringArray):
             assert value.count == len(found)
         elif isinstance(value, tuple):
             assert list(value) == found

@@ -15,7 +15,7 @@ from graft.models.registry import entries
 from graft.passes.config import load_config
 from graft.passes.patterns import PatternTransform
 from graft.passes.registry import TransformRegistry
-from graft.workbench.check import Request, check, negative_tests, written
+from graft.workbench.check import CheckRequest, check, negative_tests, written
 from graft.workbench.check.written import Home, home_of, in_docs, listed, registered
 
 CONFIG = load_config()
@@ -30,7 +30,7 @@ def captured():
 
 
 def checked(transform=NAME, model="tiny-llama", config=CONFIG, **options):
-    return check(model, Request(config, transform, **options))
+    return check(model, CheckRequest(config, transform, **options))
 
 
 def line(report, name, transform=NAME):

@@ -14,7 +14,7 @@ from check_cases import capture_once, drop_meta, refuse, scale
 from graft.base.errors import BaselineMismatch, DumpError, UsageError
 from graft.passes.config import load_config
 from graft.passes.dumps import OUTPUTS, DumpWriter
-from graft.workbench.check import Request, check
+from graft.workbench.check import CheckRequest, check
 from graft.workbench.check.outputs import distance
 from graft.workbench.dump import dump_model
 
@@ -42,7 +42,7 @@ def saved(captured, tmp_path_factory):
 
 
 def checked(transform="", model="tiny-llama", config=CONFIG, **options):
-    return check(model, Request(config, transform, **options))
+    return check(model, CheckRequest(config, transform, **options))
 
 
 def kinds(report):

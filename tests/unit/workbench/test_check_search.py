@@ -17,9 +17,9 @@ from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls
 from graft.passes.config import load_config
 from graft.passes.partial import with_matches
-from graft.workbench.check import Request, check
-from graft.workbench.check.bisect import Replay, bound, first_bad
-from graft.workbench.check.outputs import Outputs, distance, logits
+from graft.workbench.check import CheckRequest, check
+from graft.workbench.check.bisect import TransformReplay, bound, first_bad
+from graft.workbench.check.outputs import StepLogits, distance, logits
 from graft.workbench.check.trial import try_model
 
 CONFIG = load_config()
@@ -38,7 +38,7 @@ def trial(captured, tmp_path_factory):
 
 
 def checked(transform="", model="tiny-llama", **options):
-    return check(model, Request(CONFIG, transform, **options))
+    return check(model, CheckRequest(CONFIG, transform, **options))
 
 
 @given(st.integers(1, 3000).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count))))
@@ -115,7 +115,7 @@ def test_a_transform_whose_matches_do_not_stand_alone_is_named_as_a_whole(monkey
 @pytest.mark.exhaustive
 def test_behind_a_change_on_purpose_the_bound_holds_too(monkeypatch):
     scale(monkeypatch, "fuse_rope", 1.1, at=[0])
-    found = check("tiny-gemma-2", Request(load_config(), "quantize_linear")).bisection
+    found = check("tiny-gemma-2", CheckRequest(load_config(), "quantize_linear")).bisection
     assert found.transform == "fuse_rope" and found.runs <= found.bound
 
 
@@ -131,8 +131,8 @@ def test_dumps_name_the_transform(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["fuse_rope", "fuse_add_rms_norm", "merge_qkv", "fuse_residual_into_matvec"])
 def test_every_choice_of_matches_gives_the_same_results(trial, name):
-    replay = Replay(trial, name)
-    outputs = Outputs(trial.run, trial.state)
+    replay = TransformReplay(trial, name)
+    outputs = StepLogits(trial.run, trial.state)
     after = trial.run.after(name)
     wanted, all_of_them = outputs.after(after.number - 1), outputs.after(after.number)
     counts = set()
@@ -155,14 +155,14 @@ def test_every_choice_of_matches_gives_the_same_results(trial, name):
 
 
 def test_the_graph_itself_is_left_as_it_is(trial):
-    replay = Replay(trial, "fuse_rope")
+    replay = TransformReplay(trial, "fuse_rope")
     text = graph_text(replay.gm.graph)
     with_matches(replay.gm, replay.before, replay.matches, [1], replay.uses)
     assert graph_text(replay.gm.graph) == text
 
 
 def test_no_matches_give_back_the_graph_before(trial):
-    replay = Replay(trial, "fuse_rope")
+    replay = TransformReplay(trial, "fuse_rope")
     none = with_matches(replay.gm, replay.before, replay.matches, [], replay.uses)
     assert [n.name for n in none.graph.nodes] == [name for _, name, *_ in replay.before.nodes]
     every = with_matches(replay.gm, replay.before, replay.matches, range(4), replay.uses)
@@ -179,6 +179,6 @@ def test_a_match_without_its_own_change_is_refused(trial, monkeypatch):
         return replace(outcome, matches=(first, *others))
 
     plant(monkeypatch, "fuse_rope", planted)
-    replay = Replay(trial, "fuse_rope")
+    replay = TransformReplay(trial, "fuse_rope")
     with pytest.raises(VerificationError, match="no match says so"):
         with_matches(replay.gm, replay.before, replay.matches, [0], replay.uses)

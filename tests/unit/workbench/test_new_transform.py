@@ -16,7 +16,7 @@ from graft.base.errors import DiskFull, PatternError, UsageError
 from graft.base.files import write_together
 from graft.cli.app import app
 from graft.workbench.scaffold.names import check_name
-from graft.workbench.scaffold.place import Place
+from graft.workbench.scaffold.place import Destination
 from graft.workbench.scaffold.plan import new_transform, with_entry
 from scaffold_cases import ROOT, SOURCE, checkout_folder, functions_file  # noqa: F401  (fixtures)
 
@@ -49,10 +49,10 @@ def test_a_listed_transform_is_not_listed_twice():
 
 def test_where_the_files_go(tmp_path, monkeypatch):
     monkeypatch.chdir(SOURCE / "graft" / "cli")
-    assert Place.of(None) == Place.of(ROOT) == Place(ROOT.resolve(), True)
-    assert Place.of(Path("here")) == Place((SOURCE / "graft" / "cli" / "here").resolve(), False)
+    assert Destination.of(None) == Destination.of(ROOT) == Destination(ROOT.resolve(), True)
+    assert Destination.of(Path("here")) == Destination((SOURCE / "graft" / "cli" / "here").resolve(), False)
     monkeypatch.chdir(tmp_path)
-    assert Place.of(None) == Place(tmp_path.resolve(), False)
+    assert Destination.of(None) == Destination(tmp_path.resolve(), False)
 
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────

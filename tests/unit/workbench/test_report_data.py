@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from graft.base.errors import DumpError, ReportError
-from graft.bench.kernel_times import KernelRow, StepTimes
+from graft.bench.kernel_times import KernelTime, StepTimes
 from graft.ir.facts import read_graph
 from graft.ir.trace import export_graph
 from graft.passes.report import MatchRecord, TransformRecord
 from graft.workbench.report import collect
 from graft.workbench.report.kernel_file import find_kernels, read_kernels
-from graft.workbench.report.packing import HUB, Readers, Strings
+from graft.workbench.report.packing import HUB, Readers, StringTable
 from graft.workbench.report.parts import RUNS, pack_step
 from graft.workbench.report.records import match_rows
 from graft.workbench.report.scenes import LARGEST
@@ -93,7 +93,7 @@ def test_layers_that_alternate_share_boxes():
     for layer in list(module.layers)[::2]:
         layer.norm.leaks = True
     items = read_graph(export_graph(module, (torch.randn(2, 8),)).graph)
-    boxes = [box for box in pack_step(items, Strings())["boxes"] if box[2]]
+    boxes = [box for box in pack_step(items, StringTable())["boxes"] if box[2]]
     assert [box[1] for box in boxes] == ["layer 0", "layers 1, 3, 5, …", "layers 2, 4, 6, …"]
     assert sorted(index for box in boxes for index in box[2]) == list(range(2 * RUNS + 2))
 
@@ -132,7 +132,7 @@ def test_a_drawing_that_is_too_large_is_said_to_be(data, monkeypatch):
 
     monkeypatch.setattr(module, "LARGEST", 3)
     diff = diff_transform(data.run, "fuse_rms_norm")
-    found = module.scenes(diff, fold(diff), Strings())
+    found = module.scenes(diff, fold(diff), StringTable())
     assert found[0]["large"] > 3 and "nodes" not in found[0] and LARGEST > 60
 
 
@@ -165,7 +165,7 @@ def test_candidates_are_of_the_last_graph_and_their_absence_has_a_reason(data, f
 
 
 def kernel_document(model="stack"):
-    row = KernelRow("k<ernel>", "8×4", 2.0, 10.0, 5.0, 9.0, 90.0, None, None)
+    row = KernelTime("k<ernel>", "8×4", 2.0, 10.0, 5.0, 9.0, 90.0, None, None)
     step = StepTimes(1, 16, 20.0, 4, "a GPU", True, 10.0, 10.0, 9.0, 1.0, 2.0, 1e6, 2.0, (row,))
     return {"setup": {"model": model, "device": "cuda:0"}, "steps": [{**vars(step), "rows": [vars(row)]}]}
 

@@ -15,7 +15,7 @@ from graft.base.errors import ProfileError
 from graft.ir.streams import on_device
 from graft.ir.trace import export_graph
 from graft.passes.costs import Costs, fingerprint, load_costs
-from graft.passes.library.streams.schedule import Schedule, Slot
+from graft.passes.library.streams.schedule import Schedule, ScheduledCall
 from graft.workbench.trace import gantt, one_stream, overlap, profiled_slots, trace_events, write_trace
 
 
@@ -95,7 +95,11 @@ def test_a_profile_of_something_else_is_refused(tmp_path):
 
 # ── timelines ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-SLOTS = (Slot("norm", "block.norm", 0, 0, 10), Slot("a", "block.a", 0, 10, 30), Slot("b", "block.b", 1, 12, 20))
+SLOTS = (
+    ScheduledCall("norm", "block.norm", 0, 0, 10),
+    ScheduledCall("a", "block.a", 0, 10, 30),
+    ScheduledCall("b", "block.b", 1, 12, 20),
+)
 
 
 def test_a_trace_has_one_row_a_stream_and_one_slice_a_call(tmp_path):
@@ -122,7 +126,7 @@ def test_a_schedule_as_text():
     assert first.startswith("stream 0 [norm════][a═") and first.endswith("40.0 µs busy")
     assert second.startswith("stream 1 ············[b") and second.endswith("20.0 µs busy")
     assert scale.endswith("40.0 µs") and gantt([]) == []
-    tiny = gantt((*SLOTS, Slot("z", "", 1, 39.99, 0.01)), width=40)
+    tiny = gantt((*SLOTS, ScheduledCall("z", "", 1, 39.99, 0.01)), width=40)
     assert tiny[1][len("stream 1 ") + 39] == "|"
 
 

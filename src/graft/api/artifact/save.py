@@ -29,7 +29,7 @@ from graft.api.artifact.format import (
     file_names,
     text_file,
 )
-from graft.api.artifact.tensors import Packed, entries_data, pack
+from graft.api.artifact.tensors import PackedTensors, entries_data, pack
 from graft.base.errors import ArtifactError, DumpError
 from graft.base.files import atomic_folder, is_disk_full, sha256
 from graft.ir.io.serial import graph_to_json
@@ -106,7 +106,7 @@ def is_ours(manifest: Path) -> bool:
     return f'"kind": "{MARK}"' in manifest.read_text(errors="replace")
 
 
-def describe(artifact: Artifact, packed: Packed) -> dict[str, Any]:
+def describe(artifact: Artifact, packed: PackedTensors) -> dict[str, Any]:
     return {
         "kind": MARK,
         "format": FORMAT,
@@ -127,7 +127,7 @@ def devices(gm: GraphModule) -> list[str]:
     return sorted({str(tensor.device) for tensor in tensors})
 
 
-def state_tensors(packed: Packed, initial: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def state_tensors(packed: PackedTensors, initial: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     current = {f"current/{key}": tensor for key, tensor in packed.state.items()}
     return current | {f"initial/{name}": tensor.detach().contiguous() for name, tensor in initial.items()}
 

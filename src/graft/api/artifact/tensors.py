@@ -21,7 +21,7 @@ from graft.ir.verify import module_state
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor: all its names, where its data is, and how it lies there."""
 
     names: tuple[str, ...]
@@ -36,15 +36,15 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedTensors:
     """Entries, and what goes into the two files by key."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     weights: Mapping[str, torch.Tensor]
     state: Mapping[str, torch.Tensor]
 
 
-def pack(graphs: Sequence[GraphModule]) -> Packed:
+def pack(graphs: Sequence[GraphModule]) -> PackedTensors:
     """The tensors of all graphs. One name is one tensor in all of them: they were made from one module."""
     tensors: dict[tuple[Any, ...], torch.Tensor] = {}
     found: dict[tuple[Any, ...], list[str]] = {}
@@ -60,7 +60,7 @@ def pack(graphs: Sequence[GraphModule]) -> Packed:
         owners = [attribute(gm, str(n.target)) for n in mutated_roots(gm.graph) if n.op == "get_attr"]
         written |= {id(tensors[identity(owner)]) for owner in owners if isinstance(owner, torch.Tensor)}
     names = {id(tensor): tuple(found[key]) for key, tensor in tensors.items()}
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     files: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = ({}, {})
     for members in clusters(list(tensors.values())):
         is_state = any(id(tensor) in written for tensor in members)
@@ -71,13 +71,15 @@ def pack(graphs: Sequence[GraphModule]) -> Packed:
         for tensor in members:
             offset = None if alone else int(tensor.storage_offset()) - first_offset(members)
             entries.append(describe(tensor, names[id(tensor)], is_state, key, offset))
-    return Packed(tuple(entries), files[0], files[1])
+    return PackedTensors(tuple(entries), files[0], files[1])
 
 
-def describe(tensor: torch.Tensor, names: tuple[str, ...], written: bool, key: str, offset: int | None) -> Entry:
+def describe(
+    tensor: torch.Tensor, names: tuple[str, ...], written: bool, key: str, offset: int | None
+) -> TensorEntry:
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
     layout = tuple(tensor.shape), tuple(tensor.stride())
-    return Entry(names, kind, written, key, *layout, offset, str(tensor.device), tensor.requires_grad)
+    return TensorEntry(names, kind, written, key, *layout, offset, str(tensor.device), tensor.requires_grad)
 
 
 def clusters(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -116,7 +118,7 @@ def unpack(entries: list[dict[str, Any]], weights: Mapping[str, Any], state: Map
     found: dict[str, Any] = {}
     moved: dict[tuple[str, bool], torch.Tensor] = {}
     for data in entries:
-        entry = Entry(**data)
+        entry = TensorEntry(**data)
         place = (entry.key, entry.written)
         if place not in moved:
             moved[place] = (state if entry.written else weights)[entry.key].to(entry.device)
@@ -129,5 +131,5 @@ def unpack(entries: list[dict[str, Any]], weights: Mapping[str, Any], state: Map
     return found
 
 
-def entries_data(packed: Packed) -> list[dict[str, Any]]:
+def entries_data(packed: PackedTensors) -> list[dict[str, Any]]:
     return [asdict(entry) for entry in packed.entries]

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from graft.backends.native.program import (
     Buffer,
+    BufferLocation,
     InputPointer,
+    KernelCall,
     OutputPointer,
-    Place,
     Pointer,
     Rows,
-    Step,
     Value,
 )
 
@@ -24,11 +24,11 @@ Memory = tuple[str, int, int]  # a kind of memory, first and last place in it
 
 
 def lay_out(
-    steps: Sequence[Step], buffers: Sequence[Buffer], direct: Mapping[str, int]
-) -> tuple[dict[str, Place], dict[Rows, int], frozenset[int]]:
+    steps: Sequence[KernelCall], buffers: Sequence[Buffer], direct: Mapping[str, int]
+) -> tuple[dict[str, BufferLocation], dict[Rows, int], frozenset[int]]:
     """Places, floats a row of each kind, and the steps before which there is a barrier. `direct`: lie in a result."""
     lives = lifetimes(steps)
-    places = {name: Place(output=index) for name, index in direct.items()}
+    places = {name: BufferLocation(output=index) for name, index in direct.items()}
     widths: dict[Rows, int] = {"tokens": 0, "selected": 0}
     placed: list[tuple[Buffer, int]] = []
     inside = [buffer for buffer in buffers if buffer.name not in direct]
@@ -41,12 +41,12 @@ def lay_out(
         )
         offset = first_gap(taken, buffer.width)
         placed.append((buffer, offset))
-        places[buffer.name] = Place(offset)
+        places[buffer.name] = BufferLocation(offset)
         widths[buffer.rows] = max(widths[buffer.rows], offset + buffer.width)
     return places, widths, barriers(steps, {buffer.name: buffer for buffer in buffers}, places)
 
 
-def lifetimes(steps: Sequence[Step]) -> dict[str, tuple[int, int]]:
+def lifetimes(steps: Sequence[KernelCall]) -> dict[str, tuple[int, int]]:
     """First and last step that touch a buffer."""
     lives: dict[str, tuple[int, int]] = {}
     for index, step in enumerate(steps):
@@ -66,7 +66,9 @@ def first_gap(taken: Sequence[tuple[int, int]], width: int) -> int:
     return offset
 
 
-def barriers(steps: Sequence[Step], buffers: Mapping[str, Buffer], places: Mapping[str, Place]) -> frozenset[int]:
+def barriers(
+    steps: Sequence[KernelCall], buffers: Mapping[str, Buffer], places: Mapping[str, BufferLocation]
+) -> frozenset[int]:
     """A step waits when one since the last barrier wrote what it touches, or touched what it writes."""
     found = set()
     read: list[Memory] = []
@@ -86,7 +88,7 @@ def clash(some: Sequence[Memory], others: Sequence[Memory]) -> bool:
 
 
 def touched(
-    step: Step, buffers: Mapping[str, Buffer], places: Mapping[str, Place]
+    step: KernelCall, buffers: Mapping[str, Buffer], places: Mapping[str, BufferLocation]
 ) -> tuple[list[Memory], list[Memory]]:
     """What a step reads, and what it writes."""
     reads: list[Memory] = []

@@ -12,11 +12,11 @@ from graft.backends.native.program import (
     Argument,
     Buffer,
     InputPointer,
+    KernelCall,
     OutputPointer,
     Pointer,
     Program,
     Size,
-    Step,
     Stride,
     Text,
     Value,
@@ -131,7 +131,7 @@ def emit_buffer(program: Program, buffer: Buffer) -> str:
     return f"  float* const {buffer_name(buffer.name)} = {where};  // [{count}, {buffer.width}]"
 
 
-def emit_step(program: Program, index: int, step: Step, seen: set[str]) -> str:
+def emit_step(program: Program, index: int, step: KernelCall, seen: set[str]) -> str:
     """`seen`: buffers that have their pointer; others get it here."""
     named = {value.buffer for value in values_of(step)}
     fresh = [buffer for buffer in program.buffers if buffer.name in named - seen]

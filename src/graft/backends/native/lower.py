@@ -15,7 +15,7 @@ from graft.backends.native.call import Arena, RegionCall, Threads
 from graft.backends.native.compiler import find_compiler
 from graft.backends.native.cpu import thread_count
 from graft.backends.native.emit import emit
-from graft.backends.native.regions import Region, Split, split
+from graft.backends.native.regions import NativeRegion, Split, split
 from graft.backends.native.weights import Release, prepare_all
 from graft.backends.select import Lowered
 from graft.base.errors import NothingNative, UsageError
@@ -96,7 +96,7 @@ def shell_of(gm: GraphModule, parts: Split, calls: list[RegionCall]) -> Graph:
     return shell
 
 
-def last_of(region: Region, gm: GraphModule) -> Node:
+def last_of(region: NativeRegion, gm: GraphModule) -> Node:
     """The last node that is not a part of a result, which may stand behind an eager one."""
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     own = [node for node in region.nodes if node.target is not getitem] or list(region.nodes)

@@ -15,19 +15,19 @@ from graft.backends.native.program import (
     LANES,
     Argument,
     Buffer,
+    HeadLayout,
     InputPointer,
-    Kernel,
-    Layout,
+    KernelCall,
+    NativeKernel,
+    NativeOutput,
+    NativeWeight,
     NotLowered,
-    Output,
     OutputPointer,
     Program,
     Rows,
     Size,
-    Step,
     Text,
     Value,
-    Weight,
     WeightPointer,
 )
 from graft.ir.nodes import is_op, module_path, placeholders, static_int, tensor_of, tensor_val
@@ -51,14 +51,14 @@ def lowers(*targets: object) -> Callable[[Lowering], Lowering]:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RowSizes:
     """How the graph writes its sizes: the batch, which is 1, and what counts as rows."""
 
     batch: str
     rows: dict[str, Rows]
 
     @staticmethod
-    def of(graph: Graph) -> Sizes:
+    def of(graph: Graph) -> RowSizes:
         """From the inputs that the engine passes, by their names (ops/layout.py)."""
         shapes = {node.name: tensor_of(node).shape for node in placeholders(graph) if tensor_val(node) is not None}
         if "input_ids" not in shapes or len(shapes["input_ids"]) != 2:
@@ -67,9 +67,9 @@ class Sizes:
         rows: dict[str, Rows] = {str(tokens): "tokens", str(batch * tokens): "tokens"}
         if "logits_indices" in shapes:
             rows[str(shapes["logits_indices"][0])] = "selected"
-        return Sizes(str(batch), rows)
+        return RowSizes(str(batch), rows)
 
-    def layout(self, tensor: torch.Tensor, kinds: tuple[torch.dtype, ...] = FLOATS) -> Layout:
+    def layout(self, tensor: torch.Tensor, kinds: tuple[torch.dtype, ...] = FLOATS) -> HeadLayout:
         if tensor.dtype not in kinds:
             raise NotLowered(f"it is {str(tensor.dtype).removeprefix('torch.')}; rows are 16- or 32-bit floats")
         dims: list[Any] = list(tensor.shape)
@@ -81,30 +81,30 @@ class Sizes:
         rows = self.rows[str(dims[found[0]])]
         sizes = [size for size in rest if size is not None]
         if len(sizes) < 2:
-            return Layout(rows, 1, sizes[0] if sizes else 1, "flat")
-        return Layout(rows, sizes[0], sizes[1], "heads" if found[0] == 1 else "rows")
+            return HeadLayout(rows, 1, sizes[0] if sizes else 1, "flat")
+        return HeadLayout(rows, sizes[0], sizes[1], "heads" if found[0] == 1 else "rows")
 
 
 class Planner:
     """Holds what is known about the nodes of one region while it is lowered."""
 
     def __init__(
-        self, sizes: Sizes, inputs: Sequence[Node], nodes: Collection[Node], native: Collection[Node]
+        self, sizes: RowSizes, inputs: Sequence[Node], nodes: Collection[Node], native: Collection[Node]
     ) -> None:
         self.shapes = sizes
         self.inputs = list(inputs)
         self.nodes = nodes  # of the region
         self.native = native  # of all regions
         self.values: dict[Node, Value | tuple[Value, ...]] = {}
-        self.steps: list[Step] = []
+        self.steps: list[KernelCall] = []
         self.buffers: dict[str, Buffer] = {}
-        self.weights: dict[Weight, int] = {}
+        self.weights: dict[NativeWeight, int] = {}
         self.sizes: dict[tuple[int, int], int] = {}
         self.written: set[int] = set()
 
     # ── what a node is ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def layout(self, node: Node) -> Layout:
+    def layout(self, node: Node) -> HeadLayout:
         return self.shapes.layout(tensor_of(node))
 
     def value(self, node: Any) -> Value:
@@ -136,11 +136,11 @@ class Planner:
         value = self.new(node, layout)
         self.bind(node, value)
         self.step(
-            node, Kernel(f"take<{CTYPES[tensor_of(node).dtype]}>", "TransferArgs", ROWS_HEADER, ("x",)),
+            node, NativeKernel(f"take<{CTYPES[tensor_of(node).dtype]}>", "TransferArgs", ROWS_HEADER, ("x",)),
             memory=InputPointer(self.inputs.index(node)), **strides(layout), rows=self.rows(layout), x=value,
         )  # fmt: skip
 
-    def rows(self, layout: Layout) -> Text:
+    def rows(self, layout: HeadLayout) -> Text:
         return Text(ROWS[layout.rows])
 
     def pointer(self, node: Any, dtype: torch.dtype = torch.int64, *, written: bool = False) -> InputPointer:
@@ -169,7 +169,7 @@ class Planner:
             raise NotLowered(f"{node} is computed, and it stands where a weight does")
         if tensor_of(node).dtype not in (*FLOATS, TILES):
             raise NotLowered(f"the weight {node.target} is {tensor_of(node).dtype}")
-        key = Weight(str(node.target), form, gated, turned)
+        key = NativeWeight(str(node.target), form, gated, turned)
         return WeightPointer(self.weights.setdefault(key, len(self.weights)), ctype)
 
     def vector(self, node: Any) -> WeightPointer:
@@ -183,7 +183,7 @@ class Planner:
 
     # ── what is made ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def new(self, node: Node, layout: Layout | None = None, part: str = "") -> Value:
+    def new(self, node: Node, layout: HeadLayout | None = None, part: str = "") -> Value:
         """A buffer for a node's result."""
         layout = layout or self.layout(node)
         name = f"{node.name}{part}"
@@ -193,10 +193,10 @@ class Planner:
     def bind(self, node: Node, value: Value | tuple[Value, ...]) -> None:
         self.values[node] = value
 
-    def step(self, node: Node, kernel: Kernel, /, **fields: Argument) -> None:
+    def step(self, node: Node, kernel: NativeKernel, /, **fields: Argument) -> None:
         """Fields are the members of the kernel's arguments; `a__b` is the member b of the member a."""
         named = tuple((name.replace("__", "."), value) for name, value in fields.items())
-        self.steps.append(Step(kernel, named, node.name, module_path(node)))
+        self.steps.append(KernelCall(kernel, named, node.name, module_path(node)))
 
     def lower(self, node: Node) -> None:
         """Adds the steps of a node, or raises NotLowered and leaves all as it was."""
@@ -226,7 +226,7 @@ class Planner:
         outputs = []
         for index, node in enumerate(results):
             value, tensor = self.value(node), tensor_of(node)
-            outputs.append(Output(tuple(self.output_dim(dim) for dim in tensor.shape), tensor.dtype))
+            outputs.append(NativeOutput(tuple(self.output_dim(dim) for dim in tensor.shape), tensor.dtype))
             buffer = self.buffers[value.buffer]
             if tensor.dtype is torch.float32 and is_whole(value, buffer) and value.buffer not in direct:
                 direct[value.buffer] = index
@@ -245,7 +245,7 @@ class Planner:
 
     def give(self, node: Node, value: Value, index: int) -> None:
         self.step(
-            node, Kernel(f"give<{CTYPES[tensor_of(node).dtype]}>", "TransferArgs", ROWS_HEADER, ("memory",)),
+            node, NativeKernel(f"give<{CTYPES[tensor_of(node).dtype]}>", "TransferArgs", ROWS_HEADER, ("memory",)),
             memory=OutputPointer(index), **strides(value.layout), rows=self.rows(value.layout), x=value,
         )  # fmt: skip
 
@@ -277,7 +277,7 @@ class Planner:
 ROWS_HEADER = "backends/native/rows.h"
 
 
-def strides(layout: Layout) -> dict[str, Argument]:
+def strides(layout: HeadLayout) -> dict[str, Argument]:
     """Of a contiguous tensor with that layout."""
     if layout.order == "heads":
         return {"row_stride": layout.size, "head_stride": Text(f"{ROWS[layout.rows]} * {layout.size}")}
@@ -291,7 +291,7 @@ def is_whole(value: Value, buffer: Buffer) -> bool:
     return value.column == 0 and buffer.width == rounded and value.dense and plain
 
 
-def values_of(step: Step) -> list[Value]:
+def values_of(step: KernelCall) -> list[Value]:
     """Every value in the step's arguments."""
     found = []
     for _, argument in step.fields:

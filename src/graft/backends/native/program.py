@@ -15,7 +15,7 @@ LANES = 16  # rows of a buffer begin at multiples of so many floats
 
 
 @dataclass(frozen=True)
-class Layout:
+class HeadLayout:
     """A tensor's shape as rows of heads of `size` values."""
 
     rows: Rows
@@ -33,7 +33,7 @@ class Value:
     """float32 numbers of a buffer: some of its columns, perhaps in heads. Views share the buffer."""
 
     buffer: str
-    layout: Layout
+    layout: HeadLayout
     column: int = 0
     head_stride: int = 0
 
@@ -51,7 +51,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferLocation:
     """Where a buffer lies: in the arena, `offset` floats a row of its kind from the start, or in a result."""
 
     offset: int = 0
@@ -112,7 +112,7 @@ Argument = Value | Pointer | Stride | InputPointer | OutputPointer | WeightPoint
 
 
 @dataclass(frozen=True)
-class Kernel:
+class NativeKernel:
     """A C++ function. `writes` names the fields of its arguments that it writes; it reads the others."""
 
     name: str  # `linear<WeightPlain<float>>`
@@ -125,17 +125,17 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Step:
+class KernelCall:
     """One call of a kernel by every thread."""
 
-    kernel: Kernel
+    kernel: NativeKernel
     fields: tuple[tuple[str, Argument], ...]
     node: str
     path: str  # of the module
 
 
 @dataclass(frozen=True)
-class Weight:
+class NativeWeight:
     """A tensor of the module: `as_is`, as `float32`, or packed for the product (fused_linear/native_packing.py)."""
 
     target: str
@@ -145,7 +145,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Output:
+class NativeOutput:
     """Shape with `T` and `N` for the rows."""
 
     shape: tuple[int | str, ...]
@@ -157,18 +157,18 @@ class Program:
     """A region of the graph. Inputs and outputs are in the order of the call."""
 
     name: str
-    steps: tuple[Step, ...]
+    steps: tuple[KernelCall, ...]
     buffers: tuple[Buffer, ...]
-    places: dict[str, Place]
+    places: dict[str, BufferLocation]
     barriers: frozenset[int]  # steps that wait for all before them
     widths: dict[Rows, int]  # floats of arena for each row
-    weights: tuple[Weight, ...]
+    weights: tuple[NativeWeight, ...]
     inputs: tuple[str, ...]
     written: frozenset[int]  # inputs that are written: caches
     sizes: tuple[tuple[int, int], ...]  # input and dim
     rows_from: dict[Rows, tuple[int, int]]  # input and dim that tell how many rows there are
     ones: tuple[tuple[int, int], ...]  # inputs and dims that must be 1: the batch
-    outputs: tuple[Output, ...]
+    outputs: tuple[NativeOutput, ...]
 
 
 class NotLowered(Exception):

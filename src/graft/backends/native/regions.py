@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 import graft.backends.native.ops  # noqa: F401
 from graft.backends.eager import call_of, spec_of
-from graft.backends.native.plan import Planner, Sizes
+from graft.backends.native.plan import Planner, RowSizes
 from graft.backends.native.program import NotLowered, Program
 from graft.ir.nodes import is_op, placeholders
 from graft.ir.subgraph import inputs_of, outputs_of
@@ -26,7 +26,7 @@ VIEWS = (
 
 
 @dataclass(frozen=True)
-class Region:
+class NativeRegion:
     """A run of nodes that becomes one C++ function; `inputs` and `outputs` are nodes of the graph."""
 
     program: Program
@@ -37,14 +37,14 @@ class Region:
 
 @dataclass(frozen=True)
 class Split:
-    regions: tuple[Region, ...]
+    regions: tuple[NativeRegion, ...]
     reasons: Mapping[Node, str]  # of the nodes that stay eager
 
 
 def split(gm: GraphModule, named: Mapping[str, str]) -> Split:
     """The native regions, in order. `named`: kernels that the configuration asks for, which run eagerly."""
     try:
-        sizes = Sizes.of(gm.graph)
+        sizes = RowSizes.of(gm.graph)
     except NotLowered as reason:
         return Split((), {node: str(reason) for node in gm.graph.nodes if computes(node)})
     reasons = eager_nodes(gm, sizes, named)
@@ -55,7 +55,7 @@ def split(gm: GraphModule, named: Mapping[str, str]) -> Split:
         planner = Planner(sizes, inputs, set(nodes), native)
         for node in nodes:
             planner.lower(node)
-        regions.append(Region(planner.program(f"graft_region_{index}", outputs), tuple(nodes), inputs, outputs))
+        regions.append(NativeRegion(planner.program(f"graft_region_{index}", outputs), tuple(nodes), inputs, outputs))
     return Split(tuple(regions), reasons)
 
 
@@ -68,7 +68,7 @@ def is_turned_weight(node: Node) -> bool:
     return is_op(node, aten.transpose.int) and node.args[0].op == "get_attr"
 
 
-def eager_nodes(gm: GraphModule, sizes: Sizes, named: Mapping[str, str]) -> dict[Node, str]:
+def eager_nodes(gm: GraphModule, sizes: RowSizes, named: Mapping[str, str]) -> dict[Node, str]:
     """Tries every node; what comes out of an eager one is an input to the others."""
     work = [node for node in gm.graph.nodes if computes(node)]
     planner = Planner(sizes, placeholders(gm.graph), set(work), set(work))

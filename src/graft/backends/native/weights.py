@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graft.backends.native.program import Weight
+from graft.backends.native.program import NativeWeight
 from graft.backends.native.regions import Split
 from graft.ir.edit import attribute
 from graft.ir.storage import storage_id
@@ -17,7 +17,7 @@ from graft.weights.native_tiles import pack
 Release = Callable[[str], None]  # gives up the tensor of that name
 
 
-def in_form(weight: Weight, tensor: Tensor) -> Tensor:
+def in_form(weight: NativeWeight, tensor: Tensor) -> Tensor:
     """As the kernel reads it."""
     if weight.form == "float32":
         return tensor.to(torch.float32).contiguous()
@@ -30,7 +30,7 @@ def prepare_all(gm: GraphModule, parts: Split, release: Release | None) -> tuple
     """The weights of every region, and how many of the module's own were given up, each as soon as it was packed."""
     weights = list(dict.fromkeys(weight for region in parts.regions for weight in region.program.weights))
     spare = spare_targets(gm, parts, weights) if release is not None else {}
-    made: dict[Weight, Tensor] = {}  # once for all regions that read it
+    made: dict[NativeWeight, Tensor] = {}  # once for all regions that read it
     for weight in weights:
         made[weight] = in_form(weight, attribute(gm, weight.target).detach())
         if release is not None and spare.get(weight.target) == weight:
@@ -38,7 +38,7 @@ def prepare_all(gm: GraphModule, parts: Split, release: Release | None) -> tuple
     return [[made[weight] for weight in region.program.weights] for region in parts.regions], len(spare)
 
 
-def spare_targets(gm: GraphModule, parts: Split, weights: Sequence[Weight]) -> dict[str, Weight]:
+def spare_targets(gm: GraphModule, parts: Split, weights: Sequence[NativeWeight]) -> dict[str, NativeWeight]:
     """Names of tensors that nothing reads once they are packed, each with the last form that is made of it.
 
     What a kernel or an eager node reads where it lies stays, and so does all that shares its memory.

@@ -22,7 +22,7 @@ INPUTS = ("ids", "mask", "positions", "beams")
 HIDDEN = -3.0e38  # of float32: what a query may not see
 
 
-class Step(nn.Module):
+class StepModule(nn.Module):
     """The module as a function of tokens and of all keys and values so far, which it returns longer by the tokens."""
 
     def __init__(self, module: Any) -> None:
@@ -125,7 +125,7 @@ def stateful(module: Any) -> Any:
         warnings.simplefilter(
             "ignore", torch.jit.TracerWarning
         )  # of branches that the example takes as any step does
-        model = openvino.convert_model(Step(module).eval(), example_input=example)
+        model = openvino.convert_model(StepModule(module).eval(), example_input=example)
     names = [*INPUTS, *(f"past.{i}" for i in range(parts))]
     for port, name in zip(model.inputs, names, strict=True):
         port.get_tensor().set_names({name})

@@ -27,7 +27,7 @@ def bucket_sizes(max_num_seqs: int, asked: Sequence[int] | None = None) -> tuple
 
 
 @dataclass
-class Sizes:
+class BatchSizes:
     """The sizes of steps, of which powers of two and the largest are in use from the start.
 
     One between is taken into use when `pays` steps have wanted it: capturing a step takes as long as running ten to

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graft.engine.core import Request
-from graft.engine.decode.choose import Settings
+from graft.engine.decode.choose import SamplingRows
 from graft.ops.advance_rows.reference import NOTHING
 from graft.ops.layout import Batch, one_token_each
 
@@ -27,7 +27,7 @@ def host(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-class Slot:
+class StepBuffers:
     """What one step brings to the device and back. It is used again when that step has ended."""
 
     def __init__(self, tokens: Tensor, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Buffers:
     host_state: Tensor
     host_tables: Tensor  # [rows * width]
     delivered: Tensor  # [RING, rows], on the host: tokens of the steps on the way, written by the device
-    ring: tuple[Slot, ...]
+    ring: tuple[StepBuffers, ...]
     filled: torch.cuda.Event | None
 
     @staticmethod
@@ -78,7 +78,8 @@ class Buffers:
             block_size, padding, zeros(LINES, rows), zeros(rows, dtype=torch.float64), zeros(3, rows),
             zeros(rows, width), zeros(rows * width), torch.arange(rows + 1, device=device),
             torch.ones(rows, 2, dtype=torch.int64), host((LINES, rows), torch.int64, device),
-            host((rows * width,), torch.int64, device), delivered, tuple(Slot(line, device) for line in delivered),
+            host((rows * width,), torch.int64, device), delivered,
+            tuple(StepBuffers(line, device) for line in delivered),
             torch.cuda.Event() if device.type == "cuda" else None,
         )  # fmt: skip
         buffers.fill([], rows)
@@ -106,10 +107,10 @@ class Buffers:
         lines = [self.state[line, :count] for line in (TOKENS, SEQ_LENS, LIVE, PLACES, BLOCKS)]
         return self.fed[:, :count], (*lines, self.block_tables[:count], self.padding, self.block_size)
 
-    def settings(self, count: int) -> Settings:
+    def settings(self, count: int) -> SamplingRows:
         lines = (self.state[line].view(torch.float64) for line in (TEMPERATURE, MIN_P, TOP_P))
         each = (*lines, self.state[TOP_K], self.uniform)
-        return Settings(*(line[:count, None] for line in each))
+        return SamplingRows(*(line[:count, None] for line in each))
 
     def batch(self, count: int, width: int) -> Batch:
         """The graph's inputs for a step of `count` rows, a token each, with tables of `width` blocks."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graft.base.files import Progress
-from graft.engine.decode.buckets import DECODE_PAYS, Sizes, bucket_sizes
+from graft.engine.decode.buckets import DECODE_PAYS, BatchSizes, bucket_sizes
 from graft.engine.decode.buffers import Buffers
 from graft.engine.decode.loop import DecodeLoop
 from graft.engine.decode.packed import PackedSteps
@@ -44,7 +44,7 @@ def make_loop(
     buffers = Buffers.make(sizes[-1], width, manager.block_size, manager.blocks, device)
     recordings = Recordings(graph, tensors, buffers)
     asked = options.cudagraph_capture_sizes is not None
-    steps = Sizes(sizes, DECODE_PAYS, sizes if asked else ())
+    steps = BatchSizes(sizes, DECODE_PAYS, sizes if asked else ())
     recordings.make_all(steps.used, progress)
     packed = PackedSteps(graph, tensors, buffers, scheduler.max_num_batched_tokens, recordings.packed)
     return DecodeLoop(scheduler, buffers, recordings, packed, steps, notes(recordings, device))

@@ -23,7 +23,7 @@ WIDE = -2  # as a token; -1 is a row without a finite largest value
 
 
 @dataclass(frozen=True)
-class Settings:
+class SamplingRows:
     """One a row, [B, 1] each. A greedy row has temperature 0."""
 
     temperature: Tensor  # float64
@@ -32,8 +32,8 @@ class Settings:
     top_k: Tensor  # int64; 0 or less is off
     uniform: Tensor  # float64, in [0, 1)
 
-    def part(self, first: int, last: int) -> Settings:
-        return Settings(
+    def part(self, first: int, last: int) -> SamplingRows:
+        return SamplingRows(
             *(t[first:last] for t in (self.temperature, self.min_p, self.top_p, self.top_k, self.uniform))
         )
 
@@ -60,7 +60,7 @@ def kind_of(params: SamplingParams, new_tokens: int) -> Kind:
     return "cut" if params.top_k > 0 or params.top_p < 1 else "drawn"
 
 
-def choose(kind: Kind, tokens: Tensor, logits: Tensor, settings: Settings) -> None:
+def choose(kind: Kind, tokens: Tensor, logits: Tensor, settings: SamplingRows) -> None:
     """Writes the tokens [B] of logits [B, vocab]."""
     argmax_into(tokens, logits)
     if kind == "greedy":
@@ -73,7 +73,7 @@ def choose(kind: Kind, tokens: Tensor, logits: Tensor, settings: Settings) -> No
         largest.copy_(torch.where(greedy | (largest < 0), largest, drawn))
 
 
-def draw_fixed(logits: Tensor, settings: Settings, *, cut: bool) -> Tensor:
+def draw_fixed(logits: Tensor, settings: SamplingRows, *, cut: bool) -> Tensor:
     """engine/sampling/draw.py, the same arithmetic for every row at once. [n]."""
     exact = logits.double()
     temperature = torch.where(settings.temperature > 0, settings.temperature, 1.0)

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from graft.engine.core import Request
-from graft.engine.decode.buckets import Sizes, bucket_for
-from graft.engine.decode.buffers import Buffers, Slot
+from graft.engine.decode.buckets import BatchSizes, bucket_for
+from graft.engine.decode.buffers import Buffers, StepBuffers
 from graft.engine.decode.choose import Kind, host_reason, kind_of
 from graft.engine.decode.packed import PackedSteps
-from graft.engine.decode.recording import Recording, Recordings
+from graft.engine.decode.recording import CapturedStep, Recordings
 from graft.engine.due import Due
 from graft.engine.sampling.draw import HEAD
-from graft.engine.scheduler import Plan, Scheduler
+from graft.engine.scheduler import Scheduler, StepPlan
 from graft.ops.advance_rows.reference import LEAVE, NOTHING
 
 RANK: dict[Kind, int] = {"greedy": 0, "drawn": 1, "cut": 2, "logits": 3}  # each can do what those before it can
@@ -37,10 +37,10 @@ RANK: dict[Kind, int] = {"greedy": 0, "drawn": 1, "cut": 2, "logits": 3}  # each
 class Flight:
     """A step on its way: who is due a token from it, and where the tokens will be."""
 
-    plan: Plan
+    plan: StepPlan
     due: list[Due]
-    slot: Slot
-    recording: Recording
+    slot: StepBuffers
+    recording: CapturedStep
     launching: float = 0.0  # seconds of the host
 
     def tokens(self) -> list[int]:
@@ -72,7 +72,7 @@ class Counts:
 
 
 @dataclass
-class Layout:
+class DeviceRows:
     """What the device knows: the request of each row and the blocks of its table."""
 
     requests: list[Request | None] = field(default_factory=list)
@@ -88,7 +88,7 @@ class DecodeLoop:
         buffers: Buffers,
         recordings: Recordings,
         packed: PackedSteps,
-        sizes: Sizes,
+        sizes: BatchSizes,
         notes: Sequence[str],
     ) -> None:
         self.scheduler = scheduler
@@ -99,13 +99,13 @@ class DecodeLoop:
         self.sizes = sizes
         self.notes = list(notes)
         self.flights: list[Flight] = []  # in order; the engine takes the first
-        self.layout = Layout()
+        self.layout = DeviceRows()
         self.launched = 0
         self.counts = Counts()
         self.wide: set[Request] = set()  # whose nuclei are drawn on the host
         self.stream: torch.cuda.Stream | None = None  # of the last launch
 
-    def recording(self, plan: Plan) -> Recording | None:
+    def recording(self, plan: StepPlan) -> CapturedStep | None:
         """The one for this plan, if it decodes a token of every request and there is one."""
         if not all(r.decoding for r in plan.requests) or any(count != 1 for count in plan.counts):
             return None
@@ -133,7 +133,7 @@ class DecodeLoop:
             kinds.append("logits" if request in self.wide else kind_of(request.params, new))
         return max(kinds, key=RANK.__getitem__)
 
-    def logits(self, plan: Plan, recording: Recording) -> Tensor:
+    def logits(self, plan: StepPlan, recording: CapturedStep) -> Tensor:
         """One step whose tokens the host chooses. [n, vocab]."""
         for request in plan.requests:
             reason = host_reason(request.params, len(request.tokens) - len(request.prompt))
@@ -145,10 +145,10 @@ class DecodeLoop:
         assert logits is not None
         return logits[: len(plan.requests)]
 
-    def start(self, plan: Plan, recording: Recording) -> Flight:
+    def start(self, plan: StepPlan, recording: CapturedStep) -> Flight:
         """Launches a step with these requests in the first rows."""
         tables = [list(r.table.blocks) for r in plan.requests if r.table is not None]
-        self.layout = Layout([*plan.requests], tables)
+        self.layout = DeviceRows([*plan.requests], tables)
         self.buffers.fill(plan.requests, recording.rows, self.launched)
         due = [Due.of(request, row) for row, request in enumerate(plan.requests)]
         return self.launch(Flight(plan, due, self.next_slot(), recording))
@@ -173,7 +173,7 @@ class DecodeLoop:
         if commands:
             self.tell(slot, commands)
         self.scheduler.clock += 1
-        plan = Plan(0, [one.request for one in staying], [1] * len(staying))
+        plan = StepPlan(0, [one.request for one in staying], [1] * len(staying))
         due = [Due.of(one.request, one.row, coming=1) for one in staying]
         self.counts.ahead += 1
         return self.launch(Flight(plan, due, slot, recording))
@@ -207,7 +207,7 @@ class DecodeLoop:
                 found[row] = LEAVE, 0
         return found
 
-    def tell(self, slot: Slot, commands: dict[int, tuple[int, int]]) -> None:
+    def tell(self, slot: StepBuffers, commands: dict[int, tuple[int, int]]) -> None:
         """Sends the commands, and takes note of what the device knows then."""
         slot.command_array[0] = NOTHING
         for row, (place, block) in commands.items():
@@ -255,7 +255,7 @@ class DecodeLoop:
         self.counts.redrawn += 1
         self.note(f"a request whose nucleus (top_p) is wider than {HEAD} tokens is drawn on the host, step by step")
 
-    def next_slot(self) -> Slot:
+    def next_slot(self) -> StepBuffers:
         slot = self.buffers.ring[self.launched % len(self.buffers.ring)]
         slot.wait()
         return slot

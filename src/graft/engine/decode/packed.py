@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from graft.engine.batch import host_batch
-from graft.engine.decode.buckets import PROMPT_PAYS, Sizes
+from graft.engine.decode.buckets import PROMPT_PAYS, BatchSizes
 from graft.engine.decode.buffers import Buffers
-from graft.engine.scheduler import Plan
+from graft.engine.scheduler import StepPlan
 from graft.ops.layout import Batch, HostBatch, on_host, views
 
 LARGEST = 2048  # tokens; beyond, the device is busy for longer than the host needs to launch
@@ -60,7 +60,7 @@ class PackedSteps:
         self.block_size, self.padding = buffers.block_size, buffers.padding
         self.requests, self.width = buffers.block_tables.shape
         self.device = buffers.block_tables.device
-        self.sizes = Sizes(token_sizes(most), PROMPT_PAYS)
+        self.sizes = BatchSizes(token_sizes(most), PROMPT_PAYS)
         self.span = self.width * self.block_size  # tokens that a row of the tables has blocks for
         self.spare = -(-max(self.sizes.every, default=1) // self.span)  # rows for the padding
         # odd, as no size is: kernels take as many tokens as rows for a step that decodes
@@ -69,7 +69,7 @@ class PackedSteps:
         self.out: Tensor | None = None  # [rows, vocab]
         self.made: dict[int, PackedStep] = {}
 
-    def logits(self, plan: Plan) -> Tensor | None:
+    def logits(self, plan: StepPlan) -> Tensor | None:
         """[n, vocab] of a step, in memory that the next one overwrites; None: it has to be launched."""
         size = self.sizes.take(sum(plan.counts))
         if size is None or len(plan.counts) > self.requests:

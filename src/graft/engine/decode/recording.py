@@ -34,7 +34,7 @@ Key = tuple[int, int, Kind]  # rows, blocks of a table, how tokens are chosen
 
 
 @dataclass(frozen=True)
-class Recording:
+class CapturedStep:
     """`play` runs one step and gives its logits [B, vocab], whose memory the next step overwrites."""
 
     rows: int
@@ -50,7 +50,7 @@ class Recordings:
         self.tensors = tensors
         self.buffers = buffers
         self.device = buffers.state.device
-        self.made: dict[Key, Recording] = {}
+        self.made: dict[Key, CapturedStep] = {}
         self.problem: str | None = None  # why no more are made
         self.seconds = 0.0
         self.failures: dict[Key, BaseException] = {}  # of first runs, told when the step is recorded
@@ -105,7 +105,7 @@ class Recordings:
         needed = -(-tokens // self.buffers.block_size)
         return rows, next(width for width in self.widths(rows) if width >= needed), kind
 
-    def get(self, key: Key) -> Recording | None:
+    def get(self, key: Key) -> CapturedStep | None:
         """The recording, made if need be; then all rows of the buffers are padding. None: `problem` says why."""
         rows, _, kind = key
         if key not in self.made:
@@ -150,14 +150,14 @@ class Recordings:
 
         return step
 
-    def record(self, key: Key) -> Recording:
+    def record(self, key: Key) -> CapturedStep:
         (rows, _, kind), step = key, self.body(key)
         if key in self.failures:
             raise self.failures.pop(key)
         play, logits = self.captured(step)
         # only a step whose logits are read keeps them: the memory of the others is the next recording's
         kept = logits if kind == "logits" else None
-        return Recording(rows, kind, lambda: replay(play, kept))
+        return CapturedStep(rows, kind, lambda: replay(play, kept))
 
     def captured(self, step: Callable[[], T]) -> tuple[Callable[[], object], T]:
         """What runs `step` again, and what it gave; on a CPU that is the call itself."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graft.base.errors import CacheMisuse, EventOrder
-from graft.engine.kv.hashing import Entry
+from graft.engine.kv.hashing import CachedBlock
 
 Record = tuple[
     Callable[..., "Event"], Sequence[Any]
@@ -77,7 +77,7 @@ class Stored(Event):
         return {**super().to_json(), "blocks": [vars(block) for block in self.blocks]}
 
     @staticmethod
-    def of(event_id: int, at: float, entries: Sequence[Entry]) -> Stored:
+    def of(event_id: int, at: float, entries: Sequence[CachedBlock]) -> Stored:
         parent = entries[0].parent
         blocks = tuple(StoredBlock(entry.hash, entry.tokens) for entry in entries)
         return Stored(event_id, at, None if parent is None else parent.hash, blocks)
@@ -93,7 +93,7 @@ class Removed(Event):
         return shortened(self.hashes)
 
     @staticmethod
-    def of(event_id: int, at: float, entries: Sequence[Entry]) -> Removed:
+    def of(event_id: int, at: float, entries: Sequence[CachedBlock]) -> Removed:
         return Removed(event_id, at, tuple(entry.hash for entry in entries))
 
 
@@ -110,11 +110,11 @@ class Updated(Event):
         return f"{shortened(self.hashes)}: {self.what} {self.old} → {self.new}"
 
     @staticmethod
-    def used(event_id: int, at: float, entries: Sequence[Entry]) -> Updated:
+    def used(event_id: int, at: float, entries: Sequence[CachedBlock]) -> Updated:
         return Updated(event_id, at, tuple(entry.hash for entry in entries), "in_use", False, True)
 
     @staticmethod
-    def unused(event_id: int, at: float, entries: Sequence[Entry]) -> Updated:
+    def unused(event_id: int, at: float, entries: Sequence[CachedBlock]) -> Updated:
         return Updated(event_id, at, tuple(entry.hash for entry in entries), "in_use", True, False)
 
 

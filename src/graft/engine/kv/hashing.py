@@ -27,14 +27,14 @@ def block_hash(parent: str, tokens: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # an entry is itself: one stored anew under the same hash is another
-class Entry:
+class CachedBlock:
     """A stored block: what it holds, what it follows on (None: the root), and where it lies."""
 
     hash: str
-    parent: Entry | None = field(repr=False)  # as long as the sequence
+    parent: CachedBlock | None = field(repr=False)  # as long as the sequence
     tokens: tuple[int, ...]
     block: int
 
-    def holds(self, parent: Entry | None, tokens: tuple[int, ...]) -> bool:
+    def holds(self, parent: CachedBlock | None, tokens: tuple[int, ...]) -> bool:
         """Whether it is these tokens after that block. Hashes only find an entry; this decides."""
         return self.parent is parent and self.tokens == tokens

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from graft.base.errors import CacheMisuse
 from graft.engine.kv.audit import audit
 from graft.engine.kv.events import Created, EventQueue, Record, Removed, Stored, Updated
-from graft.engine.kv.hashing import Entry, block_hash, root_hash
+from graft.engine.kv.hashing import CachedBlock, block_hash, root_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Table:
     cached: int  # tokens that were found in the cache when it was opened
     length: int  # tokens in the cache; writes begin here
     room: int  # tokens that it may come to before it has to grow; -1: closed
-    chain: list[Entry] = field(default_factory=list, repr=False)  # of its first blocks, those that are stored
+    chain: list[CachedBlock] = field(default_factory=list, repr=False)  # of its first blocks, those that are stored
 
     @property
     def closed(self) -> bool:
@@ -71,10 +71,10 @@ class BlockManager:
         self.blocks, self.block_size, self.prefix_reuse = blocks, block_size, prefix_reuse
         self.root, self.hash_block = root_hash(fingerprint, block_size), hash_block
         self.refs = [0] * blocks  # tables that a block is in
-        self.entries: list[Entry | None] = [None] * blocks  # what a block is stored as
+        self.entries: list[CachedBlock | None] = [None] * blocks  # what a block is stored as
         self.free = list(reversed(range(blocks)))
-        self.unused: OrderedDict[int, Entry] = OrderedDict()  # block -> entry, longest unused first
-        self.stored: dict[str, Entry] = {}  # hash -> entry; a parent comes before its children
+        self.unused: OrderedDict[int, CachedBlock] = OrderedDict()  # block -> entry, longest unused first
+        self.stored: dict[str, CachedBlock] = {}  # hash -> entry; a parent comes before its children
         self.tables: set[Table] = set()
         self.asked_tokens = self.reused_tokens = self.evictions = 0
         self.events = events
@@ -96,7 +96,7 @@ class BlockManager:
         One token at least is left to run, because the next token comes from its logits.
         """
         with self.lock:
-            chain: list[Entry] = []
+            chain: list[CachedBlock] = []
             size = self.block_size
             for start in range(0, len(tokens) - size, size) if self.prefix_reuse else ():
                 _, entry = self.find(chain[-1] if chain else None, tuple(tokens[start : start + size]))
@@ -176,7 +176,7 @@ class BlockManager:
         """Audits every invariant; CacheCorrupt says what does not hold. Looks at every block: for tests."""
         audit(self)
 
-    def find(self, parent: Entry | None, tokens: tuple[int, ...]) -> tuple[str, Entry | None]:
+    def find(self, parent: CachedBlock | None, tokens: tuple[int, ...]) -> tuple[str, CachedBlock | None]:
         """The hash of these tokens after that block, and their entry if they are stored."""
         name = self.hash_block(self.root if parent is None else parent.hash, tokens)
         entry = self.stored.get(name)
@@ -190,15 +190,15 @@ class BlockManager:
         """
         with self.lock:
             size, chain, blocks = self.block_size, table.chain, table.blocks
-            woken: list[Entry] = []
-            added: list[Entry] = []
+            woken: list[CachedBlock] = []
+            added: list[CachedBlock] = []
             for i in range(len(chain), length // size):
                 parent, content = chain[-1] if chain else None, tuple(tokens[i * size : (i + 1) * size])
                 name, entry = self.find(parent, content)
                 if entry is None:
                     if name in self.stored or self.refs[blocks[i]] > 1:
                         break
-                    entry = Entry(name, parent, content, blocks[i])
+                    entry = CachedBlock(name, parent, content, blocks[i])
                     self.stored[name] = self.entries[blocks[i]] = entry
                     added.append(entry)
                 else:
@@ -229,12 +229,12 @@ class BlockManager:
         self.emit(Removed.of, evicted)
         return taken
 
-    def use(self, entry: Entry) -> bool:
+    def use(self, entry: CachedBlock) -> bool:
         """One more table has the entry's block; True if it was unused."""
         self.refs[entry.block] += 1
         return self.unused.pop(entry.block, None) is not None
 
-    def drop(self, block: int) -> Entry | None:
+    def drop(self, block: int) -> CachedBlock | None:
         """One table less has the block; its entry, if it is unused now."""
         self.refs[block] -= 1
         if self.refs[block]:
@@ -264,13 +264,13 @@ class BlockManager:
         if table.chain and tuple(tokens[last - self.block_size : last]) != table.chain[-1].tokens:
             raise CacheMisuse(f"commit got other tokens before token {last} than were committed there")
 
-    def emit(self, make: Callable[..., Removed | Stored | Updated], entries: list[Entry]) -> None:
+    def emit(self, make: Callable[..., Removed | Stored | Updated], entries: list[CachedBlock]) -> None:
         if entries and self.events is not None:
             self.events.put(make, entries)
 
     def snapshot(self) -> list[Record]:
         """Events that build the present state from nothing: what is stored, parents first, then what is unused."""
-        runs: list[list[Entry]] = []
+        runs: list[list[CachedBlock]] = []
         for entry in self.stored.values():
             if runs and entry.parent is runs[-1][-1]:
                 runs[-1].append(entry)

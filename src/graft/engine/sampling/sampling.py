@@ -17,7 +17,7 @@ from graft.engine.sampling.penalties import edit_logits
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampledToken:
     """A token, and how likely the model held it and others, where that was asked for; or why there is none (-1)."""
 
     token: int
@@ -25,7 +25,9 @@ class Choice:
     error: LogitsError | None = None
 
 
-def sample(logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[int] = frozenset()) -> list[Choice]:
+def sample(
+    logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[int] = frozenset()
+) -> list[SampledToken]:
     """One token a request. logits: [n, vocab].
 
     Penalties, end tokens barred before min_tokens, temperature, min_p, top_k, top_p, draw, in this order. Greedy rows
@@ -39,14 +41,14 @@ def sample(logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[in
         uniform = [torch.rand((), dtype=torch.float64, generator=requests[row].generator).item() for row in drawn]
         tokens[drawn] = draw(edited[drawn], [requests[row].params for row in drawn], uniform)
     chosen = torch.where(largest.abs() < math.inf, tokens, -1).tolist()
-    choices = [Choice(token) if token >= 0 else Choice(token, error=LogitsError()) for token in chosen]
+    choices = [SampledToken(token) if token >= 0 else SampledToken(token, error=LogitsError()) for token in chosen]
     wanted = [(row, request.params.logprobs) for row, request in enumerate(requests)]
     asked = [(row, count) for row, count in wanted if count is not None and chosen[row] >= 0]
     if asked:
         rows, counts = zip(*asked, strict=True)
         found = logprobs(logits[list(rows)], [chosen[row] for row in rows], counts)
         for row, each in zip(rows, found, strict=True):
-            choices[row] = Choice(chosen[row], each)
+            choices[row] = SampledToken(chosen[row], each)
     return choices
 
 

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from graft.base.errors import CaptureError
 from graft.ir.program.layouts import Layouts
-from graft.ir.snapshot import MISSING, Place, Snapshot, describe
+from graft.ir.snapshot import MISSING, ModuleSnapshot, SavedContainer, describe
 from graft.ir.storage import share_storage
 
 Key = tuple[torch.nn.Module, str]
@@ -45,12 +45,12 @@ def assignments_as_writes(module: torch.nn.Module) -> Iterator[None]:
     """Within it, `module.forward` writes assigned tensors back at its end, so that a trace has the writes."""
     forward = module.forward
     real = tensors(module)  # a trace has fake tensors for buffers, which do not tell whose memory is shared
-    around = Snapshot()  # torch.export puts copies of lists and dicts in the place of the module's own
+    around = ModuleSnapshot()  # torch.export puts copies of lists and dicts in the place of the module's own
     around.add_module(module)
 
     @functools.wraps(forward)
     def written(*args: Any, **kwargs: Any) -> Any:
-        state, given = Snapshot(), Snapshot()
+        state, given = ModuleSnapshot(), ModuleSnapshot()
         state.add_module(module)
         names = argument_names(forward, args, kwargs)
         for name, value in names.items():
@@ -90,11 +90,11 @@ def argument_names(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return {f"args[{index}]": value for index, value in enumerate(args)} | kwargs
 
 
-def assigned(state: Snapshot, real: dict[Key, Tensor]) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
+def assigned(state: ModuleSnapshot, real: dict[Key, Tensor]) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
     """Old and new values of the tensors that were assigned. Raises CaptureError for any other change."""
     old: dict[Key, Tensor] = {}
     new: dict[Key, Tensor] = {}
-    refuse_changes(Snapshot([place for place in state.places if not may_be_written(place)]))
+    refuse_changes(ModuleSnapshot([place for place in state.places if not may_be_written(place)]))
     for place in filter(may_be_written, state.places):
         owner = place.owner
         assert owner is not None
@@ -107,12 +107,12 @@ def assigned(state: Snapshot, real: dict[Key, Tensor]) -> tuple[dict[Key, Tensor
     return old, new
 
 
-def may_be_written(place: Place) -> bool:
+def may_be_written(place: SavedContainer) -> bool:
     owner = place.owner
     return owner is not None and (place.items is owner._buffers or place.items is vars(owner))
 
 
-def refuse_changes(snapshot: Snapshot, verb: str = "sets", advice: str | None = None) -> None:
+def refuse_changes(snapshot: ModuleSnapshot, verb: str = "sets", advice: str | None = None) -> None:
     for place in snapshot.places:
         if place.refused:
             for key, _, now in place.changes():

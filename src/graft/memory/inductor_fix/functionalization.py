@@ -54,10 +54,10 @@ from graft.memory.inductor_fix.guards import (
 )
 from graft.memory.inductor_fix.moves import lift, lift_plan
 from graft.memory.inductor_fix.offsets import IN_INPUT, view_arguments
-from graft.memory.inductor_fix.outputs import Outputs, keep_outputs_apart, mend_removed_clones, output_groups
+from graft.memory.inductor_fix.outputs import OutputAliases, keep_outputs_apart, mend_removed_clones, output_groups
 from graft.memory.inductor_fix.report import FunctionalizationReport
 from graft.memory.inductor_fix.restore import restore
-from graft.memory.inductor_fix.work import FUNCTIONAL, FunctionalCall, View, Work, functional_results
+from graft.memory.inductor_fix.work import FUNCTIONAL, FunctionalCall, GraphWork, View, functional_results
 
 aten = torch.ops.aten
 V1, V2 = FUNCTIONAL
@@ -74,7 +74,7 @@ def fix_functionalization(graph: Graph) -> FunctionalizationReport:
     mend_offsets(graph)
     refresh_views(graph.nodes)  # remove_noop_ops exchanged sources without telling the views of them
     answer_offsets(graph)
-    work = Work(graph, Aliases(graph, trusted=True), settle, place)
+    work = GraphWork(graph, Aliases(graph, trusted=True), settle, place)
     outputs = outputs_in_eager(graph)
     mend_removed_clones(work, outputs)
     known = {node for node in output_node(graph).all_input_nodes if work.aliases.inputs(node)}
@@ -240,7 +240,7 @@ def as_eager(value: Any, recorded: Any) -> Any:
     return value
 
 
-def outputs_in_eager(graph: Graph) -> Outputs:
+def outputs_in_eager(graph: Graph) -> OutputAliases:
     """How AOTAutograd saw eager's results lie in memory; nothing for a graph that it does not know (a subgraph)."""
     context = TracingContext.try_get()
     meta = context.fw_metadata if context is not None else None
@@ -248,11 +248,11 @@ def outputs_in_eager(graph: Graph) -> Outputs:
     groups = output_node(graph).meta.get(GROUPS)
     groups = groups if groups is not None and len(groups) == count else None  # a joint graph was split
     if meta is None or count != meta.num_forward_returns:
-        return Outputs(groups=groups)
+        return OutputAliases(groups=groups)
     first = meta.num_mutated_inp_runtime_indices
     kinds = {first + place: info.output_type.name for place, info in enumerate(meta.output_info)}
     in_inputs = {place for place, kind in kinds.items() if kind in ("is_input", "alias_of_input")}
-    return Outputs(frozenset(set(range(count)) - in_inputs), groups)
+    return OutputAliases(frozenset(set(range(count)) - in_inputs), groups)
 
 
 def record_memory(graph: Graph) -> None:

@@ -11,7 +11,7 @@ from graft.ir.effects import written_args
 from graft.ir.nodes import OpOverload, is_op, leaves, same_sizes, tensor_val, val
 from graft.memory.inductor_fix.moves import lift, lift_plan
 from graft.memory.inductor_fix.report import KeptCopy, MovedRead
-from graft.memory.inductor_fix.work import INPLACEABLE, Work, same_nodes, write_back
+from graft.memory.inductor_fix.work import INPLACEABLE, GraphWork, same_nodes, write_back
 from graft.memory.regions import disjoint, same_layout
 
 aten = torch.ops.aten
@@ -42,13 +42,13 @@ def in_place(node: Node, value: Node) -> bool:
     return part is not None and tensor is not None and same_layout(part, tensor)
 
 
-def home(work: Work, homes: dict[Node, Node], value: Node) -> Node | None:
+def home(work: GraphWork, homes: dict[Node, Node], value: Node) -> Node | None:
     """The graph input in whose memory `value` may end, when that input is written back at the end."""
     inputs = work.aliases.inputs(value) or [homes[n] for n in work.aliases.group(value) if n in homes]
     return inputs[0] if inputs and write_back(inputs[0]) is not None else None
 
 
-def make_room(work: Work, homes: dict[Node, Node], node: Node) -> None:
+def make_room(work: GraphWork, homes: dict[Node, Node], node: Node) -> None:
     """Moves reads of the old value above `node`, when that is all that keeps Inductor from writing in place."""
     value = node.args[0]
     owner = home(work, homes, value)
@@ -63,7 +63,7 @@ def make_room(work: Work, homes: dict[Node, Node], node: Node) -> None:
         work.moved += [MovedRead(moved.name, node.name) for moved in plan]
 
 
-def guard_writes(work: Work) -> dict[Node, Node]:
+def guard_writes(work: GraphWork) -> dict[Node, Node]:
     """Copies what a later write in place would spoil. Returns the graph input in whose memory each result may end."""
     homes: dict[Node, Node] = {}
     writes = written_args(work.graph)
@@ -85,7 +85,7 @@ def guard_writes(work: Work) -> dict[Node, Node]:
     return homes
 
 
-def guard_sources(work: Work, node: Node, since: Node | None) -> None:
+def guard_sources(work: GraphWork, node: Node, since: Node | None) -> None:
     """Copies arguments of `node` that read, elsewhere, the memory that it overwrites.
 
     Inductor asks who reads it after the call, not whether the call itself does: `x[1:] = x[:-1].clone()` has lost its
@@ -102,7 +102,7 @@ def guard_sources(work: Work, node: Node, since: Node | None) -> None:
 
 
 def last_write(
-    work: Work, writes: list[tuple[Node, Node]], homes: dict[Node, Node], value: Node, node: Node
+    work: GraphWork, writes: list[tuple[Node, Node]], homes: dict[Node, Node], value: Node, node: Node
 ) -> Node | None:
     """The last call above `node` that writes, or is to write, the memory of `value`."""
     found = [call for call, arg in writes if call < node and work.aliases.same(arg, value)]
@@ -111,7 +111,7 @@ def last_write(
 
 
 def reads_elsewhere(
-    work: Work,
+    work: GraphWork,
     source: Node,
     value: Node,
     part: torch.Tensor | None,
@@ -142,7 +142,7 @@ def reads_elsewhere(
     return False
 
 
-def keeps_places(work: Work, node: Node, moved_in: Sequence[Node]) -> bool:
+def keeps_places(work: GraphWork, node: Node, moved_in: Sequence[Node]) -> bool:
     """The recorded layout of `node` is the one that it has when it is written into its argument 0."""
     value = node.args[0]
     below = next((other for other in moved_in if other < node and work.aliases.same(value, other)), None)
@@ -156,7 +156,7 @@ def is_extern(node: Node) -> bool:
     )
 
 
-def spoiled(work: Work, node: Node, end: Node) -> str | None:
+def spoiled(work: GraphWork, node: Node, end: Node) -> str | None:
     """Why the result of `node` may not be in the input that `end` overwrites."""
     source = end.args[1]
     if source is node:
@@ -171,7 +171,7 @@ def spoiled(work: Work, node: Node, end: Node) -> str | None:
     return f"{late[0].text()} after %{end.name} overwrites graph input %{end.args[0].name}" if late else None
 
 
-def keep(work: Work, node: Node, value: Node, reason: str, *, opaque: bool = False) -> None:
+def keep(work: GraphWork, node: Node, value: Node, reason: str, *, opaque: bool = False) -> None:
     copied = work.copy(value, node, any_layout=True, opaque=opaque)
     if copied is not None:
         if value is node.args[0]:
@@ -181,7 +181,7 @@ def keep(work: Work, node: Node, value: Node, reason: str, *, opaque: bool = Fal
         work.kept.append(KeptCopy(node.name, str(node.target), value.name, reason))
 
 
-def drop_self_copies(work: Work) -> None:
+def drop_self_copies(work: GraphWork) -> None:
     """Erases each `copy_` of an input onto itself.
 
     They cost a pass over it, and Inductor takes an input for scratch memory as long as some `copy_` overwrites it.
@@ -194,7 +194,7 @@ def drop_self_copies(work: Work) -> None:
             work.graph.erase_node(node)
 
 
-def guard_write_backs(work: Work, homes: dict[Node, Node]) -> None:
+def guard_write_backs(work: GraphWork, homes: dict[Node, Node]) -> None:
     """Copies the source of a `copy_` that reads, elsewhere, the input that it overwrites (see guard_sources).
 
     `x.index_copy_(0, i, v); x.copy_(x.roll(1, 0))`: the first is written into x, where the second reads it shifted.

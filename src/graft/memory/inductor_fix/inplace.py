@@ -11,12 +11,20 @@ from torch.fx import Node
 from graft.ir.nodes import is_op, leaves, output_node, tensor_of, tensor_val
 from graft.memory.aliases import Read
 from graft.memory.inductor_fix.moves import keeps_layout, lift_plan
-from graft.memory.inductor_fix.work import FUNCTIONAL, INPLACEABLE, FunctionalCall, View, Work, same_nodes, write_back
+from graft.memory.inductor_fix.work import (
+    FUNCTIONAL,
+    INPLACEABLE,
+    FunctionalCall,
+    GraphWork,
+    View,
+    same_nodes,
+    write_back,
+)
 from graft.memory.regions import disjoint
 
 
 @dataclass(frozen=True)
-class Plan:
+class InplacePlan:
     """What makes a write in place right."""
 
     lift: tuple[Node, ...] = ()
@@ -25,7 +33,7 @@ class Plan:
     protect_new: Node | None = None
 
 
-def plan_write(work: Work, call: FunctionalCall, index: int) -> Plan | str:
+def plan_write(work: GraphWork, call: FunctionalCall, index: int) -> InplacePlan | str:
     """How base `index` can be written in place, or why it cannot.
 
     A value of the graph's own may be written when nobody reads it later. A graph input may be written when a `copy_`
@@ -58,7 +66,7 @@ def plan_write(work: Work, call: FunctionalCall, index: int) -> Plan | str:
     if isinstance(protect_new, str):
         return protect_new
     lifted, _ = lift_plan([read.reader for read in inner if read not in stuck], node)
-    return Plan(tuple(lifted), tuple(stuck), protect_old, protect_new)
+    return InplacePlan(tuple(lifted), tuple(stuck), protect_old, protect_new)
 
 
 def written_back(call: FunctionalCall, index: int, end: Node | None) -> bool:
@@ -76,7 +84,7 @@ def written_back(call: FunctionalCall, index: int, end: Node | None) -> bool:
     return False
 
 
-def left_after(work: Work, call: FunctionalCall, index: int, end: Node) -> Node | str | None:
+def left_after(work: GraphWork, call: FunctionalCall, index: int, end: Node) -> Node | str | None:
     """The one result to copy, because `end` overwrites it and it is returned; or what forbids the write."""
     source, results = end.args[1], call.results(index)
     if source in results or not results:

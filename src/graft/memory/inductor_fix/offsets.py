@@ -18,7 +18,7 @@ from torch.fx import Node
 from graft.ir.effects import storage_root
 from graft.ir.nodes import static_int, tensor_of, val
 from graft.memory.inductor_fix.moves import insert
-from graft.memory.inductor_fix.work import View, Work
+from graft.memory.inductor_fix.work import GraphWork, View
 from graft.memory.regions import region_of
 
 aten = torch.ops.aten
@@ -62,7 +62,7 @@ def number_node(place: Place, args: tuple[Any, ...], value: Any, before: Node, i
     return node
 
 
-def copied_stretch(work: Work, value: Node, before: Node) -> Node | None:
+def copied_stretch(work: GraphWork, value: Node, before: Node) -> Node | None:
     """A copy of a value with gaps, with its strides: the stretch of storage that it covers, and the view of that."""
     tensor, region = tensor_of(value), region_of(tensor_of(value))
     if region is None:

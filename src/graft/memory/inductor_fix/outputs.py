@@ -11,13 +11,13 @@ from torch.fx import Graph, Node
 from graft.ir.nodes import is_op, leaves, output_node, tensor_val
 from graft.memory.aliases import Aliases
 from graft.memory.inductor_fix.report import KeptCopy
-from graft.memory.inductor_fix.work import Work
+from graft.memory.inductor_fix.work import GraphWork
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Outputs:
+class OutputAliases:
     """How eager's results lie in memory, by place among the graph's outputs; None where that is not known."""
 
     apart: frozenset[int] | None = None  # in no graph input
@@ -41,7 +41,7 @@ def output_groups(graph: Graph) -> tuple[int, ...]:
     return tuple(first[id(aliases.group(v))] if isinstance(v, Node) else place for place, v in enumerate(values))
 
 
-def mend_removed_clones(work: Work, outputs: Outputs) -> None:
+def mend_removed_clones(work: GraphWork, outputs: OutputAliases) -> None:
     """Clones again what remove_noop_ops should have left.
 
     It keeps a clone that stands between a graph input and an output, but looks for them in recorded storages that its
@@ -70,7 +70,7 @@ def mend_removed_clones(work: Work, outputs: Outputs) -> None:
         written.append(owner)
 
 
-def merged(work: Work, outputs: Outputs, returned: list[Any], place: int) -> Node | None:
+def merged(work: GraphWork, outputs: OutputAliases, returned: list[Any], place: int) -> Node | None:
     """An output above `place` with which it shares memory now, but not in eager: `return v, v.clone()`."""
     for other, value in enumerate(returned[:place]):
         if isinstance(value, Node) and work.aliases.same(value, returned[place]) and not outputs.share(other, place):
@@ -86,7 +86,7 @@ def after_definition(value: Node) -> Node:
     return place
 
 
-def return_copy(work: Work, place: int, before: Node, reason: str) -> None:
+def return_copy(work: GraphWork, place: int, before: Node, reason: str) -> None:
     """Output `place` returns a copy, taken above `before`."""
     output = output_node(work.graph)
     values = list(leaves(output.args[0]))
@@ -95,7 +95,7 @@ def return_copy(work: Work, place: int, before: Node, reason: str) -> None:
     output.args = (tuple(values),)
 
 
-def keep_outputs_apart(work: Work, homes: dict[Node, Node], outputs: Outputs, known: set[Node]) -> None:
+def keep_outputs_apart(work: GraphWork, homes: dict[Node, Node], outputs: OutputAliases, known: set[Node]) -> None:
     """A returned value that eager keeps apart from the graph inputs is copied where writes in place put it into one.
 
     `op(c); return c.clone()` has lost its clone by now: the caller would get its own input back. `known` are values

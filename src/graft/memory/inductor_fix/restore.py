@@ -10,16 +10,16 @@ from torch.fx import Node
 from graft.ir.edit import INHERITED
 from graft.ir.nodes import leaves, val
 from graft.memory.aliases import refresh_views
-from graft.memory.inductor_fix.inplace import Plan, overlaps, plan_write, written_parts
+from graft.memory.inductor_fix.inplace import InplacePlan, overlaps, plan_write, written_parts
 from graft.memory.inductor_fix.moves import insert, lift, lift_plan
 from graft.memory.inductor_fix.offsets import copied_stretch, view_arguments
 from graft.memory.inductor_fix.report import KeptCopy, MovedRead
-from graft.memory.inductor_fix.work import FunctionalCall, View, Work
+from graft.memory.inductor_fix.work import FunctionalCall, GraphWork, View
 
 aten = torch.ops.aten
 
 
-def restore(work: Work, call: FunctionalCall) -> None:
+def restore(work: GraphWork, call: FunctionalCall) -> None:
     """Replaces the functional call by the op; values that cannot be written in place are copied first."""
     node = call.node
     for user in sorted(node.users, reverse=True):
@@ -27,7 +27,7 @@ def restore(work: Work, call: FunctionalCall) -> None:
     bases: list[Node] = []
     for index, base in enumerate(call.bases):
         plan = shared_base(work, bases, base) or plan_write(work, call, index)
-        if isinstance(plan, Plan):
+        if isinstance(plan, InplacePlan):
             carry_out(work, call, index, plan)
             bases.append(base)
             continue
@@ -46,13 +46,13 @@ def is_strided_view(leaf: object, index: int) -> bool:
     return isinstance(leaf, View) and leaf.base == index and leaf.target is aten.as_strided.default
 
 
-def shared_base(work: Work, taken: list[Node], base: Node) -> str | None:
+def shared_base(work: GraphWork, taken: list[Node], base: Node) -> str | None:
     """Why two values that one op overwrites cannot both stay in place."""
     other = next((n for n in taken if work.aliases.may_alias(n, base)), None)
     return None if other is None else f"it shares memory with %{other.name}, which the op overwrites too"
 
 
-def carry_out(work: Work, call: FunctionalCall, index: int, plan: Plan) -> None:
+def carry_out(work: GraphWork, call: FunctionalCall, index: int, plan: InplacePlan) -> None:
     node = call.node
     lift(plan.lift, node)
     work.moved += [MovedRead(moved.name, node.name) for moved in plan.lift]
@@ -71,7 +71,7 @@ def carry_out(work: Work, call: FunctionalCall, index: int, plan: Plan) -> None:
         work.protect(plan.protect_new, place, node, f"it is in graph input %{call.bases[index].name}, written later")
 
 
-def rewrite(work: Work, call: FunctionalCall, bases: list[Node]) -> None:
+def rewrite(work: GraphWork, call: FunctionalCall, bases: list[Node]) -> None:
     """The op itself on `bases`; who read a result reads the base."""
     node, graph = call.node, work.graph
     settled = [settled_base(work, call, index, base) for index, base in enumerate(bases)]
@@ -113,7 +113,7 @@ def rewrite(work: Work, call: FunctionalCall, bases: list[Node]) -> None:
     graph.erase_node(node)
 
 
-def settled_base(work: Work, call: FunctionalCall, index: int, base: Node) -> Node:
+def settled_base(work: GraphWork, call: FunctionalCall, index: int, base: Node) -> Node:
     """The base as the op takes it. A copy has no other readers; a base written in place may have."""
     if base is not call.bases[index]:
         return base
@@ -132,7 +132,7 @@ def positional(op: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dic
     return tuple(args), rest
 
 
-def unshared(work: Work, call: FunctionalCall, bases: list[Node], value: Node) -> Node:
+def unshared(work: GraphWork, call: FunctionalCall, bases: list[Node], value: Node) -> Node:
     """An argument that the op only reads, copied when the op overwrites its memory."""
     for index, base in enumerate(bases):
         if (
@@ -146,7 +146,7 @@ def unshared(work: Work, call: FunctionalCall, bases: list[Node], value: Node) -
     return value
 
 
-def adopt(work: Work, old: Node, new: Node) -> None:
+def adopt(work: GraphWork, old: Node, new: Node) -> None:
     """Who reads `old` reads `new`; views of `old` are views of `new` from here on."""
     members = sorted(n for n in work.aliases.group(old) if n is not old)
     work.aliases.join(new, old)

@@ -74,7 +74,7 @@ class FunctionalCall:
 
 
 @dataclass
-class Work:
+class GraphWork:
     """One graph while it is rewritten, and what was done so far."""
 
     graph: Graph

@@ -13,7 +13,7 @@ from graft.weights.packing import GROUP, pack_bytes, pack_int4
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinearCase:
     """`rows` tokens of `k` values, `n` rows of the weight."""
 
     rows: int
@@ -27,7 +27,7 @@ class Shape:
     normed: bool = False
 
 
-def make(shape: Shape, device: str, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
+def make(shape: LinearCase, device: str, dtype: torch.dtype, generator: torch.Generator) -> tuple[Any, ...]:
     n, k = shape.n, shape.k
     width = n if shape.activation == "none" else n // 2
     x = randn((1, shape.rows, k), device, dtype, generator)
@@ -43,7 +43,7 @@ def make(shape: Shape, device: str, dtype: torch.dtype, generator: torch.Generat
 
 
 def make_weight(
-    shape: Shape, device: str, dtype: torch.dtype, generator: torch.Generator
+    shape: LinearCase, device: str, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Random weights of about k^-1/2, and their scales."""
     n, k = shape.n, shape.k
@@ -60,7 +60,7 @@ def make_weight(
 
 
 def case(name: str, *args: Any, **options: Any) -> Case:
-    shape = Shape(*args, **options)
+    shape = LinearCase(*args, **options)
     return Case(name, partial(make, shape), shape.k)
 
 

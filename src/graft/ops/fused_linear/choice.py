@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 from graft.base.files import cache_dir
-from graft.ops.fused_linear.kinds import Gemm, How, Matvec, Shape, count_text, how_problem, how_text, kind_of
-from graft.ops.fused_linear.tables import Entry, Table, merge, read_table
+from graft.ops.fused_linear.kinds import Gemm, How, LinearShape, Matvec, count_text, how_problem, how_text, kind_of
+from graft.ops.fused_linear.tables import Table, TunedEntry, merge, read_table
 from graft.ops.launch import device_name
 from graft.ops.spec import Pick
 
-__all__ = ["FORMATS", "Choice", "Gemm", "How", "Matvec", "Shape", "choose_kernel", "how_text"]
+__all__ = ["FORMATS", "Gemm", "How", "KernelChoice", "LinearShape", "Matvec", "choose_kernel", "how_text"]
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.int16: "int4"}
@@ -29,15 +29,15 @@ OVERRIDES: list[Table] = []  # above all files, the last on top: see overridden
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     how: How
     source: str  # where it was measured, or why there is no measurement
-    nearest: Shape | None = None  # the shape that was measured
+    nearest: LinearShape | None = None  # the shape that was measured
     device: str | None = None  # on which
 
 
 @cache
-def choose_kernel(shape: Shape, tokens: int, device: str) -> Choice:
+def choose_kernel(shape: LinearShape, tokens: int, device: str) -> KernelChoice:
     """device: its name, as torch gives it."""
     return look_up(current_table(device), shape, tokens, device)
 
@@ -58,39 +58,39 @@ def picks_of(how: How, format: str) -> tuple[Pick, ...]:
     return (Pick("gemm"),) if kind == "default" else (Pick(kind, how), Pick("gemm"))
 
 
-def shape_of(rows: int, k: int, dtype: torch.dtype, gated: bool, norm: bool) -> Shape:
+def shape_of(rows: int, k: int, dtype: torch.dtype, gated: bool, norm: bool) -> LinearShape:
     """rows, k, dtype: of the weight, of which a gate takes half the rows."""
-    return Shape(rows // 2 if gated else rows, k, FORMATS.get(dtype, "plain"), gated, norm)
+    return LinearShape(rows // 2 if gated else rows, k, FORMATS.get(dtype, "plain"), gated, norm)
 
 
-def look_up(table: Table, shape: Shape, tokens: int, device: str) -> Choice:
+def look_up(table: Table, shape: LinearShape, tokens: int, device: str) -> KernelChoice:
     fitting = [one for one, counts in table.items() if one.format == shape.format and counts]
     if not fitting:
-        return Choice(None, f"no table has {shape.format} weights: {without(shape)}")
+        return KernelChoice(None, f"no table has {shape.format} weights: {without(shape)}")
     refused = passed = ""
     for near in sorted(fitting, key=lambda one: (shape.distance(one), one.key())):
         counts = table[near]
         count = min((count for count in counts if count >= tokens), default=None)
         if count is None:
             most = f"more than the {count_text(max(counts))} measured for {near.key()}"
-            return Choice(None, f"{refused or most}: {without(shape)}", near)
+            return KernelChoice(None, f"{refused or most}: {without(shape)}", near)
         entry = counts[count]
         source = f"{measured_text(entry, device)}, {'this' if near == shape else 'nearest'} shape"
         source += f"{'' if near == shape else f' {near.key()}'}, {count_text(count)}"
         problem = how_problem(entry.how, shape, tokens)
         if problem is None:
-            return Choice(entry.how, source + passed, near, entry.device)
+            return KernelChoice(entry.how, source + passed, near, entry.device)
         refused = refused or f"{source}; but {problem}"
         passed = passed or f"; that of {near.key()} is nearer, but {problem}"
-    return Choice(None, f"{refused}: {without(shape)}")
+    return KernelChoice(None, f"{refused}: {without(shape)}")
 
 
-def without(shape: Shape) -> str:
+def without(shape: LinearShape) -> str:
     """What runs where nothing was measured."""
     return "torch's own product" if shape.format == "plain" else "the default tensor-core kernel"
 
 
-def measured_text(entry: Entry, device: str) -> str:
+def measured_text(entry: TunedEntry, device: str) -> str:
     here = "" if entry.device == device else f" (this is {device})"
     return f"measured on {entry.device}{here} {entry.measured}"
 
@@ -137,7 +137,7 @@ class Range:
 
     first: int
     last: int | None
-    entry: Entry | None
+    entry: TunedEntry | None
 
     def text(self, format: str) -> str:
         how = how_text(self.entry.how if self.entry else None, format)
@@ -146,7 +146,7 @@ class Range:
         return f"{self.first}{f'–{self.last}' if self.last > self.first else ''} {how}"
 
 
-def ranges(counts: dict[int, Entry]) -> list[Range]:
+def ranges(counts: dict[int, TunedEntry]) -> list[Range]:
     """From one token on; neighbours with one kernel, measured the same way, are one range."""
     found: list[Range] = []
     for count in sorted(counts):
@@ -157,11 +157,11 @@ def ranges(counts: dict[int, Entry]) -> list[Range]:
     return [*found, Range(max(counts, default=0) + 1, None, None)]
 
 
-def same(one: Entry, other: Entry) -> bool:
+def same(one: TunedEntry, other: TunedEntry) -> bool:
     return (one.how, one.device, one.measured) == (other.how, other.device, other.measured)
 
 
-def ranges_text(shape: Shape, counts: dict[int, Entry]) -> str:
+def ranges_text(shape: LinearShape, counts: dict[int, TunedEntry]) -> str:
     """`plain 4096x4096: 1 matvec(rows=2, warps=4), 2–64 gemm(…), more: library; measured on NVIDIA H200 alone`."""
     found = ranges(counts)
     places: dict[str, list[str]] = {}

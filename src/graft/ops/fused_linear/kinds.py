@@ -73,7 +73,7 @@ KEY = re.compile(rf"({'|'.join(WEIGHTS)}) ([1-9]\d*)x([1-9]\d*)( gated)?( norm)?
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinearShape:
     """What a choice depends on beside the tokens. n: rows of the result."""
 
     n: int
@@ -86,14 +86,14 @@ class Shape:
         return f"{self.format} {self.n}x{self.k}{' gated' * self.gated}{' norm' * self.norm}"
 
     @staticmethod
-    def parse(key: str) -> Shape | None:
+    def parse(key: str) -> LinearShape | None:
         found = KEY.fullmatch(key)
         if found is None:
             return None
         format, n, k, gated, norm = found.groups()
-        return Shape(int(n), int(k), format, gated is not None, norm is not None)
+        return LinearShape(int(n), int(k), format, gated is not None, norm is not None)
 
-    def distance(self, other: Shape) -> float:
+    def distance(self, other: LinearShape) -> float:
         """How unlike two shapes are: factors between sizes, and much for what is not the same kind."""
         apart = abs(math.log2(self.n / other.n)) + abs(math.log2(self.k / other.k))
         return (
@@ -120,7 +120,7 @@ def kind_of(how: How, format: str) -> str:
     return next(name for name, cls in KINDS.items() if isinstance(how, cls))
 
 
-def how_problem(how: How, shape: Shape, tokens: int) -> str | None:
+def how_problem(how: How, shape: LinearShape, tokens: int) -> str | None:
     """Why a kernel cannot run this many tokens of a shape, or None."""
     if isinstance(how, Even):
         if shape.format != "plain":
@@ -136,7 +136,7 @@ def how_problem(how: How, shape: Shape, tokens: int) -> str | None:
     return f"matvec needs a depth that is a multiple of 8, not {shape.k}" if cut else None
 
 
-def narrow_problem(how: Narrow, shape: Shape, tokens: int) -> str | None:
+def narrow_problem(how: Narrow, shape: LinearShape, tokens: int) -> str | None:
     if shape.format != "int4":
         return f"narrow takes int4 weights, not {shape.format}"
     if tokens > MOST_NARROW_TOKENS:

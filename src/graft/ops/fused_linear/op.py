@@ -17,9 +17,9 @@ from graft.ops.fused_linear.kinds import (
     MOST_NARROW_TOKENS,
     Even,
     Gemm,
+    LinearShape,
     Matvec,
     Narrow,
-    Shape,
     how_problem,
 )
 from graft.ops.fused_linear.reference import fused_linear, rounds
@@ -102,7 +102,7 @@ def narrow_problem(call: Call) -> str | None:
         return f"it multiplies bfloat16 with 4-bit weights, not {x.dtype} with {weight.dtype}"
     if call.offset and call.cast_last:
         return "it takes no norm's weight of 1 + w"
-    shape = Shape(weight.shape[0], x.shape[-1], "int4", gated=False, norm=False)
+    shape = LinearShape(weight.shape[0], x.shape[-1], "int4", gated=False, norm=False)
     return how_problem(Narrow(), shape, 1) or gpu_problem(call)
 
 

@@ -18,7 +18,7 @@ from graft.weights.packing import RUN
 from graft.weights.quantize import FP8, FP8_TOP, least_scale
 
 if TYPE_CHECKING:
-    from graft.ops.fused_linear.triton import Call
+    from graft.ops.fused_linear.triton import LinearCall
 
 RUN_8 = tl.constexpr(RUN)
 TOP, LEAST = tl.constexpr(FP8_TOP), tl.constexpr(least_scale(torch.float32))
@@ -80,7 +80,7 @@ def round_rows_kernel(
     tl.store(scales + row, scale)
 
 
-def round_rows(call: Call, width: int) -> tuple[Tensor, Tensor]:
+def round_rows(call: LinearCall, width: int) -> tuple[Tensor, Tensor]:
     """x [tokens, k], normed where the call says so → float8 [tokens, width], zeros beyond k, and scales [tokens]."""
     tokens, k = call.x.shape
     out = torch.empty((tokens, width), dtype=FP8, device=call.x.device)

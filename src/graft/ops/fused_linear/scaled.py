@@ -20,7 +20,7 @@ from graft.ops.launch import pdl_supported
 from graft.ops.swiglu.triton import activate
 
 if TYPE_CHECKING:
-    from graft.ops.fused_linear.triton import Call
+    from graft.ops.fused_linear.triton import LinearCall
 
 FEW_TOKENS = 512  # up to here the product goes without scales
 BLOCK = 1024
@@ -66,7 +66,7 @@ def finish_half(
     return found.to(dtype).to(tl.float32)
 
 
-def launch_scaled(call: Call) -> Tensor:
+def launch_scaled(call: LinearCall) -> Tensor:
     assert call.scale is not None
     q, scales = round_rows(call, call.weight.shape[1])
     # with scales torch's product gives bfloat16 alone
@@ -77,7 +77,7 @@ def launch_scaled(call: Call) -> Tensor:
     return finish(call, y, scales if few else None)
 
 
-def product(call: Call, q: Tensor, scales: Tensor | None) -> Tensor:
+def product(call: LinearCall, q: Tensor, scales: Tensor | None) -> Tensor:
     """[tokens, rows of the weight], times the scales where they are given. Unscaled it may be beyond float16."""
     assert call.scale is not None
     dtype = torch.bfloat16 if call.x.dtype is torch.bfloat16 else torch.float32
@@ -99,7 +99,7 @@ def unit(device: torch.device) -> Tensor:
     return UNITS[device]
 
 
-def finish(call: Call, y: Tensor, scales: Tensor | None) -> Tensor:
+def finish(call: LinearCall, y: Tensor, scales: Tensor | None) -> Tensor:
     assert call.scale is not None
     tokens, n = call.x.shape[0], call.rows
     out = torch.empty((tokens, n), dtype=call.x.dtype, device=call.x.device)

@@ -22,13 +22,13 @@ from typing import Any
 
 from graft.base.errors import TableError, near
 from graft.base.files import write_whole
-from graft.ops.fused_linear.kinds import KINDS, How, Shape, count_text, how_problem, kind_of
+from graft.ops.fused_linear.kinds import KINDS, How, LinearShape, count_text, how_problem, kind_of
 
 MEASURED = ("alone", "in a step")
 
 
 @dataclass(frozen=True)
-class Entry:
+class TunedEntry:
     """What was fastest for one shape and number of tokens, and how that was found."""
 
     how: How
@@ -37,7 +37,7 @@ class Entry:
     measured: str = "alone"  # or "in a step"
 
 
-Table = dict[Shape, dict[int, Entry]]
+Table = dict[LinearShape, dict[int, TunedEntry]]
 
 
 def merge(*tables: Table) -> Table:
@@ -63,7 +63,7 @@ def read_table(path: Path) -> Table:
 def parse_table(content: object, path: Path) -> Table:
     table: Table = {}
     for key, given in mapping(content, "the whole file", path).items():
-        shape = Shape.parse(key)
+        shape = LinearShape.parse(key)
         if shape is None:
             raise TableError(path, f"unknown shape {key!r}; one is written like 'plain 14336x4096 gated norm'")
         entry = mapping(given, repr(key), path)
@@ -78,7 +78,7 @@ def parse_table(content: object, path: Path) -> Table:
     return table
 
 
-def parse_entry(given: object, shape: Shape, count: str, device: str, path: Path) -> Entry:
+def parse_entry(given: object, shape: LinearShape, count: str, device: str, path: Path) -> TunedEntry:
     where = f"{shape.key()!r}, {count_text(int(count))}"
     entry = mapping(given, where, path)
     kinds = {**KINDS, kind_of(None, shape.format): None}
@@ -104,7 +104,7 @@ def parse_entry(given: object, shape: Shape, count: str, device: str, path: Path
     problem = how_problem(how, shape, int(count))
     if problem is not None:
         raise TableError(path, f"{where}: {problem}")
-    return Entry(how, None if us is None else float(us), device, measured)
+    return TunedEntry(how, None if us is None else float(us), device, measured)
 
 
 def mapping(value: object, where: str, path: Path) -> Mapping[str, Any]:
@@ -139,7 +139,7 @@ def table_json(table: Table) -> dict[str, Any]:
     }
 
 
-def entry_json(entry: Entry, shape: Shape) -> dict[str, Any]:
+def entry_json(entry: TunedEntry, shape: LinearShape) -> dict[str, Any]:
     options = {} if entry.how is None else asdict(entry.how)
     return {
         "kind": kind_of(entry.how, shape.format),
@@ -159,5 +159,5 @@ def write_table(table: Table, path: Path) -> None:
     write_whole(path, json.dumps(table_json(merge(kept, table)), indent=1) + "\n")
 
 
-def devices(counts: Mapping[int, Entry]) -> set[str]:
+def devices(counts: Mapping[int, TunedEntry]) -> set[str]:
     return {entry.device for entry in counts.values()}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from graft.ops.fused_linear.choice import FORMATS, Gemm, How, Matvec, Shape, shape_of
+from graft.ops.fused_linear.choice import FORMATS, Gemm, How, LinearShape, Matvec, shape_of
 from graft.ops.fused_linear.even import even_kernel
 from graft.ops.fused_linear.gemm import gemm_kernel
 from graft.ops.fused_linear.kinds import Even, Narrow
@@ -25,7 +25,7 @@ from graft.ops.swiglu.triton import swiglu_triton
 from graft.weights.packing import GROUP, PACKED, dequantize
 
 
-class Call(NamedTuple):
+class LinearCall(NamedTuple):
     """The op's arguments, with the tokens as rows: x [tokens, k]. One is made at every call: a tuple costs least."""
 
     x: Tensor
@@ -67,7 +67,7 @@ class Call(NamedTuple):
         return self.weight.shape[0] // 2 if self.gated else self.weight.shape[0]
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> LinearShape:
         return shape_of(self.weight.shape[0], self.x.shape[1], self.weight.dtype, self.gated, self.divided)
 
     @property
@@ -76,9 +76,9 @@ class Call(NamedTuple):
         return self.offset if self.cast_last else 0.0
 
 
-def with_rows(run: Callable[[Call], Tensor], x: Tensor, *rest: Any) -> Tensor:
+def with_rows(run: Callable[[LinearCall], Tensor], x: Tensor, *rest: Any) -> Tensor:
     """Runs with all but the last dim of x and the residual as one."""
-    call = Call(x.reshape(-1, x.shape[-1]), *rest)
+    call = LinearCall(x.reshape(-1, x.shape[-1]), *rest)
     if call.x.stride(-1) != 1:
         call = call._replace(x=call.x.contiguous())
     if call.residual is not None:
@@ -86,7 +86,7 @@ def with_rows(run: Callable[[Call], Tensor], x: Tensor, *rest: Any) -> Tensor:
     return run(call).view(*x.shape[:-1], call.rows)
 
 
-def run_as(call: Call, how: How) -> Tensor:
+def run_as(call: LinearCall, how: How) -> Tensor:
     """With one kernel and its sizes, which fit the call: for measurements."""
     if isinstance(how, Matvec):
         return launch_matvec(call, how)
@@ -102,7 +102,7 @@ def run_as(call: Call, how: How) -> Tensor:
 MOST_EARLY = 16  # tiles of a row that a program holds in registers, 4 each
 
 
-def launch_matvec(call: Call, how: Matvec) -> Tensor:
+def launch_matvec(call: LinearCall, how: Matvec) -> Tensor:
     tokens, k = call.x.shape
     n = call.rows
     out = room(call.x.device, call.x.dtype, tokens, n)
@@ -124,7 +124,7 @@ def launch_matvec(call: Call, how: Matvec) -> Tensor:
     return out
 
 
-def launch_narrow(call: Call, how: Narrow) -> Tensor:
+def launch_narrow(call: LinearCall, how: Narrow) -> Tensor:
     assert call.scale is not None
     tokens, k = call.x.shape
     out = room(call.x.device, call.x.dtype, tokens, call.rows)
@@ -146,7 +146,7 @@ def launch_narrow(call: Call, how: Narrow) -> Tensor:
     return out
 
 
-def launch_gemm(call: Call, how: Gemm) -> Tensor:
+def launch_gemm(call: LinearCall, how: Gemm) -> Tensor:
     # in float16 a row times the norm's weight may be beyond 65,504 before it is divided by its root mean square
     if call.divided and (not how.norm_inside or call.x.dtype is torch.float16):
         call = without_norm(call)
@@ -171,7 +171,7 @@ def launch_gemm(call: Call, how: Gemm) -> Tensor:
     return out
 
 
-def launch_even(call: Call, how: Even) -> Tensor:
+def launch_even(call: LinearCall, how: Even) -> Tensor:
     call = without_norm(call) if call.divided else call
     if call.x.dtype is torch.float32:  # half as much fits into shared memory
         how = replace(how, depth=min(how.depth, 32), stages=2)
@@ -191,7 +191,7 @@ def launch_even(call: Call, how: Even) -> Tensor:
     return out
 
 
-def default_gemm(call: Call) -> Gemm:
+def default_gemm(call: LinearCall) -> Gemm:
     """Sizes that fit every call; the tables have better ones."""
     tokens = call.x.shape[0]
     if call.kind == "int4":  # a span of 512 values of x is in shared memory for each stage
@@ -202,7 +202,7 @@ def default_gemm(call: Call) -> Gemm:
     return Gemm(rows=64 if call.gated else 128, tokens=128, depth=64, warps=8, stages=3)
 
 
-def fitting(call: Call, how: Gemm) -> Gemm:
+def fitting(call: LinearCall, how: Gemm) -> Gemm:
     """As it was measured for bfloat16. Of 32 bits half as much fits into shared memory; early fetches want rows that
     begin at a multiple of 16 bytes."""
     if call.x.dtype is torch.float32:
@@ -211,12 +211,12 @@ def fitting(call: Call, how: Gemm) -> Gemm:
     return how if fetchable(call) else replace(how, early=0)
 
 
-def fetchable(call: Call) -> bool:
+def fetchable(call: LinearCall) -> bool:
     """Whether every row of the weight begins at a multiple of 16 bytes."""
     return call.weight.shape[1] * call.weight.element_size() % 16 == 0 and call.weight.data_ptr() % 16 == 0
 
 
-def library(call: Call) -> Tensor:
+def library(call: LinearCall) -> Tensor:
     """torch's own product, with the norm and the activation as kernels of their own."""
     call = without_norm(call) if call.divided else call
     weight = call.weight
@@ -231,7 +231,7 @@ def library(call: Call) -> Tensor:
     return y if call.residual is None else y + call.residual
 
 
-def without_norm(call: Call) -> Call:
+def without_norm(call: LinearCall) -> LinearCall:
     """The call on rows that are normed already."""
     k, dtype, device = call.x.shape[1], call.x.dtype, call.x.device
     norm = ones(k, dtype, device) if call.norm is None else call.norm
@@ -245,7 +245,7 @@ def ones(k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones(k, dtype=dtype, device=device)
 
 
-def or_x(call: Call, tensor: Tensor | None) -> Tensor:
+def or_x(call: LinearCall, tensor: Tensor | None) -> Tensor:
     """A kernel does not read what is absent, but takes a tensor."""
     return call.x if tensor is None else tensor
 

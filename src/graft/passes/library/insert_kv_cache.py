@@ -15,7 +15,7 @@ from graft.ir.patterns.match import Match
 from graft.ops.layout import PAGED, cache_blocks, cache_names, declare
 from graft.passes.base import Context
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Rewriter, Run
+from graft.passes.rewriter import Rewriter, RewriteRun
 
 ops = torch.ops.graft
 
@@ -87,7 +87,7 @@ class InsertKVCache(Rewriter):
 
 
 @dataclass
-class CacheRun(Run):
+class CacheRun(RewriteRun):
     """The layers that get a cache, and the inputs that all of them read."""
 
     layers: dict[Node, LayerCache] = field(default_factory=dict)

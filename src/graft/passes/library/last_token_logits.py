@@ -15,7 +15,7 @@ from graft.ir.patterns.match import Match, Refused
 from graft.ops.layout import declare
 from graft.passes.base import Context
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Rewriter, Run
+from graft.passes.rewriter import Rewriter, RewriteRun
 
 aten, ops = torch.ops.aten, torch.ops.graft
 NORMS = (ops.rms_norm.default, ops.layer_norm.default)  # of each row by itself
@@ -59,10 +59,10 @@ class LastTokenLogits(Rewriter):
         decodes = context.route == "decoder"
         return None if decodes else "the module is not run by graft's engine, so all its outputs are kept"
 
-    def candidates(self, run: Run) -> list[Node]:
+    def candidates(self, run: RewriteRun) -> list[Node]:
         return list(output_node(run.gm.graph).args[0])
 
-    def find(self, run: Run, logits: Node) -> Projection:
+    def find(self, run: RewriteRun, logits: Node) -> LogitsProjection:
         chain: list[Node] = []
         node = logits
         while isinstance(node, Node) and node.op == "call_function" and node.target in ROW_WISE:
@@ -70,12 +70,12 @@ class LastTokenLogits(Rewriter):
             node = node.args[0]
         if not is_op(node, aten.linear.default):
             raise Refused(logits, f"the logits do not come from a linear layer but from {where(node)}")
-        return Projection("", {}, {}, norm_before(node), (node,), tuple(reversed(chain)))
+        return LogitsProjection("", {}, {}, norm_before(node), (node,), tuple(reversed(chain)))
 
-    def check(self, run: Run, match: Projection) -> None:
+    def check(self, run: RewriteRun, match: LogitsProjection) -> None:
         """`find` takes a norm that nothing else reads; the readers of the logits are told their new shape."""
 
-    def write(self, run: Run, match: Projection) -> list[Node]:
+    def write(self, run: RewriteRun, match: LogitsProjection) -> list[Node]:
         linear, editor = match.anchor, run.editor
         hidden = linear.args[0]
         index = declare(editor, hidden, ("logits_indices",))["logits_indices"]
@@ -85,12 +85,12 @@ class LastTokenLogits(Rewriter):
             changed.meta = {**changed.meta, "val": editor.abstract(changed)}
         return [*made, index]
 
-    def reason(self, run: Run) -> str:
+    def reason(self, run: RewriteRun) -> str:
         return run.misses[0].reason if run.misses else self.lacking
 
 
 @dataclass(frozen=True)
-class Projection(Match):
+class LogitsProjection(Match):
     """The output projection; `nodes` is the norm before it, as far as it goes too."""
 
     chain: tuple[Node, ...]  # what is done to the logits

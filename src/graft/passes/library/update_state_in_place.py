@@ -18,7 +18,7 @@ from graft.ir.patterns.match import Match, NearMiss, Refused
 from graft.memory.hazards import Access, accesses
 from graft.passes.base import Context
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Rewriter, Run
+from graft.passes.rewriter import Rewriter, RewriteRun
 
 aten = torch.ops.aten
 
@@ -81,14 +81,14 @@ class UpdateStateInPlace(Rewriter):
     def start(self, gm: GraphModule, context: Context) -> StateRun:
         return StateRun(gm, context, Editor(gm, self.name))
 
-    def candidates(self, run: StateRun) -> Iterator[Step]:
+    def candidates(self, run: StateRun) -> Iterator[UpdateStep]:
         copies = [node for node in run.gm.graph.nodes if is_op(node, aten.copy_.default)]
         for copy in copies:  # each as the ones before it left the graph
             update = read_update(copy)
             if update is not None:
-                yield from (Step(update, step) for step in update.steps)
+                yield from (UpdateStep(update, step) for step in update.steps)
 
-    def find(self, run: StateRun, candidate: Step) -> StepMatch | None:
+    def find(self, run: StateRun, candidate: UpdateStep) -> StepMatch | None:
         """One step; the first decides for all of them."""
         update, step = candidate.update, candidate.step
         if step is update.steps[0]:
@@ -119,7 +119,7 @@ class UpdateStateInPlace(Rewriter):
         editor.replace(step, new)
         return made
 
-    def near_miss(self, run: StateRun, candidate: Step, refused: Refused) -> NearMiss:
+    def near_miss(self, run: StateRun, candidate: UpdateStep, refused: Refused) -> NearMiss:
         size = len(candidate.update.steps) + 1
         return replace(super().near_miss(run, candidate, refused), matched=size, size=size)
 
@@ -134,7 +134,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Step:
+class UpdateStep:
     """One step of an update, told at the copy back."""
 
     update: Update
@@ -151,7 +151,7 @@ class StepMatch(Match):
 
 
 @dataclass
-class StateRun(Run):
+class StateRun(RewriteRun):
     safe: set[Node] = field(default_factory=set)  # the copies back whose steps may be done in place
 
     @cached_property

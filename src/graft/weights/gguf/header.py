@@ -27,14 +27,14 @@ MOST_DIMS = 4  # GGML_MAX_DIMS
 
 
 @dataclass(frozen=True)
-class Strings:
+class StringArray:
     """An array of strings, of which only the length is kept."""
 
     count: int
 
 
 @dataclass(frozen=True)
-class Stored:
+class GgufTensor:
     name: str
     kind: int
     shape: tuple[int, ...]  # the last is contiguous, as in torch
@@ -45,7 +45,7 @@ class Stored:
 @dataclass(frozen=True)
 class Header:
     metadata: Mapping[str, Any]
-    tensors: tuple[Stored, ...]
+    tensors: tuple[GgufTensor, ...]
     start: int  # where the tensors' bytes begin
 
     @property
@@ -97,7 +97,7 @@ class Cursor:
             raise self.damaged(f"an array at byte {self.at} claims {count} strings")
         for _ in range(count):
             self.skip(self.numbers("Q")[0])
-        return Strings(count)
+        return StringArray(count)
 
 
 def read_gguf_header(path: Path) -> Header:
@@ -146,7 +146,7 @@ def block_sizes() -> dict[int, tuple[int, int]]:
     return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
 
 
-def read_stored(cursor: Cursor, alignment: int) -> Stored:
+def read_stored(cursor: Cursor, alignment: int) -> GgufTensor:
     name, (dims,) = cursor.text(), cursor.numbers("I")
     if not 1 <= dims <= MOST_DIMS:
         raise cursor.damaged(f"{name!r} has {dims} dimensions")
@@ -157,10 +157,10 @@ def read_stored(cursor: Cursor, alignment: int) -> Stored:
     columns, size = block_sizes()[kind]
     if shape[-1] % columns or offset % alignment:
         raise cursor.damaged(f"{name!r} has rows of {shape[-1]} and begins at {offset}, off its blocks")
-    return Stored(name, kind, shape, offset, prod(shape) // columns * size)
+    return GgufTensor(name, kind, shape, offset, prod(shape) // columns * size)
 
 
-def check_apart(cursor: Cursor, stored: list[Stored]) -> None:
+def check_apart(cursor: Cursor, stored: list[GgufTensor]) -> None:
     """No name twice, no byte twice."""
     names: set[str] = set()
     end, last = 0, ""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from graft.base.errors import CheckpointError, near
-from graft.weights.gguf.header import Header, Strings
+from graft.weights.gguf.header import Header, StringArray
 
 TOKENS, MERGES, SCORES = (f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores"))
 # what a tokenizer cannot be made without, by tokenizer.ggml.model; sentencepiece's merges follow from its scores
@@ -60,7 +60,7 @@ def architectures() -> tuple[str, ...]:
 def check_tokenizer(path: Path, metadata: Mapping[str, Any]) -> None:
     """The vocabulary is whole: what belongs to each token is there for each token."""
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get(TOKENS)
-    if not isinstance(kind, str) or not isinstance(tokens, Strings) or not tokens.count:
+    if not isinstance(kind, str) or not isinstance(tokens, StringArray) or not tokens.count:
         missing = TOKENS if isinstance(kind, str) else "tokenizer.ggml.model"
         raise CheckpointError(f"{path} has no {missing}, so text cannot be turned into tokens; convert it again")
     if kind in NEEDED and not any(key in metadata for key in NEEDED[kind]):

@@ -8,11 +8,11 @@ from dataclasses import replace
 from graft.base.files import Progress
 from graft.models.registry import families
 from graft.workbench.check.checklist import check
-from graft.workbench.check.request import Request
+from graft.workbench.check.request import CheckRequest
 from graft.workbench.check.results import CheckReport
 
 
-def check_all(request: Request, progress: Progress | None = None) -> Iterator[CheckReport]:
+def check_all(request: CheckRequest, progress: Progress | None = None) -> Iterator[CheckReport]:
     """One report a family, as they come."""
     names = [f"tiny-{family}" for family in families()]
     for index, name in enumerate(names):

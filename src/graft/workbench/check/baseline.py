@@ -11,10 +11,10 @@ from graft.base.errors import BaselineMismatch
 from graft.passes.dumps import WEIGHTS
 from graft.passes.report import TransformRecord
 from graft.workbench.check.graphs import metadata_problems
-from graft.workbench.check.outputs import Outputs, distance, stored_outputs
+from graft.workbench.check.outputs import StepLogits, distance, stored_outputs
 from graft.workbench.check.steps import StepGraphs
 from graft.workbench.diff_runs import TransformDiff, compare_records, manifest_changes
-from graft.workbench.runs import Run, open_run
+from graft.workbench.runs import StoredRun, open_run
 
 ChangeKind = Literal[
     "match loss",
@@ -28,7 +28,7 @@ BAD = ("match loss", "metadata loss", "numeric drift not acceptable")
 
 
 @dataclass(frozen=True)
-class Change:
+class BaselineChange:
     """One transform. drift: how far its results are from those of the baseline; None where it was not measured."""
 
     transform: str
@@ -44,10 +44,10 @@ class Change:
 @dataclass(frozen=True)
 class Baseline:
     graphs: StepGraphs
-    outputs: Outputs
+    outputs: StepLogits
 
     @property
-    def run(self) -> Run:
+    def run(self) -> StoredRun:
         return self.graphs.run
 
 
@@ -56,10 +56,10 @@ def open_baseline(folder: str | Path) -> Baseline:
     run = open_run(folder)
     stored = stored_outputs(run.folder)
     state = run.state() if not stored and (run.folder / WEIGHTS).is_file() else {}
-    return Baseline(StepGraphs(run), Outputs(run, state, stored))
+    return Baseline(StepGraphs(run), StepLogits(run, state, stored))
 
 
-def check_same_model(baseline: Run, model: str, dtype: str) -> None:
+def check_same_model(baseline: StoredRun, model: str, dtype: str) -> None:
     """Another model, or the same one in another dtype, has nothing that could be compared."""
     kept = baseline.manifest
     if (kept.model, kept.dtype) != (model, dtype):
@@ -74,14 +74,14 @@ def with_lost(names: list[str], baseline: Baseline) -> list[str]:
     return sorted([*names, *lost], key=lambda name: order.get(name, len(order)))
 
 
-def other_makings(baseline: Baseline, run: Run) -> list[str]:
+def other_makings(baseline: Baseline, run: StoredRun) -> list[str]:
     """What this run was made of that the baseline was not: versions, options; not what a check sets by itself."""
     details = manifest_changes(baseline.run, run)
     told = [d for d in details if not d.what.endswith((".on_error", ".devices")) and d.what != "verify"]
     return [f"since the baseline {d.what}: {d.before} → {d.after}" for d in told]
 
 
-def compare(graphs: StepGraphs, outputs: Outputs, baseline: Baseline, name: str, allowed: float) -> Change:
+def compare(graphs: StepGraphs, outputs: StepLogits, baseline: Baseline, name: str, allowed: float) -> BaselineChange:
     """What became of one transform."""
     old, new = baseline.run.report.transforms.get(name), graphs.run.report.transforms.get(name)
     kinds: list[ChangeKind] = []
@@ -98,7 +98,7 @@ def compare(graphs: StepGraphs, outputs: Outputs, baseline: Baseline, name: str,
         for kind, reason in found:
             kinds.append(kind)
             reasons.append(reason)
-    return Change(name, tuple(kinds) or ("unchanged",), "; ".join(reasons), drift)
+    return BaselineChange(name, tuple(kinds) or ("unchanged",), "; ".join(reasons), drift)
 
 
 def match_changes(
@@ -135,7 +135,7 @@ def metadata_changes(
 
 
 def drift_of(
-    outputs: Outputs, baseline: Outputs, name: str, allowed: float
+    outputs: StepLogits, baseline: StepLogits, name: str, allowed: float
 ) -> tuple[float | None, list[tuple[ChangeKind, str]]]:
     """How far the results after this transform are from the baseline's, and whether that is its own doing.
 
@@ -161,6 +161,6 @@ def drift_of(
     return drift, []
 
 
-def place(outputs: Outputs, name: str) -> int | None:
+def place(outputs: StepLogits, name: str) -> int | None:
     """The number of a transform's step; None where it was off."""
     return next((step.number for step in outputs.run.steps[1:] if step.transform == name), None)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 from graft.base.errors import ProofError, VerificationError
 from graft.ir.edit import second_module
-from graft.ir.verify import Snapshot
+from graft.ir.verify import GraphSnapshot
 from graft.memory.verify import Uses
 from graft.passes.dumps import DumpWriter
 from graft.passes.partial import with_matches
 from graft.passes.pipeline import order_transforms, run_one, run_pipeline
 from graft.passes.registry import TransformRegistry
-from graft.workbench.check.outputs import Outputs, distance, logits
-from graft.workbench.check.trial import Trial
+from graft.workbench.check.outputs import StepLogits, distance, logits
+from graft.workbench.check.trial import CheckTrial
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def halves(count: int) -> int:
     return math.ceil(math.log2(count)) if count > 1 else 0
 
 
-def bisect(trial: Trial, outputs: Outputs, allowed: float, start: int, stop: int) -> Bisection:
+def bisect(trial: CheckTrial, outputs: StepLogits, allowed: float, start: int, stop: int) -> Bisection:
     """Between step `start`, whose results are good, and step `stop`, whose results are further off than `allowed`."""
     run, before = trial.run, outputs.runs - 2  # both were run to see that something is wrong
     reference = outputs.after(start)
@@ -79,7 +79,7 @@ def bisect(trial: Trial, outputs: Outputs, allowed: float, start: int, stop: int
     return replace(found, runs=outputs.runs - before, bound=bound(len(steps), len(record.matches)))
 
 
-def first_match(trial: Trial, outputs: Outputs, found: Bisection, number: int) -> Bisection:
+def first_match(trial: CheckTrial, outputs: StepLogits, found: Bisection, number: int) -> Bisection:
     if trial.captured is None:
         return replace(
             found, why_no_match="dumps hold whole transforms; check the model itself to tell matches apart"
@@ -87,7 +87,7 @@ def first_match(trial: Trial, outputs: Outputs, found: Bisection, number: int) -
     if TransformRegistry.get(found.transform).unprovable:
         return replace(found, why_no_match="it changes the graph as a whole, so its matches do not stand alone")
     reference = outputs.after(number - 1)
-    replay = Replay(trial, found.transform)
+    replay = TransformReplay(trial, found.transform)
 
     def bad(kept: int) -> bool:
         outputs.runs += 1
@@ -104,10 +104,10 @@ def first_match(trial: Trial, outputs: Outputs, found: Bisection, number: int) -
     return replace(found, match=match.anchor, module=match.module, number=index)
 
 
-class Replay:
+class TransformReplay:
     """The graph just before and just after one transform, made once more from the captured one."""
 
-    def __init__(self, trial: Trial, name: str) -> None:
+    def __init__(self, trial: CheckTrial, name: str) -> None:
         assert trial.captured is not None
         self.gm = second_module(trial.captured)
         context = trial.fresh_context()
@@ -115,6 +115,6 @@ class Replay:
         earlier = names[: names.index(name)]
         kept = {n: replace(s, enabled=s.enabled and n in earlier) for n, s in trial.config.transforms.items()}
         run_pipeline(self.gm, replace(trial.config, transforms=kept), context, dump_dir=DumpWriter())
-        self.before, self.uses = Snapshot.take(self.gm), Uses.take(self.gm.graph)
+        self.before, self.uses = GraphSnapshot.take(self.gm), Uses.take(self.gm.graph)
         settings = trial.config.transforms[name]
         self.matches = run_one(self.gm, TransformRegistry.get(name)(settings), settings, context).matches

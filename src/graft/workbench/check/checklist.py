@@ -14,18 +14,18 @@ from graft.base.files import Progress
 from graft.workbench.check import baseline as saved
 from graft.workbench.check.bisect import Bisection, bisect
 from graft.workbench.check.graphs import run_lines
-from graft.workbench.check.line import Line
+from graft.workbench.check.line import CheckLine
 from graft.workbench.check.negative_tests import negative_line
 from graft.workbench.check.note import note_text, write_note
-from graft.workbench.check.outputs import Outputs, distance, limit, stored_outputs
-from graft.workbench.check.request import Request, check_request, chosen_model, names_of
+from graft.workbench.check.outputs import StepLogits, distance, limit, stored_outputs
+from graft.workbench.check.request import CheckRequest, check_request, chosen_model, names_of
 from graft.workbench.check.results import CheckReport, TransformCheck
-from graft.workbench.check.trial import Trial, read_run, try_model
+from graft.workbench.check.trial import CheckTrial, read_run, try_model
 from graft.workbench.check.written import home_of, written_lines
 from graft.workbench.discover.sources import is_run
 
 
-def check(model: str, request: Request, progress: Progress | None = None) -> CheckReport:
+def check(model: str, request: CheckRequest, progress: Progress | None = None) -> CheckReport:
     """model: a registry name, a checkpoint, or a folder of dumps; '' for a tiny model that the transform matches."""
     started = time.perf_counter()
     check_request(request)
@@ -45,20 +45,20 @@ def check(model: str, request: Request, progress: Progress | None = None) -> Che
     return replace(report, seconds=time.perf_counter() - started)
 
 
-def check_trial(trial: Trial, request: Request, kept: saved.Baseline | None = None) -> CheckReport:
+def check_trial(trial: CheckTrial, request: CheckRequest, kept: saved.Baseline | None = None) -> CheckReport:
     run = trial.run
     manifest = run.manifest
     names = names_of(request) if request.transform or trial.captured is not None else ran(trial)
     if kept is not None:
         saved.check_same_model(kept.run, manifest.model, manifest.dtype)
     fresh = trial.captured is not None
-    outputs = Outputs(run, trial.state, {} if fresh else stored_outputs(run.folder), fresh=fresh)
+    outputs = StepLogits(run, trial.state, {} if fresh else stored_outputs(run.folder), fresh=fresh)
     checks = tuple(check_one(trial, name, request) for name in names)
     allowed = limit(run, getattr(torch, manifest.dtype)) if not outputs.problem else 0.0
     try:
         line, found = end_to_end(trial, outputs, allowed)
     except DumpError as error:
-        line, found = Line("end to end", "fail", str(error)), None
+        line, found = CheckLine("end to end", "fail", str(error)), None
     changes, notes = [], list(trial.notes)
     if kept is not None:
         compared = names if request.transform else saved.with_lost(names, kept)
@@ -78,11 +78,11 @@ def check_trial(trial: Trial, request: Request, kept: saved.Baseline | None = No
     return report
 
 
-def ran(trial: Trial) -> list[str]:
+def ran(trial: CheckTrial) -> list[str]:
     return [step.transform for step in trial.run.steps[1:]]
 
 
-def check_one(trial: Trial, name: str, request: Request) -> TransformCheck:
+def check_one(trial: CheckTrial, name: str, request: CheckRequest) -> TransformCheck:
     home = home_of(name, request.tests)
     lines = [
         *written_lines(name, request.config, home),
@@ -93,13 +93,13 @@ def check_one(trial: Trial, name: str, request: Request) -> TransformCheck:
     return TransformCheck(name, tuple(lines), record.summary, len(record.matches))
 
 
-def end_to_end(trial: Trial, outputs: Outputs, allowed: float) -> tuple[Line, Bisection | None]:
+def end_to_end(trial: CheckTrial, outputs: StepLogits, allowed: float) -> tuple[CheckLine, Bisection | None]:
     """The results after the last transform against those of the captured graph, and where it goes wrong if it does.
 
     Where a transform changes numbers on purpose, its results are what those after it are held to.
     """
     if outputs.problem:
-        return Line("end to end", "skip", outputs.problem), None
+        return CheckLine("end to end", "skip", outputs.problem), None
     steps = trial.run.steps
     starts = [0, *(step.number for step in steps if step.transform in trial.on_purpose)]
     stops = [*(start - 1 for start in starts[1:]), steps[-1].number]
@@ -109,10 +109,12 @@ def end_to_end(trial: Trial, outputs: Outputs, allowed: float) -> tuple[Line, Bi
         if error > allowed:
             text = f"results after {steps[stop].transform} are off by {error:.1e} of the largest"
             found = bisect(trial, outputs, allowed, start, stop)
-            return Line("end to end", "fail", f"{text}, {allowed:.1e} is allowed; first bad: {culprit(found)}"), found
+            return CheckLine(
+                "end to end", "fail", f"{text}, {allowed:.1e} is allowed; first bad: {culprit(found)}"
+            ), found
         worst = max(worst, error)
     apart = f"; {', '.join(sorted(trial.on_purpose))} changes numbers on purpose" if trial.on_purpose else ""
-    return Line(
+    return CheckLine(
         "end to end", "pass", f"results are off by {worst:.1e} of the largest, {allowed:.1e} is allowed{apart}"
     ), None
 

@@ -12,66 +12,68 @@ from graft.passes.pipeline import order_transforms
 from graft.passes.registry import TransformRegistry
 from graft.passes.report import TransformRecord
 from graft.testing.metadata import kept_problems, node_problems
-from graft.workbench.check.line import Line
+from graft.workbench.check.line import CheckLine
 from graft.workbench.check.steps import StepGraphs
-from graft.workbench.check.trial import Trial
+from graft.workbench.check.trial import CheckTrial
 
 OFF = "off by default"  # how the registry says that it has no count
 
 
-def run_lines(trial: Trial, name: str, *, wanted: bool = False) -> list[Line]:
+def run_lines(trial: CheckTrial, name: str, *, wanted: bool = False) -> list[CheckLine]:
     """wanted: the transform was asked for by name, so no match at all needs a reason."""
     record = trial.run.report.transforms.get(name)
     if record is None:
         raise UnknownTransform(name, trial.run.report.transforms, str(trial.run.folder))
     if record.status == "rolled_back":
-        return [Line("matches", "fail", f"it failed and was taken back: {record.reason}")]
+        return [CheckLine("matches", "fail", f"it failed and was taken back: {record.reason}")]
     lines = [matches_line(trial, record, wanted)]
     if not record.matches:
         why = f"nothing to look at: {record.reason or record.status}"
-        return [*lines, *(Line(check, "skip", why) for check in ("dumps", "numerics", "metadata"))]
+        return [*lines, *(CheckLine(check, "skip", why) for check in ("dumps", "numerics", "metadata"))]
     dumps = dumps_line(trial.graphs, name)
     readable = trial.graphs.readable(name)
     metadata = (
-        metadata_line(trial.graphs, record) if readable else Line("metadata", "skip", "its dumps cannot be read")
+        metadata_line(trial.graphs, record) if readable else CheckLine("metadata", "skip", "its dumps cannot be read")
     )
     return [*lines, dumps, numerics_line(trial, record), metadata]
 
 
-def matches_line(trial: Trial, record: TransformRecord, wanted: bool) -> Line:
+def matches_line(trial: CheckTrial, record: TransformRecord, wanted: bool) -> CheckLine:
     """As often as the registry says for this family and number of layers."""
     found, family = len(record.matches), trial.family
     if record.status in ("disabled", "skipped"):
-        return Line("matches", "skip", f"{record.status}: {record.reason}" if record.reason else record.status)
+        return CheckLine("matches", "skip", f"{record.status}: {record.reason}" if record.reason else record.status)
     counted = family is not None and record.name in {*family.expect, *family.expect_gpu, *family.absent}
     if wanted and not found and not counted:
         model = trial.run.manifest.model
-        return Line(
+        return CheckLine(
             "matches", "fail", f"none: {record.reason}; choose a --model that has what it looks for, not {model}"
         )
     if family is None or trial.layers is None:
-        return Line("matches", "skip", f"{found}; {trial.run.manifest.model} is of no family in the registry")
+        return CheckLine("matches", "skip", f"{found}; {trial.run.manifest.model} is of no family in the registry")
     expected = family.expected_matches(trial.layers, gpu=trial.on_gpu).get(record.name)
     formula = {**family.expect, **(family.expect_gpu if trial.on_gpu else {})}.get(record.name)
     why = family.absent.get(record.name, "")
     if expected is None:
-        return Line("matches", "skip", f"{found}; the registry does not count it for {family.name}")
+        return CheckLine("matches", "skip", f"{found}; the registry does not count it for {family.name}")
     if formula is None and why == OFF:
-        return Line("matches", "skip", f"{found}; it is {OFF}, so the registry has no count")
+        return CheckLine("matches", "skip", f"{found}; it is {OFF}, so the registry has no count")
     if formula is None and found and trial.run.manifest.dtype != "float32":
-        return Line("matches", "skip", f"{found}; the registry counts float32 models ({why})")
+        return CheckLine("matches", "skip", f"{found}; the registry counts float32 models ({why})")
     if found == expected:
-        return Line("matches", "pass", f"{found} = {formula} (L = {trial.layers})" if formula else f"none: {why}")
+        return CheckLine(
+            "matches", "pass", f"{found} = {formula} (L = {trial.layers})" if formula else f"none: {why}"
+        )
     missing = [name for name in earlier_counted(trial, record.name) if not trial.config.transforms[name].enabled]
     told = f"{found}, and {family.name} expects {expected}" + (
         f" = {formula} (L = {trial.layers})" if formula else ""
     )
     if missing:
-        return Line("matches", "skip", f"{told} with {', '.join(missing)}, which is off here")
-    return Line("matches", "fail", f"{told}{f'; {record.reason}' if record.reason else ''}")
+        return CheckLine("matches", "skip", f"{told} with {', '.join(missing)}, which is off here")
+    return CheckLine("matches", "fail", f"{told}{f'; {record.reason}' if record.reason else ''}")
 
 
-def earlier_counted(trial: Trial, name: str) -> list[str]:
+def earlier_counted(trial: CheckTrial, name: str) -> list[str]:
     """The transforms before this one that match this family by default."""
     assert trial.family is not None
     order = order_transforms(trial.config)
@@ -79,52 +81,52 @@ def earlier_counted(trial: Trial, name: str) -> list[str]:
     return [other for other in order[: order.index(name)] if other in counted]
 
 
-def dumps_line(graphs: StepGraphs, name: str) -> Line:
+def dumps_line(graphs: StepGraphs, name: str) -> CheckLine:
     """The graphs before and after are there, and load back as graphs that differ."""
     try:
         before, after = graphs.run.around(name)
         counts = [len(graphs.at(step).graph.nodes) for step in (before, after)]
     except (DumpError, OSError) as error:
-        return Line("dumps", "fail", str(error))
+        return CheckLine("dumps", "fail", str(error))
     if before.text() == after.text().replace(after.transform, before.transform):
-        return Line("dumps", "fail", f"{after.stem.name} is as {before.stem.name}, although it matched")
-    return Line(
+        return CheckLine("dumps", "fail", f"{after.stem.name} is as {before.stem.name}, although it matched")
+    return CheckLine(
         "dumps", "pass", f"{before.stem.name} → {after.stem.name}: {counts[0]} → {counts[1]} nodes, load back"
     )
 
 
-def numerics_line(trial: Trial, record: TransformRecord) -> Line:
+def numerics_line(trial: CheckTrial, record: TransformRecord) -> CheckLine:
     """Every match against what it replaced, on fresh inputs of the recorded shapes and dtypes."""
     wrong = trial.disproven.get(record.name)
     total = len(record.matches)
     if wrong:
-        return Line("numerics", "fail", f"{len(wrong)} of {total} matches: {wrong[0].reason}")
+        return CheckLine("numerics", "fail", f"{len(wrong)} of {total} matches: {wrong[0].reason}")
     if TransformRegistry.get(record.name).unprovable:
-        return Line(
+        return CheckLine(
             "numerics", "skip", f"matches cannot be run alone: {TransformRegistry.get(record.name).unprovable}"
         )
     proofs = [match.proof for match in record.matches if match.proof is not None]
     if record.unproven:
-        return Line("numerics", "fail", f"{total - len(proofs)} of {total} matches: {record.unproven}")
+        return CheckLine("numerics", "fail", f"{total - len(proofs)} of {total} matches: {record.unproven}")
     if len(proofs) < total:
-        return Line("numerics", "skip", "dumped without proofs; dump again with --set verify=matches")
+        return CheckLine("numerics", "skip", "dumped without proofs; dump again with --set verify=matches")
     worst = max(proofs, key=lambda proof: proof.share)
-    return Line(
+    return CheckLine(
         "numerics",
         "pass",
         f"{total} of {total} matches; worst {worst.error:.1e} of {worst.limit:.1e} allowed ({worst.inputs} inputs)",
     )
 
 
-def metadata_line(graphs: StepGraphs, record: TransformRecord) -> Line:
+def metadata_line(graphs: StepGraphs, record: TransformRecord) -> CheckLine:
     problems = metadata_problems(graphs, record.name)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        return Line(
+        return CheckLine(
             "metadata", "fail", f"{problems[0]}{more}; make nodes with Editor.call(…, like=<what it replaces>)"
         )
     made = sum(len(match.made) for match in record.matches)
-    return Line(
+    return CheckLine(
         "metadata", "pass", f"new nodes: {made}, with value, module, source line and maker; the others kept theirs"
     )
 

@@ -9,7 +9,7 @@ Verdict = Literal["pass", "fail", "skip"]
 
 
 @dataclass(frozen=True)
-class Line:
+class CheckLine:
     check: str
     verdict: Verdict
     reason: str

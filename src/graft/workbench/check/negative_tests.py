@@ -10,7 +10,7 @@ from pathlib import Path
 
 from graft.passes.patterns import PatternTransform
 from graft.passes.registry import TransformRegistry
-from graft.workbench.check.line import Line
+from graft.workbench.check.line import CheckLine
 
 HELPERS = frozenset({"assert_not_fuses", "assert_refused_or_harmless", "negatives"})
 # how a test is called that expects a refusal, where it has assertions of its own instead of a helper
@@ -18,7 +18,7 @@ REFUSAL = re.compile(r"refus|_not_|(is|are)_no_|without|alone|unlike|stays?_|ski
 
 
 @dataclass(frozen=True)
-class Part:
+class TestDefinition:
     """A function or a constant of a test file: the names that stand in it, and the strings."""
 
     names: frozenset[str]
@@ -26,7 +26,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class TestEvidence:
     """how: with the testing kit, or by the titles of tests with assertions of their own. tests: file::test, seen from
     the folder of tests."""
 
@@ -34,18 +34,18 @@ class Evidence:
     tests: tuple[str, ...]
 
 
-def negative_line(name: str, tests: Path | None) -> Line:
+def negative_line(name: str, tests: Path | None) -> CheckLine:
     if tests is None:
-        return Line("negative tests", "skip", "there is no tests folder beside it; --tests DIR names one")
+        return CheckLine("negative tests", "skip", "there is no tests folder beside it; --tests DIR names one")
     found = negative_tests(name, tests)
     if found is None:
         advice = "write one with graft.testing.assert_not_fuses"
-        return Line("negative tests", "fail", f"no test in {tests} says what {name} must not fuse; {advice}")
+        return CheckLine("negative tests", "fail", f"no test in {tests} says what {name} must not fuse; {advice}")
     more = f" and {len(found.tests) - 2} more" if len(found.tests) > 2 else ""
-    return Line("negative tests", "pass", f"{found.how}: {', '.join(found.tests[:2])}{more}")
+    return CheckLine("negative tests", "pass", f"{found.how}: {', '.join(found.tests[:2])}{more}")
 
 
-def negative_tests(name: str, folder: Path) -> Evidence | None:
+def negative_tests(name: str, folder: Path) -> TestEvidence | None:
     """The tests that call a helper of the kit for this transform; else those about it whose names are a refusal.
 
     A test is about a transform that it names itself, through a constant, or through a function of its own file; one
@@ -59,11 +59,11 @@ def negative_tests(name: str, folder: Path) -> Evidence | None:
             elif REFUSAL.search(test) and (is_own(name, path) or name in part.strings):
                 by_name.append((not is_own(name, path), f"{path.relative_to(folder)}::{test}"))
     if by_helper:
-        return Evidence("with the testing kit", tuple(by_helper))
-    return Evidence("by their titles", tuple(text for _, text in sorted(by_name))) if by_name else None
+        return TestEvidence("with the testing kit", tuple(by_helper))
+    return TestEvidence("by their titles", tuple(text for _, text in sorted(by_name))) if by_name else None
 
 
-def own_files(name: str, folder: Path, found: Evidence | None) -> tuple[Path, ...]:
+def own_files(name: str, folder: Path, found: TestEvidence | None) -> tuple[Path, ...]:
     """The files to run after a change: the transform's own, and those that hold it back."""
     holding = {test.partition("::")[0] for test in found.tests} if found else set()
     return tuple(
@@ -76,7 +76,7 @@ def is_own(name: str, path: Path) -> bool:
     return path.stem == f"test_{name}" or path.stem.startswith(f"test_{name}_")
 
 
-def tests_about(name: str, path: Path) -> list[tuple[str, Part]]:
+def tests_about(name: str, path: Path) -> list[tuple[str, TestDefinition]]:
     """The tests of a file that are about this transform, each with all that it reaches."""
     text = read_text(path)
     patterns = issubclass(TransformRegistry.get(name), PatternTransform)
@@ -103,13 +103,13 @@ def read_text(path: Path) -> str:
 
 
 @cache
-def read_parts(path: Path) -> dict[str, Part]:
+def read_parts(path: Path) -> dict[str, TestDefinition]:
     """Functions, classes and constants of a file by name; nothing where it is not Python."""
     try:
         tree = ast.parse(read_text(path))
     except (SyntaxError, ValueError):
         return {}
-    parts: dict[str, Part] = {}
+    parts: dict[str, TestDefinition] = {}
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             parts[node.name] = part_of(node)
@@ -122,7 +122,7 @@ def read_parts(path: Path) -> dict[str, Part]:
     return parts
 
 
-def part_of(node: ast.AST) -> Part:
+def part_of(node: ast.AST) -> TestDefinition:
     names, strings = set(), set()
     for inner in ast.walk(node):
         if isinstance(inner, ast.Name):
@@ -131,10 +131,10 @@ def part_of(node: ast.AST) -> Part:
             names.add(inner.attr)
         elif isinstance(inner, ast.Constant) and isinstance(inner.value, str):
             strings.add(inner.value)
-    return Part(frozenset(names), frozenset(strings))
+    return TestDefinition(frozenset(names), frozenset(strings))
 
 
-def reached(name: str, parts: dict[str, Part]) -> Part:
+def reached(name: str, parts: dict[str, TestDefinition]) -> TestDefinition:
     """A part with those of its own file that it refers to."""
     names: set[str] = set()
     strings: set[str] = set()
@@ -145,4 +145,4 @@ def reached(name: str, parts: dict[str, Part]) -> Part:
         strings |= part.strings
         waiting += [other for other in part.names if other in parts and other not in seen]
         seen |= part.names
-    return Part(frozenset(names), frozenset(strings))
+    return TestDefinition(frozenset(names), frozenset(strings))

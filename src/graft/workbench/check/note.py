@@ -21,7 +21,7 @@ from graft.passes.report import TransformRecord
 from graft.workbench.check.negative_tests import negative_tests, own_files
 from graft.workbench.check.results import CheckReport, TransformCheck
 from graft.workbench.check.risks import open_risks
-from graft.workbench.check.trial import Trial
+from graft.workbench.check.trial import CheckTrial
 from graft.workbench.check.written import Home, shown
 from graft.workbench.diff_runs import folded
 from graft.workbench.diff_text import counted
@@ -37,7 +37,7 @@ def write_note(file: Path, text: str) -> None:
     )
 
 
-def note_text(trial: Trial, report: CheckReport, config: PipelineConfig, home: Home) -> str:
+def note_text(trial: CheckTrial, report: CheckReport, config: PipelineConfig, home: Home) -> str:
     (checked,) = report.checks
     record = trial.run.report.transforms[checked.name]
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
@@ -81,7 +81,7 @@ def candidate(record: TransformRecord) -> Iterator[str]:
         yield f"\nPatterns: {', '.join(f'`{name}` × {count}' for name, count in patterns.items())}."
 
 
-def path(record: TransformRecord, config: PipelineConfig, home: Home, trial: Trial) -> Iterator[str]:
+def path(record: TransformRecord, config: PipelineConfig, home: Home, trial: CheckTrial) -> Iterator[str]:
     """Which way was taken: the transform, the ops it makes, the kernels there are for them."""
     settings = config.transforms[record.name]
     given = (("after", settings.after), ("before", settings.before))
@@ -98,7 +98,7 @@ def path(record: TransformRecord, config: PipelineConfig, home: Home, trial: Tri
             yield f"- makes `{name}` × {count}: an op of graft with the kernels {kernels}"
 
 
-def made_ops(record: TransformRecord, trial: Trial) -> list[str]:
+def made_ops(record: TransformRecord, trial: CheckTrial) -> list[str]:
     if not record.matches:
         return []
     names = {name for match in record.matches for name in match.made}
@@ -106,7 +106,7 @@ def made_ops(record: TransformRecord, trial: Trial) -> list[str]:
     return [target_text(node.target) for node in calls(after.graph) if node.name in names]
 
 
-def rationale(record: TransformRecord, trial: Trial) -> Iterator[str]:
+def rationale(record: TransformRecord, trial: CheckTrial) -> Iterator[str]:
     """What it saves, by the recorded shapes, and what the author says about numerics."""
     if record.matches:
         before, after = (gm.graph for gm in trial.graphs.around(record.name))
@@ -147,7 +147,7 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def before_and_after(record: TransformRecord, report: CheckReport, trial: Trial) -> Iterator[str]:
+def before_and_after(record: TransformRecord, report: CheckReport, trial: CheckTrial) -> Iterator[str]:
     yield f"`{record.summary}`"
     if record.matches:
         around = trial.graphs.around(record.name)

@@ -19,7 +19,7 @@ from graft.ops.cases import tolerance
 from graft.ops.layout import HostBatch, pack
 from graft.passes.dumps import OUTPUTS
 from graft.workbench.discover.values import DTYPES, TENSOR, split
-from graft.workbench.runs import Run, Step
+from graft.workbench.runs import StoredRun, StoredStep
 
 TOKENS = 8  # of one sequence: less than a block of the cache
 SEED, VOCABULARY = 0, 100  # no model has fewer tokens
@@ -59,14 +59,14 @@ def logits(gm: GraphModule) -> torch.Tensor:
 
 
 @dataclass
-class Outputs:
+class StepLogits:
     """The logits after each step of a run, computed when they are asked for; `runs` counts how often a graph ran.
 
     A step that changed nothing has those of the step before. stored: what was computed when the run was saved.
     fresh: the run is of this very check.
     """
 
-    run: Run
+    run: StoredRun
     state: Mapping[str, torch.Tensor]
     stored: Mapping[str, torch.Tensor] = field(default_factory=dict)
     known: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Outputs:
                 self.known[step.number] = logits(step.graph(self.state))
         return self.known[step.number]
 
-    def source(self, number: int) -> Step:
+    def source(self, number: int) -> StoredStep:
         """The last step up to this one that changed the graph."""
         records = self.run.report.transforms
         steps = self.run.steps
@@ -151,11 +151,11 @@ def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return error / largest if error == error and 0 < largest < float("inf") else float("inf")
 
 
-def limit(run: Run, dtype: torch.dtype) -> float:
+def limit(run: StoredRun, dtype: torch.dtype) -> float:
     """How far results may be off: the dtype's tolerance for a chain as long as the graph has calls."""
     return tolerance(dtype, chain(run))
 
 
-def chain(run: Run) -> int:
+def chain(run: StoredRun) -> int:
     data: dict[str, Any] = json.loads(run.steps[0].stem.with_suffix(".json").read_text())
     return sum(node["op"] == "call_function" for node in data["nodes"])

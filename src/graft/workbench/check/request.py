@@ -16,7 +16,7 @@ USUAL = "llama"  # the family that is tried where the transform matches it
 
 
 @dataclass(frozen=True)
-class Request:
+class CheckRequest:
     """What is to be checked. transform: '' for all that are on. tests: their folder, where it is not the usual one.
 
     baseline: a run to compare with. save: where to keep this one. note: where to write the iteration note.
@@ -42,7 +42,7 @@ class Request:
         return replace(self.config, transforms=transforms)
 
 
-def chosen_model(model: str, request: Request, kept: Baseline | None) -> tuple[str, str]:
+def chosen_model(model: str, request: CheckRequest, kept: Baseline | None) -> tuple[str, str]:
     """The model and its dtype: as asked for, else those of the baseline, else a tiny one."""
     if kept is not None and model in entries() and model != kept.run.manifest.model:
         raise BaselineMismatch(str(kept.run.folder), kept.run.manifest.model, model)
@@ -56,7 +56,7 @@ def chosen_model(model: str, request: Request, kept: Baseline | None) -> tuple[s
     return manifest.model, manifest.dtype if request.dtype == "auto" else request.dtype
 
 
-def check_request(request: Request) -> None:
+def check_request(request: CheckRequest) -> None:
     name, known = request.transform, request.config.transforms
     if name:
         TransformRegistry.get(name)
@@ -71,7 +71,7 @@ def check_request(request: Request) -> None:
         )
 
 
-def names_of(request: Request) -> list[str]:
+def names_of(request: CheckRequest) -> list[str]:
     config = request.running
     ordered = [name for name in order_transforms(config) if config.transforms[name].enabled]
     return [request.transform] if request.transform else ordered

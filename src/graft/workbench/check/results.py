@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from graft.workbench.check.baseline import Change
+from graft.workbench.check.baseline import BaselineChange
 from graft.workbench.check.bisect import Bisection
-from graft.workbench.check.line import Line, Verdict
+from graft.workbench.check.line import CheckLine, Verdict
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class TransformCheck:
     """The list for one transform. summary: its `[SUMMARY]` line."""
 
     name: str
-    lines: tuple[Line, ...]
+    lines: tuple[CheckLine, ...]
     summary: str = ""
     matches: int = 0
 
@@ -32,7 +32,7 @@ class TransformCheck:
         found = Counter(line.verdict for line in self.lines)
         return {verdict: found[verdict] for verdict in ("pass", "fail", "skip")}
 
-    def of(self, check: str) -> Line:
+    def of(self, check: str) -> CheckLine:
         return next(line for line in self.lines if line.check == check)
 
 
@@ -44,9 +44,9 @@ class CheckReport:
     dtype: str
     device: str
     checks: tuple[TransformCheck, ...]
-    whole: tuple[Line, ...] = ()
+    whole: tuple[CheckLine, ...] = ()
     baseline: str = ""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[BaselineChange, ...] = ()
     bisection: Bisection | None = None
     notes: tuple[str, ...] = ()
     seconds: float = 0.0

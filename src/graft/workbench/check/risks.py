@@ -8,13 +8,13 @@ from graft.models.registry import families
 from graft.passes.registry import TransformRegistry
 from graft.passes.report import TransformRecord
 from graft.workbench.check.results import CheckReport
-from graft.workbench.check.trial import Trial
+from graft.workbench.check.trial import CheckTrial
 from graft.workbench.diff_runs import folded, miss_text
 
 CLOSE = 0.5  # of what a proof allows: more than that is worth a look
 
 
-def open_risks(record: TransformRecord, report: CheckReport, trial: Trial) -> list[str]:
+def open_risks(record: TransformRecord, report: CheckReport, trial: CheckTrial) -> list[str]:
     found = [
         *(f"fails: {text}" for text in report.failures),
         *(
@@ -49,7 +49,7 @@ def close(record: TransformRecord) -> Iterator[str]:
         yield f"a match uses {worst.share:.0%} of what its dtype allows ({worst.inputs} inputs)"
 
 
-def elsewhere(name: str, trial: Trial) -> Iterator[str]:
+def elsewhere(name: str, trial: CheckTrial) -> Iterator[str]:
     """Families that count this transform and were not looked at."""
     own = trial.family.name if trial.family else ""
     others = [f.name for f in families().values() if name in {*f.expect, *f.expect_gpu} and f.name != own]

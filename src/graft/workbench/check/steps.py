@@ -5,17 +5,17 @@ from __future__ import annotations
 from torch.fx import GraphModule
 
 from graft.workbench.discover.values import restore_values
-from graft.workbench.runs import Run, Step
+from graft.workbench.runs import StoredRun, StoredStep
 
 
 class StepGraphs:
     """Graphs without weights, with the values that their text describes."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: StoredRun) -> None:
         self.run = run
         self.known: dict[int, GraphModule] = {}
 
-    def at(self, step: Step) -> GraphModule:
+    def at(self, step: StoredStep) -> GraphModule:
         if step.number not in self.known:
             gm = step.graph()
             restore_values(gm)

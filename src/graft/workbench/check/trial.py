@@ -14,7 +14,7 @@ from graft.base.errors import ProofError
 from graft.base.files import Progress
 from graft.capture.cache import captured_decoder
 from graft.ir.edit import second_module
-from graft.ir.verify import Snapshot
+from graft.ir.verify import GraphSnapshot
 from graft.models.load import load_model
 from graft.models.registry import Family, entries
 from graft.passes.base import BaseTransform, Context
@@ -25,7 +25,7 @@ from graft.passes.pipeline import run_pipeline
 from graft.passes.report import MatchRecord, TransformRecord
 from graft.workbench.check.steps import StepGraphs
 from graft.workbench.discover.sources import config_of
-from graft.workbench.runs import Run, open_run
+from graft.workbench.runs import StoredRun, open_run
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Disproof:
 
 
 @dataclass(frozen=True)
-class Trial:
+class CheckTrial:
     """state: the weights, empty where there are none. captured: the graph as it was before, where it is at hand."""
 
     graphs: StepGraphs
@@ -53,7 +53,7 @@ class Trial:
     notes: tuple[str, ...] = ()
 
     @property
-    def run(self) -> Run:
+    def run(self) -> StoredRun:
         return self.graphs.run
 
     def fresh_context(self) -> Context:
@@ -68,7 +68,7 @@ def try_model(
     dtype: str = "auto",
     proven: Collection[str] = (),
     progress: Progress | None = None,
-) -> Trial:
+) -> CheckTrial:
     """Runs the pipeline as configured, dumping every step to `folder`; the matches of `proven` are run one by one.
 
     A match that is wrong stays, so that what it does to the results can be seen. Models with random weights and a
@@ -88,13 +88,13 @@ def try_model(
         observe=prover,
     )  # fmt: skip
     said = (f"tried on this device with their references: {', '.join(forced)}",) if forced else ()
-    return Trial(
+    return CheckTrial(
         StepGraphs(open_run(folder)), chosen, model.family, model.layers, dumps.state or {}, bool(forced),
         prover.disproven, frozenset(prover.on_purpose), captured, model.context, said,
     )  # fmt: skip
 
 
-def read_run(folder: str | Path) -> Trial:
+def read_run(folder: str | Path) -> CheckTrial:
     """A folder of dumps as it is: nothing is captured or transformed anew."""
     run = open_run(folder)
     entry = entries().get(run.manifest.model)
@@ -105,7 +105,7 @@ def read_run(folder: str | Path) -> Trial:
     records = run.report.transforms
     on_gpu = any(name in records and records[name].status == "applied" for name in for_gpu)
     note = "read from dumps: nothing was captured or transformed anew"
-    return Trial(StepGraphs(run), config_of(run.report), family, layers, state, on_gpu, notes=(note,))
+    return CheckTrial(StepGraphs(run), config_of(run.report), family, layers, state, on_gpu, notes=(note,))
 
 
 def everywhere(config: PipelineConfig, device: str) -> tuple[PipelineConfig, list[str]]:
@@ -133,7 +133,7 @@ class Prover:
         self.on_purpose: set[str] = set()
 
     def __call__(
-        self, gm: GraphModule, before: Snapshot, transform: BaseTransform, record: TransformRecord
+        self, gm: GraphModule, before: GraphSnapshot, transform: BaseTransform, record: TransformRecord
     ) -> TransformRecord:
         if any(match.proof for match in record.matches):
             self.on_purpose.add(record.name)

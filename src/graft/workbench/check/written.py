@@ -11,7 +11,7 @@ from typing import Any
 
 from graft.passes.config import DEFAULTS, PipelineConfig, read_yaml
 from graft.passes.registry import TransformRegistry
-from graft.workbench.check.line import Line
+from graft.workbench.check.line import CheckLine
 
 FUSIONS = "docs/fusions.md"
 
@@ -40,7 +40,7 @@ def home_of(name: str, tests: Path | None = None) -> Home:
     return Home(file, root, library, found, docs if library and checkout and docs.is_file() else None)
 
 
-def written_lines(name: str, config: PipelineConfig, home: Home) -> list[Line]:
+def written_lines(name: str, config: PipelineConfig, home: Home) -> list[CheckLine]:
     return [registered(name, config, home), listed(name, config, home), *documented(name, home)]
 
 
@@ -48,49 +48,53 @@ def shown(path: Path, root: Path) -> str:
     return str(path.relative_to(root)) if root in path.parents else str(path)
 
 
-def registered(name: str, config: PipelineConfig, home: Home) -> Line:
+def registered(name: str, config: PipelineConfig, home: Home) -> CheckLine:
     """Registry key, file name and YAML key are one name."""
     if home.file.stem != name:
-        return Line(
+        return CheckLine(
             "registered", "fail", f"registered as {name}, but its file is {home.file.name}; rename one of them"
         )
     if name not in config.transforms:
-        return Line("registered", "fail", f"no key transforms.{name} in the configuration; add it with its stage")
-    return Line("registered", "pass", f"{name}: registry, YAML key and {shown(home.file, home.root)}")
+        return CheckLine(
+            "registered", "fail", f"no key transforms.{name} in the configuration; add it with its stage"
+        )
+    return CheckLine("registered", "pass", f"{name}: registry, YAML key and {shown(home.file, home.root)}")
 
 
-def listed(name: str, config: PipelineConfig, home: Home) -> Line:
+def listed(name: str, config: PipelineConfig, home: Home) -> CheckLine:
     """In default.yaml, on or off; a plugin's transform in the file that was given."""
     defaults: Mapping[str, Any] = read_yaml(DEFAULTS)["transforms"]
     if name in defaults:
         state = "on" if defaults[name].get("enabled", True) else "off"
-        return Line("listed", "pass", f"default.yaml, stage {defaults[name]['stage']}, {state}")
+        return CheckLine("listed", "pass", f"default.yaml, stage {defaults[name]['stage']}, {state}")
     origin = config.origins.get(f"transforms.{name}.stage")
     if home.library or origin is None:
-        return Line("listed", "fail", f"default.yaml does not list it; add {name}: {{stage: …, enabled: false}}")
+        return CheckLine("listed", "fail", f"default.yaml does not list it; add {name}: {{stage: …, enabled: false}}")
     state = "on" if config.transforms[name].enabled else "off"
-    return Line("listed", "pass", f"{origin}, stage {config.transforms[name].stage.value}, {state} (a plugin)")
+    return CheckLine("listed", "pass", f"{origin}, stage {config.transforms[name].stage.value}, {state} (a plugin)")
 
 
-def documented(name: str, home: Home) -> list[Line]:
+def documented(name: str, home: Home) -> list[CheckLine]:
     doc = TransformRegistry.get(name).__doc__ or ""
     parts = {"before:": "the graph before", "after:": "the graph after", "Numerics:": "the numerics it keeps"}
     missing = [what for key, what in parts.items() if key not in doc]
     if missing:
         advice = "write them as `before: …`, `after: …` and `Numerics: …`"
-        docstring = Line("docstring", "fail", f"its docstring does not show {', '.join(missing)}; {advice}")
+        docstring = CheckLine("docstring", "fail", f"its docstring does not show {', '.join(missing)}; {advice}")
     else:
-        docstring = Line("docstring", "pass", "graph before and after, and the numerics it keeps")
+        docstring = CheckLine("docstring", "pass", "graph before and after, and the numerics it keeps")
     return [docstring, in_docs(name, home)]
 
 
-def in_docs(name: str, home: Home) -> Line:
+def in_docs(name: str, home: Home) -> CheckLine:
     if home.docs is None:
         why = (
             "a plugin's documentation is its own" if not home.library else f"there is no {FUSIONS} beside this graft"
         )
-        return Line("documented", "skip", why)
+        return CheckLine("documented", "skip", why)
     for number, text in enumerate(home.docs.read_text().splitlines(), 1):
         if re.search(rf"\b{name}\b", text):
-            return Line("documented", "pass", f"{FUSIONS}:{number}")
-    return Line("documented", "fail", f"{FUSIONS} does not mention {name}; say what it finds and what it refuses")
+            return CheckLine("documented", "pass", f"{FUSIONS}:{number}")
+    return CheckLine(
+        "documented", "fail", f"{FUSIONS} does not mention {name}; say what it finds and what it refuses"
+    )

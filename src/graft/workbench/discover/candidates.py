@@ -12,7 +12,7 @@ from graft.base.errors import PatternError, UnknownCandidate
 from graft.ir.nodes import placeholders, tensor_val
 from graft.ir.patterns.match import Finder
 from graft.workbench.discover.lookup import Existing
-from graft.workbench.discover.regions import Kind, Piece
+from graft.workbench.discover.regions import CandidateRegion, Kind
 from graft.workbench.discover.savings import Estimate, Machine
 from graft.workbench.discover.source import function_source, op_name
 from graft.workbench.discover.subgraph import SIZED, extract
@@ -42,7 +42,7 @@ class Candidate:
     weaknesses: tuple[str, ...] = ()
     risks: tuple[str, ...] = ()
     measured: tuple[Measured, ...] = ()  # by count of tokens, where a device was at hand
-    pieces: tuple[Piece, ...] = field(default=(), repr=False)
+    pieces: tuple[CandidateRegion, ...] = field(default=(), repr=False)
 
     @property
     def saving_us(self) -> float:

@@ -23,11 +23,11 @@ from graft.workbench.discover.calls import is_attention, is_free, is_product
 from graft.workbench.discover.candidates import Candidate, Discovery
 from graft.workbench.discover.grouping import grouped, places
 from graft.workbench.discover.inductor import inductor_patterns
-from graft.workbench.discover.judge import Evidence, judge
+from graft.workbench.discover.judge import CandidateEvidence, judge
 from graft.workbench.discover.known import look_by_value
 from graft.workbench.discover.lookup import Existing, graft_op, has_devices, look_in_graft, transform_file
-from graft.workbench.discover.regions import Piece, find_pieces
-from graft.workbench.discover.savings import Estimate, Machine, Step, cost, fused_bytes, size_notes, step_of
+from graft.workbench.discover.regions import CandidateRegion, find_pieces
+from graft.workbench.discover.savings import Estimate, Machine, StepEstimate, cost, fused_bytes, size_notes, step_of
 from graft.workbench.discover.source import op_name
 from graft.workbench.discover.subgraph import extract
 
@@ -76,10 +76,10 @@ def discover(
 
 def candidate_of(
     key: str,
-    pieces: list[Piece],
+    pieces: list[CandidateRegion],
     gm: GraphModule,
     setting: Setting,
-    steps: Sequence[Step],
+    steps: Sequence[StepEstimate],
     machine: Machine,
 ) -> Candidate:
     piece = pieces[0]
@@ -102,25 +102,27 @@ def candidate_of(
     return replace(candidate, **judge(candidate, evidence))
 
 
-def title_of(piece: Piece) -> str:
+def title_of(piece: CandidateRegion) -> str:
     """`sigmoid → mul → add`."""
     names = [op_name(node) for node in piece.nodes if not is_free(node)]
     return " → ".join(names if len(names) <= 9 else [*names[:7], "…", names[-1]])
 
 
-def gather(piece: Piece, pieces: list[Piece], gm: GraphModule, setting: Setting) -> Evidence:
+def gather(
+    piece: CandidateRegion, pieces: list[CandidateRegion], gm: GraphModule, setting: Setting
+) -> CandidateEvidence:
     """All that is known about a piece: what exists for it whole, what for a part of it, who takes it on a GPU."""
     subgraph = extract(piece)
     on_gpu = takers(pieces, setting.on_gpu)
     if piece.kind == "position_table":
         table = tabulated(piece, gm)
         on_gpu = ("tabulate_rope",) if table and "tabulate_rope" not in setting.off else ()
-        return Evidence(table, subgraph, on_gpu=on_gpu)
+        return CandidateEvidence(table, subgraph, on_gpu=on_gpu)
     if piece.walk is not None:
         found = [graft_op(op, (piece.walk.transform,)) for op in piece.walk.ops]
         if piece.kind != "experts":
             found += look_by_value(subgraph, (*aten_kernels(), *inductor_patterns()))[0]
-        return Evidence(tuple(found), subgraph, launches=piece.walk.launches, on_gpu=on_gpu)
+        return CandidateEvidence(tuple(found), subgraph, launches=piece.walk.launches, on_gpu=on_gpu)
     own = look_in_graft(subgraph)
     others, unseen = look_by_value(subgraph, (*aten_kernels(), *inductor_patterns()))
     launches = sum(not is_free(node) for node in calls(own.rewritten.graph))
@@ -128,7 +130,7 @@ def gather(piece: Piece, pieces: list[Piece], gm: GraphModule, setting: Setting)
     off = any(name in setting.off for name in own.transforms)
     switch = not own.whole and not others and off and launches < piece.launches()
     known = own.whole or switch
-    return Evidence(
+    return CandidateEvidence(
         (*(own.found if known else ()), *others),
         subgraph,
         own.rewritten if known else None,
@@ -141,13 +143,13 @@ def gather(piece: Piece, pieces: list[Piece], gm: GraphModule, setting: Setting)
     )
 
 
-def takers(pieces: list[Piece], elsewhere: dict[str, str]) -> tuple[str, ...]:
+def takers(pieces: list[CandidateRegion], elsewhere: dict[str, str]) -> tuple[str, ...]:
     """Who takes every call of every place that is no product; () where one is left."""
     names = [n.name for one in pieces for n in one.nodes if not (is_free(n) or is_product(n) or is_attention(n))]
     return tuple(sorted({elsewhere[n] for n in names})) if all(n in elsewhere for n in names) else ()
 
 
-def tabulated(piece: Piece, gm: GraphModule) -> tuple[Existing, ...]:
+def tabulated(piece: CandidateRegion, gm: GraphModule) -> tuple[Existing, ...]:
     """tabulate_rope, where every result is computed from the positions alone, each by itself."""
     mutated = mutated_roots(gm.graph)
     try:
@@ -176,7 +178,9 @@ def taken_on_gpu(gm: GraphModule, config: PipelineConfig) -> dict[str, str]:
     }
 
 
-def estimate(pieces: Sequence[Piece], evidence: Evidence, step: Step, machine: Machine) -> Estimate:
+def estimate(
+    pieces: Sequence[CandidateRegion], evidence: CandidateEvidence, step: StepEstimate, machine: Machine
+) -> Estimate:
     """All places together. Where existing kernels need more than one launch, theirs are counted."""
     sizes = step.sizes
     now = [cost(piece.nodes, sizes) for piece in pieces]

@@ -13,24 +13,24 @@ from torch.fx import Node
 
 from graft.ir.io.text import SHORT_DTYPES, target_text
 from graft.ir.nodes import is_op, is_weight, module_path, val
-from graft.workbench.discover.regions import Piece
+from graft.workbench.discover.regions import CandidateRegion
 
 SIZED = {torch.ops.aten.reshape.default, torch.ops.aten.expand.default}  # their numbers are sizes
 
 
-def grouped(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+def grouped(pieces: Iterable[CandidateRegion]) -> dict[str, list[CandidateRegion]]:
     """By id; within a group the piece with the most results comes first: its kernel serves the others too."""
-    groups: dict[str, list[Piece]] = {}
+    groups: dict[str, list[CandidateRegion]] = {}
     for piece in pieces:
         groups.setdefault(structure_id(piece), []).append(piece)
     return {key: sorted(group, key=lambda piece: -len(piece.outputs())) for key, group in groups.items()}
 
 
-def structure_id(piece: Piece) -> str:
+def structure_id(piece: CandidateRegion) -> str:
     return blake2b(structure(piece).encode(), digest_size=4).hexdigest()
 
 
-def structure(piece: Piece) -> str:
+def structure(piece: CandidateRegion) -> str:
     """What is called on what, with every literal; of a value its dtype, its rank and which of its dims are one."""
     names: dict[Node, str] = {node: f"t{index}" for index, node in enumerate(piece.nodes)}
     lines: list[str] = []
@@ -67,7 +67,7 @@ def form(value: Any) -> str:
     return "size"
 
 
-def places(pieces: Iterable[Piece]) -> tuple[str, ...]:
+def places(pieces: Iterable[CandidateRegion]) -> tuple[str, ...]:
     """`model.layers.*.mlp × 16`, for every folded path."""
     counts: dict[str, int] = {}
     for piece in pieces:
@@ -76,7 +76,7 @@ def places(pieces: Iterable[Piece]) -> tuple[str, ...]:
     return tuple(f"{path} × {count}" if count > 1 else path for path, count in counts.items())
 
 
-def piece_path(piece: Piece) -> str:
+def piece_path(piece: CandidateRegion) -> str:
     """The module of its last call that has one."""
     paths = [module_path(node) for node in piece.nodes if not is_op(node, getitem)]
     return next((path for path in reversed(paths) if path), "")

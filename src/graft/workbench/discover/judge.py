@@ -17,13 +17,13 @@ from graft.workbench.discover.lookup import Existing, transform_places
 
 if TYPE_CHECKING:
     from graft.workbench.discover.candidates import Candidate
-    from graft.workbench.discover.regions import Piece
+    from graft.workbench.discover.regions import CandidateRegion
 
 WORTH = 0.01  # of the modelled step, at any count of tokens: less is below what a measurement can show
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CandidateEvidence:
     """What is known about a candidate. `existing` computes all of it, `partly` some of its calls; `rewritten` is the
     piece after graft's transforms, `launches` what is left of it; `on_gpu`: enabled transforms that take it there."""
 
@@ -38,7 +38,7 @@ class Evidence:
     unseen: str = ""  # why ATen and Inductor could not be compared
 
 
-def judge(candidate: Candidate, evidence: Evidence) -> dict[str, Any]:
+def judge(candidate: Candidate, evidence: CandidateEvidence) -> dict[str, Any]:
     recommendation, reason = verdict(candidate, evidence)
     return {
         "recommendation": recommendation,
@@ -49,7 +49,7 @@ def judge(candidate: Candidate, evidence: Evidence) -> dict[str, Any]:
     }
 
 
-def verdict(candidate: Candidate, evidence: Evidence) -> tuple[str, str]:
+def verdict(candidate: Candidate, evidence: CandidateEvidence) -> tuple[str, str]:
     best = max(estimate.share for estimate in candidate.estimates)
     if evidence.on_gpu:
         verb = "takes" if len(evidence.on_gpu) == 1 else "take"
@@ -68,7 +68,7 @@ def verdict(candidate: Candidate, evidence: Evidence) -> tuple[str, str]:
     return "needs_triton_fallback", "no kernel of graft, ATen or Inductor's patterns computes it as a whole"
 
 
-def strengths(candidate: Candidate, evidence: Evidence) -> list[str]:
+def strengths(candidate: Candidate, evidence: CandidateEvidence) -> list[str]:
     found = []
     if candidate.count > 1:
         found.append(f"one kernel serves {candidate.count} places")
@@ -89,7 +89,7 @@ def strengths(candidate: Candidate, evidence: Evidence) -> list[str]:
     return found
 
 
-def weaknesses(candidate: Candidate, evidence: Evidence) -> list[str]:
+def weaknesses(candidate: Candidate, evidence: CandidateEvidence) -> list[str]:
     found = []
     if candidate.count == 1:
         found.append("it is there once: the saving does not grow with the depth")
@@ -133,7 +133,7 @@ def risks(candidate: Candidate) -> list[str]:
     return found
 
 
-def writes_between(piece: Piece) -> bool:
+def writes_between(piece: CandidateRegion) -> bool:
     inside, node = set(piece.nodes), piece.nodes[0]
     while node is not piece.nodes[-1]:
         if node not in inside and is_mutating(node):
@@ -142,13 +142,13 @@ def writes_between(piece: Piece) -> bool:
     return False
 
 
-def generated(piece: Piece) -> bool:
+def generated(piece: CandidateRegion) -> bool:
     """Whether the elementwise table can say all of it."""
     working = [node for node in piece.nodes if not is_free(node)]
     return all(is_pointwise(node) and not isinstance(steps_of(node), str) for node in working)
 
 
-def next_product(piece: Piece) -> str:
+def next_product(piece: CandidateRegion) -> str:
     """The product that the piece could become a part of, in words."""
     working = [node for node in piece.nodes if not is_free(node)]
     if any(is_product(node) for node in working) or piece.kind in ("attention_neighbour", "experts"):

@@ -21,7 +21,7 @@ from graft.ir.nodes import placeholders, val
 from graft.ops.launch import launch_failures
 from graft.workbench.discover.candidates import Candidate, Discovery
 from graft.workbench.discover.lookup import look_in_graft
-from graft.workbench.discover.savings import Sizes, fused_bytes, sizes_for
+from graft.workbench.discover.savings import SymbolValues, fused_bytes, sizes_for
 
 MOST_BYTES = 4 << 30  # of the inputs of one place
 IN_A_ROW, REPEATS = 8, 7
@@ -95,7 +95,7 @@ def timed(candidate: Candidate, tokens: int, device: torch.device) -> Measured:
     return replace(empty, now_us=now, copy_us=copy, existing_us=existing)
 
 
-def made_up(value: Any, sizes: Sizes, device: torch.device) -> Any:
+def made_up(value: Any, sizes: SymbolValues, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return sizes.of(value)
     generator = torch.Generator().manual_seed(11)

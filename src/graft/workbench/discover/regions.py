@@ -30,7 +30,7 @@ from graft.workbench.discover.calls import (
     through_views,
     works_on_rows,
 )
-from graft.workbench.discover.seeds import Walk, walked
+from graft.workbench.discover.seeds import FoundWalk, walked
 
 Kind = Literal[
     "norm_chain",
@@ -44,12 +44,12 @@ Kind = Literal[
 
 
 @dataclass(frozen=True)
-class Piece:
+class CandidateRegion:
     """Nodes in graph order."""
 
     kind: Kind
     nodes: tuple[Node, ...]
-    walk: Walk | None = None  # the walk of the library that takes it
+    walk: FoundWalk | None = None  # the walk of the library that takes it
 
     def inputs(self) -> list[Node]:
         return inputs_of(self.nodes)
@@ -61,7 +61,7 @@ class Piece:
         return sum(not is_free(node) for node in self.nodes)
 
 
-def find_pieces(gm: GraphModule) -> list[Piece]:
+def find_pieces(gm: GraphModule) -> list[CandidateRegion]:
     """Everything that launches two kernels or more and could launch one; nothing is in two pieces."""
     graph = gm.graph
     check_shapes(graph)
@@ -74,15 +74,15 @@ def find_pieces(gm: GraphModule) -> list[Piece]:
     grown = [tuple(region.nodes) for region in Grower(graph, keys, "discover").grow()]
     joined = {node for nodes in grown for node in nodes}
     alone = [(node,) for node in keys if node not in joined and not is_free(node)]
-    pieces = [Piece(walk.kind, walk.nodes, walk) for walk in walks]
+    pieces = [CandidateRegion(walk.kind, walk.nodes, walk) for walk in walks]
     taken = {node for piece in pieces for node in piece.nodes}
     for found in (*grown, *alone):
         nodes = in_order(with_products(trimmed(with_weights(found, fixed))), order)
         if sum(not is_free(node) for node in nodes) > 1 and not taken & set(nodes):
             taken |= set(nodes)
-            pieces.append(Piece(kind_of(nodes), nodes))
+            pieces.append(CandidateRegion(kind_of(nodes), nodes))
     if sum(not is_free(node) for node in tables) > 1:
-        pieces.append(Piece("position_table", in_order(tables, order)))
+        pieces.append(CandidateRegion("position_table", in_order(tables, order)))
     return sorted(pieces, key=lambda piece: order[piece.nodes[0]])
 
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from graft.ir.nodes import is_op, leaves, placeholders, static_int, val
 from graft.workbench.discover.calls import LOOKUPS, is_call, is_free
-from graft.workbench.discover.regions import Piece
+from graft.workbench.discover.regions import CandidateRegion
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SymbolValues:
     """Numbers for the symbols of a graph. Equal layers share their values, so what one takes is kept by value."""
 
     values: dict[str, int]
@@ -77,7 +77,7 @@ class Sizes:
         return self.known[id(value)][1]
 
 
-def sizes_for(graph: Graph, tokens: int) -> Sizes:
+def sizes_for(graph: Graph, tokens: int) -> SymbolValues:
     """Batch 1: the tokens are the second size of the first input that is dynamic in both, else its dynamic one."""
     values: dict[str, int] = {}
     for node in placeholders(graph):
@@ -87,10 +87,10 @@ def sizes_for(graph: Graph, tokens: int) -> Sizes:
         if plain:
             values = {name: 1 for name in plain[:-1]} | {plain[-1]: tokens}
             break
-    return Sizes(values)
+    return SymbolValues(values)
 
 
-def size_notes(graph: Graph, steps: Sequence[Step]) -> tuple[str, ...]:
+def size_notes(graph: Graph, steps: Sequence[StepEstimate]) -> tuple[str, ...]:
     """`s44 = 1`, `s70 = 1 and 512`: what every symbol was taken for."""
     values = {id(v): v for n in graph.nodes for v in leaves(val(n)) if isinstance(v, torch.Tensor)}
     flat = [size for value in values.values() for size in value.shape if isinstance(size, torch.SymInt)]
@@ -102,7 +102,7 @@ def size_notes(graph: Graph, steps: Sequence[Step]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def call_bytes(node: Node, sizes: Sizes) -> int:
+def call_bytes(node: Node, sizes: SymbolValues) -> int:
     """Every input once and every result once; of a table that is looked up in, as much as comes out."""
     written = sizes.bytes(node)
     if is_op(node, *LOOKUPS):
@@ -110,26 +110,26 @@ def call_bytes(node: Node, sizes: Sizes) -> int:
     return written + sum(sizes.bytes(source) for source in node.all_input_nodes)
 
 
-def cost(nodes: Iterable[Node], sizes: Sizes) -> tuple[int, int]:
+def cost(nodes: Iterable[Node], sizes: SymbolValues) -> tuple[int, int]:
     """Launches and bytes, call by call."""
     calls = [node for node in nodes if is_call(node) and not is_free(node)]
     return len(calls), sum(call_bytes(node, sizes) for node in calls)
 
 
-def fused_bytes(piece: Piece, sizes: Sizes) -> int:
+def fused_bytes(piece: CandidateRegion, sizes: SymbolValues) -> int:
     """As one kernel: what comes in and what goes out."""
     return sum(sizes.bytes(node) for node in (*piece.inputs(), *piece.outputs()))
 
 
 @dataclass(frozen=True)
-class Step:
+class StepEstimate:
     """A step of so many tokens: its sizes, and the microseconds of the whole graph by the same model."""
 
     tokens: int
-    sizes: Sizes
+    sizes: SymbolValues
     microseconds: float
 
 
-def step_of(graph: Graph, tokens: int, machine: Machine) -> Step:
+def step_of(graph: Graph, tokens: int, machine: Machine) -> StepEstimate:
     sizes = sizes_for(graph, tokens)
-    return Step(tokens, sizes, machine.microseconds(*cost(graph.nodes, sizes)))
+    return StepEstimate(tokens, sizes, machine.microseconds(*cost(graph.nodes, sizes)))

@@ -25,7 +25,7 @@ WALKS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True)
-class Walk:
+class FoundWalk:
     """One place that a walk of the library takes: its nodes, the ops it puts there, and how often they launch."""
 
     transform: str
@@ -35,14 +35,14 @@ class Walk:
     launches: int
 
 
-def walked(gm: GraphModule) -> list[Walk]:
+def walked(gm: GraphModule) -> list[FoundWalk]:
     """Every such place; none overlaps another."""
     config, twin = load_config(), second_module(gm)
     chosen = {n: replace(s, enabled=n in WALKS, on_error="skip") for n, s in config.transforms.items()}
     report = run_pipeline(twin, replace(config, transforms=chosen, verify="structure"), Context())
     nodes, made = ({node.name: node for node in graph.nodes} for graph in (gm.graph, twin.graph))
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
-    found: list[Walk] = []
+    found: list[FoundWalk] = []
     taken: set[Node] = set()
     for name, record in report.transforms.items():
         for match in record.matches:
@@ -53,5 +53,5 @@ def walked(gm: GraphModule) -> list[Walk]:
                 new = [made[one] for one in match.made if one in made and not is_free(made[one])]
                 ops = tuple(dict.fromkeys(node.target for node in new if is_graft(node.target)))
                 ordered = tuple(sorted(own, key=order.__getitem__))
-                found.append(Walk(name, WALKS[name], ordered, ops, len(new)))
+                found.append(FoundWalk(name, WALKS[name], ordered, ops, len(new)))
     return found

@@ -12,14 +12,14 @@ from graft.ir.evaluate import example_size, fill
 from graft.ir.nodes import calls, is_weight, output_node, placeholders, tensor_val, val
 from graft.ir.subgraph import Cutter
 from graft.passes.numeric_check import in_float64, widened
-from graft.workbench.discover.regions import Piece
+from graft.workbench.discover.regions import CandidateRegion
 from graft.workbench.discover.source import op_name
 
 LARGEST = 1 << 22  # elements of an input that is made up: 0.1 s in float64
 SIZED = ("slice", "cat", "stack", "reshape", "expand", "layer_norm")  # calls whose numbers follow from sizes
 
 
-def extract(piece: Piece) -> GraphModule:
+def extract(piece: CandidateRegion) -> GraphModule:
     """A module of its own: inputs in the order of their first use (weights too, marked as such), results as a tuple
     unless there is one; the last comes first, since a pattern is laid on from there."""
     cutter = Cutter()
@@ -35,7 +35,7 @@ def extract(piece: Piece) -> GraphModule:
 KEPT = ("val", "nn_module_stack", "stack_trace")
 
 
-def input_names(piece: Piece) -> dict[Node, str]:
+def input_names(piece: CandidateRegion) -> dict[Node, str]:
     """x, y, z for values, weight, weight_2 for weights, size for numbers."""
     names: dict[Node, str] = {}
     plain = iter(["x", "y", "z", *(f"x{i}" for i in range(3, 99))])

@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 from graft.base.errors import ExportRefused, UsageError
 from graft.ir.nodes import calls, module_path
 from graft.models.load import resolve_device
-from graft.passes.library.streams.schedule import Slot
+from graft.passes.library.streams.schedule import ScheduledCall
 from graft.passes.report import Report, TransformRecord
 from graft.workbench.discover.calls import is_free
 from graft.workbench.discover.savings import Machine, call_bytes, sizes_for
@@ -67,13 +67,13 @@ def record_events(record: TransformRecord, begin: int, pid: int) -> list[dict[st
     return events
 
 
-def predicted_slots(gm: GraphModule, tokens: int, machine: Machine) -> tuple[Slot, ...]:
+def predicted_slots(gm: GraphModule, tokens: int, machine: Machine) -> tuple[ScheduledCall, ...]:
     """The calls of a step one after another, as long as their bytes and launches take by the model of `discover`."""
     sizes, at, slots = sizes_for(gm.graph, tokens), 0.0, []
     for node in calls(gm.graph):
         if not is_free(node):
             us = machine.microseconds(1, call_bytes(node, sizes))
-            slots.append(Slot(node.name, module_path(node), 0, at, us))
+            slots.append(ScheduledCall(node.name, module_path(node), 0, at, us))
             at += us
     return tuple(slots)
 
@@ -95,7 +95,7 @@ class Timed(Interpreter):
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
-        self.slots: list[Slot] = []
+        self.slots: list[ScheduledCall] = []
         self.began = time.perf_counter_ns()
 
     def run_node(self, n: Node) -> Any:
@@ -104,11 +104,11 @@ class Timed(Interpreter):
         ended = time.perf_counter_ns()
         if n.op == "call_function":
             at, us = (started - self.began) / NANOSECONDS, (ended - started) / NANOSECONDS
-            self.slots.append(Slot(n.name, module_path(n), 0, at, us))
+            self.slots.append(ScheduledCall(n.name, module_path(n), 0, at, us))
         return result
 
 
-def timed_slots(gm: GraphModule, shapes: GraphModule, device: str = "cpu") -> tuple[Slot, ...]:
+def timed_slots(gm: GraphModule, shapes: GraphModule, device: str = "cpu") -> tuple[ScheduledCall, ...]:
     """The calls of one run after a warm-up: by the clock on a CPU, by torch's profiler on a GPU. `shapes`: the same
     graph with its abstract values, from which inputs are made up."""
     reason = needs_layout(gm)
@@ -134,7 +134,7 @@ def timed_slots(gm: GraphModule, shapes: GraphModule, device: str = "cpu") -> tu
     return tuple(timed.slots)
 
 
-def trace_document(report: Report, rows: Iterable[tuple[str, Sequence[Slot]]]) -> dict[str, Any]:
+def trace_document(report: Report, rows: Iterable[tuple[str, Sequence[ScheduledCall]]]) -> dict[str, Any]:
     """The pipeline as the first process, then one process for each (name, calls)."""
     events = pipeline_events(report)
     for pid, (name, slots) in enumerate(rows, 1):

@@ -16,10 +16,10 @@ from graft.ir.effects import is_mutating
 from graft.ir.nodes import arg_values, calls
 from graft.workbench.discover.values import restore_values
 from graft.workbench.export.inputs import dynamic_dims, made_up_arguments
-from graft.workbench.runs import Run, Step
+from graft.workbench.runs import StoredRun, StoredStep
 
 
-def program_of(run: Run, step: Step) -> tuple[torch.export.ExportedProgram, tuple[str, ...]]:
+def program_of(run: StoredRun, step: StoredStep) -> tuple[torch.export.ExportedProgram, tuple[str, ...]]:
     """The program, and what it does not carry of the graph."""
     shapes = step.graph()
     restore_values(shapes)

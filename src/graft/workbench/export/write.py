@@ -10,14 +10,14 @@ from pathlib import Path
 from graft.base.errors import ExportRefused
 from graft.base.files import write_together
 from graft.passes.dumps import WEIGHTS
-from graft.passes.library.streams.schedule import Slot
+from graft.passes.library.streams.schedule import ScheduledCall
 from graft.workbench.discover.candidates import counted
 from graft.workbench.discover.savings import Machine
 from graft.workbench.discover.values import restore_values
 from graft.workbench.export.explorer import collection
 from graft.workbench.export.perfetto import predicted_slots, timed_slots, trace_document
 from graft.workbench.export.pt2 import program_of, save_program
-from graft.workbench.runs import Run, Step, open_run
+from graft.workbench.runs import StoredRun, StoredStep, open_run
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ def export_run(
     return Exported(output, chosen.transform, f"the graph after {chosen.transform}, for torch.export.load", notes)
 
 
-def step_named(run: Run, name: str) -> Step:
+def step_named(run: StoredRun, name: str) -> StoredStep:
     return run.steps[-1] if not name else run.steps[0] if name == "captured" else run.after(name)
 
 
-def export_trace(run: Run, step: Step, output: Path, tokens: int, timed: bool, device: str) -> Exported:
+def export_trace(run: StoredRun, step: StoredStep, output: Path, tokens: int, timed: bool, device: str) -> Exported:
     shapes, machine = step.graph(), Machine()
     restore_values(shapes)
     title = f"{step.transform}: {counted(tokens)}, predicted from bytes and launches"
-    rows: list[tuple[str, Sequence[Slot]]] = [(title, predicted_slots(shapes, tokens, machine))]
+    rows: list[tuple[str, Sequence[ScheduledCall]]] = [(title, predicted_slots(shapes, tokens, machine))]
     if timed:
         calls = timed_slots(step.graph(run.state()), shapes, device)
         rows.append((f"{step.transform}: timed on {device} with made-up inputs", calls))
@@ -78,7 +78,7 @@ def export_trace(run: Run, step: Step, output: Path, tokens: int, timed: bool, d
     return Exported(output, step.transform, what, notes)
 
 
-def export_explorer(run: Run, step: Step, output: Path) -> Exported:
+def export_explorer(run: StoredRun, step: StoredStep, output: Path) -> Exported:
     """The captured graph beside the chosen one, to be looked at side by side."""
     steps = list(dict.fromkeys((run.steps[0], step)))
     graphs = [(f"{one.number:03d} {one.transform}", one.graph()) for one in steps]

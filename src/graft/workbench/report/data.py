@@ -11,21 +11,21 @@ from typing import Any
 
 from graft.base.errors import GraftError
 from graft.base.files import Progress
-from graft.ir.facts import Layer, homes, read_graph
+from graft.ir.facts import LayerPath, homes, read_graph
 from graft.passes.dumps import MANIFEST
 from graft.passes.registry import TransformRegistry, load_all
 from graft.passes.report import TransformRecord
 from graft.workbench.diff import GraphDiff, diff_graphs
-from graft.workbench.diff_text import Line, graph_lines, summary
+from graft.workbench.diff_text import StyledLine, graph_lines, summary
 from graft.workbench.discover.candidates import Discovery
 from graft.workbench.discover.sources import discover_run
 from graft.workbench.layers import fold
 from graft.workbench.report.kernel_file import KernelFile, find_kernels
-from graft.workbench.report.packing import Strings
+from graft.workbench.report.packing import StringTable
 from graft.workbench.report.parts import pack_step
 from graft.workbench.report.records import MatchRow, MissRow, match_rows, miss_rows
 from graft.workbench.report.scenes import scenes
-from graft.workbench.runs import Run, Step, open_run
+from graft.workbench.runs import StoredRun, StoredStep, open_run
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TransformView:
     matches: list[MatchRow]
     misses: list[MissRow]
     summary: str = ""
-    lines: list[Line] = field(default_factory=list)
+    lines: list[StyledLine] = field(default_factory=list)
     drawings: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -49,7 +49,7 @@ class TransformView:
 class ReportData:
     """`graphs` is for the browser: steps, drawings of changes by transform, and the texts they refer to."""
 
-    run: Run
+    run: StoredRun
     head: dict[str, str]
     counts: dict[str, int]
     transforms: list[TransformView]
@@ -74,7 +74,7 @@ def collect(folder: str | Path, kernels: Path | None = None, progress: Progress 
     one."""
     run = open_run(folder)
     times = find_kernels(run.folder, kernels)
-    strings = Strings()
+    strings = StringTable()
     graphs = read_steps(run, strings, progress)
     if progress:
         progress("looking for candidates", 0, 1)
@@ -99,12 +99,12 @@ def collect(folder: str | Path, kernels: Path | None = None, progress: Progress 
     return ReportData(run, head_of(run), counts, views, packed, discovery, why, times)
 
 
-def read_steps(run: Run, strings: Strings, progress: Progress | None) -> Graphs:
+def read_steps(run: StoredRun, strings: StringTable, progress: Progress | None) -> Graphs:
     """Steps whose file is that of the step before them changed nothing and are not read."""
     packed: list[dict[str, Any]] = []
     diffs: dict[str, GraphDiff] = {}
     nodes: list[int] = []
-    layers: set[Layer] = set()
+    layers: set[LayerPath] = set()
     last = None
     for number, step in enumerate(changed_steps(run)):
         if progress:
@@ -120,7 +120,7 @@ def read_steps(run: Run, strings: Strings, progress: Progress | None) -> Graphs:
     return Graphs(packed, diffs, (nodes[0], nodes[-1]), len(layers))
 
 
-def changed_steps(run: Run) -> Iterator[Step]:
+def changed_steps(run: StoredRun) -> Iterator[StoredStep]:
     before = b""
     for step in run.steps:
         content = step.stem.with_suffix(".json").read_bytes()
@@ -129,7 +129,7 @@ def changed_steps(run: Run) -> Iterator[Step]:
         before = content
 
 
-def view(record: TransformRecord, diff: GraphDiff | None, strings: Strings) -> TransformView:
+def view(record: TransformRecord, diff: GraphDiff | None, strings: StringTable) -> TransformView:
     doc = (getdoc(TransformRegistry.get(record.name)) or "") if record.name in TransformRegistry.names() else ""
     matches, misses = match_rows(record), miss_rows(record)
     if not diff:
@@ -138,7 +138,7 @@ def view(record: TransformRecord, diff: GraphDiff | None, strings: Strings) -> T
     return TransformView(record, doc, matches, misses, summary(diff), graph_lines(diff), drawings)
 
 
-def candidates(run: Run) -> tuple[Discovery | None, str]:
+def candidates(run: StoredRun) -> tuple[Discovery | None, str]:
     """Of the last graph. A graph that cannot be weighed leaves the reason, not an empty section."""
     try:
         return discover_run(run.folder), ""
@@ -146,7 +146,7 @@ def candidates(run: Run) -> tuple[Discovery | None, str]:
         return None, str(error)
 
 
-def head_of(run: Run) -> dict[str, str]:
+def head_of(run: StoredRun) -> dict[str, str]:
     manifest = run.manifest
     written = datetime.fromtimestamp((run.folder / MANIFEST).stat().st_mtime, UTC)
     device = "meta (shapes only, no weights)" if manifest.device == "meta" else manifest.device

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.base.errors import ReportError
-from graft.bench.kernel_times import KernelRow, StepTimes
+from graft.bench.kernel_times import KernelTime, StepTimes
 
 KERNELS = "kernels.json"  # where a run folder has its own
 
@@ -39,7 +39,7 @@ def read_kernels(file: Path) -> KernelFile:
 
 
 def read_step(entry: dict[str, Any]) -> StepTimes:
-    rows = tuple(KernelRow(**{f.name: row[f.name] for f in fields(KernelRow)}) for row in entry["rows"])
+    rows = tuple(KernelTime(**{f.name: row[f.name] for f in fields(KernelTime)}) for row in entry["rows"])
     step = StepTimes(**{f.name: entry[f.name] for f in fields(StepTimes) if f.name != "rows"}, rows=rows)
     numbers = (step.wall_us, step.busy_us, step.gap_us, step.calls, *(n for r in rows for n in (r.us, r.percent)))
     if not all(isinstance(number, (int, float)) for number in numbers):

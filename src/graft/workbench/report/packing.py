@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from graft.ir.facts import SYMBOL, Item, Layer, general, shared
+from graft.ir.facts import SYMBOL, Item, LayerPath, general, shared
 
 HUB = 8  # a value with more readers is a named port on each of them: its edges would cross the whole drawing
 
 
-class Strings:
+class StringTable:
     """Texts by number. `table` goes into the page beside what refers to it."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Strings:
         return number
 
 
-def pack_item(item: Item, strings: Strings, layer: Layer | None = None) -> list[Any]:
+def pack_item(item: Item, strings: StringTable, layer: LayerPath | None = None) -> list[Any]:
     """[name, op, value, module, source, made by, literals]; all but the name by number. The module of a weight is
     that of its target, and the number of the layer stands as `*`."""
     literals = ", ".join(f"{slot}={text}" for slot, text in item.literals)

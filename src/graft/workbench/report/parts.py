@@ -9,22 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from graft.ir.facts import Item, Layer, homes, layer_of
+from graft.ir.facts import Item, LayerPath, homes, layer_of
 from graft.ir.folding import equal_layers
 from graft.workbench.layers import ranges
-from graft.workbench.report.packing import Readers, Strings, pack_item, port_name
+from graft.workbench.report.packing import Readers, StringTable, pack_item, port_name
 
 RUNS = 12  # boxes of one stack; where layers alternate more often, equal ones share a box wherever they stand
 
 
 @dataclass
-class Part:
+class DrawnGroup:
     """Nodes that are drawn together. `copies`: layers that are the same but for the names."""
 
     title: str
-    layer: Layer | None
+    layer: LayerPath | None
     members: list[Item] = field(default_factory=list)
-    copies: list[Layer] = field(default_factory=list)
+    copies: list[LayerPath] = field(default_factory=list)
 
 
 @dataclass
@@ -33,26 +33,26 @@ class Box:
 
     part: int
     title: str
-    layers: list[Layer]
+    layers: list[LayerPath]
     ports: dict[str, None] = field(default_factory=dict)
     inputs: dict[str, None] = field(default_factory=dict)
 
 
-def pack_step(items: list[Item], strings: Strings) -> dict[str, Any]:
+def pack_step(items: list[Item], strings: StringTable) -> dict[str, Any]:
     """One graph: parts with their nodes, boxes with their edges, and a sentence on its layers."""
     same, home = equal_layers(items), homes(items)
     readers = Readers(items)
     keys = part_keys(items, home, readers)
-    parts: dict[Any, Part] = {}
-    members: dict[Layer, list[Item]] = {}
+    parts: dict[Any, DrawnGroup] = {}
+    members: dict[LayerPath, list[Item]] = {}
     for item, key in zip(items, keys, strict=True):
-        layer = key if isinstance(key, Layer) else None
+        layer = key if isinstance(key, LayerPath) else None
         if layer is not None:
             members.setdefault(layer, []).append(item)
         if layer in same:
             continue
         title = f"layer {layer.index}" if layer else module_title(key[0])
-        parts.setdefault(key, Part(title, layer)).members.append(item)
+        parts.setdefault(key, DrawnGroup(title, layer)).members.append(item)
     for layer in sorted(same, key=lambda one: (one.stack, one.index)):
         parts[same[layer]].copies.append(layer)
     packed = [pack_part(part, items, members, keys, readers, strings) for part in parts.values()]
@@ -60,7 +60,7 @@ def pack_step(items: list[Item], strings: Strings) -> dict[str, Any]:
     return {"nodes": len(items), "parts": packed, "boxes": boxes, "edges": edges, "said": said(same, members)}
 
 
-def part_keys(items: list[Item], home: list[Layer | None], readers: Readers) -> list[Any]:
+def part_keys(items: list[Item], home: list[LayerPath | None], readers: Readers) -> list[Any]:
     """The layer of a node, or its module with whether it stands before, between or behind the layers."""
     inside = [index for index, layer in enumerate(home) if layer is not None and items[index].op != "weight"]
     first, last = (inside[0], inside[-1]) if inside else (len(items), -1)
@@ -72,7 +72,7 @@ def part_keys(items: list[Item], home: list[Layer | None], readers: Readers) -> 
             keys[item.index] = ("inputs" if item.op == "input" else "output", 0)
             continue
         reader = keys[readers.of[item.index][0]] if item.op == "weight" and readers.of[item.index] else None
-        if reader is not None and not isinstance(reader, Layer):
+        if reader is not None and not isinstance(reader, LayerPath):
             keys[item.index] = reader
         else:
             module = item.place.rpartition(".")[0] if item.op == "weight" else item.module
@@ -88,12 +88,12 @@ def module_title(module: str) -> str:
 
 
 def pack_part(
-    part: Part,
+    part: DrawnGroup,
     items: list[Item],
-    members: dict[Layer, list[Item]],
+    members: dict[LayerPath, list[Item]],
     keys: list[Any],
     readers: Readers,
-    strings: Strings,
+    strings: StringTable,
 ) -> dict[str, Any]:
     """nodes: packed, with inputs as [slot, position, …], where -1, -2, … are the entries of `outer`; and whether
     the value is read elsewhere. copies: [number, names, names of outer values] of each equal layer."""
@@ -119,11 +119,15 @@ def pack_part(
 
 
 def origin(key: Any) -> str:
-    return f"layer {key.index}" if isinstance(key, Layer) else key[0]
+    return f"layer {key.index}" if isinstance(key, LayerPath) else key[0]
 
 
 def overview(
-    items: list[Item], keys: list[Any], parts: dict[Any, Part], same: dict[Layer, Layer], readers: Readers
+    items: list[Item],
+    keys: list[Any],
+    parts: dict[Any, DrawnGroup],
+    same: dict[LayerPath, LayerPath],
+    readers: Readers,
 ) -> tuple[list[list[Any]], list[list[int]]]:
     """Boxes as [part, title, layers, ports, inputs], and edges between them. What is a port is no edge, nor is
     an input of the graph."""
@@ -150,16 +154,18 @@ def overview(
 
 
 def make_boxes(
-    parts: dict[Any, Part], numbers: dict[Any, int], same: dict[Layer, Layer]
+    parts: dict[Any, DrawnGroup], numbers: dict[Any, int], same: dict[LayerPath, LayerPath]
 ) -> tuple[list[Box], dict[Any, int]]:
     """The boxes, and which of them each key is in."""
     boxes: list[Box] = []
     where: dict[Any, int] = {}
     for key in parts:
-        if not isinstance(key, Layer):
+        if not isinstance(key, LayerPath):
             where[key] = len(boxes)
             boxes.append(Box(numbers[key], parts[key].title, []))
-    layers = sorted({key for key in parts if isinstance(key, Layer)} | set(same), key=lambda k: (k.stack, k.index))
+    layers = sorted(
+        {key for key in parts if isinstance(key, LayerPath)} | set(same), key=lambda k: (k.stack, k.index)
+    )
     for run in layer_runs(layers, same):
         where |= dict.fromkeys(run, len(boxes))
         boxes.append(Box(numbers[same.get(run[0], run[0])], run_title([layer.index for layer in run]), run))
@@ -173,10 +179,10 @@ def run_title(indices: list[int]) -> str:
     return f"layer{'s' if len(indices) > 1 else ''} {text}"
 
 
-def layer_runs(layers: list[Layer], same: dict[Layer, Layer]) -> list[list[Layer]]:
+def layer_runs(layers: list[LayerPath], same: dict[LayerPath, LayerPath]) -> list[list[LayerPath]]:
     """Equal layers that follow each other; or all equal ones, where that would be too many boxes."""
-    runs: list[list[Layer]] = []
-    groups: dict[Layer, list[Layer]] = {}
+    runs: list[list[LayerPath]] = []
+    groups: dict[LayerPath, list[LayerPath]] = {}
     for layer in layers:
         first = same.get(layer, layer)
         groups.setdefault(first, []).append(layer)
@@ -187,9 +193,9 @@ def layer_runs(layers: list[Layer], same: dict[Layer, Layer]) -> list[list[Layer
     return runs if len(runs) <= RUNS else list(groups.values())
 
 
-def said(same: dict[Layer, Layer], members: dict[Layer, list[Item]]) -> str:
+def said(same: dict[LayerPath, LayerPath], members: dict[LayerPath, list[Item]]) -> str:
     """`32 layers: 0–6, 8–31 are equal (× 31), layer 7 differs`."""
-    stacks: dict[str, dict[Layer, list[int]]] = {}
+    stacks: dict[str, dict[LayerPath, list[int]]] = {}
     for layer in sorted(members, key=lambda one: (one.stack, one.index)):
         stacks.setdefault(layer.stack, {}).setdefault(same.get(layer, layer), []).append(layer.index)
     texts = []

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from graft.ir.facts import Item, Layer, homes
+from graft.ir.facts import Item, LayerPath, homes
 from graft.workbench.diff import GraphDiff
 from graft.workbench.diff_text import change_text, layers_text
 from graft.workbench.layers import Folded
-from graft.workbench.report.packing import Readers, Strings, pack_item, port_name
+from graft.workbench.report.packing import Readers, StringTable, pack_item, port_name
 
 KINDS = {"removed": 1, "added": 2, "rewired": 3, "literal": 4, "metadata": 4}
 SAME, REMOVED, ADDED = 0, 1, 2
@@ -24,7 +24,7 @@ class Both:
     items: list[Item]
     kinds: dict[int, int]
     notes: dict[int, list[str]]
-    homes: list[Layer | None]
+    homes: list[LayerPath | None]
     edges: dict[tuple[int, int], int]
     source_kinds: list[int]
 
@@ -54,14 +54,14 @@ def both_graphs(diff: GraphDiff) -> Both:
     return Both(items, kinds, notes, layers, edges, source_kinds)
 
 
-def scenes(diff: GraphDiff, folded: Folded, strings: Strings) -> list[dict[str, Any]]:
+def scenes(diff: GraphDiff, folded: Folded, strings: StringTable) -> list[dict[str, Any]]:
     """One drawing for each group of layers with equal changes, and one of what changed outside the layers."""
     both = both_graphs(diff)
     several = len({group.stack for group in folded.layers}) > 1
     found = []
     for group in folded.layers:
         if group.changes:
-            layer = Layer(group.stack, group.shown)
+            layer = LayerPath(group.stack, group.shown)
             members = [i for i, home in enumerate(both.homes) if home == layer]
             text = layers_text(group, several)
             shown = f", layer {group.shown} shown" if len(group.indices) > 1 else "" if group.usual else " differs"
@@ -71,7 +71,7 @@ def scenes(diff: GraphDiff, folded: Folded, strings: Strings) -> list[dict[str, 
     return found
 
 
-def outside(both: Both, folded: Folded, strings: Strings) -> dict[str, Any]:
+def outside(both: Both, folded: Folded, strings: StringTable) -> dict[str, Any]:
     """What changed outside the layers, repeated ones once, and its neighbours there."""
     times = {(r.change.kind == "removed", r.change.node.index): r.times for r in folded.outside}
     count = {
@@ -87,7 +87,9 @@ def outside(both: Both, folded: Folded, strings: Strings) -> dict[str, Any]:
     return found
 
 
-def scene(title: str, both: Both, members: Iterable[int], strings: Strings, layer: Layer | None) -> dict[str, Any]:
+def scene(
+    title: str, both: Both, members: Iterable[int], strings: StringTable, layer: LayerPath | None
+) -> dict[str, Any]:
     """nodes: packed, with kind of change and what changed. edges: [from, to, kind]. outer: [to, name, how it is
     drawn, kind]. `large` instead where it would be too much to draw."""
     places = {index: place for place, index in enumerate(members)}

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from graft.base.errors import ReproRefused
-from graft.ir.evaluate import Call, example_size
+from graft.ir.evaluate import RecordedCall, example_size
 from graft.ir.nodes import leaves, tensor_val, val, where
 from graft.ir.subgraph import Cutter, reached
 from graft.passes.numeric_check import fixed_values, views
@@ -20,7 +20,7 @@ from graft.passes.report import MatchRecord
 
 
 @dataclass(frozen=True)
-class Side:
+class ReproSide:
     """One graph of a run."""
 
     gm: GraphModule
@@ -32,7 +32,7 @@ class Side:
     @cached_property
     def computed(self) -> set[Node]:
         """Computed on both sides: what follows from sizes alone, and views of one value, which must stay related."""
-        called = {n: Call(n.op, n.target, n.args, n.kwargs, i) for i, n in enumerate(self.gm.graph.nodes)}
+        called = {n: RecordedCall(n.op, n.target, n.args, n.kwargs, i) for i, n in enumerate(self.gm.graph.nodes)}
         return {*fixed_values(called), *views(called)}
 
     def results(self, names: Iterable[str]) -> list[Node]:
@@ -54,7 +54,7 @@ class Cut:
 
 def cut(before: GraphModule, after: GraphModule, records: Sequence[MatchRecord], index: int) -> Cut:
     """The match with this index. Values that other matches replaced are inputs, the same for both."""
-    old, new = Side(before), Side(after)
+    old, new = ReproSide(before), ReproSide(after)
     pairs = {record: paired(old, new, record) for record in records}
     here = records[index]
     if not pairs[here]:
@@ -63,8 +63,8 @@ def cut(before: GraphModule, after: GraphModule, records: Sequence[MatchRecord],
     known = {o.name: n.name for pair in pairs.values() for o, n in pair.items()}
     back = {n: o for o, n in known.items()}
     own = {o.name for o in pairs[here]}
-    first = Piece.of(old, list(pairs[here]), {*here.replaced})
-    second = Piece.of(new, list(pairs[here].values()), {*here.made} | {known[name] for name in own})
+    first = GraphSlice.of(old, list(pairs[here]), {*here.replaced})
+    second = GraphSlice.of(new, list(pairs[here].values()), {*here.made} | {known[name] for name in own})
     names = {n: n.name for n in first.inputs}
     for node in second.inputs:
         names[node] = back.get(node.name, node.name)
@@ -85,7 +85,7 @@ def cut(before: GraphModule, after: GraphModule, records: Sequence[MatchRecord],
     )
 
 
-def paired(old: Side, new: Side, record: MatchRecord) -> dict[Node, Node]:
+def paired(old: ReproSide, new: ReproSide, record: MatchRecord) -> dict[Node, Node]:
     """The results of a match in the first graph, and what stands for each in the second: what its readers read now;
     where they are gone too, those that are left, in order and of the same kind."""
     found: dict[Node, Node] = {}
@@ -112,7 +112,7 @@ def kind(node: Node) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
+class GraphSlice:
     """The calls that compute `outputs`, and what they read from outside."""
 
     calls: tuple[Node, ...]
@@ -120,7 +120,7 @@ class Piece:
     outputs: tuple[Node, ...]
 
     @staticmethod
-    def of(side: Side, outputs: list[Node], inside: set[str]) -> Piece:
+    def of(side: ReproSide, outputs: list[Node], inside: set[str]) -> GraphSlice:
         """Sizes are no inputs: they stand as numbers."""
 
         def is_inside(node: Node) -> bool:
@@ -131,7 +131,7 @@ class Piece:
 
         in_order = sorted(reached([n for n in outputs if not is_size(n)], reads))
         calls, inputs = ([n for n in in_order if is_inside(n) is kept] for kept in (True, False))
-        return Piece(tuple(calls), tuple(inputs), tuple(outputs))
+        return GraphSlice(tuple(calls), tuple(inputs), tuple(outputs))
 
     def module(self, order: Mapping[str, Node], names: Mapping[Node, str]) -> GraphModule:
         """Every input of `order` is an argument, whether it is read here or not."""

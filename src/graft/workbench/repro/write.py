@@ -23,7 +23,7 @@ from graft.passes.report import MatchRecord
 from graft.workbench.discover.source import function_source
 from graft.workbench.discover.values import restore_values
 from graft.workbench.repro.pieces import Cut, cut, shape_of
-from graft.workbench.runs import Run
+from graft.workbench.runs import StoredRun
 
 TEMPLATE = Path(__file__).with_name("file.txt")
 LARGEST = 1 << 28  # elements of an input that is made up: 2 GB in float64
@@ -37,7 +37,7 @@ class Listed:
     record: MatchRecord
 
 
-def matches_of(run: Run, transform: str = "") -> list[Listed]:
+def matches_of(run: StoredRun, transform: str = "") -> list[Listed]:
     """All matches of a run, or of one transform, numbered from 1 as the report lists them."""
     if transform:
         run.after(transform)  # an unknown one, or one that was off, is an error there
@@ -49,7 +49,7 @@ def matches_of(run: Run, transform: str = "") -> list[Listed]:
     ]
 
 
-def find_match(run: Run, name: str, transform: str = "") -> Listed:
+def find_match(run: StoredRun, name: str, transform: str = "") -> Listed:
     """`fuse_rope:3`, the number alone with `transform`, or the node that it ended at: `fuse_rope:mul_7`."""
     given, colon, which = name.rpartition(":")
     chosen = given if colon else transform
@@ -62,7 +62,7 @@ def find_match(run: Run, name: str, transform: str = "") -> Listed:
     raise UnknownMatch(name, [one.id for one in listed], str(run.folder))
 
 
-def repro_source(run: Run, listed: Listed, plugins: tuple[str, ...] = ()) -> str:
+def repro_source(run: StoredRun, listed: Listed, plugins: tuple[str, ...] = ()) -> str:
     """The whole file. What made-up inputs cannot show is an error that says why."""
     transform, _, number = listed.id.rpartition(":")
     record = run.report.transforms[transform]

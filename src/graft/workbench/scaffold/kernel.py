@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from graft.ir.nodes import calls, output_node, placeholders
 from graft.ir.trace import trace_function
 from graft.ops.pointwise import TABLE
-from graft.passes.elementwise import Earlier, Step, steps_of
+from graft.passes.elementwise import Earlier, PointwiseStep, steps_of
 from graft.passes.patterns import Rewrite
 from graft.testing.negatives import examples
 from graft.workbench.scaffold.body import Body, literals_of, results_of, tensor_arguments
@@ -22,7 +22,7 @@ FIRST, SECOND = 0.3713, 0.7129
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelSource:
     """The lines of a kernel's computation, the value it stores, its helpers, and the numbers it takes."""
 
     steps: tuple[str, ...]
@@ -31,7 +31,7 @@ class Kernel:
     numbers: tuple[str, ...]
 
 
-def kernel_of(body: Body, rewrite: Rewrite) -> Kernel | str:
+def kernel_of(body: Body, rewrite: Rewrite) -> KernelSource | str:
     """The pattern as a kernel, or why none is generated."""
     names = list(literals_of(body.pattern))
     if any(isinstance(value, int) for value in literals_of(body.pattern).values()):
@@ -59,7 +59,7 @@ def kernel_of(body: Body, rewrite: Rewrite) -> Kernel | str:
             lines.append(f"{own[-1]} = {text}")
         places[node] = own[-1]
     (returned,) = output_node(graphs[0]).all_input_nodes
-    return Kernel(tuple(lines), places[returned], tuple(sorted(helpers)), tuple(names))
+    return KernelSource(tuple(lines), places[returned], tuple(sorted(helpers)), tuple(names))
 
 
 def traced(rewrite: Rewrite, literals: Mapping[str, float]) -> Graph:
@@ -69,7 +69,11 @@ def traced(rewrite: Rewrite, literals: Mapping[str, float]) -> Graph:
 
 
 def expression(
-    step: Step, other: Step, places: Mapping[Node, str], own: list[str], values: list[dict[str, float]]
+    step: PointwiseStep,
+    other: PointwiseStep,
+    places: Mapping[Node, str],
+    own: list[str],
+    values: list[dict[str, float]],
 ) -> str | None:
     """One step as Triton; `other` is the same step traced with other numbers."""
     texts = []

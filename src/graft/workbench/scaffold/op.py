@@ -19,7 +19,7 @@ from graft.workbench.scaffold.body import (
     tensor_arguments,
     typed_arguments,
 )
-from graft.workbench.scaffold.kernel import Kernel, kernel_of
+from graft.workbench.scaffold.kernel import KernelSource, kernel_of
 from graft.workbench.scaffold.render import fill
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "results": f"({', '.join(['Tensor'] * count)})" if (count := results_of(body.pattern)) else "Tensor",
         "empty": "tuple(t.new_empty(t.shape) for t in result)" if count else "result.new_empty(result.shape)",
     }
-    has = isinstance(kernel, Kernel)
+    has = isinstance(kernel, KernelSource)
     parts = {
         "imports": op_imports(op, module, has),
         "triton_parts": "\n\n" + fill("op_triton", common).strip("\n") + "\n" if has else "",
@@ -62,7 +62,7 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "reference.py": reference_text(op, body),
         "cases.py": cases_text(op, body, list(calls(tried.before))),
     }
-    if isinstance(kernel, Kernel):
+    if isinstance(kernel, KernelSource):
         files["triton.py"] = triton_text(kernel, common, tensors)
         return files, ""
     return files, kernel
@@ -149,7 +149,7 @@ def size_text(dim: str) -> str:
     return re.sub(r"[a-z]", lambda m: f'sizes["{m[0]}"]', dim)
 
 
-def triton_text(kernel: Kernel, common: dict[str, str], tensors: list[str]) -> str:
+def triton_text(kernel: KernelSource, common: dict[str, str], tensors: list[str]) -> str:
     imported = f"\nfrom graft.ops.triton_math import {', '.join(kernel.helpers)}\n" if kernel.helpers else ""
     loads = [f"    {n} = tl.load({n}_ptr + at, mask=mask, other=0.0).to(tl.float32)" for n in tensors]
     return fill(

@@ -7,20 +7,20 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """Where the files go. root: the checkout, or the plugin's folder."""
 
     root: Path
     checkout: bool
 
     @staticmethod
-    def of(folder: Path | None) -> Place:
+    def of(folder: Path | None) -> Destination:
         """`folder`, which may be a checkout itself; left out, the checkout around the working directory, or that."""
         start = (folder or Path.cwd()).resolve()
         for root in (start,) if folder else (start, *start.parents):
             if (root / "src/graft/passes/default.yaml").is_file():
-                return Place(root, True)
-        return Place(start, False)
+                return Destination(root, True)
+        return Destination(start, False)
 
     def transform(self, name: str) -> Path:
         return self.root / (f"src/graft/passes/library/{name}.py" if self.checkout else f"{name}.py")

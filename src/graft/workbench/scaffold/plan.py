@@ -13,7 +13,7 @@ from graft.workbench.scaffold import names
 from graft.workbench.scaffold.body import Body, arguments, body_of_functions, default_body, try_out
 from graft.workbench.scaffold.candidate import BEFORE, STAGE, Seed, body_of_seed
 from graft.workbench.scaffold.op import op_files
-from graft.workbench.scaffold.place import Place
+from graft.workbench.scaffold.place import Destination
 from graft.workbench.scaffold.texts import New, test_text, transform_text
 
 
@@ -44,7 +44,7 @@ def new_transform(
     """Writes a transform, its YAML entry (off), its tests, and with `op` an op folder. folder: see Place.of."""
     check_request(name, stage)
     body = choose_body(op, pattern, replacement)
-    return write_transform(name, body, Place.of(folder), stage or "match", force)
+    return write_transform(name, body, Destination.of(folder), stage or "match", force)
 
 
 def transform_from(
@@ -60,7 +60,9 @@ def transform_from(
     check_request(name, stage)
     body, note = body_of_seed(seed, name, op)
     try:
-        written = write_transform(name, body, Place.of(folder), stage or STAGE, force, BEFORE if not stage else ())
+        written = write_transform(
+            name, body, Destination.of(folder), stage or STAGE, force, BEFORE if not stage else ()
+        )
     except PatternError as error:
         if body.replacement is None:
             raise
@@ -94,7 +96,7 @@ def choose_body(op: bool, pattern: str | None, replacement: str | None) -> Body:
 def write_transform(
     name: str,
     body: Body,
-    place: Place,
+    place: Destination,
     stage: str = "match",
     force: bool = False,
     before: tuple[str, ...] = (),
@@ -135,7 +137,7 @@ transforms:
 """
 
 
-def listings(name: str, stage: str, place: Place, before: tuple[str, ...] = ()) -> dict[Path, str]:
+def listings(name: str, stage: str, place: Destination, before: tuple[str, ...] = ()) -> dict[Path, str]:
     """The YAML files in which the transform is listed: off, and for every family why it is absent."""
     if not place.checkout:
         return {place.root / f"{name}.yaml": PLUGIN_CONFIG.format(name=name, entry=entry_text(stage, before))}

@@ -24,7 +24,7 @@ from graft.workbench.scaffold.body import (
 )
 from graft.workbench.scaffold.names import class_name
 from graft.workbench.scaffold.op import LINE, import_block
-from graft.workbench.scaffold.place import Place
+from graft.workbench.scaffold.place import Destination
 from graft.workbench.scaffold.render import fill
 
 
@@ -36,7 +36,7 @@ class New:
     op: str
     body: Body
     tried: Tried
-    place: Place
+    place: Destination
     kernel: bool
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from graft.backends.native.plan import Planner, lowers
-from graft.backends.native.program import CTYPES, Argument, Kernel, NotLowered, Text, Value
+from graft.backends.native.program import CTYPES, Argument, NativeKernel, NotLowered, Text, Value
 from graft.ir.nodes import options_of, tensor_of
 
 ops = torch.ops.graft
@@ -64,7 +64,7 @@ def turn(plan: Planner, o: dict[str, Any], norm: Any) -> dict[str, Argument]:
 def turn_rows(plan: Planner, node: Node, x: Any, turned: dict[str, Argument]) -> None:
     out = plan.new(node)
     plan.step(
-        node, Kernel("rope", "RopeArgs", "ops/rope/native.h"), x=heads_of(plan, x), **turned,
+        node, NativeKernel("rope", "RopeArgs", "ops/rope/native.h"), x=heads_of(plan, x), **turned,
         rows=plan.rows(out.layout), out=out,
     )  # fmt: skip
     plan.bind(node, out)
@@ -87,7 +87,7 @@ def write(plan: Planner, node: Node, o: dict[str, Any]) -> None:
     caches = {name: plan.pointer(o[name], kind, written=True) for name in ("k_cache", "v_cache")}
     name, header = f"kv_write<{CTYPES[kind]}>", "ops/rope_kv_write/native.h"
     plan.step(
-        node, Kernel(name, "KvWriteArgs", header, tuple(caches), scratch=str(k.layout.size)), k=k, v=v,
+        node, NativeKernel(name, "KvWriteArgs", header, tuple(caches), scratch=str(k.layout.size)), k=k, v=v,
         **turn(plan, o, o.get("k_norm")), **caches, slot_mapping=plan.pointer(o["slot_mapping"]), rows=Text("T"),
     )  # fmt: skip
 
@@ -101,7 +101,7 @@ def attend(plan: Planner, node: Node, o: dict[str, Any]) -> None:
     caches = {name: plan.pointer(o[name], kind) for name in ("k_cache", "v_cache")}
     name, header = f"attention<{CTYPES[kind]}>", "ops/cached_attention/native.h"
     plan.step(
-        node, Kernel(name, "AttentionArgs", header, scratch=scratch, shared=shared),
+        node, NativeKernel(name, "AttentionArgs", header, scratch=scratch, shared=shared),
         q=q, **turn(plan, o, o.get("q_norm")), **caches, kv=int(kv), block=int(block),
         block_tables=plan.pointer(o["block_tables"]), table_width=plan.size(o["block_tables"], 1),
         cu_seqlens=plan.pointer(o["cu_seqlens"]), seq_lens=plan.pointer(o["seq_lens"]),

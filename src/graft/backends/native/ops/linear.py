@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from graft.backends.native.cpu import multiplies_halves
 from graft.backends.native.plan import Planner, lowers
-from graft.backends.native.program import Kernel, NotLowered, Pointer, Stride, Text, WeightPointer
+from graft.backends.native.program import NativeKernel, NotLowered, Pointer, Stride, Text, WeightPointer
 from graft.ir.nodes import options_of, tensor_of
 from graft.weights.native_tiles import CPP, HALVES
 from graft.weights.tiles import kind_of
@@ -60,7 +60,7 @@ def product(
     sizes = f"<{form}>({plan.rows(rows.layout).text}, {rows.layout.width}"
     scratch, shared = f"linear_scratch{sizes}, true)", f"linear_shared{sizes})"
     plan.step(
-        node, Kernel(f"linear<{form}>", "LinearArgs", HEADER, scratch=scratch, shared=shared), x=Pointer(rows),
+        node, NativeKernel(f"linear<{form}>", "LinearArgs", HEADER, scratch=scratch, shared=shared), x=Pointer(rows),
         ldx=Stride(rows), tokens=plan.rows(rows.layout), k=rows.layout.width, n=out.layout.width, w=pointer,
         bias=plan.vector_or_null(bias), norm=plan.vector_or_null(norm), eps=eps, offset=float(offset), normed=normed,
         act=Text(f"Act::{activation}"), residual=Text("nullptr") if sum_with is None else Pointer(sum_with),
@@ -100,7 +100,7 @@ def lower_swiglu(plan: Planner, node: Node) -> None:
     if gate.layout != up.layout or gate.layout.heads > 1:
         raise NotLowered("gate and up differ in shape, or are in heads")
     plan.step(
-        node, Kernel("swiglu", "SwigluArgs", "ops/swiglu/native.h"), gate=gate, up=up,
+        node, NativeKernel("swiglu", "SwigluArgs", "ops/swiglu/native.h"), gate=gate, up=up,
         act=Text(f"Act::{o['activation']}"), rows=plan.rows(out.layout), out=out,
     )  # fmt: skip
     plan.bind(node, out)

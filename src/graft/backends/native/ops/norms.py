@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from graft.backends.native.plan import Planner, lowers
-from graft.backends.native.program import Kernel, NotLowered
+from graft.backends.native.program import NativeKernel, NotLowered
 from graft.ir.nodes import options_of
 
 ops, aten = torch.ops.graft, torch.ops.aten
@@ -18,7 +18,7 @@ def lower_rms_norm(plan: Planner, node: Node) -> None:
     o = options_of(node)
     x, out = plan.value(o["x"]), plan.new(node)
     plan.step(
-        node, Kernel("rms_norm", "RmsNormArgs", "ops/rms_norm/native.h"), x=x, weight=plan.vector(o["weight"]),
+        node, NativeKernel("rms_norm", "RmsNormArgs", "ops/rms_norm/native.h"), x=x, weight=plan.vector(o["weight"]),
         eps=o["eps"], offset=float(o["offset"]), rows=plan.rows(out.layout), out=out,
     )  # fmt: skip
     plan.bind(node, out)
@@ -33,7 +33,7 @@ def lower_add_rms_norm(plan: Planner, node: Node) -> None:
         raise NotLowered("x and residual differ in shape, or are in heads")
     out, total = plan.new(node, x.layout), plan.new(node, x.layout, "_sum")
     plan.step(
-        node, Kernel("add_rms_norm", "AddRmsNormArgs", "ops/add_rms_norm/native.h", writes=("out", "sum")), x=x,
+        node, NativeKernel("add_rms_norm", "AddRmsNormArgs", "ops/add_rms_norm/native.h", writes=("out", "sum")), x=x,
         residual=residual, weight=plan.vector(o["weight"]), eps=o["eps"], offset=float(o["offset"]),
         rows=plan.rows(x.layout), out=out, sum=total,
     )  # fmt: skip
@@ -48,7 +48,7 @@ def lower_layer_norm(plan: Planner, node: Node) -> None:
         raise NotLowered("it norms more than the last dim")
     out = plan.new(node)
     plan.step(
-        node, Kernel("layer_norm", "LayerNormArgs", "ops/layer_norm/native.h"), x=x,
+        node, NativeKernel("layer_norm", "LayerNormArgs", "ops/layer_norm/native.h"), x=x,
         weight=plan.vector_or_null(o["weight"]), bias=plan.vector_or_null(o["bias"]),
         eps=o["eps"], rows=plan.rows(out.layout), out=out,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from graft.backends.native.emit import number
 from graft.backends.native.plan import Planner, lowers
-from graft.backends.native.program import Argument, Kernel, NotLowered, Value, WeightPointer
+from graft.backends.native.program import Argument, NativeKernel, NotLowered, Value, WeightPointer
 from graft.ir.nodes import same_shape, tensor_of, tensor_val
 from graft.ops.pointwise import ROWS, pointwise_of
 
@@ -46,7 +46,7 @@ def lower_pointwise(plan: Planner, node: Node) -> None:
         "  }",
         "});",
     )
-    plan.step(node, Kernel("pointwise", "", HEADER, body=body), **loop.operands, out=out)
+    plan.step(node, NativeKernel("pointwise", "", HEADER, body=body), **loop.operands, out=out)
 
 
 def inlined(plan: Planner, node: Node) -> bool:

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from graft.backends.native.ops.linear import matrix, tiles
 from graft.backends.native.plan import ROWS_HEADER, Planner, lowers
-from graft.backends.native.program import CTYPES, Kernel, Layout, NotLowered, Text, WeightPointer
+from graft.backends.native.program import CTYPES, HeadLayout, NativeKernel, NotLowered, Text, WeightPointer
 from graft.ir.nodes import is_op, options_of, tensor_of
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -28,7 +28,7 @@ def lower_embedding(plan: Planner, node: Node) -> None:
     layout = rows_layout(plan, node)
     out = plan.new(node)
     plan.step(
-        node, Kernel(f"embedding<{CTYPES[tensor_of(table).dtype]}>", "EmbeddingArgs", ROWS_HEADER),
+        node, NativeKernel(f"embedding<{CTYPES[tensor_of(table).dtype]}>", "EmbeddingArgs", ROWS_HEADER),
         table=plan.weight(table, "as_is"), entries=entries, ids=plan.pointer(ids),
         rows=plan.rows(layout), out=out, problem=Text("call.problem"), step=Text("{step}"),
     )  # fmt: skip
@@ -49,14 +49,14 @@ def put_rows(
     layout = rows_layout(plan, node)
     out = plan.new(node)
     plan.step(
-        node, Kernel(f"packed_embedding<{form}>", "PackedEmbeddingArgs", "ops/packed_embedding/native.h"),
+        node, NativeKernel(f"packed_embedding<{form}>", "PackedEmbeddingArgs", "ops/packed_embedding/native.h"),
         table=table, entries=entries, columns=columns, ids=plan.pointer(ids), rows=plan.rows(layout), out=out,
         problem=Text("call.problem"), step=Text("{step}"),
     )  # fmt: skip
     plan.bind(node, out)
 
 
-def rows_layout(plan: Planner, node: Node) -> Layout:
+def rows_layout(plan: Planner, node: Node) -> HeadLayout:
     layout = plan.layout(node)
     if layout.order != "flat":
         raise NotLowered("its ids are not one a row")
@@ -80,7 +80,7 @@ def lower_index_select(plan: Planner, node: Node) -> None:
         raise NotLowered("it does not choose rows")
     out = plan.new(node)
     plan.step(
-        node, Kernel("select_rows", "SelectArgs", ROWS_HEADER), x=value, **{"from": plan.rows(value.layout)},
+        node, NativeKernel("select_rows", "SelectArgs", ROWS_HEADER), x=value, **{"from": plan.rows(value.layout)},
         index=plan.pointer(index), rows=plan.rows(layout), out=out, problem=Text("call.problem"), step=Text("{step}"),
     )  # fmt: skip
     plan.bind(node, out)

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from graft.backends.native.plan import FLOATS, Planner, lowers
-from graft.backends.native.program import Layout, NotLowered, Value
+from graft.backends.native.program import HeadLayout, NotLowered, Value
 from graft.ir.nodes import options_of, static_int, tensor_of
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ def lower_reshape(plan: Planner, node: Node) -> None:
     plan.bind(node, viewed(value, plan.layout(node)))
 
 
-def viewed(value: Value, layout: Layout) -> Value:
+def viewed(value: Value, layout: HeadLayout) -> Value:
     """The same rows in other heads; a row's numbers keep their order."""
     old = value.layout
     if (old.rows, old.width) != (layout.rows, layout.width):
@@ -35,7 +35,7 @@ def viewed(value: Value, layout: Layout) -> Value:
     return replace(value, layout=layout, head_stride=layout.size)
 
 
-def turned(layout: Layout) -> str:
+def turned(layout: HeadLayout) -> str:
     return layout.order if layout.heads > 1 else "rows"
 
 

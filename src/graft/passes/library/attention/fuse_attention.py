@@ -17,14 +17,14 @@ from graft.ir.patterns.match import Match, Refused
 from graft.ir.sizes.follow import SizeEvaluator
 from graft.passes.base import Context
 from graft.passes.library.attention.masks import MaskPlan, emit_mask, plan_masks
-from graft.passes.library.attention.operands import Step, emit, permutation
+from graft.passes.library.attention.operands import ViewStep, emit, permutation
 from graft.passes.library.attention.parts import Attention
 from graft.passes.library.attention.products import result_steps
 from graft.passes.library.attention.read import read_sdpa, read_softmax
 from graft.passes.library.attention.walk import values_of
 from graft.passes.registry import TransformRegistry
 from graft.passes.report import MatchRecord
-from graft.passes.rewriter import Rewriter, Run, closest
+from graft.passes.rewriter import Rewriter, RewriteRun, closest
 
 aten, ops = torch.ops.aten, torch.ops.graft
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -108,7 +108,7 @@ class Attending(Match):
 
 
 @dataclass
-class AttentionRun(Run):
+class AttentionRun(RewriteRun):
     """masks: those that were made for layers above, which layers below can read too."""
 
     masks: dict[str, Node | None] = field(default_factory=dict)
@@ -145,7 +145,7 @@ def check_result(out: Node, mutated: Collection[Node]) -> None:
             raise Refused(user, f"{where(user)} reads the result {where(out)} by its strides")
 
 
-def settle(editor: Editor, old: Node, attention: Node, steps: Sequence[Step]) -> list[Node]:
+def settle(editor: Editor, old: Node, attention: Node, steps: Sequence[ViewStep]) -> list[Node]:
     """Readers of `old` get `steps` over the op's result; a reader that takes the last step back gets one less."""
     made: list[Node] = []
     for reader in list(old.users):
@@ -159,7 +159,7 @@ def settle(editor: Editor, old: Node, attention: Node, steps: Sequence[Step]) ->
     return made
 
 
-def undoes(reader: Node, attention: Node, steps: Sequence[Step]) -> bool:
+def undoes(reader: Node, attention: Node, steps: Sequence[ViewStep]) -> bool:
     """Whether `reader` is what lay below the last step; what the op gives is contiguous."""
     if not steps:
         return is_op(reader, aten.contiguous.default) and not reader.kwargs

@@ -22,8 +22,8 @@ from graft.ir.nodes import is_op, same_sizes, static_int, tensor_of, where
 from graft.ir.patterns.match import Refused
 from graft.ir.sizes.follow import Sample, SizeEvaluator, number
 from graft.ops.attention.reference import positions_mask
-from graft.passes.library.attention.operands import Operand, Step, emit, lifted
-from graft.passes.library.attention.parts import Attention, Piece, lowest
+from graft.passes.library.attention.operands import Operand, ViewStep, emit, lifted
+from graft.passes.library.attention.parts import Attention, MaskTerm, lowest
 
 aten = torch.ops.aten
 Positions = tuple[bool, int | None]  # is_causal, window
@@ -40,8 +40,8 @@ class MaskPlan:
 
     is_causal: bool = False
     window: int | None = None
-    pieces: tuple[Piece, ...] = ()
-    views: tuple[tuple[Step, ...], ...] = ()
+    pieces: tuple[MaskTerm, ...] = ()
+    views: tuple[tuple[ViewStep, ...], ...] = ()
     nan_rows: bool = False
     stays: tuple[str, ...] = ()  # for every piece, why it is a tensor
 
@@ -81,7 +81,7 @@ def joined_positions(is_causal: bool, places: Sequence[Positions]) -> MaskPlan:
     return MaskPlan(is_causal or any(c for c, _ in places), min(windows, default=None))
 
 
-def check_kept(kept: Sequence[Piece], values: dict[Piece, float | None], *, softmax_rows: bool) -> None:
+def check_kept(kept: Sequence[MaskTerm], values: dict[MaskTerm, float | None], *, softmax_rows: bool) -> None:
     """Whether one tensor gives what the masks give one after the other."""
     added = [p for p in kept if p.value is None and not p.boolean]
     unknown = [p for p in added if values[p] is None]
@@ -103,7 +103,7 @@ def check_kept(kept: Sequence[Piece], values: dict[Piece, float | None], *, soft
             )
 
 
-def closing_value(piece: Piece, evaluator: SizeEvaluator) -> float | None:
+def closing_value(piece: MaskTerm, evaluator: SizeEvaluator) -> float | None:
     """What a mask closes with, everything else being zero; None where that is not known."""
     if piece.value is not None or piece.boolean:
         return piece.value
@@ -142,7 +142,7 @@ def as_good_as_inf(found: Attention, dtype: torch.dtype) -> float:
     return max(lowest(dtype), -(2 * bound + VANISHES) * ROUNDED)
 
 
-def positions(piece: Piece, found: Attention, evaluator: SizeEvaluator) -> Positions | str:
+def positions(piece: MaskTerm, found: Attention, evaluator: SizeEvaluator) -> Positions | str:
     """is_causal and window where the mask follows from sizes and means exactly that, at every size it was tried; or
     why it does not."""
     s, t = found.q.shape[2], found.k.shape[2]
@@ -158,7 +158,7 @@ def positions(piece: Piece, found: Attention, evaluator: SizeEvaluator) -> Posit
 UNKNOWN = "it does not follow from sizes alone, by ops that are evaluated for masks"
 
 
-def allowed(piece: Piece, sample: Sample, low: float) -> Tensor | str:
+def allowed(piece: MaskTerm, sample: Sample, low: float) -> Tensor | str:
     """[s, t], True where a query may look; or why that is not all there is to say."""
     mask = sample.tensor
     if mask.dtype == torch.bool:
@@ -184,7 +184,7 @@ def allowed(piece: Piece, sample: Sample, low: float) -> Tensor | str:
     return opened[0] if opened[0].any(-1).all() else "it leaves a query without any key"
 
 
-def too_high(value: float, piece: Piece) -> str:
+def too_high(value: float, piece: MaskTerm) -> str:
     dtype = str(tensor_of(piece.at).dtype)
     return (
         f"it closes with {value:g}, and {dtype} scores may lie further apart than that; close with -inf, or with"
@@ -212,7 +212,7 @@ def expected(places: Tensor, is_causal: bool, window: int | None) -> Tensor:
 # ── tensors ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def four_dims(piece: Piece, found: Attention) -> tuple[Piece, tuple[Step, ...]]:
+def four_dims(piece: MaskTerm, found: Attention) -> tuple[MaskTerm, tuple[ViewStep, ...]]:
     """A mask as something that broadcasts to [b, h, s, t], read from a node through views."""
     shape = tensor_of(piece.node).shape
     if tensor_of(piece.at).dim() == 4 or len(shape) < 3 or static_int(shape[0]) == 1:
@@ -229,7 +229,7 @@ def four_dims(piece: Piece, found: Attention) -> tuple[Piece, tuple[Step, ...]]:
     return piece, ((aten.reshape.default, ([-1, heads, shape[1], shape[2]],)),)
 
 
-def leading(rank: int) -> tuple[Step, ...]:
+def leading(rank: int) -> tuple[ViewStep, ...]:
     """Dims of size one in front, up to four."""
     return tuple((aten.unsqueeze.default, (-(r + 1),)) for r in range(rank, 4))
 
@@ -261,7 +261,7 @@ def emit_mask(editor: Editor, plan: MaskPlan, found: Attention) -> tuple[Node | 
     return whole, made
 
 
-def call_closed(call: Any, piece: Piece, node: Node, below: Node | None) -> Node:
+def call_closed(call: Any, piece: MaskTerm, node: Node, below: Node | None) -> Node:
     """The masks below, or zero, where a boolean opens; what it closes with elsewhere."""
     dtype = tensor_of(piece.at).dtype
     if below is not None and piece.opens:

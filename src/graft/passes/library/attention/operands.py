@@ -18,7 +18,7 @@ from graft.ir.nodes import is_op, same_sizes, tensor_of, tensor_val
 from graft.ir.sizes.follow import number
 
 aten = torch.ops.aten
-Step = tuple[Any, tuple[Any, ...]]  # an op and its arguments after the tensor
+ViewStep = tuple[Any, tuple[Any, ...]]  # an op and its arguments after the tensor
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Operand:
     """`steps` laid over `node` give a tensor of `shape`."""
 
     node: Node
-    steps: tuple[Step, ...]
+    steps: tuple[ViewStep, ...]
     shape: tuple[Any, ...]
 
     @staticmethod
@@ -45,7 +45,7 @@ class Operand:
         return Operand(self.node, (*self.steps, (aten.unsqueeze.default, (-3,))), (n, 1, *rest))
 
 
-def add_step(steps: tuple[Step, ...], step: Step) -> tuple[Step, ...]:
+def add_step(steps: tuple[ViewStep, ...], step: ViewStep) -> tuple[ViewStep, ...]:
     """Two permutations in a row are one, or none."""
     if steps and steps[-1][0] is step[0] is aten.permute.default:
         order = tuple(steps[-1][1][0][i] for i in step[1][0])
@@ -75,7 +75,7 @@ def below_permutations(operand: Operand) -> Operand:
     return operand
 
 
-def join(step: Step, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def join(step: ViewStep, steps: tuple[ViewStep, ...]) -> tuple[ViewStep, ...]:
     """`step` below `steps`."""
     return (*add_step((step,), steps[0]), *steps[1:]) if steps else (step,)
 
@@ -91,7 +91,7 @@ def absorbed(operand: Operand) -> Operand:
     return operand
 
 
-def emit(editor: Editor, node: Node, steps: Sequence[Step], before: Node, like: Node) -> list[Node]:
+def emit(editor: Editor, node: Node, steps: Sequence[ViewStep], before: Node, like: Node) -> list[Node]:
     """The views that `steps` are, each over the one before; the last is the result."""
     made = []
     for target, args in steps:
@@ -102,7 +102,7 @@ def emit(editor: Editor, node: Node, steps: Sequence[Step], before: Node, like: 
     return made
 
 
-def spelled_permutation(order: Sequence[int]) -> Step:
+def spelled_permutation(order: Sequence[int]) -> ViewStep:
     moved = [i for i, d in enumerate(order) if i != d]
     if len(moved) == 2:
         return aten.transpose.int, (moved[0] - len(order), moved[1] - len(order))

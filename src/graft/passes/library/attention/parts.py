@@ -22,7 +22,7 @@ def lowest(dtype: torch.dtype) -> float:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MaskTerm:
     """One mask at the place where it met the scores.
 
     node: the boolean or added tensor. value: what a boolean closes with, None for an added tensor and for the mask of
@@ -40,12 +40,12 @@ class Piece:
 
 
 @dataclass
-class Walk:
+class ScoreChain:
     """What the way from softmax up to the first product holds."""
 
     gm: GraphModule
     inner: list[Node]
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[MaskTerm] = field(default_factory=list)
     scale: float = 1.0
     softcap: float | None = None
     sinks: Node | None = None
@@ -67,7 +67,7 @@ class Attention:
     v: Operand
     order: tuple[int, ...]  # of the result's dims, seen from […, s, d]
     scale: float
-    pieces: tuple[Piece, ...] = ()  # in the order in which the scores meet them
+    pieces: tuple[MaskTerm, ...] = ()  # in the order in which the scores meet them
     softcap: float | None = None
     sinks: Node | None = None
     is_causal: bool = False

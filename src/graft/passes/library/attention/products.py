@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from graft.ir.nodes import is_op, tensor_of
-from graft.passes.library.attention.operands import Operand, Step
+from graft.passes.library.attention.operands import Operand, ViewStep
 
 aten = torch.ops.aten
 PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.einsum.default)
@@ -104,7 +104,7 @@ def einsum_values(equation: str, v: Operand) -> Values | None:
     return Values(v.permuted([given.index(c) for c in batch + t + d]), tuple(standard.index(c) for c in result))
 
 
-def result_steps(order: tuple[int, ...], folded: tuple[object, ...] | None) -> tuple[Step, ...]:
+def result_steps(order: tuple[int, ...], folded: tuple[object, ...] | None) -> tuple[ViewStep, ...]:
     """From the op's [b, s, h, d] to what the product gave.
 
     `folded`: the sizes of [b * h, s, d] where heads and batch were one dim, () where there was one head only.
@@ -113,7 +113,7 @@ def result_steps(order: tuple[int, ...], folded: tuple[object, ...] | None) -> t
     if len(order) == 4:
         overall = tuple((0, 2, 1, 3)[i] for i in order)
         return () if overall == (0, 1, 2, 3) else ((permute, (overall,)),)
-    steps: tuple[Step, ...] = ((aten.squeeze.dim, (-2,)),)
+    steps: tuple[ViewStep, ...] = ((aten.squeeze.dim, (-2,)),)
     if folded:
         steps = ((permute, ((0, 2, 1, 3),)), (aten.reshape.default, (list(folded),)))
     return steps if order == (0, 1, 2) else (*steps, (permute, (order,)))

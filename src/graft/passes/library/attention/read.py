@@ -13,7 +13,7 @@ from graft.ir.effects import storage_root, writers
 from graft.ir.nodes import is_op, options_of, same_sizes, static_int, tensor_of, tensor_val, where
 from graft.ir.patterns.match import Refused, refuse_readers
 from graft.passes.library.attention.operands import Operand, lifted, unrepeated, unscaled
-from graft.passes.library.attention.parts import Attention, Piece, Walk
+from graft.passes.library.attention.parts import Attention, MaskTerm, ScoreChain
 from graft.passes.library.attention.products import scores_product, values_product
 from graft.passes.library.attention.walk import read_scores, weights_path
 
@@ -62,7 +62,7 @@ def read_sdpa(gm: GraphModule, node: Node, mutated: Collection[Node]) -> Attenti
             f"is_causal counts from the first key here and from the last in the op, and {q.shape[-2]} queries meet"
             f" {k.shape[-2]} keys",
         )
-    pieces = (Piece(given["attn_mask"], node),) if given["attn_mask"] is not None else ()
+    pieces = (MaskTerm(given["attn_mask"], node),) if given["attn_mask"] is not None else ()
     order = tuple(range(len(q.shape)))
     found = Attention(
         *(node, node, (), q, k, v, order, float(scale), pieces), is_causal=bool(causal), softmax_rows=False
@@ -96,7 +96,7 @@ def check_casts(path: Collection[Node], dtype: torch.dtype) -> None:
             )
 
 
-def check_sink_dtypes(walk: Walk, found: Attention) -> None:
+def check_sink_dtypes(walk: ScoreChain, found: Attention) -> None:
     dtype, softmax = tensor_of(found.out).dtype, found.anchor
     if walk.sinks is None or dtype == torch.float32:
         return

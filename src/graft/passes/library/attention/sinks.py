@@ -11,12 +11,12 @@ from torch.fx import Node
 
 from graft.ir.nodes import is_op, same_sizes, static_int, tensor_of, where
 from graft.ir.patterns.match import Refused
-from graft.passes.library.attention.parts import Walk
+from graft.passes.library.attention.parts import ScoreChain
 
 aten = torch.ops.aten
 
 
-def read_sinks(walk: Walk, node: Node) -> Node:
+def read_sinks(walk: ScoreChain, node: Node) -> Node:
     """`cat([scores, sinks], -1)`, perhaps less its row maximum: the scores, with the sinks noted."""
     joined = node
     if is_op(node, aten.sub.Tensor) and is_row_maximum(node.args[1], node.args[0]):
@@ -91,7 +91,7 @@ def only_axis(node: Node, axis: int, size: Any) -> bool:
     return same_sizes(shape, [size if i == axis else 1 for i in range(len(shape))])
 
 
-def check_columns(walk: Walk, softmax: Node, path: Collection[Node]) -> None:
+def check_columns(walk: ScoreChain, softmax: Node, path: Collection[Node]) -> None:
     """The sink's column, and nothing else, is dropped after the softmax."""
     cuts = [node for node in path if is_op(node, aten.slice.Tensor)]
     if walk.sinks is None:

@@ -16,7 +16,7 @@ from graft.ir.nodes import is_op, same_shape, same_sizes, tensor_of, tensor_val,
 from graft.ir.patterns.match import Refused
 from graft.ir.sizes.follow import number
 from graft.passes.library.attention.operands import factor_of
-from graft.passes.library.attention.parts import Piece, Walk, lowest
+from graft.passes.library.attention.parts import MaskTerm, ScoreChain, lowest
 from graft.passes.library.attention.products import PRODUCTS, operands, scores_product
 from graft.passes.library.attention.sinks import check_columns, read_sinks
 
@@ -84,9 +84,9 @@ def weights_path(softmax: Node, product: Node) -> list[Node]:
 # ── before the softmax ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_scores(gm: GraphModule, softmax: Node, path: list[Node]) -> tuple[Walk, Node]:
+def read_scores(gm: GraphModule, softmax: Node, path: list[Node]) -> tuple[ScoreChain, Node]:
     """Walks from softmax up to q·kᵀ, the second result. A scale on q or k is not part of the walk's."""
-    walk = Walk(gm, list(path))
+    walk = ScoreChain(gm, list(path))
     node = softmax.args[0]
     if is_op(node, aten.to.dtype) and tensor_of(node).dtype == torch.float32:
         walk.inner.append(node)  # softmax computes in float32 anyway
@@ -101,7 +101,7 @@ def read_scores(gm: GraphModule, softmax: Node, path: list[Node]) -> tuple[Walk,
     return walk, node
 
 
-def read_step(walk: Walk, node: Node) -> Node:
+def read_step(walk: ScoreChain, node: Node) -> Node:
     """One step up: a mask, the soft cap, a factor or a fold of heads."""
     if not walk.scaled and (scores := read_mask(walk, node)) is not None:
         return scores
@@ -126,7 +126,7 @@ def read_step(walk: Walk, node: Node) -> Node:
     raise Refused(node, f"the scores come from {where(node)} ({op_text(node)}), which is not q·kᵀ")
 
 
-def read_factor(walk: Walk, source: Node, factor: float) -> Node:
+def read_factor(walk: ScoreChain, source: Node, factor: float) -> Node:
     walk.scaled = True
     if not is_op(source, aten.tanh.default, aten.tanh_.default):
         walk.scale *= factor
@@ -146,7 +146,7 @@ def read_factor(walk: Walk, source: Node, factor: float) -> Node:
 # ── masks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_mask(walk: Walk, node: Node) -> Node | None:
+def read_mask(walk: ScoreChain, node: Node) -> Node | None:
     """The scores that a mask was laid on at `node`, the mask noted; None when there is none."""
     if is_op(node, *ADDS):
         return read_added(walk, node)
@@ -161,7 +161,7 @@ def read_mask(walk: Walk, node: Node) -> Node | None:
     return None
 
 
-def read_added(walk: Walk, node: Node) -> Node:
+def read_added(walk: ScoreChain, node: Node) -> Node:
     sides = [n for n in node.args[:2] if isinstance(n, Node) and same_shape(tensor_of(n), tensor_of(node))]
     scores = next((side for side in sides if leads_to_product(side)), None)
     if scores is None:
@@ -171,11 +171,11 @@ def read_added(walk: Walk, node: Node) -> Node:
         raise Refused(node, f"{where(node)} adds one number to all scores, or a multiple of a mask")
     if not tensor_of(other).dtype.is_floating_point:
         raise Refused(node, f"{where(node)} adds a {tensor_of(other).dtype} tensor to the scores")
-    walk.pieces.append(Piece(other, node))
+    walk.pieces.append(MaskTerm(other, node))
     return scores
 
 
-def read_closing(walk: Walk, node: Node, scores: Any, mask: Node, value: Any, *, opens: bool) -> Node:
+def read_closing(walk: ScoreChain, node: Node, scores: Any, mask: Node, value: Any, *, opens: bool) -> Node:
     """A boolean that puts -inf, or the lowest number of the dtype, into the scores."""
     closed, dtype = number(walk.gm, value), tensor_of(node).dtype
     if closed is None or not isinstance(scores, Node):
@@ -191,7 +191,7 @@ def read_closing(walk: Walk, node: Node, scores: Any, mask: Node, value: Any, *,
         raise Refused(node, f"the mask at {where(node)} has more dims or rows than the scores")
     if is_op(value, aten.full_like.default) and set(value.users) == {node}:
         walk.inner.append(value)  # reads the scores for their shape alone
-    walk.pieces.append(Piece(mask, node, closed, opens))
+    walk.pieces.append(MaskTerm(mask, node, closed, opens))
     return scores
 
 

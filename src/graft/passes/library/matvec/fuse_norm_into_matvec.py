@@ -12,7 +12,7 @@ from graft.ir.nodes import calls, is_op, options_of, tensor_of, where
 from graft.ir.patterns.match import Match, Refused
 from graft.passes.library.matvec.linears import MatvecTransform, fused_product, is_product, named, need, product
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Run
+from graft.passes.rewriter import RewriteRun
 
 ops = torch.ops.graft
 NORM, ADD_NORM = ops.rms_norm.default, ops.add_rms_norm.default
@@ -35,10 +35,10 @@ class FuseNormIntoMatvec(MatvecTransform):
 
     lacking = "the graph has no graft::rms_norm"
 
-    def candidates(self, run: Run) -> Iterator[Node]:
+    def candidates(self, run: RewriteRun) -> Iterator[Node]:
         return (node for node in calls(run.gm.graph) if is_op(node, NORM, ADD_NORM))
 
-    def find(self, run: Run, node: Node) -> Match | None:
+    def find(self, run: RewriteRun, node: Node) -> Match | None:
         if is_op(node, ADD_NORM):
             explain_sum(node)
             return None
@@ -63,7 +63,7 @@ class FuseNormIntoMatvec(MatvecTransform):
         pattern = "one product" if count == 1 else f"{count} products"
         return Match(pattern, {"x": x, "norm": g}, {}, (*readers, node), tuple(readers))
 
-    def write(self, run: Run, match: Match) -> list[Node]:
+    def write(self, run: RewriteRun, match: Match) -> list[Node]:
         *readers, norm = match.nodes
         options = options_of(norm)
         kept = {key: options[key] for key in ("eps", "offset", "cast_last")}

@@ -13,7 +13,7 @@ from graft.ir.nodes import calls, is_op, options_of, same_shape, tensor_of, tens
 from graft.ir.patterns.match import Match, Refused
 from graft.passes.library.matvec.linears import MatvecTransform, fused_product, is_product, named, need, product
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Run
+from graft.passes.rewriter import RewriteRun
 from graft.passes.walk import readers_text
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -46,10 +46,10 @@ class FuseResidualIntoMatvec(MatvecTransform):
 
     lacking = "no linear layer of the graph is followed by a sum"
 
-    def candidates(self, run: Run) -> Iterator[Node]:
+    def candidates(self, run: RewriteRun) -> Iterator[Node]:
         return (node for node in calls(run.gm.graph) if is_op(node, ADD, ADD_NORM))
 
-    def find(self, run: Run, node: Node) -> Match | None:
+    def find(self, run: RewriteRun, node: Node) -> Match | None:
         summands = node.args[:2]
         if not all(isinstance(value, Node) and tensor_val(value) is not None for value in summands):
             return None
@@ -78,7 +78,7 @@ class FuseResidualIntoMatvec(MatvecTransform):
         tensors["norm"] = node.args[2]
         return Match("add_rms_norm", tensors, {}, (*pieces, node, linear), pieces)
 
-    def write(self, run: Run, match: Match) -> list[Node]:
+    def write(self, run: RewriteRun, match: Match) -> list[Node]:
         linear = match.nodes[-1]
         total = match.nodes[-2]
         given = {**product(linear), "residual": other(total, linear)}

@@ -13,8 +13,8 @@ from graft.ir.edit import Editor
 from graft.ir.effects import storage_root, with_views, writers
 from graft.ir.nodes import is_op, tensor_of, where
 from graft.ir.patterns.match import Match, NearMiss, Refused
-from graft.passes.library.merge.stacking import Part, owner_problem, sharer, stacked
-from graft.passes.rewriter import Rewriter, Run
+from graft.passes.library.merge.stacking import StackedPart, owner_problem, sharer, stacked
+from graft.passes.rewriter import Rewriter, RewriteRun
 from graft.weights.lazy import Held
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ class MergeTransform(Rewriter):
         """The layers that the arguments of `call` come from; None for one that comes from elsewhere."""
         raise NotImplementedError
 
-    def find(self, run: Run, call: Node) -> Match:
+    def find(self, run: RewriteRun, call: Node) -> Match:
         linears = self.linears(call)
         found = [node for node in linears if node is not None]
         if len(found) < len(linears):
@@ -48,16 +48,16 @@ class MergeTransform(Rewriter):
         check_together(run.gm, found, self.what, run.context.held)
         return merge_match(found)
 
-    def check(self, run: Run, match: Match) -> None:
+    def check(self, run: RewriteRun, match: Match) -> None:
         """Who else reads or writes a layer was asked of each."""
 
-    def write(self, run: Run, match: Match) -> list[Node]:
+    def write(self, run: RewriteRun, match: Match) -> list[Node]:
         return merge_linears(run.editor, match.nodes, self.merged, run.context.held)
 
-    def reason(self, run: Run) -> str:
+    def reason(self, run: RewriteRun) -> str:
         return run.misses[0].reason if run.misses else self.lacking
 
-    def near_miss(self, run: Run, candidate: Node, refused: Refused) -> NearMiss:
+    def near_miss(self, run: RewriteRun, candidate: Node, refused: Refused) -> NearMiss:
         found = [node is not None for node in self.linears(candidate)]
         return replace(super().near_miss(run, candidate, refused), matched=sum(found), size=len(found))
 
@@ -144,7 +144,7 @@ def stack_state(
     known = [tensor for tensor in tensors if tensor is not None]
     starts = [sum(rows[:index]) for index in range(len(rows))]
     places = [
-        Part(tensor, lambda whole, a=start, n=count: whole[a : a + n])
+        StackedPart(tensor, lambda whole, a=start, n=count: whole[a : a + n])
         for tensor, start, count in zip(tensors, starts, rows, strict=True)
     ]
     whole = stacked((sum(rows), *known[0].shape[1:]), places, held if held is not None and known[0] in held else None)

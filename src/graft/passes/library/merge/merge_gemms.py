@@ -13,7 +13,7 @@ from graft.ir.patterns.match import Match, NearMiss, Refused
 from graft.passes.base import Context
 from graft.passes.library.merge.linears import check_member, check_together, merge_linears, merge_match
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Rewriter, Run
+from graft.passes.rewriter import Rewriter, RewriteRun
 
 LINEAR = torch.ops.aten.linear.default
 WHAT = "the linear layers"
@@ -75,7 +75,7 @@ class Member:
 
 
 @dataclass
-class MergeRun(Run):
+class MergeRun(RewriteRun):
     refusals: dict[Node, Refused | None] = field(default_factory=dict)
 
     def refusal(self, node: Node) -> Refused | None:

@@ -8,7 +8,7 @@ from torch.fx import Node
 from graft.ir.nodes import calls, is_op
 from graft.passes.library.merge.linears import MergeTransform, producing_linear
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Run
+from graft.passes.rewriter import RewriteRun
 
 aten, ops = torch.ops.aten, torch.ops.graft
 # what may lie between a projection and attention
@@ -40,7 +40,7 @@ class MergeQKV(MergeTransform):
     what = "query, key and value"
     lacking = "the graph has no graft::attention"
 
-    def candidates(self, run: Run) -> list[Node]:
+    def candidates(self, run: RewriteRun) -> list[Node]:
         return [node for node in calls(run.gm.graph) if is_op(node, ops.attention.default)]
 
     def linears(self, call: Node) -> list[Node | None]:

@@ -17,14 +17,14 @@ from graft.weights.lazy import Held, untouched
 
 
 @dataclass(frozen=True)
-class Part:
+class StackedPart:
     """A parameter, and its place in the whole: a view of the parameter's own shape. None: zeros."""
 
     tensor: torch.nn.Parameter | None
     place: Callable[[Tensor], Tensor]
 
 
-def stacked(shape: Sequence[int], parts: Sequence[Part], held: Held | None = None) -> Tensor:
+def stacked(shape: Sequence[int], parts: Sequence[StackedPart], held: Held | None = None) -> Tensor:
     """The whole of `shape`. held: the parts lie in their file, so that rows of it are joined, and no numbers."""
     known = [part.tensor for part in parts if part.tensor is not None]
     whole = stacked_already(shape, parts)
@@ -48,7 +48,7 @@ def stacked(shape: Sequence[int], parts: Sequence[Part], held: Held | None = Non
     return whole
 
 
-def stacked_already(shape: Sequence[int], parts: Sequence[Part]) -> Tensor | None:
+def stacked_already(shape: Sequence[int], parts: Sequence[StackedPart]) -> Tensor | None:
     """The whole, where an earlier graph of the same module has laid the parts out: it shares that memory."""
     model = torch.empty(tuple(shape), device="meta")
     known = [(part.tensor, part.place(model)) for part in parts if part.tensor is not None]

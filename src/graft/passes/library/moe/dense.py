@@ -16,7 +16,7 @@ from graft.ir.nodes import is_op, static_int, tensor_of, where
 from graft.ir.patterns.match import Refused
 from graft.passes.library.moe.mlp import Mlp, read_mlp
 from graft.passes.library.moe.routing import Routing
-from graft.passes.walk import Walk, readers_text, require
+from graft.passes.walk import GraphWalk, readers_text, require
 
 aten = torch.ops.aten
 VIEWS = (aten.reshape.default, aten.view.default, aten.unsqueeze.default)
@@ -31,7 +31,7 @@ class Dense:
     sizes: tuple[Any, ...] | None  # of the result, where it is not [n, d]
 
 
-def read_dense(walk: Walk, routing: Routing) -> Dense:
+def read_dense(walk: GraphWalk, routing: Routing) -> Dense:
     shares = routing.shares
     assert shares is not None
     turned = walk.reader(shares, aten.transpose.int)
@@ -58,7 +58,7 @@ def read_dense(walk: Walk, routing: Routing) -> Dense:
     return Dense(read_repeated(walk, other, weighed, routing), mlp, total, True, sizes)
 
 
-def read_total(walk: Walk, weighed: Node, routing: Routing) -> Node:
+def read_total(walk: GraphWalk, weighed: Node, routing: Routing) -> Node:
     """The sum over experts: it reads what was weighed, or what the experts made of it."""
     queue, seen = [weighed], {weighed}
     for node in queue:
@@ -74,7 +74,7 @@ def read_total(walk: Walk, weighed: Node, routing: Routing) -> Node:
     raise Refused(weighed, f"{where(weighed)} is read by {readers_text(weighed)}, and no sum over experts follows")
 
 
-def strip(walk: Walk, value: Any) -> tuple[Any, tuple[Any, ...] | None]:
+def strip(walk: GraphWalk, value: Any) -> tuple[Any, tuple[Any, ...] | None]:
     """Steps over reshapes; the sizes of the last one, less the experts."""
     sizes = None
     while is_op(value, aten.reshape.default, aten.view.default):
@@ -83,7 +83,7 @@ def strip(walk: Walk, value: Any) -> tuple[Any, tuple[Any, ...] | None]:
     return value, sizes
 
 
-def read_repeated(walk: Walk, rows: Any, reader: Node, routing: Routing) -> Node:
+def read_repeated(walk: GraphWalk, rows: Any, reader: Node, routing: Routing) -> Node:
     """x repeated for every expert: x."""
     rows, _ = strip(walk, rows)
     e = routing.experts

@@ -17,9 +17,9 @@ from graft.ir.nodes import is_op, same_sizes, tensor_of, where
 from graft.ir.patterns.match import Refused
 from graft.passes.library.moe.dense import read_dense
 from graft.passes.library.moe.loops import EQUALS, read_sharing_loop, read_taking_loop
-from graft.passes.library.moe.mlp import ADDS, Stack, Weight, Weights, read_activation, read_halves, weights_of
+from graft.passes.library.moe.mlp import ADDS, ExpertWeight, Stack, Weights, read_activation, read_halves, weights_of
 from graft.passes.library.moe.routing import Routing
-from graft.passes.walk import Walk, expect, readers_text, require, unexpected
+from graft.passes.walk import GraphWalk, expect, readers_text, require, unexpected
 
 aten = torch.ops.aten
 GROUPED = ("aten._grouped_mm", "transformers.grouped_mm_fallback")  # by name: the second comes with transformers
@@ -39,7 +39,7 @@ class Experts:
     sizes: tuple[Any, ...] | None = None
 
 
-def read_experts(walk: Walk, routing: Routing) -> Experts:
+def read_experts(walk: GraphWalk, routing: Routing) -> Experts:
     """From the routing's results down to the sum over each token's experts."""
     if routing.shares is not None and any(is_op(user, aten.transpose.int) for user in routing.shares.users):
         dense = read_dense(walk, routing)
@@ -64,7 +64,7 @@ def read_experts(walk: Walk, routing: Routing) -> Experts:
     raise Refused(ids, f"{where(ids)} is read by {readers_text(ids)}, {forms}")
 
 
-def read_grouped(walk: Walk, routing: Routing, weights: Node, ids: Node) -> Experts:
+def read_grouped(walk: GraphWalk, routing: Routing, weights: Node, ids: Node) -> Experts:
     k, e = routing.top_k, routing.experts
     sort = walk.reader(ids, aten.sort.default)
     by_expert, order = walk.piece(sort, 0), walk.piece(sort, 1)
@@ -98,7 +98,7 @@ def read_grouped(walk: Walk, routing: Routing, weights: Node, ids: Node) -> Expe
     return Experts(gathered.args[0], Weights(up_side, down_side, up_bias, down_bias, activation, interleaved), result)
 
 
-def read_batched(walk: Walk, routing: Routing, weights: Node, ids: Node) -> Experts:
+def read_batched(walk: GraphWalk, routing: Routing, weights: Node, ids: Node) -> Experts:
     k, e = routing.top_k, routing.experts
     chosen = walk.reader(ids, aten.clamp.default)
     require(
@@ -115,7 +115,7 @@ def read_batched(walk: Walk, routing: Routing, weights: Node, ids: Node) -> Expe
     return Experts(repeated.args[0], Weights(gate_up, down, up_bias, down_bias, activation, interleaved), result)
 
 
-def read_weighted(walk: Walk, weights: Node) -> tuple[Node, Node]:
+def read_weighted(walk: GraphWalk, weights: Node) -> tuple[Node, Node]:
     """rows * weights.unsqueeze(-1): the product and the rows."""
     column = walk.reader(weights, aten.unsqueeze.default)
     product = walk.reader(column, aten.mul.Tensor)
@@ -125,7 +125,7 @@ def read_weighted(walk: Walk, weights: Node) -> tuple[Node, Node]:
     return product, rows
 
 
-def read_inverse(walk: Walk, restored: Node, order: Node) -> None:
+def read_inverse(walk: GraphWalk, restored: Node, order: Node) -> None:
     """restored = weighted[inverse], with inverse[order] = 0, 1, 2…"""
     inverse = walk.call(restored.args[1][0], restored, aten.index_put_.default)
     undoes = len(restored.args[1]) == 1 and inverse.args[1] == [order] and len(inverse.args) == 3
@@ -136,7 +136,7 @@ def read_inverse(walk: Walk, restored: Node, order: Node) -> None:
     require(same, count, f"{where(count)} does not count the rows")
 
 
-def read_sum(walk: Walk, rows: Node, routing: Routing) -> Node:
+def read_sum(walk: GraphWalk, rows: Node, routing: Routing) -> Node:
     """The sum over each token's experts, [n, d], in the dtype of the model."""
     pairs = walk.reader(rows, aten.reshape.default)
     sizes = (tensor_of(routing.ids).shape[0], routing.top_k, tensor_of(rows).shape[-1])
@@ -153,7 +153,7 @@ def slices(gate: Any, up: Any, hidden: Node) -> tuple[Node, Node]:
     return expect(gate, hidden, aten.slice.Tensor), expect(up, hidden, aten.slice.Tensor)
 
 
-def unmasked(walk: Walk, value: Any, by_expert: Node, e: int) -> Any:
+def unmasked(walk: GraphWalk, value: Any, by_expert: Node, e: int) -> Any:
     """Steps over masks that clear the rows of experts beyond the last; `topk` over e experts gives none."""
     while is_op(value, aten.masked_fill.Scalar, aten.masked_fill_.Scalar):
         source, mask, filler = walk.take(value).args
@@ -165,7 +165,7 @@ def unmasked(walk: Walk, value: Any, by_expert: Node, e: int) -> Any:
     return value
 
 
-def grouped_call(walk: Walk, value: Any, reader: Node, ids: list[Node]) -> tuple[Node, Stack | None]:
+def grouped_call(walk: GraphWalk, value: Any, reader: Node, ids: list[Node]) -> tuple[Node, Stack | None]:
     """A product of each group of rows with its expert's matrix, (rows, weight, ends), and the experts' biases."""
     bias = None
     if is_op(value, *ADDS):
@@ -177,21 +177,21 @@ def grouped_call(walk: Walk, value: Any, reader: Node, ids: list[Node]) -> tuple
     return walk.take(value), bias
 
 
-def gathered_bias(walk: Walk, added: Node, ids: list[Node]) -> Stack:
+def gathered_bias(walk: GraphWalk, added: Node, ids: list[Node]) -> Stack:
     """rows + bias[ids]."""
     bias = walk.call(added.args[1], added, aten.index.Tensor)
     fits = len(bias.args[1]) == 1 and bias.args[1][0] in ids and not added.kwargs
     require(fits, bias, f"{where(bias)} is not each row's bias of its expert")
-    return Stack(((None, Weight(bias.args[0])),))
+    return Stack(((None, ExpertWeight(bias.args[0])),))
 
 
 def stored(weight: Node) -> Stack:
     """A stored weight, of which a product took [e, in, out]."""
     turned = is_op(weight, aten.transpose.int) and weight.args[1:] == (-2, -1)
-    return Stack(((None, Weight(weight.args[0]) if turned else Weight(weight, turned=True)),))
+    return Stack(((None, ExpertWeight(weight.args[0]) if turned else ExpertWeight(weight, turned=True)),))
 
 
-def read_offsets(walk: Walk, product: Node, by_expert: Node, e: int) -> None:
+def read_offsets(walk: GraphWalk, product: Node, by_expert: Node, e: int) -> None:
     """cumsum(histc(by_expert)): where each expert's rows end."""
     ends = walk.call(product.args[2], product, aten.cumsum.default)
     counts = walk.call(ends.args[0], ends, aten.histc.default)
@@ -201,7 +201,7 @@ def read_offsets(walk: Walk, product: Node, by_expert: Node, e: int) -> None:
     require(fits, counts, f"{where(counts)} does not count the rows of {e} experts")
 
 
-def batched_call(walk: Walk, value: Any, reader: Node, chosen: Node) -> tuple[Stack, Stack | None, Any]:
+def batched_call(walk: GraphWalk, value: Any, reader: Node, chosen: Node) -> tuple[Stack, Stack | None, Any]:
     """bmm(weight[chosen], rows.unsqueeze(-1)).squeeze(-1), or the same turned: weight, bias and rows."""
     bias = None
     if is_op(value, *ADDS):
@@ -216,4 +216,4 @@ def batched_call(walk: Walk, value: Any, reader: Node, chosen: Node) -> tuple[St
     column = walk.call(column, product, aten.unsqueeze.default)
     fits = result.args[1] in (-1, -2) and column.args[1] == result.args[1] and matrices.args[1] == [chosen]
     require(fits, product, f"{where(product)} is not each row with its own expert's matrix")
-    return Stack(((None, Weight(matrices.args[0], turned=turned)),)), bias, column.args[0]
+    return Stack(((None, ExpertWeight(matrices.args[0], turned=turned)),)), bias, column.args[0]

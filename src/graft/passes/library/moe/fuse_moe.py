@@ -18,8 +18,8 @@ from graft.passes.library.moe.experts import Experts, read_experts
 from graft.passes.library.moe.mlp import Stack, Weights, as_tensor, stack_problem
 from graft.passes.library.moe.routing import Routing, read_routing
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Rewriter, Run
-from graft.passes.walk import Walk, require
+from graft.passes.rewriter import Rewriter, RewriteRun
+from graft.passes.walk import GraphWalk, require
 
 aten, ops = torch.ops.aten, torch.ops.graft
 SIZE = 37  # calls of the grouped form, from the softmax to the sum over experts
@@ -50,10 +50,10 @@ class FuseMoE(Rewriter):
 
     lacking = "the graph has no aten.topk"
 
-    def candidates(self, run: Run) -> list[Reading]:
-        return [Reading(node, Walk()) for node in calls(run.gm.graph) if is_op(node, aten.topk.default)]
+    def candidates(self, run: RewriteRun) -> list[Reading]:
+        return [Reading(node, GraphWalk()) for node in calls(run.gm.graph) if is_op(node, aten.topk.default)]
 
-    def find(self, run: Run, reading: Reading) -> Mixture:
+    def find(self, run: RewriteRun, reading: Reading) -> Mixture:
         walk = reading.walk
         routing = read_routing(walk, reading.anchor)
         experts = read_experts(walk, routing)
@@ -62,7 +62,7 @@ class FuseMoE(Rewriter):
         outputs = tuple(node for node in (experts.result, routing.weights, routing.ids) if node is not None)
         return Mixture("moe", {}, {}, tuple(walk.nodes), outputs, reading.anchor, routing, experts, kept)
 
-    def check(self, run: Run, match: Mixture) -> None:
+    def check(self, run: RewriteRun, match: Mixture) -> None:
         """Inner values have no reader outside, and nobody else writes to what the two ops read; the match may."""
         nodes, routing, experts = match.nodes, match.routing, match.experts
         refuse_readers(nodes, match.outputs)
@@ -72,7 +72,7 @@ class FuseMoE(Rewriter):
             if writer is not None and node not in (routing.weights, routing.ids):
                 raise Refused(node, f"{where(node)} is written in place by {where(writer)}")
 
-    def write(self, run: Run, match: Mixture) -> list[Node]:
+    def write(self, run: RewriteRun, match: Mixture) -> list[Node]:
         editor, topk, routing, experts = run.editor, match.topk, match.routing, match.experts
         plain = (routing.logits, routing.top_k, routing.normalize, routing.dtype)
         route_args = without_defaults(plain, (routing.select_first, routing.scoring), (False, "softmax"))
@@ -89,7 +89,7 @@ class FuseMoE(Rewriter):
                 editor.replace(old, new)
         return made
 
-    def near_miss(self, run: Run, reading: Reading, refused: Refused) -> NearMiss:
+    def near_miss(self, run: RewriteRun, reading: Reading, refused: Refused) -> NearMiss:
         found = len(reading.walk.nodes)
         return replace(super().near_miss(run, reading, refused), pattern="moe", matched=found, size=max(SIZE, found))
 
@@ -99,7 +99,7 @@ class Reading:
     """A mixture that is being read: from its topk on, and what was recognised so far."""
 
     anchor: Node
-    walk: Walk
+    walk: GraphWalk
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Mixture(Match):
     kept: tuple[Node, ...]
 
 
-def keep_shares(walk: Walk, routing: Routing) -> tuple[Node, ...]:
+def keep_shares(walk: GraphWalk, routing: Routing) -> tuple[Node, ...]:
     """Where somebody else reads the weights as [n, e] they are made as before, of what the op gives."""
     shares = routing.shares
     if shares is None or routing.weights is None or all(user in walk.nodes for user in shares.users):
@@ -123,7 +123,7 @@ def keep_shares(walk: Walk, routing: Routing) -> tuple[Node, ...]:
     return kept
 
 
-def check_weights(gm: GraphModule, walk: Walk, routing: Routing, experts: Experts, context: Context) -> None:
+def check_weights(gm: GraphModule, walk: GraphWalk, routing: Routing, experts: Experts, context: Context) -> None:
     x, weights = tensor_of(experts.x), experts.weights
     for stack in (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias):
         for node in stack.nodes if stack is not None else ():

@@ -18,7 +18,7 @@ from graft.ir.nodes import is_op, tensor_of, where
 from graft.ir.patterns.match import Refused
 from graft.passes.library.moe.mlp import ADDS, Mlp, read_mlp
 from graft.passes.library.moe.routing import Routing, is_filled
-from graft.passes.walk import Walk, require
+from graft.passes.walk import GraphWalk, require
 
 aten = torch.ops.aten
 EQUALS = (aten.eq.Scalar, aten.eq.Tensor)
@@ -30,7 +30,7 @@ Experts = dict[int, Mlp]
 # ── each expert takes its tokens ────────────────────────────────────────────────────────────────────────────────
 
 
-def read_taking_loop(walk: Walk, routing: Routing) -> tuple[Node, Experts, Node]:
+def read_taking_loop(walk: GraphWalk, routing: Routing) -> tuple[Node, Experts, Node]:
     """x, the experts' MLPs and the result."""
     weights = routing.weights
     require(weights is not None, routing.ids, f"{where(routing.ids)} goes to a loop over experts without weights")
@@ -56,7 +56,7 @@ def read_taking_loop(walk: Walk, routing: Routing) -> tuple[Node, Experts, Node]
     return sources[0], mlps, read_chain(walk, sums, [], routing)
 
 
-def read_hits(walk: Walk, routing: Routing) -> dict[int, tuple[Node, Node]]:
+def read_hits(walk: GraphWalk, routing: Routing) -> dict[int, tuple[Node, Node]]:
     """For each expert its (token, slot) pairs: where `one_hot(ids)` or `ids == expert` holds."""
     masks: list[tuple[Any, Node, bool]] = []  # expert, mask [n, k] or flipped [k, n]
     for user in list(routing.ids.users):
@@ -75,7 +75,7 @@ def read_hits(walk: Walk, routing: Routing) -> dict[int, tuple[Node, Node]]:
     return {expert: read_positions(walk, mask, flipped) for expert, mask, flipped in masks}
 
 
-def read_positions(walk: Walk, mask: Node, flipped: bool) -> tuple[Node, Node]:
+def read_positions(walk: GraphWalk, mask: Node, flipped: bool) -> tuple[Node, Node]:
     found = walk.reader(mask, aten.where.default, aten.nonzero_numpy.default)
     first, second = walk.piece(found, 0), walk.piece(found, 1)
     if first is None or second is None:
@@ -85,7 +85,7 @@ def read_positions(walk: Walk, mask: Node, flipped: bool) -> tuple[Node, Node]:
     return (second, first) if flipped else (first, second)
 
 
-def take_checks(walk: Walk, index: Node) -> None:
+def take_checks(walk: GraphWalk, index: Node) -> None:
     """Export checks that as many tokens were found as there can be; the op asks for no number."""
     for size in [user for user in index.users if is_op(user, aten.sym_size.int)]:
         compared = [user for user in size.users if is_op(user, *COMPARISONS)]
@@ -94,7 +94,7 @@ def take_checks(walk: Walk, index: Node) -> None:
             walk.take(node)
 
 
-def read_accumulation(walk: Walk, token: Node) -> tuple[Node, Any, Any]:
+def read_accumulation(walk: GraphWalk, token: Node) -> tuple[Node, Any, Any]:
     """y.index_add(0, token, rows), or y[token] += rows: the call, y, and rows."""
     found = [user for user in token.users if is_op(user, *INDEX_ADDS, aten.index_put_.default)]
     if len(found) != 1:
@@ -127,11 +127,11 @@ def is_column(node: Any, weights: Node, token: Node, slot: Node) -> bool:
     return is_op(source, aten.unsqueeze.default) and source.args == (weights, -1)
 
 
-def take_column(walk: Walk, column: Node) -> None:
+def take_column(walk: GraphWalk, column: Node) -> None:
     walk.take(walk.take(column).args[0])
 
 
-def read_taken(walk: Walk, rows: Any, token: Node) -> Node:
+def read_taken(walk: GraphWalk, rows: Any, token: Node) -> Node:
     """x[token], or x[None, token] without its first dim: x."""
     while is_op(rows, aten.reshape.default, aten.squeeze.dim):
         require(tensor_of(rows).dim() == 2, rows, f"{where(rows)} does not give a row for each token of an expert")
@@ -149,7 +149,7 @@ def read_taken(walk: Walk, rows: Any, token: Node) -> Node:
 # ── each expert takes all tokens ────────────────────────────────────────────────────────────────────────────────
 
 
-def read_sharing_loop(walk: Walk, routing: Routing) -> tuple[Node, Experts, Node]:
+def read_sharing_loop(walk: GraphWalk, routing: Routing) -> tuple[Node, Experts, Node]:
     """x, the experts' MLPs and the result."""
     mlps: Experts = {}
     sums, weighted = [], []
@@ -168,7 +168,7 @@ def read_sharing_loop(walk: Walk, routing: Routing) -> tuple[Node, Experts, Node
     return sources.pop(), mlps, read_chain(walk, sums, weighted, routing)
 
 
-def read_columns(walk: Walk, routing: Routing) -> dict[int, Node]:
+def read_columns(walk: GraphWalk, routing: Routing) -> dict[int, Node]:
     """For each expert its column [n, 1] of shares: of the scattered weights, or Σ weights · (ids == expert)."""
     if routing.shares is not None:
         return columns_of(walk, routing.shares, routing.experts)
@@ -192,7 +192,7 @@ def read_columns(walk: Walk, routing: Routing) -> dict[int, Node]:
     return found
 
 
-def columns_of(walk: Walk, shares: Node, experts: int) -> dict[int, Node]:
+def columns_of(walk: GraphWalk, shares: Node, experts: int) -> dict[int, Node]:
     found: dict[int, Node] = {}
     others: list[Node] = []
     sources = [shares]
@@ -228,7 +228,7 @@ def check_complete(mlps: Experts, routing: Routing) -> None:
     )
 
 
-def read_chain(walk: Walk, sums: list[tuple[Node, Any]], first: list[Node], routing: Routing) -> Node:
+def read_chain(walk: GraphWalk, sums: list[tuple[Node, Any]], first: list[Node], routing: Routing) -> Node:
     """y = 0 + …, one expert after the other: the last sum. `sums`: each call, and what it adds to, which is a call
     before it, zeros, or one of `first`, where two experts' rows are added to each other."""
     before = dict(sums)

@@ -14,8 +14,8 @@ from graft.ir.io.text import op_text
 from graft.ir.nodes import arg_values, is_op, tensor_of, where
 from graft.ir.patterns.match import Refused
 from graft.ops.moe_experts.reference import ALPHA, LIMIT
-from graft.passes.library.merge.stacking import Part, owner_problem, sharer, stacked
-from graft.passes.walk import Walk, require, unexpected
+from graft.passes.library.merge.stacking import StackedPart, owner_problem, sharer, stacked
+from graft.passes.walk import GraphWalk, require, unexpected
 from graft.weights.lazy import Held
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -25,7 +25,7 @@ END = 2**63 - 1  # how export writes an open slice
 
 
 @dataclass(frozen=True)
-class Weight:
+class ExpertWeight:
     """A weight or bias as one expert reads it: a tensor of its own, or that of `expert` among stacked ones.
 
     turned: it lies as [in, out]. half: 0 or 1 where it holds gate or up alone.
@@ -38,10 +38,10 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Projection:
+class ExpertProjection:
     x: Any
-    weight: Weight
-    bias: Weight | None
+    weight: ExpertWeight
+    bias: ExpertWeight | None
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Mlp:
     """down(activation(gate(x)) * up(x)); `up` holds one projection, or gate and up."""
 
     x: Any
-    up: tuple[Projection, ...]
-    down: Projection
+    up: tuple[ExpertProjection, ...]
+    down: ExpertProjection
     activation: str
     interleaved: bool
 
@@ -59,10 +59,12 @@ class Mlp:
 class Stack:
     """What the op takes as one tensor [e, …]: a tensor of the module, as it is or turned, or those of the experts."""
 
-    parts: tuple[tuple[int | None, Weight], ...]  # (expert, its weight); the expert is None where one holds them all
+    parts: tuple[
+        tuple[int | None, ExpertWeight], ...
+    ]  # (expert, its weight); the expert is None where one holds them all
 
     @property
-    def whole(self) -> Weight | None:
+    def whole(self) -> ExpertWeight | None:
         """The one tensor that holds all of it in the op's order."""
         weights = [weight for _, weight in self.parts]
         one = len({(w.node, w.turned) for w in weights}) == 1 and weights[0].half is None
@@ -82,7 +84,7 @@ class Stack:
 # ── one expert ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_mlp(walk: Walk, out: Any, reader: Node) -> Mlp:
+def read_mlp(walk: GraphWalk, out: Any, reader: Node) -> Mlp:
     down = read_projection(walk, out, reader)
     hidden, activation, gate, up = read_activation(walk, down.x, reader)
     if is_op(gate, aten.slice.Tensor) and is_op(up, aten.slice.Tensor):
@@ -94,7 +96,7 @@ def read_mlp(walk: Walk, out: Any, reader: Node) -> Mlp:
     return Mlp(pair[0].x, pair, down, activation, False)
 
 
-def read_projection(walk: Walk, value: Any, reader: Node, half: int | None = None) -> Projection:
+def read_projection(walk: GraphWalk, value: Any, reader: Node, half: int | None = None) -> ExpertProjection:
     """linear(x, w, b), x @ w, bmm(x, w), and each of them + b."""
     added = None
     if is_op(value, *ADDS):
@@ -111,14 +113,14 @@ def read_projection(walk: Walk, value: Any, reader: Node, half: int | None = Non
         (bias, x, weight), turned = walk.take(value).args, True
     else:
         raise Refused(*unexpected(value, reader, "a linear layer, matmul or bmm of an expert"))
-    return Projection(
+    return ExpertProjection(
         x,
         read_weight(walk, weight, value, turned, half),
         None if bias is None else read_weight(walk, bias, value, False, half),
     )
 
 
-def read_weight(walk: Walk, value: Any, reader: Node, turned: bool, half: int | None) -> Weight:
+def read_weight(walk: GraphWalk, value: Any, reader: Node, turned: bool, half: int | None) -> ExpertWeight:
     """A tensor of the module, or one expert's part of it; transposed, or with a dim of one where it broadcasts."""
     expert = None
     while isinstance(value, Node) and value.op == "call_function":
@@ -130,10 +132,10 @@ def read_weight(walk: Walk, value: Any, reader: Node, turned: bool, half: int | 
             raise Refused(value, f"the weight {where(value)} is computed in the graph, it is not a parameter")
         value = walk.take(value).args[0]
     require(isinstance(value, Node), reader, f"{where(reader)} takes no tensor as its weight")
-    return Weight(value, expert, turned, half)
+    return ExpertWeight(value, expert, turned, half)
 
 
-def read_activation(walk: Walk, hidden: Any, reader: Node) -> tuple[Node, str, Any, Any]:
+def read_activation(walk: GraphWalk, hidden: Any, reader: Node) -> tuple[Node, str, Any, Any]:
     """activation(gate) * up: the call, the activation, gate and up."""
     hidden = walk.call(hidden, reader, aten.mul.Tensor, ops.swiglu.default)
     if is_op(hidden, ops.swiglu.default):
@@ -165,7 +167,7 @@ def activation_of(node: Any) -> str | None:
     return None
 
 
-def read_clamped(walk: Walk, hidden: Node) -> tuple[Any, Any] | None:
+def read_clamped(walk: GraphWalk, hidden: Node) -> tuple[Any, Any] | None:
     """gpt-oss: (clamp(up, -7, 7) + 1) * (gate * sigmoid(gate * 1.702)) with gate = clamp(gate, max=7)."""
     sides = [side for side in hidden.args if is_op(side, aten.add.Tensor)]
     if len(sides) != 1 or sides[0].args[1] != 1:
@@ -183,7 +185,7 @@ def read_clamped(walk: Walk, hidden: Node) -> tuple[Any, Any] | None:
     return gate.args[0], up.args[0]
 
 
-def read_halves(walk: Walk, gate: Node, up: Node, hidden: Node) -> tuple[Node, bool]:
+def read_halves(walk: GraphWalk, gate: Node, up: Node, hidden: Node) -> tuple[Node, bool]:
     """gate and up as the halves of one product, or as its even and odd columns: the product, and which of the two."""
     product, f = gate.args[0], tensor_of(hidden).shape[-1]
     halves = gate.args == (product, -1, 0, f) and up.args == (product, -1, f, 2 * f)
@@ -225,13 +227,13 @@ def weights_of(mlps: Sequence[tuple[int | None, Mlp]], place: Node) -> Weights:
     return Weights(stacks[0], stacks[1], biases[0], biases[1], activation, interleaved)
 
 
-def bias_stack(side: Sequence[tuple[int | None, Projection]], place: Node) -> Stack | None:
+def bias_stack(side: Sequence[tuple[int | None, ExpertProjection]], place: Node) -> Stack | None:
     found = tuple((expert, projection.bias) for expert, projection in side if projection.bias is not None)
     require(len(found) in (0, len(side)), place, f"some experts of {where(place)} have a bias and some have none")
     return Stack(found) if found else None
 
 
-def stack_problem(gm: GraphModule, stack: Stack, walk: Walk, held: Held | None) -> str | None:
+def stack_problem(gm: GraphModule, stack: Stack, walk: GraphWalk, held: Held | None) -> str | None:
     """Why the experts' own tensors cannot be laid out in one, or None."""
     problem = owner_problem(gm, stack.nodes, "the experts")
     if problem is not None:
@@ -273,7 +275,7 @@ def as_tensor(editor: Editor, stack: Stack, shape: Sequence[int], name: str, bef
     return editor.parameter(f"{prefix}{name}", tensor, before=before, like=before)
 
 
-def place_of(editor: Editor, expert: int | None, weight: Weight, shape: Sequence[int]) -> Part:
+def place_of(editor: Editor, expert: int | None, weight: ExpertWeight, shape: Sequence[int]) -> StackedPart:
     f = shape[1] // 2
 
     def place(whole: torch.Tensor) -> torch.Tensor:
@@ -281,4 +283,4 @@ def place_of(editor: Editor, expert: int | None, weight: Weight, shape: Sequence
         view = view.transpose(-2, -1) if weight.turned else view
         return view if expert is None or weight.expert is not None else view[expert]
 
-    return Part(editor.gm.get_parameter(str(weight.node.target)), place)
+    return StackedPart(editor.gm.get_parameter(str(weight.node.target)), place)

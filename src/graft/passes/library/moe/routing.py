@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from graft.ir.nodes import is_op, options_of, tensor_of, where
 from graft.ir.patterns.match import Refused
-from graft.passes.walk import Walk, readers_text, require
+from graft.passes.walk import GraphWalk, readers_text, require
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ class Routing:
         return tensor_of(self.logits).shape[-1]
 
 
-def read_routing(walk: Walk, topk: Node) -> Routing:
+def read_routing(walk: GraphWalk, topk: Node) -> Routing:
     """The routing around a `topk`: softmax or sigmoid above it, or below it where the model selects first."""
     walk.take(topk)
     scores, k = options_of(topk)["self"], options_of(topk)["k"]
@@ -70,12 +70,12 @@ def read_routing(walk: Walk, topk: Node) -> Routing:
     return Routing(logits, k, normalize, select_first, weights, ids, tensor_of(kept).dtype, scoring, shares)
 
 
-def read_cast(walk: Walk, node: Node) -> Node:
+def read_cast(walk: GraphWalk, node: Node) -> Node:
     casts = [user for user in node.users if is_op(user, aten.to.dtype)]
     return walk.take(casts[0]) if len(casts) == len(node.users) == 1 else node
 
 
-def read_selected(walk: Walk, topk: Node, values: Node, ids: Node) -> tuple[str, Node | None, Node | None]:
+def read_selected(walk: GraphWalk, topk: Node, values: Node, ids: Node) -> tuple[str, Node | None, Node | None]:
     """What becomes of the largest logits: the scoring, and their weights [n, k], or their shares [n, e]."""
     wide = [user for user in values.users if is_op(user, aten.to.dtype) and tensor_of(user).dtype == torch.float32]
     source = walk.take(wide[0]) if len(wide) == len(values.users) == 1 else values
@@ -99,7 +99,7 @@ def read_selected(walk: Walk, topk: Node, values: Node, ids: Node) -> tuple[str,
     )
 
 
-def read_scattered(walk: Walk, ids: Node, values: Node, fill: float = 0.0) -> Node | None:
+def read_scattered(walk: GraphWalk, ids: Node, values: Node, fill: float = 0.0) -> Node | None:
     """A row for each token with `values` at the experts' places and `fill` elsewhere, where the model makes it."""
     found = [user for user in ids.users if is_op(user, *SCATTERS) and user.args[3] is values]
     if len(found) != 1:
@@ -134,7 +134,7 @@ def check_scores(node: Node) -> None:
     require(tensor_of(node).dtype == torch.float32, node, f"{where(node)} is not computed in float32")
 
 
-def read_normalization(walk: Walk, values: Node) -> tuple[Node, bool]:
+def read_normalization(walk: GraphWalk, values: Node) -> tuple[Node, bool]:
     """values / values.sum(-1, keepdim=True), in place or not; or the values as they are."""
     if not any(is_op(user, aten.sum.dim_IntList) for user in values.users):
         return values, False

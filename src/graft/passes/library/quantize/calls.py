@@ -13,8 +13,8 @@ from graft.ir.nodes import calls, is_op, options_of
 from graft.ir.patterns.match import Match, Refused
 from graft.passes.base import Context
 from graft.passes.library.matvec.linears import DEFAULTS
-from graft.passes.library.quantize.quantization import Layers, Quantized
-from graft.passes.rewriter import Run
+from graft.passes.library.quantize.quantization import Quantized, WeightReaders
+from graft.passes.rewriter import RewriteRun
 
 aten, ops = torch.ops.aten, torch.ops.graft
 LINEAR, MM, ADDMM = aten.linear.default, aten.mm.default, aten.addmm.default
@@ -95,12 +95,12 @@ def weight_match(node: Node, format: str) -> Match:
     return Match(format, {}, {}, (node,), (node,))
 
 
-class Quantizing(Run):
+class Quantizing(RewriteRun):
     """Weights one after another: each is given up, where it may be, before the next is made."""
 
     def __init__(self, gm: GraphModule, context: Context, on_error: str, skip: Sequence[str]) -> None:
         super().__init__(gm, context, Editor(gm, TRANSFORM))
-        self.layers, self.skip = Layers.of(gm), skip
+        self.layers, self.skip = WeightReaders.of(gm), skip
         # a roll-back needs the old weights
         self.owned = context.owned if on_error == "raise" else None
         self.done: list[Quantized] = []

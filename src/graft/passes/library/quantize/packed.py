@@ -29,9 +29,9 @@ from graft.passes.library.quantize.calls import (
     weight_match,
 )
 from graft.passes.library.quantize.quantization import (
-    Layers,
     Quantized,
     Saving,
+    WeightReaders,
     check_weight,
     pattern_fits,
     release,
@@ -141,7 +141,7 @@ def uses(gm: GraphModule) -> list[Use]:
     return [Use(weights[key], tuple(found)) for key, found in readers.items() if isinstance(weights[key], Node)]
 
 
-def check_use(layers: Layers, use: Use, skip: Sequence[str], reader: Node) -> None:
+def check_use(layers: WeightReaders, use: Use, skip: Sequence[str], reader: Node) -> None:
     """Refused, at one reader, where all that read the weight cannot read it packed."""
     for node in use.products:
         check_call(node)

@@ -24,21 +24,21 @@ from graft.weights.rounding import HALF, SLACK, Rounding, measure
 
 
 @dataclass(frozen=True)
-class Layers:
+class WeightReaders:
     """The weights that a graph reads, and who reads them."""
 
     gm: GraphModule
     readers: Mapping[int | None, tuple[Node, ...]]  # storage → the attributes in it
 
     @staticmethod
-    def of(gm: GraphModule) -> Layers:
+    def of(gm: GraphModule) -> WeightReaders:
         readers: dict[int | None, tuple[Node, ...]] = {}
         for node in gm.graph.nodes:
             tensor = attribute(gm, str(node.target)) if node.op == "get_attr" else None
             if isinstance(tensor, Tensor):
                 storage = storage_id(tensor)
                 readers[storage] = (*readers.get(storage, ()), node)
-        return Layers(gm, readers)
+        return WeightReaders(gm, readers)
 
     @cached_property
     def names(self) -> list[str]:
@@ -86,7 +86,9 @@ class Saving:
     bytes: int
 
 
-def check_weight(layers: Layers, reader: Node, node: Any, skip: Sequence[str], *, may_be_tied: bool = False) -> None:
+def check_weight(
+    layers: WeightReaders, reader: Node, node: Any, skip: Sequence[str], *, may_be_tied: bool = False
+) -> None:
     """Refused, at its reader, where this weight stays as it is."""
     problem = weight_problem(layers, node, skip)
     if problem is None and not may_be_tied:
@@ -97,7 +99,7 @@ def check_weight(layers: Layers, reader: Node, node: Any, skip: Sequence[str], *
         raise Refused(reader, problem)
 
 
-def weight_problem(layers: Layers, node: Any, skip: Sequence[str]) -> str | None:
+def weight_problem(layers: WeightReaders, node: Any, skip: Sequence[str]) -> str | None:
     """Why this weight cannot have another format, or None."""
     if not isinstance(node, Node) or node.op != "get_attr":
         if is_weight(node) or (isinstance(node, Node) and node.op == "placeholder"):

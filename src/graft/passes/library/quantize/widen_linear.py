@@ -10,7 +10,7 @@ from graft.ir.patterns.match import Match, Refused
 from graft.ops.narrow import widen_problem
 from graft.passes.base import Context
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Rewriter, Run
+from graft.passes.rewriter import Rewriter, RewriteRun
 
 aten, ops = torch.ops.aten, torch.ops.graft
 LINEAR, MM, ADDMM = aten.linear.default, aten.mm.default, aten.addmm.default
@@ -40,19 +40,19 @@ class WidenLinear(Rewriter):
         problems = [product_problem(node) for node in products(gm)]
         return "; ".join(dict.fromkeys(filter(None, problems))) if all(problems) else None
 
-    def candidates(self, run: Run) -> list[Node]:
+    def candidates(self, run: RewriteRun) -> list[Node]:
         return products(run.gm)
 
-    def find(self, run: Run, node: Node) -> Match | None:
+    def find(self, run: RewriteRun, node: Node) -> Match | None:
         problem = product_problem(node)
         if problem is not None:
             raise Refused(node, problem)
         return Match("", {}, {}, (node,), (node,))
 
-    def check(self, run: Run, match: Match) -> None:
+    def check(self, run: RewriteRun, match: Match) -> None:
         """One call for another: nobody outside sees a difference."""
 
-    def write(self, run: Run, match: Match) -> list[Node]:
+    def write(self, run: RewriteRun, match: Match) -> list[Node]:
         node, editor = match.anchor, run.editor
         x, w, b = operands(node)
         made = []

@@ -16,7 +16,7 @@ from graft.ir.patterns.match import Match, NearMiss, Refused
 from graft.passes.base import Context
 from graft.passes.library.rope.rotary import Turn, find_turn
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Rewriter, Run
+from graft.passes.rewriter import Rewriter, RewriteRun
 
 aten, ops = torch.ops.aten, torch.ops.graft
 
@@ -197,7 +197,7 @@ def with_rest(turn: Turn, x: Node, out: Node) -> tuple[Node, Node] | None:
 
 
 @dataclass
-class RopeRun(Run):
+class RopeRun(RewriteRun):
     """What is derived from cos and sin is made once and shared by all layers."""
 
     derived: dict[str, Node] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from graft.ir.patterns.match import Match, Refused
 from graft.passes.base import Context, TransformConfig
 from graft.passes.library.matvec.linears import DecodeConfig, not_for
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Rewriter, Run
+from graft.passes.rewriter import Rewriter, RewriteRun
 from graft.passes.walk import unexpected
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -72,13 +72,13 @@ class FuseRoPEKVWrite(Rewriter):
         layers = paged_layers(gm)
         return not_for(tensor_of(layers[0]).device.type, context, self.config.devices) if layers else None
 
-    def reason(self, run: Run) -> str:
+    def reason(self, run: RewriteRun) -> str:
         return super().reason(run) if paged_layers(run.gm) else "the graph has no graft::paged_attention"
 
-    def candidates(self, run: Run) -> list[Node]:
+    def candidates(self, run: RewriteRun) -> list[Node]:
         return paged_layers(run.gm)
 
-    def find(self, run: Run, paged: Node) -> TurnedPair | None:
+    def find(self, run: RewriteRun, paged: Node) -> TurnedPair | None:
         """Queries and keys that turn alike."""
         q, k, v = paged.args[:3]
         turning = [is_op(node, ROPE) for node in (q, k)]
@@ -93,7 +93,7 @@ class FuseRoPEKVWrite(Rewriter):
         name = "plain" if one.norm is None else "norms of heads"
         return TurnedPair(name, tensors, {}, (*one.nodes, *two.nodes, paged), (paged,), one, two)
 
-    def write(self, run: Run, match: TurnedPair) -> list[Node]:
+    def write(self, run: RewriteRun, match: TurnedPair) -> list[Node]:
         queries, keys, editor = match.queries, match.keys, run.editor
         paged, rope = match.nodes[-1], queries.nodes[0]
         given, made = options_of(paged), []

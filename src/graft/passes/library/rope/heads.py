@@ -24,7 +24,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Part:
+class HalfHead:
     """Half of the last dim of a head: its lower or upper half, or its even or odd values."""
 
     node: Node
@@ -45,7 +45,7 @@ def widens(cast: Node) -> bool:
     return source.is_floating_point and torch.promote_types(source, result) == result
 
 
-def part_of(node: Any) -> Part | None:
+def part_of(node: Any) -> HalfHead | None:
     """`x[..., :r/2]`, `x[..., 1::2]`, `x.reshape(…, r/2, 2)[..., 0]`, `….unbind(-1)[0]`."""
     if is_op(node, aten.slice.Tensor) and len(node.args) >= 4 and node.args[1] == -1:
         return sliced_part(node)
@@ -58,19 +58,19 @@ def part_of(node: Any) -> Part | None:
             return None
     else:
         return None
-    return Part(node, Head(uncast(pairs), True), True, index in (1, -1)) if is_pairs(uncast(pairs)) else None
+    return HalfHead(node, Head(uncast(pairs), True), True, index in (1, -1)) if is_pairs(uncast(pairs)) else None
 
 
-def sliced_part(node: Node) -> Part | None:
+def sliced_part(node: Node) -> HalfHead | None:
     source, _, start, end, *step = node.args
     size = static_int(tensor_of(source).shape[-1])
     if size is None or size % 2 or not isinstance(start, int) or not isinstance(end, int):
         return None
     head = Head(uncast(source))
     if step == [2]:
-        return Part(node, head, True, start == 1) if start in (0, 1) and end >= size else None
+        return HalfHead(node, head, True, start == 1) if start in (0, 1) and end >= size else None
     if not step and (start, end) in ((0, size // 2), (size // 2, size)):
-        return Part(node, head, False, start > 0)
+        return HalfHead(node, head, False, start > 0)
     return None
 
 

@@ -24,8 +24,8 @@ from graft.ir.canonical.rules import RESHAPES
 from graft.ir.nodes import is_op, same_sizes, tensor_of, where
 from graft.ir.patterns.match import Refused
 from graft.passes.library.rope.heads import (
+    HalfHead,
     Head,
-    Part,
     flattened_further,
     head_sizes,
     is_pairs,
@@ -142,7 +142,7 @@ def quarter_turn(crossing: Node) -> tuple[Head, bool, bool]:
 class Term:
     """± part * angle."""
 
-    part: Part
+    part: HalfHead
     angle: Node
     positive: bool
 

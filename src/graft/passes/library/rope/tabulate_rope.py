@@ -13,7 +13,7 @@ from graft.passes.base import Context, TransformConfig
 from graft.passes.library.matvec.linears import DecodeConfig, elsewhere
 from graft.passes.library.rope.positions import Computed, computed_from_positions
 from graft.passes.registry import TransformRegistry
-from graft.passes.rewriter import Rewriter, Run
+from graft.passes.rewriter import Rewriter, RewriteRun
 from graft.passes.walk import require
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -53,10 +53,10 @@ class TabulateRope(Rewriter):
         unknown = "the length of the context is not known, so a table has no end"
         return elsewhere(gm, context, self.config.devices) or (unknown if context.context_length is None else None)
 
-    def candidates(self, run: Run) -> list[Angles]:
+    def candidates(self, run: RewriteRun) -> list[Angles]:
         return list(dict.fromkeys(angles(node) for node in calls(run.gm.graph) if is_op(node, ops.rope.default)))
 
-    def find(self, run: Run, pair: Angles) -> Tabulated:
+    def find(self, run: RewriteRun, pair: Angles) -> Tabulated:
         found = [computed_from_positions(node, run.mutated) for node in (pair.cos, pair.sin)]
         tables = [self.table(run.gm, one, run.context.context_length or 0) for one in found]
         nodes = dict.fromkeys(node for one in found for node in one.nodes if node.op == "call_function")
@@ -65,10 +65,10 @@ class TabulateRope(Rewriter):
         results = tuple(one.result for one in found)
         return Tabulated(note, {}, {}, tuple(nodes), results, tuple(found), tuple(tables))
 
-    def check(self, run: Run, match: Tabulated) -> None:
+    def check(self, run: RewriteRun, match: Tabulated) -> None:
         """What others read stays; that nobody writes to it was seen on the way."""
 
-    def write(self, run: Run, match: Tabulated) -> list[Node]:
+    def write(self, run: RewriteRun, match: Tabulated) -> list[Node]:
         made, editor = [], run.editor
         for one, table, name in zip(match.found, match.tables, ("cos", "sin"), strict=True):
             held = editor.parameter(f"{one.place()}{name}_table", table, before=one.result, like=one.result)

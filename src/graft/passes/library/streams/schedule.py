@@ -27,7 +27,7 @@ MOST_TRIALS = 64  # each costs a pass over the graph
 
 
 @dataclass(frozen=True)
-class Slot:
+class ScheduledCall:
     """A call on a stream, from `start` for `us` microseconds."""
 
     node: str
@@ -45,7 +45,7 @@ class Slot:
 class Schedule:
     """Every call in the order in which it is issued, and the times that were predicted."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[ScheduledCall, ...]
     one_us: float  # on one stream
     many_us: float  # on these streams, joined at the end
     path_us: float  # the longest path: no number of streams is faster
@@ -124,7 +124,7 @@ def list_schedule(graph: Graph, costs: Costs, streams: int = 2) -> Schedule:
     return Schedule(tuple(slots), one, many, path)
 
 
-def settle(order: Sequence[Node], tasks: Tasks, costs: Costs, streams: int) -> tuple[list[Slot], float]:
+def settle(order: Sequence[Node], tasks: Tasks, costs: Costs, streams: int) -> tuple[list[ScheduledCall], float]:
     """The list on its streams, and back on stream 0 whatever saves nothing elsewhere: there it needs no event."""
     slots, best = place(order, tasks, costs, streams)
     for stretch in stretches(slots, order)[:MOST_TRIALS]:
@@ -135,7 +135,7 @@ def settle(order: Sequence[Node], tasks: Tasks, costs: Costs, streams: int) -> t
     return slots, best
 
 
-def stretches(slots: Sequence[Slot], order: Sequence[Node]) -> list[frozenset[Node]]:
+def stretches(slots: Sequence[ScheduledCall], order: Sequence[Node]) -> list[frozenset[Node]]:
     """Calls that follow each other on a side stream and in the list, the cheapest stretch first."""
     runs = [list(run) for _, run in groupby(zip(slots, order, strict=True), key=lambda pair: pair[0].stream)]
     side = [run for run in runs if run[0][0].stream != 0]
@@ -143,17 +143,17 @@ def stretches(slots: Sequence[Slot], order: Sequence[Node]) -> list[frozenset[No
     return [frozenset(node for _, node in run) for run in side]
 
 
-def place(order: Sequence[Node], tasks: Tasks, costs: Costs, streams: int) -> tuple[list[Slot], float]:
+def place(order: Sequence[Node], tasks: Tasks, costs: Costs, streams: int) -> tuple[list[ScheduledCall], float]:
     """Each call where it ends first; the slots, and when all streams have met again."""
     free = [0.0] * streams  # when each stream is done with what it has
     used = {0}
-    slots: dict[Node, Slot] = {}
+    slots: dict[Node, ScheduledCall] = {}
     for node in order:
         us, best = costs.by_node[node.name], None
         earlier = [slots[before] for before in tasks.after[node]]
         for stream in (0,) if node in tasks.pinned else range(streams):
             start = earliest(stream, free[stream], stream in used, earlier, costs.event_us)
-            slot = Slot(node.name, module_path(node), stream, start, us)
+            slot = ScheduledCall(node.name, module_path(node), stream, start, us)
             best = slot if best is None or slot.end < best.end else best
         assert best is not None
         slots[node], free[best.stream] = best, best.end
@@ -162,7 +162,7 @@ def place(order: Sequence[Node], tasks: Tasks, costs: Costs, streams: int) -> tu
     return list(slots.values()), max([free[0], *joins])
 
 
-def earliest(stream: int, free: float, used: bool, earlier: Sequence[Slot], event_us: float) -> float:
+def earliest(stream: int, free: float, used: bool, earlier: Sequence[ScheduledCall], event_us: float) -> float:
     """After all that it depends on; an event on top where it follows another stream, or begins a new one."""
     here = max([free, *(slot.end for slot in earlier if slot.stream == stream)])
     others = [slot.end for slot in earlier if slot.stream != stream]

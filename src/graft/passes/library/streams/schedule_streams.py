@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from graft.ir.nodes import leaves, val
 from graft.ir.streams import has_streams
-from graft.ir.verify import Snapshot
+from graft.ir.verify import GraphSnapshot
 from graft.memory.stream_hazards import check_streams
 from graft.ops.streams import SWITCH
 from graft.passes.base import BaseTransform, Context, Outcome, TransformConfig
@@ -69,7 +69,7 @@ class ScheduleStreams(BaseTransform):
             problem = no_branches(schedule)
         if problem is not None:
             return Outcome(reason=problem)
-        before, one_us = Snapshot.take(gm), self.whole(gm, context)
+        before, one_us = GraphSnapshot.take(gm), self.whole(gm, context)
         made = apply_schedule(gm, schedule, self.name)
         check_streams(gm.graph)
         many_us = self.whole(gm, context)

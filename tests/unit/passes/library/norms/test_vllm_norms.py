@@ -17,7 +17,7 @@ from graft.ir.trace import export_graph
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry, load_all
-from graft.testing.fusion import Function
+from graft.testing.fusion import AsModule
 from vllm_cases import Block, D, Gated, GatedAfter, RMSNorm, RoundedFirst, T
 
 load_all()
@@ -224,7 +224,7 @@ def test_a_computed_weight_of_a_gated_norm_is_named():
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)
         return (w * 2) * h.to(x.dtype)
 
-    _, records, _ = fuse(Function(gated), *(data(torch.bfloat16), data(torch.bfloat16)), data(torch.bfloat16, D))
+    _, records, _ = fuse(AsModule(gated), *(data(torch.bfloat16), data(torch.bfloat16)), data(torch.bfloat16, D))
     assert "is computed in the graph, it is not a parameter" in records["fuse_rms_norm"].reason
 
 

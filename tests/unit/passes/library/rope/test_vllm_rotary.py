@@ -17,7 +17,7 @@ from graft.ir.trace import export_graph
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry, load_all
-from graft.testing.fusion import Function
+from graft.testing.fusion import AsModule
 from vllm_cases import CachedRotary, D, H, QKNormCachedRotary, QKNormRotary, Rotary, heads, turned
 
 load_all()
@@ -104,7 +104,7 @@ def test_the_angles_may_lie_along_either_dim():
 
     x, angle = torch.randn(H, 5, D), torch.randn(5, D)
     for shape in ((5, D), (1, 5, D)):
-        gm, records, _ = fuse(Function(first), (x, angle.cos().view(shape), angle.sin().view(shape)))
+        gm, records, _ = fuse(AsModule(first), (x, angle.cos().view(shape), angle.sin().view(shape)))
         assert len(records["fuse_rope"].matches) == 1
         (rope,) = (n for n in calls(gm.graph) if is_op(n, OPS.rope.default))
         assert tensor_of(rope).shape == (H, 5, D)
@@ -149,7 +149,7 @@ def test_what_is_no_such_rotation_stays(name):
     function, reason = REFUSED[name]
     angle = torch.randn(5, D // 2)
     args = (torch.randn(5, H, D), angle.cos(), angle.sin())
-    gm, records, before = fuse(Function(function), args)
+    gm, records, before = fuse(AsModule(function), args)
     assert not records["fuse_rope"].matches and records["fuse_rope"].reason
     assert any(part in records["fuse_rope"].reason for part in reason.split("|")), records["fuse_rope"].reason
     assert graph_text(gm.graph) == before
@@ -174,6 +174,6 @@ def test_any_layout_of_packed_tokens_is_right(tokens, count, half, rest, neox, d
     x = torch.randn(tokens, count, 2 * half + rest, generator=generator).to(dtype)
     angle = torch.randn(tokens, half, generator=generator)
     args = (x, angle.cos().to(dtype), angle.sin().to(dtype))
-    gm, records, _ = fuse(Function(rotate), args)
+    gm, records, _ = fuse(AsModule(rotate), args)
     assert len(records["fuse_rope"].matches) == 1, records["fuse_rope"].reason
     assert torch.equal(gm(*args), rotate(*args))
