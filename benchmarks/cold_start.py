@@ -30,9 +30,9 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import graft
-    from graft.bench.contest import synchronize
     from graft.bench.machine import facts
     from graft.bench.phases import PhaseClock
+    from graft.bench.runner import synchronize
     from graft.cli.show import quiet_libraries
     from graft.models.load import load_model
 

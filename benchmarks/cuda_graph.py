@@ -54,7 +54,7 @@ def inputs(length: int, batch: int, device: str, dtype: torch.dtype) -> tuple[to
     return x, k, v, torch.tensor([length // 2], device=device)
 
 
-def rivals(module: nn.Module, args: tuple[torch.Tensor, ...], names: list[str]) -> dict[str, Any]:
+def baselines(module: nn.Module, args: tuple[torch.Tensor, ...], names: list[str]) -> dict[str, Any]:
     calls: dict[str, Any] = {"module": module}
     for name in ("eager", "replay", "reused"):
         backend = "eager" if name == "eager" else "cuda_graph"
@@ -68,11 +68,11 @@ def measure(length: int, args: argparse.Namespace, dtype: torch.dtype) -> dict[s
     torch.manual_seed(0)
     torch._dynamo.reset()
     module = Block().to(args.device, dtype).eval()
-    given = {name: inputs(length, args.batch, args.device, dtype) for name in args.rivals}
+    given = {name: inputs(length, args.batch, args.device, dtype) for name in args.baselines}
     for tensors in given.values():  # torch.compile leaves out its CUDA graphs where it does not know the caches
         for cache in tensors[1:3]:
             torch._dynamo.mark_static_address(cache)
-    calls = rivals(module, given["replay"], args.rivals)
+    calls = baselines(module, given["replay"], args.baselines)
     times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():
         for repeat in range(args.repeats + 1):  # the first one warms up
@@ -112,12 +112,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100 if cuda else 20)
     parser.add_argument("--repeats", type=int, default=5)
     known = ["module", "eager", "replay", "reused", "torch_compile"]
-    parser.add_argument("--rivals", nargs="+", choices=known, default=known if cuda else known[:-1])
+    parser.add_argument("--baselines", nargs="+", choices=known, default=known if cuda else known[:-1])
     args = parser.parse_args()
-    args.rivals = list(dict.fromkeys(["replay", *args.rivals]))
+    args.baselines = list(dict.fromkeys(["replay", *args.baselines]))
     dtype = getattr(torch, args.dtype)
     rows = []
-    names = [name for name in args.rivals if name != "replay"]
+    names = [name for name in args.baselines if name != "replay"]
     print(f"{'positions':>9} {'cache':>9} {'staged':>9} {'replay':>11}  " + "  ".join(f"{n:>20}" for n in names))
     for length in args.lengths:
         rows.append(measure(length, args, dtype))

@@ -25,13 +25,13 @@ def measure(llm: graft.LLM, prompt: list[int], new: int, batch: int, repeats: in
         llm.generate([prompt] * batch, params)
         ours.append(llm.stats.decode_rate)
         theirs.append(hugging_face_rate(llm.model, prompt, new, batch))
-    rate, rival = statistics.median(ours), statistics.median(theirs)
+    rate, baseline = statistics.median(ours), statistics.median(theirs)
     weights = sum(p.numel() * p.element_size() for p in llm.graph_module.parameters())
     return {
         "batch": batch,
         "graft_tokens_per_s": round(rate, 2),
-        "hugging_face_tokens_per_s": round(rival, 2),
-        "ratio": round(rate / rival, 3),
+        "hugging_face_tokens_per_s": round(baseline, 2),
+        "ratio": round(rate / baseline, 3),
         "graft_GB_per_s": round(weights * rate / batch / 1e9, 2),
     }
 

@@ -21,9 +21,9 @@ import torch
 
 import graft
 from graft.bench.bench import prompts_for
-from graft.bench.contest import Graft, synchronize
 from graft.bench.machine import facts
 from graft.bench.plan import Cell
+from graft.bench.runner import Graft, synchronize
 from graft.cli.show import quiet_libraries
 from graft.engine.stages import overlay
 from graft.models.load import LoadedModel, load_model, resolve_device

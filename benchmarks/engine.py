@@ -1,7 +1,7 @@
 """The engine under load, all measured in this run: many requests against one, against Hugging Face, and its own cost.
 
 python benchmarks/engine.py --dtype float32
-python benchmarks/engine.py --dtype bfloat16 --rival-prompt 2 --rival-new 2  # where 16-bit matrices are slow
+python benchmarks/engine.py --dtype bfloat16 --baseline-prompt 2 --baseline-new 2  # where 16-bit matrices are slow
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import graft
-from graft.bench.baselines.hf import EagerRival
+from graft.bench.baselines.hf import EagerBaseline
 from graft.cli.show import quiet_libraries
 from graft.engine.engine import Engine
 from graft.models.load import load_model
@@ -55,7 +55,7 @@ def hugging_face_batch(llm: graft.LLM, batch: int, prompt: int, new: int) -> flo
     vocabulary = llm.model.module.config.vocab_size
     ids = [(7 * i + 100) % vocabulary for i in range(prompt)]
     started = time.perf_counter()
-    EagerRival(llm.model).generate([ids] * batch, new)
+    EagerBaseline(llm.model).generate([ids] * batch, new)
     return batch * new / (time.perf_counter() - started)
 
 
@@ -134,8 +134,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--rival-prompt", type=int, default=72)
-    parser.add_argument("--rival-new", type=int, default=44)
+    parser.add_argument("--baseline-prompt", type=int, default=72)
+    parser.add_argument("--baseline-new", type=int, default=44)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     quiet_libraries()
@@ -149,13 +149,13 @@ def main() -> None:
         )
         many.append(serve(llm, traffic(args.requests, vocabulary, rng))["new_per_s"])
     one, all_ = statistics.median(single), statistics.median(many)
-    rival = hugging_face_batch(llm, args.requests, args.rival_prompt, args.rival_new)
+    baseline = hugging_face_batch(llm, args.requests, args.baseline_prompt, args.baseline_new)
     result = {
         "one_request_tokens_per_s": one,
         "concurrent_tokens_per_s": all_,
         "ratio": all_ / one,
-        "hugging_face_static_batch_tokens_per_s": rival,
-        "against_hugging_face": all_ / rival,
+        "hugging_face_static_batch_tokens_per_s": baseline,
+        "against_hugging_face": all_ / baseline,
         "own_cost": own_cost(llm, args.requests, rng),
         "first_token": first_token(llm, 512, rng, args.repeats),
         "setup": {**vars(args), "torch": torch.__version__, "threads": torch.get_num_threads()},

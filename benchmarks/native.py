@@ -21,14 +21,14 @@ import torch
 
 import graft
 from graft.base.errors import GraftError
-from graft.bench.baselines.baseline import Contestant, Peer, Task
-from graft.bench.baselines.hf import EagerRival
+from graft.bench.baselines.baseline import Baseline, Peer, Task
+from graft.bench.baselines.hf import EagerBaseline
 from graft.bench.baselines.llama_cpp import LlamaCpp
 from graft.bench.baselines.openvino import OpenVino
 from graft.bench.bench import prompts_for
-from graft.bench.contest import Graft, Runner
 from graft.bench.plan import Cell
 from graft.bench.roofline import cpu_read
+from graft.bench.runner import Graft, Runner
 from graft.bench.threads import checked_threads, use_threads
 from graft.bench.traffic import step_bytes
 from graft.cli.show import quiet_libraries
@@ -77,7 +77,7 @@ class Named(Graft):
         self.name = name
 
 
-class NamedEager(EagerRival):
+class NamedEager(EagerBaseline):
     def __init__(self, name: str, model: Any) -> None:
         super().__init__(model)
         self.name = name
@@ -100,20 +100,20 @@ class Results:
         speed = self.speeds.get((name, batch))
         return speed.tokens_per_s if speed else None
 
-    def ratio(self, what: str, target: float, ours: str, rivals: Sequence[str], batch: int = 1) -> Verdict:
-        """Our rate over that of the fastest rival."""
+    def ratio(self, what: str, target: float, ours: str, baselines: Sequence[str], batch: int = 1) -> Verdict:
+        """Our rate over that of the fastest baseline."""
         own = self.rate(ours, batch)
-        theirs = [rate for rate in (self.rate(name, batch) for name in rivals) if rate]
+        theirs = [rate for rate in (self.rate(name, batch) for name in baselines) if rate]
         if own is None or not theirs:
-            return Verdict(what, target, None, self.why_not([ours, *rivals], batch))
+            return Verdict(what, target, None, self.why_not([ours, *baselines], batch))
         return Verdict(what, target, own / max(theirs))
 
-    def prefill(self, what: str, ours: str, rivals: Sequence[str]) -> Verdict:
-        """The fastest rival's time over ours."""
-        found = {name: self.speeds[name, 1].first_ms for name in (ours, *rivals) if (name, 1) in self.speeds}
+    def prefill(self, what: str, ours: str, baselines: Sequence[str]) -> Verdict:
+        """The fastest baseline's time over ours."""
+        found = {name: self.speeds[name, 1].first_ms for name in (ours, *baselines) if (name, 1) in self.speeds}
         own, theirs = found.get(ours), [ms for name, ms in found.items() if name != ours and ms]
         if own is None or not theirs:
-            return Verdict(what, 1.0, None, self.why_not([ours, *rivals], 1))
+            return Verdict(what, 1.0, None, self.why_not([ours, *baselines], 1))
         return Verdict(what, 1.0, min(theirs) / own)
 
 
@@ -129,7 +129,7 @@ def verdicts(results: Results, bandwidth: float | None, left: float | None) -> l
         Verdict("bf16, rate left beside a busy core", 0.40, left, results.why_not(["graft bf16"], 1)),
         *(
             results.prefill(
-                f"prefill, fastest rival / graft {name}", f"graft {name}", [*EAGER, "llama.cpp", "openvino"]
+                f"prefill, fastest baseline / graft {name}", f"graft {name}", [*EAGER, "llama.cpp", "openvino"]
             )
             for name in ("bf16", "file")
         ),
@@ -150,7 +150,7 @@ def native_llm(model: str, options: dict[str, Any] | None, tokens: int) -> graft
     return llm
 
 
-def make_engines(args: argparse.Namespace, results: Results) -> tuple[dict[str, graft.LLM], list[Contestant]]:
+def make_engines(args: argparse.Namespace, results: Results) -> tuple[dict[str, graft.LLM], list[Baseline]]:
     engines = {}
     for name in args.formats.split(","):
         try:
@@ -162,13 +162,13 @@ def make_engines(args: argparse.Namespace, results: Results) -> tuple[dict[str, 
     return engines, list(eager)
 
 
-def contest(args: argparse.Namespace, batch: int, contestants: Sequence[Contestant], results: Results) -> None:
+def measure_cell(args: argparse.Namespace, batch: int, engines: Sequence[Baseline], results: Results) -> None:
     """All in turns; Hugging Face gets fewer steps, since without 16-bit instructions each takes it seconds."""
     calls = prompts_for(load_model(args.model, dtype="bfloat16", device="cpu"), Cell(batch, args.prompt))
-    runners = [Runner(contestant, CPU) for contestant in contestants]
+    runners = [Runner(engine, CPU) for engine in engines]
 
     def steps(runner: Runner) -> int:
-        return min(args.new, args.eager_new) if isinstance(runner.contestant, EagerRival) else args.new
+        return min(args.new, args.eager_new) if isinstance(runner.engine, EagerBaseline) else args.new
 
     prompts = [next(calls) for _ in range(batch)]
     for runner in runners:
@@ -179,14 +179,14 @@ def contest(args: argparse.Namespace, batch: int, contestants: Sequence[Contesta
             if not runner.failed:
                 runner.measure(short, long, steps(runner), before)
     for runner in runners:
-        name = runner.contestant.name
+        name = runner.engine.name
         if runner.failed:
             results.speeds[name, batch] = Speed(name, batch, failed=runner.failed)
             continue
         first, rest = statistics.median(runner.first), statistics.median(runner.rest)
         results.speeds[name, batch] = Speed(name, batch, first * 1e3, batch * steps(runner) / rest)
-        if isinstance(runner.contestant, Peer):
-            runner.contestant.close()
+        if isinstance(runner.engine, Peer):
+            runner.engine.close()
 
 
 def share_of_bandwidth(llm: graft.LLM, speed: Speed, prompt: int, new: int, read: float) -> float | None:
@@ -203,8 +203,8 @@ def run(args: argparse.Namespace, threads: int | None) -> tuple[list[Verdict], R
     tasks = {batch: Task(own, length, batch, args.model, threads) for batch in (1, 8)}
     ours = [Named(name, llm) for name, llm in engines.items()]
     read, how = cpu_read()
-    contest(args, 1, [*ours, *eager, LlamaCpp(tasks[1]), OpenVino(tasks[1])], results)
-    contest(args, 8, [*ours, LlamaCpp(tasks[8])], results)
+    measure_cell(args, 1, [*ours, *eager, LlamaCpp(tasks[1]), OpenVino(tasks[1])], results)
+    measure_cell(args, 8, [*ours, LlamaCpp(tasks[8])], results)
     read = (read + cpu_read()[0]) / 2  # before and after: other processes come and go
     bandwidth = left = None
     if "graft bf16" in engines:

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 import graft
-from graft.bench.baselines.hf import EagerRival
+from graft.bench.baselines.hf import EagerBaseline
 from graft.bench.bench import prompts_for
-from graft.bench.contest import Graft, Runner
 from graft.bench.plan import Cell
+from graft.bench.runner import Graft, Runner
 from graft.bench.threads import checked_threads, use_threads
 from graft.cli.show import quiet_libraries
 
@@ -98,9 +98,9 @@ def hog_table(
 ) -> list[Fall]:
     """graft and, if `against`, Hugging Face eager, with `llm` and its module."""
     cores = sorted(os.sched_getaffinity(0))
-    contestants = [Graft(llm), *([EagerRival(llm.model)] if against else [])]
+    engines = [Graft(llm), *([EagerBaseline(llm.model)] if against else [])]
     device = torch.device("cpu")
-    runners = {c.name: (Runner(c, device), Runner(c, device)) for c in contestants}
+    runners = {c.name: (Runner(c, device), Runner(c, device)) for c in engines}
     calls = prompts_for(llm.model, Cell(1, prompt))
     for alone, _ in runners.values():
         alone.warm_up([next(calls)], 2)

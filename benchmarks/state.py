@@ -65,7 +65,7 @@ def bytes_taken(call: Callable[..., Any], args: tuple[Tensor, ...]) -> int:
     return sum(max(getattr(event, device), 0) for event in profile.key_averages())
 
 
-def rivals(device: str) -> dict[str, Callable[..., Any]]:
+def baselines(device: str) -> dict[str, Callable[..., Any]]:
     args = inputs(1024, device)
     step, functional = Step(), FunctionalStep()
     return {
@@ -80,7 +80,7 @@ def rivals(device: str) -> dict[str, Callable[..., Any]]:
 
 @torch.no_grad()
 def measure(lengths: list[int], device: str, repeats: int) -> list[dict[str, Any]]:
-    calls = rivals(device)
+    calls = baselines(device)
     rows = []
     for length in lengths:
         args = inputs(length, device)

@@ -67,7 +67,7 @@ class Returns(nn.Module):
             "cache": cache,
             "row": cache[:, 1],
             "x": x,
-            "turned": x.t(),
+            "transposed": x.t(),
             "total": self.total,
             "scale": self.scale[1],
             "new": (product, product[0], x + 1),
@@ -117,7 +117,7 @@ def caller_owned_caches(device):
     pointers = [cache.data_ptr() for cache in ours]
     check_steps(module, compiled, ours, theirs, range(10), device)
     assert [cache.data_ptr() for cache in ours] == pointers
-    assert compiled.replays.events == ("recording 1: first call",)
+    assert compiled.replays.events == ("capture 1: first call",)
     # x [2, 1, 8] of 4 bytes and pos [1] of 8: nothing of the caches is staged
     assert compiled.replays.staged_bytes == 10 * (2 * DIM * 4 + 8)
 
@@ -130,7 +130,7 @@ def module_owned_buffers(device):
     for step in range(10):
         x = token(step, device)
         assert_close(compiled(x), module(x))
-        # after the first call too: warm-up and recording counted for nothing
+        # after the first call too: warm-up and capture counted for nothing
         assert state.pos.item() == module.pos.item() == step + 1
         assert_close((state.k, state.v), (module.k, module.v))
     assert compiled.replays.count == 1
@@ -143,8 +143,8 @@ def alternating_caches(device):
         check_steps(module, compiled, ours[step % 2], theirs[step % 2], [step], device)
         assert_close(ours, theirs)  # the other pair was not written
     assert compiled.replays.events == (
-        "recording 1: first call",
-        "recording 2: input k: another tensor; input v: another tensor",
+        "capture 1: first call",
+        "capture 2: input k: another tensor; input v: another tensor",
     )
 
 
@@ -159,7 +159,7 @@ def new_shapes(device):
 
 
 def another_view_of_the_same_memory(device):
-    """A recording holds for every tensor of the same address and layout."""
+    """A capture holds for every tensor of the same address and layout."""
     module, compiled = compiled_attend(device)
     ours, theirs = caches(device), caches(device)
     for step in range(3):
@@ -188,7 +188,7 @@ def results_as_in_eager(device):
         kept.append((got["new"], [part.clone() for part in expected["new"]]))
         assert got["cache"] is ours and got["x"] is x
         assert got["row"].data_ptr() == ours[:, 1].data_ptr()
-        assert got["turned"].data_ptr() == x.data_ptr() and got["turned"].stride() == (1, 4)
+        assert got["transposed"].data_ptr() == x.data_ptr() and got["transposed"].stride() == (1, 4)
         assert got["total"] is compiled.graph_module.total
         assert got["scale"].data_ptr() == compiled.graph_module.scale[1].data_ptr()
         product, first, _ = got["new"]
@@ -234,7 +234,7 @@ def replaced_buffer(device):
         assert_close(compiled(x), module(x))
         assert_close(compiled.graph_module.k, module.k)
     assert torch.equal(old, before)
-    assert compiled.replays.events[1:] == ("recording 2: state k: buffer was replaced",)
+    assert compiled.replays.events[1:] == ("capture 2: state k: buffer was replaced",)
 
 
 @torch.no_grad()

@@ -154,7 +154,7 @@ def test_numbers_in_host_memory_are_constants_of_a_recording():
     assert torch.equal(compiled(x), x * 5)
     compiled.graph_module.scale.fill_(4)
     assert torch.equal(compiled(x), x * 7)
-    assert compiled.replays.events[-1] == "recording 2: state scale: new value 4.0, was 2.0"
+    assert compiled.replays.events[-1] == "capture 2: state scale: new value 4.0, was 2.0"
 
 
 class HostInput(nn.Module):

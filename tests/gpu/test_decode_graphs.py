@@ -12,7 +12,7 @@ import torch
 import triton
 
 import graft
-from graft.engine.decode.recording import Recordings
+from graft.engine.decode.capture import CapturedSteps
 from graft.models.load import load_model
 from graft.models.registry import families
 from graft.ops.advance_rows import cases as advance_cases
@@ -80,7 +80,7 @@ def test_a_steady_step_waits_for_nothing():
                 llm.engine.loop.buffers.tokens.tolist()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert llm.engine.loop.flights
+        assert llm.engine.loop.in_flight
         llm.finish(requests)
 
 
@@ -116,9 +116,9 @@ def test_bfloat16_logits_of_a_recording_equal_the_eager_ones(family):
     for _ in range(6):
         plan = llm.engine.scheduler.schedule()
         with torch.inference_mode():
-            recording = loop.recordings.get(loop.recordings.key(4, 1, "logits"))
-            replayed = loop.logits(plan, recording).clone()
-            direct = loop.recordings.body(loop.recordings.key(4, 1, "logits"))
+            capture = loop.captures.get(loop.captures.key(4, 1, "logits"))
+            replayed = loop.logits(plan, capture).clone()
+            direct = loop.captures.body(loop.captures.key(4, 1, "logits"))
             loop.buffers.fill(plan.requests, 4)
             seen.append((replayed, direct().clone()))
             eager = llm.engine.run(plan)
@@ -147,14 +147,14 @@ def test_the_report_tells_of_graphs_misses_and_late_recordings():
     llm.generate(prompts((5,)), drawn(0))
     notes = "\n".join(llm.report.notes)
     assert "decode batches larger than 2 run without a CUDA graph" in notes
-    assert "recorded when first needed: a drawn step of 1 rows" in notes
+    assert "captured when first needed: a sampled step of 1 rows" in notes
     off = graft.LLM(model("llama"), enforce_eager=True)
     assert "decode: no CUDA graphs, because enforce_eager was asked for" in off.report.notes
 
 
 def test_every_default_size_is_recorded():
     llm = graft.LLM(model("qwen3"))
-    assert sorted(rows for rows, *_ in llm.engine.loop.recordings.made) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert sorted(rows for rows, *_ in llm.engine.loop.captures.made) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     given = prompts([5 + i % 9 for i in range(100)])
     expected = graft.LLM(model("qwen3"), enforce_eager=True).generate(given, greedy(8))
     assert [o.token_ids for o in llm.generate(given, greedy(8))] == [o.token_ids for o in expected]
@@ -164,7 +164,7 @@ def test_first_runs_compile_side_by_side_and_each_kernel_once(monkeypatch, tmp_p
     """Counted where Triton's functions compile; the tokens after it are those of the eager engine."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled, together = fresh_kernels(monkeypatch), []
-    original = Recordings.compile_all
+    original = CapturedSteps.compile_all
 
     def counted(self, keys, progress=None):
         before = len(compiled)
@@ -172,12 +172,12 @@ def test_first_runs_compile_side_by_side_and_each_kernel_once(monkeypatch, tmp_p
         together.extend(compiled[before:])
         assert self.failures == {} and len({rows for rows, *_ in keys}) == 4
 
-    monkeypatch.setattr(Recordings, "compile_all", counted)
+    monkeypatch.setattr(CapturedSteps, "compile_all", counted)
     sizes = {"max_num_seqs": 8, "cudagraph_capture_sizes": [1, 2, 4, 8]}
     llm = graft.LLM(model("llama", "bfloat16"), **sizes, self_check=False)  # which would compile a prompt's kernels
     assert together and len(together) == len(set(together)), "each kernel once"
-    assert compiled[-1] == together[-1], "recording compiled nothing more"
-    assert sorted(rows for rows, *_ in llm.engine.loop.recordings.made) == [1, 2, 4, 8]
+    assert compiled[-1] == together[-1], "capture compiled nothing more"
+    assert sorted(rows for rows, *_ in llm.engine.loop.captures.made) == [1, 2, 4, 8]
     given = prompts((3, 17, 9, 33, 5))
     for count in (1, 2, 5):
         first = [o.token_ids for o in llm.generate(given[:count], greedy())]
@@ -212,7 +212,7 @@ def fresh_kernels(monkeypatch):
 
 
 def test_a_failing_first_run_is_told_for_its_size_and_the_engine_goes_on(monkeypatch):
-    body = Recordings.body
+    body = CapturedSteps.body
 
     def failing(self, key):
         step = body(self, key)
@@ -224,17 +224,17 @@ def test_a_failing_first_run_is_told_for_its_size_and_the_engine_goes_on(monkeyp
 
         return run
 
-    monkeypatch.setattr(Recordings, "body", failing)
+    monkeypatch.setattr(CapturedSteps, "body", failing)
     llm = graft.LLM(model("llama"), max_num_seqs=4)
-    assert [rows for rows, *_ in llm.engine.loop.recordings.made] == [4]
-    assert any("recording a greedy step of 2 rows failed: RuntimeError: no such" in n for n in llm.report.notes)
+    assert [rows for rows, *_ in llm.engine.loop.captures.made] == [4]
+    assert any("capture a greedy step of 2 rows failed: RuntimeError: no such" in n for n in llm.report.notes)
     expected = graft.LLM(model("llama"), enforce_eager=True).generate(prompts((5, 9)), greedy())
     assert [o.token_ids for o in llm.generate(prompts((5, 9)), greedy())] == [o.token_ids for o in expected]
 
 
 def test_a_step_that_waits_is_not_recorded_and_the_engine_goes_on(monkeypatch):
     """Found while warming up, before a capture that torch could not undo."""
-    body = Recordings.body
+    body = CapturedSteps.body
 
     def waiting(self, key):
         step = body(self, key)
@@ -246,13 +246,13 @@ def test_a_step_that_waits_is_not_recorded_and_the_engine_goes_on(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(Recordings, "body", waiting)
+    monkeypatch.setattr(CapturedSteps, "body", waiting)
     llm = graft.LLM(model("llama"), max_num_seqs=4)
     expected = graft.LLM(model("llama"), enforce_eager=True).generate(prompts((5, 9)), greedy())
     assert [o.token_ids for o in llm.generate(prompts((5, 9)), greedy())] == [o.token_ids for o in expected]
     assert llm.stats.replayed_steps == 0 and llm.stats.bucket_misses == NEW - 1
     assert any(
-        "decode steps without a CUDA graph: recording a greedy step of 4 rows failed" in n for n in llm.report.notes
+        "decode steps without a CUDA graph: capture a greedy step of 4 rows failed" in n for n in llm.report.notes
     )
 
 

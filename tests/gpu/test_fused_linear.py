@@ -8,7 +8,7 @@ import torch
 from graft.ops import OPS, bind
 from graft.ops.cases import tolerance
 from graft.ops.fused_linear.cases import LinearCase, make
-from graft.ops.fused_linear.kinds import Even, Narrow
+from graft.ops.fused_linear.kinds import BalancedGemm, Int4Gemm
 from graft.ops.fused_linear.reference import fused_linear
 from graft.ops.fused_linear.triton import run_as, with_rows
 from graft.ops.selection import problem_of
@@ -62,7 +62,12 @@ def test_every_kernel_by_name_is_right_and_what_is_wrong_is_caught(kernel, weigh
 
 
 @pytest.mark.parametrize(
-    "how", [Even(112, 64, 128, 1, 4, 3), Even(128, 64, 64, 4, 4, 5, 8), Even(48, 128, 64, 3, 8, 3, 2)]
+    "how",
+    [
+        BalancedGemm(112, 64, 128, 1, 4, 3),
+        BalancedGemm(128, 64, 64, 4, 4, 5, 8),
+        BalancedGemm(48, 128, 64, 3, 8, 3, 2),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
@@ -78,7 +83,8 @@ def test_even_shares_are_right_and_again(how, dtype, options):
 
 
 @pytest.mark.parametrize(
-    "how", [Narrow(), Narrow(4, 8, 0, 128), Narrow(4, 8, 3), Narrow(8, 4, 0, 96), Narrow(8, 8), Narrow(4, 2)]
+    "how",
+    [Int4Gemm(), Int4Gemm(4, 8, 0, 128), Int4Gemm(4, 8, 3), Int4Gemm(8, 4, 0, 96), Int4Gemm(8, 8), Int4Gemm(4, 2)],
 )
 @pytest.mark.parametrize(
     "options",
@@ -92,8 +98,8 @@ def test_narrow_is_right_and_again(how, options):
             continue
         args = arguments(LinearCase(tokens, n, k, weight="int4", **options), torch.bfloat16)
         for _ in range(2):
-            assert problem_of(SPEC.kernel("narrow"), SPEC.call(*args)) is None
-            got = SPEC.kernel("narrow").run(*args, how=how)
+            assert problem_of(SPEC.kernel("int4_gemm"), SPEC.call(*args)) is None
+            got = SPEC.kernel("int4_gemm").run(*args, how=how)
             assert off_by(got, args) < 1, (tokens, n, k)
         assert off_by(got.roll(1, -1), args) > 10
 

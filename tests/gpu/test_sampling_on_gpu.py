@@ -1,4 +1,4 @@
-"""Sampling on a GPU: the tokens that the CPU draws from the same logits and seeds."""
+"""Sampling on a GPU: the tokens that the CPU samples from the same logits and seeds."""
 
 from __future__ import annotations
 

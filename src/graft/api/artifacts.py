@@ -32,7 +32,7 @@ def save_compiled(compiled: CompiledModule, path: str | Path, *, overwrite: bool
 
 def saved_graph(variant: Variant) -> SavedGraph:
     aliases = tuple(astuple(alias) for alias in variant.aliases)
-    extra = {"returned": None if variant.returned is None else [list(place) for place in variant.returned]}
+    extra = {"returned": None if variant.returned is None else [list(position) for position in variant.returned]}
     return SavedGraph(variant.graph_module, variant.signature, aliases, variant.report.to_json(), extra)
 
 
@@ -50,8 +50,8 @@ def load_compiled(path: str | Path) -> CompiledModule:
 
 def load_graph(saved: SavedGraph, settings: VariantSettings, notes: tuple[str, ...]) -> Variant:
     before = Report.from_json(saved.report)
-    places = saved.extra["returned"]
-    returned = None if places is None else tuple((path, number) for path, number in places)
+    positions = saved.extra["returned"]
+    returned = None if positions is None else tuple((path, number) for path, number in positions)
     variant = lower_variant(saved.graph_module, saved.signature, before, settings, returned)
     kernels = variant.report.kernels
     changed = {op: kernel for op, kernel in kernels.items() if before.kernels.get(op, kernel) != kernel}

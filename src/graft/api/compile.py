@@ -78,7 +78,7 @@ class CompiledModule(torch.nn.Module):
 
     @property
     def replays(self) -> Replays | None:
-        """On the cuda_graph backend, the recordings of the first variant: how many, why, what is copied for them."""
+        """On the cuda_graph backend, the captures of the first variant: how many, why, what is copied for them."""
         return getattr(self.variants[0].call, "replays", None)
 
     def __getattr__(self, name: str) -> Any:

@@ -33,7 +33,7 @@ from graft.backends.inductor import (
 )
 from graft.ir.canonical.normal_form import sweep
 from graft.ir.nodes import placeholders
-from graft.ir.trace import Dialect, use_dialect
+from graft.ir.trace import DecompositionLevel, use_level
 from graft.passes.base import Context
 from graft.passes.config import PipelineConfig, load_config
 from graft.passes.pipeline import order_transforms, run_one
@@ -92,8 +92,8 @@ def graft_sources() -> str:
 
 
 @cache
-def inductor_dialect() -> Dialect:
-    return Dialect("inductor", decompositions())
+def inductor_level() -> DecompositionLevel:
+    return DecompositionLevel("inductor", decompositions())
 
 
 def run_fusions(settings: PipelineConfig, graph: Graph) -> None:
@@ -101,7 +101,7 @@ def run_fusions(settings: PipelineConfig, graph: Graph) -> None:
     copy = canonical_copy(graph)
     swept = {node.name for node in graph.nodes} - {node.name for node in copy.graph.nodes}
     records: dict[str, TransformRecord] = {}
-    with apart_from_dynamo(), use_dialect(inductor_dialect()):
+    with apart_from_dynamo(), use_level(inductor_level()):
         for name in order_transforms(settings):
             records[name] = run_transform(copy, name, settings)
     matches = [match for record in records.values() for match in record.matches]

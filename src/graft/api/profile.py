@@ -17,8 +17,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_aggregate
 
 from graft.backends.buffers import untouched
+from graft.backends.capture import cuda_capturer
 from graft.backends.eager import bind_kernels
-from graft.backends.recorders import cuda_recorder
 from graft.backends.streams import device_of
 from graft.base.errors import ProfileError
 from graft.base.files import cache_dir
@@ -171,6 +171,6 @@ def measure_whole(gm: GraphModule, inputs: Sequence[Any], repeats: int = REPEATS
 
 def time_capture(run: Callable[..., Any], args: Sequence[Any], device: torch.device, repeats: int) -> float:
     """The median over `repeats` stretches of ten replays."""
-    recorded, _ = cuda_recorder(device).record(run, args)
+    captured, _ = cuda_capturer(device).capture(run, args)
     with torch.cuda.device(device):
-        return replay_seconds(lambda: recorded.replay(args, {}), repeats, replays=REPLAYS) * 1e6
+        return replay_seconds(lambda: captured.replay(args, {}), repeats, replays=REPLAYS) * 1e6

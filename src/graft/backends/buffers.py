@@ -1,4 +1,4 @@
-"""The memory around a recording: staging buffers, written state that is put back, and where results lie."""
+"""The memory around a capture: staging buffers, written state that is put back, and where results lie."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from graft.ir.storage import extent
 
-# Gives one result of a replay from the call's arguments and the recording's own results, by their position.
+# Gives one result of a replay from the call's arguments and the capture's own results, by their position.
 Take = Callable[[Sequence[Any], Mapping[int, torch.Tensor]], Any]
 
 
@@ -20,7 +20,7 @@ Take = Callable[[Sequence[Any], Mapping[int, torch.Tensor]], Any]
 
 @dataclass(frozen=True)
 class Staging:
-    """A buffer of one layout at a fixed address. `flat` when elements share places: then the memory is copied."""
+    """A buffer of one layout at a fixed address. `flat` when elements share memory: then the memory is copied."""
 
     buffer: torch.Tensor
     flat: bool
@@ -39,7 +39,7 @@ class Staging:
 
 
 def elements_are_apart(tensor: torch.Tensor) -> bool:
-    """No two elements in one place, as far as strides show it; `expand` and sliding windows are not."""
+    """No two elements at one address, as far as strides show it; `expand` and sliding windows are not."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -49,7 +49,7 @@ def elements_are_apart(tensor: torch.Tensor) -> bool:
 
 
 def row_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The places from the first element to the last, gaps included, as one row."""
+    """The memory from the first element to the last, gaps included, as one row."""
     return tensor.as_strided((extent(tensor),), (1,))
 
 
@@ -60,10 +60,10 @@ def row_of(tensor: torch.Tensor) -> torch.Tensor:
 def untouched(written: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> Iterator[None]:
     """What runs inside leaves `written` and the random number generators as they were, errors included.
 
-    The copies need as much free memory as what is written, for the time of a recording only.
+    The copies need as much free memory as what is written, for the time of a capture only.
     """
-    places = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in written}
-    rows = [t if elements_are_apart(t) else row_of(t) for t in places.values()]
+    addresses = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in written}
+    rows = [t if elements_are_apart(t) else row_of(t) for t in addresses.values()]
     saved = [(row, row.clone()) for row in rows]  # all before any is put back: they may overlap
     with torch.random.fork_rng(devices=devices):
         try:
@@ -76,7 +76,7 @@ def untouched(written: Sequence[torch.Tensor], devices: Sequence[torch.device]) 
 # ── results ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def place(tensor: torch.Tensor) -> int:
+def address_of(tensor: torch.Tensor) -> int:
     """What tensors that share memory have in common; 0 where there is no memory."""
     return tensor.untyped_storage().data_ptr()
 
@@ -93,12 +93,14 @@ def start(tensor: torch.Tensor) -> int:
 
 
 def locate(outputs: Sequence[Any], args: Sequence[Any]) -> tuple[list[Take], dict[int, torch.Tensor]]:
-    """How to give each result of a recording made with `args`, and the results that lie in its own memory.
+    """How to give each result of a capture made with `args`, and the results that lie in its own memory.
 
     A result in the memory of an argument is given in that of the caller's, as eager would: it is the tensor itself
     or a view of it. `args` and their views are not kept.
     """
-    owners = {place(arg): index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor) and place(arg)}
+    owners = {
+        address_of(arg): index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor) and address_of(arg)
+    }
     takes: list[Take] = []
     kept: dict[int, torch.Tensor] = {}
     for position, output in enumerate(outputs):
@@ -107,8 +109,10 @@ def locate(outputs: Sequence[Any], args: Sequence[Any]) -> tuple[list[Take], dic
             takes.append(take_value(output))
         elif same is not None:
             takes.append(take_argument(same))
-        elif place(output) in owners and not (output.is_conj() or output.is_neg()):  # flags that `set_` would lose
-            owner = owners[place(output)]
+        elif address_of(output) in owners and not (
+            output.is_conj() or output.is_neg()
+        ):  # flags that `set_` would lose
+            owner = owners[address_of(output)]
             takes.append(take_view(owner, output, start(output) - start(args[owner])))
         else:
             kept[position] = output
@@ -139,11 +143,11 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def copies(kept: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Results that the next replay does not overwrite. Those that share memory share it in the copies too."""
-    places = [place(tensor) for tensor in kept.values()]
+    addresses = [address_of(tensor) for tensor in kept.values()]
     stores: dict[int, torch.Tensor] = {}
     made = {}
-    for (position, tensor), where in zip(kept.items(), places, strict=True):
-        if places.count(where) == 1:
+    for (position, tensor), where in zip(kept.items(), addresses, strict=True):
+        if addresses.count(where) == 1:
             made[position] = tensor.clone()
         else:
             if where not in stores:

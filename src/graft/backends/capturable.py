@@ -1,6 +1,6 @@
 """What a CUDA graph cannot hold, seen before anything runs: answers that the host waits for, and host memory.
 
-A recording launches the same kernels with the same sizes every time. A number that is read back to choose them
+A capture launches the same kernels with the same sizes every time. A number that is read back to choose them
 (`item`, `nonzero`, a boolean index), a tensor of host memory, and a call whose writes cannot be seen are refused.
 """
 
@@ -33,17 +33,17 @@ TAKES_HOST = (
 INSTEAD = "use backend='eager' or 'inductor' for it"
 
 
-def recording_device(graph: Graph) -> torch.device:
-    """The one device that the graph is recorded on. Raises CaptureRefused, naming the node that is in the way."""
+def capture_device(graph: Graph) -> torch.device:
+    """The one device that the graph is captured on. Raises CaptureRefused, naming the node that is in the way."""
     devices = {
         item.device: node for node in graph.nodes for item in leaves(val(node)) if isinstance(item, torch.Tensor)
     }
     cuda = [device for device in devices if device.type == "cuda"]
     strange = next((d for d in devices if d.type not in ("cpu", "cuda")), None)
     if strange is not None:
-        raise refusal(devices[strange], f"is on {strange}, and only CUDA and CPU tensors can be recorded")
+        raise refusal(devices[strange], f"is on {strange}, and only CUDA and CPU tensors can be captured")
     if len(cuda) > 1:
-        raise refusal(devices[cuda[1]], f"is on {cuda[1]}, and others are on {cuda[0]}; a recording has one device")
+        raise refusal(devices[cuda[1]], f"is on {cuda[1]}, and others are on {cuda[0]}; a capture has one device")
     for node in graph.nodes:
         refuse_call(node)
     if cuda:
@@ -88,7 +88,7 @@ def is_host_number(value: object) -> bool:
 
 
 def refuse_host_memory(graph: Graph) -> None:
-    """Numbers in host memory are read while recording. That is right for constants of the graph and nothing else."""
+    """Numbers in host memory are read during capture. That is right for constants of the graph and nothing else."""
     written = mutated_roots(graph)
     constants = set()
     for node in graph.nodes:
@@ -100,7 +100,7 @@ def refuse_host_memory(graph: Graph) -> None:
         if node.op == "placeholder":
             raise refusal(node, "is a CPU tensor, whose values a replay would not read; pass it on the GPU")
         if tensor.dim() > 0 or node in written:
-            raise refusal(node, "lies in CPU memory, which a recording does not work on; move it to the GPU")
+            raise refusal(node, "lies in CPU memory, which a capture does not work on; move it to the GPU")
         constants.add(node)
 
 

@@ -1,4 +1,4 @@
-"""The CUDA graph backend: the eager graph recorded once and replayed, with caches bound by address.
+"""The CUDA graph backend: the eager graph captured once and replayed, with caches bound by address.
 
     before:  compiled(x, k, pos) ─▶ index_copy_(k, 1, pos, x); …; mul         one launch a node
     after:   compiled(x, k, pos) ─▶ x, pos ─copy─▶ staging; one replay; mul ─copy─▶ caller
@@ -15,10 +15,10 @@ from operator import getitem
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from graft.backends.capturable import recording_device
+from graft.backends.capturable import capture_device
+from graft.backends.capture import DIRECT, cuda_capturer
 from graft.backends.eager import bind_kernels
 from graft.backends.keys import Arguments, ModuleTensors
-from graft.backends.recorders import DIRECT, cuda_recorder
 from graft.backends.replay import Replays
 from graft.backends.select import Lowered
 from graft.ir.effects import mutated_roots
@@ -29,13 +29,13 @@ from graft.ops.ran import gathered
 def lower_cuda_graph(
     gm: GraphModule, named: Mapping[str, str] | None = None, *, reuse_outputs: bool = False
 ) -> Lowered:
-    """`Lowered.call.replays` counts and explains the recordings."""
-    device = recording_device(gm.graph)
+    """`Lowered.call.replays` counts and explains the captures."""
+    device = capture_device(gm.graph)
     graph, kernels = bind_kernels(gm, named)
     state = tuple(dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr"))
     arguments = arguments_of(gm, state, device)
-    recorder = cuda_recorder(device) if device.type == "cuda" else DIRECT
-    replays = Replays(body_of(graph, state).forward, arguments, recorder, reuse_outputs=reuse_outputs)
+    capturer = cuda_capturer(device) if device.type == "cuda" else DIRECT
+    replays = Replays(body_of(graph, state).forward, arguments, capturer, reuse_outputs=reuse_outputs)
     return Lowered(shell_of(gm, replays), "cuda_graph", gathered(kernels), notes(arguments, reuse_outputs))
 
 
@@ -49,7 +49,7 @@ def arguments_of(gm: GraphModule, state: tuple[str, ...], device: torch.device) 
 
 
 def results(graph: Graph) -> list[Node]:
-    """What the recorded function returns: every node in the output, once, that is not an input anyway."""
+    """What the captured function returns: every node in the output, once, that is not an input anyway."""
     nodes = dict.fromkeys(leaf for leaf in leaves(output_node(graph).args) if isinstance(leaf, Node))
     return [node for node in nodes if node.op != "placeholder"]
 
@@ -66,7 +66,7 @@ def body_of(graph: Graph, state: Sequence[str]) -> GraphModule:
         elif node.op == "call_function":
             table[node] = body.node_copy(node, table.__getitem__)
     body.output(tuple(table[node] for node in results(graph)))
-    return GraphModule(torch.nn.Module(), body, class_name="RecordedGraph")
+    return GraphModule(torch.nn.Module(), body, class_name="CapturedGraph")
 
 
 def shell_of(gm: GraphModule, replays: Replays) -> GraphModule:

@@ -28,7 +28,7 @@ def by_eager(node: Node) -> Asker:  # noqa: ARG001
 def bind_kernels(
     gm: GraphModule, named: Mapping[str, str] | None = None, asker: Callable[[Node], Asker] = by_eager
 ) -> tuple[Graph, list[tuple[str, Ran]]]:
-    """A copy of the graph that calls kernels in place of graft's ops, and which one each op got in each place."""
+    """A copy of the graph that calls kernels in place of graft's ops, and which one each op got in each site."""
     graph = Graph()
     outputs = graph.graph_copy(gm.graph, {})
     graph.output(outputs)
@@ -59,5 +59,5 @@ def call_of(node: Node, spec: OpSpec, asker: Asker = EAGER) -> Call:
 
 def ran_here(gm: GraphModule) -> dict[str, OpKernels]:
     """What runs each op where torch calls it: nothing is bound, `choose` is asked at every call."""
-    places = ((node, spec) for node in gm.graph.nodes if (spec := spec_of(node)) is not None)
-    return gathered((f"graft::{spec.name}", bind(spec, call_of(node, spec)).ran) for node, spec in places)
+    sites = ((node, spec) for node in gm.graph.nodes if (spec := spec_of(node)) is not None)
+    return gathered((f"graft::{spec.name}", bind(spec, call_of(node, spec)).ran) for node, spec in sites)

@@ -38,7 +38,7 @@ class FloatInput:
 
 @dataclass
 class Constants:
-    """What one backend asked Dynamo to make constants of, by frame and place in the user's program."""
+    """What one backend asked Dynamo to make constants of, by frame and position in the user's program."""
 
     values: dict[tuple[int | None, str], set[float]] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)  # symbols of the compilation under way

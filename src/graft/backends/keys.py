@@ -1,4 +1,4 @@
-"""Which recording a call needs: address and layout of what is bound, layout of what is staged, values of the rest."""
+"""Which capture a call needs: address and layout of what is bound, layout of what is staged, values of the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graft.backends.buffers import place
+from graft.backends.buffers import address_of
 from graft.base.errors import UsageError
 
 BOUND, STAGED, VALUE = "bound", "staged", "value"
@@ -21,7 +21,7 @@ class Key:
 
     inputs: tuple[Token, ...]
     state: StateKey
-    constants: tuple[Token, ...] = ()  # state in host memory: a recording holds its values
+    constants: tuple[Token, ...] = ()  # state in host memory: a capture holds its values
 
     @property
     def tokens(self) -> tuple[Token, ...]:
@@ -104,7 +104,7 @@ class ModuleTensors:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the recorded function takes: the graph's inputs, then its state."""
+    """What the captured function takes: the graph's inputs, then its state."""
 
     inputs: tuple[str, ...]
     state: ModuleTensors
@@ -118,13 +118,13 @@ class Arguments:
     def key(self, args: Sequence[Any]) -> Key:
         """Inputs are staged unless the graph writes to memory of theirs, be it through another argument."""
         count = len(self.inputs)
-        shared = {place(args[index]) for index in self.written if isinstance(args[index], torch.Tensor)} - {0}
+        shared = {address_of(args[index]) for index in self.written if isinstance(args[index], torch.Tensor)} - {0}
         tokens = []
         for index in range(count):
             arg = args[index]
             if not isinstance(arg, torch.Tensor):
                 tokens.append(value(arg))
-            elif index in self.written or place(arg) in shared:
+            elif index in self.written or address_of(arg) in shared:
                 tokens.append(bound(arg))
             else:
                 tokens.append((STAGED, None, layout(arg)))

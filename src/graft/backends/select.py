@@ -112,7 +112,7 @@ def lower(
     """`kernels` names the kernel that an op must run; the others get the first that applies.
 
     `reuse_outputs` lets a CUDA graph return its own result buffers, which the next call overwrites. `release`
-    gives up a weight of the module's own; the native backend calls it for those that it has packed.
+    frees a weight of the module's own; the native backend calls it for those that it has packed.
     """
     check_name(backend)
     if reuse_outputs and backend != "cuda_graph":

@@ -159,8 +159,8 @@ def remove_stale(target: Path) -> None:
 def write_failed(path: str, error: BaseException) -> DiskFull:
     """Space is lacking, or the folder is not one to write to."""
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
-        place = "The folder cannot be written: choose another (GRAFT_CACHE_DIR for the cache) or change its rights"
-        return DiskFull(path, str(error), place)
+        location = "The folder cannot be written: choose another (GRAFT_CACHE_DIR for the cache) or change its rights"
+        return DiskFull(path, str(error), location)
     return DiskFull(path, str(error))
 
 

@@ -1,7 +1,7 @@
 """Latency and throughput over batch sizes and prompts, beside Hugging Face on the same work in the same run.
 
-Every call has prompts of its own, so that nothing is found in a prefix cache; all contestants get the same ones, in
-turns. Rivals are made for one cell and let go after it: compiled code, its caches and its memory pools.
+Every call has prompts of its own, so that nothing is found in a prefix cache; all engines get the same ones, in
+turns. Baselines are made for one cell and let go after it: compiled code, its caches and its memory pools.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 
 from graft.base.errors import UsageError
 from graft.base.files import Progress
-from graft.bench.baselines.baseline import Contestant, Peer, Task
-from graft.bench.baselines.hf import RIVALS
-from graft.bench.contest import CellWork, Graft, Runner
+from graft.bench.baselines.baseline import Baseline, Peer, Task
+from graft.bench.baselines.hf import BASELINES
 from graft.bench.machine import facts
 from graft.bench.plan import BenchPlan, Cell
 from graft.bench.roofline import Roofline
 from graft.bench.rows import Bench, Row
+from graft.bench.runner import CellWork, Graft, Runner
 from graft.bench.traffic import graph_weight_bytes, prompt_flops, step_bytes, weight_bytes
 from graft.engine.llm import LLM
 from graft.models.load import LoadedModel
@@ -42,10 +42,10 @@ class BenchRun:
     tell: Callable[[str], None]
     source: str = ""  # what the model was loaded from
     began: float = field(default_factory=lambda: time.perf_counter())
-    longest: dict[str, float] = field(default_factory=dict)  # the first calls of each rival so far
+    longest: dict[str, float] = field(default_factory=dict)  # the first calls of each baseline so far
 
     def out_of_time(self, name: str) -> str:
-        """Why a rival is not begun, or nothing."""
+        """Why a baseline is not begun, or nothing."""
         limit, gone = self.plan.time_limit, time.perf_counter() - self.began
         before = self.longest.get(name, 0.0)
         if limit is None or gone + before < limit:
@@ -63,7 +63,7 @@ def bench(
     notes: Mapping[str, Any] | None = None,
     source: str | None = None,
 ) -> Bench:
-    """Measures graft and its rivals in every cell. Ctrl-C ends it with the cells that are through.
+    """Measures graft and its baselines in every cell. Ctrl-C ends it with the cells that are through.
 
     `notes` go into the setup, beside what is known here. `source`: what the model was loaded from, its name if left
     out; an engine with formats of its own reads that.
@@ -89,28 +89,28 @@ def bench(
 
 def bench_cell(run: BenchRun, cell: Cell) -> list[Row]:
     try:
-        return contest(run, cell)
+        return measure_cell(run, cell)
     finally:
         forget()
 
 
-def contest(run: BenchRun, cell: Cell) -> list[Row]:
+def measure_cell(run: BenchRun, cell: Cell) -> list[Row]:
     plan, model = run.plan, run.llm.model
     device = run.llm.device
     task = Task(model, plan.length(cell), cell.batch, run.source, plan.threads)
     runners = [Runner(Graft(run.llm), device, run.build_seconds)]
-    runners += [Runner(make_rival(name, task), device) for name in plan.against]
+    runners += [Runner(make_baseline(name, task), device) for name in plan.against]
     try:
         measure(run, cell, runners)
         rows = []
         for runner in runners:
-            work = work_of(run, cell, runner.contestant, runner is runners[0])
+            work = work_of(run, cell, runner.engine, runner is runners[0])
             rows.append(runner.row(plan, cell, work, run.roofline, runners[0].tokens))
         return rows
     finally:
         for runner in runners:
-            if isinstance(runner.contestant, Peer):
-                runner.contestant.close()
+            if isinstance(runner.engine, Peer):
+                runner.engine.close()
 
 
 def measure(run: BenchRun, cell: Cell, runners: list[Runner]) -> None:
@@ -119,7 +119,7 @@ def measure(run: BenchRun, cell: Cell, runners: list[Runner]) -> None:
     where = f"batch {cell.batch}, prompt {cell.prompt}"
     prompts = [next(calls) for _ in range(cell.batch)]
     for runner in runners:
-        name = runner.contestant.name
+        name = runner.engine.name
         runner.failed = run.out_of_time(name) if runner is not runners[0] else ""
         if not runner.failed:
             run.tell(f"{where}: {name}, first calls")
@@ -129,30 +129,30 @@ def measure(run: BenchRun, cell: Cell, runners: list[Runner]) -> None:
         short, long, before = ([next(calls) for _ in range(cell.batch)] for _ in range(3))
         for runner in runners:
             if not runner.failed:
-                run.tell(f"{where}: {runner.contestant.name}, repeat {repeat + 1} of {plan.repeats}")
+                run.tell(f"{where}: {runner.engine.name}, repeat {repeat + 1} of {plan.repeats}")
                 runner.measure(short, long, plan.new, before)
 
 
-def work_of(run: BenchRun, cell: Cell, contestant: Contestant, ours: bool) -> CellWork:
-    """What the cell asks of a contestant: they differ where one reads weights in another format."""
+def work_of(run: BenchRun, cell: Cell, engine: Baseline, ours: bool) -> CellWork:
+    """What the cell asks of an engine: they differ where one reads weights in another format."""
     module = run.llm.model.module
     # step i of `new` reads the prompt, the first token and the i - 1 tokens after it
     tokens = cell.prompt + (run.plan.new + 1) / 2
     flops = prompt_flops(module, cell.batch, cell.prompt)
-    if isinstance(contestant, Peer):
-        return CellWork(contestant.step_bytes(cell.batch, tokens), flops)
+    if isinstance(engine, Peer):
+        return CellWork(engine.step_bytes(cell.batch, tokens), flops)
     read = step_bytes(module, cell.batch, tokens)
     quantized = graph_weight_bytes(run.llm.graph_module) if ours else None
     return CellWork(read if quantized is None else read - weight_bytes(module, cell.batch) + quantized, flops)
 
 
-def make_rival(name: str, task: Task) -> Contestant:
-    return RIVALS[name](task)
+def make_baseline(name: str, task: Task) -> Baseline:
+    return BASELINES[name](task)
 
 
 def forget() -> None:
-    """Lets go of what rivals compiled. Without it a few batch sizes would also reach Dynamo's limit of recompilations
-    of one function, after which it runs eagerly."""
+    """Lets go of what baselines compiled. Without it a few batch sizes would also reach Dynamo's limit of
+    recompilations of one function, after which it runs eagerly."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from graft.bench.kernel_times import KernelTime
 
 ROWS_A_PROGRAM = (1, 2, 4, 8, 16, 32, 64, 128)
-READS_WEIGHTS = ("linear", "matvec", "gemv", "gemm", "narrow", "nvjet", "cutlass")
+READS_WEIGHTS = ("linear", "matvec", "gemv", "gemm", "int4_gemm", "nvjet", "cutlass")
 READS_CACHE = ("attention",)
 NOT_THE_READER = ("combine", "merge", "reduce")  # the second pass of a split attention
 

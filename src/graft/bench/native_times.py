@@ -40,6 +40,6 @@ def native_steps(noted: Noted) -> list[tuple[str, str, float, float]]:
 
 
 def sizes(step: KernelCall) -> str:
-    """`576→960` of a product."""
+    """`576→960` of a GEMM."""
     fields: dict[str, Any] = dict(step.fields)
     return f"{fields['k']}→{fields['n']}" if "k" in fields and "n" in fields else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.base.errors import PromptTooLong, UsageError, near
-from graft.bench.baselines.hf import RIVALS
+from graft.bench.baselines.hf import BASELINES
 from graft.models.registry import entries
 
 SPARE_TOKENS = 48  # of a sequence in the cache: blocks are filled up, and a step may be planned before one has ended
@@ -17,7 +17,7 @@ SPARE_TOKENS = 48  # of a sequence in the cache: blocks are filled up, and a ste
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch size and one length of prompts; every contestant gets a row for it."""
+    """One batch size and one length of prompts; every engine gets a row for it."""
 
     batch: int
     prompt: int
@@ -27,8 +27,8 @@ class Cell:
 class BenchPlan:
     """What is measured. `new` counts the tokens after the first.
 
-    time_limit: seconds after which no rival is begun; one whose first calls took longer before than what is left is
-    not begun either. None: no limit. threads: of every contestant on a CPU; None leaves them as they are.
+    time_limit: seconds after which no baseline is begun; one whose first calls took longer before than what is left
+    is not begun either. None: no limit. threads: of every engine on a CPU; None leaves them as they are.
     """
 
     batches: tuple[int, ...] = (1, 8, 32)
@@ -47,9 +47,9 @@ class BenchPlan:
             raise UsageError(f"--repeats must be at least 1, but is {self.repeats}")
         if self.time_limit is not None and self.time_limit <= 0:
             raise UsageError(f"--time-limit must be more than 0 seconds, but is {self.time_limit}")
-        unknown = next((name for name in self.against if name not in RIVALS), None)
+        unknown = next((name for name in self.against if name not in BASELINES), None)
         if unknown is not None:
-            raise UsageError(f"--against: unknown rival {unknown!r}{near(unknown, (*RIVALS, 'none'))}")
+            raise UsageError(f"--against: unknown baseline {unknown!r}{near(unknown, (*BASELINES, 'none'))}")
 
     def cells(self) -> Iterator[Cell]:
         for prompt in self.prompts:
@@ -66,7 +66,7 @@ class BenchPlan:
             raise PromptTooLong(longest, 1 + self.new, context)
 
     def cache_tokens(self) -> int:
-        """Tokens that graft's cache must hold at once; taking all free memory would leave none to the rivals."""
+        """Tokens that graft's cache must hold at once; taking all free memory would leave none to the baselines."""
         return max(cell.batch * (self.length(cell) + SPARE_TOKENS) for cell in self.cells())
 
 

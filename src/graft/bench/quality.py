@@ -103,5 +103,5 @@ def in_float64(module: Any, ids: Sequence[int]) -> Tensor:
     """Logits [tokens, vocabulary] of a Hugging Face module with float64 weights and products; norms and softmax may
     compute in float32, where the model's code says so."""
     second = copy.deepcopy(module).double()
-    second.set_experts_implementation("eager")  # grouped products of experts refuse float64
+    second.set_experts_implementation("eager")  # grouped GEMMs of experts refuse float64
     return second(torch.tensor([ids], device=module.device)).logits[0]

@@ -1,6 +1,6 @@
-"""What this machine can do, measured: bytes read a second and a large matrix product.
+"""What this machine can do, measured: bytes read a second and a large GEMM.
 
-A decode step cannot be faster than its bytes at the one rate, a prompt not faster than its products at the other.
+A decode step cannot be faster than its bytes at the one rate, a prompt not faster than its GEMMs at the other.
 """
 
 from __future__ import annotations
@@ -68,13 +68,14 @@ def cpu_read() -> tuple[float, str]:
 
 
 def cpu_buffer() -> int:
-    """Bytes to read: more than four times the last cache, as far as half of the free memory has room for it."""
+    """Bytes to read: more than four times the LLC (last-level cache), as far as half of the free memory has room for
+    it."""
     wanted = max(CPU_BYTES, 5 * last_level_cache())
     return min(wanted, free_memory(torch.device("cpu")) // 2) // 4096 * 4096
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    """Floating point operations a second of a square product."""
+    """Floating point operations a second of a square GEMM."""
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(side, side, device=device, generator=generator).to(dtype) for _ in range(2))
     out = torch.empty_like(a)

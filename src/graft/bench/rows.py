@@ -1,4 +1,4 @@
-"""The results of a benchmark: a row for each contestant at each batch size and prompt."""
+"""The results of a benchmark: a row for each engine at each batch size and prompt."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant in one cell: medians over the repeats. A failure says why and leaves the rest empty.
+    """One engine in one cell: medians over the repeats. A failure says why and leaves the rest empty.
 
     setup_seconds: its first calls, compilation included; in none of the other times.
     build_seconds: from a loaded model until the first calls were through. graft is built once, before them, and that
-    time is part of each of its rows; a rival is compiled anew for each row.
+    time is part of each of its rows; a baseline is compiled anew for each row.
     same_tokens: the share of the first calls' tokens that are graft's.
     """
 
@@ -24,8 +24,8 @@ class Row:
     build_seconds: float = 0.0
     first_token_ms: float | None = None  # until every prompt of the batch has its first token
     prefill_tokens_per_s: float | None = None
-    prefill_tflops: float | None = None  # TFLOP/s of the prompts' products
-    prefill_percent: float | None = None  # of the measured rate of a large matrix product
+    prefill_tflops: float | None = None  # TFLOP/s of the prompts' GEMMs
+    prefill_percent: float | None = None  # of the measured rate of a large GEMM
     token_ms: float | None = None  # a decode step: one more token for each
     decode_tokens_per_s: float | None = None
     gb_per_s: float | None = None

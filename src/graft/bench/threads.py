@@ -1,4 +1,4 @@
-"""One number of threads for every contestant of a benchmark on a CPU."""
+"""One number of threads for every engine of a benchmark on a CPU."""
 
 from __future__ import annotations
 

@@ -70,14 +70,14 @@ def prompt_flops(module: nn.Module, batch: int, tokens: int) -> float:
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
     share = config.num_experts_per_tok / experts if experts else 1.0
     skipped = [table.weight, *([] if head is None else [head.weight])]
-    products = 0.0
+    multiplied = 0.0
     for name, weight in module.named_parameters():
         if weight.ndim > 1 and not any(weight is other for other in skipped):
-            products += weight.numel() * (share if ".experts." in name else 1.0)
+            multiplied += weight.numel() * (share if ".experts." in name else 1.0)
     last = 0 if head is None else head.weight.numel()
     width = config.num_attention_heads * head_size(config)
     pairs = sum(causal_pairs(tokens, window) for window in windows(module))
-    return batch * (2 * tokens * products + 2 * last + 4 * pairs * width)
+    return batch * (2 * tokens * multiplied + 2 * last + 4 * pairs * width)
 
 
 def causal_pairs(tokens: int, window: float) -> float:

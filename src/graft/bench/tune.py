@@ -15,12 +15,12 @@ from graft.base.errors import GraftError, NoGpu
 from graft.base.files import Progress
 from graft.ops.fused_linear.choice import look_up, overridden, shipped_table
 from graft.ops.fused_linear.kinds import (
-    Even,
+    BalancedGemm,
     Gemm,
     How,
+    Int4Gemm,
     LinearShape,
     Matvec,
-    Narrow,
     count_text,
     how_problem,
     how_text,
@@ -105,8 +105,8 @@ def candidates(shape: LinearShape, tokens: int, units: int = 132) -> Iterator[Ho
 
     yield None
     matvecs = [Matvec(rows, warps) for rows in (1, 2, 4) for warps in (2, 4, 8)]
-    narrows = [Narrow(4, 8, 3), Narrow(4, 8, 0, 128), Narrow(8, 8, 0, 128), Narrow(8, 4), Narrow(8, 4, 0, 96)]
-    yield from (how for how in (*matvecs, *narrows) if how_problem(how, shape, tokens) is None)
+    int4s = [Int4Gemm(4, 8, 3), Int4Gemm(4, 8, 0, 128), Int4Gemm(8, 8, 0, 128), Int4Gemm(8, 4), Int4Gemm(8, 4, 0, 96)]
+    yield from (how for how in (*matvecs, *int4s) if how_problem(how, shape, tokens) is None)
     if tokens == 1 and shape.format != "int4":
         return
     block = padded_tokens(tokens)
@@ -120,20 +120,20 @@ def candidates(shape: LinearShape, tokens: int, units: int = 132) -> Iterator[Ho
         for splits in (1, 2, 4):
             yield Gemm(128, block, 64, splits, 8, 3)
         if shape.format == "plain":
-            yield from even_shares(shape, max(64, block), units)
+            yield from balanced_shares(shape, max(64, block), units)
     depth, stages = tiles[0]
     yield Gemm(64, block, depth, 1, 4, stages)
     if shape.norm:
         yield Gemm(64, block, depth, 1, 4, stages, norm_inside=True)
 
 
-def even_shares(shape: LinearShape, block: int, units: int) -> Iterator[Even]:
+def balanced_shares(shape: LinearShape, block: int, units: int) -> Iterator[BalancedGemm]:
     """Rows a program such that every multiprocessor has one; of more rows than that, blocks of 128."""
     for splits in (1, 2, 4):
         rows = -(-shape.n * splits // (16 * units)) * 16
         if rows <= 256 or splits == 1:
             for depth, stages, early in ((64, 5, 8), (128, 3, 0)):
-                yield Even(rows if rows <= 256 else 128, block, depth, splits, 4, stages, early)
+                yield BalancedGemm(rows if rows <= 256 else 128, block, depth, splits, 4, stages, early)
 
 
 def tune(
@@ -226,7 +226,7 @@ def refine(
 
 
 def weight_bytes(shape: LinearShape) -> int:
-    """What a product reads of its weight and scales."""
+    """What a GEMM reads of its weight and scales."""
     rows = 2 * shape.n if shape.gated else shape.n
     scales = {"plain": 0, "int8": 4, "fp8": 4, "int4": 2 * -(-shape.k // GROUP)}[shape.format]
     return rows * (shape.k * BITS[shape.format] // 8 + scales)

@@ -69,7 +69,7 @@ def reason(error: Exception) -> str:
 
 
 def make_calls(shape: LinearShape, tokens: int, device: torch.device) -> list[LinearCall]:
-    """As many calls on weights of their own as leave nothing of the first in the cache. A product without norm and
+    """As many calls on weights of their own as leave nothing of the first in the cache. A GEMM without norm and
     gate adds a residual, as those of a decoder do."""
     copies = max(FEWEST_COPIES, min(MOST_COPIES, -(-COLD // weight_bytes(shape))))
     x = torch.randn(tokens, shape.k, device=device, dtype=torch.bfloat16)
@@ -105,7 +105,7 @@ def make_weight(shape: LinearShape, device: torch.device) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class DecodeTimer:
-    """Microseconds of a decode step of a model, recorded anew by the kernels that the current table names."""
+    """Microseconds of a decode step of a model, captured anew by the kernels that the current table names."""
 
     llm: LLM
 
@@ -121,7 +121,7 @@ class DecodeTimer:
                 if failed is not None:
                     return reason(failed)
                 if not stats.replayed_steps:
-                    return f"no decode step was a recording: {'; '.join(other.engine.notes)}"
+                    return f"no decode step was a capture: {'; '.join(other.engine.notes)}"
                 times.append(stats.decode_seconds / max(1, stats.decode_tokens) * tokens * 1e6)
             return min(times[1:])
         except (OutOfMemory, *FAILURES) as error:

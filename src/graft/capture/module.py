@@ -131,8 +131,8 @@ class CaptureCall:
             found = {storage_id(v): i for i, v in enumerate(values) if isinstance(v, torch.Tensor)}
             self.positions.inputs = {memory: index for memory, index in found.items() if memory is not None}
             for (first, dim), *others in groups.values():
-                for other, place in others:
-                    torch._check(values[first].shape[dim] == values[other].shape[place])
+                for other, dim_at in others:
+                    torch._check(values[first].shape[dim] == values[other].shape[dim_at])
 
         if not any(spec for spec in leaves(specs)):
             specs = None  # torch takes no specs at all for what `**kwargs` takes
@@ -143,7 +143,7 @@ class CaptureCall:
         except CaptureError as error:
             if torch.__version__ >= "2.12" and not violates_dims(error):
                 raise
-            # 2.11 cannot slice at a symbolic place so, and a named Dim refuses the guards about 0 and 1;
+            # 2.11 cannot slice at a symbolic dim_at so, and a named Dim refuses the guards about 0 and 1;
             # without, those two are outside of what the graph is for, and captured when they are met
             gm = export_graph(*given_call, positions=self.positions)
             why = "torch 2.11 cannot capture it for all sizes"
@@ -220,7 +220,7 @@ class CaptureCall:
     ) -> tuple[Any, list[tuple[int, int]]]:
         """`specs` with the wanted dims free, and every dim of one of `sizes` where there is no spec; and which."""
         order = iter(enumerate(self.names))
-        places: list[tuple[int, int]] = []
+        dims_at: list[tuple[int, int]] = []
 
         def free(_: str, spec: Spec, value: Any) -> Spec:
             index, name = next(order)
@@ -230,7 +230,7 @@ class CaptureCall:
                 dims = [dim for dim, size in enumerate(value.shape) if size in sizes]
             else:
                 return spec
-            places.extend((index, dim) for dim in dims)
+            dims_at.extend((index, dim) for dim in dims)
             return with_dims(spec, dims) if dims else spec
 
-        return map_specs(specs, self.bound, free), places
+        return map_specs(specs, self.bound, free), dims_at

@@ -32,7 +32,7 @@ from graft.base.errors import UnsupportedAttention, UnsupportedState
 from graft.ir.io.symbols import fresh_mode
 from graft.ir.trace import FAKE_TENSOR, quiet
 
-Place = Callable[[PreTrainedModel], AbstractContextManager[Callable[[Tensor], Tensor]]]
+Placement = Callable[[PreTrainedModel], AbstractContextManager[Callable[[Tensor], Tensor]]]
 LENGTH = 5  # tokens of the prompt
 KEYS_VALUES = frozenset({"keys", "values"})
 CARRIED: Mapping[type, frozenset[str]] = {
@@ -112,34 +112,34 @@ def own_state(model: PreTrainedModel) -> list[StateTensor]:
     tensors (about 4 s).
     """
     problem: Exception | None = None
-    for place in (on_meta, on_fakes):
+    for placement in (on_meta, on_fakes):
         try:
-            return run_decode(model, place)
+            return run_decode(model, placement)
         except Exception as error:  # noqa: BLE001  (whatever the model raises; if both ways do, it is told below)
             problem = error
     why = f"its own cached decode cannot be run on tensors without numbers ({type(problem).__name__}: {problem})"
     raise unsupported(model, why) from problem
 
 
-def run_decode(model: PreTrainedModel, place: Place) -> list[StateTensor]:
+def run_decode(model: PreTrainedModel, placement: Placement) -> list[StateTensor]:
     with torch.no_grad(), quiet(FAKE_TENSOR), plain_experts(model), unchanged(model) as changed:
-        kept = decode(model, place, use_cache=True)
+        kept = decode(model, placement, use_cache=True)
         assigned = changed()
     if not assigned:
         return kept
     with torch.no_grad(), quiet(FAKE_TENSOR), plain_experts(model), unchanged(model) as changed:
-        decode(model, place, use_cache=False)
+        decode(model, placement, use_cache=False)
         always = {state.path for state in changed()}
     # what the module assigns in any case is no cache (tables of long rotations)
     return kept + [state for state in assigned if state.path not in always]
 
 
-def decode(model: PreTrainedModel, place: Place, *, use_cache: bool) -> list[StateTensor]:
+def decode(model: PreTrainedModel, placement: Placement, *, use_cache: bool) -> list[StateTensor]:
     """Runs a prompt and, with a cache, one more token; the tensors of what the module wants back in the next step."""
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     made: dict[int, Tensor] = {}  # a tied one is one tensor here too
     takes = inspect.signature(model.forward).parameters
-    with place(model) as without_numbers:
+    with placement(model) as without_numbers:
         tensors = {name: made.setdefault(id(t), without_numbers(t)) for name, t in named.items()}
         ids = torch.zeros((1, LENGTH), dtype=torch.int64)
         call: dict[str, Any] = {"input_ids": ids, "use_cache": use_cache}

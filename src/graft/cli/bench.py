@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 Against = Annotated[
     str,
-    typer.Option(help="Rivals, with commas between them: eager, compile, autotune, llama.cpp, openvino; or none."),
+    typer.Option(help="Baselines, with commas between them: eager, compile, autotune, llama.cpp, openvino; or none."),
 ]
 Peers = Annotated[
     bool,
-    typer.Option("--peers", help="All rivals of this kind of device; some compile for minutes at every batch size."),
+    typer.Option(
+        "--peers", help="All baselines of this kind of device; some compile for minutes at every batch size."
+    ),
 ]
-Threads = Annotated[
-    int | None, typer.Option(help="Of all contestants on a CPU. [the cores that the process may use]")
-]
+Threads = Annotated[int | None, typer.Option(help="Of all engines on a CPU. [the cores that the process may use]")]
 
 
 Batches = Annotated[str | None, typer.Option(help="Batch sizes, with commas between them. [1,8,32; with --peers 1]")]
@@ -53,7 +53,7 @@ Kernels = Annotated[
     bool, typer.Option("--kernels", help="Instead: where the time of one decode step goes, kernel by kernel.")
 ]
 TimeLimit = Annotated[
-    float | None, typer.Option(help="Begin no rival after this many seconds of measuring.", metavar="SECONDS")
+    float | None, typer.Option(help="Begin no baseline after this many seconds of measuring.", metavar="SECONDS")
 ]
 
 
@@ -92,18 +92,18 @@ def bench(
     from graft.cli.bench_show import phase_lines
     from graft.models.load import DTYPES, resolve_device, resolve_dtype
 
-    place = resolve_device(device)
+    target = resolve_device(device)
     given: dict[str, Any] = {
         "dtype": dtype, "device": device, "config": config, "sets": sets, "plugins": plugins, "backend": backend,
         "quantize": quantize, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     if throughput or preset:
-        loads = read_loads(throughput, preset, requests or DEFAULT_REQUESTS[place.type], rate)
+        loads = read_loads(throughput, preset, requests or DEFAULT_REQUESTS[target.type], rate)
         more = {"max_num_seqs": max_num_seqs or 256, "kv_cache_memory": kv_cache_memory}
         return under_load(model, loads, preset, as_json, **given, **more)
-    plan = make_plan(place, batch, prompt, new, repeats, against, peers, time_limit, threads)
+    plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
     check(model, plan, backend, plot, kernels)
-    resolve_dtype(dtype, place, DTYPES["float32"])
+    resolve_dtype(dtype, target, DTYPES["float32"])
     module_runs = bool({*plan.against} - {"llama.cpp"})  # all others run the Hugging Face module
     with use_threads(plan.threads), phase_lines(peers) as progress:
         clock = PhaseClock(progress)
@@ -135,13 +135,13 @@ def make_plan(
     from graft.bench.plan import BenchPlan
     from graft.bench.threads import checked_threads
 
-    rivals = () if against == "none" else tuple(dict.fromkeys(against.split(",")))
+    baselines = () if against == "none" else tuple(dict.fromkeys(against.split(",")))
     return BenchPlan(
         read_numbers("batch", batch if batch is not None else "1" if peers else "1,8,32"),
         read_numbers("prompt", prompt),
         (127 if peers else 32) if new is None else new,
         repeats,
-        PEERS.get(device.type, PEERS["cpu"]) if peers else rivals,
+        PEERS.get(device.type, PEERS["cpu"]) if peers else baselines,
         time_limit,
         checked_threads(threads, device),
     )
@@ -233,7 +233,7 @@ def read_numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def finish(result: Bench) -> None:
-    """Exit code 1 where the run was cut short or graft itself failed; rivals may fail."""
+    """Exit code 1 where the run was cut short or graft itself failed; baselines may fail."""
     from graft.cli.show import err
 
     if result.interrupted:

@@ -169,8 +169,8 @@ def show_search(report: CheckReport) -> None:
     found = report.bisection
     if found is None:
         return
-    place = f"match {found.number} of {found.matches}: {found.match}" if found.match else found.why_no_match
-    text = f"first bad transform: {found.transform}; {place}; {found.runs} runs of at most {found.bound}"
+    site = f"match {found.number} of {found.matches}: {found.match}" if found.match else found.why_no_match
+    text = f"first bad transform: {found.transform}; {site}; {found.runs} runs of at most {found.bound}"
     out.print(text, style="red", markup=False, soft_wrap=True)
 
 

@@ -56,11 +56,11 @@ def show(explanation: Explanation) -> None:
         for match in matches:
             proof = f", error {match.proof.error:.1e} of {match.proof.limit:.1e}" if match.proof else ""
             form = f" as {match.pattern}" if match.pattern else ""
-            out.print(f"  {place_text(match.place)}: {match.nodes} nodes{form}{proof}", markup=False, soft_wrap=True)
+            out.print(f"  {site_text(match.site)}: {match.nodes} nodes{form}{proof}", markup=False, soft_wrap=True)
     if misses:
         out.print("near misses", style="yellow")
     for miss in misses:
-        out.print(f"  {place_text(miss.place)}", markup=False, soft_wrap=True)
+        out.print(f"  {site_text(miss.site)}", markup=False, soft_wrap=True)
         out.print(f"    {miss.reason}", markup=False, soft_wrap=True)
         out.print(
             f"    {miss.matched} of {miss.size} calls of {miss.pattern} fitted at {miss.anchor}",
@@ -74,5 +74,5 @@ def counted(things: Sequence[object], name: str) -> str:
     return f"{len(things)} {name}{'' if len(things) == 1 else 'es'}"
 
 
-def place_text(place: ModelSite) -> str:
-    return "  ".join(part for part in (f"%{place.node}" if place.node else "", place.module, place.source) if part)
+def site_text(site: ModelSite) -> str:
+    return "  ".join(part for part in (f"%{site.node}" if site.node else "", site.module, site.source) if part)

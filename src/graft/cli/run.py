@@ -251,8 +251,10 @@ def show_speeds(llm: LLM, speeds: dict[str, float]) -> None:
         dtype += f" with weights in {llm.quantized.format}"
     rates = [f"graft ({llm.backend}) {speeds['graft']:.1f} tokens/s"]
     if "hugging_face_eager" in speeds:
-        rival = speeds["hugging_face_eager"]
-        rates.append(f"Hugging Face eager {rival:.1f} tokens/s ({speeds['graft'] / rival:.2f}x)" if rival else "")
+        baseline = speeds["hugging_face_eager"]
+        rates.append(
+            f"Hugging Face eager {baseline:.1f} tokens/s ({speeds['graft'] / baseline:.2f}x)" if baseline else ""
+        )
     out.print(
         f"{llm.model.name}, {dtype}, {llm.device}: {s.prompt_tokens} prompt + {s.new_tokens} new tokens,"
         " decode: " + ", ".join(rates),

@@ -36,10 +36,10 @@ def build_engine(
 ) -> tuple[Engine, str]:
     """The engine, and a line about the size of its cache.
 
-    weights: holds what the graph reads. content: its fingerprint, where some of it was given up since.
-    record: whether decode steps are recorded; None: where that is of use (see loop_problem).
+    weights: holds what the graph reads. content: its fingerprint, where some of it was freed since.
+    record: whether decode steps are captured; None: where that is of use (see loop_problem).
     """
-    device = next(weights.parameters()).device  # the module's own may be given up, and on the meta device
+    device = next(weights.parameters()).device  # the module's own may be freed, and on the meta device
     size = bytes_per_block(layers, block_size)
     most = options.max_num_seqs * -(-model.context // block_size)
     found = cache_size(size, most, device, options.kv_cache_memory)
@@ -92,7 +92,7 @@ def end_tokens(model: LoadedModel) -> frozenset[int]:
 def fingerprint(model: LoadedModel, weights: Module) -> str:
     """What the cache's content depends on beside the tokens: configuration, dtype and weights (a few of each).
 
-    The weights are those that the graph reads, quantized or not; the module may have given up its own.
+    The weights are those that the graph reads, quantized or not; the module may have freed its own.
     """
     digest = blake2b(digest_size=16)
     digest.update(model.module.config.to_json_string().encode())

@@ -44,7 +44,7 @@ def choice_notes(module: GraphModule, device: torch.device, kernels: Mapping[str
 
 
 def choice_note(module: GraphModule, device: str) -> str | None:
-    """Where the choice of kernels for this graph comes from; None where it has no product to choose for.
+    """Where the choice of kernels for this graph comes from; None where it has no GEMM to choose for.
 
     `fused_linear: 4 of 5 shapes measured on NVIDIA H200, 1 takes its nearest; graft tune MODEL measures`.
     """

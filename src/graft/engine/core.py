@@ -131,10 +131,10 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_tokens: int = 0
-    replayed_steps: int = 0  # decode steps that were one replay of a recording
+    replayed_steps: int = 0  # decode steps that were one replay of a capture
     steps_ahead: int = 0  # of these, launched before the tokens of the step ahead were known
-    bucket_misses: int = 0  # decode steps for which there was no recording, where recordings are on
-    redrawn_tokens: int = 0  # tokens that a recording could not draw and the host drew
+    bucket_misses: int = 0  # decode steps for which there was no capture, where captures are on
+    host_sampled_tokens: int = 0  # tokens whose nucleus was too wide for a CUDA graph and that the host sampled
 
     @property
     def decode_rate(self) -> float:

@@ -5,7 +5,7 @@
 
 Steps run back to back; no step is handed from one thread to another. A caller is woken when something of its own has
 changed. While it has nothing to do, the thread refers to its queue alone: whoever drops the LLM frees the engine, and
-the thread ends. A step that fails is told to every caller, all requests are given up, and the next ones begin with an
+the thread ends. A step that fails is told to every caller, all requests are aborted, and the next ones begin with an
 empty engine.
 """
 
@@ -111,7 +111,7 @@ class Driver:
         try:
             self.put(partial(Shift.lend, taken=taken, given_back=given_back))
             taken.get()
-            with self.engine.turn:
+            with self.engine.lock:
                 self.holder = threading.get_ident()
                 try:
                     yield self.engine
@@ -121,14 +121,14 @@ class Driver:
             given_back.put(None)
 
     def close(self) -> None:
-        """Gives up all requests and ends the thread."""
+        """Aborts all requests and ends the thread."""
         self.closing()
 
     def after_fork(self) -> None:
         """In the child there is no thread, and what it was at is lost."""
-        idle = self.engine.idle and self.engine.turn.acquire(blocking=False)
+        idle = self.engine.idle and self.engine.lock.acquire(blocking=False)
         if idle:
-            self.engine.turn.release()
+            self.engine.lock.release()
         self.closing.detach()
         self.take_seat()
         self.seat.closed = not idle or self.seat.closed
@@ -163,10 +163,10 @@ class Shift:
             self.settle(request)
 
     def lend(self, taken: SimpleQueue[None], given_back: SimpleQueue[None]) -> None:
-        self.engine.turn.release()
+        self.engine.lock.release()
         taken.put(None)
         given_back.get()
-        self.engine.turn.acquire()
+        self.engine.lock.acquire()
         for request in tuple(self.watches):
             self.settle(request)
 
@@ -217,7 +217,7 @@ def lost_device(error: BaseException) -> bool:
 
 
 def step_failed(error: BaseException) -> EngineFailed:
-    what = f"a step of the engine failed ({type(error).__name__}: {error}); every request that was open is given up"
+    what = f"a step of the engine failed ({type(error).__name__}: {error}); every request that was open is aborted"
     then = "the device is lost to this process: start another" if lost_device(error) else "new ones can be made"
     failure = EngineFailed(f"{what}, {then}")
     failure.__cause__ = error
@@ -238,7 +238,7 @@ def work_off(job: Job | None, jobs: SimpleQueue[Job | None]) -> bool:
     shift, device = Shift(engine), engine.tensors[0].device
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own
-    with engine.turn:
+    with engine.lock:
         while True:
             if job is None:
                 shift.fail(EngineFailed("the LLM was closed"))

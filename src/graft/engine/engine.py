@@ -17,7 +17,7 @@ from graft.base.errors import EngineFailed, EngineStuck, GraftError, LogitsError
 from graft.engine.batch import pack
 from graft.engine.core import FinishReason, Request, Stats
 from graft.engine.decode.choose import WIDE
-from graft.engine.decode.loop import Counts, DecodeLoop, Flight
+from graft.engine.decode.loop import Counts, DecodeLoop, InFlightStep
 from graft.engine.due import Due
 from graft.engine.kv.manager import BlockManager
 from graft.engine.kv.tensors import copy_blocks
@@ -30,7 +30,7 @@ from graft.engine.text.detokenize import TextStream
 class Engine:
     """Runs requests over one lowered graph and one cache. Add requests at any time; each `step` moves them on.
 
-    One thread at a time has its `turn`: the driver's while it has work, or the one that steps the engine itself.
+    One thread at a time has its `lock`: the driver's while it has work, or the one that steps the engine itself.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class Engine:
         self.manager: BlockManager = scheduler.manager
         self.end_tokens = end_tokens
         self.tokenizer = tokenizer
-        self.loop = loop  # decodes by recordings, a step ahead of the host; None: every step is `run`
+        self.loop = loop  # decodes by captures, a step ahead of the host; None: every step is `run`
         self.said = tuple(notes)
         self.stats = Stats()
-        self.turn = threading.RLock()
+        self.lock = threading.RLock()
         self.ended: list[Request] = []  # since the last step began
         self.broken: GraftError | None = None  # after this it is in no state to go on
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Feeds the next tokens and returns the requests that got a new one."""
-        with self.turn:
+        with self.lock:
             self.ended = []
             return self.next_step()
 
@@ -68,24 +68,24 @@ class Engine:
         started, loop = time.perf_counter(), self.loop
         if loop is not None:
             loop.follow_stream()
-            if loop.flights:  # one step is on its way already
-                return self.take_stock(loop.flights[0], started)
+            if loop.in_flight:  # one step is on its way already
+                return self.take_stock(loop.in_flight[0], started)
         plan = self.scheduler.schedule()
         if not plan.requests:
             return self.nothing_to_do()
         due: list[Due] = []
-        flight = None
+        step = None
         with self.undone_on_error(plan, due):
             copy_blocks(self.tensors, plan.copies)
-            recording = None if loop is None else loop.recording(plan)
-            if loop is not None and recording is not None and recording.kind != "logits":
-                flight = loop.start(plan, recording)
+            capture = None if loop is None else loop.captured(plan)
+            if loop is not None and capture is not None and capture.kind != "logits":
+                step = loop.start(plan, capture)
             else:
                 due += self.due(plan)
-                logits = self.run(plan) if loop is None or recording is None else loop.logits(plan, recording)
+                logits = self.run(plan) if loop is None or capture is None else loop.logits(plan, capture)
                 self.advance(plan, due, self.choose(due, logits))  # logits: [n, vocab]
-        if flight is not None:
-            return self.take_stock(flight, started)
+        if step is not None:
+            return self.take_stock(step, started)
         grown = [one.request for one in due if one.request.error is None]
         self.count(plan, grown, time.perf_counter() - started)
         return grown
@@ -98,17 +98,17 @@ class Engine:
         (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, n, vocab]
         return logits[0]
 
-    def take_stock(self, flight: Flight, started: float) -> list[Request]:
-        """Launches the step after `flight`, where it can be launched unseen, and then looks at what `flight` gave."""
+    def take_stock(self, step: InFlightStep, started: float) -> list[Request]:
+        """Launches the step after `step`, where it can be launched unseen, and then looks at what `step` gave."""
         assert self.loop is not None
-        with self.undone_on_error(flight.plan, flight.due):
-            self.loop.go_ahead(flight)
-            tokens = flight.tokens()  # waits
-            self.loop.flights.remove(flight)
-            for one in flight.due:
+        with self.undone_on_error(step.plan, step.due):
+            self.loop.go_ahead(step)
+            tokens = step.tokens()  # waits
+            self.loop.in_flight.remove(step)
+            for one in step.due:
                 if tokens[one.row] == WIDE:
-                    self.loop.redraw(one)
-            due = [one for one in flight.due if tokens[one.row] != WIDE]
+                    self.loop.sample_on_host(one)
+            due = [one for one in step.due if tokens[one.row] != WIDE]
             for one in due:
                 self.keep(one.request, 1)
             for one in due:
@@ -116,20 +116,20 @@ class Engine:
                 self.append_token(one.request, SampledToken(token, error=LogitsError() if token < 0 else None))
         grown = [one.request for one in due if one.request.error is None]
         # whoever comes back late finds the step done: what it took then is the device's time
-        seconds = max(time.perf_counter() - started, flight.seconds)
-        self.count(flight.plan, grown, seconds, decoding=True)
+        seconds = max(time.perf_counter() - started, step.seconds)
+        self.count(step.plan, grown, seconds, decoding=True)
         return grown
 
     @contextmanager
     def undone_on_error(self, plan: StepPlan, due: list[Due]) -> Iterator[None]:
-        """What is on the way is given up, last first, then this step."""
+        """What is in flight is undone, last first, then this step."""
         try:
             yield
         except BaseException as error:
             if self.loop is not None:
-                for flight in reversed(self.loop.flights):
-                    self.undo(flight.plan, flight.due)
-                self.loop.flights = []
+                for step in reversed(self.loop.in_flight):
+                    self.undo(step.plan, step.due)
+                self.loop.in_flight = []
             self.undo(plan, due)
             if is_out_of_memory(error):
                 raise self.out_of_memory(plan) from error
@@ -239,7 +239,7 @@ class Engine:
     def enter(self, request: Request) -> None:
         if self.broken is not None:
             raise EngineFailed(f"the engine is broken since a step failed ({self.broken}); load the LLM again")
-        with self.turn:
+        with self.lock:
             if self.idle:
                 self.stats, self.scheduler.preemptions = Stats(), 0
                 if self.loop is not None:
@@ -265,7 +265,7 @@ class Engine:
 
     def abort(self, requests: Iterable[Request]) -> None:
         """Ends those that have not ended, wherever they stand; their blocks are free again."""
-        with self.turn:
+        with self.lock:
             for request in requests:
                 for each in request.family:
                     if each.finish_reason is None:
@@ -287,7 +287,7 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Of the blocks that requests get; the padding block of recordings is not one of them."""
+        """Of the blocks that requests get; the padding block of captures is not one of them."""
         return sum(tensor[0].nbytes for tensor in self.tensors) * self.manager.blocks
 
     def count(self, plan: StepPlan, grown: list[Request], seconds: float, decoding: bool = False) -> None:
@@ -309,7 +309,7 @@ class Engine:
             replayed_steps=counts.replays,
             steps_ahead=counts.ahead,
             bucket_misses=counts.misses,
-            redrawn_tokens=counts.redrawn,
+            host_sampled_tokens=counts.host_sampled,
         )
 
     def out_of_memory(self, plan: StepPlan) -> OutOfMemory:

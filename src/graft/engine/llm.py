@@ -35,7 +35,7 @@ class LLM(Frontend):
 
     quantize: "int8", "int4" or "fp8", the transform quantize_linear; None: floats, but for a GGUF file with
     `dtype="auto"` and the native backend, which reads the file's own blocks; "none": floats always. Where the LLM
-    loaded the model itself, it gives up the weights that were quantized, or packed for native kernels, and
+    loaded the model itself, it frees the weights that were quantized, or packed for native kernels, and
     `llm.model.module` refuses to run; a LoadedModel of the caller keeps them. keep_weights says it either way; of a
     file's own blocks it makes a second, dequantised copy. trust_remote_code: Python code that comes with a model's
     folder may run; without it, it never does.
@@ -66,7 +66,7 @@ class LLM(Frontend):
         loaded = replace(loaded, context=sizes.context(loaded.context))
         settings = settings_for(loaded, config, quantize)
         target = target_of(loaded, settings, backend)
-        keep = (given is not None if keep_weights is None else keep_weights) and loaded.held is None
+        keep = (given is not None if keep_weights is None else keep_weights) and loaded.lazy is None
         captured = capture(loaded, progress)
         made = transform(loaded, captured, settings, target, keep_weights=keep, dump_dir=dump_dir, progress=progress)
         lowered = lower(loaded, made, settings, target, keep_weights=keep)
@@ -77,7 +77,7 @@ class LLM(Frontend):
         quantized = bool(weight_formats(settings))
         checked = self_check(self.engine, loaded, made.layer_names, quantized=quantized, wanted=sizes.self_check)
         if keep_weights and loaded.floats is not None:
-            loaded = replace(loaded, module=loaded.floats(), held=None, floats=None)
+            loaded = replace(loaded, module=loaded.floats(), lazy=None, floats=None)
         self.model, self.device, self.backend = loaded, target.device, lowered.backend
         self.graph_module, self.quantized = made.graph_module, made.quantized
         notes = (

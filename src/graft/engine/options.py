@@ -25,7 +25,7 @@ class EngineOptions:
     enable_prefix_caching: prompts that begin alike share what is in the cache.
     max_events: blocks that events not yet read may tell of.
     enforce_eager: decode without CUDA graphs.
-    cudagraph_capture_sizes: batch sizes that decode steps are recorded for; None: see decode/buckets.py.
+    cudagraph_capture_sizes: batch sizes that decode steps are captured for; None: see decode/buckets.py.
     self_check: at load, decode steps are compared with a full pass over the same tokens.
     """
 

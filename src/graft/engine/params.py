@@ -49,8 +49,8 @@ class SamplingParams:
     """How tokens are chosen and when to stop.
 
     temperature=0 is greedy, where top_k, top_p and min_p change nothing. Repetition counts the prompt and the new
-    tokens, presence and frequency the new ones alone. `seed` makes draws repeatable. `stop` and `stop_token_ids` are
-    tuples once made.
+    tokens, presence and frequency the new ones alone. `seed` makes sampling repeatable. `stop` and `stop_token_ids`
+    are tuples once made.
     """
 
     n: int = 1

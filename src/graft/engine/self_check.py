@@ -4,7 +4,7 @@
     prompt + the tokens that came ─▶ prefill     the same, of all tokens at once
 
 Whatever decoding loses between steps (a state, a position, a mask) makes the two differ, and the first layer whose
-keys or values do is told. On a GPU the decode steps are replays of the recordings that requests use.
+keys or values do is told. On a GPU the decode steps are replays of the captures that requests use.
 The tokens fill less than a block, so nothing is stored, found or told by events; afterwards the block is zero again.
 """
 
@@ -77,7 +77,7 @@ def self_check(
 def play(engine: Engine, prompt: Sequence[int], steps: int) -> Seen | None:
     """Moves a greedy request on by that many tokens and gives it up. None: it has no token to give.
 
-    Recorded steps are greedy, without log probabilities: asking for them would make a recording of its own.
+    Captured steps are greedy, without log probabilities: asking for them would make a capture of its own.
     """
     wanted = MOST_LOGPROBS if engine.loop is None or steps == 1 else None
     params = SamplingParams(max_tokens=steps + 1, ignore_eos=True, seed=0, logprobs=wanted)

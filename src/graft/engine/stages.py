@@ -34,7 +34,7 @@ from graft.passes.config import DEFAULTS, ConfigLayer, PipelineConfig, flatten, 
 from graft.passes.library.quantize.quantization import Saving, release
 from graft.passes.pipeline import run_pipeline
 from graft.passes.report import Report
-from graft.weights.lazy import Held
+from graft.weights.lazy import LazyWeights
 
 Config = str | Path | Mapping[str, Any] | PipelineConfig | None
 
@@ -101,7 +101,7 @@ def settings_for(
     else:
         chosen = (*sets, *quantize_sets(quantize))
         settings = load_config(config, model=overlay(model), sets=chosen, plugins=tuple(plugins))
-    if model.held is not None and no_format_asked(settings):
+    if model.lazy is not None and no_format_asked(settings):
         settings = with_sets(settings, quantize_sets("file"))
     require_cache(settings)
     return settings
@@ -128,16 +128,16 @@ def transform(
     progress: Progress | None = None,
 ) -> Transformed:
     """Runs the pipeline over the captured graph, which is changed. keep_weights: the module keeps its own."""
-    gm, held = captured.graph_module, model.held
+    gm, lazy = captured.graph_module, model.lazy
     owned = None if keep_weights else model.module
-    context = Context(route="decoder", backend=target.backend, context_length=model.context, owned=owned, held=held)
+    context = Context(route="decoder", backend=target.backend, context_length=model.context, owned=owned, lazy=lazy)
     if settings.verify == "matches":
-        context.notes += filled(held, gm, "verify: matches computes with them")
+        context.notes += filled(lazy, gm, "verify: matches computes with them")
     report = run_pipeline(
         gm, settings, context, model=model.name, dump_dir=dump_dir, progress=transform_progress(progress)
     )
     check_graph(gm.graph)
-    notes = filled(held, gm, "the graph reads them as floats")
+    notes = filled(lazy, gm, "the graph reads them as floats")
     return Transformed(
         gm,
         report,
@@ -153,9 +153,9 @@ def transform(
 def lower(
     model: LoadedModel, made: Transformed, settings: PipelineConfig, target: Target, *, keep_weights: bool
 ) -> Lowered:
-    """What the backend runs; weights that it has packed are given up unless the module keeps its own."""
-    give_up = None if keep_weights else partial(release, made.graph_module, model.module)
-    return lower_decoder(made.graph_module, target.backend, settings.kernels, asked=target.asked, release=give_up)
+    """What the backend runs; weights that it has packed are freed unless the module keeps its own."""
+    free = None if keep_weights else partial(release, made.graph_module, model.module)
+    return lower_decoder(made.graph_module, target.backend, settings.kernels, asked=target.asked, release=free)
 
 
 def no_format_asked(settings: PipelineConfig) -> bool:
@@ -169,12 +169,12 @@ def weight_formats(settings: PipelineConfig) -> tuple[str, ...]:
     return (chosen.format, chosen.head_format) if chosen.enabled else ()
 
 
-def filled(held: Held | None, gm: GraphModule, why: str) -> list[str]:
+def filled(lazy: LazyWeights | None, gm: GraphModule, why: str) -> list[str]:
     """Dequantises what of a file the graph's parameters stand for; a line for the report."""
-    if held is None:
+    if lazy is None:
         return []
     read = [attribute(gm, str(node.target)) for node in gm.graph.nodes if node.op == "get_attr"]
-    done = held.fill_all(tensor for tensor in read if isinstance(tensor, Tensor))
+    done = lazy.fill_all(tensor for tensor in read if isinstance(tensor, Tensor))
     return [f"weights: {len(done)} of the file's were dequantised, because {why}"] if done else []
 
 

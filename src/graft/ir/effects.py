@@ -88,21 +88,23 @@ def effects(target: Any) -> Effects:
     if schema is None:
         returned = (ArgumentPosition(0, ""),) if getattr(target, "returns_argument", False) else ()
         return Effects(results=(returned,))
-    places = [(a, ArgumentPosition(None if a.kwarg_only else i, a.name)) for i, a in enumerate(schema.arguments)]
-    aliased = [(a.alias_info, place) for a, place in places if a.alias_info is not None]
-    written = tuple(place for info, place in aliased if info.is_write and target is not DETACH)
+    positions = [(a, ArgumentPosition(None if a.kwarg_only else i, a.name)) for i, a in enumerate(schema.arguments)]
+    aliased = [(a.alias_info, position) for a, position in positions if a.alias_info is not None]
+    written = tuple(position for info, position in aliased if info.is_write and target is not DETACH)
     maybe = schema.name in MAYBE_VIEWS
     results = []
     for result in schema.returns:
         names = result.alias_info.before_set if result.alias_info else set()
         # a list of views (`split(Tensor(a -> *)) -> Tensor(a)[]`) carries no alias info of its own
-        found = tuple(place for info, place in aliased if info.before_set & names or not schema.is_mutable)
+        found = tuple(position for info, position in aliased if info.before_set & names or not schema.is_mutable)
         if maybe and not found:  # the first tensor, or list of tensors
-            found = tuple(place for a, place in places if "Tensor" in str(a.type))[:1]
+            found = tuple(position for a, position in positions if "Tensor" in str(a.type))[:1]
         results.append(found)
     silent, flag = UNDECLARED_WRITES.get(schema.name, ((), None))
-    undeclared = tuple(place for _, place in places if place.name in silent)
-    return Effects(written, tuple(results), maybe, undeclared, next((p for _, p in places if p.name == flag), None))
+    undeclared = tuple(position for _, position in positions if position.name in silent)
+    return Effects(
+        written, tuple(results), maybe, undeclared, next((p for _, p in positions if p.name == flag), None)
+    )
 
 
 def mutated_args(node: Node) -> list[Node]:
@@ -111,8 +113,8 @@ def mutated_args(node: Node) -> list[Node]:
         return []
     return [
         leaf
-        for place in effects(node.target).written_by(node)
-        for leaf in leaves(place.of(node))
+        for position in effects(node.target).written_by(node)
+        for leaf in leaves(position.of(node))
         if isinstance(leaf, Node)
     ]
 
@@ -149,7 +151,7 @@ def alias_sources(node: Node) -> list[Node]:
         call, item = node.args[:2]
         return item_sources(call, item) if isinstance(call, Node) and isinstance(item, int) else []
     results = effects(node.target).results
-    found = [place.of(node) for place in results[0]] if len(results) == 1 else []
+    found = [position.of(node) for position in results[0]] if len(results) == 1 else []
     # one tensor made of a list of several (einsum) is computed; of a list of one it may be a view
     return nodes_in([value for value in found if not isinstance(value, (list, tuple)) or len(value) == 1])
 
@@ -158,8 +160,8 @@ def item_sources(call: Node, item: int) -> list[Node]:
     """The same for one result of several, or one item of a list."""
     results = effects(call.target).results if call.op == "call_function" else ()
     if len(results) > 1:
-        return nodes_in([place.of(call) for place in results[item]])
-    found = [place.of(call) for place in results[0]] if results else []
+        return nodes_in([position.of(call) for position in results[item]])
+    found = [position.of(call) for position in results[0]] if results else []
     # views of a list (broadcast_tensors) are one of each
     return nodes_in([value[item] if isinstance(value, (list, tuple)) else value for value in found])
 

@@ -36,7 +36,7 @@ class RecordedCall:
     target: Any
     args: Any
     kwargs: Any
-    index: int  # place in the graph
+    index: int  # position in the graph
 
 
 @dataclass
@@ -77,7 +77,7 @@ def made_up(value: Any, kind: str, generator: torch.Generator, node: Node) -> An
     strides = [example_size(stride, node) for stride in value.stride()]
     device = "cpu" if value.is_meta else value.device
     filled = fill(sizes, value.dtype, kind, generator).to(device)
-    if 0 in strides:  # expanded: several places are one
+    if 0 in strides:  # expanded: several positions are one
         return filled
     return torch.empty_strided(sizes, strides, dtype=value.dtype, device=device).copy_(filled)
 

@@ -41,7 +41,7 @@ class Item:
         return self.op in ("input", "weight")
 
     @property
-    def place(self) -> str:
+    def site(self) -> str:
         """Where it stands in the model: its module, or the name of a weight."""
         return self.target if self.op == "weight" else self.module
 
@@ -69,14 +69,14 @@ def layer_of(path: str) -> LayerPath | None:
 def homes(items: Sequence[Item]) -> list[LayerPath | None]:
     """The layer of each node. A value that several layers read belongs to none, wherever it was first computed."""
     several = shared(items)
-    return [None if item.index in several else layer_of(item.place) for item in items]
+    return [None if item.index in several else layer_of(item.site) for item in items]
 
 
 def shared(items: Sequence[Item]) -> set[int]:
     """The nodes that several layers read."""
     read_in: dict[int, set[LayerPath]] = defaultdict(set)
     for item in items:
-        layer = layer_of(item.place)
+        layer = layer_of(item.site)
         for _, index in item.inputs:
             if layer is not None:
                 read_in[index].add(layer)
@@ -156,7 +156,7 @@ def read_node(node: Node, numbers: dict[Node, int], lines: dict[str, str]) -> It
 
 
 def arguments(node: Node) -> Iterator[tuple[str, Any]]:
-    """Every leaf of the arguments with its slot: the schema's name, and the place in a list (`tensors[1]`)."""
+    """Every leaf of the arguments with its slot: the schema's name, and the site in a list (`tensors[1]`)."""
     if node.op == "placeholder":
         return
     names = slot_names(node.target) if node.op == "call_function" else ()

@@ -53,10 +53,10 @@ def equal_layers(items: list[Item]) -> dict[LayerPath, LayerPath]:
 
 def layer_shape(members: list[Item], layer: LayerPath, sources: Sources, *, blurred: bool = False) -> Hashable:
     """A layer's nodes in order, without names and its number."""
-    places = {item.index: place for place, item in enumerate(members)}
+    ranks = {item.index: rank for rank, item in enumerate(members)}
 
     def source(index: int) -> Hashable:
-        return places[index] if index in places else sources(index, layer, blurred=blurred)
+        return ranks[index] if index in ranks else sources(index, layer, blurred=blurred)
 
     shapes = ((own_shape(item, layer), tuple((slot, source(i)) for slot, i in item.inputs)) for item in members)
     return layer.stack, tuple(shapes)

@@ -119,8 +119,8 @@ def source_line(node: Node) -> str:
 
 def where(node: Node) -> str:
     """`%add_3 (model.layers.0.mlp, modeling_llama.py:83)`, for messages."""
-    place = ", ".join(part for part in (module_path(node), source_line(node)) if part)
-    return f"%{node.name}" + (f" ({place})" if place else "")
+    location = ", ".join(part for part in (module_path(node), source_line(node)) if part)
+    return f"%{node.name}" + (f" ({location})" if location else "")
 
 
 def is_weight(node: object) -> bool:

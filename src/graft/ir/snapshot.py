@@ -1,7 +1,8 @@
 """What a module and the arguments of a call hold in Python, so that a trace can be undone and what changed be named.
 
-A place is one dict, list, set or deque with a copy of its items: the attributes of a module, its table of buffers, a
-list that it holds, the attributes of an object that it holds. A tensor is an item: only which tensor it is counts.
+A container is one dict, list, set or deque with a copy of its items: the attributes of a module, its table of
+buffers, a list that it holds, the attributes of an object that it holds. A tensor is an item: only which tensor it is
+counts.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class SavedContainer:
 
 @dataclass
 class ModuleSnapshot:
-    places: list[SavedContainer] = field(default_factory=list)
+    containers: list[SavedContainer] = field(default_factory=list)
     seen: dict[int, Any] = field(default_factory=dict)  # by id; the objects, so that no id is used twice
 
     def add_module(self, module: torch.nn.Module) -> None:
@@ -70,10 +71,10 @@ class ModuleSnapshot:
                 table = vars(part).get(name)
                 if isinstance(table, (dict, set)):
                     state = name in STATE_TABLES
-                    self.places.append(
+                    self.containers.append(
                         SavedContainer(dot, table, table.copy(), part if state else None, refused=state)
                     )
-            self.places.append(SavedContainer(dot, vars(part), dict(vars(part)), part))
+            self.containers.append(SavedContainer(dot, vars(part), dict(vars(part)), part))
             for name, value in list(vars(part).items()):
                 if name not in MODULE_TABLES:
                     self.add(f"{dot}{name}", value)
@@ -84,19 +85,19 @@ class ModuleSnapshot:
             return
         self.seen[id(value)] = value
         if isinstance(value, (dict, list, deque, set)):
-            self.places.append(SavedContainer(path, value, value.copy()))
+            self.containers.append(SavedContainer(path, value, value.copy()))
         if isinstance(value, (dict, list, deque, tuple)):
             for key, item in pairs(value).items():
                 self.add(f"{path}[{key!r}]", item)
         if is_plain_object(value):
             state = vars(value)
-            self.places.append(SavedContainer(f"{path}.", state, dict(state)))
+            self.containers.append(SavedContainer(f"{path}.", state, dict(state)))
             for name, item in list(state.items()):
                 self.add(f"{path}.{name}", item)
 
     def put_back(self) -> None:
-        for place in self.places:
-            place.put_back()
+        for container in self.containers:
+            container.put_back()
 
 
 def pairs(items: Any) -> dict[Any, Any]:

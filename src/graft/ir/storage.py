@@ -22,8 +22,8 @@ def share_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Two names with one of these are one tensor."""
-    place = storage_id(tensor), tensor.storage_offset()
-    return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    location = storage_id(tensor), tensor.storage_offset()
+    return (*location, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def extent(tensor: torch.Tensor) -> int:

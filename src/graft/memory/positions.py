@@ -41,17 +41,17 @@ BY_INDEX = (
 
 @dataclass(frozen=True)
 class WritePosition:
-    """One dim of a written tensor and what chooses the place in it: an index tensor, or the bounds of a slice."""
+    """One dim of a written tensor and what chooses the site in it: an index tensor, or the bounds of a slice."""
 
     into: Node  # the tensor before the index or the slice
     dim: int
     first: Any
     last: Any = None  # of a slice: its end
-    negative: bool = False  # places may count from the end
+    negative: bool = False  # sites may count from the end
 
 
-def places(write: Write) -> Iterator[WritePosition]:
-    """The dims in which a write goes to a place, from the views of its target and from its own index."""
+def sites(write: Write) -> Iterator[WritePosition]:
+    """The dims in which a write goes to a site, from the views of its target and from its own index."""
     node = write.into
     while node is not write.owner:
         if is_op(node, aten.slice.Tensor):
@@ -79,11 +79,11 @@ def rank_dim(node: Node, dim: int) -> int:
 
 
 def written_dims(gm: GraphModule) -> dict[Node, set[int]]:
-    """For each input that is written at places chosen by the program: in which of its dims."""
+    """For each input that is written at sites chosen by the program: in which of its dims."""
     found: dict[Node, set[int]] = {}
     for write in state_writes(gm):
         if write.positional and write.owner.op == "placeholder":
-            dims = {place.dim for place in places(write) if place.into is write.owner}
+            dims = {site.dim for site in sites(write) if site.into is write.owner}
             found.setdefault(write.owner, set()).update(dims)
     return {owner: dims for owner, dims in found.items() if dims}
 
@@ -128,12 +128,12 @@ class PositionChecks:
     unchecked: tuple[str, ...]
 
     def __call__(self, inputs: Sequence[Any]) -> None:
-        """Raises PositionError for a place that does not exist; `inputs` are those of the graph, in its order."""
+        """Raises PositionError for a site that does not exist; `inputs` are those of the graph, in its order."""
         if self.graph_module is None:
             return
         try:
             values = self.graph_module.forward(*inputs)
-        except IndexError as error:  # a selection on the way to the place
+        except IndexError as error:  # a selection on the way to the site
             raise PositionError(str(error)) from error
         for index, check in enumerate(self.checks):
             problem = check.problem(*values[3 * index : 3 * index + 3])
@@ -148,25 +148,25 @@ def position_checks(gm: GraphModule, names: dict[Node, str]) -> PositionChecks:
     needed: set[Node] = set()
     writes = state_writes(gm)
     for write in writes:
-        for place in places(write):
-            tensor = tensor_val(place.into)
-            if tensor is None or is_fixed(place, tensor) or place.last == OPEN_END:
+        for site in sites(write):
+            tensor = tensor_val(site.into)
+            if tensor is None or is_fixed(site, tensor) or site.last == OPEN_END:
                 continue
             earlier = [other for other in writes if other.node < write.node]
-            sources = computation([n for n in (place.first, place.last) if isinstance(n, Node)], earlier)
+            sources = computation([n for n in (site.first, site.last) if isinstance(n, Node)], earlier)
             name = names.get(write.owner, str(write.owner.target))
             if isinstance(sources, str):
                 unchecked.append(f"{where(write.node)}: its position in {name} is not checked: {sources}")
                 continue
-            if static_int(tensor.shape[place.dim]) is None:
-                sources |= views(place.into, write.owner)
+            if static_int(tensor.shape[site.dim]) is None:
+                sources |= views(site.into, write.owner)
             needed |= sources
             # keys and values of one layer are written at one position: one check is enough for both
-            alike = (place.first, place.last, str(tensor.shape[place.dim]), place.negative)
-            found.setdefault(alike, (place, Check(where(write.node), name, place.dim, place.negative)))
+            alike = (site.first, site.last, str(tensor.shape[site.dim]), site.negative)
+            found.setdefault(alike, (site, Check(where(write.node), name, site.dim, site.negative)))
     if not found:
         return PositionChecks(None, (), tuple(dict.fromkeys(unchecked)))
-    small = small_graph(gm, needed, [place for place, _ in found.values()])
+    small = small_graph(gm, needed, [site for site, _ in found.values()])
     return PositionChecks(small, tuple(check for _, check in found.values()), tuple(dict.fromkeys(unchecked)))
 
 
@@ -179,9 +179,9 @@ def views(node: Node, owner: Node) -> set[Node]:
     return found
 
 
-def is_fixed(place: WritePosition, tensor: torch.Tensor) -> bool:
+def is_fixed(site: WritePosition, tensor: torch.Tensor) -> bool:
     """Capture has seen these very numbers."""
-    bounds = [place.first, place.last, tensor.shape[place.dim]]
+    bounds = [site.first, site.last, tensor.shape[site.dim]]
     return all(bound is None or static_int(bound) is not None for bound in bounds)
 
 
@@ -228,7 +228,7 @@ def node_problem(node: Node) -> str | None:
 
 
 def small_graph(gm: GraphModule, needed: set[Node], wanted: Sequence[WritePosition]) -> GraphModule:
-    """The needed nodes in their order, on copies of what they write; gives (first, last, size) for each place."""
+    """The needed nodes in their order, on copies of what they write; gives (first, last, size) for each site."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     written = {owner_of(leaf) for node in needed if is_mutating(node) for leaf in mutated_args(node)}
@@ -246,12 +246,12 @@ def small_graph(gm: GraphModule, needed: set[Node], wanted: Sequence[WritePositi
         copies[node].replace_all_uses_with(fresh, delete_user_cb=lambda user, fresh=fresh: user is not fresh)
         copies[node] = fresh
     results: list[Any] = []
-    for place in wanted:
-        tensor = tensor_val(place.into)
-        size = tensor.shape[place.dim] if tensor is not None else 0
+    for site in wanted:
+        tensor = tensor_val(site.into)
+        size = tensor.shape[site.dim] if tensor is not None else 0
         if static_int(size) is None:
-            size = graph.call_function(aten.sym_size.int, (copied(place.into), place.dim))
-        results += [copies[n] if isinstance(n, Node) else n for n in (place.first, place.last)]
+            size = graph.call_function(aten.sym_size.int, (copied(site.into), site.dim))
+        results += [copies[n] if isinstance(n, Node) else n for n in (site.first, site.last)]
         results.append(size)
     graph.output(results)
     return GraphModule(gm, graph, class_name="Positions")

@@ -83,11 +83,11 @@ def box(region: StorageRegion, strides: list[int]) -> list[tuple[int, int]] | No
         return None
     found, rest, room = [], region.offset, None
     for stride in strides:
-        place, rest = divmod(rest, stride)
+        position, rest = divmod(rest, stride)
         size = sizes.get(stride, 1)
-        if room is not None and place + size > room // stride:
+        if room is not None and position + size > room // stride:
             return None
-        found.append((place, size))
+        found.append((position, size))
         room = stride
     return found
 

@@ -101,8 +101,8 @@ def reuses(graph: Graph, timeline: Timeline) -> Iterator[Reuse]:
         foreign = [user for user in users if user in timeline.entry and timeline.stream[user] != home]
         if not foreign or output_node(graph) in users:
             continue
-        freed = max(timeline.place[node] for node in (*members, *users))
-        later = bisect(by_stream[home], freed, key=timeline.place.__getitem__)
+        freed = max(timeline.position[node] for node in (*members, *users))
+        later = bisect(by_stream[home], freed, key=timeline.position.__getitem__)
         call = by_stream[home][later] if later < len(by_stream[home]) else None
         for reader in sorted(foreign):
             if call is not None and not timeline.before(reader, call):

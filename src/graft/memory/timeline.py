@@ -25,7 +25,7 @@ MAIN = 0
 
 @dataclass(frozen=True)
 class Timeline:
-    place: dict[Node, int] = field(default_factory=dict)  # of every node in the graph
+    position: dict[Node, int] = field(default_factory=dict)  # of every node in the graph
     stream: dict[Node, int] = field(default_factory=dict)  # of entries and the output
     entry: dict[Node, int] = field(default_factory=dict)
     knows: dict[Node, Clock] = field(default_factory=dict)  # as the entry begins
@@ -37,8 +37,8 @@ class Timeline:
         clocks: dict[int, Clock] = {MAIN: {MAIN: 1}}
         events: dict[int, Clock] = {}
         current = MAIN
-        for place, node in enumerate(graph.nodes):
-            timeline.place[node] = place
+        for position, node in enumerate(graph.nodes):
+            timeline.position[node] = position
             kind, number = stream_op(node) or ("", 0)
             clock = clocks.setdefault(current, {})
             if kind == "switch":

@@ -120,7 +120,7 @@ class GraphChange:
         """The two stand, or what took their places stands, in the order that they had."""
         first_writes, second_writes = kept.kind != "write after read", kept.kind != "read after write"
         touched = [(kept.first, first_writes), (kept.second, second_writes)]
-        firsts, seconds = ([*self.places(node, kept.memory, writes=writes)] for node, writes in touched)
+        firsts, seconds = ([*self.positions(node, kept.memory, writes=writes)] for node, writes in touched)
         for first in firsts:
             for second in seconds:
                 if second < first:
@@ -130,9 +130,9 @@ class GraphChange:
                     )
 
     def stand_ins(self, access: Access, *, writes: bool) -> Iterator[Node]:
-        return self.places(access.node, access.owner, writes=writes)
+        return self.positions(access.node, access.owner, writes=writes)
 
-    def places(self, node: Node, memory: Node, *, writes: bool) -> Iterator[Node]:
+    def positions(self, node: Node, memory: Node, *, writes: bool) -> Iterator[Node]:
         """`node`, or what was made for it and touches the same memory."""
         if self.survived(node.name):
             yield self.present[node.name]

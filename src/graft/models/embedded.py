@@ -75,11 +75,11 @@ def watch(folder: Path, requirement: str, progress: Progress | None, done: threa
 def largest_wheel(folder: Path) -> int:
     """Bytes of the largest wheel below a folder; pip makes, moves and removes files meanwhile."""
     largest = 0
-    for place, _, files in os.walk(folder):  # which passes over folders that are gone
+    for location, _, files in os.walk(folder):  # which passes over folders that are gone
         for name in files:
             if name.endswith(".whl"):
                 with suppress(FileNotFoundError):  # moved since it was listed
-                    largest = max(largest, (Path(place) / name).stat().st_size)
+                    largest = max(largest, (Path(location) / name).stat().st_size)
     return largest
 
 

@@ -26,9 +26,9 @@ from graft.models.requests import (
     unused_notes,
 )
 from graft.weights.checkpoint import check_folder, refusing
-from graft.weights.gguf.blocks import blocks_folder, float_model, held_model
+from graft.weights.gguf.blocks import blocks_folder, float_model, lazy_model
 from graft.weights.gguf.convert import convert_gguf, converted_note, stored_dtype
-from graft.weights.lazy import Held
+from graft.weights.lazy import LazyWeights
 
 DTYPES = {
     "float32": torch.float32,
@@ -46,7 +46,7 @@ class LoadedModel:
     tokenizer: Any
     family: Family | None
     context: int  # how many tokens fit
-    held: Held | None = None  # weights that still lie in their file: the module has shapes alone
+    lazy: LazyWeights | None = None  # weights that still lie in their file: the module has shapes alone
     floats: Callable[[], PreTrainedModel] | None = None  # of a model with such weights: a module that has them
     notes: tuple[str, ...] = ()  # for the report: what of its folder is not used, and how weights were read
 
@@ -70,27 +70,27 @@ def load_model(
 ) -> LoadedModel:
     """Loads for inference. `device="meta"` builds registry models without weights.
 
-    in_blocks: the quantised weights of a GGUF file stay in it, for the native backend to pack (LoadedModel.held).
+    in_blocks: the quantised weights of a GGUF file stay in it, for the native backend to pack (LoadedModel.lazy).
     trust_remote_code: Python code that a folder brings may run.
     """
-    place = resolve_device(device)
+    target = resolve_device(device)
     # a wrong dtype is told before anything is converted
-    path, stored = Path(name), stored_dtype(resolve_dtype(dtype, place, torch.bfloat16))
+    path, stored = Path(name), stored_dtype(resolve_dtype(dtype, target, torch.bfloat16))
     if str(name) in entries():
         entry = entries()[str(name)]
         if entry.kind == "random":
-            return build_random(entry, resolve_dtype(dtype, place, torch.bfloat16), place)
-        if in_blocks and place.type == "cpu":
+            return build_random(entry, resolve_dtype(dtype, target, torch.bfloat16), target)
+        if in_blocks and target.type == "cpu":
             file = embedded_gguf(entry.name, entry.settings, progress)
             return load_blocks(blocks_folder(file, progress, entry.name), entry.name, dtype)
         folder = embedded_folder(entry.name, entry.settings, progress, stored=stored)
-        return load_converted(folder, entry.name, dtype, place)
-    if path.suffix == ".gguf" and path.exists() and in_blocks and place.type == "cpu":
+        return load_converted(folder, entry.name, dtype, target)
+    if path.suffix == ".gguf" and path.exists() and in_blocks and target.type == "cpu":
         return load_blocks(blocks_folder(path, progress), path.stem, dtype)
     if path.suffix == ".gguf" and path.exists():
-        return load_converted(convert_gguf(path, progress, stored=stored), path.stem, dtype, place)
+        return load_converted(convert_gguf(path, progress, stored=stored), path.stem, dtype, target)
     if path.is_dir():
-        return load_folder(path, path.resolve().name, dtype, place, trust_remote_code)
+        return load_folder(path, path.resolve().name, dtype, target, trust_remote_code)
     if path.suffix == ".gguf":
         raise CheckpointError(f"{path} does not exist")
     raise UnknownModel(str(name), entries())
@@ -100,12 +100,12 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
+        target = torch.device(device)
     except RuntimeError as error:
         raise UsageError(f"unknown device {device!r}; use cpu, cuda, cuda:1 or meta") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
+    if target.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("no GPU is available here; use device='cpu'")
-    return place
+    return target
 
 
 def resolve_dtype(dtype: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
@@ -167,15 +167,15 @@ def load_converted(folder: Path, name: str, dtype: str, device: torch.device) ->
 
 def load_blocks(folder: Path, name: str, dtype: str) -> LoadedModel:
     """A GGUF file on the CPU, its quantised weights left where they are."""
-    place = torch.device("cpu")
-    number = resolve_dtype(dtype, place, torch.float32)
+    target = torch.device("cpu")
+    number = resolve_dtype(dtype, target, torch.float32)
     with refusing(f"{folder} cannot be loaded"):
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         family = family_of(config.model_type, name)
         options = (folder, number, family.reference_attention if family else None)
-        model, held = held_model(*options)
+        model, lazy = lazy_model(*options)
         context = read_context(folder, config)
-    return LoadedModel(name, model, load_tokenizer(folder), family, context, held, lambda: float_model(*options))
+    return LoadedModel(name, model, load_tokenizer(folder), family, context, lazy, lambda: float_model(*options))
 
 
 def on_device(model: Any, device: torch.device) -> Any:

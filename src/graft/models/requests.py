@@ -43,11 +43,11 @@ def refuse_quantization(folder: Path, config: Mapping[str, Any]) -> None:
     """transformers runs a method that it does not know as if the weights were floats."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    place = f"{folder / 'config.json'}: quantization_config"
+    location = f"{folder / 'config.json'}: quantization_config"
     known = sorted(set(AUTO_QUANTIZATION_CONFIG_MAPPING) - {"gguf", "torchao"})  # gguf: files, not folders
     for settings in quantizations(config):
         if not isinstance(settings, dict):
-            raise CheckpointError(f"{place} holds a {type(settings).__name__} where an object {{…}} belongs")
+            raise CheckpointError(f"{location} holds a {type(settings).__name__} where an object {{…}} belongs")
         method = settings.get("quant_method")
         if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
             method = "bitsandbytes"
@@ -57,7 +57,7 @@ def refuse_quantization(folder: Path, config: Mapping[str, Any]) -> None:
                 " capture; use the unquantized weights, with --quantize int8 (LLM: quantize='int8')"
             )
         if not any(f"{method}{bits}" in known for bits in ("", "_4bit", "_8bit")):
-            raise CheckpointError(f"{place} names the unknown quant_method {method!r}{near(str(method), known)}")
+            raise CheckpointError(f"{location} names the unknown quant_method {method!r}{near(str(method), known)}")
 
 
 def quantizations(config: Mapping[str, Any]) -> Iterator[Any]:
@@ -112,7 +112,7 @@ def own_code(folder: Path) -> list[str]:
     for file in CODE_FILES:
         classes = read_object(folder / file).get("auto_map") if (folder / file).is_file() else None
         listed = classes if isinstance(classes, dict) else {"AutoTokenizer": classes} if classes else {}
-        found += [f"{file}: {name} is {place}" for name, place in listed.items()]
+        found += [f"{file}: {name} is {location}" for name, location in listed.items()]
     return found
 
 

@@ -25,7 +25,7 @@ class Ring:
     """Counters, and where the next call takes its own."""
 
     zeros: torch.Tensor
-    place: int = 0
+    cursor: int = 0
 
 
 @cache
@@ -78,8 +78,8 @@ def counters(count: int, device: torch.device) -> torch.Tensor:
     if count > RING // 2 or not known:  # in a capture they are part of the graph, and zero at every replay
         return torch.zeros(count, dtype=torch.int32, device=device)
     own = ring(device)
-    first = own.place if own.place + count <= RING else 0
-    own.place = first + count
+    first = own.cursor if own.cursor + count <= RING else 0
+    own.cursor = first + count
     return own.zeros[first : first + count]
 
 

@@ -201,8 +201,8 @@ def slots_of(blocks: list[int], first: int, last: int, block_size: int) -> list[
     """Where the cache holds the tokens first…last-1 of a sequence."""
     if last - first < 2 * block_size:  # numpy takes longer over few numbers
         return [blocks[p // block_size] * block_size + p % block_size for p in range(first, last)]
-    places = np.arange(first, last)
-    return (np.array(blocks)[places // block_size] * block_size + places % block_size).tolist()
+    positions = np.arange(first, last)
+    return (np.array(blocks)[positions // block_size] * block_size + positions % block_size).tolist()
 
 
 # ── a step in tensors ───────────────────────────────────────────────────────────────────────────────────────────
@@ -219,7 +219,7 @@ def pack(host: HostBatch, device: torch.device) -> Batch:
 
 def views(sent: Tensor, at: Mapping[str, slice], block_tables: Tensor, lens_cpu: Tensor) -> Batch:
     """The batch that lies in `sent` as HostBatch.flat says, with tables of their own."""
-    each = {name: sent[place] for name, place in at.items()}
+    each = {name: sent[position] for name, position in at.items()}
     each["input_ids"], each["position_ids"] = each["input_ids"][None], each["position_ids"][None]
     return Batch(**each, block_tables=block_tables, lens_cpu=lens_cpu)
 

@@ -17,7 +17,7 @@ class Ran:
     kind: str = ""
     skipped: Skipped = ()
     note: str = ""
-    places: int = 1  # of the graph
+    sites: int = 1  # of the graph
 
     def __str__(self) -> str:
         """`aten (existing)`, `reference (not triton: Triton kernels run on a GPU…)`, `by call: split_kv, triton`."""
@@ -38,13 +38,13 @@ class OpKernels:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of every kernel that runs, or may run, in some place."""
+        """Of every kernel that runs, or may run, in some site."""
         return tuple(dict.fromkeys(name for one in self.ran for name in one.kernels))
 
     def __str__(self) -> str:
         if len(self.ran) == 1:
             return str(self.ran[0])
-        return "; ".join(f"in {one.places} place{'s' * (one.places > 1)} {one}" for one in self.ran)
+        return "; ".join(f"in {one.sites} site{'s' * (one.sites > 1)} {one}" for one in self.ran)
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> OpKernels:
@@ -54,7 +54,7 @@ class OpKernels:
 
 def read_ran(entry: Mapping[str, Any]) -> Ran:
     skipped = tuple((str(name), str(reason)) for name, reason in entry["skipped"])
-    return Ran(tuple(entry["kernels"]), entry["kind"], skipped, entry["note"], entry["places"])
+    return Ran(tuple(entry["kernels"]), entry["kind"], skipped, entry["note"], entry["sites"])
 
 
 def reasons_text(skipped: Iterable[tuple[str, str]]) -> str:
@@ -71,4 +71,4 @@ def gathered(found: Iterable[tuple[str, Ran]]) -> dict[str, OpKernels]:
     for op, ran in found:
         counts = by_op.setdefault(op, {})
         counts[ran] = counts.get(ran, 0) + 1
-    return {op: OpKernels(tuple(replace(r, places=n) for r, n in counts.items())) for op, counts in by_op.items()}
+    return {op: OpKernels(tuple(replace(r, sites=n) for r, n in counts.items())) for op, counts in by_op.items()}

@@ -6,7 +6,7 @@
     else                 ─▶ the table, in order: existing kernels, ours, the reference
 
 `choose` is asked at every call of `torch.ops.graft`. A graph's calls are bound once, by `bind`: what all calls of a
-place have in common is asked then, and only what varies from call to call is asked again.
+site have in common is asked then, and only what varies from call to call is asked again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Chosen(NamedTuple):
 
 
 def choose(spec: OpSpec, call: Call, named: str | None = None, among: tuple[Kernel, ...] | None = None) -> Chosen:
-    """The kernel for a call. among: those that take all calls of a place, but for what varies; without: all."""
+    """The kernel for a call. among: those that take all calls of a site, but for what varies; without: all."""
     if named is not None:
         return Chosen(checked(spec, call, named), None, ())
     skipped: list[tuple[str, str]] = []
@@ -103,7 +103,7 @@ class Bound(NamedTuple):
 
 
 def bind(spec: OpSpec, call: Call, named: str | None = None) -> Bound:
-    """call: of the place's recorded tensors, whose sizes may be symbols."""
+    """call: of the site's recorded tensors, whose sizes may be symbols."""
     if named is not None:
         kernel = spec.kernel(named)
         problem = kernel.problem(call)

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from graft.ir.patterns.match import NearMiss
 from graft.passes.costs import Measure
 from graft.passes.report import MatchRecord
-from graft.weights.lazy import Held
+from graft.weights.lazy import LazyWeights
 
 
 class Stage(StrEnum):
@@ -40,8 +40,8 @@ class Context:
     """What transforms may know beyond the graph, and where they leave what the engine needs.
 
     backend: what the graph is lowered to afterwards: the native one fuses on a CPU what others fuse on a GPU.
-    owned: the module whose weights may be given up once the graph has others; None where it is somebody else's.
-    held: weights that still lie in their file, and have shapes alone in the module.
+    owned: the module whose weights may be freed once the graph has others; None where it is somebody else's.
+    lazy: weights that still lie in their file, and have shapes alone in the module.
     shared: what several graphs of one module have in common, so that a second capture does not make it again.
     """
 
@@ -53,7 +53,7 @@ class Context:
     outputs: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the report
     owned: torch.nn.Module | None = None
-    held: Held | None = None
+    lazy: LazyWeights | None = None
     shared: dict[Any, Any] | None = None
 
 

@@ -68,9 +68,9 @@ class Mixer:
     def graph(self, gm: GraphModule, before: GraphSnapshot) -> Graph:
         """Every node that the output needs or that writes, in an order that both graphs agree with."""
         made: dict[Node, Node] = {}
-        graph, places = Graph(), order(self.sides)
+        graph, ranks = Graph(), order(self.sides)
         metas = {node: meta for node, *_, meta in before.nodes}
-        for node in sorted(self.needed(), key=places.__getitem__):
+        for node in sorted(self.needed(), key=ranks.__getitem__):
             self.emit(node, graph, made, metas)
         graph.set_codegen(copy.copy(gm.graph._codegen))
         return graph
@@ -122,11 +122,11 @@ class Mixer:
 
 def order(sides: Sides) -> dict[Node, tuple[float, int]]:
     """Where a node stands: nodes of both graphs as before, a new one just above the next of those."""
-    places: dict[Node, tuple[float, int]] = {node: (index, 0) for index, node in enumerate(sides.old)}
-    position = float(len(places))
+    ranks: dict[Node, tuple[float, int]] = {node: (index, 0) for index, node in enumerate(sides.old)}
+    position = float(len(ranks))
     for index, node in reversed(list(enumerate(sides.new))):
         if node in sides.old:
-            position = places[node][0]
+            position = ranks[node][0]
         else:
-            places[node] = (position - 0.5, index)
-    return places
+            ranks[node] = (position - 0.5, index)
+    return ranks

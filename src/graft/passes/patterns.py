@@ -15,7 +15,7 @@ from graft.ir.io.text import target_text
 from graft.ir.nodes import is_op, where
 from graft.ir.patterns.match import Finder, Match, NearMiss, Refused
 from graft.ir.patterns.pattern import Pattern
-from graft.ir.trace import current_dialect
+from graft.ir.trace import current_level
 from graft.passes.base import Context
 from graft.passes.rewriter import Rewriter, RewriteRun, closest
 
@@ -28,7 +28,7 @@ class Rewrite:
     allow_readers: inner values may be read from outside; they are then computed twice. needs: calls of the canonical
     pattern without which nothing can fit; a graph that lacks one is not searched, and the pattern not even traced.
     exact: the replacement's reference computes the same bits; False where it may be a few roundings off. refuse: why
-    this pattern is known and yet left alone; every place that fits becomes a near miss. near: how
+    this pattern is known and yet left alone; every site that fits becomes a near miss. near: how
     many calls must fit for a near miss; 1 where the last op alone says that there should be a match.
     """
 
@@ -74,7 +74,7 @@ class PatternTransform(Rewriter):
     def candidates(self, run: PatternRun) -> Iterator[PatternMatch]:
         for rewrite in self.rewrites():
             present = {node.target for node in run.gm.graph.nodes}
-            absent = next((op for op in rewrite.needs if op not in present and current_dialect().keeps(op)), None)
+            absent = next((op for op in rewrite.needs if op not in present and current_level().keeps(op)), None)
             if absent is not None:
                 run.lacking.append(target_text(absent))
                 continue

@@ -28,7 +28,7 @@ class FusibleRegion:
     """Nodes in graph order, and where their one call would stand, in positions of the graph (halves are between)."""
 
     nodes: list[Node]
-    place: float
+    position: float
 
     @property
     def anchor(self) -> Node:
@@ -67,13 +67,13 @@ class Grower:
             if node in self.keys:
                 self.add(node)
         found = dict.fromkeys(region for region in self.region.values() if len(region.nodes) > 1)
-        return sorted(found, key=lambda region: region.place)
+        return sorted(found, key=lambda region: region.position)
 
     def add(self, node: Node) -> None:
         """Joins `node` with as many of the regions that it reads as there is a place for."""
         current = self.region[node] = FusibleRegion([node], self.order[node])
         read = [self.region[a] for a in node.all_input_nodes if self.keys.get(a) == self.keys[node]]
-        for region in sorted(dict.fromkeys(read), key=lambda r: r.place, reverse=True):
+        for region in sorted(dict.fromkeys(read), key=lambda r: r.position, reverse=True):
             joined = self.join(region, current)
             if isinstance(joined, str):
                 size = len(region.nodes) + len(current.nodes)
@@ -90,32 +90,32 @@ class Grower:
             return f"a region has at most {MAX_NODES} ops"
         if len(joined.inputs()) > MAX_INPUTS:
             return f"a region has at most {MAX_INPUTS} inputs"
-        place = self.find_place(joined, (left.place, right.place))
-        if isinstance(place, str):
-            return place
-        joined.place = place
+        position = self.find_position(joined, (left.position, right.position))
+        if isinstance(position, str):
+            return position
+        joined.position = position
         return joined
 
-    def find_place(self, joined: FusibleRegion, wished: Sequence[float]) -> float | str:
-        """A wished place where it fits, else one between the last input and the first reader, else the reason."""
+    def find_position(self, joined: FusibleRegion, wished: Sequence[float]) -> float | str:
+        """A wished position where it fits, else one between the last input and the first reader, else the reason."""
         inside = set(joined.nodes)
         readers = [user for node in joined.nodes for user in node.users if user not in inside]
-        last = max(joined.inputs(), key=self.place_of, default=None)
-        first = min(readers, key=self.place_of, default=None)
-        low = max(self.place_of(last), self.inputs_end) if last is not None else self.inputs_end
-        high = self.place_of(first) if first is not None else float(len(self.order))
+        last = max(joined.inputs(), key=self.position_of, default=None)
+        first = min(readers, key=self.position_of, default=None)
+        low = max(self.position_of(last), self.inputs_end) if last is not None else self.inputs_end
+        high = self.position_of(first) if first is not None else float(len(self.order))
         if low >= high and last is not None and first is not None:
             return f"{where(first)} reads from it before {where(last)}, which it needs, is computed"
         problem = ""
-        for place in (*wished, (low + high) / 2):
-            if low < place < high:
-                problem = self.write_problem(joined, place)
+        for position in (*wished, (low + high) / 2):
+            if low < position < high:
+                problem = self.write_problem(joined, position)
                 if problem is None:
-                    return place
+                    return position
         return problem or "no place is left between its inputs and its readers"
 
-    def write_problem(self, joined: FusibleRegion, place: float) -> str | None:
-        """An input that is written in place must be read at `place` as it was where the node stood."""
+    def write_problem(self, joined: FusibleRegion, position: float) -> str | None:
+        """An input that is written in place must be read at `position` as it was where the node stood."""
         if not self.writes:
             return None
         inside = set(joined.nodes)
@@ -123,10 +123,10 @@ class Grower:
             for argument in (a for a in node.all_input_nodes if a in self.aliases and a not in inside):
                 written = self.writes.get(id(self.aliases.group(argument)))
                 # a call at the position of some node stands above it
-                if written and bisect_left(written, self.order[node]) != bisect_left(written, place):
+                if written and bisect_left(written, self.order[node]) != bisect_left(written, position):
                     return f"{where(argument)} is written in place between {where(node)} and the rest"
         return None
 
-    def place_of(self, node: Node) -> float:
+    def position_of(self, node: Node) -> float:
         region = self.region.get(node)
-        return region.place if region is not None else self.order[node]
+        return region.position if region is not None else self.order[node]

@@ -44,7 +44,7 @@ class MatchRecord:
     made: tuple[str, ...]
     pattern: str = ""
     proof: Proof | None = None
-    note: str = ""  # what is worth knowing about this place
+    note: str = ""  # what is worth knowing about this site
     successors: tuple[tuple[str, str], ...] = ()
     name: str = field(default="", kw_only=True)  # of the node in `anchor`
 

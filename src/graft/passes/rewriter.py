@@ -52,7 +52,7 @@ class Rewriter(BaseTransform):
     # as it came, so that reasons name the model's own nodes; then all are written.
     find_first: ClassVar[bool] = False
     lacking: ClassVar[str]  # the reason where there is no candidate, or none that is even near
-    size: ClassVar[int] = 2  # calls of a whole place, as near misses count them
+    size: ClassVar[int] = 2  # calls of a whole site, as near misses count them
 
     def applies(self, gm: GraphModule, context: Context) -> str | None:
         """Why this graph is skipped, or None."""
@@ -62,7 +62,7 @@ class Rewriter(BaseTransform):
         return RewriteRun(gm, context, Editor(gm, self.name))
 
     def candidates(self, run: Any) -> Iterable[Any]:
-        """The places at which there may be a match, in the order in which they are looked at."""
+        """The sites at which there may be a match, in the order in which they are looked at."""
         raise NotImplementedError
 
     def find(self, run: Any, candidate: Any, /) -> Match | None:

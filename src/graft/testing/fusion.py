@@ -162,7 +162,7 @@ def assert_not_fuses(
             expected,
             "it matched, and what it made was refused",
             [str(error.__cause__ or error)],
-            advice="refuse the place in the pattern's `check`, with the reason; do not leave it to verification",
+            advice="refuse the site in the pattern's `check`, with the reason; do not leave it to verification",
         ) from error
     record = trial.record
     if record.matches:
@@ -170,7 +170,7 @@ def assert_not_fuses(
             expected,
             f"it matched {times(len(record.matches))}",
             [*match_lines(record), *graph_lines(trial.before)],
-            advice="narrow the pattern, or refuse the place in its `check` with a reason",
+            advice="narrow the pattern, or refuse the site in its `check` with a reason",
         )
     told = [record.reason, *(miss.reason for miss in record.near_misses)]
     if reason is not None and not any(reason in text for text in told):

@@ -116,7 +116,7 @@ def assert_refused_or_harmless(transform: PatternTransform, case: Negative) -> T
             f"{case.name}: {transform.name} refuses it, or gives the same numbers",
             f"it fused, and the graph gives {problem}",
             [*match_lines(record), *graph_lines(text)],
-            advice="refuse this place in the rewrite's `check`, with a reason",
+            advice="refuse this site in the rewrite's `check`, with a reason",
         )
     return record
 

@@ -79,10 +79,10 @@ def distance(got: Tensor, wanted: Tensor, bound: float) -> tuple[float, str]:
     if not share.numel():
         return 0.0, ""
     worst = int(share.argmax())
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), share.shape))
+    position = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), share.shape))
     return float(
         share.flatten()[worst]
-    ), f"{left.flatten()[worst]:.9g} instead of {right.flatten()[worst]:.9g} at {place}"
+    ), f"{left.flatten()[worst]:.9g} instead of {right.flatten()[worst]:.9g} at {position}"
 
 
 def compare(got: Any, wanted: Any, roundings: float) -> tuple[float, str]:

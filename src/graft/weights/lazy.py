@@ -1,8 +1,8 @@
 """Weights that still lie in their GGUF file: the parameter has a shape and memory that nobody has written.
 
-`Held` knows for the storage of such a parameter which rows of which file stand behind it. Joined weights are joined
-rows, and a view of whole rows finds its own, so that merging layers and undoing it need no numbers. Whoever wants
-tiles takes the rows' own blocks (`packed`); whoever wants numbers has them written into the parameter (`fill`).
+`LazyWeights` knows for the storage of such a parameter which rows of which file stand behind it. Joined weights are
+joined rows, and a view of whole rows finds its own, so that merging layers and undoing it need no numbers. Whoever
+wants tiles takes the rows' own blocks (`packed`); whoever wants numbers has them written into the parameter (`fill`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def untouched(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 class FileRows:
     """raw: uint8 [n, bytes of a row], in the file's order; order: the file's row for each of ours, where they differ.
 
-    turned: the parameter is [k, n]. source: the type in the file, where it was rounded to `quant` on the way.
+    transposed: the parameter is [k, n]. source: the type in the file, where it was rounded to `quant` on the way.
     """
 
     quant: str
     raw: Tensor
     order: Tensor | None = None
-    turned: bool = False
+    transposed: bool = False
     source: str = ""
 
     @property
@@ -55,7 +55,7 @@ class FileRows:
         return f"{self.source} as {self.quant}" if self.source else self.quant
 
 
-class Held:
+class LazyWeights:
     """Which rows stand behind a parameter."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Held:
     def of(self, tensor: Tensor) -> tuple[FileRows, ...]:
         """The rows behind a parameter, or behind a view of whole parts of it."""
         found = self.parts[storage_id(tensor)]
-        if found[0].turned:
+        if found[0].transposed:
             return found
         start = tensor.storage_offset() // tensor.shape[1]
         end = start + tensor.shape[0]
@@ -90,10 +90,10 @@ class Held:
 
     def joinable(self, tensors: Sequence[Tensor]) -> str | None:
         """Why the rows of these cannot be one weight, or None."""
-        held = [tensor in self for tensor in tensors]
-        if not any(held):
+        known = [tensor in self for tensor in tensors]
+        if not any(known):
             return None
-        if not all(held):
+        if not all(known):
             return "some of them lie in blocks in the file and some do not"
         kinds = {part.quant for tensor in tensors for part in self.of(tensor)}
         return None if len(kinds) == 1 else f"they lie in the file as {' and '.join(sorted(kinds))}"
@@ -112,14 +112,14 @@ class Held:
         start = 0
         for part in self.parts[storage_id(tensor)]:
             wide = unpack(pack_gguf(part.rows, part.quant))  # [rows, columns]
-            shape = wide.t().shape if part.turned else wide.shape
-            place = tensor.detach().as_strided(shape, (shape[1], 1), start)  # the whole storage, not a view's part
-            place.copy_(wide.t() if part.turned else wide)
+            shape = wide.t().shape if part.transposed else wide.shape
+            target = tensor.detach().as_strided(shape, (shape[1], 1), start)  # the whole storage, not a view's part
+            target.copy_(wide.t() if part.transposed else wide)
             start += wide.numel()
         self.drop(tensor)
 
     def fill_all(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Fills those that are held; which these were."""
+        """Fills those that are lazy; which these were."""
         filled = []
         for tensor in tensors:
             if tensor in self:

@@ -8,8 +8,8 @@
     q4     [blocks]: 16 scales, 16 minimums (float16), [4, 16, 4] bytes        w = scale * q + minimum       5
 
 A block is 32 columns. Byte [j, r, c] of a q4 block holds column 4 j + c of row r in its low four bits and column
-16 + 4 j + c in its high four: the order of GGUF's Q4_0 and Q4_1, so that their bytes only change places. Columns are
-padded with zeros to 4 (f32, bf16), 8 (f16) or 32, rows to 16. A gated weight [gate; up] has gate and up tiles in
+16 + 4 j + c in its high four: the order of GGUF's Q4_0 and Q4_1, so that their bytes only change positions. Columns
+are padded with zeros to 4 (f32, bf16), 8 (f16) or 32, rows to 16. A gated weight [gate; up] has gate and up tiles in
 turn.
 
 GGUF blocks keep their numbers: Q8_0, Q4_0 (minimum = -8 scale, exact) and Q4_1 bit by bit. Q4_K has 6-bit scales and

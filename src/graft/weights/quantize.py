@@ -1,6 +1,6 @@
 """Weights rounded to 8 or 4 bits, in the formats of packing.py.
 
-`columns` [k], float32, is multiplied into the weight first: that of a norm whose division comes after the product.
+`columns` [k], float32, is multiplied into the weight first: that of a norm whose division comes after the GEMM.
 Every scale is rounded to the dtype that it is stored in before the weights are divided by it, so that what a kernel
 reads is what was decided here. Rows are independent and go in pieces: beside the result, memory grows by about eight
 float32 copies of a piece. All runs on the weight's own device; the same weight gives the same bits.
@@ -76,9 +76,9 @@ def search_scale(groups: Tensor, plain: Tensor, dtype: torch.dtype) -> Tensor:
     """
     low, high = groups.amin(-1), groups.amax(-1)
     # negative where the largest magnitude is a positive number: the range is [-8, 7], and -8 is its longer end
-    turned = torch.where(high > -low, high, low) / -MIDDLE
+    from_largest = torch.where(high > -low, high, low) / -MIDDLE
     best, least = plain, squared_error(groups, plain)
-    for candidate in (ratio * base for base in (plain.float(), turned) for ratio in RATIOS):
+    for candidate in (ratio * base for base in (plain.float(), from_largest) for ratio in RATIOS):
         scale = stored(candidate, dtype)
         error = squared_error(groups, scale)
         better = error < least

@@ -115,9 +115,9 @@ def in_order(changes: list[NodeChange], old: list[Item], new: list[Item]) -> lis
     for items in (old, new):
         for item in items:
             share = item.index / len(items)
-            first[item.place] = min(share, first.get(item.place, share))
+            first[item.site] = min(share, first.get(item.site, share))
     ranks = {"removed": 0, "added": 1}
-    return sorted(changes, key=lambda c: (first[c.node.place], c.node.place, ranks.get(c.kind, 2), c.node.index))
+    return sorted(changes, key=lambda c: (first[c.node.site], c.node.site, ranks.get(c.kind, 2), c.node.index))
 
 
 def argument_changes(found: Alignment, old: Item, new: Item) -> tuple[list[Detail], list[Detail]]:

@@ -21,15 +21,15 @@ ABSENT = "absent"
 
 @dataclass(frozen=True)
 class TransformDiff:
-    """One transform in two runs. Places are module paths, those of equal layers as one: `layers.*.mlp × 30`."""
+    """One transform in two runs. Sites are module paths, those of equal layers as one: `layers.*.mlp × 30`."""
 
     name: str
     status: tuple[str, str]
     matches: tuple[int, int]
     near_misses: tuple[int, int]
-    lost: tuple[str, ...] = ()  # places that matched before
+    lost: tuple[str, ...] = ()  # sites that matched before
     gained: tuple[str, ...] = ()
-    new_misses: tuple[str, ...] = ()  # place and reason
+    new_misses: tuple[str, ...] = ()  # site and reason
     gone_misses: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -115,7 +115,7 @@ def compare_records(name: str, old: TransformRecord | None, new: TransformRecord
 
 
 def miss_text(miss: NearMiss) -> str:
-    """Place and reason without the names of nodes, which other runs number in another way."""
+    """Site and reason without the names of nodes, which other runs number in another way."""
     return f"{miss.module}: {nameless(miss.reason)}"
 
 

@@ -55,10 +55,10 @@ def record_lines(diff: TransformDiff) -> Iterator[StyledLine]:
         if before != after:
             parts.append(f"{name} {before} → {after}")
     yield StyledLine("head", f"{diff.name}: {', '.join(parts) or 'as many, but elsewhere'}")
-    yield from (StyledLine("removed", f"  - matched at {place}") for place in diff.lost)
-    yield from (StyledLine("added", f"  + matched at {place}") for place in diff.gained)
-    yield from (StyledLine("removed", f"  - near miss at {place}") for place in diff.gone_misses)
-    yield from (StyledLine("added", f"  + near miss at {place}") for place in diff.new_misses)
+    yield from (StyledLine("removed", f"  - matched at {site}") for site in diff.lost)
+    yield from (StyledLine("added", f"  + matched at {site}") for site in diff.gained)
+    yield from (StyledLine("removed", f"  - near miss at {site}") for site in diff.gone_misses)
+    yield from (StyledLine("added", f"  + near miss at {site}") for site in diff.new_misses)
 
 
 def summary(diff: GraphDiff) -> str:
@@ -126,9 +126,9 @@ def change_text(change: NodeChange) -> str:
     if change.kind in ("added", "removed"):
         return node.text()
     details = ", ".join(f"{d.what} {d.before} → {d.after}" for d in change.details)
-    place = f"    # {node.module}" if node.module else ""
+    site = f"    # {node.module}" if node.module else ""
     what = node.target if node.is_leaf else node.op
-    return f"%{node.name} {what}: {'' if change.kind == 'rewired' else f'{change.kind} '}{details}{place}"
+    return f"%{node.name} {what}: {'' if change.kind == 'rewired' else f'{change.kind} '}{details}{site}"
 
 
 def counted(number: int, what: str) -> str:

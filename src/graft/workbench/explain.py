@@ -32,7 +32,7 @@ class ModelSite:
 
 @dataclass(frozen=True)
 class ExplainedMatch:
-    place: ModelSite
+    site: ModelSite
     pattern: str
     nodes: int
     proof: Proof | None
@@ -40,9 +40,9 @@ class ExplainedMatch:
 
 @dataclass(frozen=True)
 class ExplainedMiss:
-    """`place` is the node that stopped the match which would have ended at `anchor`."""
+    """`site` is the node that stopped the match which would have ended at `anchor`."""
 
-    place: ModelSite
+    site: ModelSite
     anchor: str
     pattern: str
     reason: str
@@ -65,8 +65,8 @@ class Explanation:
 
     def by_layer(self) -> dict[int | None, list[ExplainedMatch]]:
         layers: dict[int | None, list[ExplainedMatch]] = {}
-        for match in sorted(self.matches, key=lambda m: (m.place.layer is None, m.place.layer or 0)):
-            layers.setdefault(match.place.layer, []).append(match)
+        for match in sorted(self.matches, key=lambda m: (m.site.layer is None, m.site.layer or 0)):
+            layers.setdefault(match.site.layer, []).append(match)
         return layers
 
     def closest(self) -> list[ExplainedMiss]:
@@ -96,14 +96,14 @@ def explain_graph(
     earlier = order_transforms(config)
     earlier = earlier[: earlier.index(transform)]
     run_pipeline(gm, only(config, earlier), context)
-    places = {node.name: place_of(node) for node in gm.graph.nodes}
+    sites = {node.name: site_of(node) for node in gm.graph.nodes}
     off = not config.transforms[transform].enabled
     chosen = replace(config.transforms[transform], enabled=True)
     alone = replace(config, transforms={**only(config, ()).transforms, transform: chosen})
     record = run_pipeline(gm, alone, context).transforms[transform]
-    places = {node.name: place_of(node) for node in gm.graph.nodes} | places
+    sites = {node.name: site_of(node) for node in gm.graph.nodes} | sites
     note = "it is off in this configuration; this is what it would do" if off else ""
-    return describe(name, record, places, note)
+    return describe(name, record, sites, note)
 
 
 def only(config: PipelineConfig, names: Any) -> PipelineConfig:
@@ -112,30 +112,30 @@ def only(config: PipelineConfig, names: Any) -> PipelineConfig:
     return replace(config, transforms=kept)
 
 
-def describe(model: str, record: TransformRecord, places: Mapping[str, ModelSite], note: str) -> Explanation:
+def describe(model: str, record: TransformRecord, sites: Mapping[str, ModelSite], note: str) -> Explanation:
     matches = tuple(
-        ExplainedMatch(match_place(match, places), match.pattern, len(match.replaced), match.proof)
+        ExplainedMatch(match_site(match, sites), match.pattern, len(match.replaced), match.proof)
         for match in record.matches
     )
     misses = tuple(
-        ExplainedMiss(miss_place(miss, places), miss.anchor, miss.pattern, miss.reason, miss.matched, miss.size)
+        ExplainedMiss(miss_site(miss, sites), miss.anchor, miss.pattern, miss.reason, miss.matched, miss.size)
         for miss in record.near_misses
     )
     return Explanation(model, record.name, record.status, record.reason, matches, misses, note)
 
 
-def match_place(match: MatchRecord, places: Mapping[str, ModelSite]) -> ModelSite:
-    return places.get(match.name, ModelSite(layer_of(match.module), match.module, "", match.name))
+def match_site(match: MatchRecord, sites: Mapping[str, ModelSite]) -> ModelSite:
+    return sites.get(match.name, ModelSite(layer_of(match.module), match.module, "", match.name))
 
 
-def miss_place(miss: NearMiss, places: Mapping[str, ModelSite]) -> ModelSite:
+def miss_site(miss: NearMiss, sites: Mapping[str, ModelSite]) -> ModelSite:
     """Of the node that stopped it; a weight has no line of its own, so it gets the anchor's."""
     nowhere = ModelSite(None, "", "", miss.stopped_at)
-    place, anchor = places.get(miss.stopped_at, nowhere), places.get(miss.name, nowhere)
-    return place if place.source else replace(anchor, node=place.node)
+    site, anchor = sites.get(miss.stopped_at, nowhere), sites.get(miss.name, nowhere)
+    return site if site.source else replace(anchor, node=site.node)
 
 
-def place_of(node: Node) -> ModelSite:
+def site_of(node: Node) -> ModelSite:
     path = module_path(node)
     return ModelSite(layer_of(path), path, source_line(node), node.name)
 

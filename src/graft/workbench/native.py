@@ -20,9 +20,9 @@ def native_source(name: str, config: PipelineConfig, dtype: str = "auto", progre
     """
     model, gm = captured(name, dtype, progress, weights=True, in_blocks=dtype == "auto" and no_format_asked(config))
     config = settings_for(model, config, None)
-    context = Context(route="decoder", backend="native", context_length=model.context, held=model.held)
+    context = Context(route="decoder", backend="native", context_length=model.context, lazy=model.lazy)
     if config.verify == "matches":
-        filled(model.held, gm, "verify: matches computes with them")
+        filled(model.lazy, gm, "verify: matches computes with them")
     run_pipeline(gm, config, context, model=model.name, progress=progress)
     parts = split(gm, config.kernels)
     if not parts.regions:

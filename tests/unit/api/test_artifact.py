@@ -129,12 +129,12 @@ class Tied(nn.Module):
         memory = torch.zeros(2, 6)
         self.register_buffer("left", memory[:, :4])
         self.register_buffer("right", memory[:, 2:])
-        self.register_buffer("turned", torch.arange(12.0).reshape(3, 4).t())
+        self.register_buffer("transposed", torch.arange(12.0).reshape(3, 4).t())
         self.register_buffer("wide", torch.ones(1, 4).expand(2, 4))
 
     def forward(self, ids):
         self.left.add_(1)
-        return self.head(self.embed(ids)) + self.right.sum(), self.turned * 2, self.wide + 1
+        return self.head(self.embed(ids)) + self.right.sum(), self.transposed * 2, self.wide + 1
 
 
 def test_ties_strides_and_shared_memory_are_kept(tmp_path):
@@ -143,7 +143,7 @@ def test_ties_strides_and_shared_memory_are_kept(tmp_path):
     compiled.save(tmp_path / "saved")
     loaded = graft.load(tmp_path / "saved")
     gm = loaded.graph_module
-    assert (gm.turned.stride(), gm.wide.stride()) == ((1, 4), (0, 1))
+    assert (gm.transposed.stride(), gm.wide.stride()) == ((1, 4), (0, 1))
     for _ in range(2):
         assert_same(loaded(torch.tensor([1, 2])), compiled(torch.tensor([1, 2])))
     assert gm.right[:, :2].unique().item() == 2.0  # a write through `left` is seen through `right`

@@ -37,7 +37,7 @@ class Norm(nn.Module):
         return norm(x, self.weight, self.eps)
 
 
-class Held(nn.Module):
+class LazyWeights(nn.Module):
     """Eps in a nested module, in a plain object, in a list, and in a global."""
 
     def __init__(self):
@@ -99,7 +99,7 @@ def test_a_module_s_number_is_a_constant_until_it_keeps_changing(inductor):
 
 
 def test_numbers_in_nested_objects_and_globals():
-    (report,) = both(Held(), eager_backend(), torch.randn(3, 8))
+    (report,) = both(LazyWeights(), eager_backend(), torch.randn(3, 8))
     assert counts(report) == {"fuse_rms_norm": 4}
 
 

@@ -1,4 +1,4 @@
-"""Products of many tokens with bfloat16 weights on AMX: emulated here, and the instructions where they are."""
+"""GEMMs of many tokens with bfloat16 weights on AMX: emulated here, and the instructions where they are."""
 
 from __future__ import annotations
 

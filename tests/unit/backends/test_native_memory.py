@@ -37,7 +37,7 @@ def test_packed_weights_are_given_up(family):
     tables = sum(p.nbytes for name, p in both.graph_module.named_parameters() if name.endswith("_table"))
     bound = 1.15 * own + tables  # tiles pad rows to 16 and columns to 4; a tied head is the embedding's table, too
     assert held(llm) <= bound < held(both)
-    assert any("the module's own were given up" in note for note in llm.report.notes)
+    assert any("the module's own were freed" in note for note in llm.report.notes)
     assert not any("given up" in note for note in both.report.notes)
     first, second = (engine.generate([[5, 6, 7]], GREEDY)[0].token_ids for engine in (llm, both))
     assert first == second and llm.engine.manager.root == both.engine.manager.root

@@ -14,7 +14,7 @@ import graft
 from cuda_graph_cases import CASES, Attend, OwnCaches, at, caches, compiled_attend, seeded, token
 from graft.backends import lower
 from graft.backends.buffers import elements_are_apart, row_of
-from graft.backends.capturable import recording_device
+from graft.backends.capturable import capture_device
 from graft.backends.keys import Arguments, ModuleTensors
 from graft.base.errors import CaptureRefused, UsageError
 from graft.ir.trace import export_graph
@@ -79,14 +79,14 @@ def test_an_input_in_memory_that_the_graph_writes_is_not_staged():
     assert lowered.call.replays.staged_bytes == 0
     lowered.call(cache, torch.zeros(2))
     assert lowered.call.replays.staged_bytes == 8
-    assert lowered.call.replays.events[-1] == "recording 2: input x: no longer shares memory that the graph writes"
+    assert lowered.call.replays.events[-1] == "capture 2: input x: no longer shares memory that the graph writes"
 
 
 @torch.no_grad()
 def test_a_tensor_of_another_device_is_refused_before_anything_is_written():
     lowered = lower(export_graph(Shares(), (torch.zeros(4), torch.zeros(2))), "cuda_graph")
     cache = torch.zeros(4)
-    with pytest.raises(CaptureRefused, match="input x is on meta, the graph is recorded on cpu"):
+    with pytest.raises(CaptureRefused, match="input x is on meta, the graph is captured on cpu"):
         lowered.call(cache, torch.zeros(2, device="meta"))
     assert torch.equal(cache, torch.zeros(4))
 
@@ -157,7 +157,7 @@ def test_recordings_are_not_copied():
 
 
 def test_constants_in_host_memory_are_part_of_the_key_by_value():
-    """A graph on a GPU reads them while it is recorded; the device alone is compared here."""
+    """A graph on a GPU reads them while it is captured; the device alone is compared here."""
     module = nn.Module()
     module.scale = torch.tensor(2.0)
     state = ModuleTensors(module, ["scale"], torch.device("cuda", 0))
@@ -172,7 +172,7 @@ def test_constants_in_host_memory_are_part_of_the_key_by_value():
 
 
 def test_host_memory_in_a_graph_of_a_gpu_is_refused():
-    """Recorded values are enough to see it: the tensors are fake."""
+    """CapturedRun values are enough to see it: the tensors are fake."""
     graph = Graph()
     with FakeTensorMode():
         x, scale, rows = torch.empty(4, device="cuda"), torch.empty(()), torch.empty(4)
@@ -180,25 +180,25 @@ def test_host_memory_in_a_graph_of_a_gpu_is_refused():
     nodes.append(graph.call_function(aten.mul.Tensor, tuple(nodes)))
     for node, value in zip(nodes, (x, scale, x), strict=True):
         node.meta["val"] = value
-    assert recording_device(graph) == torch.device("cuda", 0)  # a constant number is part of the launch
+    assert capture_device(graph) == torch.device("cuda", 0)  # a constant number is part of the launch
     moved = graph.call_function(aten._to_copy.default, (nodes[1],), {"device": torch.device("cuda")})
     moved.meta["val"] = x
     with pytest.raises(CaptureRefused, match=r"%_to_copy.* copies %scale from CPU memory"):
-        recording_device(graph)
+        capture_device(graph)
     graph.erase_node(moved)
     fetched = graph.call_function(aten._to_copy.default, (nodes[2],), {"device": torch.device("cpu")})
     fetched.meta["val"] = rows
     with pytest.raises(CaptureRefused, match=r"%_to_copy.* moves values to CPU memory"):
-        recording_device(graph)
+        capture_device(graph)
     graph.erase_node(fetched)
     nodes[1].meta["val"] = rows
     with pytest.raises(CaptureRefused, match="%scale lies in CPU memory"):
-        recording_device(graph)
+        capture_device(graph)
     nodes[1].meta["val"] = scale
     with graph.inserting_after(nodes[0]):
         graph.placeholder("position").meta["val"] = scale
     with pytest.raises(CaptureRefused, match="%position is a CPU tensor"):
-        recording_device(graph)
+        capture_device(graph)
 
 
 def test_nested_and_moved_state_is_found():

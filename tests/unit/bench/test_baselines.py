@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 import graft
 from graft.backends.native.cpu import THREADS, available_cores
 from graft.base.errors import NoCompiler, PeerNotRun, TooManyThreads, UsageError
-from graft.bench import contest, read_native, roofline
-from graft.bench.baselines import baseline as rival
+from graft.bench import read_native, roofline, runner
+from graft.bench.baselines import baseline
 from graft.bench.baselines import llama_cpp as peers_llama
 from graft.bench.baselines.baseline import Peer, Task
-from graft.bench.baselines.hf import PEERS, RIVALS
+from graft.bench.baselines.hf import BASELINES, PEERS
 from graft.bench.baselines.llama_cpp import LlamaCpp, gguf_file
 from graft.bench.baselines.openvino import OpenVino, StepModule
 from graft.bench.bench import bench
@@ -46,9 +46,9 @@ def engine() -> graft.LLM:
 
 @pytest.fixture
 def nothing_installed(monkeypatch):
-    found = rival.importlib.util.find_spec
+    found = baseline.importlib.util.find_spec
     monkeypatch.setattr(
-        rival.importlib.util,
+        baseline.importlib.util,
         "find_spec",
         lambda name, *rest: None if name in ("llama_cpp", "openvino") else found(name, *rest),
     )
@@ -63,7 +63,7 @@ def growing_clock(monkeypatch):
         count[0] += 1
         return 0.01 * count[0] ** 2
 
-    monkeypatch.setattr(contest, "time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=tick))
 
 
 def rows(result) -> dict[str, Row]:
@@ -128,10 +128,10 @@ def test_a_peer_that_dies_is_shown_with_its_reason_and_closed(monkeypatch):
 
 def test_peers_of_a_cpu_and_of_a_gpu():
     assert PEERS["cpu"] == ("eager", "compile", "llama.cpp", "openvino") and "llama.cpp" not in PEERS["cuda"]
-    assert all(name in RIVALS for names in PEERS.values() for name in names)
+    assert all(name in BASELINES for names in PEERS.values() for name in names)
     task = Task(engine().model, 20)
     assert isinstance(LlamaCpp(task), Peer) and isinstance(OpenVino(task), Peer)
-    assert not isinstance(RIVALS["eager"](task), Peer)
+    assert not isinstance(BASELINES["eager"](task), Peer)
 
 
 # ── bytes ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -156,7 +156,7 @@ def test_bytes_are_those_of_the_peers_own_formats(growing_clock, monkeypatch):
         def close(self):
             Small.closed += 1
 
-    monkeypatch.setitem(RIVALS, "small", Small)
+    monkeypatch.setitem(BASELINES, "small", Small)
     by = rows(bench(engine(), replace(PLAN, against=("eager", "small")), roofline=ROOF))
     small, eager = by["small"], by["hugging face eager"]
     assert small.gb_per_s == pytest.approx(1000 / small.token_ms / 1e6)

@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 import graft
 from graft.base.errors import PromptTooLong, UsageError
 from graft.bench import bench as workbench
-from graft.bench import contest, plot
+from graft.bench import plot, runner
 from graft.bench.baselines.baseline import Task
-from graft.bench.baselines.hf import PEERS, RIVALS, EagerRival
+from graft.bench.baselines.hf import BASELINES, PEERS, EagerBaseline
 from graft.bench.bench import bench, prompts_for
-from graft.bench.contest import Graft, agreement
 from graft.bench.plan import BenchPlan, Cell, known_context
 from graft.bench.plot import check_plot, write_plot
 from graft.bench.roofline import Roofline
 from graft.bench.rows import Bench, Row
+from graft.bench.runner import Graft, agreement
 from graft.bench.traffic import (
     cache_bytes,
     causal_pairs,
@@ -56,7 +56,7 @@ def command(*args):
 
 
 class Fake:
-    """A contestant that notes what it is asked and takes its time from the clock it is given."""
+    """A engine that notes what it is asked and takes its time from the clock it is given."""
 
     def __init__(self, name: str, clock, seconds: float, dies: str = "") -> None:
         self.name, self.clock, self.seconds, self.dies = name, clock, seconds, dies
@@ -80,10 +80,10 @@ def fakes(monkeypatch):
     clock = [0.0]
     ours, eager = Fake("graft", clock, 0.1), Fake("hugging face eager", clock, 0.2)
     broken = Fake("hugging face compile", clock, 0.3, "no compiler here\nand a long trace")
-    monkeypatch.setattr(contest.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(runner.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(workbench, "Graft", lambda llm: ours)
-    monkeypatch.setitem(RIVALS, "eager", lambda task: eager)
-    monkeypatch.setitem(RIVALS, "compile", lambda task: broken)
+    monkeypatch.setitem(BASELINES, "eager", lambda task: eager)
+    monkeypatch.setitem(BASELINES, "compile", lambda task: broken)
     monkeypatch.setattr("graft.bench.roofline.measure_roofline", lambda device, dtype: ROOF)
     return ours, eager, broken
 
@@ -105,7 +105,7 @@ def test_first_token_and_steps_are_told_apart(fakes):
     assert ours.build_seconds == pytest.approx(6.3) and eager.build_seconds == eager.setup_seconds
 
 
-def test_a_rival_that_fails_is_shown_with_its_reason_and_the_others_go_on(fakes):
+def test_a_baseline_that_fails_is_shown_with_its_reason_and_the_others_go_on(fakes):
     result = bench(engine(), replace(SMALL, against=("eager", "compile")))
     dead = [row for row in result.rows if row.engine == "hugging face compile"]
     assert [row.batch for row in dead] == [1, 3]
@@ -157,7 +157,7 @@ def test_rows_for_every_batch_and_prompt_and_ratios_inside_a_cell(fakes):
     assert replace(result, rows=(other, *result.rows)).ratio(slow) == pytest.approx(30.0), "graft's row of that cell"
 
 
-def test_no_rival_is_begun_that_would_outlast_the_limit(fakes):
+def test_no_baseline_is_begun_that_would_outlast_the_limit(fakes):
     """Its first calls took 1.6 s at batch 1; after 14 s of 15 they are not begun at batch 3, and the row says so."""
     result = bench(engine(), replace(SMALL, time_limit=15.0))
     by = {(row.engine, row.batch): row for row in result.rows}
@@ -167,48 +167,48 @@ def test_no_rival_is_begun_that_would_outlast_the_limit(fakes):
     assert all(row.token_ms for row in bench(engine(), replace(SMALL, time_limit=100.0)).rows)
 
 
-def test_rivals_are_let_go_after_every_cell(fakes, monkeypatch):
+def test_baselines_are_let_go_after_every_cell(fakes, monkeypatch):
     forgotten = []
     monkeypatch.setattr(workbench.torch.compiler, "reset", lambda: forgotten.append(len(fakes[1].asked)))
     bench(engine(), SMALL)
     assert forgotten == [5, 10], "after the first calls and two repeats of two calls, in each cell"
 
 
-# ── the real contestants ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the real engines ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_graft_and_eager_give_the_same_tokens():
     calls = prompts_for(engine().model, Cell(3, 9))
     prompts = [next(calls) for _ in range(3)]
     tokens = Graft(engine()).generate(prompts, 7)
-    assert tokens == EagerRival(engine().model).generate(prompts, 7) and {len(t) for t in tokens} == {7}
+    assert tokens == EagerBaseline(engine().model).generate(prompts, 7) and {len(t) for t in tokens} == {7}
     assert agreement(tokens, tokens) == 1.0 and agreement([[1, 2]], [[1, 3]]) == 0.5 and agreement([[1]], []) is None
 
 
 @pytest.mark.exhaustive
-def test_a_compiled_rival_gives_the_same_tokens_call_after_call():
+def test_a_compiled_baseline_gives_the_same_tokens_call_after_call():
     """The cache is emptied between calls and serves shorter ones; compilation is in the first call alone."""
     model = load_model("tiny-smollm2", dtype="float32", device="cpu")
-    eager, compiled = EagerRival(model), RIVALS["compile"](Task(model, 20))
+    eager, compiled = EagerBaseline(model), BASELINES["compile"](Task(model, 20))
     calls = prompts_for(model, Cell(2, 9))
     for new in (4, 1, 9):
         prompts = [next(calls) for _ in range(2)]
         assert compiled.generate(prompts, new) == eager.generate(prompts, new)
 
 
-def test_the_modes_of_the_compiled_rivals(monkeypatch):
+def test_the_modes_of_the_compiled_baselines(monkeypatch):
     """A real one compiles for a minute with max-autotune; tests/gpu/test_bench.py runs it."""
     asked = []
     monkeypatch.setattr(torch, "compile", lambda module, **options: asked.append(options))
-    names = [RIVALS[name](Task(engine().model, 20)).name for name in ("compile", "autotune")]
+    names = [BASELINES[name](Task(engine().model, 20)).name for name in ("compile", "autotune")]
     assert names == ["hugging face compile", "hugging face autotune"]
     assert [options["mode"] for options in asked] == [None, "max-autotune"]
 
 
-def test_peers_are_all_rivals_with_a_line_for_each_phase(fakes, monkeypatch):
+def test_peers_are_all_baselines_with_a_line_for_each_phase(fakes, monkeypatch):
     monkeypatch.setattr("graft.engine.llm.LLM", lambda *_, **__: engine())
     for name in ("llama.cpp", "openvino"):
-        monkeypatch.setitem(RIVALS, name, lambda task, name=name: replace_name(fakes[1], name))
+        monkeypatch.setitem(BASELINES, name, lambda task, name=name: replace_name(fakes[1], name))
     done = command("tiny-llama", "--peers", "--prompt", "12", "--new", "6", "--json")
     document = json.loads(done.stdout)
     assert [row["engine"].split()[-1] for row in document["rows"]] == ["graft", *PEERS["cpu"]]
@@ -223,8 +223,8 @@ def test_the_command_prints_a_table_and_one_json_document(tmp_path, monkeypatch)
     done = command(*small, "--json", "--plot", str(picture))
     document = json.loads(done.stdout)
     assert [row["engine"] for row in document["rows"]] == ["graft", "hugging face eager"]
-    setup, (ours, rival) = document["setup"], document["rows"]
-    assert setup["model"] == "tiny-llama" and rival["same_tokens"] == 1.0
+    setup, (ours, baseline) = document["setup"], document["rows"]
+    assert setup["model"] == "tiny-llama" and baseline["same_tokens"] == 1.0
     assert (
         setup["command"] == " ".join(("graft bench", *small))
         and setup["date"].startswith("20")
@@ -232,7 +232,7 @@ def test_the_command_prints_a_table_and_one_json_document(tmp_path, monkeypatch)
     )
     assert setup["roofline"]["read_gb_per_s"] > 0 and setup["build_phases"]["transforms"] > 0
     assert 0 < ours["roofline_percent"] == pytest.approx(100 * ours["gb_per_s"] / setup["roofline"]["read_gb_per_s"])
-    assert ours["build_seconds"] > ours["setup_seconds"] and rival["build_seconds"] == rival["setup_seconds"]
+    assert ours["build_seconds"] > ours["setup_seconds"] and baseline["build_seconds"] == baseline["setup_seconds"]
     assert picture.read_text().startswith("<?xml") and [p.name for p in tmp_path.iterdir()] == ["speed.svg"]
 
 
@@ -241,13 +241,13 @@ def test_a_failure_stands_in_the_table_and_in_the_legend(tmp_path, capsys):
 
     rows = (
         Row("graft", 1, 128, first_token_ms=5.0, token_ms=2.0, decode_tokens_per_s=500.0),
-        Row("rival", 1, 128, failed="RuntimeError: [boom]"),
+        Row("baseline", 1, 128, failed="RuntimeError: [boom]"),
     )
     show(Bench(SETUP, rows))
     printed = capsys.readouterr().out
-    assert "batch 1, rival failed: RuntimeError: [boom]" in printed and "500" in printed
+    assert "batch 1, baseline failed: RuntimeError: [boom]" in printed and "500" in printed
     write_plot(Bench(SETUP, rows), tmp_path / "x.svg")
-    assert "<!-- rival (failed) -->" in (tmp_path / "x.svg").read_text()
+    assert "<!-- baseline (failed) -->" in (tmp_path / "x.svg").read_text()
 
 
 def test_the_table_fits_into_80_columns():
@@ -256,7 +256,7 @@ def test_the_table_fits_into_80_columns():
 
     from graft.cli import bench_show
 
-    names = ("graft", *(f"hugging face {name}" for name in RIVALS))
+    names = ("graft", *(f"hugging face {name}" for name in BASELINES))
     rows = tuple(
         Row(name, 64, 8065, 99.5, 123.4, 12345.6, 45123.0, 433.3, 54.9, 12.34, 12501.2, 4230.4, 100.0, 1.0)
         for name in names

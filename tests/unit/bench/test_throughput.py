@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 import graft
+from capture_cases import engine
 from conftest import tiny
 from graft.base.errors import GraftError, PromptTooLong, UsageError
 from graft.bench import throughput
 from graft.bench.throughput import Load, Log, Spread, measure_load, row_of
 from graft.cli.app import app
-from recording_cases import engine
 
 
 @pytest.fixture

@@ -208,7 +208,7 @@ def test_a_step_that_is_not_recorded_gives_no_time(quantized):
     from graft.bench.tune_timers import DecodeTimer
 
     assert DecodeTimer(quantized)(2) == (
-        "no decode step was a recording: decode: no CUDA graphs, because the model is on cpu"
+        "no decode step was a capture: decode: no CUDA graphs, because the model is on cpu"
     )
 
 

@@ -199,7 +199,7 @@ def test_recordings_are_checked_as_requests_run_them(llm):
     assert engine.loop is not None
     notes, made = list(engine.loop.notes), set(engine.loop.recordings.made)
     assert "agree" in check_of(llm, engine)
-    assert engine.loop.flights == [] and engine.loop.counts.replays == 0
+    assert engine.loop.in_flight == [] and engine.loop.counts.replays == 0
     assert (engine.loop.notes, set(engine.loop.recordings.made)) == (notes, made)
     assert set(engine.loop.packed.made) == {16}  # the prompt's step, which requests use as well
 

@@ -1,4 +1,4 @@
-"""Choosing tokens in a recording: the tokens of the host's sampling for the same random numbers."""
+"""Choosing tokens in a capture: the tokens of the host's sampling for the same random numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from graft.engine.decode.choose import WIDE, SamplingRows, choose, kind_of
 from graft.engine.params import SamplingParams
-from graft.engine.sampling.draw import HEAD
+from graft.engine.sampling.distribution import HEAD
 from graft.engine.sampling.sampling import make_generator, sample
 from graft.ops.advance_rows.reference import LEAVE, NOTHING, advance_rows
 from graft.ops.advance_rows.triton import advance_rows_triton
@@ -27,7 +27,7 @@ def column(values, dtype=torch.float64):
 
 
 def on_device(logits, params, seeds, kind):
-    """What a recording chooses, with the first number of each generator."""
+    """What a capture chooses, with the first number of each generator."""
     uniform = [torch.rand((), dtype=torch.float64, generator=make_generator(seed)).item() for seed in seeds]
     rows = SamplingRows(
         column([p.temperature for p in params]),
@@ -79,7 +79,7 @@ def test_without_top_k_and_top_p_nothing_is_sorted_and_the_tokens_are_the_same(s
     logits = logits.round() if tied else logits
     seeds = list(range(seed, seed + 4))
     expected = on_host(logits, params, seeds)
-    assert on_device(logits, params, seeds, "drawn") == expected == on_device(logits, params, seeds, "cut")
+    assert on_device(logits, params, seeds, "sampled") == expected == on_device(logits, params, seeds, "cut")
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -101,7 +101,7 @@ def test_a_nucleus_is_drawn_right_or_said_to_be_wide(seed, top_p, temperature):
 def test_rows_without_a_finite_largest_value_are_minus_one():
     logits = torch.zeros(4, 50)
     logits[1, 3], logits[2], logits[3, 7] = torch.nan, -torch.inf, torch.inf
-    for kind in ("greedy", "drawn", "cut"):
+    for kind in ("greedy", "sampled", "cut"):
         tokens = on_device(logits, [SamplingParams(temperature=1.0, top_p=0.5)] * 4, range(4), kind)
         assert tokens[1:] == [-1, -1, -1] and tokens[0] >= 0
 
@@ -109,7 +109,7 @@ def test_rows_without_a_finite_largest_value_are_minus_one():
 def test_what_a_request_needs():
     kinds = {
         "greedy": [SamplingParams(), SamplingParams(top_k=5, top_p=0.5), SamplingParams(min_tokens=2)],
-        "drawn": [SamplingParams(temperature=1), SamplingParams(temperature=1, min_p=0.5, top_k=-1)],
+        "sampled": [SamplingParams(temperature=1), SamplingParams(temperature=1, min_p=0.5, top_k=-1)],
         "cut": [SamplingParams(temperature=1, top_k=HEAD), SamplingParams(temperature=1, top_p=0.5)],
         "logits": [
             SamplingParams(logprobs=0),

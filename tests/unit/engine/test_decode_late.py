@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
+from capture_cases import engine, run
 from graft.engine.decode import buffers as decode_buffers
 from graft.engine.decode.buffers import Buffers, StepBuffers
 from graft.engine.decode.loop import DecodeLoop
-from recording_cases import engine, run
 
 
 class Late:
@@ -50,13 +50,13 @@ class Device:
             patch.setattr(target, name, self.in_order(getattr(target, name)))
         launch = loop.launch
 
-        def launched(flight):
-            play = flight.recording.play
-            late = replace(flight.recording, play=lambda: self.queue.append(play))
-            launch(replace_recording(flight, late))
-            self.queue.append(flight.slot)  # where it is done
+        def launched(step):
+            play = step.capture.play
+            late = replace(step.capture, play=lambda: self.queue.append(play))
+            launch(replace_recording(step, late))
+            self.queue.append(step.slot)  # where it is done
             self.most = max(self.most, sum(isinstance(item, StepBuffers) for item in self.queue))
-            return flight
+            return step
 
         patch.setattr(loop, "launch", launched)
 
@@ -79,18 +79,18 @@ class Device:
         return after
 
 
-def replace_recording(flight, recording):
-    flight.recording = recording
-    return flight
+def replace_recording(step, capture):
+    step.capture = capture
+    return step
 
 
 @pytest.fixture
 def late(monkeypatch):
     llm = engine("mistral", True, blocks=14, max_num_seqs=8, max_num_batched_tokens=48)
-    recordings = llm.engine.loop.recordings
+    captures = llm.engine.loop.captures
     for rows in (1, 2, 4, 8):
-        for kind in ("drawn", "cut"):  # a recording is made on an idle device
-            recordings.get(recordings.key(rows, 1, kind))
+        for kind in ("sampled", "cut"):  # a capture is made on an idle device
+            captures.get(captures.key(rows, 1, kind))
     return llm, Device(llm, monkeypatch)
 
 

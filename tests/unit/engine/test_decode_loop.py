@@ -1,4 +1,4 @@
-"""Decoding by recordings, a step ahead of the host: the tokens of the engine that does neither."""
+"""Decoding by captures, a step ahead of the host: the tokens of the engine that does neither."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import graft
+from capture_cases import engine, run
 from graft.base.errors import LogitsError, OutOfMemory
 from graft.engine.decode import choose as choosing
 from graft.engine.decode.buffers import StepBuffers
-from graft.engine.decode.loop import Flight
-from graft.engine.decode.recording import Recordings
-from recording_cases import engine, run
+from graft.engine.decode.capture import CapturedSteps
+from graft.engine.decode.loop import InFlightStep
 
 
 def prompts(lengths, seed=0):
@@ -40,7 +40,7 @@ def test_tokens_equal_the_synchronous_engine(seed, plain):
     ]
     for one, other in zip(got, expected, strict=True):
         drew = one.params.seed is None or one.generator.get_state().equal(other.generator.get_state())
-        assert drew, "as many numbers drawn, and no more"
+        assert drew, "as many numbers sampled, and no more"
     assert llm.engine.loop.launched > 40 and sum(r.preemptions for r in got) > 0
 
 
@@ -50,11 +50,11 @@ def test_the_host_is_one_step_behind():
     loop = llm.engine.loop
     requests = [llm.engine.add(prompt, greedy()) for prompt in prompts((5, 9, 17))]
     llm.engine.step()  # the prompts
-    assert not loop.flights
+    assert not loop.in_flight
     for tokens in range(2, 25):
         assert len(llm.engine.step()) == 3
         assert all(len(r.new_tokens) == tokens for r in requests)
-        assert len(loop.flights) == (tokens < 24), "the next step is launched already, except after the last"
+        assert len(loop.in_flight) == (tokens < 24), "the next step is launched already, except after the last"
     assert llm.engine.idle and [r.new_tokens for r in requests] == [o.token_ids for o in expected]
     assert llm.stats.replayed_steps == 23 and llm.stats.steps_ahead == 22 and llm.stats.bucket_misses == 0
     assert llm.stats.decode_tokens == 69 and llm.stats.steps == 24 and llm.stats.decode_seconds > 0
@@ -75,13 +75,13 @@ def test_a_step_writes_only_blocks_that_nobody_else_sees():
     """Also for tokens that are thrown away: what is launched never writes a stored or a shared block."""
     llm = engine("mistral", True, blocks=40, max_num_seqs=12, max_num_batched_tokens=48)
     loop, manager, thrown = llm.engine.loop, llm.engine.manager, []
-    launch, drop = loop.launch, Flight.drop
+    launch, drop = loop.launch, InFlightStep.drop
 
-    def checked(flight):
+    def checked(step):
         before = [tensor.clone() for tensor in llm.engine.tensors]
-        launch(flight)
-        blocks = (loop.buffers.fed[2, : flight.recording.rows] // manager.block_size).tolist()
-        due = {one.row: one.request.table for one in flight.due}
+        launch(step)
+        blocks = (loop.buffers.fed[2, : step.capture.rows] // manager.block_size).tolist()
+        due = {one.row: one.request.table for one in step.due}
         for row, block in enumerate(blocks):
             if row not in due:
                 assert block == manager.blocks, "a row without a request writes the padding block"
@@ -90,11 +90,11 @@ def test_a_step_writes_only_blocks_that_nobody_else_sees():
         others = [b for b in range(manager.blocks) if b not in blocks]
         for tensor, old in zip(llm.engine.tensors, before, strict=True):
             assert tensor[others].equal(old[others])
-        return flight
+        return step
 
     loop.launch = checked
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Flight, "drop", lambda self, request: thrown.append(request) or drop(self, request))
+        patch.setattr(InFlightStep, "drop", lambda self, request: thrown.append(request) or drop(self, request))
         run(llm, 3, 40, plain=True, abort=True)
     assert len(thrown) > 5 and loop.launched > 40
 
@@ -120,7 +120,7 @@ def test_rows_that_end_become_padding_and_smaller_recordings_follow():
     expected = [o.token_ids for o in engine("llama", False).generate(given, params)]
     llm = engine("llama", True, max_num_seqs=8)
     sizes, play = [], llm.engine.loop.launch
-    llm.engine.loop.launch = lambda flight: sizes.append(flight.recording.rows) or play(flight)
+    llm.engine.loop.launch = lambda step: sizes.append(step.capture.rows) or play(step)
     assert [o.token_ids for o in llm.generate(given, params)] == expected
     assert sizes == sorted(sizes, reverse=True) and set(sizes) == {8, 4, 2}
 
@@ -140,8 +140,8 @@ def test_recording_writes_the_padding_block_alone():
     poison(llm)
     assert [o.token_ids for o in llm.generate(given, greedy())] == expected
     poison(llm)
-    drawn = graft.SamplingParams(max_tokens=4, temperature=1.0, seed=1)
-    llm.generate(given, drawn)  # recorded here, in the middle of everything
+    sampled = graft.SamplingParams(max_tokens=4, temperature=1.0, seed=1)
+    llm.generate(given, sampled)  # captured here, in the middle of everything
     used = {b for b in range(llm.engine.manager.blocks) if not llm.engine.tensors[0][b].isnan().all()}
     assert len(used) <= 6
 
@@ -164,10 +164,10 @@ def test_a_step_that_fails_is_done_again(at, error, monkeypatch):
             for _ in range(steps):
                 llm.engine.step()
             targets = {
-                "graph": (llm.engine.loop.recordings, "graph"),
+                "graph": (llm.engine.loop.captures, "graph"),
                 "append": (llm.engine, "append_token"),
                 "launch": (llm.engine.loop, "launch"),
-                "wait": (Flight, "tokens"),
+                "wait": (InFlightStep, "tokens"),
                 "draw": (torch, "rand"),
             }
             with monkeypatch.context() as patch:
@@ -175,7 +175,7 @@ def test_a_step_that_fails_is_done_again(at, error, monkeypatch):
                 with pytest.raises(error):
                     for _ in range(3):
                         llm.engine.step()
-            assert not llm.engine.loop.flights
+            assert not llm.engine.loop.in_flight
             llm.engine.manager.check()
             llm.finish(requests)
             assert [r.new_tokens for r in requests] == expected
@@ -212,15 +212,15 @@ def test_logits_that_are_no_numbers_end_their_request_alone():
     llm = engine("llama", True, max_num_seqs=4)
     given = prompts((5, 9))
     expected = [o.token_ids for o in engine("llama", False).generate(given, greedy())]
-    recordings = llm.engine.loop.recordings
-    graph = recordings.graph
+    captures = llm.engine.loop.captures
+    graph = captures.graph
 
     def broken(ids, positions, *inputs):
         (logits,) = graph(ids, positions, *inputs)
         logits[0, positions[0] == 12] = torch.nan  # the first request's eighth new token, the second's fourth
         return (logits,)
 
-    recordings.graph = broken
+    captures.graph = broken
     outputs = llm.generate(given, greedy())
     for output, tokens, prompt in zip(outputs, expected, given, strict=True):
         assert output.finish_reason == "error" and isinstance(output.error, LogitsError)
@@ -229,7 +229,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone():
 
 
 def test_a_nucleus_wider_than_the_head_is_drawn_on_the_host(monkeypatch):
-    """A head of 8 tokens: wide nuclei are told by the recording, counted, noted, and never wrong."""
+    """A head of 8 tokens: wide nuclei are told by the capture, counted, noted, and never wrong."""
     given = prompts((5, 9, 4))
     params = [
         graft.SamplingParams(max_tokens=20, temperature=t, top_p=0.9, top_k=k, seed=i, ignore_eos=True)
@@ -245,11 +245,11 @@ def test_a_nucleus_wider_than_the_head_is_drawn_on_the_host(monkeypatch):
     assert [r.new_tokens for r in got] == [r.new_tokens for r in requests]
     for one, other in zip(got, requests, strict=True):
         assert one.generator.get_state().equal(other.generator.get_state())
-    assert llm.stats.redrawn_tokens == 0, "top_k above the head is known beforehand: all steps go the host's way"
+    assert llm.stats.host_sampled_tokens == 0, "top_k above the head is known beforehand: all steps go the host's way"
     again = [llm.engine.add(*one) for one in zip(given[:2], params[:2], strict=True)]
     llm.finish(again)
     assert [r.new_tokens for r in again] == [r.new_tokens for r in requests[:2]]
-    assert llm.stats.redrawn_tokens >= 1 and any("wider than" in note for note in llm.report.notes)
+    assert llm.stats.host_sampled_tokens >= 1 and any("wider than" in note for note in llm.report.notes)
     assert not llm.engine.loop.wide
 
 
@@ -262,14 +262,14 @@ def test_a_batch_without_a_recording_is_counted_and_told():
     assert llm.stats.bucket_misses == 7 and llm.stats.replayed_steps == 8
     told = [note for note in llm.report.notes if "larger than 2" in note]
     assert len(told) == 1
-    assert any("2 recordings, which are direct calls on a CPU, for batches of 1, 2" in n for n in llm.report.notes)
+    assert any("2 captures, which are direct calls on a CPU, for batches of 1, 2" in n for n in llm.report.notes)
 
 
 def test_a_recording_that_fails_is_told_and_decoding_goes_on(monkeypatch):
     def refuse(self, key):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(Recordings, "record", refuse)
+    monkeypatch.setattr(CapturedSteps, "record", refuse)
     llm = engine("llama", True, max_num_seqs=4)
     given = prompts((5, 9))
     expected = [o.token_ids for o in engine("llama", False).generate(given, greedy())]
@@ -277,24 +277,24 @@ def test_a_recording_that_fails_is_told_and_decoding_goes_on(monkeypatch):
     assert llm.stats.bucket_misses == 23 and llm.stats.replayed_steps == 0
     told = [note for note in llm.report.notes if "RuntimeError: no such thing" in note]
     assert told == [
-        "decode steps without a CUDA graph: recording a greedy step of 4 rows failed: RuntimeError: no such thing"
+        "decode steps without a CUDA graph: capture a greedy step of 4 rows failed: RuntimeError: no such thing"
     ]
 
 
 def test_other_kinds_are_recorded_when_first_needed_and_noted():
     llm = engine("llama", True, max_num_seqs=2)
-    assert {kind for _, _, kind in llm.engine.loop.recordings.made} == {"greedy"}
+    assert {kind for _, _, kind in llm.engine.loop.captures.made} == {"greedy"}
     hot = {"max_tokens": 4, "temperature": 1.0, "seed": 1, "ignore_eos": True}
     for options in (hot, hot | {"top_p": 0.9}, {"max_tokens": 4, "logprobs": 1}):
         llm.generate([[5, 6]], graft.SamplingParams(**options))
-    assert {kind for rows, _, kind in llm.engine.loop.recordings.made if rows == 1} == {
+    assert {kind for rows, _, kind in llm.engine.loop.captures.made if rows == 1} == {
         "greedy",
-        "drawn",
+        "sampled",
         "cut",
         "logits",
     }
-    notes = [note for note in llm.report.notes if note.startswith("recorded when first needed")]
-    assert notes == [f"recorded when first needed: a {kind} step of 1 rows" for kind in ("drawn", "cut", "logits")]
+    notes = [note for note in llm.report.notes if note.startswith("captured when first needed")]
+    assert notes == [f"captured when first needed: a {kind} step of 1 rows" for kind in ("sampled", "cut", "logits")]
 
 
 def test_whoever_waits_without_hope_does_not_stop_the_device():
@@ -313,10 +313,10 @@ def test_who_arrives_is_served_at_once():
     first = llm.engine.add([5, 6], greedy(60))
     for _ in range(5):
         llm.engine.step()
-    assert llm.engine.loop.flights
+    assert llm.engine.loop.in_flight
     second = llm.engine.add([7, 8], greedy(5))
     llm.engine.step()
-    assert not llm.engine.loop.flights and not second.new_tokens
+    assert not llm.engine.loop.in_flight and not second.new_tokens
     llm.engine.step()
     assert len(second.new_tokens) == 1 and len(first.new_tokens) == 7
     llm.finish([first, second])
@@ -350,7 +350,7 @@ def test_stop_strings_and_streams(monkeypatch):
     next(stream)
     stream.close()  # with a step on the way
     with llm.held() as held:
-        assert held.idle and not held.loop.flights and held.step() == []
+        assert held.idle and not held.loop.in_flight and held.step() == []
     assert llm.engine.manager.available == llm.engine.manager.blocks
     assert [o.token_ids for o in llm.generate(given, greedy())] == free
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import graft
+from capture_cases import captured, engine
 from graft.base.errors import UsageError
 from graft.engine.decode import buckets
 from graft.engine.decode.buckets import BatchSizes, bucket_for, bucket_sizes, table_widths
 from graft.engine.decode.build import loop_problem
 from graft.engine.options import EngineOptions
-from recording_cases import captured, engine
 
 
 def test_bucket_sizes():
@@ -67,20 +67,20 @@ def test_where_recordings_are_off_and_why():
 
 def test_recording_shows_its_progress():
     told = []
-    recordings = engine("llama", True, max_num_seqs=1).engine.loop.recordings
-    recordings.made.clear()
-    recordings.make_all((1,), lambda *what: told.append(what))
+    captures = engine("llama", True, max_num_seqs=1).engine.loop.captures
+    captures.made.clear()
+    captures.make_all((1,), lambda *what: told.append(what))
     assert told == [("capturing CUDA graphs", 0, 1), ("capturing CUDA graphs", 1, 1)]
 
 
 def test_few_rows_of_short_contexts_have_recordings_of_their_own():
     assert table_widths(8, 8192, 16) == (128, 8192) and table_widths(16, 8192, 16) == (8192,)
     assert table_widths(1, 100, 16) == (100,)
-    recordings = engine("llama", True, max_num_seqs=2).engine.loop.recordings
-    widest = recordings.buffers.block_tables.shape[1]
+    captures = engine("llama", True, max_num_seqs=2).engine.loop.captures
+    widest = captures.buffers.block_tables.shape[1]
     with mock.patch.object(buckets, "SHORT", 32):
-        assert recordings.key(1, 32, "greedy") == (1, 2, "greedy")
-        assert recordings.key(1, 33, "greedy") == (1, widest, "greedy")
+        assert captures.key(1, 32, "greedy") == (1, 2, "greedy")
+        assert captures.key(1, 33, "greedy") == (1, widest, "greedy")
 
 
 def test_a_context_grows_from_one_recording_into_the_next():
@@ -91,7 +91,7 @@ def test_a_context_grows_from_one_recording_into_the_next():
     with mock.patch.object(buckets, "SHORT", 48):
         llm = engine("llama", True, max_num_seqs=2)
         assert [o.token_ids for o in llm.generate(given, params)] == expected
-        used = {width for rows, width, _ in llm.engine.loop.recordings.made if rows == 2}
+        used = {width for rows, width, _ in llm.engine.loop.captures.made if rows == 2}
     assert used == {3, llm.engine.loop.buffers.block_tables.shape[1]}
     assert not llm.stats.bucket_misses and llm.stats.steps_ahead > 30
 

@@ -292,7 +292,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "at", ["graft.engine.engine.sample", "graft.engine.sampling.sampling.draw", "graph", "append_token"]
+    "at", ["graft.engine.engine.sample", "graft.engine.sampling.sampling.sample_tokens", "graph", "append_token"]
 )
 def test_a_step_that_fails_is_done_again_for_those_who_go_on(at, monkeypatch):
     """Three samples of one prompt are about to copy the block that they share when the step fails."""

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import graft
+from capture_cases import engine
 from graft.engine.decode.buckets import BatchSizes
 from graft.engine.decode.packed import LARGEST, token_sizes
 from graft.ops.layout import NAMES, HostBatch
-from recording_cases import engine
 
 PROMPTS = [[i * 7 % 120 + 1 for i in range(count)] for count in (1, 3, 16, 17, 40, 63)]
 
@@ -49,7 +49,7 @@ def test_what_is_captured_is_told_and_used_again():
         llm.generate([[turn + 1, 2, 3], [turn + 4] * 20], graft.SamplingParams(max_tokens=2, ignore_eos=True))
         # 23 tokens: the next power of two at once, the nearest size when it has been wanted four times
         assert set(packed.made) == ({32} if turn < 3 else {24, 32})
-    assert any("prompts: 2 recordings" in note and "steps of 24, 32 tokens" in note for note in llm.report.notes)
+    assert any("prompts: 2 captures" in note and "steps of 24, 32 tokens" in note for note in llm.report.notes)
 
 
 def test_a_step_of_more_tokens_is_launched(monkeypatch):

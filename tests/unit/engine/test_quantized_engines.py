@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import graft
 from conftest import graph_of
 from graft.base.errors import TransformError, UsageError
-from graft.bench import contest
+from graft.bench import runner
 from graft.bench.traffic import graph_weight_bytes, weight_bytes
 from graft.capture.decoder import capture_decoder
 from graft.cli.app import app
@@ -234,14 +234,14 @@ def test_the_report_counts_bytes_and_reads_back():
 def test_the_command_line_takes_a_format(verb, monkeypatch):
     looks = itertools.count()
     # every look at the clock takes longer than the one before, so that more steps take longer than one
-    monkeypatch.setattr(contest, "time", SimpleNamespace(perf_counter=lambda: float(next(looks) ** 2)))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: float(next(looks) ** 2)))
     given = ["--token-ids", "1,2", "--max-tokens", "2", "-m"] if verb == "run" else ["--batch", "1", "--prompt", "4"]
     more = (
         ["--backend", "eager"]
         if verb == "run"
         else ["--new", "2", "--repeats", "1", "--against", "eager", "--backend", "eager"]
     )
-    # a rival needs the module's own weights, so they stay for `bench`
+    # a baseline needs the module's own weights, so they stay for `bench`
     result = CliRunner().invoke(app, [verb, *given, "tiny-llama", *more, "--quantize", "int8", "--json"])
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)

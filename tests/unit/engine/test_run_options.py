@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import graft
+from capture_cases import engine as recording_engine
 from conftest import tiny
 from graft.base.errors import DiskFull, PromptTooLong, UsageError
 from graft.base.files import atomic_folder, write_failed
 from graft.cli import run as run_verb
 from graft.cli.app import app
 from graft.models.load import load_model
-from recording_cases import engine as recording_engine
 
 
 @cache
@@ -140,17 +140,17 @@ def test_a_context_of_ones_own():
 
 
 def test_the_report_tells_why_the_host_chooses_tokens():
-    recorded = recording_engine("llama", True, max_num_seqs=2)
+    captured = recording_engine("llama", True, max_num_seqs=2)
     ways = {
         "penalties": {"presence_penalty": 0.5},
         "log probabilities": {"logprobs": 1},
         "min_tokens": {"min_tokens": 3},
     }
-    recorded.generate([5, 6], graft.SamplingParams(max_tokens=4))
-    assert not any("the host chooses" in note for note in recorded.report.notes)
+    captured.generate([5, 6], graft.SamplingParams(max_tokens=4))
+    assert not any("the host chooses" in note for note in captured.report.notes)
     for reason, options in ways.items():
-        recorded.generate([5, 6], graft.SamplingParams(max_tokens=4, **options))
-        assert any(f"with {reason} the host chooses" in note for note in recorded.report.notes)
+        captured.generate([5, 6], graft.SamplingParams(max_tokens=4, **options))
+        assert any(f"with {reason} the host chooses" in note for note in captured.report.notes)
 
 
 def test_version_and_completion():

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graft.base.errors import LogitsError
 from graft.engine.params import SamplingParams
-from graft.engine.sampling import draw as drawing
-from graft.engine.sampling.draw import draw, weights
+from graft.engine.sampling import distribution
+from graft.engine.sampling.distribution import sample_tokens, weights
 from graft.engine.sampling.sampling import make_generator, sample
 from sampling_cases import HOT, INF, LOGITS, NEW, PROMPT, exact, normal, penalised, request
 
@@ -24,18 +24,18 @@ LAST = 1 - 2**-53  # the largest number that a draw can give
 
 def chi_square(seen: Counter, p: list[float]) -> float:
     """How far the counts are from the probabilities, in standard deviations above what chance gives."""
-    draws = sum(seen.values())
+    samples = sum(seen.values())
     if any(count and p[token] == 0 for token, count in seen.items()):
         return INF
     likely = [t for t, value in enumerate(p) if value > 0]
-    statistic = sum((seen[t] - draws * p[t]) ** 2 / (draws * p[t]) for t in likely)
+    statistic = sum((seen[t] - samples * p[t]) ** 2 / (samples * p[t]) for t in likely)
     freedom = len(likely) - 1
     return (statistic - freedom) / math.sqrt(2 * freedom) if freedom else 0.0
 
 
 FAR = 5.0  # standard deviations
-DRAWS = 12_000
-# what is asked for: a wrong reading of it, which the same draws must refute
+SAMPLES = 12_000
+# what is asked for: a wrong reading of it, which the same samples must refute
 READINGS = {
     "temperature": ({"temperature": 0.7}, lambda x, p: exact(x, replace(p, temperature=0.8))),
     "temperature above 1": ({"temperature": 2.5}, lambda x, p: exact(x, replace(p, temperature=1 / 2.5))),
@@ -64,16 +64,16 @@ READINGS = {
 }
 
 
-def draws(logits: list[float], one, ends=frozenset()) -> Counter:
-    rows = torch.tensor(logits).expand(DRAWS, -1)
-    return Counter(choice.token for choice in sample(rows, [one] * DRAWS, ends))
+def samples(logits: list[float], one, ends=frozenset()) -> Counter:
+    rows = torch.tensor(logits).expand(SAMPLES, -1)
+    return Counter(choice.token for choice in sample(rows, [one] * SAMPLES, ends))
 
 
 @pytest.mark.parametrize("name", READINGS)
 def test_frequencies_are_the_exact_probabilities(name):
     fields, wrong = READINGS[name]
     params = replace(HOT, **fields)
-    seen = draws(LOGITS, request(params, seed=1))
+    seen = samples(LOGITS, request(params, seed=1))
     assert chi_square(seen, exact(LOGITS, params)) < FAR
     assert chi_square(seen, wrong(LOGITS, params)) > FAR, "the bound tells a wrong reading"
 
@@ -101,7 +101,7 @@ def test_penalties_give_the_exact_probabilities(name):
     fields, wrong_history, wrong_fields = PENALTIES[name]
     params = replace(HOT, **fields)
     history = {"prompt": PROMPT, "new": NEW}
-    seen = draws(LOGITS, request(params, seed=2, **history))
+    seen = samples(LOGITS, request(params, seed=2, **history))
     assert chi_square(seen, exact(penalised(LOGITS, params, **history), params)) < FAR
     wrong = penalised(LOGITS, replace(params, **wrong_fields), **(history | wrong_history))
     assert chi_square(seen, exact(wrong, params)) > FAR, "the bound tells a wrong reading"
@@ -109,9 +109,9 @@ def test_penalties_give_the_exact_probabilities(name):
 
 def test_end_tokens_are_barred_until_min_tokens():
     params = replace(HOT, min_tokens=5, stop_token_ids=(9, 10**6))
-    early = draws(LOGITS, request(params, new=[1] * 4), frozenset({3}))
+    early = samples(LOGITS, request(params, new=[1] * 4), frozenset({3}))
     assert early[3] == early[9] == 0 and len(early) == len(LOGITS) - 2
-    late = draws(LOGITS, request(params, new=[1] * 5), frozenset({3}))
+    late = samples(LOGITS, request(params, new=[1] * 5), frozenset({3}))
     assert late[3] and late[9]
     assert chi_square(late, exact(LOGITS, params)) < FAR < chi_square(early, exact(LOGITS, params))
     greedy = SamplingParams(min_tokens=1)
@@ -169,7 +169,7 @@ def clear_cut(x: list[float], params: SamplingParams) -> bool:
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
 )
 def test_what_can_be_drawn_is_exactly_what_is_allowed(logits, params, prompt, new, dtype):
-    """The weights are the exact probabilities, and each allowed token is drawn from its own interval, no other."""
+    """The weights are the exact probabilities, and each allowed token is sampled from its own interval, no other."""
     assume(max(logits) > -INF)
     x = penalised(logits, params, prompt, new)
     p = exact(x, params)
@@ -180,9 +180,9 @@ def test_what_can_be_drawn_is_exactly_what_is_allowed(logits, params, prompt, ne
     assert [w > 0 for w in own] == [value > 0 for value in p]
     allowed = {t for t, value in enumerate(p) if value > 0}
     middles = {t: math.fsum(p[:t]) + p[t] / 2 for t in sorted(allowed) if p[t] > 1e-9}
-    low, high = draw(edited.expand(2, -1), [params] * 2, [0.0, LAST]).tolist()
+    low, high = sample_tokens(edited.expand(2, -1), [params] * 2, [0.0, LAST]).tolist()
     assert {low, high} <= allowed and low <= min(middles) and high >= max(middles)
-    got = draw(edited.expand(len(middles), -1), [params] * len(middles), list(middles.values()))
+    got = sample_tokens(edited.expand(len(middles), -1), [params] * len(middles), list(middles.values()))
     assert got.tolist() == list(middles)
     one = request(params, prompt, new)
     tokens = {c.token for c in sample(torch.tensor([logits] * 20, dtype=dtype), [one] * 20)}
@@ -211,7 +211,7 @@ def test_large_nuclei_are_exact_too(size):
     for row in range(4):
         p = exact(logits[row].tolist(), params[row])
         assert own[row].tolist() == [value > 0 for value in p]
-    assert size < 5000 or own[0].sum() > 2 * drawing.HEAD
+    assert size < 5000 or own[0].sum() > 2 * distribution.HEAD
 
 
 any_params = st.tuples(wide, st.sampled_from([None, 0, 3]), st.booleans()).map(
@@ -238,11 +238,11 @@ def test_a_request_gets_the_same_tokens_alone_or_among_others(rows, seed, order)
     assert steps(list(range(len(rows)))) == alone
     mixed = list(range(len(rows)))
     order.shuffle(mixed)
-    at_once, drawing.AT_ONCE = drawing.AT_ONCE, 2 * 1200
+    at_once, distribution.AT_ONCE = distribution.AT_ONCE, 2 * 1200
     try:
         assert steps(mixed) == alone
     finally:
-        drawing.AT_ONCE = at_once
+        distribution.AT_ONCE = at_once
 
 
 def test_a_token_takes_one_number_of_the_requests_own_generator():
@@ -252,7 +252,7 @@ def test_a_token_takes_one_number_of_the_requests_own_generator():
     expected = make_generator(5)
     torch.rand(3, dtype=torch.float64, generator=expected)
     assert torch.equal(one.generator.get_state(), expected.get_state())
-    assert torch.equal(other.generator.get_state(), before), "greedy draws nothing"
+    assert torch.equal(other.generator.get_state(), before), "greedy samples nothing"
     assert torch.equal(torch.get_rng_state(), world)
 
 
@@ -270,10 +270,10 @@ def test_a_token_without_probability_is_never_drawn():
     """At both ends of the uniform numbers; barred tokens first, last and in the middle; weights that vanish."""
     logits = torch.tensor([[-INF, 0.0, -INF, -1e30, 0.0, -INF]])
     for uniform in (0.0, 1e-320, 0.25, 0.5 - 2**-54, 0.5, LAST):
-        assert draw(logits, [HOT], [uniform]).item() == (1 if uniform < 0.5 else 4)
+        assert sample_tokens(logits, [HOT], [uniform]).item() == (1 if uniform < 0.5 else 4)
     for temperature in (1e-39, 5e-324, 1e300):
-        assert draw(torch.tensor([LOGITS]), [replace(HOT, temperature=temperature)], [0.0]).item() in (0, 3)
-    assert draw(torch.tensor([LOGITS]), [replace(HOT, temperature=5e-324)], [LAST]).item() == 3
+        assert sample_tokens(torch.tensor([LOGITS]), [replace(HOT, temperature=temperature)], [0.0]).item() in (0, 3)
+    assert sample_tokens(torch.tensor([LOGITS]), [replace(HOT, temperature=5e-324)], [LAST]).item() == 3
 
 
 @pytest.mark.parametrize("drift", [1e-9, -1e-9])
@@ -285,7 +285,7 @@ def test_sums_that_drift_draw_no_token_without_probability(monkeypatch, drift):
     )
     logits = torch.tensor([[-INF, 0.0, -INF, 0.0, -INF]])
     for uniform in (0.0, 0.5 - 1e-9, 0.5, 0.5 + 1e-9, LAST):
-        assert draw(logits, [HOT], [uniform]).item() in (1, 3)
+        assert sample_tokens(logits, [HOT], [uniform]).item() in (1, 3)
 
 
 BAD = {"nan": [0.0, math.nan, 1.0], "infinity": [0.0, INF, 1.0], "all barred": [-INF, -INF, -INF]}

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graft
+from capture_cases import engine as recording_engine
+from capture_cases import random_params
 from conftest import resized, tiny
 from graft.base.errors import EngineFailed, PromptTooLong, UsageError
-from recording_cases import engine as recording_engine
-from recording_cases import random_params
 
 GREEDY = graft.SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = graft.SamplingParams(max_tokens=200, ignore_eos=True)
@@ -79,9 +79,9 @@ class Gate:
         self.may.release()
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_eight_threads_get_the_tokens_of_one_after_another(recorded):
-    llm = recording_engine("llama", recorded, max_num_seqs=6, max_num_batched_tokens=64)
+@pytest.mark.parametrize("captured", [False, True])
+def test_eight_threads_get_the_tokens_of_one_after_another(captured):
+    llm = recording_engine("llama", captured, max_num_seqs=6, max_num_batched_tokens=64)
     given_prompts = prompts(24)
     alone = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in given_prompts]
     start = threading.Barrier(8)
@@ -102,11 +102,11 @@ def test_eight_threads_get_the_tokens_of_one_after_another(recorded):
 
 
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 1000), threads=st.integers(2, 6), recorded=st.booleans(), blocks=st.sampled_from([12, 60]))
-def test_whatever_threads_do_the_tokens_are_those_of_one_alone(seed, threads, recorded, blocks):
+@given(seed=st.integers(0, 1000), threads=st.integers(2, 6), captured=st.booleans(), blocks=st.sampled_from([12, 60]))
+def test_whatever_threads_do_the_tokens_are_those_of_one_alone(seed, threads, captured, blocks):
     """generate, stream, submit and finish, coroutines; some break off in the middle. Any parameters with a seed."""
     rng = random.Random(seed)
-    llm = recording_engine("llama", recorded, blocks=blocks, max_num_seqs=5, max_num_batched_tokens=48)
+    llm = recording_engine("llama", captured, blocks=blocks, max_num_seqs=5, max_num_batched_tokens=48)
     llm.engine.tokenizer = Numbers()
     asked = []
     for prompt in prompts(3 * threads, seed):

@@ -21,7 +21,16 @@ from graft.ops.fused_linear.choice import (
     ranges_text,
     tuned_file,
 )
-from graft.ops.fused_linear.kinds import WEIGHTS, Even, Gemm, LinearShape, Matvec, Narrow, how_problem, how_text
+from graft.ops.fused_linear.kinds import (
+    WEIGHTS,
+    BalancedGemm,
+    Gemm,
+    Int4Gemm,
+    LinearShape,
+    Matvec,
+    how_problem,
+    how_text,
+)
 from graft.ops.fused_linear.tables import TunedEntry, merge, parse_table, read_table, table_json, write_table
 
 H200 = "NVIDIA H200"
@@ -33,7 +42,7 @@ hows = st.one_of(
     st.none(),
     st.builds(Matvec, st.sampled_from([1, 2, 4])),
     st.builds(Gemm, st.sampled_from([32, 64]), early=counts),
-    st.builds(Narrow, st.sampled_from([4, 8]), st.sampled_from([2, 8]), st.sampled_from([0, 3])),
+    st.builds(Int4Gemm, st.sampled_from([4, 8]), st.sampled_from([2, 8]), st.sampled_from([0, 3])),
 )
 entries = st.builds(
     TunedEntry,
@@ -75,7 +84,7 @@ def test_a_lookup_takes_the_nearest_shape_and_the_next_count(table, shape, token
     assert found.nearest in fitting
     assert shape.distance(found.nearest) == min(shape.distance(one) for one in fitting)
     measured = table[found.nearest]
-    fallback = "torch's own product" if shape.format == "plain" else "the default tensor-core kernel"
+    fallback = "torch's own GEMM" if shape.format == "plain" else "the default tensor-core kernel"
     if tokens > max(measured):
         assert found.how is None and found.device is None and fallback in found.source
         return
@@ -137,10 +146,10 @@ def test_the_text_of_ranges():
 @pytest.mark.parametrize(
     "how, format, reason",
     [
-        (Even(rows=112), "plain", None),
-        (Even(rows=112), "int8", "even takes plain weights, not int8"),
-        (Even(rows=100), "plain", "even takes 16, 32 … 496 rows, not 100"),
-        (Even(rows=512), "plain", "even takes 16, 32 … 496 rows, not 512"),
+        (BalancedGemm(rows=112), "plain", None),
+        (BalancedGemm(rows=112), "int8", "balanced_gemm takes plain weights, not int8"),
+        (BalancedGemm(rows=100), "plain", "balanced_gemm takes 16, 32 … 496 rows, not 100"),
+        (BalancedGemm(rows=512), "plain", "balanced_gemm takes 16, 32 … 496 rows, not 512"),
     ],
 )
 def test_even_shares_say_what_they_cannot_take(how, format, reason):
@@ -150,14 +159,14 @@ def test_even_shares_say_what_they_cannot_take(how, format, reason):
 @pytest.mark.parametrize(
     "how, format, k, tokens, reason",
     [
-        (Narrow(), "int4", 4096, 8, None),
-        (Narrow(), "plain", 4096, 1, "narrow takes int4 weights, not plain"),
-        (Narrow(), "int4", 4096, 9, "narrow takes up to 8 tokens"),
-        (Narrow(), "int4", 4608, 1, "narrow needs a depth that is a multiple of 1024, not 4608"),
-        (Narrow(3), "int4", 4096, 1, "narrow takes 2, 4 or 8 ahead and 8 / ahead … 16 warps, not 8 and 3"),
-        (Narrow(2, 2), "int4", 4096, 1, "narrow takes 2, 4 or 8 ahead and 8 / ahead … 16 warps, not 2 and 2"),
-        (Narrow(4, 8, 3), "int4", 4096, 1, None),
-        (Narrow(4, 8, 3), "int4", 5120, 1, "narrow walks over rows of up to 4096, not 5120"),
+        (Int4Gemm(), "int4", 4096, 8, None),
+        (Int4Gemm(), "plain", 4096, 1, "int4_gemm takes int4 weights, not plain"),
+        (Int4Gemm(), "int4", 4096, 9, "int4_gemm takes up to 8 tokens"),
+        (Int4Gemm(), "int4", 4608, 1, "int4_gemm needs a depth that is a multiple of 1024, not 4608"),
+        (Int4Gemm(3), "int4", 4096, 1, "int4_gemm takes 2, 4 or 8 ahead and 8 / ahead … 16 warps, not 8 and 3"),
+        (Int4Gemm(2, 2), "int4", 4096, 1, "int4_gemm takes 2, 4 or 8 ahead and 8 / ahead … 16 warps, not 2 and 2"),
+        (Int4Gemm(4, 8, 3), "int4", 4096, 1, None),
+        (Int4Gemm(4, 8, 3), "int4", 5120, 1, "int4_gemm walks over rows of up to 4096, not 5120"),
     ],
 )
 def test_narrow_says_what_it_cannot_take(how, format, k, tokens, reason):

@@ -17,8 +17,8 @@ from graft.ops.cases import tolerance
 from graft.ops.fused_linear import op
 from graft.ops.fused_linear.cases import LinearCase, make
 from graft.ops.fused_linear.choice import Gemm, Matvec
-from graft.ops.fused_linear.kinds import Even, Narrow
-from graft.ops.fused_linear.op import narrow_call_problem
+from graft.ops.fused_linear.kinds import BalancedGemm, Int4Gemm
+from graft.ops.fused_linear.op import int4_gemm_call_problem
 from graft.ops.fused_linear.reference import fused_linear
 from graft.ops.launch import ring
 from graft.ops.selection import problem_of
@@ -95,19 +95,19 @@ def test_gemm_agrees_with_float64(shape, int4, tokens, rows, splits, inside):
 def test_even_shares_agree_with_float64(shape, tokens, rows, splits, n):
     """Rows that are the sum of one, two and three powers of two; a last program with few or none of a tile."""
     shape = replace(shape, rows=tokens, weight="plain", n=n)
-    how = Even(rows=rows, tokens=16, depth=64, splits=splits)
+    how = BalancedGemm(rows=rows, tokens=16, depth=64, splits=splits)
     args = arguments(shape, torch.float32)
     assert agrees(lambda call: kernels.run_as(call, how), args, torch.float32, shape.k)
     assert not ring(torch.device(DEVICE)).zeros.any()
 
 
-NARROW = [Narrow(1, 8), Narrow(2, 4), Narrow(4, 2), Narrow(8, 2), Narrow(4, 2, 1), Narrow(8, 2, 2)]
+NARROW = [Int4Gemm(1, 8), Int4Gemm(2, 4), Int4Gemm(4, 2), Int4Gemm(8, 2), Int4Gemm(4, 2, 1), Int4Gemm(8, 2, 2)]
 
 
 def narrow_as(how):
     def run(call):
-        assert narrow_call_problem(call) is None
-        return kernels.launch_narrow(call, how)
+        assert int4_gemm_call_problem(call) is None
+        return kernels.launch_int4_gemm(call, how)
 
     return run
 
@@ -137,7 +137,7 @@ def test_narrow_agrees_with_float64(shape, tokens, how, k, normed):
     ],
 )
 def test_what_narrow_has_slightly_wrong_is_caught(wrong):
-    how, shape = Narrow(4, 2), LinearCase(3, 20, 1024, weight="int4", bias=True, normed=True, residual=True)
+    how, shape = Int4Gemm(4, 2), LinearCase(3, 20, 1024, weight="int4", bias=True, normed=True, residual=True)
     args = list(arguments(shape, torch.bfloat16))
     args[0] = args[0] * 3  # else its root mean square is 1
     assert agrees(narrow_as(how), args, torch.bfloat16, shape.k)
@@ -150,20 +150,20 @@ def test_what_cannot_be_read_by_16_bytes_goes_another_way():
     x, *rest = arguments(shape, torch.bfloat16)
     with mock.patch.object(op, "needs_triton", lambda *_: None):
         call = SPEC.call(x, *rest)
-        assert problem_of(SPEC.kernel("narrow"), call) is None
+        assert problem_of(SPEC.kernel("int4_gemm"), call) is None
         moved = torch.cat([x.flatten(), x.flatten()[:4]])[4:].view(1, 2, 1024)
         wide = torch.zeros(1, 2, 1028, dtype=torch.bfloat16, device=DEVICE)
         wide[..., :1024] = x
         for other in (moved, wide[..., :1024]):
-            assert "16 bytes at a time" in problem_of(SPEC.kernel("narrow"), call._replace(x=other))
+            assert "16 bytes at a time" in problem_of(SPEC.kernel("int4_gemm"), call._replace(x=other))
             with pytest.raises(KernelUnavailable, match="16 bytes at a time"):  # asked for by name: that one or none
-                choose(SPEC, call._replace(x=other), "narrow")
-            run = bind(SPEC, call, "narrow").run  # when it is bound, nothing is known of a call's memory
+                choose(SPEC, call._replace(x=other), "int4_gemm")
+            run = bind(SPEC, call, "int4_gemm").run  # when it is bound, nothing is known of a call's memory
             with pytest.raises(KernelUnavailable, match="16 bytes at a time"):
                 run(other, *rest)
-        assert "1 + w" in problem_of(SPEC.kernel("narrow"), call._replace(offset=1.0, cast_last=True))
+        assert "1 + w" in problem_of(SPEC.kernel("int4_gemm"), call._replace(offset=1.0, cast_last=True))
         halves = arguments(shape, torch.float16)
-        assert "not torch.float16" in problem_of(SPEC.kernel("narrow"), SPEC.call(*halves))
+        assert "not torch.float16" in problem_of(SPEC.kernel("int4_gemm"), SPEC.call(*halves))
     assert agrees(lambda call: kernels.launch_gemm(call, kernels.default_gemm(call)), halves, torch.float16, 1024)
 
 
@@ -185,13 +185,13 @@ def test_torchs_own_product_agrees_with_float64(shape, int4, tokens):
         lambda call: call._replace(eps=call.eps + 0.01),
     ],
 )
-@pytest.mark.parametrize("kernel", ["matvec", "gemm", "even"])
+@pytest.mark.parametrize("kernel", ["matvec", "gemm", "balanced_gemm"])
 def test_what_is_slightly_wrong_is_caught(wrong, kernel):
     shape = LinearCase(2, 12, 512, bias=True, norm="plain", residual=True)
     run = {
         "matvec": lambda call: kernels.launch_matvec(call, Matvec(2, 2)),
         "gemm": lambda call: kernels.launch_gemm(call, Gemm(rows=16, tokens=16, depth=64, splits=2)),
-        "even": lambda call: kernels.launch_even(call, Even(rows=48, tokens=16, splits=2)),
+        "balanced_gemm": lambda call: kernels.launch_balanced_gemm(call, BalancedGemm(rows=48, tokens=16, splits=2)),
     }[kernel]
     args = arguments(shape, torch.float32)
     assert agrees(run, args, torch.float32, shape.k)

@@ -1,4 +1,4 @@
-"""graft::fused_linear with activations rounded to float8: the kernels around torch's product, against the reference.
+"""graft::fused_linear with activations rounded to float8: the kernels around torch's GEMM, against the reference.
 
 Run on a GPU as well: there float8 tensor cores multiply.
 """

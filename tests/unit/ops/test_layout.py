@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import graft
 import graft.ops
+from capture_cases import engine
 from conftest import graph_of, tiny
 from graft.base.errors import LayoutError
 from graft.ir.edit import Editor
@@ -20,7 +21,6 @@ from graft.ops.layout_check import check
 from graft.passes.base import Context
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
-from recording_cases import engine
 
 BLOCK, CPU = 4, torch.device("cpu")
 

@@ -15,9 +15,9 @@ from graft.base.errors import CheckpointError, PackingError, UsageError
 from graft.bench.quality import engine_logits
 from graft.models.load import load_model
 from graft.passes.config import load_config
-from graft.weights.gguf.blocks import INDEX, blocks_folder, held_model
+from graft.weights.gguf.blocks import INDEX, blocks_folder, lazy_model
 from graft.weights.gguf.reader import one_reader
-from graft.weights.lazy import FileRows, Held, untouched
+from graft.weights.lazy import FileRows, LazyWeights, untouched
 from graft.workbench.native import native_source
 from marks import short
 from native_cases import needs_compiler
@@ -43,13 +43,13 @@ def reference(path, model) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("file", FILES, indirect=True)
 def test_every_weight_is_the_files_own(file):
     model = load_model(file, device="cpu", in_blocks=True)
-    assert model.held is not None and model.floats is not None
+    assert model.lazy is not None and model.floats is not None
     wanted = reference(file, model.module)
     head, table = model.module.lm_head.weight, model.module.model.embed_tokens.weight
-    assert head is table and table in model.held
+    assert head is table and table in model.lazy
     found = dict(model.floats().named_parameters())
     for name, tensor in found.items():
-        rounded = "down_proj" in name and model.held.quants(dict(model.module.named_parameters())[name])[0] != "Q4_1"
+        rounded = "down_proj" in name and model.lazy.quants(dict(model.module.named_parameters())[name])[0] != "Q4_1"
         slack = 0.006 if rounded else 2.0**-10  # Q6_K as Q8_0: half of 1/127; Q4_K: float16 scales
         assert (tensor - wanted[name]).abs().max() <= slack * wanted[name].abs().max(), name
     q = "model.layers.0.self_attn.q_proj.weight"
@@ -88,7 +88,7 @@ def test_engines_read_the_blocks(file):
     else:
         assert "8 weights as q4 (Q4_1 of the file)" in note and "1 weight as q8 (Q8_0 of the file)" in note
         assert len(merged.matches) == 2 and not merged.near_misses
-    assert llm.model.held is not None and not llm.model.held.parts
+    assert llm.model.lazy is not None and not llm.model.lazy.parts
     floats = load_model(file, device="cpu", in_blocks=True).floats
     assert floats is not None
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_engines_read_the_blocks(file):
 @needs_compiler
 def test_floats_where_they_are_asked_for(file):
     plain = LLM(file, device="cpu", backend="native", quantize="none", kv_cache_memory="8MiB")
-    assert plain.quantized is None and plain.model.held is None
+    assert plain.quantized is None and plain.model.lazy is None
     off = {"transforms": {"quantize_linear": {"enabled": False}}}
     asked = LLM(file, device="cpu", backend="native", config=off, kv_cache_memory="8MiB")
     assert asked.quantized is None, "a configuration that says so stands above the default"
@@ -137,13 +137,13 @@ def test_files_that_are_gone_or_others(file):
         load_model(file, device="cpu", in_blocks=True)
     file.unlink()
     with pytest.raises(CheckpointError, match="is gone or is another file"):
-        held_model(folder, torch.float32, None)
+        lazy_model(folder, torch.float32, None)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_model(file.with_name("none.gguf"), device="cpu", in_blocks=True)
 
 
 def test_rows_behind_parameters():
-    held, one, two = Held(), untouched((8, 64), torch.float32), untouched((16, 64), torch.float32)
+    held, one, two = LazyWeights(), untouched((8, 64), torch.float32), untouched((16, 64), torch.float32)
     rows = [FileRows("Q8_0", torch.zeros(n, 68, dtype=torch.uint8)) for n in (8, 16)]
     rows[1].raw[:, 2:34] = 3
     rows[1].raw[:, 1] = 0x3C  # the float16 1.0, low byte first

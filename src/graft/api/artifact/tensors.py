@@ -119,10 +119,10 @@ def unpack(entries: list[dict[str, Any]], weights: Mapping[str, Any], state: Map
     moved: dict[tuple[str, bool], torch.Tensor] = {}
     for data in entries:
         entry = TensorEntry(**data)
-        place = (entry.key, entry.written)
-        if place not in moved:
-            moved[place] = (state if entry.written else weights)[entry.key].to(entry.device)
-        tensor = moved[place]
+        location = (entry.key, entry.written)
+        if location not in moved:
+            moved[location] = (state if entry.written else weights)[entry.key].to(entry.device)
+        tensor = moved[location]
         if entry.offset is not None:
             tensor = tensor.as_strided(entry.shape, entry.stride, entry.offset)
         if entry.kind == "parameter":

@@ -26,9 +26,10 @@ Memory = tuple[str, int, int]  # a kind of memory, first and last place in it
 def lay_out(
     steps: Sequence[KernelCall], buffers: Sequence[Buffer], direct: Mapping[str, int]
 ) -> tuple[dict[str, BufferLocation], dict[Rows, int], frozenset[int]]:
-    """Places, floats a row of each kind, and the steps before which there is a barrier. `direct`: lie in a result."""
+    """Locations, floats a row of each kind, and the steps before which there is a barrier. `direct`: lie in a
+    result."""
     lives = lifetimes(steps)
-    places = {name: BufferLocation(output=index) for name, index in direct.items()}
+    locations = {name: BufferLocation(output=index) for name, index in direct.items()}
     widths: dict[Rows, int] = {"tokens": 0, "selected": 0}
     placed: list[tuple[Buffer, int]] = []
     inside = [buffer for buffer in buffers if buffer.name not in direct]
@@ -41,9 +42,9 @@ def lay_out(
         )
         offset = first_gap(taken, buffer.width)
         placed.append((buffer, offset))
-        places[buffer.name] = BufferLocation(offset)
+        locations[buffer.name] = BufferLocation(offset)
         widths[buffer.rows] = max(widths[buffer.rows], offset + buffer.width)
-    return places, widths, barriers(steps, {buffer.name: buffer for buffer in buffers}, places)
+    return locations, widths, barriers(steps, {buffer.name: buffer for buffer in buffers}, locations)
 
 
 def lifetimes(steps: Sequence[KernelCall]) -> dict[str, tuple[int, int]]:
@@ -67,14 +68,14 @@ def first_gap(taken: Sequence[tuple[int, int]], width: int) -> int:
 
 
 def barriers(
-    steps: Sequence[KernelCall], buffers: Mapping[str, Buffer], places: Mapping[str, BufferLocation]
+    steps: Sequence[KernelCall], buffers: Mapping[str, Buffer], locations: Mapping[str, BufferLocation]
 ) -> frozenset[int]:
     """A step waits when one since the last barrier wrote what it touches, or touched what it writes."""
     found = set()
     read: list[Memory] = []
     written: list[Memory] = []
     for index, step in enumerate(steps):
-        reads, writes = touched(step, buffers, places)
+        reads, writes = touched(step, buffers, locations)
         if clash(writes, [*read, *written]) or clash(reads, written):
             found.add(index)
             read, written = [], []
@@ -88,7 +89,7 @@ def clash(some: Sequence[Memory], others: Sequence[Memory]) -> bool:
 
 
 def touched(
-    step: KernelCall, buffers: Mapping[str, Buffer], places: Mapping[str, BufferLocation]
+    step: KernelCall, buffers: Mapping[str, Buffer], locations: Mapping[str, BufferLocation]
 ) -> tuple[list[Memory], list[Memory]]:
     """What a step reads, and what it writes."""
     reads: list[Memory] = []
@@ -96,10 +97,12 @@ def touched(
     for name, argument in step.fields:
         value = argument.value if isinstance(argument, Pointer) else argument
         if isinstance(value, Value):
-            buffer, place = buffers[value.buffer], places[value.buffer]
-            inside = place.output is None
+            buffer, location = buffers[value.buffer], locations[value.buffer]
+            inside = location.output is None
             memory = (
-                (buffer.rows, place.offset, place.offset + buffer.width) if inside else (f"out{place.output}", 0, 1)
+                (buffer.rows, location.offset, location.offset + buffer.width)
+                if inside
+                else (f"out{location.output}", 0, 1)
             )
         elif name == SHARED:
             memory = (SHARED, 0, 1)

@@ -104,8 +104,8 @@ class RegionCall:
         if not all(map(Tensor.is_contiguous, inputs)):
             given = [self.laid_out(index, tensor) for index, tensor in enumerate(inputs)]
         tokens, selected = (
-            given[place[0]].shape[place[1]] if place else 0
-            for place in (program.rows_from.get("tokens"), program.rows_from.get("selected"))
+            given[location[0]].shape[location[1]] if location else 0
+            for location in (program.rows_from.get("tokens"), program.rows_from.get("selected"))
         )
         rows = {"T": tokens, "N": selected}
         outputs = tuple(

@@ -121,13 +121,13 @@ def layer_of(path: str) -> str:
 
 
 def emit_buffer(program: Program, buffer: Buffer) -> str:
-    place, count = program.places[buffer.name], ROWS[buffer.rows]
-    if place.output is not None:
-        where = f"static_cast<float*>(call.outputs[{place.output}])"
+    location, count = program.locations[buffer.name], ROWS[buffer.rows]
+    if location.output is not None:
+        where = f"static_cast<float*>(call.outputs[{location.output}])"
     elif buffer.rows == "tokens":
-        where = f"call.arena + {place.offset} * T"
+        where = f"call.arena + {location.offset} * T"
     else:
-        where = f"call.arena + {program.widths['tokens']} * T + {place.offset} * N"
+        where = f"call.arena + {program.widths['tokens']} * T + {location.offset} * N"
     return f"  float* const {buffer_name(buffer.name)} = {where};  // [{count}, {buffer.width}]"
 
 

@@ -28,7 +28,7 @@ from graft.weights.native_tiles import HALVES
 def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None, release: Release | None = None) -> Lowered:
     """Called as the eager graph is. Notes say what was compiled, where it lies, and what stayed eager and why.
 
-    `release` gives up a weight of the module's own, which nothing reads after it was packed.
+    `release` frees a weight of the module's own, which nothing reads after it was packed.
     """
     named = named or {}
     check_device(gm)
@@ -119,9 +119,11 @@ def notes(parts: Split, built: Built, seconds: float, team: Threads, released: i
     said += [f"native: {built.note}"] if built.note else []
     kernels = {step.kernel.name for region in parts.regions for step in region.program.steps}
     if f"linear<{HALVES}>" in kernels:
-        said.append("native: bfloat16 weights are held and multiplied as float16, which this CPU has products of")
+        said.append(
+            "native: bfloat16 weights are stored and multiplied as float16, which this CPU multiplies natively"
+        )
     if released:
-        said.append(f"native: {released} weights are packed, and the module's own were given up")
+        said.append(f"native: {released} weights are packed, and the module's own were freed")
     reasons = Counter(f"{node.target}: {reason}" for node, reason in parts.reasons.items())
-    said += [f"native: eager in {count} places: {reason}" for reason, count in reasons.items()]
+    said += [f"native: eager in {count} sites: {reason}" for reason, count in reasons.items()]
     return tuple(said)

@@ -1,4 +1,4 @@
-// What the small kernels share beside the vectors, the team and the product: single numbers, dot products.
+// What the small kernels share beside the vectors, the team and the GEMM: single numbers, dot products.
 #pragma once
 
 #include "ops/fused_linear/native.h"

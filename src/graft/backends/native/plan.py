@@ -160,16 +160,16 @@ class Planner:
         return Size(self.sizes.setdefault(key, len(self.sizes)))
 
     def weight(
-        self, node: Any, form: Any, ctype: str = "void", *, gated: bool = False, turned: bool = False
+        self, node: Any, form: Any, ctype: str = "void", *, gated: bool = False, transposed: bool = False
     ) -> WeightPointer:
         """A tensor of the module, or the transpose of one."""
         if is_op(node, aten.transpose.int) and tensor_of(node).dim() == 2:
-            return self.weight(node.args[0], form, ctype, gated=gated, turned=not turned)
+            return self.weight(node.args[0], form, ctype, gated=gated, transposed=not transposed)
         if not isinstance(node, Node) or node.op != "get_attr":
             raise NotLowered(f"{node} is computed, and it stands where a weight does")
         if tensor_of(node).dtype not in (*FLOATS, TILES):
             raise NotLowered(f"the weight {node.target} is {tensor_of(node).dtype}")
-        key = NativeWeight(str(node.target), form, gated, turned)
+        key = NativeWeight(str(node.target), form, gated, transposed)
         return WeightPointer(self.weights.setdefault(key, len(self.weights)), ctype)
 
     def vector(self, node: Any) -> WeightPointer:
@@ -236,9 +236,9 @@ class Planner:
         steps = tuple(self.steps)
         used = {value.buffer for step in steps for value in values_of(step)}
         buffers = tuple(buffer for buffer in self.buffers.values() if buffer.name in used)
-        places, widths, barriers = lay_out(steps, buffers, direct)
+        locations, widths, barriers = lay_out(steps, buffers, direct)
         return Program(
-            name, steps, buffers, places, barriers, widths, tuple(self.weights),
+            name, steps, buffers, locations, barriers, widths, tuple(self.weights),
             tuple(node.name for node in self.inputs), frozenset(self.written), tuple(self.sizes),
             self.rows_from(), self.ones(), tuple(outputs),
         )  # fmt: skip
@@ -257,13 +257,13 @@ class Planner:
 
     def rows_from(self) -> dict[Rows, tuple[int, int]]:
         found: dict[Rows, tuple[int, int]] = {}
-        for place, size in self.input_dims():
+        for location, size in self.input_dims():
             if size in self.shapes.rows:
-                found.setdefault(self.shapes.rows[size], place)
+                found.setdefault(self.shapes.rows[size], location)
         return found
 
     def ones(self) -> tuple[tuple[int, int], ...]:
-        return tuple(place for place, size in self.input_dims() if size == self.shapes.batch)
+        return tuple(location for location, size in self.input_dims() if size == self.shapes.batch)
 
     def input_dims(self) -> list[tuple[tuple[int, int], str]]:
         return [

@@ -136,12 +136,12 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class NativeWeight:
-    """A tensor of the module: `as_is`, as `float32`, or packed for the product (fused_linear/native_packing.py)."""
+    """A tensor of the module: `as_is`, as `float32`, or packed for the GEMM (fused_linear/native_packing.py)."""
 
     target: str
     form: Literal["as_is", "float32", "f32", "bf16", "f16"]
     gated: bool = False
-    turned: bool = False  # it lies as [k, n]
+    transposed: bool = False  # it lies as [k, n]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Program:
     name: str
     steps: tuple[KernelCall, ...]
     buffers: tuple[Buffer, ...]
-    places: dict[str, BufferLocation]
+    locations: dict[str, BufferLocation]
     barriers: frozenset[int]  # steps that wait for all before them
     widths: dict[Rows, int]  # floats of arena for each row
     weights: tuple[NativeWeight, ...]

@@ -60,7 +60,7 @@ def split(gm: GraphModule, named: Mapping[str, str]) -> Split:
 
 
 def computes(node: Node) -> bool:
-    """Sizes and turned weights are no work: whoever needs one reads it from a shape, or packs it so."""
+    """Sizes and transposed weights are no work: whoever needs one reads it from a shape, or packs it so."""
     return node.op == "call_function" and not is_op(node, aten.sym_size.int) and not is_turned_weight(node)
 
 

@@ -1,4 +1,4 @@
-"""The weights of regions as their kernels read them, and which of the module's own can then be given up."""
+"""The weights of regions as their kernels read them, and which of the module's own can then be freed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graft.ir.edit import attribute
 from graft.ir.storage import storage_id
 from graft.weights.native_tiles import pack
 
-Release = Callable[[str], None]  # gives up the tensor of that name
+Release = Callable[[str], None]  # frees the tensor of that name
 
 
 def in_form(weight: NativeWeight, tensor: Tensor) -> Tensor:
@@ -23,11 +23,11 @@ def in_form(weight: NativeWeight, tensor: Tensor) -> Tensor:
         return tensor.to(torch.float32).contiguous()
     if weight.form == "as_is":
         return tensor.contiguous()
-    return pack(tensor.t() if weight.turned else tensor, weight.form, weight.gated).data
+    return pack(tensor.t() if weight.transposed else tensor, weight.form, weight.gated).data
 
 
 def prepare_all(gm: GraphModule, parts: Split, release: Release | None) -> tuple[list[list[Tensor]], int]:
-    """The weights of every region, and how many of the module's own were given up, each as soon as it was packed."""
+    """The weights of every region, and how many of the module's own were freed, each as soon as it was packed."""
     weights = list(dict.fromkeys(weight for region in parts.regions for weight in region.program.weights))
     spare = spare_targets(gm, parts, weights) if release is not None else {}
     made: dict[NativeWeight, Tensor] = {}  # once for all regions that read it

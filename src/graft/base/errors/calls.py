@@ -10,7 +10,7 @@ class GuardFailed(UsageError):
 
 
 class PositionError(UsageError):
-    """A write to a place that the cache does not have. Nothing was written."""
+    """A write to a location that the cache does not have. Nothing was written."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}; nothing was written. Pass a longer cache or a smaller position")

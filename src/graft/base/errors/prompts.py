@@ -33,5 +33,5 @@ class LogitsError(GraftError):
 
 class BadIndex(UsageError):
     def __init__(self, node: str, path: str) -> None:
-        place = f"%{node}" + (f" ({path})" if path else "")
-        super().__init__(f"{place} was given an index outside of its table: a token or position the model lacks")
+        location = f"%{node}" + (f" ({path})" if path else "")
+        super().__init__(f"{location} was given an index outside of its table: a token or position the model lacks")

@@ -1,4 +1,4 @@
-"""What a rival is made from, and the two kinds there are: those that run the Hugging Face module, and engines with
+"""What a baseline is made from, and the two kinds there are: those that run the Hugging Face module, and engines with
 weights of their own."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graft.models.load import LoadedModel
 @dataclass(frozen=True)
 class Task:
     """length: tokens of a sequence at its end. source: what the model was loaded from, as the user named it.
-    threads: on a CPU; None leaves the choice to the rival."""
+    threads: on a CPU; None leaves the choice to the baseline."""
 
     model: LoadedModel
     length: int
@@ -24,14 +24,14 @@ class Task:
     threads: int | None = None
 
 
-class Contestant(Protocol):
+class Baseline(Protocol):
     name: str
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]: ...
 
 
 @runtime_checkable
-class Peer(Contestant, Protocol):
+class Peer(Baseline, Protocol):
     """An engine of its own: made at its first call, so that this time is its setup, and closed after its last."""
 
     def step_bytes(self, batch: int, tokens: float) -> float:

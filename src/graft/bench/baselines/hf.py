@@ -1,5 +1,5 @@
 """The same model in Hugging Face, for comparison: eager, and a static cache with torch.compile in two modes. And the
-table of all rivals."""
+table of all baselines."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def hugging_face_rate(model: LoadedModel, prompt: list[int], new_tokens: int, ba
     if new_tokens < 2:
         return 0.0
     clock, device = Clock(), model.module.device
-    EagerRival(model).generate([prompt] * batch, new_tokens, stopping_criteria=[clock])
+    EagerBaseline(model).generate([prompt] * batch, new_tokens, stopping_criteria=[clock])
     synchronize(device)
     return batch * (len(clock.times) - 1) / (clock.times[-1] - clock.times[0])
 
 
-class EagerRival:
+class EagerBaseline:
     """`generate` as it comes: greedy, dynamic cache, the model's own attention."""
 
     name = "hugging face eager"
@@ -63,7 +63,7 @@ class EagerRival:
         return result[:, ids.shape[1] :].tolist()
 
 
-class CompiledRival:
+class CompiledBaseline:
     """A static cache and torch.compile: decode steps are compiled, the prompt runs eagerly, as in `generate`.
 
     `length`: tokens that the cache has room for. `mode`: of torch.compile.
@@ -79,7 +79,7 @@ class CompiledRival:
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-        """As EagerRival. One cache a batch size: compiled code is bound to its tensors."""
+        """As EagerBaseline. One cache a batch size: compiled code is bound to its tensors."""
         ids = torch.tensor(prompts, device=self.module.device)  # [batch, prompt]
         if self.cache is None or self.batch != len(prompts):
             self.cache = StaticCache(config=self.module.config, max_cache_len=self.length)
@@ -94,26 +94,26 @@ class CompiledRival:
         return torch.cat(tokens, dim=1).tolist()
 
 
-def eager_rival(task: Task) -> EagerRival:
-    return EagerRival(task.model)
+def eager_baseline(task: Task) -> EagerBaseline:
+    return EagerBaseline(task.model)
 
 
-def compiled_rival(task: Task) -> CompiledRival:
+def compiled_baseline(task: Task) -> CompiledBaseline:
     """CUDA graphs are on where there is a GPU."""
     on_gpu = task.model.module.device.type == "cuda"
-    return CompiledRival(task.model, task.length, "reduce-overhead" if on_gpu else None)
+    return CompiledBaseline(task.model, task.length, "reduce-overhead" if on_gpu else None)
 
 
-def autotuned_rival(task: Task) -> CompiledRival:
+def autotuned_baseline(task: Task) -> CompiledBaseline:
     """Kernels by measurement; on a GPU with CUDA graphs."""
-    return CompiledRival(task.model, task.length, "max-autotune", "autotune")
+    return CompiledBaseline(task.model, task.length, "max-autotune", "autotune")
 
 
 # by the name that --against takes; each is made for one cell
-RIVALS: dict[str, Callable[[Task], Any]] = {
-    "eager": eager_rival,
-    "compile": compiled_rival,
-    "autotune": autotuned_rival,
+BASELINES: dict[str, Callable[[Task], Any]] = {
+    "eager": eager_baseline,
+    "compile": compiled_baseline,
+    "autotune": autotuned_baseline,
     "llama.cpp": LlamaCpp,
     "openvino": OpenVino,
 }

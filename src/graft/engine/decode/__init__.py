@@ -1,1 +1,1 @@
-"""Decoding as recordings on fixed memory: one for each batch size, the next token fed on the device."""
+"""Decoding as captures on fixed memory: one for each batch size, the next token fed on the device."""

@@ -1,4 +1,4 @@
-"""The batch sizes and contexts that decode steps are recorded for."""
+"""The batch sizes and contexts that decode steps are captured for."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ FEW = 8  # rows; with more of them the device is full whatever the context is
 
 
 def table_widths(rows: int, width: int, block_size: int) -> tuple[int, ...]:
-    """Blocks of the tables that steps of so many rows are recorded with, narrowest first; `width` is the widest."""
+    """Blocks of the tables that steps of so many rows are captured with, narrowest first; `width` is the widest."""
     short = SHORT // block_size
     return (short, width) if rows <= FEW and 0 < short < width else (width,)

@@ -1,4 +1,4 @@
-"""The fixed memory of decode steps: a row a request, shared by the recordings of all batch sizes."""
+"""The fixed memory of decode steps: a row a request, shared by the captures of all batch sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graft.ops.advance_rows.reference import NOTHING
 from graft.ops.layout import Batch, one_token_each
 
 # The lines of `state` [lines, rows], eight bytes each; the last three are float64.
-TOKENS, SEQ_LENS, LIVE, PLACES, BLOCKS, TURN, TOP_K, TEMPERATURE, MIN_P, TOP_P = range(10)
+TOKENS, SEQ_LENS, LIVE, ENTRIES, BLOCKS, LINES_FILLED, TOP_K, TEMPERATURE, MIN_P, TOP_P = range(10)
 LINES = 10
 LARGEST_K = 1 << 40  # any larger top_k keeps as much, and more than 64 bits do not fit
 RING = 2  # steps on the way at once
@@ -33,7 +33,7 @@ class StepBuffers:
     def __init__(self, tokens: Tensor, device: torch.device) -> None:
         rows = tokens.shape[0]
         self.tokens = tokens  # its line of the ring
-        self.commands = host((2, rows), torch.int64, device)  # places, blocks
+        self.commands = host((2, rows), torch.int64, device)  # entries, blocks
         self.uniform = host((rows,), torch.float64, device)
         self.command_array, self.uniform_array = self.commands.numpy(), self.uniform.numpy()  # the same memory
         timed = device.type == "cuda"
@@ -95,16 +95,16 @@ class Buffers:
         return self.state[TOKENS]  # [rows]
 
     @property
-    def turn(self) -> Tensor:
-        return self.state[TURN, :1]  # [1]: steps launched so far
+    def lines_filled(self) -> Tensor:
+        return self.state[LINES_FILLED, :1]  # [1]: steps launched so far
 
     @property
     def commands(self) -> Tensor:
-        return self.state[PLACES : BLOCKS + 1]  # [2, rows]
+        return self.state[ENTRIES : BLOCKS + 1]  # [2, rows]
 
     def advance(self, count: int) -> tuple[Tensor, Sequence[Any]]:
         """Where the inputs of a step of `count` rows go, and what graft::advance_rows makes them of."""
-        lines = [self.state[line, :count] for line in (TOKENS, SEQ_LENS, LIVE, PLACES, BLOCKS)]
+        lines = [self.state[line, :count] for line in (TOKENS, SEQ_LENS, LIVE, ENTRIES, BLOCKS)]
         return self.fed[:, :count], (*lines, self.block_tables[:count], self.padding, self.block_size)
 
     def settings(self, count: int) -> SamplingRows:
@@ -122,14 +122,14 @@ class Buffers:
             self.lens_cpu[:count],
         )
 
-    def fill(self, requests: Sequence[Request], count: int, turn: int = 0) -> None:
-        """Rows 0…n-1 are these requests, about to feed their last token; those up to `count` are padding. turn: of
-        the ring, whose line the next step writes."""
+    def fill(self, requests: Sequence[Request], count: int, lines_filled: int = 0) -> None:
+        """Rows 0…n-1 are these requests, about to feed their last token; those up to `count` are padding.
+        lines_filled: of the ring, whose line the next step writes."""
         if self.filled is not None:
             self.filled.synchronize()  # the last filling may still be copied from the memory that is written now
         state = self.host_state.numpy()
         numbers = state.view(np.float64)
-        state[:], state[SEQ_LENS], state[PLACES], state[TURN] = 0, 1, NOTHING, turn
+        state[:], state[SEQ_LENS], state[ENTRIES], state[LINES_FILLED] = 0, 1, NOTHING, lines_filled
         longest = max((len(r.table.blocks) for r in requests if r.table is not None), default=1)
         tables = self.host_tables.numpy()[: count * longest].reshape(count, longest)
         tables[:] = self.padding

@@ -11,16 +11,16 @@ from torch import Tensor
 from graft.base.files import Progress
 from graft.engine.decode.buckets import DECODE_PAYS, BatchSizes, bucket_sizes
 from graft.engine.decode.buffers import Buffers
+from graft.engine.decode.capture import CapturedSteps
 from graft.engine.decode.loop import DecodeLoop
 from graft.engine.decode.packed import PackedSteps
-from graft.engine.decode.recording import Recordings
 from graft.engine.options import EngineOptions
 from graft.engine.scheduler import Scheduler
 from graft.ops.launch import pdl_problem
 
 
 def loop_problem(device: torch.device, backend: str, options: EngineOptions) -> str | None:
-    """Why decode steps are not recorded, or None."""
+    """Why decode steps are not captured, or None."""
     if options.enforce_eager:
         return "enforce_eager was asked for"
     if device.type != "cuda":
@@ -42,23 +42,21 @@ def make_loop(
     sizes = bucket_sizes(options.max_num_seqs, options.cudagraph_capture_sizes)
     width = min(manager.blocks_for(context), manager.blocks)  # no table is longer
     buffers = Buffers.make(sizes[-1], width, manager.block_size, manager.blocks, device)
-    recordings = Recordings(graph, tensors, buffers)
+    captures = CapturedSteps(graph, tensors, buffers)
     asked = options.cudagraph_capture_sizes is not None
     steps = BatchSizes(sizes, DECODE_PAYS, sizes if asked else ())
-    recordings.make_all(steps.used, progress)
-    packed = PackedSteps(graph, tensors, buffers, scheduler.max_num_batched_tokens, recordings.packed)
-    return DecodeLoop(scheduler, buffers, recordings, packed, steps, notes(recordings, device))
+    captures.make_all(steps.used, progress)
+    packed = PackedSteps(graph, tensors, buffers, scheduler.max_num_batched_tokens, captures.packed)
+    return DecodeLoop(scheduler, buffers, captures, packed, steps, notes(captures, device))
 
 
-def notes(recordings: Recordings, device: torch.device) -> list[str]:
+def notes(captures: CapturedSteps, device: torch.device) -> list[str]:
     """How many graphs there are, how long they took, and whether kernels overlap."""
-    sizes = ", ".join(map(str, sorted({rows for rows, _, _ in recordings.made})))
-    graphs = "CUDA graphs" if device.type == "cuda" else "recordings, which are direct calls on a CPU,"
-    lines = [
-        f"decode: {len(recordings.made)} {graphs} for batches of {sizes or 'no size'}, {recordings.seconds:.1f} s"
-    ]
+    sizes = ", ".join(map(str, sorted({rows for rows, _, _ in captures.made})))
+    graphs = "CUDA graphs" if device.type == "cuda" else "captured steps, which are direct calls on a CPU,"
+    lines = [f"decode: {len(captures.made)} {graphs} for batches of {sizes or 'no size'}, {captures.seconds:.1f} s"]
     problem = pdl_problem(device)
     lines.append(f"programmatic dependent launch: {'on' if problem is None else f'off ({problem})'}")
-    if recordings.problem is not None:
-        lines.append(f"decode steps without a CUDA graph: {recordings.problem}")
+    if captures.problem is not None:
+        lines.append(f"decode steps without a CUDA graph: {captures.problem}")
     return lines

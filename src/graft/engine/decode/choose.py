@@ -1,7 +1,7 @@
-"""Choosing tokens on the device, with sizes that do not depend on the data, so that it can be recorded.
+"""Choosing tokens on the device, with sizes that do not depend on the data, so that it can be captured.
 
 The tokens are those of engine/sampling/sampling.py for the same uniform numbers. A nucleus wider than HEAD tokens
-cannot be drawn here: the row's token is WIDE, and the host has it computed again.
+cannot be sampled here: the row's token is WIDE, and the host has it computed again.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from graft.engine.params import SamplingParams
-from graft.engine.sampling.draw import HEAD, invert, rows_at_once
+from graft.engine.sampling.distribution import HEAD, invert, rows_at_once
 from graft.ops.argmax_rows.op import argmax_into
 
-# greedy: the largest logit. drawn: temperature and min_p. cut: top_k and top_p too, which need the heaviest tokens
+# greedy: the largest logit. sampled: temperature and min_p. cut: top_k and top_p too, which need the heaviest tokens
 # in order. logits: nothing is chosen on the device.
-Kind = Literal["greedy", "drawn", "cut", "logits"]
+Kind = Literal["greedy", "sampled", "cut", "logits"]
 WIDE = -2  # as a token; -1 is a row without a finite largest value
 
 
@@ -39,7 +39,7 @@ class SamplingRows:
 
 
 def host_reason(params: SamplingParams, new_tokens: int) -> str | None:
-    """Why the host chooses the next token of a request that has so many, from the logits of a recorded step."""
+    """Why the host chooses the next token of a request that has so many, from the logits of a captured step."""
     if params.logprobs is not None:
         return "log probabilities"
     if params.penalised:
@@ -57,7 +57,7 @@ def kind_of(params: SamplingParams, new_tokens: int) -> Kind:
         return "logits"
     if params.greedy:
         return "greedy"
-    return "cut" if params.top_k > 0 or params.top_p < 1 else "drawn"
+    return "cut" if params.top_k > 0 or params.top_p < 1 else "sampled"
 
 
 def choose(kind: Kind, tokens: Tensor, logits: Tensor, settings: SamplingRows) -> None:
@@ -68,13 +68,13 @@ def choose(kind: Kind, tokens: Tensor, logits: Tensor, settings: SamplingRows) -
     rows = rows_at_once(logits.shape[-1])
     for first in range(0, len(tokens), rows):
         some, last = settings.part(first, first + rows), first + rows
-        drawn = draw_fixed(logits[first:last], some, cut=kind == "cut")
+        sampled = sample_fixed(logits[first:last], some, cut=kind == "cut")
         greedy, largest = some.temperature[:, 0] == 0, tokens[first:last]
-        largest.copy_(torch.where(greedy | (largest < 0), largest, drawn))
+        largest.copy_(torch.where(greedy | (largest < 0), largest, sampled))
 
 
-def draw_fixed(logits: Tensor, settings: SamplingRows, *, cut: bool) -> Tensor:
-    """engine/sampling/draw.py, the same arithmetic for every row at once. [n]."""
+def sample_fixed(logits: Tensor, settings: SamplingRows, *, cut: bool) -> Tensor:
+    """engine/sampling/distribution.py, the same arithmetic for every row at once. [n]."""
     exact = logits.double()
     temperature = torch.where(settings.temperature > 0, settings.temperature, 1.0)
     kept = ((exact - exact.amax(-1, keepdim=True)) / temperature).exp()
@@ -92,5 +92,5 @@ def draw_fixed(logits: Tensor, settings: SamplingRows, *, cut: bool) -> Tensor:
     below = head.cumsum(-1) < settings.top_p * kept.cumsum(-1)[:, -1:]
     last = torch.where(nuclear, head.gather(-1, below.sum(-1, keepdim=True).clamp(max=width - 1)), 0.0)
     kept.masked_fill_(kept < last, 0)
-    drawn = invert(kept, settings.uniform)
-    return torch.where(nuclear[:, 0] & below[:, -1], WIDE, drawn) if width < vocab else drawn
+    sampled = invert(kept, settings.uniform)
+    return torch.where(nuclear[:, 0] & below[:, -1], WIDE, sampled) if width < vocab else sampled

@@ -37,12 +37,12 @@ def token_sizes(most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PackedStep:
-    """One number of tokens. `sent`: the memory of its inputs, one behind the other; `play` runs it."""
+    """One number of tokens. `sent`: the memory of its inputs, one behind the other; `replay` runs it."""
 
     size: int
     batch: Batch
     sent: Tensor
-    play: Callable[[], object]
+    replay: Callable[[], object]
 
 
 class PackedSteps:
@@ -85,7 +85,7 @@ class PackedSteps:
         self.block_tables[: len(blocks), :longest] = blocks
         if self.device.type == "cpu":  # references take sizes from the host, kernels from the device
             step.batch.lens_cpu.copy_(padded.host_lens())
-        step.play()
+        step.replay()
         assert self.out is not None
         return self.out[: len(plan.counts)]
 
@@ -121,5 +121,5 @@ class PackedSteps:
         if not self.made:
             return []
         sizes = ", ".join(map(str, sorted(self.made)))
-        graphs = "CUDA graphs" if self.device.type == "cuda" else "recordings, which are direct calls on a CPU,"
+        graphs = "CUDA graphs" if self.device.type == "cuda" else "captured steps, which are direct calls on a CPU,"
         return [f"prompts: {len(self.made)} {graphs} for steps of {sizes} tokens, made when first needed"]

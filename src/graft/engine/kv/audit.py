@@ -60,7 +60,7 @@ def audit_entries(manager: BlockManager) -> None:
         used, parent_used = manager.refs[entry.block] > 0, parent is None or manager.refs[parent.block] > 0
         must(parent_used or not used, f"entry {name} is used and its parent is not")
         seen.add(name)
-    age = {block: place for place, block in enumerate(manager.unused)}
+    age = {block: rank for rank, block in enumerate(manager.unused)}
     for block, entry in manager.unused.items():
         late = entry.parent is not None and age.get(entry.parent.block, manager.blocks) < age[block]
         must(not late, f"entry {entry.hash} would be evicted after its parent")

@@ -27,8 +27,8 @@ def bytes_per_block(layers: Sequence[LayerShape], block_size: int) -> int:
 
 
 def allocate(layers: Sequence[LayerShape], blocks: int, block_size: int, device: torch.device) -> list[Tensor]:
-    """Two tensors [blocks, block_size, kv_heads, head_dim] a layer: keys, values. All zero: a place that is masked is
-    still multiplied by 0, which must not meet a NaN."""
+    """Two tensors [blocks, block_size, kv_heads, head_dim] a layer: keys, values. All zero: a position that is masked
+    is still multiplied by 0, which must not meet a NaN."""
     shapes = [((blocks, block_size, layer.kv_heads, layer.head_dim), layer.dtype) for layer in layers for _ in "kv"]
     make = lazy_zeros if device.type == "cpu" else lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)
     return [make(shape, dtype) for shape, dtype in shapes]

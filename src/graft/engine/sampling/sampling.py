@@ -12,7 +12,7 @@ from torch import Tensor
 from graft.base.errors import LogitsError
 from graft.engine.core import Request
 from graft.engine.logprobs import Logprob, logprobs
-from graft.engine.sampling.draw import draw
+from graft.engine.sampling.distribution import sample_tokens
 from graft.engine.sampling.penalties import edit_logits
 
 
@@ -30,16 +30,16 @@ def sample(
 ) -> list[SampledToken]:
     """One token a request. logits: [n, vocab].
 
-    Penalties, end tokens barred before min_tokens, temperature, min_p, top_k, top_p, draw, in this order. Greedy rows
-    take the largest logit after penalties. A row from which nothing can be chosen has an error, the others do not.
-    Of a request, `params`, `prompt`, `new_tokens` and `generator` are read.
+    Penalties, end tokens barred before min_tokens, temperature, min_p, top_k, top_p, sampling, in this order. Greedy
+    rows take the largest logit after penalties. A row from which nothing can be chosen has an error, the others do
+    not. Of a request, `params`, `prompt`, `new_tokens` and `generator` are read.
     """
     edited = edit_logits(logits, requests, end_tokens)
     largest, tokens = edited.max(dim=-1)  # [n]; for greedy batches this and one copy to the host are all
-    drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
-    if drawn:
-        uniform = [torch.rand((), dtype=torch.float64, generator=requests[row].generator).item() for row in drawn]
-        tokens[drawn] = draw(edited[drawn], [requests[row].params for row in drawn], uniform)
+    sampled = [row for row, request in enumerate(requests) if not request.params.greedy]
+    if sampled:
+        uniform = [torch.rand((), dtype=torch.float64, generator=requests[row].generator).item() for row in sampled]
+        tokens[sampled] = sample_tokens(edited[sampled], [requests[row].params for row in sampled], uniform)
     chosen = torch.where(largest.abs() < math.inf, tokens, -1).tolist()
     choices = [SampledToken(token) if token >= 0 else SampledToken(token, error=LogitsError()) for token in chosen]
     wanted = [(row, request.params.logprobs) for row, request in enumerate(requests)]

@@ -272,12 +272,12 @@ def other_name(target: Any) -> Callable[[Node], None]:
 def with_index_row(node: Node) -> None:
     """`index_add` at a 0-d index is the one at `[index]`: Inductor takes only that apart rightly."""
     into, _, index = node.args[:3]
-    known, place = tensor_val(into), tensor_val(index)
-    if known is None or place is None or place.dim() or not known.dim():
+    known, chosen = tensor_val(into), tensor_val(index)
+    if known is None or chosen is None or chosen.dim() or not known.dim():
         return
     with node.graph.inserting_before(node):
         row = node.graph.call_function(aten.unsqueeze.default, (index, -1))
-    row.meta = {**node.meta, "val": place.unsqueeze(-1)}
+    row.meta = {**node.meta, "val": chosen.unsqueeze(-1)}
     node.update_arg(2, row)
 
 

@@ -24,7 +24,7 @@ COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
 
 
 class Refused(Exception):
-    """A place that stays as it is: the node that stops it, and why. The driver (Rewriter) tells it as a near miss."""
+    """A site that stays as it is: the node that stops it, and why. The driver (Rewriter) tells it as a near miss."""
 
     def __init__(self, node: Node, reason: str) -> None:
         super().__init__(reason)

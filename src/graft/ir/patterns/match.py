@@ -21,7 +21,7 @@ from graft.ir.nodes import is_op, module_path, static_int, tensor_val, where
 from graft.ir.patterns.arguments import TensorSpec, arguments
 from graft.ir.patterns.attempt import Attempt, Refused, try_at
 from graft.ir.patterns.pattern import Pattern, exact_pattern, leads_to, loose_patterns, outlines
-from graft.ir.trace import current_dialect
+from graft.ir.trace import current_level
 
 aten = torch.ops.aten
 Try = tuple[Node, tuple[Attempt, bool]]
@@ -112,10 +112,10 @@ class Finder:
         return search.results()
 
     def check_needs(self, variants: list[Pattern]) -> None:
-        """What is declared as needed must be in the pattern, or places that fit would never be looked at."""
+        """What is declared as needed must be in the pattern, or sites that fit would never be looked at."""
         for pattern in variants:
             targets = {node.target for node in pattern.graph.nodes}
-            wrong = [target_text(op) for op in self.needs if op not in targets and current_dialect().keeps(op)]
+            wrong = [target_text(op) for op in self.needs if op not in targets and current_level().keeps(op)]
             if wrong:
                 raise PatternError(f"pattern {pattern.name} is said to need {wrong[0]}, which it does not call")
 

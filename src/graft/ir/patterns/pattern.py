@@ -39,7 +39,7 @@ from graft.ir.patterns.arguments import (
 )
 from graft.ir.patterns.variants import trace_variants
 from graft.ir.patterns.words import Path
-from graft.ir.trace import Dialect, current_dialect
+from graft.ir.trace import DecompositionLevel, current_level
 
 ShapeItems = tuple[tuple[str, str], ...]
 
@@ -92,17 +92,17 @@ class Pattern:
         return sum(1 for node in self.graph.nodes if node.op == "call_function")
 
 
-def cache_by_dialect(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A cache whose entries belong to the dialect that they were traced in."""
+def cache_by_level(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A cache whose entries belong to the decomposition level that they were traced in."""
 
     @cache
-    def compute(_: Dialect, *args: Any) -> Any:
+    def compute(_: DecompositionLevel, *args: Any) -> Any:
         return function(*args)
 
-    return wraps(function)(lambda *args: compute(current_dialect(), *args))
+    return wraps(function)(lambda *args: compute(current_level(), *args))
 
 
-@cache_by_dialect
+@cache_by_level
 def loose_patterns(function: Callable[..., Any], shapes: ShapeItems) -> list[Pattern]:
     """The variants with captures and open literals, from two traces that differ in every size and literal."""
     first = example_traces(function, shapes, 0)
@@ -113,7 +113,7 @@ def loose_patterns(function: Callable[..., Any], shapes: ShapeItems) -> list[Pat
     return [merge_traces(left, right, captures) for left, right in zip(first, second, strict=True)]
 
 
-@cache_by_dialect
+@cache_by_level
 def outlines(function: Callable[..., Any], shapes: ShapeItems) -> list[Pattern]:
     """The variants with every number open: half the price of loose ones, and enough to see that nothing fits.
 
@@ -144,7 +144,7 @@ def open_numbers(value: Any) -> Any:
     return Open() if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
-@cache_by_dialect
+@cache_by_level
 def example_traces(function: Callable[..., Any], shapes: ShapeItems, which: int) -> list[Pattern]:
     """The variants traced with made-up sizes and literals; 0 and 1 differ in all of them."""
     specs = example_specs(function, dict(shapes), (6, 10)[which])
@@ -233,7 +233,7 @@ def exact_pattern(
 FILLER, OTHER_FILLER = 1_000_003, 1_000_033
 
 
-@cache_by_dialect
+@cache_by_level
 def _exact(
     function: Callable[..., Any],
     specs: tuple[tuple[str, TensorSpec], ...],

@@ -94,30 +94,30 @@ def assigned(state: ModuleSnapshot, real: dict[Key, Tensor]) -> tuple[dict[Key, 
     """Old and new values of the tensors that were assigned. Raises CaptureError for any other change."""
     old: dict[Key, Tensor] = {}
     new: dict[Key, Tensor] = {}
-    refuse_changes(ModuleSnapshot([place for place in state.places if not may_be_written(place)]))
-    for place in filter(may_be_written, state.places):
-        owner = place.owner
+    refuse_changes(ModuleSnapshot([container for container in state.containers if not may_be_written(container)]))
+    for container in filter(may_be_written, state.containers):
+        owner = container.owner
         assert owner is not None
-        for name, before, now in place.changes():
+        for name, before, now in container.changes():
             if not isinstance(before, Tensor):
-                refuse(f"{place.path}{name}", now)
-            refuse_unequal(f"{place.path}{name}", before, now, place.items is owner._buffers)
-            refuse_tied(f"{place.path}{name}", (owner, name), real)
+                refuse(f"{container.path}{name}", now)
+            refuse_unequal(f"{container.path}{name}", before, now, container.items is owner._buffers)
+            refuse_tied(f"{container.path}{name}", (owner, name), real)
             old[owner, name], new[owner, name] = before, now
     return old, new
 
 
-def may_be_written(place: SavedContainer) -> bool:
-    owner = place.owner
-    return owner is not None and (place.items is owner._buffers or place.items is vars(owner))
+def may_be_written(container: SavedContainer) -> bool:
+    owner = container.owner
+    return owner is not None and (container.items is owner._buffers or container.items is vars(owner))
 
 
 def refuse_changes(snapshot: ModuleSnapshot, verb: str = "sets", advice: str | None = None) -> None:
-    for place in snapshot.places:
-        if place.refused:
-            for key, _, now in place.changes():
-                dotted = place.path.endswith(".") or not place.path or place.owner is not None
-                refuse(f"{place.path}{key}" if dotted else f"{place.path}[{key!r}]", now, verb, advice)
+    for container in snapshot.containers:
+        if container.refused:
+            for key, _, now in container.changes():
+                dotted = container.path.endswith(".") or not container.path or container.owner is not None
+                refuse(f"{container.path}{key}" if dotted else f"{container.path}[{key!r}]", now, verb, advice)
 
 
 def refuse(path: str, now: Any, verb: str = "sets", advice: str | None = None) -> None:

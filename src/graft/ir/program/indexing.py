@@ -80,9 +80,9 @@ def mixed(items: list[Any]) -> bool:
 def write_at(target: Tensor, items: list[Any], value: Any) -> None:
     """The numbers, slices and new dims of an index as a view of `target`, then one write at the tensors."""
     if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
-        place = next(i for i, item in enumerate(items) if item is Ellipsis)
+        ellipsis_at = next(i for i, item in enumerate(items) if item is Ellipsis)
         missing = target.dim() - sum(item is not None and item is not Ellipsis for item in items)
-        items = [*items[:place], *[slice(None)] * missing, *items[place + 1 :]]
+        items = [*items[:ellipsis_at], *[slice(None)] * missing, *items[ellipsis_at + 1 :]]
     view = view_at(target, items)
     # numbers are gone from the view's dims, new dims are in it
     positions: list[Tensor | None] = [

@@ -132,15 +132,17 @@ class Signature:
             if leaf.contiguous is not None and value.is_contiguous() != leaf.contiguous:
                 now = "contiguous" if value.is_contiguous() else "not contiguous"
                 raise GuardFailed(f"input {leaf.name} is {now}, which the program asks for")
-            for place, expression, size in free_sizes(leaf, value):
+            for location, expression, size in free_sizes(leaf, value):
                 if SYMBOL.fullmatch(expression) and expression not in bound:
                     bound[expression] = size
                 else:
-                    dependent.append((place, expression, size))
-        for place, expression, size in dependent:
+                    dependent.append((location, expression, size))
+        for location, expression, size in dependent:
             expected = self.code[expression](bound)
             if expected != size:
-                raise GuardFailed(f"{place} is {size}, but must be {expression} = {expected}, given the other inputs")
+                raise GuardFailed(
+                    f"{location} is {size}, but must be {expression} = {expected}, given the other inputs"
+                )
         self.check_guards(bound)
 
     def check_guards(self, bound: dict[str, int]) -> None:
@@ -152,14 +154,14 @@ class Signature:
                 limits = f"from {low} to {high}" if high is not None else f"of at least {low}"
                 # torch captures for 2 and more where it does not look at 0 and 1: those need a graph of their own
                 error = GuardFailed if low == 2 and bound[symbol] in (0, 1) else UsageError
-                raise error(f"{self.place(symbol)} is {bound[symbol]}, but the graph is for sizes {limits}")
+                raise error(f"{self.location(symbol)} is {bound[symbol]}, but the graph is for sizes {limits}")
 
     def explain(self, guard: str, bound: dict[str, int]) -> str:
         """`s0 > 1 (s0 = 1, dim 1 of input_ids)`."""
         used = [symbol for symbol in dict.fromkeys(SYMBOL.findall(guard)) if symbol in bound]
-        return f"{guard} ({'; '.join(f'{s} = {bound[s]}, {self.place(s)}' for s in used)})"
+        return f"{guard} ({'; '.join(f'{s} = {bound[s]}, {self.location(s)}' for s in used)})"
 
-    def place(self, symbol: str) -> str:
+    def location(self, symbol: str) -> str:
         for leaf in self.leaves:
             if symbol in leaf.shape:
                 return f"dim {leaf.shape.index(symbol)} of {leaf.name}"
@@ -187,7 +189,7 @@ def kind_problem(leaf: Leaf, dtype: torch.dtype | None, value: Any) -> str | Non
 
 
 def free_sizes(leaf: Leaf, value: Any) -> Iterable[tuple[str, str, int]]:
-    """What a leaf leaves open, as (place, expression, size in this call)."""
+    """What a leaf leaves open, as (location, expression, size in this call)."""
     if leaf.is_tensor:
         for dim, expression in enumerate(leaf.shape):
             if isinstance(expression, str):

@@ -160,10 +160,10 @@ def values_depend_on(nodes: Sequence[Node], symbols: Collection[Any]) -> bool:
 
 
 def picks_by(node: Node, reached: Collection[Node], symbols: Collection[Any]) -> bool:
-    """Whether places are picked by such a value. Along a dim of such a size what is not reached is one value
+    """Whether chosen_dims are picked by such a value. Along a dim of such a size what is not reached is one value
     repeated, because anything else that makes such a dim is reached; there it does not matter what is picked."""
-    source, places = node.args[:2]
-    chosen = [dim for dim, place in enumerate(places) if place in reached]
+    source, chosen_dims = node.args[:2]
+    chosen = [dim for dim, indexed in enumerate(chosen_dims) if indexed in reached]
     return any(not has_symbol([tensor_of(source).shape[dim]], symbols) for dim in chosen)
 
 
@@ -181,8 +181,8 @@ def runs_along(node: Node, symbols: Collection[Any]) -> bool:
         return any(has_symbol(shape, symbols) for shape in shapes)
     if is_op(node, *ALONG_A_DIM):
         dims = [d for argument, v in arg_values(node) if argument.name in ("dim", "dims") for d in leaves(v)]
-        places = [shape[d] for shape in shapes for d in dims or [0] if -len(shape) <= d < len(shape)]
-        return has_symbol(places, symbols)
+        chosen_dims = [shape[d] for shape in shapes for d in dims or [0] if -len(shape) <= d < len(shape)]
+        return has_symbol(chosen_dims, symbols)
     return False
 
 

@@ -74,7 +74,7 @@ def fix_functionalization(graph: Graph) -> FunctionalizationReport:
     mend_offsets(graph)
     refresh_views(graph.nodes)  # remove_noop_ops exchanged sources without telling the views of them
     answer_offsets(graph)
-    work = GraphWork(graph, Aliases(graph, trusted=True), settle, place)
+    work = GraphWork(graph, Aliases(graph, trusted=True), settle, offset_of)
     outputs = outputs_in_eager(graph)
     mend_removed_clones(work, outputs)
     known = {node for node in output_node(graph).all_input_nodes if work.aliases.inputs(node)}
@@ -100,7 +100,7 @@ def fix_functionalization(graph: Graph) -> FunctionalizationReport:
 def settle(value: Any) -> Any:
     """The value itself. While Inductor lowers, whoever reads its memory so far is computed here, above the write.
 
-    Inductor's call of a mutating op does that too, but after it took its own place in the schedule: `v = x.sin();
+    Inductor's call of a mutating op does that too, but after it took its own offset_of in the schedule: `v = x.sin();
     op(x); return v` computes v from what op left (2.11, 2.13). `reorder_for_locality` hides it, for the price of a
     clone, by moving the read below the op.
     """
@@ -121,7 +121,7 @@ def start_of(tensor: Any) -> Any:
     return tensor.storage_offset() if isinstance(tensor, torch.Tensor) else lowered_number()
 
 
-def place(number: Any, then: Any, now: Any, dim: int | None = None) -> Any:
+def offset_of(number: Any, then: Any, now: Any, dim: int | None = None) -> Any:
     """A number that counts from where `then` starts, as one that counts from where `now` does.
 
     Both are tensors or numbers. `dim`: it counts steps of that dim of `then`, not elements.
@@ -144,7 +144,7 @@ def lowered_number() -> Any:
 # for alias_sources; makes Inductor call them with what it lowers; for Aliases.is_read
 vars(settle).update(returns_argument=True, _inductor_lowering_function=True)
 vars(start_of).update(_inductor_lowering_function=True, gives_number=True)
-vars(place).update(_inductor_lowering_function=True, gives_number=True)
+vars(offset_of).update(_inductor_lowering_function=True, gives_number=True)
 
 
 def read_call(node: Node) -> FunctionalCall | str:
@@ -158,9 +158,9 @@ def read_call(node: Node) -> FunctionalCall | str:
     first = max(len(op._schema.returns), 1)  # an op without results gives None
     arguments = dict(node.kwargs)
     if node.target is V1:
-        written = [(place, name) for place, name in enumerate(names) if arguments[name] is not None]
+        written = [(nth, name) for nth, name in enumerate(names) if arguments[name] is not None]
         bases = tuple(arguments[name] for _, name in written)
-        positions = tuple(first + place for place, _ in written)
+        positions = tuple(first + nth for nth, _ in written)
         arguments |= {name: View(index) for index, (_, name) in enumerate(written)}
     elif "_all_bases" not in arguments:
         return "an out= op, whose results Inductor allocates"
@@ -185,8 +185,8 @@ def found_sizes(node: Node, count: int) -> dict[Any, tuple[Any, ...]]:
     """
     known = free_unbacked_symbols([val(argument) for argument in node.all_input_nodes])
     found: dict[Any, tuple[Any, ...]] = {}
-    for place, result in enumerate((val(node) or ())[:count]):
-        item = () if count == 1 else (SequenceKey(place),)
+    for nth, result in enumerate((val(node) or ())[:count]):
+        item = () if count == 1 else (SequenceKey(nth),)
         for dim, size in enumerate(result.shape if isinstance(result, torch.Tensor) else ()):
             symbols = free_unbacked_symbols(size) - known
             if isinstance(size, torch.SymInt) and size.node.expr in symbols:
@@ -250,8 +250,8 @@ def outputs_in_eager(graph: Graph) -> OutputAliases:
     if meta is None or count != meta.num_forward_returns:
         return OutputAliases(groups=groups)
     first = meta.num_mutated_inp_runtime_indices
-    kinds = {first + place: info.output_type.name for place, info in enumerate(meta.output_info)}
-    in_inputs = {place for place, kind in kinds.items() if kind in ("is_input", "alias_of_input")}
+    kinds = {first + nth: info.output_type.name for nth, info in enumerate(meta.output_info)}
+    in_inputs = {nth for nth, kind in kinds.items() if kind in ("is_input", "alias_of_input")}
     return OutputAliases(frozenset(set(range(count)) - in_inputs), groups)
 
 
@@ -289,7 +289,7 @@ def keep_answer(graph: Graph, node: Node, then: Any, now: Any) -> None:
             return
         source = alias_sources(source)[0]
     with graph.inserting_after(node):
-        kept = graph.call_function(place, (node, source, 0))
+        kept = graph.call_function(offset_of, (node, source, 0))
     node.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
     node.meta["val"], kept.meta["val"] = now, then
 
@@ -302,7 +302,7 @@ def mend_offsets(graph: Graph) -> None:
         source, *layout = node.args
         if len(layout) == 3 and layout[2] is not None:
             view = View(0, node.target, tuple(layout), node.meta[START].storage_offset())
-            node.args = (source, *view_arguments(place, view, source, source, node))
+            node.args = (source, *view_arguments(offset_of, view, source, source, node))
             node.meta["val"] = abstract_call(node)
         node.meta[START] = val(source)
 

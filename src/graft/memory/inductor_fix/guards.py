@@ -131,22 +131,22 @@ def reads_elsewhere(
         tensor = tensor_val(node)
         inside = next((other for other in moved_in if work.aliases.same(node, other)), None)
         if inside is not None or work.aliases.same(node, value):
-            known = inside is None or keeps_places(work, inside, moved_in)
+            known = inside is None or keeps_positions(work, inside, moved_in)
             if not (aligned and known and part is not None and tensor is not None and same_layout(tensor, part)):
                 return True
         elif node.op == "call_function" and since < node and not is_extern(node):
-            # element by element, of one shape: reads the place that it writes
+            # element by element, of one shape: reads the position that it writes
             pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
             same = tensor is not None and part is not None and same_sizes(tensor.shape, part.shape)
             stack += [(argument, aligned and pointwise and same) for argument in node.all_input_nodes]
     return False
 
 
-def keeps_places(work: GraphWork, node: Node, moved_in: Sequence[Node]) -> bool:
+def keeps_positions(work: GraphWork, node: Node, moved_in: Sequence[Node]) -> bool:
     """The recorded layout of `node` is the one that it has when it is written into its argument 0."""
     value = node.args[0]
     below = next((other for other in moved_in if other < node and work.aliases.same(value, other)), None)
-    return same_nodes(node, value) and (below is None or keeps_places(work, below, moved_in))
+    return same_nodes(node, value) and (below is None or keeps_positions(work, below, moved_in))
 
 
 def is_extern(node: Node) -> bool:
@@ -204,7 +204,7 @@ def guard_write_backs(work: GraphWork, homes: dict[Node, Node]) -> None:
         owner, source = node.args[:2]
         if homes.get(source) is owner:
             continue  # written in place
-        moved_in = [other for other, place in homes.items() if place is owner and other < node]
+        moved_in = [other for other, position in homes.items() if position is owner and other < node]
         since = max([*moved_in, *filter(None, [last_write(work, writes, {}, owner, node)])], default=None)
         shifted = since is not None and reads_elsewhere(work, source, owner, tensor_val(owner), since, moved_in)
         if work.aliases.same(source, owner) or shifted:

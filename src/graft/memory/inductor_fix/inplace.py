@@ -99,17 +99,19 @@ def left_after(work: GraphWork, call: FunctionalCall, index: int, end: Node) -> 
     return protectable({read.through for read in late}, max(call.node.users).next)
 
 
-def protectable(returned: set[Node], place: Node) -> Node | str | None:
-    """The one returned value that is to be copied above `place`, rather than the base; a text when that cannot be."""
-    if not returned or copied_alone(returned, place):
+def protectable(returned: set[Node], position: Node) -> Node | str | None:
+    """The one returned value that is to be copied above `position`, rather than the base; a text when that cannot
+    be."""
+    if not returned or copied_alone(returned, position):
         return min(returned, default=None)
     return Read(output_node(min(returned).graph), min(returned)).text()
 
 
-def copied_alone(values: set[Node], place: Node) -> bool:
-    """One value, which a clone above `place` can stand for; copies of several may cost more than one of the base."""
+def copied_alone(values: set[Node], position: Node) -> bool:
+    """One value, which a clone above `position` can stand for; copies of several may cost more than one of the
+    base."""
     first = min(values)
-    return len(values) == 1 and keeps_layout(first) and (first is place or lift_plan([first], place)[1] is None)
+    return len(values) == 1 and keeps_layout(first) and (first is position or lift_plan([first], position)[1] is None)
 
 
 def written_parts(call: FunctionalCall, index: int) -> list[torch.Tensor] | None:

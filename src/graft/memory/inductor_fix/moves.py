@@ -28,25 +28,26 @@ def is_pure(node: Node) -> bool:
     return getattr(operator, getattr(node.target, "__name__", ""), None) is node.target  # getitem, sums of sizes
 
 
-def lift_plan(readers: Iterable[Node], place: Node) -> tuple[list[Node], Node | None]:
-    """The nodes to move above `place` so that all `readers` stand there, in order; and the first that cannot move."""
+def lift_plan(readers: Iterable[Node], position: Node) -> tuple[list[Node], Node | None]:
+    """The nodes to move above `position` so that all `readers` stand there, in order; and the first that cannot
+    move."""
     plan: dict[Node, None] = {}
     stack = [(reader, False) for reader in readers]
     while stack:
         node, ready = stack.pop()
         if ready:
             plan[node] = None
-        elif node is place or (place < node and not is_pure(node)):
+        elif node is position or (position < node and not is_pure(node)):
             return [], node
-        elif place < node and node not in plan:
+        elif position < node and node not in plan:
             stack.append((node, True))
             stack += [(source, False) for source in node.all_input_nodes]
     return list(plan), None
 
 
-def lift(plan: Iterable[Node], place: Node) -> None:
+def lift(plan: Iterable[Node], position: Node) -> None:
     for node in plan:
-        place.prepend(node)
+        position.prepend(node)
 
 
 def insert(graph: Graph, target: Any, args: tuple[Any, ...], *, before: Node, like: Node) -> Node:

@@ -18,13 +18,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OutputAliases:
-    """How eager's results lie in memory, by place among the graph's outputs; None where that is not known."""
+    """How eager's results lie in memory, by position among the graph's outputs; None where that is not known."""
 
     apart: frozenset[int] | None = None  # in no graph input
     groups: tuple[int, ...] | None = None  # equal numbers share memory
 
-    def is_apart(self, place: int) -> bool | None:
-        return None if self.apart is None else place in self.apart
+    def is_apart(self, position: int) -> bool | None:
+        return None if self.apart is None else position in self.apart
 
     def share(self, left: int, right: int) -> bool:
         return self.groups is None or self.groups[left] == self.groups[right]
@@ -35,10 +35,12 @@ def output_groups(graph: Graph) -> tuple[int, ...]:
     aliases = Aliases(graph, trusted=True)
     values = [value for value in leaves(output_node(graph).args[0])]
     first: dict[int, int] = {}
-    for place, value in enumerate(values):
+    for position, value in enumerate(values):
         if isinstance(value, Node):
-            first.setdefault(id(aliases.group(value)), place)
-    return tuple(first[id(aliases.group(v))] if isinstance(v, Node) else place for place, v in enumerate(values))
+            first.setdefault(id(aliases.group(value)), position)
+    return tuple(
+        first[id(aliases.group(v))] if isinstance(v, Node) else position for position, v in enumerate(values)
+    )
 
 
 def mend_removed_clones(work: GraphWork, outputs: OutputAliases) -> None:
@@ -49,15 +51,15 @@ def mend_removed_clones(work: GraphWork, outputs: OutputAliases) -> None:
     `copy_` writes into one input from another is never kept: `r.copy_(q); q.add_(1)` reads q after it was written.
     """
     returned = list(leaves(output_node(work.graph).args[0]))
-    for place, value in enumerate(returned):
+    for position, value in enumerate(returned):
         if tensor_val(value) is None:
             continue
         inputs = work.aliases.inputs(value)
-        if inputs and outputs.is_apart(place):
+        if inputs and outputs.is_apart(position):
             reason = f"eager returns it apart from graph input %{inputs[0].name}"
-            return_copy(work, place, after_definition(value), reason)
-        elif not inputs and (other := merged(work, outputs, returned, place)) is not None:
-            return_copy(work, place, output_node(work.graph), f"eager returns it apart from %{other.name}")
+            return_copy(work, position, after_definition(value), reason)
+        elif not inputs and (other := merged(work, outputs, returned, position)) is not None:
+            return_copy(work, position, output_node(work.graph), f"eager returns it apart from %{other.name}")
     written: list[Node] = []  # graph inputs that are overwritten above
     for node in [n for n in work.graph.nodes if is_op(n, aten.copy_.default)]:
         owner, source = node.args[:2]
@@ -70,28 +72,32 @@ def mend_removed_clones(work: GraphWork, outputs: OutputAliases) -> None:
         written.append(owner)
 
 
-def merged(work: GraphWork, outputs: OutputAliases, returned: list[Any], place: int) -> Node | None:
-    """An output above `place` with which it shares memory now, but not in eager: `return v, v.clone()`."""
-    for other, value in enumerate(returned[:place]):
-        if isinstance(value, Node) and work.aliases.same(value, returned[place]) and not outputs.share(other, place):
+def merged(work: GraphWork, outputs: OutputAliases, returned: list[Any], position: int) -> Node | None:
+    """An output above `position` with which it shares memory now, but not in eager: `return v, v.clone()`."""
+    for other, value in enumerate(returned[:position]):
+        if (
+            isinstance(value, Node)
+            and work.aliases.same(value, returned[position])
+            and not outputs.share(other, position)
+        ):
             return value
     return None
 
 
 def after_definition(value: Node) -> Node:
-    """The place right below a node; below all inputs for an input."""
-    place = value.next
-    while place.op == "placeholder":
-        place = place.next
-    return place
+    """The position right below a node; below all inputs for an input."""
+    position = value.next
+    while position.op == "placeholder":
+        position = position.next
+    return position
 
 
-def return_copy(work: GraphWork, place: int, before: Node, reason: str) -> None:
-    """Output `place` returns a copy, taken above `before`."""
+def return_copy(work: GraphWork, position: int, before: Node, reason: str) -> None:
+    """Output `position` returns a copy, taken above `before`."""
     output = output_node(work.graph)
     values = list(leaves(output.args[0]))
-    work.protected.append(KeptCopy(output.name, "output", values[place].name, reason))
-    values[place] = work.copy(values[place], before, any_layout=True)
+    work.protected.append(KeptCopy(output.name, "output", values[position].name, reason))
+    values[position] = work.copy(values[position], before, any_layout=True)
     output.args = (tuple(values),)
 
 
@@ -102,9 +108,9 @@ def keep_outputs_apart(work: GraphWork, homes: dict[Node, Node], outputs: Output
     that were in an input before.
     """
     output = output_node(work.graph)
-    for place, value in enumerate(leaves(output.args[0])):
-        if tensor_val(value) is None or value in known or outputs.is_apart(place) is False:
+    for position, value in enumerate(leaves(output.args[0])):
+        if tensor_val(value) is None or value in known or outputs.is_apart(position) is False:
             continue
         owners = work.aliases.inputs(value) or [homes[n] for n in work.aliases.group(value) if n in homes]
         if owners:
-            return_copy(work, place, output, f"it is in the memory of graph input %{owners[0].name}")
+            return_copy(work, position, output, f"it is in the memory of graph input %{owners[0].name}")

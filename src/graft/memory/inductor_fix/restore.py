@@ -67,8 +67,8 @@ def carry_out(work: GraphWork, call: FunctionalCall, index: int, plan: InplacePl
     if plan.protect_old is not None:
         work.protect(plan.protect_old, node, node, f"%{node.name} overwrites it")
     if plan.protect_new is not None:
-        place = max(node.users).next
-        work.protect(plan.protect_new, place, node, f"it is in graph input %{call.bases[index].name}, written later")
+        below = max(node.users).next
+        work.protect(plan.protect_new, below, node, f"it is in graph input %{call.bases[index].name}, written later")
 
 
 def rewrite(work: GraphWork, call: FunctionalCall, bases: list[Node]) -> None:
@@ -81,7 +81,7 @@ def rewrite(work: GraphWork, call: FunctionalCall, bases: list[Node]) -> None:
             base = settled[value.base]
             if value.target is None:
                 return base
-            where = view_arguments(work.place, value, call.bases[value.base], base, node)
+            where = view_arguments(work.offset_of, value, call.bases[value.base], base, node)
             view = insert(graph, value.target, (base, *where), before=node, like=node)
             work.aliases.add(view)
             return view

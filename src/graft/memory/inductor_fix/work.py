@@ -80,7 +80,7 @@ class GraphWork:
     graph: Graph
     aliases: Aliases
     settle: Callable[[Any], Any]  # put in front of a write: who reads the old value later has it by then
-    place: Callable[..., Any]  # where a view starts, as a call in the graph (offsets.py)
+    offset_of: Callable[..., Any]  # where a view starts, as a call in the graph (offsets.py)
     restored: list[str] = field(default_factory=list)
     kept: list[KeptCopy] = field(default_factory=list)
     protected: list[KeptCopy] = field(default_factory=list)

@@ -27,11 +27,11 @@ def make(
     padding = rows * width  # the last block
     tokens, seq_lens = whole(-2, 50_000, rows), whole(size, width * size, rows)
     live, what = whole(0, 3, rows).clamp(max=1), whole(0, 4, rows)
-    last = seq_lens // size  # of the place that is written
-    places = torch.where(what == 0, LEAVE, torch.where(what == 1, last, torch.where(what == 2, last - 1, NOTHING)))
+    last = seq_lens // size  # of the entry that is written
+    entries = torch.where(what == 0, LEAVE, torch.where(what == 1, last, torch.where(what == 2, last - 1, NOTHING)))
     block_tables = torch.randperm(rows * width, generator=generator).view(rows, width)
-    block_tables[live == 0], seq_lens[live == 0], places[live == 0] = padding, 1, NOTHING
-    tensors = (tokens, seq_lens, live, places, whole(0, padding, rows), block_tables)
+    block_tables[live == 0], seq_lens[live == 0], entries[live == 0] = padding, 1, NOTHING
+    tensors = (tokens, seq_lens, live, entries, whole(0, padding, rows), block_tables)
     return (*(tensor.to(device) for tensor in tensors), padding, size)
 
 

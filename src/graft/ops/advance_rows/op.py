@@ -13,7 +13,7 @@ from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 
 def fake(
-    tokens: Tensor, seq_lens: Tensor, live: Tensor, places: Tensor, blocks: Tensor, block_tables: Tensor,
+    tokens: Tensor, seq_lens: Tensor, live: Tensor, entries: Tensor, blocks: Tensor, block_tables: Tensor,
     padding: int, block_size: int,
 ) -> Tensor:  # fmt: skip
     return tokens.new_empty(3, tokens.shape[0])
@@ -32,7 +32,7 @@ def run_triton(*args: Any) -> Tensor:
 SPEC = define(
     OpSpec(
         name="advance_rows",
-        schema="(Tensor tokens, Tensor(a!) seq_lens, Tensor(b!) live, Tensor(c!) places, Tensor blocks,"
+        schema="(Tensor tokens, Tensor(a!) seq_lens, Tensor(b!) live, Tensor(c!) entries, Tensor blocks,"
         " Tensor(d!) block_tables, int padding, int block_size) -> Tensor",
         reference=advance_rows,
         fake=fake,

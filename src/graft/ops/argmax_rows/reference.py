@@ -10,5 +10,5 @@ from torch import Tensor
 
 def argmax_rows(logits: Tensor) -> Tensor:
     """logits: [n, vocab] → [n] int64: the first place of the largest value, or -1 where that is not finite."""
-    largest, places = logits.max(dim=-1)  # a NaN anywhere in the row is its largest
-    return torch.where(largest.abs() < math.inf, places, -1)
+    largest, positions = logits.max(dim=-1)  # a NaN anywhere in the row is its largest
+    return torch.where(largest.abs() < math.inf, positions, -1)

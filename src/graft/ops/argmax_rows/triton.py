@@ -16,7 +16,7 @@ BEYOND = tl.constexpr(2**31 - 1)  # no place is as large
 
 
 @triton.jit(do_not_specialize=["pieces"])
-def pieces_kernel(logits, values, places, stride_row, vocab, pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def pieces_kernel(logits, values, positions, stride_row, vocab, pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -27,11 +27,11 @@ def pieces_kernel(logits, values, places, stride_row, vocab, pieces, BLOCK: tl.c
     largest = tl.max(read, axis=0)
     first = tl.min(tl.where(read == largest, cols, BEYOND), axis=0)
     tl.store(values + row * pieces + piece, largest)
-    tl.store(places + row * pieces + piece, first)
+    tl.store(positions + row * pieces + piece, first)
 
 
 @triton.jit(do_not_specialize=["pieces"])
-def rows_kernel(values, places, out, pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def rows_kernel(values, positions, out, pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -39,9 +39,9 @@ def rows_kernel(values, places, out, pieces, BLOCK: tl.constexpr, PDL: tl.conste
     piece = tl.arange(0, BLOCK)
     inside = piece < pieces
     value = tl.load(values + row * pieces + piece, mask=inside, other=-float("inf"))
-    place = tl.load(places + row * pieces + piece, mask=inside, other=BEYOND)
+    position = tl.load(positions + row * pieces + piece, mask=inside, other=BEYOND)
     largest = tl.max(value, axis=0)
-    first = tl.min(tl.where(value == largest, place, BEYOND), axis=0).to(tl.int64)
+    first = tl.min(tl.where(value == largest, position, BEYOND), axis=0).to(tl.int64)
     finite = tl.abs(largest) < float("inf")
     tl.store(out + row, tl.where(finite, first, -1))
 
@@ -57,14 +57,14 @@ def argmax_rows_triton(logits: Tensor, out: Tensor | None = None) -> Tensor:
     block = 1024 if rows <= 8 else 4096
     pieces = triton.cdiv(vocab, block)
     values = torch.empty(rows, pieces, dtype=torch.float32, device=logits.device)
-    places = torch.empty(rows, pieces, dtype=torch.int32, device=logits.device)
+    positions = torch.empty(rows, pieces, dtype=torch.int32, device=logits.device)
     pdl = pdl_supported(logits.device)
     launch = {"launch_pdl": True} if pdl else {}
     pieces_kernel[(pieces, rows)](
-        logits, values, places, logits.stride(0), vocab, pieces, BLOCK=block, PDL=pdl, num_warps=4, **launch
+        logits, values, positions, logits.stride(0), vocab, pieces, BLOCK=block, PDL=pdl, num_warps=4, **launch
     )
     width = max(triton.next_power_of_2(pieces), 2)
     rows_kernel[(rows,)](
-        values, places, out, pieces, BLOCK=width, PDL=pdl, num_warps=1 if width <= 256 else 4, **launch
+        values, positions, out, pieces, BLOCK=width, PDL=pdl, num_warps=1 if width <= 256 else 4, **launch
     )
     return out

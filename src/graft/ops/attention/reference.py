@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graft.ops.narrow import matmul, widen_problem
+from graft.ops.half_precision import matmul, widen_problem
 
 
 def attention(

@@ -2,7 +2,7 @@
 //
 // One new token of every sequence: native_decode.h. Otherwise a chunk is one sequence, one or all query heads of a
 // key-value head, and up to kTile of its new tokens. It walks over the sequence's blocks once, 16 keys and values laid out
-// as tiles of the product at a time.
+// as tiles of the GEMM at a time.
 #pragma once
 
 #include "native_decode.h"
@@ -104,7 +104,7 @@ inline Tile tile_at(const AttentionArgs& a, int64_t index) {
   return {sequence, first, std::min(kTile, a.cu_seqlens[sequence + 1] - first)};
 }
 
-// Rows of a tile whose queries see places up to their own: 16 keys and values at a time, laid out for all of them.
+// Rows of a tile whose queries see key_positions up to their own: 16 keys and values at a time, laid out for all of them.
 template <class C>
 inline void attend_blocks(const AttentionArgs& a, const Running& r, const Tile& tile, int64_t heads, int64_t kv_head,
                           int64_t position) {
@@ -127,7 +127,7 @@ void attend(const AttentionArgs& a, const Tile& tile, int64_t head, int64_t head
   const int64_t size = a.q.size, rows = tile.count * heads, kv_head = head / (a.q.heads / a.kv);
   const int64_t position = a.seq_lens[tile.sequence] - (a.cu_seqlens[tile.sequence + 1] - tile.first);  // of the first token
   for (int64_t row = 0; row < rows; ++row) {
-    turn_head(a.turn, tile.first + row / heads, a.q.at(tile.first + row / heads, head + row % heads), size,
+    rotate_head(a.rotation, tile.first + row / heads, a.q.at(tile.first + row / heads, head + row % heads), size,
               r.q + row * size);
     begin_row(a, r, row, a.sinks != nullptr ? a.sinks + head + row % heads : nullptr);
   }

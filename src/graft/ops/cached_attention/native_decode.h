@@ -12,22 +12,22 @@ constexpr int64_t kSpan = 64;      // keys at once: an exponential takes long, f
 constexpr int kMostHeads = 4;      // at once: their sums fill half of the registers
 constexpr int64_t kMostParts = 8, kMostDivided = 8;  // parts of a context, and sequences whose contexts are divided
 
-// Where the keys and values of up to kSpan places begin.
-struct Places { int64_t keys[kSpan]; int64_t values[kSpan]; int64_t count; };
+// Where the keys and values of up to kSpan positions begin.
+struct Positions { int64_t keys[kSpan]; int64_t values[kSpan]; int64_t count; };
 
-inline void find_places(const AttentionArgs& a, int64_t sequence, int64_t begin, int64_t end, Places& found) {
+inline void find_positions(const AttentionArgs& a, int64_t sequence, int64_t begin, int64_t end, Positions& found) {
   const int64_t* const table = a.block_tables + sequence * a.table_width;
   found.count = std::min<int64_t>(kSpan, end - begin);
-  for (int64_t j = 0, block = begin / a.block, place = begin % a.block; j < found.count; ++block, place = 0) {
-    int64_t slot = (table[block] * a.block + place) * a.kv;
-    for (const int64_t last = std::min(found.count, j + a.block - place); j < last; ++j, slot += a.kv)
+  for (int64_t j = 0, block = begin / a.block, position = begin % a.block; j < found.count; ++block, position = 0) {
+    int64_t slot = (table[block] * a.block + position) * a.kv;
+    for (const int64_t last = std::min(found.count, j + a.block - position); j < last; ++j, slot += a.kv)
       found.keys[j] = slot * a.q.size, found.values[j] = slot * a.out.size;
   }
 }
 
 // scores[h * kSpan + j] = query h · key j
 template <class C, int G>
-inline void score(const float* q, int64_t size, const C* keys, const Places& at, float* scores) {
+inline void score(const float* q, int64_t size, const C* keys, const Positions& at, float* scores) {
   const int64_t whole_vectors = size / kLanes * kLanes;
   for (int64_t j = 0; j < at.count; ++j) {
     const C* const key = keys + at.keys[j];
@@ -46,7 +46,7 @@ inline void score(const float* q, int64_t size, const C* keys, const Places& at,
 
 // sums[h, i] = sums[h, i] * shrink[h] + the values, each times its weight
 template <class C, int G>
-inline void gather(float* sums, int64_t wide, const float* shrink, const float* weights, const C* values, const Places& at) {
+inline void gather(float* sums, int64_t wide, const float* shrink, const float* weights, const C* values, const Positions& at) {
   const int64_t whole_vectors = wide / kLanes * kLanes;
   for (int64_t i = 0; i < whole_vectors; i += kLanes) {
     F total[G];
@@ -65,7 +65,7 @@ inline void gather(float* sums, int64_t wide, const float* shrink, const float* 
     }
 }
 
-// Rows first … first + G of the running softmax over places begin … end.
+// Rows first … first + G of the running softmax over positions begin … end.
 template <class C, int G>
 inline void attend_heads(const AttentionArgs& a, const Running& r, int64_t first, int64_t sequence, int64_t kv_head,
                          int64_t begin, int64_t end) {
@@ -73,11 +73,11 @@ inline void attend_heads(const AttentionArgs& a, const Running& r, int64_t first
   const int64_t size = a.q.size, wide = a.out.size;
   const C* const keys = static_cast<const C*>(a.k_cache) + kv_head * size;
   const C* const values = static_cast<const C*>(a.v_cache) + kv_head * wide;
-  Places at;
+  Positions at;
   alignas(64) float weights[G * kSpan];
   float shrink[G];
   for (; begin < end; begin += kSpan) {
-    find_places(a, sequence, begin, end, at);
+    find_positions(a, sequence, begin, end, at);
     score<C, G>(r.q + first * size, size, keys, at, weights);
     for (int h = 0; h < G; ++h) {
       F scores[kVectors];
@@ -130,7 +130,7 @@ void attend_part(const AttentionArgs& a, const Part& part, const Running& r) {
   const int64_t first = a.window > 0 ? std::max<int64_t>(0, end - a.window) : 0;
   const int64_t each = whole((end - first + part.count - 1) / part.count, kLanes), begin = first + part.index * each;
   for (int64_t row = 0; row < group; ++row) {
-    turn_head(a.turn, token, a.q.at(token, head + row), size, r.q + row * size);
+    rotate_head(a.rotation, token, a.q.at(token, head + row), size, r.q + row * size);
     begin_row(a, r, row, part.index == 0 && a.sinks != nullptr ? a.sinks + head + row : nullptr);
   }
   attend_some<C>(a, r, group, part.sequence, part.kv_head, begin, std::min(end, begin + each));
@@ -152,7 +152,7 @@ inline void put_together(const AttentionArgs& a, int64_t sequence, int64_t head,
   for (int64_t part = 0; part < parts; ++part) most = std::fmax(most, own_part(a, sequence, head, part)[wide]);
   for (int64_t part = 0; part < parts; ++part) {
     const float* const from = own_part(a, sequence, head, part);
-    by[part] = from[wide] == -INFINITY ? 0.0f : std::exp(from[wide] - most);  // -inf: a part without places
+    by[part] = from[wide] == -INFINITY ? 0.0f : std::exp(from[wide] - most);  // -inf: a part without positions
     total += by[part] * from[wide + 1];
   }
   float* const out = a.out.at(a.cu_seqlens[sequence], head);

@@ -6,7 +6,7 @@
 namespace graft {
 
 struct AttentionArgs {
-  View q; Turn turn; const void* k_cache; const void* v_cache; int64_t kv; int64_t block;  // block: its tokens
+  View q; Rotation rotation; const void* k_cache; const void* v_cache; int64_t kv; int64_t block;  // block: its tokens
   const int64_t* block_tables; int64_t table_width; const int64_t* cu_seqlens; const int64_t* seq_lens; int64_t sequences;
   float scale; int64_t window; float softcap; const float* sinks;  // 0, 0 and nullptr: none
   View out;

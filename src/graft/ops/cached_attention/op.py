@@ -60,8 +60,8 @@ def sdpa_call_problem(call: Call) -> str | None:
     problem = caches_problem(call)
     if problem is not None:
         return problem
-    if recording(q):
-        return "sizes from the CPU would be the same at every replay of a recording"
+    if capturing(q):
+        return "sizes from the CPU would be the same at every replay of a capture"
     if window is not None and bool((lens_cpu[:, 1] > window).any()):
         return f"a sequence is longer than the window of {window}"
     if q.element_size() == 2 and any(1 < new < LONG or 1 < new < total for new, total in lens_cpu.tolist()):
@@ -77,8 +77,8 @@ def native_problem(call: Call) -> str | None:
     return f"the caches are {', '.join(sorted(map(str, kinds)))}"
 
 
-def recording(q: Tensor) -> bool:
-    """Whether a CUDA graph is recorded right now: what it takes from the CPU stays as it is."""
+def capturing(q: Tensor) -> bool:
+    """Whether a CUDA graph is captured right now: what it takes from the CPU stays as it is."""
     return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -84,10 +84,10 @@ def attend_decode(
     queries = q[0].transpose(0, 1).unsqueeze(2)  # [batch, h, 1, d]
     used = -(-longest // k_cache.shape[1])  # the table may be wider, for sequences that are not here
     keys, values = (gather_all(c, block_tables[:, :used]) for c in (k_cache, v_cache))
-    place = torch.arange(keys.shape[2], device=q.device)
-    seen = place < seq_lens[:, None]  # [batch, t]
+    position = torch.arange(keys.shape[2], device=q.device)
+    seen = position < seq_lens[:, None]  # [batch, t]
     if window is not None:
-        seen = seen & (place >= seq_lens[:, None] - window)
+        seen = seen & (position >= seq_lens[:, None] - window)
     out = sdpa(queries, keys, values, seen[:, None, None], scale, grouped=grouped)
     return out.squeeze(2).contiguous()[None]  # [batch, h, 1, d] → [1, batch, h, d]
 

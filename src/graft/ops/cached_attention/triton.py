@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graft.ops.cached_attention.decode.triton import split_kv
-from graft.ops.cached_attention.op import recording
+from graft.ops.cached_attention.op import capturing
 from graft.ops.cached_attention.prefill.triton import prefill
 
 LONG_CONTEXT = 8192  # tokens: one program reads them in about 150 us, which a step with prompts in it hides
@@ -27,8 +27,8 @@ def cached_attention_triton(
     if tokens == seq_lens.shape[0]:
         return split_kv(q, k_cache, v_cache, block_tables, seq_lens, *options)
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
-    # what a recording took from the CPU would stay as it was, so there the prefill kernel takes all
-    n = 0 if recording(q) else decoding(lens_cpu.tolist())
+    # what a capture took from the CPU would stay as it was, so there the prefill kernel takes all
+    n = 0 if capturing(q) else decoding(lens_cpu.tolist())
     if n and int(lens_cpu[:n, 1].max()) <= LONG_CONTEXT:
         n = 0
     if n:

@@ -13,7 +13,7 @@ from graft.ops.cases import Case
 def make(
     rows: int,
     room: int,
-    turn: int,
+    filled: int,
     device: str,
     dtype: torch.dtype,  # noqa: ARG001
     generator: torch.Generator,
@@ -21,7 +21,7 @@ def make(
     """The dtype is that of other ops' numbers; these are all whole."""
     tokens = torch.randint(-2, 50_000, (rows,), generator=generator)
     ring = torch.randint(0, 9, (2, room), generator=generator)
-    return tokens.to(device), torch.tensor([turn]).to(device), ring.to(device)
+    return tokens.to(device), torch.tensor([filled]).to(device), ring.to(device)
 
 
 CASES = [

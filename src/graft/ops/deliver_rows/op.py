@@ -10,8 +10,8 @@ from graft.ops.selection import choose
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 
 
-def fake(tokens: Tensor, turn: Tensor, ring: Tensor) -> Tensor:
-    return turn.new_empty(1)
+def fake(tokens: Tensor, filled: Tensor, ring: Tensor) -> Tensor:
+    return filled.new_empty(1)
 
 
 def triton_problem(call: Call) -> str | None:
@@ -22,16 +22,16 @@ def triton_problem(call: Call) -> str | None:
     return needs_triton(call.tokens, call.turn)
 
 
-def run_triton(tokens: Tensor, turn: Tensor, ring: Tensor) -> Tensor:
+def run_triton(tokens: Tensor, filled: Tensor, ring: Tensor) -> Tensor:
     from graft.ops.deliver_rows.triton import deliver_rows_triton
 
-    return deliver_rows_triton(tokens, turn, ring)
+    return deliver_rows_triton(tokens, filled, ring)
 
 
 SPEC = define(
     OpSpec(
         name="deliver_rows",
-        schema="(Tensor tokens, Tensor(a!) turn, Tensor(b!) ring) -> Tensor",
+        schema="(Tensor tokens, Tensor(a!) filled, Tensor(b!) ring) -> Tensor",
         reference=deliver_rows,
         fake=fake,
         kernels=(Kernel("triton", "triton", triton_problem, run_triton),),
@@ -39,6 +39,6 @@ SPEC = define(
 )
 
 
-def deliver(tokens: Tensor, turn: Tensor, ring: Tensor) -> None:
+def deliver(tokens: Tensor, filled: Tensor, ring: Tensor) -> None:
     """The same, for tensors of two devices."""
-    choose(SPEC, SPEC.call(tokens, turn, ring)).run(tokens, turn, ring)
+    choose(SPEC, SPEC.call(tokens, filled, ring)).run(tokens, filled, ring)

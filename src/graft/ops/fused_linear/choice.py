@@ -1,4 +1,4 @@
-"""Which kernel runs a product, by its shape and the number of tokens: measured, kept in a table, looked up.
+"""Which kernel runs a GEMM, by its shape and the number of tokens: measured, kept in a table, looked up.
 
 The table that comes with graft was measured on one device (its name is in the file). `graft tune` measures on the
 device at hand and keeps its table in the cache folder, which goes first. A shape that no table has takes what was
@@ -87,7 +87,7 @@ def look_up(table: Table, shape: LinearShape, tokens: int, device: str) -> Kerne
 
 def without(shape: LinearShape) -> str:
     """What runs where nothing was measured."""
-    return "torch's own product" if shape.format == "plain" else "the default tensor-core kernel"
+    return "torch's own GEMM" if shape.format == "plain" else "the default tensor-core kernel"
 
 
 def measured_text(entry: TunedEntry, device: str) -> str:
@@ -164,12 +164,12 @@ def same(one: TunedEntry, other: TunedEntry) -> bool:
 def ranges_text(shape: LinearShape, counts: dict[int, TunedEntry]) -> str:
     """`plain 4096x4096: 1 matvec(rows=2, warps=4), 2–64 gemm(…), more: library; measured on NVIDIA H200 alone`."""
     found = ranges(counts)
-    places: dict[str, list[str]] = {}
+    origins: dict[str, list[str]] = {}
     for one in found:
         if one.entry is not None:
             tokens = f"{one.first}" if one.first == one.last else f"{one.first}–{one.last}"
-            places.setdefault(f"{one.entry.device} {one.entry.measured}", []).append(tokens)
-    alike = len(places) == 1
-    where = ", ".join(place if alike else f"{place} ({', '.join(counts)})" for place, counts in places.items())
+            origins.setdefault(f"{one.entry.device} {one.entry.measured}", []).append(tokens)
+    alike = len(origins) == 1
+    where = ", ".join(origin if alike else f"{origin} ({', '.join(counts)})" for origin, counts in origins.items())
     kernels = ", ".join(one.text(shape.format) for one in found)
     return f"{shape.key()}: {kernels}; {f'measured on {where}' if where else 'not measured'}"

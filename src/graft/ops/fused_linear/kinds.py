@@ -1,4 +1,4 @@
-"""The kernels of fused_linear with their sizes, and the shapes of products that they are chosen for."""
+"""The kernels of fused_linear with their sizes, and the shapes of GEMMs that they are chosen for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Even:
+class BalancedGemm:
     """All tokens and `rows` of the weight a program, any multiple of 16 up to 496; the rest as for Gemm. Plain
     weights; a norm goes before, in a kernel of its own."""
 
@@ -45,7 +45,7 @@ class Even:
 
 
 @dataclass(frozen=True)
-class Narrow:
+class Int4Gemm:
     """4-bit weights, up to 8 tokens in bfloat16, 16 rows of the weight at once. `warps` share the depth; a thread has
     `ahead` pieces of 16 bytes of two rows on their way, and 8 / ahead warps share a span. each: programs a
     multiprocessor, which walk over the rows; 0: one for every 16 rows. registers: at most so many a thread; 0: as
@@ -57,17 +57,19 @@ class Narrow:
     registers: int = 0
 
 
-How = Matvec | Gemm | Even | Narrow | None  # None: torch's own product, or for quantized weights the default Gemm
-KINDS: dict[str, type[Matvec] | type[Gemm] | type[Even] | type[Narrow]] = {
+How = (
+    Matvec | Gemm | BalancedGemm | Int4Gemm | None
+)  # None: torch's own GEMM, or for quantized weights the default Gemm
+KINDS: dict[str, type[Matvec] | type[Gemm] | type[BalancedGemm] | type[Int4Gemm]] = {
     "matvec": Matvec,
     "gemm": Gemm,
-    "even": Even,
-    "narrow": Narrow,
+    "balanced_gemm": BalancedGemm,
+    "int4_gemm": Int4Gemm,
 }
 EXTRAS = ("early", "norm_inside", "each", "registers")  # not shown where they have their defaults
 WEIGHTS = ("plain", "int8", "fp8", "int4")
-MOST_NARROW_TOKENS = 8  # columns of its instruction
-NARROW_DEPTH = 1024  # weights of a row, whose scales are 16 bytes
+MOST_INT4_GEMM_TOKENS = 8  # columns of its instruction
+INT4_GEMM_DEPTH = 1024  # weights of a row, whose scales are 16 bytes
 MOST_MATVEC_TOKENS = 4  # each has an accumulator of its own; beyond that tensor cores are faster
 KEY = re.compile(rf"({'|'.join(WEIGHTS)}) ([1-9]\d*)x([1-9]\d*)( gated)?( norm)?", re.ASCII)
 
@@ -122,12 +124,16 @@ def kind_of(how: How, format: str) -> str:
 
 def how_problem(how: How, shape: LinearShape, tokens: int) -> str | None:
     """Why a kernel cannot run this many tokens of a shape, or None."""
-    if isinstance(how, Even):
+    if isinstance(how, BalancedGemm):
         if shape.format != "plain":
-            return f"even takes plain weights, not {shape.format}"
-        return None if how.rows % 16 == 0 and how.rows < 512 else f"even takes 16, 32 … 496 rows, not {how.rows}"
-    if isinstance(how, Narrow):
-        return narrow_problem(how, shape, tokens)
+            return f"balanced_gemm takes plain weights, not {shape.format}"
+        return (
+            None
+            if how.rows % 16 == 0 and how.rows < 512
+            else f"balanced_gemm takes 16, 32 … 496 rows, not {how.rows}"
+        )
+    if isinstance(how, Int4Gemm):
+        return int4_gemm_problem(how, shape, tokens)
     if not isinstance(how, Matvec):
         return None
     if tokens > MOST_MATVEC_TOKENS:
@@ -136,14 +142,14 @@ def how_problem(how: How, shape: LinearShape, tokens: int) -> str | None:
     return f"matvec needs a depth that is a multiple of 8, not {shape.k}" if cut else None
 
 
-def narrow_problem(how: Narrow, shape: LinearShape, tokens: int) -> str | None:
+def int4_gemm_problem(how: Int4Gemm, shape: LinearShape, tokens: int) -> str | None:
     if shape.format != "int4":
-        return f"narrow takes int4 weights, not {shape.format}"
-    if tokens > MOST_NARROW_TOKENS:
-        return f"narrow takes up to {MOST_NARROW_TOKENS} tokens"
-    if shape.k % NARROW_DEPTH:
-        return f"narrow needs a depth that is a multiple of {NARROW_DEPTH}, not {shape.k}"
+        return f"int4_gemm takes int4 weights, not {shape.format}"
+    if tokens > MOST_INT4_GEMM_TOKENS:
+        return f"int4_gemm takes up to {MOST_INT4_GEMM_TOKENS} tokens"
+    if shape.k % INT4_GEMM_DEPTH:
+        return f"int4_gemm needs a depth that is a multiple of {INT4_GEMM_DEPTH}, not {shape.k}"
     if how.ahead not in (2, 4, 8) or how.warps not in (1, 2, 4, 8, 16) or how.warps * how.ahead < 8:
-        return f"narrow takes 2, 4 or 8 ahead and 8 / ahead … 16 warps, not {how.ahead} and {how.warps}"
-    whole = how.warps * how.ahead * (NARROW_DEPTH // 8)
-    return f"narrow walks over rows of up to {whole}, not {shape.k}" if how.each and shape.k > whole else None
+        return f"int4_gemm takes 2, 4 or 8 ahead and 8 / ahead … 16 warps, not {how.ahead} and {how.warps}"
+    whole = how.warps * how.ahead * (INT4_GEMM_DEPTH // 8)
+    return f"int4_gemm walks over rows of up to {whole}, not {shape.k}" if how.each and shape.k > whole else None

@@ -1,7 +1,7 @@
-// graft::fused_linear for the native backend: norm, product with a packed weight, bias, gated activation, residual.
+// graft::fused_linear for the native backend: norm, GEMM with a packed weight, bias, gated activation, residual.
 //
 // A weight lies in tiles of 16 rows (native_packing.py): the lanes of a vector are rows, so no sum goes across lanes.
-// All threads of the team call linear() with the same arguments; tiles are handed out in chunks. What the product reads
+// All threads of the team call linear() with the same arguments; tiles are handed out in chunks. What the GEMM reads
 // (normed, and for q8 and q4 quantised rows of x) every thread makes for itself when the tokens are few; when they are
 // many and there is a place for it, the team makes it once, with a barrier after it. A tile is read from memory once for
 // all tokens.
@@ -42,7 +42,7 @@ constexpr int64_t kFewTokens = 8;  // up to here every thread prepares the rows 
 inline int64_t whole(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 template <class W>
-inline bool reads_x(const LinearArgs& a) {  // the product can read x as it lies
+inline bool reads_x(const LinearArgs& a) {  // the GEMM can read x as it lies
   return !W::kQuantised && a.norm == nullptr && !a.normed && a.k % W::kColumns == 0;
 }
 
@@ -97,7 +97,7 @@ inline float row_scale(const LinearArgs& a, const float* x) {
   return 1.0f / std::sqrt(sum(low + high) / float(a.k) + a.eps);
 }
 
-// Row `token` as the product takes it, to its place in `ready`. Columns after k are 0.
+// Row `token` as the GEMM takes it, to its place in `ready`. Columns after k are 0.
 template <class W>
 inline void prepare_row(const LinearArgs& a, int64_t columns, int64_t token, float* ready, [[maybe_unused]] bool amx) {
   const float* x = a.x + token * a.ldx;

@@ -1,9 +1,9 @@
-// Products of many tokens with bfloat16 weights on AMX: 16 tokens times 16 rows over 32 columns in one instruction.
+// GEMMs of many tokens with bfloat16 weights on AMX: 16 tokens times 16 rows over 32 columns in one instruction.
 //
 // A tile of WeightBF16, [columns / 2][16][2], is the right operand as it lies in memory. The left one is bfloat16 too, so
 // a value of x goes in as the sum of two, hi + lo, 16 of its 24 bits, in two instructions. Rows of x lie as
 //   [tokens / 16][columns / 32][hi, lo][16 tokens][32 columns]
-// The system must allow a process the registers; where it does not, or the CPU has none, the float32 product runs.
+// The system must allow a process the registers; where it does not, or the CPU has none, the float32 GEMM runs.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -93,7 +93,7 @@ struct TileSums {  // of two tiles of weights, for 32 tokens
 // 16 tokens, or 32, times two tiles of the weight, w and pair. x: their hi and lo, `block` values a 16 tokens. A product
 // takes 16 cycles and its result another 36: four sums in turn.
 template <bool two>
-inline void amx_product(const uint8_t* w, const uint8_t* pair, int64_t columns, const bf16* x, int64_t block, TileSums& sums) {
+inline void amx_gemm(const uint8_t* w, const uint8_t* pair, int64_t columns, const bf16* x, int64_t block, TileSums& sums) {
   alignas(64) bf16 last[2][kOperand];
   alignas(64) float rest[2][kTileTokens][kLanes];
   _tile_zero(0);
@@ -148,7 +148,7 @@ inline void amx_tiles(const uint8_t* w, const uint8_t* pair, int64_t columns, co
   for (; first < last; first += 2 * kTileTokens) {
     const bf16* x = reinterpret_cast<const bf16*>(rows) + first / kTileTokens * block;
     const int64_t count = std::min(2 * kTileTokens, last - first);
-    (count > kTileTokens ? amx_product<true> : amx_product<false>)(w, pair, columns, x, block, sums);
+    (count > kTileTokens ? amx_gemm<true> : amx_gemm<false>)(w, pair, columns, x, block, sums);
     for (int64_t t = 0; t < count; t++) done(first + t, load(sums.of[0][t]), load(sums.of[1][t]));
   }
 }
@@ -168,7 +168,7 @@ void amx_tiles(const uint8_t*, const uint8_t*, int64_t, const float*, int64_t, i
 
 #endif
 
-// What products run on, for the report.
+// What GEMMs run on, for the report.
 inline const char* instructions() {
 #if defined(GRAFT_AMX)
   return amx_ready() ? "avx512 with AMX for bfloat16" : "avx512; the system refuses AMX";

@@ -43,7 +43,7 @@ struct WeightF16 : FloatRows {
 
 // `columns` float16, then one float32 that they are multiplied with.
 struct HalfRows {
-  static constexpr bool kQuantised = true;  // the product cannot read x as it lies
+  static constexpr bool kQuantised = true;  // the GEMM cannot read x as it lies
   static constexpr int kMostTokens = 8;     // 16 registers of sums, 8 of x, 2 of the tile
   static int64_t row_floats(int64_t columns) { return (columns / 2 + 1 + kLanes - 1) / kLanes * kLanes; }
 

@@ -1,4 +1,4 @@
-// The kinds of packed weight but one (native_f16.h), and the product of one tile of 16 rows with up to kMostTokens rows of x.
+// The kinds of packed weight but one (native_f16.h), and the matmul of one tile of 16 rows with up to kMostTokens rows of x.
 //
 // Columns are padded with zeros to a multiple of kColumns, rows to 16. One tile after another:
 //   WeightF32    [columns][16] float32

@@ -13,13 +13,13 @@ from torch import Tensor
 from graft.ops.call import Call
 from graft.ops.fused_linear.choice import picks
 from graft.ops.fused_linear.kinds import (
+    MOST_INT4_GEMM_TOKENS,
     MOST_MATVEC_TOKENS,
-    MOST_NARROW_TOKENS,
-    Even,
+    BalancedGemm,
     Gemm,
+    Int4Gemm,
     LinearShape,
     Matvec,
-    Narrow,
     how_problem,
 )
 from graft.ops.fused_linear.reference import fused_linear, rounds
@@ -30,7 +30,7 @@ from graft.weights.tiles import tiles_problem
 QUANTIZED = (torch.int8, torch.float8_e4m3fn, PACKED)
 NOT_ROUNDED = "rows of x are not to be rounded to float8"
 SCALED = Pick("scaled_mm")
-MATVEC, NARROW, EVEN = Matvec(2, 4), Narrow(), Even()  # their sizes where they are named
+MATVEC, INT4_GEMM, BALANCED_GEMM = Matvec(2, 4), Int4Gemm(), BalancedGemm()  # their sizes where they are named
 
 
 def fake(
@@ -96,20 +96,20 @@ def matvec_call_problem(call: Call) -> str | None:
     return exact_problem(call)
 
 
-def narrow_problem(call: Call) -> str | None:
+def int4_gemm_problem(call: Call) -> str | None:
     x, weight = call.x, call.weight
     if weight.dtype is not PACKED or x.dtype is not torch.bfloat16:
         return f"it multiplies bfloat16 with 4-bit weights, not {x.dtype} with {weight.dtype}"
     if call.offset and call.cast_last:
         return "it takes no norm's weight of 1 + w"
     shape = LinearShape(weight.shape[0], x.shape[-1], "int4", gated=False, norm=False)
-    return how_problem(Narrow(), shape, 1) or gpu_problem(call)
+    return how_problem(Int4Gemm(), shape, 1) or gpu_problem(call)
 
 
-def narrow_call_problem(call: Call) -> str | None:
+def int4_gemm_call_problem(call: Call) -> str | None:
     tokens, x = tokens_of(call), call.x
-    if tokens > MOST_NARROW_TOKENS:
-        return f"{tokens} tokens: it takes up to {MOST_NARROW_TOKENS}"
+    if tokens > MOST_INT4_GEMM_TOKENS:
+        return f"{tokens} tokens: it takes up to {MOST_INT4_GEMM_TOKENS}"
     rows = x.stride(-1) != 1 or (x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1]))
     others = (t for t in (call.weight, call.scale, call.norm) if t is not None)
     if not rows or not all(t.data_ptr() % 16 == 0 and t.stride(-1) == 1 for t in others):
@@ -117,7 +117,7 @@ def narrow_call_problem(call: Call) -> str | None:
     return exact_problem(call)
 
 
-def even_problem(call: Call) -> str | None:
+def balanced_gemm_problem(call: Call) -> str | None:
     return gpu_problem(call) if call.scale is None else "it takes plain weights"
 
 
@@ -152,14 +152,14 @@ def run_matvec(*args: Any, how: Matvec = MATVEC) -> Tensor:
     return ours.with_rows(lambda call: ours.launch_matvec(call, how), *args)
 
 
-def run_narrow(*args: Any, how: Narrow = NARROW) -> Tensor:
+def run_int4_gemm(*args: Any, how: Int4Gemm = INT4_GEMM) -> Tensor:
     ours = launches()
-    return ours.with_rows(lambda call: ours.launch_narrow(call, how), *args)
+    return ours.with_rows(lambda call: ours.launch_int4_gemm(call, how), *args)
 
 
-def run_even(*args: Any, how: Even = EVEN) -> Tensor:
+def run_balanced_gemm(*args: Any, how: BalancedGemm = BALANCED_GEMM) -> Tensor:
     ours = launches()
-    return ours.with_rows(lambda call: ours.launch_even(call, how), *args)
+    return ours.with_rows(lambda call: ours.launch_balanced_gemm(call, how), *args)
 
 
 def run_gemm(*args: Any, how: Gemm | None = None) -> Tensor:
@@ -188,8 +188,8 @@ define(
         kernels=(
             Kernel("scaled_mm", "existing", scaled_problem, run_scaled, varies=scaled_call_problem),
             Kernel("matvec", "triton", matvec_problem, run_matvec, varies=matvec_call_problem),
-            Kernel("narrow", "triton", narrow_problem, run_narrow, varies=narrow_call_problem),
-            Kernel("even", "triton", even_problem, run_even, varies=exact_problem),
+            Kernel("int4_gemm", "triton", int4_gemm_problem, run_int4_gemm, varies=int4_gemm_call_problem),
+            Kernel("balanced_gemm", "triton", balanced_gemm_problem, run_balanced_gemm, varies=exact_problem),
             Kernel("gemm", "triton", gpu_problem, run_gemm, varies=exact_problem),
             Kernel("library", "existing", gpu_problem, run_library, varies=exact_problem),
             native(native_problem),

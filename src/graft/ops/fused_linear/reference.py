@@ -1,4 +1,4 @@
-"""A linear layer with what stands before and after it, in plain torch: norm, product, bias, gated activation, sum."""
+"""A linear layer with what stands before and after it, in plain torch: norm, GEMM, bias, gated activation, sum."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fused_linear(
         h = rms_norm(x, x.new_ones(x.shape[-1]), eps)
     if scale is None:
         y = F.linear(h, weight, bias)
-    else:  # the product is in float32: quantized weights are no 16-bit numbers
+    else:  # the GEMM is in float32: quantized weights are no 16-bit numbers
         wide = torch.promote_types(h.dtype, torch.float32)
         full = dequantize(weight, scale, h.shape[-1], wide, activation != "none")
         h = fp8_rows(h) if rounds(h, fp8_from) else h

@@ -75,8 +75,8 @@ def round_rows_kernel(
     broken = tl.max(((part_0 != part_0) | (part_1 != part_1)).to(tl.int32), axis=0)  # a maximum passes over NaN
     scale = tl.where(broken > 0, float("nan"), scale)
     q = tl.interleave(part_0 / scale, part_1 / scale)  # the order of words, [2 * HALF]
-    places = tl.arange(0, 2 * HALF)
-    tl.store(out + row * width + places, to_fp8(q, EXACT), mask=places < width)
+    positions = tl.arange(0, 2 * HALF)
+    tl.store(out + row * width + positions, to_fp8(q, EXACT), mask=positions < width)
     tl.store(scales + row, scale)
 
 

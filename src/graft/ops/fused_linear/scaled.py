@@ -1,8 +1,8 @@
-"""float8 weights times float8 activations on tensor cores: rows of x rounded, torch's product, the rest after it.
+"""float8 weights times float8 activations on tensor cores: rows of x rounded, torch's GEMM, the rest after it.
 
     x ──round_rows──▶ q, s ──_scaled_mm──▶ y [tokens, n] ──finish──▶ scales, bias, gated activation, residual
 
-With few tokens torch's product is quicker by far without scales, which the last kernel then brings in (8B down, 64
+With few tokens torch's GEMM is quicker by far without scales, which the last kernel then brings in (8B down, 64
 tokens: 18 against 37 us); with many it is quicker with them. H200, torch 2.11; RESULTS.md has the table.
 """
 
@@ -22,7 +22,7 @@ from graft.ops.swiglu.triton import activate
 if TYPE_CHECKING:
     from graft.ops.fused_linear.triton import LinearCall
 
-FEW_TOKENS = 512  # up to here the product goes without scales
+FEW_TOKENS = 512  # up to here the GEMM goes without scales
 BLOCK = 1024
 
 
@@ -69,15 +69,15 @@ def finish_half(
 def launch_scaled(call: LinearCall) -> Tensor:
     assert call.scale is not None
     q, scales = round_rows(call, call.weight.shape[1])
-    # with scales torch's product gives bfloat16 alone
+    # with scales torch's GEMM gives bfloat16 alone
     few = call.x.shape[0] <= FEW_TOKENS or call.x.dtype is not torch.bfloat16
-    y = product(call, q, None if few else scales)
+    y = scaled_matmul(call, q, None if few else scales)
     if not few and call.bias is None and not call.gated and call.residual is None:
         return y
     return finish(call, y, scales if few else None)
 
 
-def product(call: LinearCall, q: Tensor, scales: Tensor | None) -> Tensor:
+def scaled_matmul(call: LinearCall, q: Tensor, scales: Tensor | None) -> Tensor:
     """[tokens, rows of the weight], times the scales where they are given. Unscaled it may be beyond float16."""
     assert call.scale is not None
     dtype = torch.bfloat16 if call.x.dtype is torch.bfloat16 else torch.float32

@@ -7,7 +7,7 @@ A file, as it comes with graft (tuned.json) and as `graft tune` writes it:
         "64": {"kind": "library", "us": 29.3}}}}
 
 The key is the format of the weights, rows of the result x depth, then `gated` and `norm` where they hold. A kind is
-`matvec` or `gemm` with its options (those left out have their defaults), `library` (torch's own product, for plain
+`matvec` or `gemm` with its options (those left out have their defaults), `library` (torch's own GEMM, for plain
 weights) or `default` (the tensor-core kernel with sizes that fit every call, for quantized ones).
 """
 

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from graft.ops.fused_linear.balanced_gemm import balanced_gemm_kernel
 from graft.ops.fused_linear.choice import FORMATS, Gemm, How, LinearShape, Matvec, shape_of
-from graft.ops.fused_linear.even import even_kernel
 from graft.ops.fused_linear.gemm import gemm_kernel
-from graft.ops.fused_linear.kinds import Even, Narrow
+from graft.ops.fused_linear.int4_gemm import int4_gemm_kernel
+from graft.ops.fused_linear.kinds import BalancedGemm, Int4Gemm
 from graft.ops.fused_linear.matvec import matvec_kernel
-from graft.ops.fused_linear.narrow import narrow_kernel
 from graft.ops.fused_linear.widen import PARTS, TOO_MUCH
 from graft.ops.launch import counters, pdl_supported, processors
 from graft.ops.rms_norm.triton import rms_norm_triton
@@ -90,10 +90,10 @@ def run_as(call: LinearCall, how: How) -> Tensor:
     """With one kernel and its sizes, which fit the call: for measurements."""
     if isinstance(how, Matvec):
         return launch_matvec(call, how)
-    if isinstance(how, Narrow):
-        return launch_narrow(call, how)
-    if isinstance(how, Even):
-        return launch_even(call, how)
+    if isinstance(how, Int4Gemm):
+        return launch_int4_gemm(call, how)
+    if isinstance(how, BalancedGemm):
+        return launch_balanced_gemm(call, how)
     if how is None and call.scale is None:
         return library(call)
     return launch_gemm(call, how or default_gemm(call))
@@ -124,7 +124,7 @@ def launch_matvec(call: LinearCall, how: Matvec) -> Tensor:
     return out
 
 
-def launch_narrow(call: LinearCall, how: Narrow) -> Tensor:
+def launch_int4_gemm(call: LinearCall, how: Int4Gemm) -> Tensor:
     assert call.scale is not None
     tokens, k = call.x.shape
     out = room(call.x.device, call.x.dtype, tokens, call.rows)
@@ -134,7 +134,7 @@ def launch_narrow(call: LinearCall, how: Narrow) -> Tensor:
     step = 16 * warps * how.ahead  # words of a row
     blocks = triton.cdiv(call.rows, 8 if call.gated else 16)
     programs = min(blocks, how.each * processors(call.x.device)) if how.each else blocks
-    narrow_kernel[(programs,)](
+    int4_gemm_kernel[(programs,)](
         x, weight, or_x(call, call.bias), scale, x if call.norm is None else call.norm.view(torch.int32),
         or_x(call, call.residual), out, call.rows, k, weight.shape[1] // 4, -(-k // GROUP), tokens,
         triton.cdiv(weight.shape[1], step), blocks, call.x.stride(0), call.eps,
@@ -171,7 +171,7 @@ def launch_gemm(call: LinearCall, how: Gemm) -> Tensor:
     return out
 
 
-def launch_even(call: LinearCall, how: Even) -> Tensor:
+def launch_balanced_gemm(call: LinearCall, how: BalancedGemm) -> Tensor:
     call = without_norm(call) if call.divided else call
     if call.x.dtype is torch.float32:  # half as much fits into shared memory
         how = replace(how, depth=min(how.depth, 32), stages=2)
@@ -181,7 +181,7 @@ def launch_even(call: LinearCall, how: Even) -> Tensor:
     pdl = pdl_supported(call.x.device)
     blocks, groups = triton.cdiv(n, how.rows), triton.cdiv(tokens, how.tokens)
     parts, arrived = workspace(call.x.device, how, blocks * groups, call.gated)
-    even_kernel[(blocks, how.splits, groups)](
+    balanced_gemm_kernel[(blocks, how.splits, groups)](
         call.x, call.weight, or_x(call, call.bias), or_x(call, call.residual), out, parts, arrived,
         n, k, tokens, call.x.stride(0),
         BN=how.rows, BM=how.tokens, BK=how.depth, SPLITS=how.splits, EARLY=how.early if fetchable(call) else 0,
@@ -217,7 +217,7 @@ def fetchable(call: LinearCall) -> bool:
 
 
 def library(call: LinearCall) -> Tensor:
-    """torch's own product, with the norm and the activation as kernels of their own."""
+    """torch's own GEMM, with the norm and the activation as kernels of their own."""
     call = without_norm(call) if call.divided else call
     weight = call.weight
     if call.scale is not None:
@@ -250,8 +250,8 @@ def or_x(call: LinearCall, tensor: Tensor | None) -> Tensor:
     return call.x if tensor is None else tensor
 
 
-def workspace(device: torch.device, how: Gemm | Even, blocks: int, gated: bool) -> tuple[Tensor, Tensor]:
-    """Memory for the parts of a split product, and a counter for each block of it; unread where there is one part."""
+def workspace(device: torch.device, how: Gemm | BalancedGemm, blocks: int, gated: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the parts of a split-k GEMM, and a counter for each block of it; unread where there is one part."""
     size = (1 + gated) * how.rows * how.tokens + how.tokens
     parts = room(device, torch.float32, blocks * how.splits * size if how.splits > 1 else 1)
     return parts, counters(blocks if how.splits > 1 else 1, device)
@@ -263,7 +263,7 @@ def room(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
 
 
 def padded_tokens(tokens: int) -> int:
-    """The block of tokens of a product on tensor cores."""
+    """The block of tokens of a GEMM on tensor cores."""
     return min(max(8, triton.next_power_of_2(tokens)), 128)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from graft.ops.call import Call
+from graft.ops.half_precision import widen_problem
 from graft.ops.linear.reference import linear, linear_float32
-from graft.ops.narrow import widen_problem
 from graft.ops.spec import Kernel, OpSpec, define, native, takes_all
 
 

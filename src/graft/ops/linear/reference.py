@@ -21,21 +21,21 @@ def linear_float32(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
     n, k = w.shape
     rows = x.numel() // k if k else 0
     if rows == 1 and b is None and x.dtype is torch.bfloat16:
-        # torch's matrix-vector product of bfloat16 sums in float32 and reads the weight once; that of float16 is slow
+        # torch's GEMV of bfloat16 sums in float32 and reads the weight once; that of float16 is slow
         return torch.mv(w, x.reshape(k)).view(*x.shape[:-1], n)
     wide = x.to(torch.float32)
     bias = None if b is None else b.to(torch.float32)
     step = max(PIECE // max(k, 1), 1)
     if step >= n:
-        return product(wide, w.to(torch.float32), bias).to(x.dtype, memory_format=torch.contiguous_format)
+        return linear_float32_part(wide, w.to(torch.float32), bias).to(x.dtype, memory_format=torch.contiguous_format)
     out = x.new_empty((*x.shape[:-1], n))
     for first in range(0, n, step):
         part = slice(first, first + step)
-        out[..., part] = product(wide, w[part].to(torch.float32), None if bias is None else bias[part])
+        out[..., part] = linear_float32_part(wide, w[part].to(torch.float32), None if bias is None else bias[part])
     return out
 
 
-def product(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+def linear_float32_part(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """F.linear in float32. OpenBLAS is faster on few rows with the weight on the left: 1.3 x for 32, 1.5 x for 16."""
     rows = x.numel() // max(x.shape[-1], 1)
     if torch.backends.mkl.is_available() or not 2 <= rows <= 64:

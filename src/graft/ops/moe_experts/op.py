@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graft.ops.call import Call
+from graft.ops.half_precision import widen_problem
 from graft.ops.linear.reference import linear_float32
 from graft.ops.moe_experts.reference import gated, moe_experts, sorted_experts, weighted_sum
-from graft.ops.narrow import widen_problem
 from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
 NATIVE = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,17 +36,17 @@ def run_aten(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, interleaved: bool = False,
     weigh_input: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Matrix products expert by expert. One token needs no sorting, which halves the time of small experts."""
+    """Matmuls expert by expert. One token needs no sorting, which halves the time of small experts."""
     if x.shape[0] != 1:
         more = (gate_up_bias, down_bias, interleaved, weigh_input)
         return moe_experts(x, weights, ids, gate_up, down, activation, *more)
-    product = linear_float32 if widen_problem(x, gate_up, down) is None else F.linear
+    matmul = linear_float32 if widen_problem(x, gate_up, down) is None else F.linear
     rows = []
     for slot, expert in enumerate(ids.reshape(-1).tolist()):
         row = (x * weights[:, slot]).to(x.dtype) if weigh_input else x
-        hidden = product(row, gate_up[expert])  # [1, 2f]
+        hidden = matmul(row, gate_up[expert])  # [1, 2f]
         hidden = hidden if gate_up_bias is None else hidden + gate_up_bias[expert]
-        result = product(gated(hidden, activation, interleaved), down[expert])
+        result = matmul(gated(hidden, activation, interleaved), down[expert])
         rows.append(result if down_bias is None else result + down_bias[expert])
     return weighted_sum(torch.cat(rows), torch.ones_like(weights) if weigh_input else weights, x.dtype)
 
@@ -71,11 +71,11 @@ def run_grouped_mm(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, interleaved: bool = False,
     weigh_input: bool = False,
 ) -> Tensor:  # fmt: skip
-    def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(rows, weight, offs=ends.to(torch.int32))
 
     more = (gate_up_bias, down_bias, interleaved, weigh_input)
-    return sorted_experts(x, weights, ids, gate_up, down, activation, *more, product)
+    return sorted_experts(x, weights, ids, gate_up, down, activation, *more, matmul)
 
 
 def triton_problem(call: Call) -> str | None:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from graft.ops.narrow import matmul
+from graft.ops.half_precision import matmul
 from graft.ops.swiglu.reference import swiglu
 
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+Matmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
 
 
@@ -29,14 +29,14 @@ def moe_experts(
     weigh_input: the weights multiply what goes into the experts (Llama 4), not what comes out.
     """
     more = (gate_up_bias, down_bias, interleaved, weigh_input)
-    return sorted_experts(x, weights, ids, gate_up, down, activation, *more, grouped_product)
+    return sorted_experts(x, weights, ids, gate_up, down, activation, *more, grouped_matmul)
 
 
 def sorted_experts(
     x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, interleaved: bool, weigh_input: bool, product: Product,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, interleaved: bool, weigh_input: bool, matmul: Matmul,
 ) -> Tensor:  # fmt: skip
-    """Over rows sorted by expert; `product(rows, weight, ends)` multiplies each expert's rows by its matrix."""
+    """Over rows sorted by expert; `matmul(rows, weight, ends)` multiplies each expert's rows by its matrix."""
     k = ids.shape[1]
     by_expert, order = torch.sort(ids.reshape(-1))  # [n·k]
     ends = group_ends(by_expert, gate_up.shape[0])
@@ -44,11 +44,11 @@ def sorted_experts(
     if weigh_input:
         rows = (rows * weights.reshape(-1)[order].unsqueeze(-1)).to(x.dtype)
         weights = torch.ones_like(weights)
-    hidden = product(rows, gate_up.transpose(-2, -1), ends)  # [n·k, 2f]
+    hidden = matmul(rows, gate_up.transpose(-2, -1), ends)  # [n·k, 2f]
     if gate_up_bias is not None:
         hidden = hidden + gate_up_bias[by_expert]
     hidden = gated(hidden, activation, interleaved)
-    result = product(hidden, down.transpose(-2, -1), ends)  # [n·k, d]
+    result = matmul(hidden, down.transpose(-2, -1), ends)  # [n·k, d]
     if down_bias is not None:
         result = result + down_bias[by_expert]
     return weighted_sum(torch.empty_like(result).index_copy_(0, order, result), weights, x.dtype)
@@ -77,7 +77,7 @@ def group_ends(by_expert: Tensor, experts: int) -> Tensor:
     return torch.searchsorted(by_expert, torch.arange(experts, device=by_expert.device), right=True)
 
 
-def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """rows: [n·k, i] sorted by expert, weight: [e, i, o], ends: [e]. Gives [n·k, o]."""
     out = rows.new_empty(rows.shape[0], weight.shape[2])
     start = 0

@@ -16,7 +16,7 @@ def moe_route_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, E)
-    places = tl.arange(0, K_PAD)
+    positions = tl.arange(0, K_PAD)
     scores = tl.load(logits + row * stride_row + experts, mask=experts < e, other=-float("inf")).to(tl.float32)
     if not SELECT_FIRST:
         if SIGMOID:
@@ -27,19 +27,19 @@ def moe_route_kernel(
         scores = tl.where(experts < e, scores, -float("inf"))
     chosen = tl.full([K_PAD], -float("inf"), tl.float32)
     expert_ids = tl.zeros([K_PAD], tl.int32)
-    for place in tl.static_range(K):
+    for position in tl.static_range(K):
         best = tl.max(scores, axis=0)
         # of equal scores the first, which is the set that CUDA's topk keeps; NaN equals nothing, so stay in range
         expert = tl.minimum(tl.min(tl.where(scores == best, experts, E), axis=0), e - 1)
-        chosen = tl.where(places == place, best, chosen)
-        expert_ids = tl.where(places == place, expert, expert_ids)
+        chosen = tl.where(positions == position, best, chosen)
+        expert_ids = tl.where(positions == position, expert, expert_ids)
         scores = tl.where(experts == expert, -float("inf"), scores)
     if SELECT_FIRST:
         chosen = 1.0 / (1.0 + tl.exp(-chosen)) if SIGMOID else tl.exp(chosen - tl.max(chosen, axis=0))
     if NORMALIZE or (SELECT_FIRST and not SIGMOID):
-        chosen = chosen / tl.sum(tl.where(places < K, chosen, 0.0), axis=0)
-    tl.store(weights + row * K + places, chosen.to(weights.dtype.element_ty), mask=places < K)
-    tl.store(ids + row * K + places, expert_ids.to(tl.int64), mask=places < K)
+        chosen = chosen / tl.sum(tl.where(positions < K, chosen, 0.0), axis=0)
+    tl.store(weights + row * K + positions, chosen.to(weights.dtype.element_ty), mask=positions < K)
+    tl.store(ids + row * K + positions, expert_ids.to(tl.int64), mask=positions < K)
 
 
 def moe_route_triton(

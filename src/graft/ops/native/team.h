@@ -126,24 +126,24 @@ class Team {
   // Returns when all chunks that share() has handed out are done; what they wrote can then be read.
   void barrier() {
     if (threads == 1) return;
-    Place& my = place();
+    Rank& my = rank();
     if (my.joined && !inside_.leave(my.phase)) inside_.wait(my.phase);
     my.joined = inside_.join(++my.phase);
   }
 
  private:
-  struct Place {  // of this thread in the work
+  struct Rank {  // of this thread in the work
     uint32_t phase;
     bool joined;
   };
-  static Place& place() {
-    static thread_local Place my{0, false};
+  static Rank& rank() {
+    static thread_local Rank my{0, false};
     return my;
   }
 
   void take_part(int thread) {
-    Place& my = place();
-    const Place outer = my;  // the caller may be at work for another team
+    Rank& my = rank();
+    const Rank outer = my;  // the caller may be at work for another team
     my = {0, inside_.join(0)};
     work_(arg_, *this, thread);
     if (my.joined) inside_.leave(my.phase);

@@ -22,8 +22,8 @@ def make(
     tables = order.view(len(new), per_sequence)
     cu_seqlens = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()])
     token_to_seq = torch.repeat_interleave(torch.arange(len(new)), torch.tensor(new))
-    places = torch.cat([torch.arange(o, o + n) for n, o in zip(new, old, strict=True)])
-    slot_mapping = tables[token_to_seq, places // block] * block + places % block
+    positions = torch.cat([torch.arange(o, o + n) for n, o in zip(new, old, strict=True)])
+    slot_mapping = tables[token_to_seq, positions // block] * block + positions % block
     q = randn((1, h, sum(new), d), device, dtype, generator)
     k, v = (randn((1, kv, sum(new), d), device, dtype, generator) for _ in range(2))
     caches = [randn((len(order), block, kv, d), device, dtype, generator) for _ in range(2)]

@@ -34,6 +34,6 @@ def clear_new_blocks(k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> 
 
 
 def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Stores the new keys and values at their slots (slot = block * block_size + place in the block)."""
+    """Stores the new keys and values at their slots (slot = block * block_size + position in the block)."""
     for new, cache in ((k, k_cache), (v, v_cache)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new[0].transpose(0, 1))  # [T, kv, d]

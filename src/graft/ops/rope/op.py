@@ -22,7 +22,7 @@ def triton_problem(call: Call) -> str | None:
 
 
 def layout_problem(x: Tensor, cos: Tensor, sin: Tensor, ranks: tuple[int, ...] = (4,)) -> str | None:
-    """Why a kernel that turns one head of one token a program cannot read these, or None."""
+    """Why a kernel that rotates one head of one token a program cannot read these, or None."""
     if cos.dtype != sin.dtype or torch.float64 in (x.dtype, cos.dtype):
         return f"dtypes are {x.dtype}, {cos.dtype}, {sin.dtype}; it takes 16 and 32 bits, cos and sin alike"
     if x.dim() not in ranks or x.stride(-1) != 1:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 @triton.jit
-def turn_pairs(first, second, cos, sin, i, j, mask, dtype: tl.constexpr, ROUND: tl.constexpr):
-    """The pairs (first, second) turned: `i` and `j` say where cos and sin hold their angles."""
+def rotate_pairs(first, second, cos, sin, i, j, mask, dtype: tl.constexpr, ROUND: tl.constexpr):
+    """The pairs (first, second) rotated: `i` and `j` say where cos and sin hold their angles."""
     cos_i = tl.load(cos + i, mask=mask, other=0.0).to(tl.float32)
     cos_j = tl.load(cos + j, mask=mask, other=0.0).to(tl.float32)
     sin_i = tl.load(sin + i, mask=mask, other=0.0).to(tl.float32)
@@ -64,7 +64,7 @@ def rope_kernel(
     dtype = out.dtype.element_ty
     cos_row = cos + i * sc_0 + j * sc_1 + k * sc_2
     sin_row = sin + i * ss_0 + j * ss_1 + k * ss_2
-    first, second = turn_pairs(first, second, cos_row, sin_row, one, two, mask, dtype, ROUND)
+    first, second = rotate_pairs(first, second, cos_row, sin_row, one, two, mask, dtype, ROUND)
     tl.store(target + one, first.to(dtype), mask=mask)
     tl.store(target + two, second.to(dtype), mask=mask)
     if REST > 0:

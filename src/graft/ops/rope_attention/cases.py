@@ -1,4 +1,4 @@
-"""Batches whose queries and keys are yet to be turned."""
+"""Batches whose queries and keys are yet to be rotated."""
 
 from __future__ import annotations
 

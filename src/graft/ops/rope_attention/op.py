@@ -1,4 +1,4 @@
-"""graft::rope_attention: queries and keys turned, keys and values written into the cache, attention over it."""
+"""graft::rope_attention: queries and keys rotated, keys and values written into the cache, attention over it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def steps_problem(call: Call) -> str | None:
 
 
 def whole_problem(call: Call) -> str | None:
-    """One kernel: sequences that decode, heads that turn by half."""
+    """One kernel: sequences that decode, heads that rotate by half."""
     if call.q_norm is not None or call.k_norm is not None or call.interleaved:
         return "heads are normed, or turn in pairs"
     if call.cos.shape[-1] != call.q.shape[-1]:
@@ -50,8 +50,8 @@ def run_whole(
     from graft.ops.cached_attention.decode.triton import split_kv
 
     cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
-    turn = (k, v, cos, sin)
-    return split_kv(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap, sinks, turn=turn)
+    rotation = (k, v, cos, sin)
+    return split_kv(q, k_cache, v_cache, block_tables, seq_lens, scale, window, softcap, sinks, rotation=rotation)
 
 
 def run_steps(
@@ -60,9 +60,9 @@ def run_steps(
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, interleaved: bool = False,
     *norms: Any,
 ) -> Tensor:  # fmt: skip
-    turned = torch.ops.graft.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved, *norms)
+    rotated = torch.ops.graft.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved, *norms)
     batch = (token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu)
-    return torch.ops.graft.cached_attention(turned, k_cache, v_cache, *batch, scale, window, softcap, sinks)
+    return torch.ops.graft.cached_attention(rotated, k_cache, v_cache, *batch, scale, window, softcap, sinks)
 
 
 define(

@@ -16,10 +16,10 @@ def rope_attention(
     cast_last: bool = False,
 ) -> Tensor:  # fmt: skip
     """As graft::rope_kv_write, then graft::cached_attention → [1, T, h, d]."""
-    turned = rope_kv_write(
+    rotated = rope_kv_write(
         q, k, v, cos, sin, k_cache, v_cache, slot_mapping, interleaved, q_norm, k_norm, eps, offset, cast_last
     )
     return cached_attention(
-        turned, k_cache, v_cache, token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu, scale, window, softcap,
+        rotated, k_cache, v_cache, token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu, scale, window, softcap,
         sinks,
     )  # fmt: skip

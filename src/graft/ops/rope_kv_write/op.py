@@ -1,4 +1,4 @@
-"""graft::rope_kv_write: queries and keys turned (and normed), keys and values written into the paged cache."""
+"""graft::rope_kv_write: queries and keys rotated (and normed), keys and values written into the paged cache."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ def rope_kv_write(
 ) -> Tensor:  # fmt: skip
     """q: [1, h, T, d]; k, v: [1, kv, T, d]; cos, sin as graft::rope takes them; caches: [blocks, block, kv, d].
 
-    q_norm, k_norm: [d], weights of an RMSNorm of every head before it turns (QK-norm). The turned keys and the values
-    are written at slot_mapping [T] (block * block_size + place in the block); the turned queries are returned.
+    q_norm, k_norm: [d], weights of an RMSNorm of every head before it rotates (QK-norm). The rotated keys and the
+    values are written at slot_mapping [T] (block * block_size + position in the block); the rotated queries are
+    returned.
     """
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps, offset, cast_last)

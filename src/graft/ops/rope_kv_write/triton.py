@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.ops.launch import pdl_supported
-from graft.ops.rope.triton import turn_pairs
+from graft.ops.rope.triton import rotate_pairs
 
 FEW = 1024  # heads of all tokens: up to here one head a program, all of them at once (8 programs an SM)
 
@@ -34,11 +34,11 @@ def turn_heads(
     d: tl.constexpr, r: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, ROUND: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, CAST_LAST: tl.constexpr,
 ):  # fmt: skip
-    """The heads `head` [heads, 1] of one token: normed, turned and stored."""
+    """The heads `head` [heads, 1] of one token: normed, rotated and stored."""
     dtype = target.dtype.element_ty
     cols = tl.arange(0, HALF)[None, :]
-    turning = cols < r // 2
-    mask = (head < heads) & turning
+    rotating = cols < r // 2
+    mask = (head < heads) & rotating
     if INTERLEAVED:
         one, two = 2 * cols, 2 * cols + 1
     else:
@@ -47,16 +47,16 @@ def turn_heads(
     target += head * s_target
     first = tl.load(source + one, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + two, mask=mask, other=0.0).to(tl.float32)
-    rest = r + tl.arange(0, REST)[None, :]  # none of them below d where the whole head turns
+    rest = r + tl.arange(0, REST)[None, :]  # none of them below d where the whole head rotates
     passing = rest < d
     tail = tl.load(source + rest, mask=(head < heads) & passing, other=0.0).to(tl.float32)
     if NORM:
         total = tl.sum(first * first + second * second, axis=1) + tl.sum(tail * tail, axis=1)
         scale = tl.rsqrt(total / d + eps)[:, None]
-        first = normed(first, scale, weight, one, turning, offset, dtype, CAST_LAST)
-        second = normed(second, scale, weight, two, turning, offset, dtype, CAST_LAST)
+        first = normed(first, scale, weight, one, rotating, offset, dtype, CAST_LAST)
+        second = normed(second, scale, weight, two, rotating, offset, dtype, CAST_LAST)
         tail = normed(tail, scale, weight, rest, passing, offset, dtype, CAST_LAST)
-    first, second = turn_pairs(first, second, cos, sin, one, two, turning, dtype, ROUND)
+    first, second = rotate_pairs(first, second, cos, sin, one, two, rotating, dtype, ROUND)
     tl.store(target + one, first.to(dtype), mask=mask)
     tl.store(target + two, second.to(dtype), mask=mask)
     tl.store(target + rest, tail.to(dtype), mask=(head < heads) & passing)
@@ -87,16 +87,16 @@ def rope_kv_write_kernel(
             d, r, HALF, REST, ROUND, INTERLEAVED, NORM_Q, CAST_LAST,
         )  # fmt: skip
     else:
-        place = slot // BLOCK * s_block + slot % BLOCK * s_token
+        position = slot // BLOCK * s_block + slot % BLOCK * s_token
         head = (part - parts_q) * HEADS + some
         cols = tl.arange(0, D)[None, :]
         mask = (head < kv) & (cols < d)
         values = tl.load(v + token * sv_t + head * sv_h + cols, mask=mask, other=0.0)
         turn_heads(
-            k + token * sk_t, k_cache + place, sk_h, s_head, head, kv, cos, sin, k_norm, eps, offset,
+            k + token * sk_t, k_cache + position, sk_h, s_head, head, kv, cos, sin, k_norm, eps, offset,
             d, r, HALF, REST, ROUND, INTERLEAVED, NORM_K, CAST_LAST,
         )  # fmt: skip
-        tl.store(v_cache + place + head * s_head + cols, values, mask=mask)
+        tl.store(v_cache + position + head * s_head + cols, values, mask=mask)
 
 
 def rope_kv_write_triton(

@@ -28,7 +28,7 @@ from graft.weights.checkpoint import check_folder, refusing
 from graft.weights.gguf.convert import check_gguf, identity, write_front
 from graft.weights.gguf.reader import one_reader
 from graft.weights.gguf.support import check_shapes, refuse_dropped
-from graft.weights.lazy import FileRows, Held, untouched
+from graft.weights.lazy import FileRows, LazyWeights, untouched
 from graft.weights.native_tiles import GGUF_BYTES
 
 INDEX, REST = "blocks.json", "rest.safetensors"
@@ -75,9 +75,9 @@ def write_blocks(path: Path, folder: Path, progress: Progress | None) -> None:
             continue
         entry: dict[str, Any] = {"quant": kind, "offset": int(tensor.data_offset), "rows": int(tensor.data.shape[0])}
         columns, rows = (int(size) for size in tensor.shape)
-        shapes[name] = (columns, rows) if order.turned else (rows, columns)
-        if order.turned:
-            entry["turned"] = True
+        shapes[name] = (columns, rows) if order.transposed else (rows, columns)
+        if order.transposed:
+            entry["transposed"] = True
         elif order.rows != list(range(len(order.rows))):
             orders = orders if order.rows in orders else [*orders, order.rows]
             entry["order"] = orders.index(order.rows)
@@ -102,7 +102,7 @@ def requantized(tensor: Any) -> np.ndarray:
 @dataclass(frozen=True)
 class Order:
     rows: list[int]
-    turned: bool = False
+    transposed: bool = False
 
 
 class Names:
@@ -145,7 +145,7 @@ class Names:
         rows = np.asarray(found.weights)
         whole = sorted(rows.flatten().tolist()) == list(range(count))
         if rows.shape == (1, count) and whole and np.array_equal(rows[0], numbers[:, 0]):
-            return Order([], turned=True)
+            return Order([], transposed=True)
         return Order([int(row) for row in rows[:, 0]]) if rows.shape == (count, 1) and whole else None
 
     def dropped(self, reader: Any) -> list[str]:
@@ -187,7 +187,7 @@ class NoInit(TorchFunctionMode):
         return func(*args, **given)
 
 
-def held_model(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[Any, Held]:
+def lazy_model(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple[Any, LazyWeights]:
     """The module, with numbers where it has floats of the file, and what stands behind its other parameters."""
     from safetensors.torch import load_file
 
@@ -198,23 +198,23 @@ def held_model(folder: Path, dtype: torch.dtype, attention: str | None) -> tuple
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )
-    held = Held()
+    lazy = LazyWeights()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
         if name in rows:
             part = rows[name]
-            held.put(parameter, part if part.raw.numel() else replace(part, raw=rest[name]))
+            lazy.put(parameter, part if part.raw.numel() else replace(part, raw=rest[name]))
         elif name in rest:
             parameter.copy_(rest[name])
         else:
             raise CheckpointError(f"the GGUF file has no tensor for {name}")
-    return model.eval(), held
+    return model.eval(), lazy
 
 
 def float_model(folder: Path, dtype: torch.dtype, attention: str | None) -> Any:
     """The module with all its weights, dequantised."""
-    model, held = held_model(folder, dtype, attention)
-    held.fill_all(model.parameters())
+    model, lazy = lazy_model(folder, dtype, attention)
+    lazy.fill_all(model.parameters())
     return model
 
 
@@ -232,4 +232,4 @@ def file_rows(folder: Path, index: dict[str, Any]) -> Iterator[tuple[str, FileRo
         if "source" in entry:
             raw = raw[:0]  # in the rest
         order = orders[entry["order"]] if "order" in entry else None
-        yield name, FileRows(entry["quant"], raw, order, entry.get("turned", False), entry.get("source", ""))
+        yield name, FileRows(entry["quant"], raw, order, entry.get("transposed", False), entry.get("source", ""))

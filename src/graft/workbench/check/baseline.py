@@ -115,7 +115,7 @@ def match_changes(
 
 
 def why_lost(old: TransformRecord | None, new: TransformRecord | None) -> str:
-    """What stopped the match that came nearest at a place that was lost, or what the transform says as a whole."""
+    """What stopped the match that came nearest at a site that was lost, or what the transform says as a whole."""
     if old is None or new is None:
         return ""
     lost = {match.module for match in old.matches} - {match.module for match in new.matches}
@@ -142,7 +142,7 @@ def drift_of(
     Results that were off before it already are not held against it, unless it moves them itself by more than is
     allowed and did not in the baseline.
     """
-    here, there = place(outputs, name), place(baseline, name)
+    here, there = site(outputs, name), site(baseline, name)
     if here is None or there is None:
         return None, []
     drift = distance(outputs.after(here), baseline.after(there))
@@ -161,6 +161,6 @@ def drift_of(
     return drift, []
 
 
-def place(outputs: StepLogits, name: str) -> int | None:
+def site(outputs: StepLogits, name: str) -> int | None:
     """The number of a transform's step; None where it was off."""
     return next((step.number for step in outputs.run.steps[1:] if step.transform == name), None)

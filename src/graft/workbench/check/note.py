@@ -75,7 +75,7 @@ def candidate(record: TransformRecord) -> Iterator[str]:
         yield f"\nIt matched nowhere: {record.reason or record.status}."
         return
     yield f"\n{counted(len(record.matches), 'match')}:\n"
-    yield from (f"- {place}" for place in folded(match.module or "the root" for match in record.matches))
+    yield from (f"- {site}" for site in folded(match.module or "the root" for match in record.matches))
     patterns = Counter(match.pattern for match in record.matches if match.pattern)
     if patterns:
         yield f"\nPatterns: {', '.join(f'`{name}` × {count}' for name, count in patterns.items())}."
@@ -86,8 +86,8 @@ def path(record: TransformRecord, config: PipelineConfig, home: Home, trial: Che
     settings = config.transforms[record.name]
     given = (("after", settings.after), ("before", settings.before))
     order = "; ".join(f"{kind} {', '.join(names)}" for kind, names in given if names)
-    place = f"`{shown(home.file, home.root)}`, stage {settings.stage.value}"
-    yield f"- transform: {place}{f' ({order})' if order else ''}"
+    site = f"`{shown(home.file, home.root)}`, stage {settings.stage.value}"
+    yield f"- transform: {site}{f' ({order})' if order else ''}"
     made = Counter(made_ops(record, trial))
     for name, count in made.items():
         op = OPS.get(name.removeprefix("graft."))
@@ -139,8 +139,8 @@ def validation(checked: TransformCheck, report: CheckReport) -> Iterator[str]:
         yield f"| {line.check} | {line.verdict} | {cell(line.reason)} |"
     found = report.bisection
     if found is not None:
-        place = f"match {found.number} of {found.matches}, {found.match}" if found.match else found.why_no_match
-        yield f"\nFirst bad transform: `{found.transform}` ({place}); {found.runs} runs, at most {found.bound}."
+        site = f"match {found.number} of {found.matches}, {found.match}" if found.match else found.why_no_match
+        yield f"\nFirst bad transform: `{found.transform}` ({site}); {found.runs} runs, at most {found.bound}."
 
 
 def cell(text: str) -> str:

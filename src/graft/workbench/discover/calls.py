@@ -1,4 +1,4 @@
-"""What the calls of a graph are to someone who looks for fusions: free, bound by memory, a product, attention."""
+"""What the calls of a graph are to someone who looks for fusions: free, bound by memory, a GEMM, attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NORMS = {
 }
 ROWWISE = {*NORMS, ops.swiglu.default, ops.rope.default}
 SLICES = {aten.slice.Tensor, aten.select.int, aten.squeeze.dim}
-PRODUCTS = {
+MATMULS = {
     *(aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default),
     *(aten.addmm.default, aten.baddbmm.default, ops.linear.default, ops.fused_linear.default),
 }
@@ -65,8 +65,8 @@ def is_norm(node: Node) -> bool:
     return node.target in NORMS or node.target in REDUCTIONS
 
 
-def is_product(node: object) -> bool:
-    return is_op(node, *PRODUCTS)
+def is_matmul(node: object) -> bool:
+    return is_op(node, *MATMULS)
 
 
 def is_attention(node: object) -> bool:

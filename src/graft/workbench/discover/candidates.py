@@ -31,7 +31,7 @@ class Candidate:
     kind: Kind
     title: str
     count: int
-    places: tuple[str, ...]
+    sites: tuple[str, ...]
     nodes: tuple[str, ...]  # one instance as SSA text
     estimates: tuple[Estimate, ...]  # by count of tokens, in the order asked for
     lookup: Literal["found", "not_found"]
@@ -68,7 +68,7 @@ class Candidate:
         return space[self.function_name]
 
     def pattern_problem(self) -> str:
-        """'' where the source, taken as a pattern, matches its graph at every place; else why it does not."""
+        """'' where the source, taken as a pattern, matches its graph at every site; else why it does not."""
         graph = self.pieces[0].nodes[0].graph
         number = next((n for n in placeholders(self.subgraph().graph) if tensor_val(n) is None), None)
         if number is not None:
@@ -80,7 +80,7 @@ class Candidate:
         if len(matches) >= self.count:
             return ""
         why = f": {max(misses, key=lambda miss: miss.matched).reason}" if misses else ""
-        return f"as a pattern it fits at {len(matches)} of its {self.count} places{why}"
+        return f"as a pattern it fits at {len(matches)} of its {self.count} sites{why}"
 
     def pattern_shapes(self) -> dict[str, str]:
         """What a pattern of this source is traced with: `{"x": "b s d", "weight": "d"}`. Sizes that calls
@@ -110,7 +110,7 @@ class Candidate:
 
 
 PLAIN = (
-    *("id", "kind", "title", "count", "places", "nodes", "lookup", "recommendation"),
+    *("id", "kind", "title", "count", "sites", "nodes", "lookup", "recommendation"),
     *("reason", "strengths", "weaknesses", "risks"),
 )
 

@@ -19,9 +19,9 @@ from graft.passes.config import PipelineConfig, load_config
 from graft.passes.library.rope.positions import computed_from_positions
 from graft.passes.pipeline import run_pipeline
 from graft.workbench.discover.aten import aten_kernels
-from graft.workbench.discover.calls import is_attention, is_free, is_product
+from graft.workbench.discover.calls import is_attention, is_free, is_matmul
 from graft.workbench.discover.candidates import Candidate, Discovery
-from graft.workbench.discover.grouping import grouped, places
+from graft.workbench.discover.grouping import grouped, sites
 from graft.workbench.discover.inductor import inductor_patterns
 from graft.workbench.discover.judge import CandidateEvidence, judge
 from graft.workbench.discover.known import look_by_value
@@ -90,7 +90,7 @@ def candidate_of(
         kind=piece.kind,
         title=title_of(piece),
         count=len(pieces),
-        places=places(pieces),
+        sites=sites(pieces),
         nodes=tuple(node_text(node, origin=False) for node in piece.nodes),
         estimates=estimates,
         lookup="found" if evidence.existing else "not_found",
@@ -144,8 +144,8 @@ def gather(
 
 
 def takers(pieces: list[CandidateRegion], elsewhere: dict[str, str]) -> tuple[str, ...]:
-    """Who takes every call of every place that is no product; () where one is left."""
-    names = [n.name for one in pieces for n in one.nodes if not (is_free(n) or is_product(n) or is_attention(n))]
+    """Who takes every call of every site that is no GEMM; () where one is left."""
+    names = [n.name for one in pieces for n in one.nodes if not (is_free(n) or is_matmul(n) or is_attention(n))]
     return tuple(sorted({elsewhere[n] for n in names})) if all(n in elsewhere for n in names) else ()
 
 
@@ -181,7 +181,7 @@ def taken_on_gpu(gm: GraphModule, config: PipelineConfig) -> dict[str, str]:
 def estimate(
     pieces: Sequence[CandidateRegion], evidence: CandidateEvidence, step: StepEstimate, machine: Machine
 ) -> Estimate:
-    """All places together. Where existing kernels need more than one launch, theirs are counted."""
+    """All sites together. Where existing kernels need more than one launch, theirs are counted."""
     sizes = step.sizes
     now = [cost(piece.nodes, sizes) for piece in pieces]
     alone = [fused_bytes(piece, sizes) for piece in pieces]

@@ -67,7 +67,7 @@ def form(value: Any) -> str:
     return "size"
 
 
-def places(pieces: Iterable[CandidateRegion]) -> tuple[str, ...]:
+def sites(pieces: Iterable[CandidateRegion]) -> tuple[str, ...]:
     """`model.layers.*.mlp × 16`, for every folded path."""
     counts: dict[str, int] = {}
     for piece in pieces:

@@ -31,21 +31,21 @@ def inductor_patterns() -> tuple[Known, ...]:
     for file in (path for path in (folder / "fuse_attention.py", folder / "post_grad.py") if path.is_file()):
         tree = ast.parse(file.read_text())
         defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-        place = f"torch/_inductor/fx_passes/{file.name}"
+        origin = f"torch/_inductor/fx_passes/{file.name}"
         for name, symbol, call, tensors in TREES:
             if name == file.name and symbol in defined:
-                found.append(Known("inductor", symbol, place, call, tensors))
+                found.append(Known("inductor", symbol, origin, call, tensors))
         if file.name == "fuse_attention.py":
-            found += attention_patterns([n for n in defined.values() if n.name.startswith("_sfdp_pattern")], place)
+            found += attention_patterns([n for n in defined.values() if n.name.startswith("_sfdp_pattern")], origin)
     return tuple(found)
 
 
-def attention_patterns(functions: list[ast.FunctionDef], place: str) -> Iterator[Known]:
+def attention_patterns(functions: list[ast.FunctionDef], origin: str) -> Iterator[Known]:
     """Patterns that are plain functions of tensors and at most one scale; dropout is 0 in a captured graph."""
     space: dict[str, Any] = {"torch": torch, "math": math, "aten": torch.ops.aten}
     for node in functions:
         node.decorator_list, node.returns = [], None
-    exec(compile(ast.Module(list(functions), []), place, "exec"), space)
+    exec(compile(ast.Module(list(functions), []), origin, "exec"), space)
     note = "Inductor replaces it by scaled_dot_product_attention"
     for name in (node.name for node in functions):
         names = list(inspect.signature(space[name]).parameters)
@@ -53,7 +53,7 @@ def attention_patterns(functions: list[ast.FunctionDef], place: str) -> Iterator
         plain = [one for one in names if one not in scales and one != "dropout_p"]
         if len(scales) < 2:
             call = partial(call_pattern, space[name], [*plain, *scales], "dropout_p" in names)
-            yield Known("inductor", name, place, call, len(plain), len(scales), note, heads=True)
+            yield Known("inductor", name, origin, call, len(plain), len(scales), note, heads=True)
 
 
 def call_pattern(function: Callable[..., Any], names: list[str], dropout: bool, *given: Any) -> Any:

@@ -12,8 +12,8 @@ from graft.ir.effects import is_mutating
 from graft.ir.io.text import abstract_text
 from graft.ir.nodes import is_op, static_int, tensor_val, val
 from graft.passes.elementwise import is_pointwise, steps_of
-from graft.workbench.discover.calls import is_free, is_product, readers, through_views
-from graft.workbench.discover.lookup import Existing, transform_places
+from graft.workbench.discover.calls import is_free, is_matmul, readers, through_views
+from graft.workbench.discover.lookup import Existing, transform_sites
 
 if TYPE_CHECKING:
     from graft.workbench.discover.candidates import Candidate
@@ -71,10 +71,10 @@ def verdict(candidate: Candidate, evidence: CandidateEvidence) -> tuple[str, str
 def strengths(candidate: Candidate, evidence: CandidateEvidence) -> list[str]:
     found = []
     if candidate.count > 1:
-        found.append(f"one kernel serves {candidate.count} places")
+        found.append(f"one kernel serves {candidate.count} sites")
     for existing in evidence.existing:
         if existing.transforms:
-            found.append(f"written already: {', '.join(transform_places(existing.transforms))}")
+            found.append(f"written already: {', '.join(transform_sites(existing.transforms))}")
     last = candidate.estimates[-1]
     if last.bytes_now > 2 * last.bytes_after:
         found.append(
@@ -83,9 +83,9 @@ def strengths(candidate: Candidate, evidence: CandidateEvidence) -> list[str]:
         )
     if not evidence.existing and generated(candidate.pieces[0]):
         found.append(f"all its calls can be generated: graft new-transform NAME --from {candidate.id} --op")
-    further = next_product(candidate.pieces[0])
+    further = next_matmul(candidate.pieces[0])
     if further:
-        found.append(f"could go into {further}; that saves one more launch a place")
+        found.append(f"could go into {further}; that saves one more launch a site")
     return found
 
 
@@ -111,7 +111,7 @@ def risks(candidate: Candidate) -> list[str]:
     if inner:
         found.append(f"second readers: %{inner[0].name} is read inside and outside, so the kernel must return it too")
     if any(one.outputs() and len(one.outputs()) != len(piece.outputs()) for one in candidate.pieces):
-        found.append("not every place reads every result")
+        found.append("not every site reads every result")
     values = [tensor_val(node) for node in (*piece.inputs(), *piece.nodes)]
     tensors = [value for value in values if value is not None]
     if any(static_int(size) is None for tensor in tensors for size in tensor.shape):
@@ -148,15 +148,15 @@ def generated(piece: CandidateRegion) -> bool:
     return all(is_pointwise(node) and not isinstance(steps_of(node), str) for node in working)
 
 
-def next_product(piece: CandidateRegion) -> str:
-    """The product that the piece could become a part of, in words."""
+def next_matmul(piece: CandidateRegion) -> str:
+    """The GEMM that the piece could become a part of, in words."""
     working = [node for node in piece.nodes if not is_free(node)]
-    if any(is_product(node) for node in working) or piece.kind in ("attention_neighbour", "experts"):
+    if any(is_matmul(node) for node in working) or piece.kind in ("attention_neighbour", "experts"):
         return ""
-    before = [through_views(a) for a in piece.inputs() if is_product(through_views(a))]
+    before = [through_views(a) for a in piece.inputs() if is_matmul(through_views(a))]
     if before and all(is_pointwise(node) for node in working) and piece.kind == "gemm_epilogue":
-        return f"the product that it reads (%{before[0].name}), as its epilogue"
+        return f"the GEMM that it reads (%{before[0].name}), as its epilogue"
     read = [reader for node in piece.outputs() for reader in readers(node) if reader not in piece.nodes]
-    if read and all(is_product(reader) for reader in read):
-        return f"the product that reads it (%{read[0].name}), as its prologue"
+    if read and all(is_matmul(reader) for reader in read):
+        return f"the GEMM that reads it (%{read[0].name}), as its prologue"
     return ""

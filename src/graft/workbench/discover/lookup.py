@@ -99,7 +99,7 @@ def graft_op(target: Any, transforms: tuple[str, ...]) -> Existing:
     return Existing("graft", symbol, str((folder / "op.py").relative_to(ROOT)), transforms)
 
 
-def transform_places(names: Iterable[str]) -> list[str]:
+def transform_sites(names: Iterable[str]) -> list[str]:
     """`fuse_rms_norm (graft/passes/library/norms/fuse_rms_norm.py)`."""
     return [f"{name} ({transform_file(name)})" for name in names]
 

@@ -28,7 +28,7 @@ def heading(candidate: Candidate) -> str:
 def details(candidate: Candidate) -> Iterator[tuple[str, list[str]]]:
     """Name and lines, in the order in which they are shown."""
     yield "calls", [candidate.title]
-    yield "where", [", ".join(candidate.places)]
+    yield "where", [", ".join(candidate.sites)]
     yield "estimate", [estimate_text(estimate) for estimate in candidate.estimates]
     if candidate.measured:
         yield "measured", [measured_text(one) for one in candidate.measured]
@@ -53,8 +53,8 @@ def measured_text(one: Measured) -> str:
         return f"{counted(one.tokens)}: not on {one.device}, {one.problem}"
     kernel = "" if one.existing_us is None else f", by the existing kernel {one.existing_us:.1f} µs"
     return (
-        f"{counted(one.tokens)}: a place takes {one.now_us:.1f} µs on {one.device}{kernel}, a copy of its bytes"
-        f" {one.copy_us:.1f} µs; × {one.places} saves {one.saving_us:.1f} µs"
+        f"{counted(one.tokens)}: a site takes {one.now_us:.1f} µs on {one.device}{kernel}, a copy of its bytes"
+        f" {one.copy_us:.1f} µs; × {one.sites} saves {one.saving_us:.1f} µs"
     )
 
 

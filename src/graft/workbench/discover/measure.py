@@ -1,6 +1,6 @@
 """Candidates timed on a device: one place as it is now, by the kernel that exists, and a copy of what must be moved.
 
-The copy reads and writes as many bytes as one kernel for the place would: no kernel for it is much faster. On a GPU
+The copy reads and writes as many bytes as one kernel for the site would: no kernel for it is much faster. On a GPU
 calls are replayed as one CUDA graph, several in a row, so that launches cost what they cost in a decode step.
 """
 
@@ -37,14 +37,14 @@ class Measured:
     now_us: float = 0.0
     copy_us: float = 0.0
     existing_us: float | None = None
-    places: int = 1
+    sites: int = 1
     problem: str = ""
 
     @property
     def saving_us(self) -> float:
-        """At all places, with the existing kernel, or else with one that is as fast as the copy."""
+        """At all sites, with the existing kernel, or else with one that is as fast as the copy."""
         after = self.copy_us if self.existing_us is None else self.existing_us
-        return max(0.0, self.now_us - after) * self.places
+        return max(0.0, self.now_us - after) * self.sites
 
     def to_dict(self) -> dict[str, Any]:
         return vars(self) | {"saving_us": self.saving_us}
@@ -78,7 +78,7 @@ def timed(candidate: Candidate, tokens: int, device: torch.device) -> Measured:
     """One place, its sizes as in the estimate."""
     piece, gm = candidate.pieces[0], candidate.subgraph()
     sizes = sizes_for(piece.nodes[0].graph, tokens)
-    empty = Measured(tokens, str(device), places=candidate.count)
+    empty = Measured(tokens, str(device), sites=candidate.count)
     wanted = sum(sizes.bytes(node) for node in placeholders(gm.graph))
     if wanted > MOST_BYTES:
         return replace(empty, problem=f"its inputs are {wanted / 1e9:.1f} GB")

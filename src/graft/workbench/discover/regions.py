@@ -1,4 +1,4 @@
-"""Connected pieces of a graph that could become one kernel: what works on rows, and what stands next to a product."""
+"""Connected pieces of a graph that could become one kernel: what works on rows, and what stands next to a GEMM."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from graft.workbench.discover.calls import (
     is_attention,
     is_call,
     is_free,
+    is_matmul,
     is_norm,
-    is_product,
     node_inputs,
     readers,
     through_views,
@@ -77,7 +77,7 @@ def find_pieces(gm: GraphModule) -> list[CandidateRegion]:
     pieces = [CandidateRegion(walk.kind, walk.nodes, walk) for walk in walks]
     taken = {node for piece in pieces for node in piece.nodes}
     for found in (*grown, *alone):
-        nodes = in_order(with_products(trimmed(with_weights(found, fixed))), order)
+        nodes = in_order(with_matmuls(trimmed(with_weights(found, fixed))), order)
         if sum(not is_free(node) for node in nodes) > 1 and not taken & set(nodes):
             taken |= set(nodes)
             pieces.append(CandidateRegion(kind_of(nodes), nodes))
@@ -162,38 +162,38 @@ def trimmed(nodes: list[Node]) -> list[Node]:
     return list(kept)
 
 
-def with_products(nodes: list[Node]) -> list[Node]:
-    """A softmax takes the products on both sides with it, a single call the one product next to it."""
+def with_matmuls(nodes: list[Node]) -> list[Node]:
+    """A softmax takes the GEMMs on both sides with it, a single call the one GEMM next to it."""
     inside = set(nodes)
     softmax = next((node for node in nodes if is_op(node, *SOFTMAX)), None)
     if softmax is not None:
-        before = [path for node in nodes for path in paths_from_product(node, inside)]
-        after = next((n for n in readers(nodes[-1]) if is_product(n)), None) if nodes else None
+        before = [path for node in nodes for path in paths_from_matmul(node, inside)]
+        after = next((n for n in readers(nodes[-1]) if is_matmul(n)), None) if nodes else None
         if before and after is not None:
             return [*nodes, *before[0], *between(nodes[-1], after), after]
     if sum(not is_free(node) for node in nodes) != 1:
         return nodes
     (call,) = (node for node in nodes if not is_free(node))
     for source in map(through_views, node_inputs(call)):
-        if is_product(source) and readers(source) == [call]:
+        if is_matmul(source) and readers(source) == [call]:
             return [source, *(view for node in nodes for view in views_above(node, source)), *nodes]
     read = readers(call)
-    if len(read) != 1 or not (is_product(read[0]) or is_attention(read[0])):
+    if len(read) != 1 or not (is_matmul(read[0]) or is_attention(read[0])):
         return nodes
-    if is_product(read[0]):
+    if is_matmul(read[0]):
         return [*nodes, *between(call, read[0]), read[0]]
-    # queries and keys are turned by one kernel or by none
-    turned = [source for source in map(through_views, node_inputs(read[0])) if is_op(source, call.target)]
-    return [*(part for one in turned for part in (one, *between(one, read[0]))), read[0]]
+    # queries and keys are rotated by one kernel or by none
+    rotated = [source for source in map(through_views, node_inputs(read[0])) if is_op(source, call.target)]
+    return [*(part for one in rotated for part in (one, *between(one, read[0]))), read[0]]
 
 
-def paths_from_product(node: Node, inside: set[Node]) -> list[list[Node]]:
-    """From each product that feeds `node` through views: the product and those views."""
+def paths_from_matmul(node: Node, inside: set[Node]) -> list[list[Node]]:
+    """From each GEMM that feeds `node` through views: the GEMM and those views."""
     found = []
     for source in node.all_input_nodes:
-        if source not in inside and is_product(through_views(source)):
+        if source not in inside and is_matmul(through_views(source)):
             path = [source]
-            while not is_product(path[-1]):
+            while not is_matmul(path[-1]):
                 path.append(path[-1].all_input_nodes[0])
             found.append(path)
     return found
@@ -224,14 +224,14 @@ def kind_of(nodes: tuple[Node, ...]) -> Kind:
     calls = [node for node in nodes if not is_free(node)]
     if any(is_op(n, *SOFTMAX) or is_attention(n) for n in calls):
         return "attention_neighbour"
-    if any(is_product(node) for node in calls):
-        return "gemm_epilogue" if is_product(calls[0]) else "gemm_prologue"
+    if any(is_matmul(node) for node in calls):
+        return "gemm_epilogue" if is_matmul(calls[0]) else "gemm_prologue"
     if any(is_norm(node) for node in calls):
         return "norm_chain"
     read = [reader for node in nodes for reader in readers(node) if reader not in inside]
     sources = [through_views(a) for n in nodes for a in n.all_input_nodes if a not in inside and not is_weight(a)]
     if any(map(is_attention, (*read, *sources))):
         return "attention_neighbour"
-    if any(is_product(source) for source in sources):
+    if any(is_matmul(source) for source in sources):
         return "gemm_epilogue"
-    return "gemm_prologue" if read and all(is_product(reader) for reader in read) else "elementwise_chain"
+    return "gemm_prologue" if read and all(is_matmul(reader) for reader in read) else "elementwise_chain"

@@ -36,7 +36,7 @@ class FoundWalk:
 
 
 def walked(gm: GraphModule) -> list[FoundWalk]:
-    """Every such place; none overlaps another."""
+    """Every such site; none overlaps another."""
     config, twin = load_config(), second_module(gm)
     chosen = {n: replace(s, enabled=n in WALKS, on_error="skip") for n, s in config.transforms.items()}
     report = run_pipeline(twin, replace(config, transforms=chosen, verify="structure"), Context())

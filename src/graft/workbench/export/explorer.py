@@ -56,7 +56,7 @@ def namespace(node: Node) -> str:
 
 
 def sources(node: Node) -> list[Node]:
-    """In the order of the arguments, one for each place."""
+    """In the order of the arguments, one for each position."""
     return [leaf for leaf in leaves((node.args, node.kwargs)) if isinstance(leaf, Node)]
 
 

@@ -116,15 +116,15 @@ def timed_slots(gm: GraphModule, shapes: GraphModule, device: str = "cpu") -> tu
         raise ExportRefused(
             f"the graph cannot be timed on made-up inputs: {reason}; choose an earlier one with --step"
         )
-    place = resolve_device(device)
-    if place.type == "meta":
+    target = resolve_device(device)
+    if target.type == "meta":
         raise UsageError("--device meta computes nothing that could be timed; use cpu or cuda")
-    args = [t.to(place) for t in made_up_arguments(shapes)]
-    moved = on_device(gm, place)
+    args = [t.to(target) for t in made_up_arguments(shapes)]
+    moved = on_device(gm, target)
     with torch.no_grad():
         for _ in range(WARM_UP):
             moved(*args)
-        if place.type == "cuda":
+        if target.type == "cuda":
             with torch.profiler.profile() as profile:
                 moved(*args)
                 torch.cuda.synchronize()

@@ -75,7 +75,7 @@ def part_keys(items: list[Item], home: list[LayerPath | None], readers: Readers)
         if reader is not None and not isinstance(reader, LayerPath):
             keys[item.index] = reader
         else:
-            module = item.place.rpartition(".")[0] if item.op == "weight" else item.module
+            module = item.site.rpartition(".")[0] if item.op == "weight" else item.module
             keys[item.index] = (module or "the model itself", (item.index > first) + (item.index > last))
     return keys
 
@@ -97,16 +97,16 @@ def pack_part(
 ) -> dict[str, Any]:
     """nodes: packed, with inputs as [slot, position, …], where -1, -2, … are the entries of `outer`; and whether
     the value is read elsewhere. copies: [number, names, names of outer values] of each equal layer."""
-    places = {item.index: place for place, item in enumerate(part.members)}
+    ranks = {item.index: rank for rank, item in enumerate(part.members)}
     nodes, outer = [], []
     for item in part.members:
         inputs: list[int] = []
         for slot, index in item.inputs:
-            if index not in places:
+            if index not in ranks:
                 port = strings(port_name(items[index]))
                 outer.append([items[index].name, readers.kind(items[index]), strings(origin(keys[index])), port])
-            inputs += [strings(slot), places[index] if index in places else -len(outer)]
-        elsewhere = int(any(reader not in places for reader in readers.of[item.index]))
+            inputs += [strings(slot), ranks[index] if index in ranks else -len(outer)]
+        elsewhere = int(any(reader not in ranks for reader in readers.of[item.index]))
         port = int(item.index in readers.ports)
         nodes.append([*pack_item(item, strings, part.layer), inputs, elsewhere, port])
     copies = []

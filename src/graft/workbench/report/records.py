@@ -15,7 +15,7 @@ from graft.workbench.diff_runs import folded, nameless
 class MatchRow:
     """Matches of one kind. `anchor` is that of the first; `proof` the one that used most of what is allowed."""
 
-    place: str
+    site: str
     count: int
     pattern: str
     replaced: tuple[str, ...]
@@ -27,7 +27,7 @@ class MatchRow:
 
 @dataclass(frozen=True)
 class MissRow:
-    place: str
+    site: str
     count: int
     pattern: str
     reason: str
@@ -40,16 +40,16 @@ class MissRow:
 def match_rows(record: TransformRecord) -> list[MatchRow]:
     groups: dict[Hashable, list[MatchRecord]] = {}
     for match in record.matches:
-        place = general(match.module, layer_of(match.module))
-        key = place, match.pattern, match.note, len(match.replaced), len(match.made)
+        site = general(match.module, layer_of(match.module))
+        key = site, match.pattern, match.note, len(match.replaced), len(match.made)
         groups.setdefault(key, []).append(match)
     rows = []
     for group in groups.values():
         first = group[0]
-        places = "; ".join(folded(match.module or "the model itself" for match in group))
+        sites = "; ".join(folded(match.module or "the model itself" for match in group))
         rows.append(
             MatchRow(
-                places, len(group), first.pattern, first.replaced, first.made, first.anchor, first.note, proof(group)
+                sites, len(group), first.pattern, first.replaced, first.made, first.anchor, first.note, proof(group)
             )
         )
     return rows
@@ -67,8 +67,8 @@ def miss_rows(record: TransformRecord) -> list[MissRow]:
     """The nearest first. Forms of a pattern that failed for one reason at one place are one row."""
     groups: dict[Hashable, list[NearMiss]] = {}
     for miss in record.near_misses:
-        place = general(miss.module, layer_of(miss.module))
-        groups.setdefault((place, nameless(miss.reason)), []).append(miss)
+        site = general(miss.module, layer_of(miss.module))
+        groups.setdefault((site, nameless(miss.reason)), []).append(miss)
     rows = []
     for group in groups.values():
         nearest = max(group, key=lambda miss: miss.matched / max(miss.size, 1))

@@ -92,21 +92,21 @@ def scene(
 ) -> dict[str, Any]:
     """nodes: packed, with kind of change and what changed. edges: [from, to, kind]. outer: [to, name, how it is
     drawn, kind]. `large` instead where it would be too much to draw."""
-    places = {index: place for place, index in enumerate(members)}
-    if len(places) > LARGEST:
-        return {"title": title, "large": len(places)}
+    ranks = {index: rank for rank, index in enumerate(members)}
+    if len(ranks) > LARGEST:
+        return {"title": title, "large": len(ranks)}
     nodes = [
         [*pack_item(both.items[i], strings, layer), both.kinds.get(i, 0), "\n".join(both.notes.get(i, ()))]
-        for i in places
+        for i in ranks
     ]
-    edges = [[places[a], places[b], kind] for (a, b), kind in both.edges.items() if a in places and b in places]
+    edges = [[ranks[a], ranks[b], kind] for (a, b), kind in both.edges.items() if a in ranks and b in ranks]
     outer = [
-        [places[b], port_name(both.items[a]), both.source_kinds[a], kind]
+        [ranks[b], port_name(both.items[a]), both.source_kinds[a], kind]
         for (a, b), kind in both.edges.items()
-        if b in places and a not in places
+        if b in ranks and a not in ranks
     ]
-    elsewhere = sorted({places[a] for a, b in both.edges if a in places and b not in places})
-    ports = [places[i] for i in places if both.source_kinds[i] == 1]
+    elsewhere = sorted({ranks[a] for a, b in both.edges if a in ranks and b not in ranks})
+    ports = [ranks[i] for i in ranks if both.source_kinds[i] == 1]
     number = layer.index if layer else None
     return {
         "title": title, "nodes": nodes, "edges": edges, "outer": outer, "elsewhere": elsewhere, "hubs": ports,

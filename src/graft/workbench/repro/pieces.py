@@ -94,8 +94,8 @@ def paired(old: ReproSide, new: ReproSide, record: MatchRecord) -> dict[Node, No
         for user in node.users:
             reader = new.nodes.get(user.name)
             if user.name not in record.replaced and reader is not None and reader.target is user.target:
-                places = zip(leaves((user.args, user.kwargs)), leaves((reader.args, reader.kwargs)), strict=True)
-                found[node] = next(there for here, there in places if here is node)
+                positions = zip(leaves((user.args, user.kwargs)), leaves((reader.args, reader.kwargs)), strict=True)
+                found[node] = next(there for here, there in positions if here is node)
     left = [node for node in results if node not in found]
     offered = [n for n in new.results(record.made) if n not in found.values()]
     for node in left:

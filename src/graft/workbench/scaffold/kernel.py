@@ -43,7 +43,7 @@ def kernel_of(body: Body, rewrite: Rewrite) -> KernelSource | str:
     values = [{name: base * (i + 1) for i, name in enumerate(names)} for base in (FIRST, SECOND)]
     graphs = [traced(rewrite, literals) for literals in values]
     both = [[(node, steps_of(node)) for node in calls(graph)] for graph in graphs]
-    places: dict[Node, str] = dict(zip(placeholders(graphs[0]), tensor_arguments(body.pattern), strict=True))
+    destinations: dict[Node, str] = dict(zip(placeholders(graphs[0]), tensor_arguments(body.pattern), strict=True))
     lines: list[str] = []
     helpers: set[str] = set()
     for (node, steps), (_, others) in zip(*both, strict=True):
@@ -51,15 +51,15 @@ def kernel_of(body: Body, rewrite: Rewrite) -> KernelSource | str:
             return steps if isinstance(steps, str) else str(others)
         own: list[str] = []
         for step, other in zip(steps, others, strict=True):
-            text = expression(step, other, places, own, values)
+            text = expression(step, other, destinations, own, values)
             if text is None:
                 return f"{step.op} at {step.args} has no expression in Triton here"
             helpers |= {step.op} if TABLE[step.op].helper else set()
             own.append(f"t{len(lines)}")
             lines.append(f"{own[-1]} = {text}")
-        places[node] = own[-1]
+        destinations[node] = own[-1]
     (returned,) = output_node(graphs[0]).all_input_nodes
-    return KernelSource(tuple(lines), places[returned], tuple(sorted(helpers)), tuple(names))
+    return KernelSource(tuple(lines), destinations[returned], tuple(sorted(helpers)), tuple(names))
 
 
 def traced(rewrite: Rewrite, literals: Mapping[str, float]) -> Graph:
@@ -71,7 +71,7 @@ def traced(rewrite: Rewrite, literals: Mapping[str, float]) -> Graph:
 def expression(
     step: PointwiseStep,
     other: PointwiseStep,
-    places: Mapping[Node, str],
+    destinations: Mapping[Node, str],
     own: list[str],
     values: list[dict[str, float]],
 ) -> str | None:
@@ -79,7 +79,7 @@ def expression(
     texts = []
     for argument, second in zip(step.args, other.args, strict=True):
         if isinstance(argument, Node):
-            texts.append(places[argument])
+            texts.append(destinations[argument])
         elif isinstance(argument, Earlier):
             texts.append(own[argument.index])
         elif isinstance(argument, torch.dtype):

@@ -23,7 +23,7 @@ from graft.workbench.scaffold.kernel import KernelSource, kernel_of
 from graft.workbench.scaffold.render import fill
 
 aten = torch.ops.aten
-PRODUCTS = (
+MATMULS = (
     aten.linear.default,
     aten.matmul.default,
     torch.ops.graft.linear.default,
@@ -91,8 +91,8 @@ def import_block(imports: tuple[str, ...], *sources: str) -> str:
 
 
 def cases_text(op: str, body: Body, called: list[Any]) -> str:
-    product = any(node.target in PRODUCTS for node in called)
-    reduction = WIDTH if product else max(4, len(called))
+    matmul = any(node.target in MATMULS for node in called)
+    reduction = WIDTH if matmul else max(4, len(called))
     letters = "".join(sorted({c for shape in body.shapes.values() for c in shape.partition(":")[0] if c.isalpha()}))
     shapes = [body.shapes[name].partition(":")[0].split() for name in tensor_arguments(body.pattern)]
     each = [tuple_text([size_text(dim) for dim in shape]) for shape in shapes]
@@ -105,7 +105,7 @@ def cases_text(op: str, body: Body, called: list[Any]) -> str:
         {
             "op": op,
             "shape_tuples": tuples,
-            "made": made_text(body, literals, product),
+            "made": made_text(body, literals, matmul),
             "letters": letters,
             "last": next((d for d in reversed(shapes[0]) if d.isalpha()), letters[-1:] or "a"),
             "reduction": str(reduction),
@@ -114,13 +114,13 @@ def cases_text(op: str, body: Body, called: list[Any]) -> str:
     )
 
 
-def made_text(body: Body, literals: str, product: bool) -> str:
+def made_text(body: Body, literals: str, matmul: bool) -> str:
     """The tensors of a case. One whose dtype is named beside its shape has that one; the weight of a product is
     small, as in real models, so that results are around 1."""
     tensors = tensor_arguments(body.pattern)
     dtypes = [body.shapes[name].partition(":")[2].strip() for name in tensors]
     dims = [body.shapes[name].partition(":")[0].split() for name in tensors]
-    small = [product and name.startswith("weight") and len(d) == 2 for name, d in zip(tensors, dims, strict=True)]
+    small = [matmul and name.startswith("weight") and len(d) == 2 for name, d in zip(tensors, dims, strict=True)]
     if not any(dtypes) and not any(small):
         return f"    return (*(randn(shape, device, dtype, generator) for shape in shapes){literals})"
     kinds = tuple_text([f"torch.{name}" if name else "dtype" for name in dtypes])

@@ -12,8 +12,8 @@ from graft.passes.base import Stage
 from graft.workbench.scaffold import names
 from graft.workbench.scaffold.body import Body, arguments, body_of_functions, default_body, try_out
 from graft.workbench.scaffold.candidate import BEFORE, STAGE, Seed, body_of_seed
+from graft.workbench.scaffold.destination import Destination
 from graft.workbench.scaffold.op import op_files
-from graft.workbench.scaffold.place import Destination
 from graft.workbench.scaffold.texts import New, test_text, transform_text
 
 
@@ -41,7 +41,7 @@ def new_transform(
     replacement: str | None = None,
     force: bool = False,
 ) -> Written:
-    """Writes a transform, its YAML entry (off), its tests, and with `op` an op folder. folder: see Place.of."""
+    """Writes a transform, its YAML entry (off), its tests, and with `op` an op folder. folder: see Destination.of."""
     check_request(name, stage)
     body = choose_body(op, pattern, replacement)
     return write_transform(name, body, Destination.of(folder), stage or "match", force)
@@ -96,37 +96,37 @@ def choose_body(op: bool, pattern: str | None, replacement: str | None) -> Body:
 def write_transform(
     name: str,
     body: Body,
-    place: Destination,
+    destination: Destination,
     stage: str = "match",
     force: bool = False,
     before: tuple[str, ...] = (),
 ) -> Written:
     """The whole of it for a given pattern; `body.replacement` None makes an op, whose reference is the pattern.
     before: the transforms of its stage that come after it."""
-    names.check_free(name, place.transform(name), force)
+    names.check_free(name, destination.transform(name), force)
     op = names.op_name(name) if body.replacement is None else ""
     if op:
-        names.check_op(op, arguments(body.pattern), place.op_folder(op), force)
-    if not place.checkout:
-        names.check_importable(name, place.root)
+        names.check_op(op, arguments(body.pattern), destination.op_folder(op), force)
+    if not destination.checkout:
+        names.check_importable(name, destination.root)
     tried = try_out(body, name)
     made: dict[Path, str] = {}
     no_kernel = ""
     if op:
-        files, no_kernel = op_files(op, place.op_module(op), body, tried)
-        made |= {place.op_folder(op) / file: text for file, text in files.items()}
-    new = New(name, op, body, tried, place, kernel=bool(op) and not no_kernel)
-    made[place.transform(name)] = transform_text(new)
-    made[place.test(name)] = test_text(new)
-    changed = listings(name, stage, place, before)
-    if not place.checkout:
+        files, no_kernel = op_files(op, destination.op_module(op), body, tried)
+        made |= {destination.op_folder(op) / file: text for file, text in files.items()}
+    new = New(name, op, body, tried, destination, kernel=bool(op) and not no_kernel)
+    made[destination.transform(name)] = transform_text(new)
+    made[destination.test(name)] = test_text(new)
+    changed = listings(name, stage, destination, before)
+    if not destination.checkout:
         made |= changed
         changed = {}
     taken = [path for path in made if path.exists()]
     if taken and not force:
         raise UsageError(f"{taken[0]} is there already; choose another name, or --force to write it anew")
     write_together({**made, **changed})
-    return Written(name, place.root, place.checkout, tuple(made), tuple(changed), op, no_kernel)
+    return Written(name, destination.root, destination.checkout, tuple(made), tuple(changed), op, no_kernel)
 
 
 # ── listings ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -137,12 +137,12 @@ transforms:
 """
 
 
-def listings(name: str, stage: str, place: Destination, before: tuple[str, ...] = ()) -> dict[Path, str]:
+def listings(name: str, stage: str, destination: Destination, before: tuple[str, ...] = ()) -> dict[Path, str]:
     """The YAML files in which the transform is listed: off, and for every family why it is absent."""
-    if not place.checkout:
-        return {place.root / f"{name}.yaml": PLUGIN_CONFIG.format(name=name, entry=entry_text(stage, before))}
-    defaults = place.root / "src/graft/passes/default.yaml"
-    common = place.root / "src/graft/models/registry/common.yaml"
+    if not destination.checkout:
+        return {destination.root / f"{name}.yaml": PLUGIN_CONFIG.format(name=name, entry=entry_text(stage, before))}
+    defaults = destination.root / "src/graft/passes/default.yaml"
+    common = destination.root / "src/graft/models/registry/common.yaml"
     changed = {defaults: with_entry(defaults.read_text(), name, stage, before)}
     text = common.read_text()
     if not re.search(rf"^  {name}:", text, re.MULTILINE):

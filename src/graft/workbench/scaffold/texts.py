@@ -22,9 +22,9 @@ from graft.workbench.scaffold.body import (
     tensor_arguments,
     typed_arguments,
 )
+from graft.workbench.scaffold.destination import Destination
 from graft.workbench.scaffold.names import class_name
 from graft.workbench.scaffold.op import LINE, import_block
-from graft.workbench.scaffold.place import Destination
 from graft.workbench.scaffold.render import fill
 
 
@@ -36,7 +36,7 @@ class New:
     op: str
     body: Body
     tried: Tried
-    place: Destination
+    destination: Destination
     kernel: bool
 
 
@@ -52,7 +52,7 @@ def transform_text(new: New) -> str:
     result = "out" if "y" in names else "y"
     graft = ["from graft.passes.patterns import PatternTransform, Rewrite"]
     graft.append("from graft.passes.registry import TransformRegistry")
-    register = f"import {new.place.op_module(op)}.op  # noqa: F401 (registers the op)"
+    register = f"import {new.destination.op_module(op)}.op  # noqa: F401 (registers the op)"
     return fill(
         "transform",
         {
@@ -63,7 +63,7 @@ def transform_text(new: New) -> str:
                 ("import torch", *body.imports, "from torch import Tensor"), body.pattern, replacement
             ),
             "graft_imports": "\n".join(graft),
-            "register": f"\n{register}\n" if op and not new.place.checkout else "",
+            "register": f"\n{register}\n" if op and not new.destination.checkout else "",
             "pattern": body.pattern,
             "replacement": replacement,
             "pattern_name": body.pattern_name,
@@ -105,7 +105,7 @@ def dict_text(values: Mapping[str, str]) -> str:
 
 
 def test_text(new: New) -> str:
-    body, place = new.body, new.place
+    body, destination = new.body, new.destination
     numbers = literals_of(body.pattern)
     given = ", ".join(f"{n}={numbers[n]}" if n in numbers else n for n in arguments(body.pattern))
     call = f"{body.pattern_name}({given})"
@@ -116,17 +116,17 @@ def test_text(new: New) -> str:
         calls_of_op = (form.format(f"{new.op}(*{given})") for given in ("args", "wrong(args)"))
         extra += fill("test_op", {"op": new.op, **dict(zip(("given", "given_wrong"), calls_of_op, strict=True))})
     if new.kernel:
-        extra += fill("test_triton", {"op": new.op, "op_module": place.op_module(new.op)})
+        extra += fill("test_triton", {"op": new.op, "op_module": destination.op_module(new.op)})
     text = fill(
         "test",
         {
             "name": new.name,
             "standard": ""
-            if place.checkout
+            if destination.checkout
             else f"{'import os' * new.kernel}\nfrom pathlib import Path\n\n".lstrip(),
             "imports": test_imports(new),
-            "interpreter": INTERPRETER if new.kernel and not place.checkout else "",
-            "config": "None" if place.checkout else f'Path(__file__).with_name("{new.name}.yaml")',
+            "interpreter": INTERPRETER if new.kernel and not destination.checkout else "",
+            "config": "None" if destination.checkout else f'Path(__file__).with_name("{new.name}.yaml")',
             "signature": ", ".join(tensor_arguments(body.pattern)),
             "call": call,
             "wrong": body.wrong or f"{call} * 1.25 + 0.25",
@@ -161,11 +161,11 @@ def test_imports(new: New) -> str:
         "graft.passes.base": "Stage, TransformConfig",
         "graft.passes.registry": "TransformRegistry",
     }
-    own = {new.place.module(new.name): f"REWRITES, {new.body.pattern_name}"}
+    own = {new.destination.module(new.name): f"REWRITES, {new.body.pattern_name}"}
     if new.op:
         graft["graft.ops.cases"] = "tolerance"
-        folder = new.place.op_module(new.op)
+        folder = new.destination.op_module(new.op)
         own |= {f"{folder}.cases": "CASES, wrong", f"{folder}.reference": new.op}
-    blocks = [graft | own] if new.place.checkout else [graft, own]
+    blocks = [graft | own] if new.destination.checkout else [graft, own]
     lines = ["\n".join(f"from {module} import {names}" for module, names in sorted(b.items())) for b in blocks]
     return "\n\n".join(lines) + "\n"

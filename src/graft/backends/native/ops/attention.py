@@ -1,7 +1,7 @@
 """Rotation, cache write and attention: ops/rope, rope_kv_write and cached_attention/native.h.
 
-graft.rope_attention   →  kv_write; attention        (attention turns the queries it reads)
-graft.paged_attention  →  kv_write; attention        (nothing turns)
+graft.rope_attention   →  kv_write; attention        (attention rotates the queries it reads)
+graft.paged_attention  →  kv_write; attention        (nothing rotates)
 graft.rope_kv_write    →  kv_write; rope
 """
 
@@ -22,14 +22,14 @@ ops = torch.ops.graft
 @lowers(ops.rope.default)
 def lower_rope(plan: Planner, node: Node) -> None:
     o = options_of(node)
-    turn_rows(plan, node, o["x"], turn(plan, o, None))
+    rotate_rows(plan, node, o["x"], rotate(plan, o, None))
 
 
 @lowers(ops.rope_kv_write.default)
 def lower_rope_kv_write(plan: Planner, node: Node) -> None:
     o = options_of(node)
     write(plan, node, o)
-    turn_rows(plan, node, o["q"], turn(plan, o, o["q_norm"]))
+    rotate_rows(plan, node, o["q"], rotate(plan, o, o["q_norm"]))
 
 
 @lowers(ops.paged_attention.default, ops.rope_attention.default)
@@ -44,27 +44,27 @@ def lower_cached_attention(plan: Planner, node: Node) -> None:
     attend(plan, node, options_of(node))
 
 
-def turn(plan: Planner, o: dict[str, Any], norm: Any) -> dict[str, Argument]:
+def rotate(plan: Planner, o: dict[str, Any], norm: Any) -> dict[str, Argument]:
     """The fields of C++'s Turn."""
     fields: dict[str, Argument] = {
-        "turn__norm": plan.vector_or_null(norm),
-        "turn__eps": float(o.get("eps", 0.0)),
-        "turn__offset": float(o.get("offset", 0.0)),
-        "turn__turns": "cos" in o,
-        "turn__interleaved": bool(o.get("interleaved", False)),
+        "rotation__norm": plan.vector_or_null(norm),
+        "rotation__eps": float(o.get("eps", 0.0)),
+        "rotation__offset": float(o.get("offset", 0.0)),
+        "rotation__rotates": "cos" in o,
+        "rotation__interleaved": bool(o.get("interleaved", False)),
     }
     if "cos" in o:
         cos, sin = plan.value(o["cos"]), plan.value(o["sin"])
         if cos.layout.heads != 1 or cos.layout != sin.layout:
             raise NotLowered("cos and sin are not one angle for all heads of a token")
-        fields |= {"turn__cos": cos, "turn__sin": sin}
+        fields |= {"rotation__cos": cos, "rotation__sin": sin}
     return fields
 
 
-def turn_rows(plan: Planner, node: Node, x: Any, turned: dict[str, Argument]) -> None:
+def rotate_rows(plan: Planner, node: Node, x: Any, rotated: dict[str, Argument]) -> None:
     out = plan.new(node)
     plan.step(
-        node, NativeKernel("rope", "RopeArgs", "ops/rope/native.h"), x=heads_of(plan, x), **turned,
+        node, NativeKernel("rope", "RopeArgs", "ops/rope/native.h"), x=heads_of(plan, x), **rotated,
         rows=plan.rows(out.layout), out=out,
     )  # fmt: skip
     plan.bind(node, out)
@@ -88,7 +88,7 @@ def write(plan: Planner, node: Node, o: dict[str, Any]) -> None:
     name, header = f"kv_write<{CTYPES[kind]}>", "ops/rope_kv_write/native.h"
     plan.step(
         node, NativeKernel(name, "KvWriteArgs", header, tuple(caches), scratch=str(k.layout.size)), k=k, v=v,
-        **turn(plan, o, o.get("k_norm")), **caches, slot_mapping=plan.pointer(o["slot_mapping"]), rows=Text("T"),
+        **rotate(plan, o, o.get("k_norm")), **caches, slot_mapping=plan.pointer(o["slot_mapping"]), rows=Text("T"),
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def attend(plan: Planner, node: Node, o: dict[str, Any]) -> None:
     name, header = f"attention<{CTYPES[kind]}>", "ops/cached_attention/native.h"
     plan.step(
         node, NativeKernel(name, "AttentionArgs", header, scratch=scratch, shared=shared),
-        q=q, **turn(plan, o, o.get("q_norm")), **caches, kv=int(kv), block=int(block),
+        q=q, **rotate(plan, o, o.get("q_norm")), **caches, kv=int(kv), block=int(block),
         block_tables=plan.pointer(o["block_tables"]), table_width=plan.size(o["block_tables"], 1),
         cu_seqlens=plan.pointer(o["cu_seqlens"]), seq_lens=plan.pointer(o["seq_lens"]),
         sequences=plan.size(o["seq_lens"], 0),

@@ -21,30 +21,30 @@ HEADER = "ops/fused_linear/native.h"
 @lowers(aten.linear.default, ops.linear.default)
 def lower_linear(plan: Planner, node: Node) -> None:
     x, weight, *bias = node.args
-    product(plan, node, x, weight, bias=bias[0] if bias else None)
+    lower_gemm(plan, node, x, weight, bias=bias[0] if bias else None)
 
 
 @lowers(aten.addmm.default)
 def lower_addmm(plan: Planner, node: Node) -> None:
-    """GPT-2's layers: the weight is [k, n], and is turned once."""
+    """GPT-2's layers: the weight is [k, n], and is transposed once."""
     bias, x, weight = node.args[:3]
     if node.kwargs or len(node.args) > 3:
         raise NotLowered("it has beta or alpha")
-    product(plan, node, x, weight, bias=bias, transposed=True)
+    lower_gemm(plan, node, x, weight, bias=bias, transposed=True)
 
 
 @lowers(aten.mm.default)
 def lower_mm(plan: Planner, node: Node) -> None:
-    product(plan, node, *node.args, transposed=True)
+    lower_gemm(plan, node, *node.args, transposed=True)
 
 
 @lowers(ops.fused_linear.default)
 def lower_fused_linear(plan: Planner, node: Node) -> None:
     o = options_of(node)
-    product(plan, node, **{name: o[name] for name in o if name not in ("cast_last", "upcast", "fp8_from")})
+    lower_gemm(plan, node, **{name: o[name] for name in o if name not in ("cast_last", "upcast", "fp8_from")})
 
 
-def product(
+def lower_gemm(
     plan: Planner, node: Node, x: Any, weight: Any, *, bias: Any = None, scale: Any = None, norm: Any = None,
     eps: float = 0.0, offset: float = 0.0, activation: str = "none", residual: Any = None, normed: bool = False,
     transposed: bool = False,
@@ -75,7 +75,7 @@ def matrix(plan: Planner, weight: Any, transposed: bool, gated: bool) -> tuple[W
     if tensor_of(weight).dim() != 2:
         raise NotLowered("the weight is not a matrix")
     kind, form = float_form(tensor_of(weight).dtype)
-    return plan.weight(weight, kind, gated=gated, turned=transposed), form
+    return plan.weight(weight, kind, gated=gated, transposed=transposed), form
 
 
 def float_form(dtype: torch.dtype) -> tuple[str, str]:

@@ -64,7 +64,7 @@ def rows_layout(plan: Planner, node: Node) -> HeadLayout:
 
 
 def multiplies_with(user: Node, weight: Node) -> bool:
-    """As [n, k], row by row: neither turned nor gated."""
+    """As [n, k], row by row: neither transposed nor gated."""
     if is_op(user, ops.fused_linear.default):
         o = options_of(user)
         return o["weight"] is weight and o["scale"] is None and o["activation"] == "none"

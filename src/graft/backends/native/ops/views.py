@@ -30,12 +30,12 @@ def viewed(value: Value, layout: HeadLayout) -> Value:
         crossed = layout.heads > 1 and "heads" in (old.order, layout.order) and old.order != layout.order
         if not crossed:
             return replace(value, layout=layout)
-    if not value.dense or "heads" in (turned(old), turned(layout)):
+    if not value.dense or "heads" in (order_of(old), order_of(layout)):
         raise NotLowered("heads stand before rows, so that a reshape would copy")
     return replace(value, layout=layout, head_stride=layout.size)
 
 
-def turned(layout: HeadLayout) -> str:
+def order_of(layout: HeadLayout) -> str:
     return layout.order if layout.heads > 1 else "rows"
 
 

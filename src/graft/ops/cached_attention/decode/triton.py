@@ -4,9 +4,9 @@ A program takes one sequence, one key-value head with all queries of its group, 
 context, tile by tile with several on their way. Few sequences of up to EARLY_CONTEXT tokens have a kernel of their
 own (early).
 
-What a kernel takes of an SM's shared memory is missing in its first cache, for the products behind it as well: they
+What a kernel takes of an SM's shared memory is missing in its L1 cache, for the GEMMs behind it as well: they
 start while it runs, and the SM keeps its division. At one token a step these read their input again for every row of
-the weight, so that attention with 72 KB a program cost the gate-up product of an 8B model 11 us a layer, more than
+the weight, so that attention with 72 KB a program cost the gate-up GEMM of an 8B model 11 us a layer, more than
 attention took itself. Hence small tiles where sequences are few.
 """
 
@@ -38,7 +38,7 @@ PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way
 FEW_PROGRAMS = 16  # sequences times key-value heads: with so few, a lean kernel
 LEAN_PER_SM = 4  # of its programs, which keep one small tile on its way
 MOST_SPLITS = 64
-LEAST_TILES = 4  # of a part: one program reads 128 or 256 places sooner than four put their parts together
+LEAST_TILES = 4  # of a part: one program reads 128 or 256 positions sooner than four put their parts together
 TILE_BYTES = 16384  # of keys, and as much of values
 MANY_PROGRAMS = 256  # sequences times key-value heads: with more, small tiles and few warps, so that all run at once
 EARLY_PROGRAMS = 64  # sequences times key-value heads: with more the device is full anyway
@@ -53,10 +53,10 @@ def split_kv_kernel(
     sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURNS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TURNS: as in the early kernel."""
+    """ROTATES: as in the early kernel."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -80,23 +80,23 @@ def split_kv_kernel(
     q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
     source = q + head[:, None] * sq_h + row * sq_t
     own = (k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t)
-    queries = take_queries(source, q_mask, own, d, D, TURNS, ROUND)
-    new = load_new(own, k_cache + newest, v_cache + newest, d, D, TURNS)
+    queries = take_queries(source, q_mask, own, d, D, ROTATES, ROUND)
+    new = load_new(own, k_cache + newest, v_cache + newest, d, D, ROTATES)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result = tl.zeros([GROUP_PAD, D], tl.float32)
     for at in range(start, tl.minimum(end, length - 1), TILE):
-        place = at + tl.arange(0, TILE)
-        seen = seen_of(place, first, length - 1, HAS_WINDOW)
+        position = at + tl.arange(0, TILE)
+        seen = seen_of(position, first, length - 1, HAS_WINDOW)
         base = block * s_block + inside_blocks(at, BLOCK, TILE) * s_token + kv * s_head
         # a tile ahead: keys are not asked for through two waits
-        block = blocks_of(table, place + TILE, length, BLOCK, WIDE)
+        block = blocks_of(table, position + TILE, length, BLOCK, WIDE)
         keys, values = load_tile(k_cache, v_cache, base, seen, d, D)
         scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [group, tile]
         scores = tl.where(seen[None, :], scores, -float("inf"))
         best, total, result = absorb(scores, values, best, total, result)
     if here:
-        key, value = keep_new(new, k_cache + newest, v_cache + newest, d, D, TURNS, ROUND)
+        key, value = keep_new(new, k_cache + newest, v_cache + newest, d, D, ROTATES, ROUND)
         best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
     leave(
         best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,
@@ -108,12 +108,12 @@ def split_kv(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     out: Tensor | None = None, splits: int | None = None, early: bool | None = None,
-    turn: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    rotation: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """q: [1, h, n, d], one token of each of n sequences → [1, n, h, d]. splits, early: else from the shapes.
 
-    turn: new keys and values [1, kv, n, d], cos and sin [1, 1, n, d]: queries and keys are turned and the cache is
-    written on the way; else that has been done.
+    rotation: new keys and values [1, kv, n, d], cos and sin [1, 1, n, d]: queries and keys are rotated and the cache
+    is written on the way; else that has been done.
     """
     _, h, n, d = q.shape
     kv, room = k_cache.shape[2], block_tables.shape[1] * k_cache.shape[1]
@@ -130,7 +130,7 @@ def split_kv(
         tile = max(16, min(32 if few or many else 64, TILE_BYTES // (wide * q.element_size())))
         splits = splits or split_count(n, kv, q.device)
         options = {"LEAST": LEAST_TILES, "num_warps": 2 if many else 4, "num_stages": 2 if few else 3}
-    k, v, cos, sin = turn or (q, q, q, q)
+    k, v, cos, sin = rotation or (q, q, q, q)
     strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
     partial = torch.empty((n, h, splits, d) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
     stats = torch.empty((2, n, h, splits) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
@@ -142,7 +142,7 @@ def split_kv(
         scale, window or 0, softcap or 1.0, h, d=d, D=wide, TILE=tile, SPLITS=splits,
         GROUP=h // kv, GROUP_FEW=triton.next_power_of_2(h // kv), GROUP_PAD=max(16, triton.next_power_of_2(h // kv)),
         BLOCK=k_cache.shape[1], HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks is not None, TURNS=turn is not None,
+        HAS_SINKS=sinks is not None, ROTATES=rotation is not None,
         ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype, WIDE=k_cache.numel() >= 1 << 31, PDL=pdl,
         launch_pdl=pdl, **options,
     )  # fmt: skip

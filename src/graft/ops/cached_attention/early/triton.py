@@ -1,8 +1,8 @@
 """Attention of one new token of few sequences whose context is not long.
 
 A program takes one sequence, one key-value head with all queries of its group, and one part of the context: 256
-places at once (128 for heads of 128), which it holds in registers. Few programs run then, and what counts is how soon
-the first result is there. So keys and values are on their way before the program waits for the kernel ahead.
+positions at once (128 for heads of 128), which it holds in registers. Few programs run then, and what counts is how
+soon the first result is there. So keys and values are on their way before the program waits for the kernel ahead.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def early_kernel(
     sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, heads,
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, TURNS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first tile is on its way before the wait, all but the newest key and value: those alone may be written by
-    the kernel ahead. TURNS: queries and the newest key are turned here, and that key and its value are written into
-    the cache by the program whose part has them; else k, v, cos and sin are not read."""
+    the kernel ahead. ROTATES: queries and the newest key are rotated here, and that key and its value are written
+    into the cache by the program whose part has them; else k, v, cos and sin are not read."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -48,10 +48,10 @@ def early_kernel(
     start = begin + split * chunk
     end = tl.minimum(start + chunk, length)
     table = block_tables + row * s_table
-    place = start + tl.arange(0, TILE)
-    base = blocks_of(table, place, length, BLOCK, WIDE) * s_block
+    position = start + tl.arange(0, TILE)
+    base = blocks_of(table, position, length, BLOCK, WIDE) * s_block
     base += inside_blocks(start, BLOCK, TILE) * s_token + kv * s_head
-    old = seen_of(place, first, length - 1, HAS_WINDOW)
+    old = seen_of(position, first, length - 1, HAS_WINDOW)
     keys, values = load_tile(k_cache, v_cache, base, old, d, D)
     newest = newest_of(table, length, s_block, s_token, BLOCK) + kv * s_head
     here = (end == length) & (length > 0)  # the newest token is in this part
@@ -63,24 +63,24 @@ def early_kernel(
     q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
     source = q + head[:, None] * sq_h + row * sq_t
     own = (k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t)
-    queries = take_queries(source, q_mask, own, d, D, TURNS, ROUND)
-    new = load_new(own, k_cache + newest, v_cache + newest, d, D, TURNS)
+    queries = take_queries(source, q_mask, own, d, D, ROTATES, ROUND)
+    new = load_new(own, k_cache + newest, v_cache + newest, d, D, ROTATES)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result = tl.zeros([GROUP_PAD, D], tl.float32)
     scores = tl.where(old[None, :], logits(queries, keys, scale, softcap, HAS_SOFTCAP), -float("inf"))
     best, total, result = absorb(scores, values, best, total, result)
     for at in range(start + TILE, end, TILE):
-        place = at + tl.arange(0, TILE)
-        base = blocks_of(table, place, length, BLOCK, WIDE) * s_block
+        position = at + tl.arange(0, TILE)
+        base = blocks_of(table, position, length, BLOCK, WIDE) * s_block
         base += inside_blocks(at, BLOCK, TILE) * s_token + kv * s_head
-        old = place < tl.minimum(end, length - 1)
+        old = position < tl.minimum(end, length - 1)
         keys, values = load_tile(k_cache, v_cache, base, old, d, D)
         scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [group, tile]
         scores = tl.where(old[None, :], scores, -float("inf"))
         best, total, result = absorb(scores, values, best, total, result)
     if here:
-        key, value = keep_new(new, k_cache + newest, v_cache + newest, d, D, TURNS, ROUND)
+        key, value = keep_new(new, k_cache + newest, v_cache + newest, d, D, ROTATES, ROUND)
         best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
     leave(
         best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,

@@ -1,4 +1,4 @@
-"""The newest token of a sequence, whose query decodes: from the cache, or turned and written there on the way."""
+"""The newest token of a sequence, whose query decodes: from the cache, or rotated and written there on the way."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from graft.ops.cached_attention.tiles.triton import capped
 @triton.jit
 def newest_of(table, length, s_block, s_token, BLOCK: tl.constexpr):
     """Where the first head of the newest token lies in the cache."""
-    place = tl.maximum(length - 1, 0)
-    return tl.load(table + place // BLOCK).to(tl.int64) * s_block + (place % BLOCK) * s_token
+    position = tl.maximum(length - 1, 0)
+    return tl.load(table + position // BLOCK).to(tl.int64) * s_block + (position % BLOCK) * s_token
 
 
 @triton.jit
 def load_head(x, cos, sin, dims, mask, d: tl.constexpr):
-    """What `turn` needs of heads at x + dims: their values, those that they are paired with (i and i + d / 2), the
+    """What `rotate` needs of heads at x + dims: their values, those that they are paired with (i and i + d / 2), the
     cosines and the sines."""
     pair = tl.where(dims < d // 2, dims + d // 2, dims - d // 2)
     own, other = tl.load(x + dims, mask=mask, other=0.0), tl.load(x + pair, mask=mask, other=0.0)
@@ -25,7 +25,7 @@ def load_head(x, cos, sin, dims, mask, d: tl.constexpr):
 
 
 @triton.jit
-def turn(head, dims, d: tl.constexpr, dtype: tl.constexpr, ROUND: tl.constexpr):
+def rotate(head, dims, d: tl.constexpr, dtype: tl.constexpr, ROUND: tl.constexpr):
     """ROUND: products are rounded, as in eager."""
     a = head[0].to(tl.float32) * head[2].to(tl.float32)
     b = tl.where(dims < d // 2, -head[1].to(tl.float32), head[1].to(tl.float32)) * head[3].to(tl.float32)
@@ -35,35 +35,37 @@ def turn(head, dims, d: tl.constexpr, dtype: tl.constexpr, ROUND: tl.constexpr):
 
 
 @triton.jit
-def take_queries(q, q_mask, own, d: tl.constexpr, D: tl.constexpr, TURNS: tl.constexpr, ROUND: tl.constexpr):
-    """Queries [group, d], turned if they are not yet. own: of k, v, cos, sin."""
+def take_queries(q, q_mask, own, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr):
+    """Queries [group, d], rotated if they are not yet. own: of k, v, cos, sin."""
     dims = tl.arange(0, D)[None, :]
-    if TURNS:
-        return turn(load_head(q, own[2], own[3], dims, q_mask, d), dims, d, q.dtype.element_ty, ROUND)
+    if ROTATES:
+        return rotate(load_head(q, own[2], own[3], dims, q_mask, d), dims, d, q.dtype.element_ty, ROUND)
     else:
         return tl.load(q + dims, mask=q_mask, other=0.0)
 
 
 @triton.jit
-def load_new(own, key_place, value_place, d: tl.constexpr, D: tl.constexpr, TURNS: tl.constexpr):
+def load_new(own, key_position, value_position, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr):
     """The newest key and value [d] as they lie in memory: nothing is computed yet, so that nothing waits for them."""
     dims = tl.arange(0, D)
-    if TURNS:
+    if ROTATES:
         return load_head(own[0], own[2], own[3], dims, dims < d, d), tl.load(own[1] + dims, mask=dims < d, other=0.0)
     else:
-        key = tl.load(key_place + dims, mask=dims < d, other=0.0)
-        return (key, key, key, key), tl.load(value_place + dims, mask=dims < d, other=0.0)
+        key = tl.load(key_position + dims, mask=dims < d, other=0.0)
+        return (key, key, key, key), tl.load(value_position + dims, mask=dims < d, other=0.0)
 
 
 @triton.jit
-def keep_new(new, key_place, value_place, d: tl.constexpr, D: tl.constexpr, TURNS: tl.constexpr, ROUND: tl.constexpr):
-    """The newest key and value [d], turned and written into the cache if they are not there yet."""
+def keep_new(
+    new, key_position, value_position, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr
+):
+    """The newest key and value [d], rotated and written into the cache if they are not there yet."""
     key = new[0][0]
-    if TURNS:
+    if ROTATES:
         dims = tl.arange(0, D)
-        key = turn(new[0], dims, d, key_place.dtype.element_ty, ROUND)
-        tl.store(key_place + dims, key, mask=dims < d)
-        tl.store(value_place + dims, new[1], mask=dims < d)
+        key = rotate(new[0], dims, d, key_position.dtype.element_ty, ROUND)
+        tl.store(key_position + dims, key, mask=dims < d)
+        tl.store(value_position + dims, new[1], mask=dims < d)
     return key, new[1]
 
 

@@ -41,7 +41,7 @@ def put_together(
     partial, stats, count, head, used, sinks, live, d: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The results [m, D] of heads from their parts, all of which are read at once. Past the first cache: another SM
+    """The results [m, D] of heads from their parts, all of which are read at once. Past the L1 cache: another SM
     may have written them just now. head: [m], counted over all sequences."""
     dims = tl.arange(0, D)
     part = tl.arange(0, SPLITS)
@@ -108,5 +108,5 @@ def leave(
             flat = row * heads + kv * GROUP + few
             own = sinks + kv * GROUP + few
             whole = put_together(partial, stats, count, flat, used, own, few < GROUP, d, D, SPLITS, HAS_SINKS)
-            place = out + flat[:, None] * d + dims[None, :]
-            tl.store(place, whole.to(out.dtype.element_ty), mask=(few < GROUP)[:, None] & (dims[None, :] < d))
+            position = out + flat[:, None] * d + dims[None, :]
+            tl.store(position, whole.to(out.dtype.element_ty), mask=(few < GROUP)[:, None] & (dims[None, :] < d))

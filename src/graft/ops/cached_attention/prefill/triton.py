@@ -2,7 +2,7 @@
 
 A program takes TOKENS tokens of one sequence with all queries of one key-value head's group, as one matrix. Which
 tokens those are it finds in `cu_seqlens`: as many programs are launched as there can be, and those that find none
-return. All sizes come from the device, so that a recorded call may be replayed with others.
+return. All sizes come from the device, so that a captured call may be replayed with others.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def visit(
 ):  # fmt: skip
     """The state of the softmax after the tile of keys that begins at `at`."""
     dims = tl.arange(0, D)
-    place = at + tl.arange(0, TILE)
-    held = place < end  # the cache holds nothing of this sequence beyond
-    base = block * s_block + (place % BLOCK) * s_token + kv * s_head
-    block = blocks_of(table, place + TILE, end, BLOCK, True)  # a tile ahead
+    key_position = at + tl.arange(0, TILE)
+    held = key_position < end  # the cache holds nothing of this sequence beyond
+    base = block * s_block + (key_position % BLOCK) * s_token + kv * s_head
+    block = blocks_of(table, key_position + TILE, end, BLOCK, True)  # a tile ahead
     mask = held[:, None] & (dims[None, :] < d)
     keys = tl.load(k_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)  # [tile, d]
     values = tl.load(v_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)
     scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [m, tile]
     if MASKED:
-        seen = place[None, :] <= position[:, None]
+        seen = key_position[None, :] <= position[:, None]
         if HAS_WINDOW:
-            seen = seen & (place[None, :] > position[:, None] - window)
+            seen = seen & (key_position[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, -float("inf"))
     best, total, result = absorb(scores, values, best, total, result)
     return block, best, total, result

@@ -17,28 +17,28 @@ UNALIGNED = ["block_tables", "seq_lens"]
 
 
 @triton.jit
-def blocks_of(table, place, end, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """The blocks of the cache that hold the places [tile] of a sequence, where those are below `end`. WIDE: a place
-    in the cache may need more than 32 bits; fewer save a quarter of a tile's instructions."""
-    return tl.load(table + place // BLOCK, mask=place < end, other=0).to(tl.int64 if WIDE else tl.int32)
+def blocks_of(table, position, end, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """The blocks of the cache that hold the positions [tile] of a sequence, where those are below `end`. WIDE: a
+    position in the cache may need more than 32 bits; fewer save a quarter of a tile's instructions."""
+    return tl.load(table + position // BLOCK, mask=position < end, other=0).to(tl.int64 if WIDE else tl.int32)
 
 
 @triton.jit
 def inside_blocks(at, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Where in their blocks the places [tile] from `at` on lie, a multiple of TILE: the same for every tile if no
+    """Where in their blocks the positions [tile] from `at` on lie, a multiple of TILE: the same for every tile if no
     block is cut."""
-    place = tl.arange(0, TILE)
+    position = tl.arange(0, TILE)
     if TILE % BLOCK != 0:
-        place += at
-    return place % BLOCK
+        position += at
+    return position % BLOCK
 
 
 @triton.jit
-def seen_of(place, first, end, HAS_WINDOW: tl.constexpr):
-    """Which places a query sees: from `first` on, if there is a window, and below `end`."""
-    seen = place < end
+def seen_of(position, first, end, HAS_WINDOW: tl.constexpr):
+    """Which positions a query sees: from `first` on, if there is a window, and below `end`."""
+    seen = position < end
     if HAS_WINDOW:
-        seen = seen & (place >= first)
+        seen = seen & (position >= first)
     return seen
 
 

@@ -15,7 +15,7 @@ from graft.ir.nodes import is_op, tensor_of, where
 from graft.ir.patterns.match import Match, NearMiss, Refused
 from graft.passes.library.merge.stacking import StackedPart, owner_problem, sharer, stacked
 from graft.passes.rewriter import Rewriter, RewriteRun
-from graft.weights.lazy import Held
+from graft.weights.lazy import LazyWeights
 
 aten = torch.ops.aten
 
@@ -45,14 +45,14 @@ class MergeTransform(Rewriter):
             raise Refused(call, f"{self.what} read different inputs")
         for node in found:
             check_member(run.gm, node, self.what)
-        check_together(run.gm, found, self.what, run.context.held)
+        check_together(run.gm, found, self.what, run.context.lazy)
         return merge_match(found)
 
     def check(self, run: RewriteRun, match: Match) -> None:
         """Who else reads or writes a layer was asked of each."""
 
     def write(self, run: RewriteRun, match: Match) -> list[Node]:
-        return merge_linears(run.editor, match.nodes, self.merged, run.context.held)
+        return merge_linears(run.editor, match.nodes, self.merged, run.context.lazy)
 
     def reason(self, run: RewriteRun) -> str:
         return run.misses[0].reason if run.misses else self.lacking
@@ -88,7 +88,7 @@ def check_member(gm: GraphModule, node: Node, what: str) -> None:
         raise Refused(node, f"{where(node)} is read by aten.view, which takes no piece of a wider tensor")
 
 
-def check_together(gm: GraphModule, linears: Sequence[Node], what: str, held: Held | None) -> None:
+def check_together(gm: GraphModule, linears: Sequence[Node], what: str, lazy: LazyWeights | None) -> None:
     """Refused where linears that could each be merged cannot be merged with each other."""
     weights = [node.args[1] for node in linears]
     biases = [bias for node in linears if (bias := bias_of(node)) is not None]
@@ -103,7 +103,7 @@ def check_together(gm: GraphModule, linears: Sequence[Node], what: str, held: He
     other = sharer(gm, tensors)
     if other is not None:
         raise Refused(first, f"a weight of {what} shares its memory with {other}")
-    problem = held and held.joinable(tensors[: len(weights)])
+    problem = lazy and lazy.joinable(tensors[: len(weights)])
     if problem:
         raise Refused(first, f"the weights of {what} cannot be joined: {problem}")
 
@@ -112,11 +112,11 @@ def bias_of(linear: Node) -> Node | None:
     return linear.args[2] if len(linear.args) > 2 else None
 
 
-def merge_linears(editor: Editor, linears: Sequence[Node], name: str, held: Held | None = None) -> list[Node]:
+def merge_linears(editor: Editor, linears: Sequence[Node], name: str, lazy: LazyWeights | None = None) -> list[Node]:
     """One linear over the stacked weights, and a slice of its result for each of the old ones."""
     first = min(linears)
     rows = [tensor_of(node.args[1]).shape[0] for node in linears]
-    weight = stack_state(editor, [n.args[1] for n in linears], rows, f"{name}.weight", first, held)
+    weight = stack_state(editor, [n.args[1] for n in linears], rows, f"{name}.weight", first, lazy)
     args, biases = [first.args[0], weight], [bias_of(n) for n in linears]
     if any(bias is not None for bias in biases):
         args.append(stack_state(editor, biases, rows, f"{name}.bias", first))
@@ -137,7 +137,7 @@ def stack_state(
     rows: Sequence[int],
     name: str,
     before: Node,
-    held: Held | None = None,
+    lazy: LazyWeights | None = None,
 ) -> Node:
     """The tensors of `parts` below each other in one new parameter; `rows` zeros where there is none."""
     tensors = [editor.gm.get_parameter(str(part.target)) if part is not None else None for part in parts]
@@ -147,7 +147,7 @@ def stack_state(
         StackedPart(tensor, lambda whole, a=start, n=count: whole[a : a + n])
         for tensor, start, count in zip(tensors, starts, rows, strict=True)
     ]
-    whole = stacked((sum(rows), *known[0].shape[1:]), places, held if held is not None and known[0] in held else None)
+    whole = stacked((sum(rows), *known[0].shape[1:]), places, lazy if lazy is not None and known[0] in lazy else None)
     # model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn.qkv_proj.weight
     first = next(part for part in parts if part is not None)
     prefix = "".join(f"{part}." for part in str(first.target).split(".")[:-2])

@@ -52,14 +52,14 @@ class MergeGemms(Rewriter):
         able = run.able(member.group)
         if len(able) < 2:
             return None
-        check_together(run.gm, able, WHAT, run.context.held)
+        check_together(run.gm, able, WHAT, run.context.lazy)
         return merge_match(able) if member.anchor is able[0] else None
 
     def check(self, run: MergeRun, match: Match) -> None:
         """Who else reads or writes a layer was asked of each."""
 
     def write(self, run: MergeRun, match: Match) -> list[Node]:
-        return merge_linears(run.editor, match.nodes, "merged_proj", run.context.held)
+        return merge_linears(run.editor, match.nodes, "merged_proj", run.context.lazy)
 
     def near_miss(self, run: MergeRun, member: Member, refused: Refused) -> NearMiss:
         near = super().near_miss(run, member, refused)

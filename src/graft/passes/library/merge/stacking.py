@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from graft.ir.edit import attribute
 from graft.ir.nodes import is_weight, where
 from graft.ir.storage import share_storage, storage_id
-from graft.weights.lazy import Held, untouched
+from graft.weights.lazy import LazyWeights, untouched
 
 
 @dataclass(frozen=True)
@@ -24,24 +24,24 @@ class StackedPart:
     place: Callable[[Tensor], Tensor]
 
 
-def stacked(shape: Sequence[int], parts: Sequence[StackedPart], held: Held | None = None) -> Tensor:
-    """The whole of `shape`. held: the parts lie in their file, so that rows of it are joined, and no numbers."""
+def stacked(shape: Sequence[int], parts: Sequence[StackedPart], lazy: LazyWeights | None = None) -> Tensor:
+    """The whole of `shape`. lazy: the parts lie in their file, so that rows of it are joined, and no numbers."""
     known = [part.tensor for part in parts if part.tensor is not None]
     whole = stacked_already(shape, parts)
     if whole is not None:
         return whole
-    if held is None:
+    if lazy is None:
         whole = torch.empty(tuple(shape), dtype=known[0].dtype, device=known[0].device)
     else:
         whole = untouched(shape, known[0].dtype)
-        held.put(whole, *(rows for tensor in known for rows in held.of(tensor)))
+        lazy.put(whole, *(rows for tensor in known for rows in lazy.of(tensor)))
     for part in parts:
         view = part.place(whole)
         if part.tensor is None:
             view.zero_()
             continue
-        if held is not None:
-            held.drop(part.tensor)
+        if lazy is not None:
+            lazy.drop(part.tensor)
         elif not part.tensor.is_meta:
             view.copy_(part.tensor.data)
         part.tensor.data = view

@@ -132,7 +132,7 @@ def check_weights(gm: GraphModule, walk: GraphWalk, routing: Routing, experts: E
             )
             dtype = tensor_of(node).dtype
             require(dtype == x.dtype, node, f"{where(experts.x)} is {x.dtype} and {where(node)} is {dtype}")
-        problem = stack and stack.whole is None and stack_problem(gm, stack, walk, context.held)
+        problem = stack and stack.whole is None and stack_problem(gm, stack, walk, context.lazy)
         require(not problem, stack.nodes[0] if stack else experts.x, str(problem))
     e, d, f = routing.experts, x.shape[-1], hidden_size(experts)
     fits = x.dim() == 2 and all(size_fits(stack, shape) for stack, shape in shapes(weights, e, d, f))

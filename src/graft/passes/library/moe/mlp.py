@@ -16,7 +16,7 @@ from graft.ir.patterns.match import Refused
 from graft.ops.moe_experts.reference import ALPHA, LIMIT
 from graft.passes.library.merge.stacking import StackedPart, owner_problem, sharer, stacked
 from graft.passes.walk import GraphWalk, require, unexpected
-from graft.weights.lazy import Held
+from graft.weights.lazy import LazyWeights
 
 aten, ops = torch.ops.aten, torch.ops.graft
 ADDS = (aten.add.Tensor, aten.add_.Tensor)
@@ -233,7 +233,7 @@ def bias_stack(side: Sequence[tuple[int | None, ExpertProjection]], place: Node)
     return Stack(found) if found else None
 
 
-def stack_problem(gm: GraphModule, stack: Stack, walk: GraphWalk, held: Held | None) -> str | None:
+def stack_problem(gm: GraphModule, stack: Stack, walk: GraphWalk, lazy: LazyWeights | None) -> str | None:
     """Why the experts' own tensors cannot be laid out in one, or None."""
     problem = owner_problem(gm, stack.nodes, "the experts")
     if problem is not None:
@@ -251,7 +251,7 @@ def stack_problem(gm: GraphModule, stack: Stack, walk: GraphWalk, held: Held | N
     other = sharer(gm, tensors)
     if other is not None:
         return f"a weight of the experts shares its memory with {other}"
-    if held is not None and any(tensor in held for tensor in tensors):
+    if lazy is not None and any(tensor in lazy for tensor in tensors):
         return "the weights of the experts lie in blocks in their file"
     return None
 

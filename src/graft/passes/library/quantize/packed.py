@@ -110,8 +110,8 @@ class TiledWeights(Quantizing):
         return put_here
 
     def give_up(self, made: Quantized) -> None:
-        if self.context.held is not None:
-            self.context.held.drop(attribute(self.gm, made.name))
+        if self.context.lazy is not None:
+            self.context.lazy.drop(attribute(self.gm, made.name))
         if self.owned is not None and not made.stored:  # the others' memory was never written: they can wait
             release(self.gm, self.owned, made.name)
 
@@ -172,10 +172,10 @@ def gated(node: Node) -> bool:
 
 def check_format(run: TiledWeights, use: Use, format: str, reader: Node) -> None:
     """Refused where the weight has no such form."""
-    name, held = str(use.weight.target), run.context.held
+    name, lazy = str(use.weight.target), run.context.lazy
     weight = attribute(run.gm, name).detach()
-    if held is not None and weight in held and format == FILE:
-        if held.of(weight)[0].turned != is_op(use.readers[0], MM, ADDMM):
+    if lazy is not None and weight in lazy and format == FILE:
+        if lazy.of(weight)[0].transposed != is_op(use.readers[0], MM, ADDMM):
             raise Refused(reader, f"{name} is stored turned in the file, and the product reads it the other way")
     elif format == FILE:
         raise Refused(reader, f"{name} has floats in the file")
@@ -185,14 +185,14 @@ def check_format(run: TiledWeights, use: Use, format: str, reader: Node) -> None
 
 def packed_weight(gm: GraphModule, context: Context, use: Use, format: str) -> Quantized:
     """The weight in tiles."""
-    name, held = str(use.weight.target), context.held
+    name, lazy = str(use.weight.target), context.lazy
     weight, turned, twice = attribute(gm, name).detach(), is_op(use.readers[0], MM, ADDMM), gated(use.readers[0])
-    if held is not None and weight in held:
+    if lazy is not None and weight in lazy:
         if format == FILE:
-            packed = held.packed(weight, twice)
-            stored = "+".join(held.quants(weight))
+            packed = lazy.packed(weight, twice)
+            stored = "+".join(lazy.quants(weight))
             return Quantized(name, packed.kind, *in_graph(packed), None, weight.nbytes, stored=stored)
-        held.fill(weight)
+        lazy.fill(weight)
     rows = weight.t() if turned else weight
     packed, rounding = pack_checked(rows, KIND[format], twice, name)
     return Quantized(name, packed.kind, *in_graph(packed), rounding, weight.nbytes)

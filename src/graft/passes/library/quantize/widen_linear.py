@@ -7,7 +7,7 @@ from torch.fx import GraphModule, Node
 
 from graft.ir.nodes import calls, is_op, tensor_of
 from graft.ir.patterns.match import Match, Refused
-from graft.ops.narrow import widen_problem
+from graft.ops.half_precision import widen_problem
 from graft.passes.base import Context
 from graft.passes.registry import TransformRegistry
 from graft.passes.rewriter import Rewriter, RewriteRun

@@ -12,7 +12,7 @@ from conftest import graph_of
 from graft.base.errors import KernelUnavailable
 from graft.ir.nodes import calls, is_op
 from graft.models.load import load_model
-from graft.ops import OPS, choose, narrow
+from graft.ops import OPS, choose, half_precision
 from graft.ops.attention.reference import attention, sdpa
 from graft.ops.linear import reference
 from graft.ops.linear.cases import CASES
@@ -30,13 +30,13 @@ WIDE = torch.ops.graft.linear.default
 @pytest.fixture(params=[True, False], ids=["slow CPU", "fast CPU"])
 def slow(request, monkeypatch):
     """Both kinds of CPU, whatever this one is."""
-    monkeypatch.setattr(narrow, "slowdown", lambda _: 50.0 if request.param else 0.5)
+    monkeypatch.setattr(half_precision, "slowdown", lambda _: 50.0 if request.param else 0.5)
     return request.param
 
 
 @pytest.fixture
 def slow_cpu(monkeypatch):
-    monkeypatch.setattr(narrow, "slowdown", lambda _: 50.0)
+    monkeypatch.setattr(half_precision, "slowdown", lambda _: 50.0)
 
 
 class MLP(nn.Module):
@@ -113,11 +113,11 @@ def test_the_cpu_is_measured_once_and_outside_the_callers_modes():
     """Under fake tensors a product takes no time of its own; the answer is kept for the process."""
     from torch._subclasses import FakeTensorMode
 
-    narrow.slowdown.cache_clear()
+    half_precision.slowdown.cache_clear()
     with FakeTensorMode():
-        first = narrow.slowdown(torch.bfloat16)
-        assert narrow.slowdown(torch.bfloat16) == first > 0
-    assert narrow.slowdown.cache_info().misses == 1
+        first = half_precision.slowdown(torch.bfloat16)
+        assert half_precision.slowdown(torch.bfloat16) == first > 0
+    assert half_precision.slowdown.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("dtype", NARROW)

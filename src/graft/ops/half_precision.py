@@ -1,7 +1,7 @@
 """Whether this CPU multiplies 16-bit matrices fast.
 
 Where it has no instructions for them, torch falls back to a loop whose cost grows with the rows: on a Neoverse-N1 a
-bfloat16 product takes 10 times as long as the same product with both matrices widened to float32 for one row, and 160
+bfloat16 GEMM takes 10 times as long as the same GEMM with both matrices widened to float32 for one row, and 160
 times as long for 32. What torch tells about the CPU does not decide it (there it claims float16, which is as slow):
 it is measured, once a process.
 """
@@ -26,7 +26,7 @@ SLOW = 4.0
 
 
 def widen_problem(*tensors: Tensor | None) -> str | None:
-    """None where products of these tensors are faster in float32, else why not."""
+    """None where matmuls of these tensors are faster in float32, else why not."""
     given = [t for t in tensors if t is not None]
     first = given[0]
     if len({t.dtype for t in given}) > 1:
@@ -47,7 +47,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 
 @cache
 def slowdown(dtype: torch.dtype) -> float:
-    """How many times as long a small product takes as the same one in float32, casts included."""
+    """How many times as long a small GEMM takes as the same one in float32, casts included."""
     # a thread of its own: callers may run under modes (fake tensors, tracing, autocast), which are a thread's own
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(measure, dtype).result()

@@ -1,4 +1,4 @@
-"""How a function on fixed memory is recorded: as a CUDA graph, or on a CPU by keeping the function itself."""
+"""How a function on fixed memory is captured: as a CUDA graph, or on a CPU by keeping the function itself."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """`replay(args, kept)` computes the results again, into the memory of `kept`. A call runs inside `turn`."""
+class CapturedRun:
+    """`replay(args, kept)` computes the results again, into the memory of `kept`. A call runs inside `ordered`."""
 
     replay: Callable[[Sequence[Any], Mapping[int, torch.Tensor]], None]
-    turn: Callable[[], AbstractContextManager[None]]
+    ordered: Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Recorder:
-    """`record` warms a function up, records it, and gives the results in its memory; `check` comes before a call."""
+class Capturer:
+    """`capture` warms a function up, captures it, and gives the results in its memory; `check` comes before a
+    call."""
 
-    record: Callable[[Run, Sequence[Any]], tuple[Recorded, Sequence[Any]]]
+    capture: Callable[[Run, Sequence[Any]], tuple[CapturedRun, Sequence[Any]]]
     check: Callable[[], None]
 
 
-def record_direct(run: Run, args: Sequence[Any]) -> tuple[Recorded, Sequence[Any]]:
+def keep_direct(run: Run, args: Sequence[Any]) -> tuple[CapturedRun, Sequence[Any]]:
     """Nothing is captured: a replay calls `run` and copies its results to where the first ones are."""
 
     def replay(args: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> None:
@@ -45,20 +46,20 @@ def record_direct(run: Run, args: Sequence[Any]) -> tuple[Recorded, Sequence[Any
 
     for _ in range(WARM_UPS):
         run(*args)
-    return Recorded(replay, nullcontext), run(*args)
+    return CapturedRun(replay, nullcontext), run(*args)
 
 
-DIRECT = Recorder(record_direct, lambda: None)
+DIRECT = Capturer(keep_direct, lambda: None)
 
 
-def cuda_recorder(device: torch.device) -> Recorder:
-    """Records on a side stream. Each recording has a memory pool of its own.
+def cuda_capturer(device: torch.device) -> Capturer:
+    """Captures on a side stream. Each capture has a memory pool of its own.
 
-    With one pool for all, a replay would overwrite the results of another recording that the caller still reads
+    With one pool for all, a replay would overwrite the results of another capture that the caller still reads
     (`reuse_outputs`), and replays on two streams would overwrite each other's intermediate values.
     """
 
-    def record(run: Run, args: Sequence[Any]) -> tuple[Recorded, Sequence[Any]]:
+    def record(run: Run, args: Sequence[Any]) -> tuple[CapturedRun, Sequence[Any]]:
         graph, side, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
         side.wait_stream(here)
         try:
@@ -71,17 +72,17 @@ def cuda_recorder(device: torch.device) -> Recorder:
             here.wait_stream(side)
         done = torch.cuda.Event()
         done.record(here)
-        return Recorded(lambda _args, _kept: graph.replay(), lambda: in_turn(device, done)), outputs
+        return CapturedRun(lambda _args, _kept: graph.replay(), lambda: in_order_of_calls(device, done)), outputs
 
-    return Recorder(record, refuse_inside_capture)
+    return Capturer(record, refuse_inside_capture)
 
 
 def capture(
     graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream, run: Run, args: Sequence[Any], pool: Any = None
 ) -> Sequence[Any]:
-    """The results of the recorded call. Recordings that share a `pool` overwrite each other's memory."""
+    """The results of the captured call. Captures that share a `pool` overwrite each other's memory."""
     try:
-        # thread_local: a recording may fall into the middle of serving, where other threads allocate memory
+        # thread_local: a capture may fall into the middle of serving, where other threads allocate memory
         with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             return run(*args)
     except RuntimeError as error:  # what CUDA and the operators raise; the first one is the cause
@@ -94,8 +95,8 @@ def capture(
 
 
 @contextmanager
-def in_turn(device: torch.device, done: torch.cuda.Event) -> Iterator[None]:
-    """Calls on different streams wait for each other: they share the staging buffers and results of a recording."""
+def in_order_of_calls(device: torch.device, done: torch.cuda.Event) -> Iterator[None]:
+    """Calls on different streams wait for each other: they share the staging buffers and results of a capture."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(done)
     yield

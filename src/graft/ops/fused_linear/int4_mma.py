@@ -1,5 +1,5 @@
-"""The tensor-core instruction of narrow.py on words in registers, and what it does in words of Triton (not FAST, for
-the interpreter)."""
+"""The tensor-core instruction of int4_gemm.py on words in registers, and what it does in words of Triton (not FAST,
+for the interpreter)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def captured(family: str) -> graft.LLM:
 
 
 def engine(family: str, record: bool, blocks: int | None = None, **options: Any) -> graft.LLM:
-    """The same graph with an engine of its own; `record` has its decode steps recorded, as direct calls."""
+    """The same graph with an engine of its own; `record` has its decode steps captured, as direct calls."""
     llm = captured(family)
     whole = llm.engine
     layers = [LayerShape(t.shape[2], t.shape[3], t.dtype) for t in whole.tensors[::2]]
@@ -37,7 +37,7 @@ def engine(family: str, record: bool, blocks: int | None = None, **options: Any)
 
 
 def random_params(rng: random.Random, plain: bool = False) -> graft.SamplingParams:
-    """plain: what a recording chooses by itself."""
+    """plain: what a capture chooses by itself."""
     common: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 5, 9, 20, 40]), "ignore_eos": rng.random() < 0.7}
     if rng.random() < 0.3:
         common["stop_token_ids"] = tuple(rng.sample(range(128), 4))

@@ -1,4 +1,4 @@
-"""One contestant in one cell: its first calls, its times, and what it died of.
+"""One engine in one cell: its first calls, its times, and what it died of.
 
 Times are taken with a clock around whole calls of `generate`, the device synchronised at both ends: an engine may
 hand work to the device and be ahead of it. One call with a single new token gives the time to the first token, and
@@ -18,7 +18,7 @@ import torch
 
 from graft.base.errors import OutOfCache, PeerNotRun
 from graft.base.timers import synchronize
-from graft.bench.baselines.baseline import Contestant
+from graft.bench.baselines.baseline import Baseline
 from graft.bench.plan import BenchPlan, Cell
 from graft.bench.roofline import Roofline
 from graft.bench.rows import Row
@@ -53,7 +53,7 @@ class CellWork:
 
 @dataclass
 class Runner:
-    contestant: Contestant
+    engine: Baseline
     device: torch.device
     prepared: float = 0.0  # seconds that it was built for before its first call
     setup_seconds: float = 0.0
@@ -63,7 +63,7 @@ class Runner:
     failed: str = ""
 
     def attempt(self, work: Callable[[], Any]) -> float:
-        """Seconds of `work`; whatever it raises ends this contestant, not the run."""
+        """Seconds of `work`; whatever it raises ends this engine, not the run."""
         started = time.perf_counter()
         try:
             synchronize(self.device)
@@ -72,14 +72,14 @@ class Runner:
             synchronize(self.device)
         except PeerNotRun as error:
             self.failed = str(error)
-        except Exception as error:  # noqa: BLE001  a rival may die of anything, and that is its result
+        except Exception as error:  # noqa: BLE001  a baseline may die of anything, and that is its result
             lines = str(error).strip().splitlines()
             self.failed = f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"
         return time.perf_counter() - started
 
     def warm_up(self, prompts: Sequence[Sequence[int]], new: int) -> None:
         def work() -> None:
-            self.tokens = self.contestant.generate(prompts, new)
+            self.tokens = self.engine.generate(prompts, new)
 
         self.setup_seconds = self.attempt(work)
 
@@ -92,9 +92,9 @@ class Runner:
     ) -> None:
         """Prompts of a call with one token, of one with `new` more, and of one that does not count."""
         if before is not None and self.device.type == "cuda":
-            self.attempt(lambda: self.contestant.generate(before, 1))
-        first = 0.0 if self.failed else self.attempt(lambda: self.contestant.generate(short, 1))
-        whole = 0.0 if self.failed else self.attempt(lambda: self.contestant.generate(long, 1 + new))
+            self.attempt(lambda: self.engine.generate(before, 1))
+        first = 0.0 if self.failed else self.attempt(lambda: self.engine.generate(short, 1))
+        whole = 0.0 if self.failed else self.attempt(lambda: self.engine.generate(long, 1 + new))
         self.first.append(first)
         self.rest.append(whole - first)
 
@@ -102,7 +102,7 @@ class Runner:
         self, plan: BenchPlan, cell: Cell, work: CellWork, roofline: Roofline | None, ours: list[list[int]]
     ) -> Row:
         row = Row(
-            self.contestant.name,
+            self.engine.name,
             cell.batch,
             cell.prompt,
             round(self.setup_seconds, 2),

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from graft.ops.fused_linear.gemm import finish
-from graft.ops.fused_linear.narrow_mma import MINUS_136, add_scaled, multiply, nibbles_of, weigh
+from graft.ops.fused_linear.int4_mma import MINUS_136, add_scaled, multiply, nibbles_of, weigh
 
 SPAN_WORDS = tl.constexpr(64)  # of 32 bits in a row; of x 256
 
@@ -47,9 +47,9 @@ def load_span(rows, at, inside, SPAN: tl.constexpr, COUNT: tl.constexpr, SHARE: 
     since it has no scales."""
     pieces = ()
     for i in tl.static_range(COUNT):
-        place = at + SPAN * SPAN_WORDS + i * (16 * SHARE)
-        low = tl.load(rows[0] + place, mask=inside, eviction_policy="evict_first")
-        high = tl.load(rows[1] + place, mask=inside, eviction_policy="evict_first")
+        position = at + SPAN * SPAN_WORDS + i * (16 * SHARE)
+        low = tl.load(rows[0] + position, mask=inside, eviction_policy="evict_first")
+        high = tl.load(rows[1] + position, mask=inside, eviction_policy="evict_first")
         pieces = pieces + ((low, high),)
     return pieces
 
@@ -76,11 +76,11 @@ def add_span(
         acc = tl.zeros(y.shape, tl.float32)
         taken = tl.zeros(y.shape, tl.float32)
         for i in tl.static_range(COUNT):
-            place = at + (SPAN * 4 + part) * SPAN_WORDS + i * (16 * SHARE)
-            raw = load_x(x, place + token, inside, EVEN)
+            position = at + (SPAN * 4 + part) * SPAN_WORDS + i * (16 * SHARE)
+            raw = load_x(x, position + token, inside, EVEN)
             h = raw
             if WEIGHTED:
-                h = weigh(raw, load_x(norm, place, inside, EVEN), FAST)
+                h = weigh(raw, load_x(norm, position, inside, EVEN), FAST)
             low, high = nibbles_of(pieces[i][0], part, FAST), nibbles_of(pieces[i][1], part, FAST)
             acc = multiply(low, high, h, acc, FAST)
             if NORM and not WEIGHTED:
@@ -140,7 +140,7 @@ def finish_tokens(
     """Adds up what the warps have for even or for odd tokens, [W, 32] each, and writes it.
 
     In one exchange of single values: threads lie W apart in it, and with the four of a thread together 4 W, where
-    16 of them met in one bank of shared memory; that took longer than the product.
+    16 of them met in one bank of shared memory; that took longer than the GEMM.
     """
     token = 2 * tl.arange(0, 4) + ODD
     total = tl.zeros([4], tl.float32)
@@ -181,7 +181,7 @@ def finish_block(
 
 
 @triton.jit(do_not_specialize=["tokens", "steps", "blocks"])
-def narrow_kernel(
+def int4_gemm_kernel(
     x, weight, bias, scale, norm, residual, out, n, k, eighths, groups, tokens, steps, blocks, stride_x, eps,
     ONE: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, WALKS: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,

@@ -1,4 +1,4 @@
-"""One decode step on fixed memory, recorded for a batch size: as a CUDA graph, or on a CPU as the call itself.
+"""One decode step on fixed memory, captured for a batch size: as a CUDA graph, or on a CPU as the call itself.
 
 advance ─▶ the model's graph ─▶ logits [B, vocab] ─▶ choose ─▶ tokens, which the next step's advance feeds
                                                                └▶ deliver: to the host
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from graft.backends.recorders import capture
+from graft.backends.capture import capture
 from graft.base.device_memory import is_out_of_memory
 from graft.base.errors import CaptureRefused
 from graft.base.files import Progress
@@ -35,14 +35,14 @@ Key = tuple[int, int, Kind]  # rows, blocks of a table, how tokens are chosen
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """`play` runs one step and gives its logits [B, vocab], whose memory the next step overwrites."""
+    """`replay` runs one step and gives its logits [B, vocab], whose memory the next step overwrites."""
 
     rows: int
     kind: Kind
-    play: Callable[[], Tensor | None]
+    replay: Callable[[], Tensor | None]
 
 
-class Recordings:
+class CapturedSteps:
     """Made largest first, in one pool of memory: their steps never run at the same time."""
 
     def __init__(self, graph: Callable[..., Any], tensors: Sequence[Tensor], buffers: Buffers) -> None:
@@ -53,7 +53,7 @@ class Recordings:
         self.made: dict[Key, CapturedStep] = {}
         self.problem: str | None = None  # why no more are made
         self.seconds = 0.0
-        self.failures: dict[Key, BaseException] = {}  # of first runs, told when the step is recorded
+        self.failures: dict[Key, BaseException] = {}  # of first runs, told when the step is captured
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
 
@@ -81,8 +81,8 @@ class Recordings:
         stream.wait_stream(here)
         failures = run_together({key: self.body(key) for key in keys}, lambda: self.beside(stream))
         here.wait_stream(stream)
-        torch.cuda.empty_cache()  # all steps had their memory at once; the recordings have a pool of their own
-        # one step alone may have room where all together had not; it runs again when it is recorded
+        torch.cuda.empty_cache()  # all steps had their memory at once; the captures have a pool of their own
+        # one step alone may have room where all together had not; it runs again when it is captured
         self.failures = {key: error for key, error in failures.items() if not is_out_of_memory(error)}
         self.seconds += time.perf_counter() - started
 
@@ -101,32 +101,32 @@ class Recordings:
         return table_widths(rows, self.buffers.block_tables.shape[1], self.buffers.block_size)
 
     def key(self, rows: int, tokens: int, kind: Kind) -> Key:
-        """The recording of steps of so many rows, the longest of which comes to so many tokens."""
+        """The capture of steps of so many rows, the longest of which comes to so many tokens."""
         needed = -(-tokens // self.buffers.block_size)
         return rows, next(width for width in self.widths(rows) if width >= needed), kind
 
     def get(self, key: Key) -> CapturedStep | None:
-        """The recording, made if need be; then all rows of the buffers are padding. None: `problem` says why."""
+        """The capture, made if need be; then all rows of the buffers are padding. None: `problem` says why."""
         rows, _, kind = key
         if key not in self.made:
-            made = self.attempt(f"a {kind} step of {rows} rows", lambda: self.record(key))
+            made = self.attempt(f"a {kind} step of {rows} rows", lambda: self.capture_step(key))
             if made is not None:
                 self.made[key] = made
         return self.made.get(key)
 
     @torch.inference_mode()
-    def attempt(self, what: str, record: Callable[[], T]) -> T | None:
-        """What `record` made, or None: `problem` says why, and nothing more is tried."""
+    def attempt(self, what: str, make: Callable[[], T]) -> T | None:
+        """What `make` made, or None: `problem` says why, and nothing more is tried."""
         if self.problem is not None:
             return None
         started = time.perf_counter()
         self.buffers.fill([], len(self.buffers.block_tables))
         gc.freeze()  # torch collects garbage before each capture, which goes through every object of the model
         try:
-            return record()
+            return make()
         except (CaptureRefused, *launch_failures()) as error:
             reason = "no memory was left" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
-            self.problem = f"recording {what} failed: {reason}"
+            self.problem = f"capturing {what} failed: {reason}"
             return None
         finally:
             gc.unfreeze()
@@ -145,17 +145,17 @@ class Recordings:
             (logits,) = self.graph(*inputs, *self.tensors)  # [1, B, vocab]
             if kind != "logits":
                 choose(kind, tokens, logits[0], settings)
-                deliver(tokens, buffers.turn, buffers.delivered)
+                deliver(tokens, buffers.lines_filled, buffers.delivered)
             return logits[0]
 
         return step
 
-    def record(self, key: Key) -> CapturedStep:
+    def capture_step(self, key: Key) -> CapturedStep:
         (rows, _, kind), step = key, self.body(key)
         if key in self.failures:
             raise self.failures.pop(key)
         play, logits = self.captured(step)
-        # only a step whose logits are read keeps them: the memory of the others is the next recording's
+        # only a step whose logits are read keeps them: the memory of the others is the next capture's
         kept = logits if kind == "logits" else None
         return CapturedStep(rows, kind, lambda: replay(play, kept))
 
@@ -187,7 +187,7 @@ def replay(play: Callable[[], object], logits: Tensor | None) -> Tensor | None:
 
 
 def warm_up(step: Callable[[], object]) -> None:
-    """The first run compiles and tunes; the second must not wait for the device, or it could not be recorded.
+    """The first run compiles and tunes; the second must not wait for the device, or it could not be captured.
 
     Better found here than by a capture, which torch cannot undo when it fails.
     """

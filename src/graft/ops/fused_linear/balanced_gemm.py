@@ -63,7 +63,7 @@ def load_tokens(x, token, column, tokens, k, stride_x):
 
 
 @triton.jit
-def add_products(sums, h, tiles):
+def add_matmuls(sums, h, tiles):
     """sums plus the products of the tokens, [BM, BK], with each tile of rows."""
     added = ()
     for one in tl.static_range(len(tiles)):
@@ -92,7 +92,7 @@ def finish(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def even_kernel(
+def balanced_gemm_kernel(
     x, weight, bias, residual, out, parts, arrived, n, k, tokens, stride_x,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
@@ -119,9 +119,9 @@ def even_kernel(
         column = step * BK + lane
         rows = load_rows(weight, block * BN, column, n, 0, k, BN)
         h = load_tokens(x, token, column, tokens, k, stride_x)
-        ys = add_products(ys, h, rows)
+        ys = add_matmuls(ys, h, rows)
         if GATED:
-            ups = add_products(ups, h, load_rows(weight, block * BN, column, n, n, k, BN))
+            ups = add_matmuls(ups, h, load_rows(weight, block * BN, column, n, n, k, BN))
     last = True
     if SPLITS > 1:
         own = block + tl.program_id(2) * tl.num_programs(0)
@@ -166,7 +166,7 @@ def add_parts(
 
 
 @triton.jit
-def places(BM: tl.constexpr, SIZE: tl.constexpr):
+def positions(BM: tl.constexpr, SIZE: tl.constexpr):
     """Of a tile's numbers, row by row, [BM, SIZE]."""
     return tl.arange(0, BM)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
 
@@ -175,7 +175,7 @@ def places(BM: tl.constexpr, SIZE: tl.constexpr):
 def leave(sums, at, BM: tl.constexpr):
     """Stores the tiles one behind another."""
     for one in tl.static_range(len(sums)):
-        tl.store(at + places(BM, sums[one].shape[1]), sums[one])
+        tl.store(at + positions(BM, sums[one].shape[1]), sums[one])
         at += BM * sums[one].shape[1]
 
 
@@ -184,7 +184,7 @@ def take(sums, at, BM: tl.constexpr):
     """sums plus the tiles that lie at `at`."""
     added = ()
     for one in tl.static_range(len(sums)):
-        tile = tl.load(at + places(BM, sums[one].shape[1]), cache_modifier=".cg")
+        tile = tl.load(at + positions(BM, sums[one].shape[1]), cache_modifier=".cg")
         added = added + (sums[one] + tile,)
         at += BM * sums[one].shape[1]
     return added

@@ -1,4 +1,4 @@
-"""Drawing a token: temperature, min_p, top_k, top_p, and one uniform number a token.
+"""Sampling a token: temperature, min_p, top_k, top_p, and one uniform number a token.
 
 Each row goes its own way through these steps, whatever the rows beside it ask for. Ties: top_k and top_p keep every
 token that is as likely as the last one they keep, so that the choice never hangs on the order of a sort.
@@ -17,7 +17,7 @@ AT_ONCE = 1 << 24  # float64 values of one piece of the batch: 128 MB for each o
 HEAD = 1024  # most nuclei are smaller; a full sort of the vocabulary takes ten times as long
 
 
-def draw(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[float]) -> Tensor:
+def sample_tokens(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[float]) -> Tensor:
     """One token a row, [n]. logits: [n, vocab]; uniform: a number in [0, 1) for each row."""
     rows = rows_at_once(logits.shape[-1])
     shares = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None]
@@ -33,7 +33,7 @@ def rows_at_once(vocab: int) -> int:
 
 
 def weights(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """What each token weighs in the draw, [n, vocab] float64: the most likely one 1, those left out 0."""
+    """What each token weighs in sampling, [n, vocab] float64: the most likely one 1, those left out 0."""
     settings = torch.tensor([[p.temperature, p.min_p, p.top_p] for p in params], dtype=torch.float64)
     temperature, min_p, top_p = settings.to(logits.device).split(1, dim=-1)  # [n, 1] each
     exact = logits.double()
@@ -72,7 +72,7 @@ def nucleus(kept: Tensor, top_p: Tensor, width: int = HEAD) -> Tensor:
 
 
 def invert(kept: Tensor, uniform: Tensor) -> Tensor:
-    """The first token, in vocabulary order, at which the cumulative weight exceeds the drawn share of the total. [n].
+    """The first token, in vocabulary order, at which the cumulative weight exceeds `uniform` of the total. [n].
 
     uniform: [n, 1]. A token without weight stands at 0 in the sums: it exceeds nothing, not even a share of 0. The
     share is below the largest sum, since uniform < 1, so there is always a token that exceeds it, however a device
