@@ -79,7 +79,7 @@ def test_every_candidate_computes_the_product(shape, tokens):
 
 
 def test_what_is_measured_is_looked_up():
-    from graft.ops.fused_linear.triton import device_name
+    from graft.ops.launch import device_name
 
     name = device_name(device())
     told = []

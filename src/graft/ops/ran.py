@@ -44,7 +44,7 @@ class OpKernels:
     def __str__(self) -> str:
         if len(self.ran) == 1:
             return str(self.ran[0])
-        return "; ".join(f"in {one.sites} site{'s' * (one.sites > 1)} {one}" for one in self.ran)
+        return "; ".join(f"at {one.sites} site{'s' * (one.sites > 1)} {one}" for one in self.ran)
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> OpKernels:

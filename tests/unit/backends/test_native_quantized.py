@@ -42,7 +42,7 @@ def test_logits_are_those_of_the_same_graph_in_eager(family, kind):
     """smollm2: 36 columns, and head and embedding are one weight. gpt2: addmm, whose weight lies turned."""
     llm = engine(f"tiny-{family}", kind)
     assert all(kernel.names == ("native",) for kernel in llm.report.kernels.values()), llm.report.kernels
-    assert not [note for note in llm.report.notes if "eager in" in note]
+    assert not [note for note in llm.report.notes if "eager at" in note]
     eager = lower(llm.graph_module, "eager").call
     wanted, found = engine_logits(llm, IDS, eager), engine_logits(llm, IDS)
     assert 0 < off(found, wanted) < BOUND

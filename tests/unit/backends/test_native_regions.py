@@ -52,7 +52,7 @@ def test_an_op_without_a_kernel_runs_eagerly_and_is_reported(family, op, count, 
     monkeypatch.delitem(LOWERINGS, op)
     llm = built(family)
     assert tokens(llm) == eager_tokens(family)
-    note = next(note for note in llm.report.notes if note.startswith(f"native: eager in {count} places: {op}"))
+    note = next(note for note in llm.report.notes if note.startswith(f"native: eager at {count} sites: {op}"))
     assert "there is no native kernel" in note
     name = f"graft::{op._schema.name.removeprefix('graft::')}"
     assert op.namespace == "aten" or llm.report.kernels[name].names != ("native",)
@@ -133,7 +133,7 @@ def test_unfused_graphs_are_lowered_too():
     assert tokens(llm) == eager_tokens("llama")
     ops_run = {"graft::rms_norm", "graft::add_rms_norm", "graft::rope", "graft::paged_attention", "graft::swiglu"}
     assert {name for name, kernel in llm.report.kernels.items() if kernel.names == ("native",)} == ops_run
-    assert any("native: eager in" in note and "aten.cos" in note for note in llm.report.notes)
+    assert any("native: eager at" in note and "aten.cos" in note for note in llm.report.notes)
 
 
 def test_the_command_line_runs_it():

@@ -152,9 +152,9 @@ def test_a_format_that_is_not_native_from_end_to_end_is_not_measured(native, mon
 
     from graft.base.errors import GraftError
 
-    notes = ["native: 9 steps and 3 barriers", "native: eager in 2 places: graft.fused_linear: no kernel"]
+    notes = ["native: 9 steps and 3 barriers", "native: eager at 2 sites: graft.fused_linear: no kernel"]
     monkeypatch.setattr(native.graft, "LLM", lambda *_, **__: SimpleNamespace(built=SimpleNamespace(notes=notes)))
-    with pytest.raises(GraftError, match="not native from end to end: eager in 2 places"):
+    with pytest.raises(GraftError, match="not native from end to end: eager at 2 sites"):
         native.native_llm("m", {"quantize": "int8"}, 10)
     monkeypatch.setattr(
         native.graft, "LLM", lambda *_, **__: SimpleNamespace(built=SimpleNamespace(notes=[]), quantized=None)

@@ -197,10 +197,10 @@ def test_recordings_are_checked_as_requests_run_them(llm):
         llm.graph_module, record=True,
     )  # fmt: skip
     assert engine.loop is not None
-    notes, made = list(engine.loop.notes), set(engine.loop.recordings.made)
+    notes, made = list(engine.loop.notes), set(engine.loop.captures.made)
     assert "agree" in check_of(llm, engine)
     assert engine.loop.in_flight == [] and engine.loop.counts.replays == 0
-    assert (engine.loop.notes, set(engine.loop.recordings.made)) == (notes, made)
+    assert (engine.loop.notes, set(engine.loop.captures.made)) == (notes, made)
     assert set(engine.loop.packed.made) == {16}  # the prompt's step, which requests use as well
 
 

@@ -99,7 +99,7 @@ def test_rows_are_rounded_as_the_reference_rounds_them(rows, k, size, outlier, s
     x[0, 0] *= outlier
     x[-1, k // 2] = 0
     weight = torch.zeros((16, -(-k // 64) * 64), dtype=torch.float8_e4m3fn, device=DEVICE)
-    q, scales = round_rows(kernels.Call(x, weight, scale=torch.ones(16, device=DEVICE)), weight.shape[1])
+    q, scales = round_rows(kernels.LinearCall(x, weight, scale=torch.ones(16, device=DEVICE)), weight.shape[1])
     runs = q.float().view(rows, -1, 32, 2).transpose(2, 3).reshape(rows, -1)
     torch.testing.assert_close(runs[:, :k] * scales[:, None], fp8_rows(x), rtol=1e-6, atol=0)
     assert not runs[:, k:].any()
@@ -110,7 +110,7 @@ def test_a_row_of_zeros_and_of_no_numbers():
     x[1, 5] = torch.nan
     x[2] = 1.0
     weight = torch.ones((16, 64), device=DEVICE).to(torch.float8_e4m3fn)
-    got = scaled.launch_scaled(kernels.Call(x, weight, scale=torch.ones(16, device=DEVICE), fp8_from=2))
+    got = scaled.launch_scaled(kernels.LinearCall(x, weight, scale=torch.ones(16, device=DEVICE), fp8_from=2))
     assert (got[0] == 0).all() and got[1].isnan().all() and torch.allclose(got[2], torch.full_like(got[2], 64.0))
 
 

@@ -19,7 +19,7 @@ from graft.base.errors import KernelUnavailable
 from graft.ops import OPS, Kernel, OpSpec, bind, choose
 from graft.ops.call import Asker
 from graft.ops.fused_linear import op as linear_op
-from graft.ops.fused_linear.cases import LinearShape, make
+from graft.ops.fused_linear.cases import LinearCase, make
 from graft.ops.fused_linear.choice import overridden
 from graft.ops.fused_linear.kinds import Gemm, Matvec
 from graft.ops.fused_linear.kinds import LinearShape as Product
@@ -111,18 +111,18 @@ def test_the_report_has_every_place_and_the_reasons_of_the_table():
     x = torch.randn(2, 8)
     report = graft_compile(Norms(), (x,)).report
     plain, offset = report.kernels["graft::rms_norm"].ran
-    assert (plain.kernels, plain.kind, plain.places, plain.skipped) == (("aten",), "existing", 2, ())
+    assert (plain.kernels, plain.kind, plain.sites, plain.skipped) == (("aten",), "existing", 2, ())
     spec = OPS["rms_norm"]
     call = spec.call(x, torch.ones(8), 1e-5, 1.0)
-    assert offset.kernels == ("reference",) and offset.places == 1
+    assert offset.kernels == ("reference",) and offset.sites == 1
     assert offset.skipped == tuple((kernel.name, kernel.problem(call)) for kernel in spec.kernels)
-    assert str(report.kernels["graft::rms_norm"]).startswith("in 2 places aten (existing); in 1 place reference (not")
+    assert str(report.kernels["graft::rms_norm"]).startswith("at 2 sites aten (existing); at 1 site reference (not")
     assert Report.from_json(report.to_json()).kernels == report.kernels
 
 
 def test_measured_kernels_go_first_and_what_does_not_fit_is_passed_over():
     """On the same path as on a GPU: what was measured for the tokens of a call, then the default, then the table."""
-    args = make(LinearShape(1, 64, 256), "cpu", torch.float32, torch.Generator().manual_seed(0))
+    args = make(LinearCase(1, 64, 256), "cpu", torch.float32, torch.Generator().manual_seed(0))
     spec, shape = OPS["fused_linear"], Product(64, 256, "plain", False, False)
     table = {shape: {1: TunedEntry(Matvec(4, 8), 1.0, "cpu"), 8: TunedEntry(Gemm(rows=32), 1.0, "cpu")}}
     with mock.patch.object(linear_op, "needs_triton", lambda *_: None), overridden(table):
@@ -174,5 +174,5 @@ def test_equal_places_are_counted_and_read_back():
     one, other = Ran(("native",), "native"), Ran(("reference",), "reference", (("native", "it is int64"),))
     found = gathered([("graft::rope", one), ("graft::rope", other), ("graft::rope", one), ("graft::swiglu", one)])
     assert str(found["graft::swiglu"]) == "native" and found["graft::swiglu"].names == ("native",)
-    assert str(found["graft::rope"]) == "in 2 places native; in 1 place reference (not native: it is int64)"
+    assert str(found["graft::rope"]) == "at 2 sites native; at 1 site reference (not native: it is int64)"
     assert isinstance(found["graft::rope"], OpKernels)

@@ -144,7 +144,7 @@ def test_every_batch_of_an_engine_is_well_formed(record):
         seen.append(tuple(batch.input_ids.shape[1:] + batch.seq_lens.shape))
         return graph(*inputs)
 
-    owners = [running, *([loop.recordings, loop.packed] if loop is not None else [])]
+    owners = [running, *([loop.captures, loop.packed] if loop is not None else [])]
     for owner in owners:
         owner.graph = checked
     try:

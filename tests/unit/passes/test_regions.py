@@ -122,9 +122,9 @@ def test_every_region_can_run_as_one_call(program):
 
     graph = trace_function(run, (X, W)).graph
     found, grower = grown(graph)
-    place = {node: region.place for region in found for node in region.nodes}
+    place = {node: region.position for region in found for node in region.nodes}
     assert len(place) == sum(len(region.nodes) for region in found)
     for region in found:
-        assert all(place.get(node, grower.order[node]) < region.place for node in region.inputs())
+        assert all(place.get(node, grower.order[node]) < region.position for node in region.inputs())
         users = {user for node in region.outputs() for user in node.users if user not in region.nodes}
-        assert all(place.get(user, grower.order[user]) > region.place for user in users)
+        assert all(place.get(user, grower.order[user]) > region.position for user in users)

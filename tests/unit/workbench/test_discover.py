@@ -108,7 +108,7 @@ def test_fusions_that_are_off_are_found_again_at_the_top_with_their_op(switched_
         assert candidate.existing[0].file == f"graft/ops/{candidate.existing[0].symbol.removeprefix('graft::')}/op.py"
     norm = switched_off.worthwhile[2]
     assert "aten::rms_norm" in [found.symbol for found in norm.existing]
-    assert norm.places == ("model.layers.*.input_layernorm",)
+    assert norm.sites == ("model.layers.*.input_layernorm",)
     savings = [c.saving_us for c in switched_off.worthwhile]
     assert savings == sorted(savings, reverse=True)
     assert switched_off.nothing_left() == ""
@@ -147,7 +147,7 @@ def test_a_novel_block_is_found_counted_and_needs_a_kernel(block, called, kind):
     found = discover(transformed(Stack(block)))
     (candidate,) = found.worthwhile
     assert sorted(candidate.title.split(" → ")) == sorted(called)
-    assert (candidate.count, candidate.kind, candidate.places) == (LAYERS, kind, (f"layers.* × {LAYERS}",))
+    assert (candidate.count, candidate.kind, candidate.sites) == (LAYERS, kind, (f"layers.* × {LAYERS}",))
     assert (candidate.lookup, candidate.recommendation) == ("not_found", "needs_triton_fallback")
     assert any("dynamic shapes" in risk for risk in candidate.risks)
 
@@ -283,7 +283,7 @@ def test_a_candidate_that_cannot_be_a_pattern_says_why():
     table = next(c for c in found.candidates if c.kind == "position_table")
     assert "reads %size, a number known at run time only" in table.pattern_problem()
     other = replace(norms, count=4)
-    assert other.pattern_problem() == "as a pattern it fits at 3 of its 4 places"
+    assert other.pattern_problem() == "as a pattern it fits at 3 of its 4 sites"
 
 
 def test_sources_of_a_model_run_and_give_the_same_graph(switched_off):

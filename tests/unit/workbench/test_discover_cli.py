@@ -82,15 +82,15 @@ def test_candidates_are_timed_where_a_device_is_named():
     off = ["--set", "transforms.fuse_rms_norm.enabled=false", "--set", "transforms.fuse_add_rms_norm.enabled=false"]
     shown = call("tiny-llama", "--measure", "cpu", "--tokens", "4", "--top", "1", *off)
     assert shown.exit_code == 0, shown.output
-    assert "measured     4 tokens: a place takes" in shown.output and "by the existing kernel" in shown.output
+    assert "measured     4 tokens: a site takes" in shown.output and "by the existing kernel" in shown.output
     found = json.loads(call("tiny-llama", "--measure", "cpu", "--tokens", "4", "--json", *off).stdout)
     first = found["candidates"][0]["measured"][0]
-    assert first["problem"] == "" and first["places"] == found["candidates"][0]["count"]
+    assert first["problem"] == "" and first["sites"] == found["candidates"][0]["count"]
     assert first["now_us"] > 0 and first["copy_us"] > 0 and first["existing_us"] > 0
-    assert first["saving_us"] == pytest.approx(max(0, first["now_us"] - first["existing_us"]) * first["places"])
+    assert first["saving_us"] == pytest.approx(max(0, first["now_us"] - first["existing_us"]) * first["sites"])
 
 
 def test_nothing_is_timed_without_a_gpu_or_when_told():
-    assert "a place takes" not in call("tiny-gpt2", "--measure", "none").output
+    assert "a site takes" not in call("tiny-gpt2", "--measure", "none").output
     wrong = call("tiny-gpt2", "--measure", "tpu")
     assert wrong.exit_code == 2 and "auto, cuda, cpu or none" in wrong.output

@@ -46,9 +46,9 @@ def test_matches_by_layer_and_near_misses_with_node_line_and_reason():
     assert list(told.by_layer()) == [0, 2]
     assert all(match.proof and match.nodes == 6 for match in told.matches)
     (miss,) = told.closest()
-    assert miss.place.layer == 1 and miss.place.module == "layers.1" and miss.place.node.startswith("rsqrt")
-    assert miss.place.source.startswith("test_explain.py:") and "second reader" in miss.reason
-    assert miss.place.source in [entry["place"]["source"] for entry in told.to_dict()["near_misses"]]
+    assert miss.site.layer == 1 and miss.site.module == "layers.1" and miss.site.node.startswith("rsqrt")
+    assert miss.site.source.startswith("test_explain.py:") and "second reader" in miss.reason
+    assert miss.site.source in [entry["site"]["source"] for entry in told.to_dict()["near_misses"]]
 
 
 def test_a_transform_that_is_off_is_explained_all_the_same():

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from graft.base.errors import DiskFull, PatternError, UsageError
 from graft.base.files import write_together
 from graft.cli.app import app
+from graft.workbench.scaffold.destination import Destination
 from graft.workbench.scaffold.names import check_name
-from graft.workbench.scaffold.place import Destination
 from graft.workbench.scaffold.plan import new_transform, with_entry
 from scaffold_cases import ROOT, SOURCE, checkout_folder, functions_file  # noqa: F401  (fixtures)
 

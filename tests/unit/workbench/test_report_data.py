@@ -138,7 +138,7 @@ def test_a_drawing_that_is_too_large_is_said_to_be(data, monkeypatch):
 
 def test_matches_and_near_misses_are_told_once_for_equal_layers(data):
     norm = view(data, "fuse_rms_norm")
-    assert [(row.place, row.count) for row in norm.matches] == [("layers.*.norm × 9 (layers 0–6, 8–9)", 9)]
+    assert [(row.site, row.count) for row in norm.matches] == [("layers.*.norm × 9 (layers 0–6, 8–9)", 9)]
     nearest = norm.misses[0]
     assert nearest.place == "layers.7.norm" and nearest.count == 1 and "has a second reader" in nearest.reason
     assert nearest.matched == nearest.size and nearest.pattern.count(",") >= 1

@@ -125,5 +125,5 @@ def notes(parts: Split, built: Built, seconds: float, team: Threads, released: i
     if released:
         said.append(f"native: {released} weights are packed, and the module's own were freed")
     reasons = Counter(f"{node.target}: {reason}" for node, reason in parts.reasons.items())
-    said += [f"native: eager in {count} sites: {reason}" for reason, count in reasons.items()]
+    said += [f"native: eager at {count} sites: {reason}" for reason, count in reasons.items()]
     return tuple(said)
