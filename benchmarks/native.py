@@ -21,7 +21,7 @@ import torch
 
 import graft
 from graft.base.errors import GraftError
-from graft.bench.baselines.baseline import Baseline, Peer, Task
+from graft.bench.baselines.baseline import BenchEngine, Peer, Task
 from graft.bench.baselines.hf import EagerBaseline
 from graft.bench.baselines.llama_cpp import LlamaCpp
 from graft.bench.baselines.openvino import OpenVino
@@ -150,7 +150,7 @@ def native_llm(model: str, options: dict[str, Any] | None, tokens: int) -> graft
     return llm
 
 
-def make_engines(args: argparse.Namespace, results: Results) -> tuple[dict[str, graft.LLM], list[Baseline]]:
+def make_engines(args: argparse.Namespace, results: Results) -> tuple[dict[str, graft.LLM], list[BenchEngine]]:
     engines = {}
     for name in args.formats.split(","):
         try:
@@ -162,7 +162,7 @@ def make_engines(args: argparse.Namespace, results: Results) -> tuple[dict[str, 
     return engines, list(eager)
 
 
-def measure_cell(args: argparse.Namespace, batch: int, engines: Sequence[Baseline], results: Results) -> None:
+def measure_cell(args: argparse.Namespace, batch: int, engines: Sequence[BenchEngine], results: Results) -> None:
     """All in turns; Hugging Face gets fewer steps, since without 16-bit instructions each takes it seconds."""
     calls = prompts_for(load_model(args.model, dtype="bfloat16", device="cpu"), Cell(batch, args.prompt))
     runners = [Runner(engine, CPU) for engine in engines]

@@ -17,7 +17,7 @@ import torch
 
 from graft.base.errors import UsageError
 from graft.base.files import Progress
-from graft.bench.baselines.baseline import Baseline, Peer, Task
+from graft.bench.baselines.baseline import BenchEngine, Peer, Task
 from graft.bench.baselines.hf import BASELINES
 from graft.bench.machine import facts
 from graft.bench.plan import BenchPlan, Cell
@@ -133,7 +133,7 @@ def measure(run: BenchRun, cell: Cell, runners: list[Runner]) -> None:
                 runner.measure(short, long, plan.new, before)
 
 
-def work_of(run: BenchRun, cell: Cell, engine: Baseline, ours: bool) -> CellWork:
+def work_of(run: BenchRun, cell: Cell, engine: BenchEngine, ours: bool) -> CellWork:
     """What the cell asks of an engine: they differ where one reads weights in another format."""
     module = run.llm.model.module
     # step i of `new` reads the prompt, the first token and the i - 1 tokens after it
@@ -146,7 +146,7 @@ def work_of(run: BenchRun, cell: Cell, engine: Baseline, ours: bool) -> CellWork
     return CellWork(read if quantized is None else read - weight_bytes(module, cell.batch) + quantized, flops)
 
 
-def make_baseline(name: str, task: Task) -> Baseline:
+def make_baseline(name: str, task: Task) -> BenchEngine:
     return BASELINES[name](task)
 
 

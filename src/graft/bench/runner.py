@@ -18,7 +18,7 @@ import torch
 
 from graft.base.errors import OutOfCache, PeerNotRun
 from graft.base.timers import synchronize
-from graft.bench.baselines.baseline import Baseline
+from graft.bench.baselines.baseline import BenchEngine
 from graft.bench.plan import BenchPlan, Cell
 from graft.bench.roofline import Roofline
 from graft.bench.rows import Row
@@ -53,7 +53,7 @@ class CellWork:
 
 @dataclass
 class Runner:
-    engine: Baseline
+    engine: BenchEngine
     device: torch.device
     prepared: float = 0.0  # seconds that it was built for before its first call
     setup_seconds: float = 0.0

@@ -290,5 +290,11 @@ def test_ops_shows_choices_below_the_kernels():
     choices = next(row for row in rows if row["kernel"] == "matvec")["choices"]
     assert {"shape", "first", "last", "kind", "device"} <= set(choices[0]) and choices[0]["first"] == 1
     assert all(choice["kernel"] == row["kernel"] for row in rows for choice in row.get("choices", ()))
-    assert {row["kernel"] for row in rows if "choices" in row} == {"matvec", "narrow", "even", "gemm", "library"}
+    assert {row["kernel"] for row in rows if "choices" in row} == {
+        "matvec",
+        "int4_gemm",
+        "balanced_gemm",
+        "gemm",
+        "library",
+    }
     assert "by tokens" not in invoke("ops", "rope", "--device", "cpu").stdout

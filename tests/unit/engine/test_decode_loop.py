@@ -269,7 +269,7 @@ def test_a_recording_that_fails_is_told_and_decoding_goes_on(monkeypatch):
     def refuse(self, key):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(CapturedSteps, "record", refuse)
+    monkeypatch.setattr(CapturedSteps, "capture_step", refuse)
     llm = engine("llama", True, max_num_seqs=4)
     given = prompts((5, 9))
     expected = [o.token_ids for o in engine("llama", False).generate(given, greedy())]

@@ -42,9 +42,9 @@ def unpacked(step):
     for part in step["parts"]:
         first = [None, [node[0] for node in part["nodes"]], [outer[0] for outer in part["outer"]]]
         for _, names, outer in (first, *part["copies"]):
-            for place, node in enumerate(part["nodes"]):
+            for site, node in enumerate(part["nodes"]):
                 reads = node[7][1::2]
-                found[names[place]] = sorted(names[at] if at >= 0 else outer[-1 - at] for at in reads)
+                found[names[site]] = sorted(names[at] if at >= 0 else outer[-1 - at] for at in reads)
     return found
 
 
@@ -140,7 +140,7 @@ def test_matches_and_near_misses_are_told_once_for_equal_layers(data):
     norm = view(data, "fuse_rms_norm")
     assert [(row.site, row.count) for row in norm.matches] == [("layers.*.norm × 9 (layers 0–6, 8–9)", 9)]
     nearest = norm.misses[0]
-    assert nearest.place == "layers.7.norm" and nearest.count == 1 and "has a second reader" in nearest.reason
+    assert nearest.site == "layers.7.norm" and nearest.count == 1 and "has a second reader" in nearest.reason
     assert nearest.matched == nearest.size and nearest.pattern.count(",") >= 1
     assert len(norm.misses) == 2 < len(norm.record.near_misses)
 

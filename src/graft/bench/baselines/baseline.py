@@ -24,14 +24,14 @@ class Task:
     threads: int | None = None
 
 
-class Baseline(Protocol):
+class BenchEngine(Protocol):
     name: str
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]: ...
 
 
 @runtime_checkable
-class Peer(Baseline, Protocol):
+class Peer(BenchEngine, Protocol):
     """An engine of its own: made at its first call, so that this time is its setup, and closed after its last."""
 
     def step_bytes(self, batch: int, tokens: float) -> float:

@@ -19,7 +19,7 @@ def triton_problem(call: Call) -> str | None:
     ring = call.ring
     if ring.stride(1) != 1 or not (ring.is_pinned() or ring.device == call.tokens.device):
         return "the ring is no memory that the device can write to, line by line"
-    return needs_triton(call.tokens, call.turn)
+    return needs_triton(call.tokens, call.filled)
 
 
 def run_triton(tokens: Tensor, filled: Tensor, ring: Tensor) -> Tensor:
