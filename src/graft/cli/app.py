@@ -14,6 +14,7 @@ from graft.base.errors import GraftError
 from graft.cli.bench import bench
 from graft.cli.chat import chat
 from graft.cli.check import check
+from graft.cli.compare import compare
 from graft.cli.config import config
 from graft.cli.diff import diff
 from graft.cli.discover import discover
@@ -88,6 +89,7 @@ VERBS = (
     discover,
     new_transform,
     check,
+    compare,
     repro,
     report,
     export,

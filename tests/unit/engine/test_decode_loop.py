@@ -262,7 +262,9 @@ def test_a_batch_without_a_recording_is_counted_and_told():
     assert llm.stats.bucket_misses == 7 and llm.stats.replayed_steps == 8
     told = [note for note in llm.report.notes if "larger than 2" in note]
     assert len(told) == 1
-    assert any("2 captures, which are direct calls on a CPU, for batches of 1, 2" in n for n in llm.report.notes)
+    assert any(
+        "2 captured steps, which are direct calls on a CPU, for batches of 1, 2" in n for n in llm.report.notes
+    )
 
 
 def test_a_recording_that_fails_is_told_and_decoding_goes_on(monkeypatch):
@@ -277,7 +279,7 @@ def test_a_recording_that_fails_is_told_and_decoding_goes_on(monkeypatch):
     assert llm.stats.bucket_misses == 23 and llm.stats.replayed_steps == 0
     told = [note for note in llm.report.notes if "RuntimeError: no such thing" in note]
     assert told == [
-        "decode steps without a CUDA graph: capture a greedy step of 4 rows failed: RuntimeError: no such thing"
+        "decode steps without a CUDA graph: capturing a greedy step of 4 rows failed: RuntimeError: no such thing"
     ]
 
 
