@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graft.api.artifacts import load
     from graft.api.compile import CompiledModule, compile
     from graft.api.inductor_passes import inductor_reports, passes_for_inductor
+    from graft.api.load import load
     from graft.api.torch_compile import Backend, backend_reports
     from graft.engine.core import Output
     from graft.engine.llm import LLM
@@ -33,7 +33,7 @@ _HOMES = {
     "Output": "graft.engine.core",
     "compile": "graft.api.compile",
     "CompiledModule": "graft.api.compile",
-    "load": "graft.api.artifacts",
+    "load": "graft.api.load",
     "Backend": "graft.api.torch_compile",
     "backend_reports": "graft.api.torch_compile",
     "passes_for_inductor": "graft.api.inductor_passes",

@@ -12,7 +12,7 @@ from graft.ops import OPS
 from graft.ops.cached_attention.cases import CASES
 from graft.ops.cached_attention.decode.triton import split_kv
 from graft.ops.cases import tolerance
-from graft.ops.paged_attention.cases import make
+from graft.ops.paged_batches import make
 from graft.ops.rope_kv_write.cases import CASES as ROPE_CASES
 from graft.ops.selection import problem_of
 

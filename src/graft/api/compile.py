@@ -14,6 +14,7 @@ import torch
 
 from graft.api.call_form import CallForm
 from graft.api.checks import BufferCheck
+from graft.api.save import save_compiled
 from graft.api.variant import Variant, VariantSettings, build_variant
 from graft.backends.replay import Replays
 from graft.backends.select import keep_sizes
@@ -230,8 +231,6 @@ class CompiledModule(torch.nn.Module):
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Writes a folder that `graft.load` reads in a new process; state is saved as it is now."""
-        from graft.api.artifacts import save_compiled
-
         save_compiled(self, path, overwrite=overwrite)
 
 

@@ -19,8 +19,8 @@ from graft.backends.capturable import capture_device
 from graft.backends.capture import DIRECT, cuda_capturer
 from graft.backends.eager import bind_kernels
 from graft.backends.keys import Arguments, ModuleTensors
+from graft.backends.lowered import Lowered
 from graft.backends.replay import Replays
-from graft.backends.select import Lowered
 from graft.ir.effects import mutated_roots
 from graft.ir.nodes import leaves, output_node, placeholders
 from graft.ops.ran import gathered

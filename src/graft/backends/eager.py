@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from graft.backends.select import Lowered
+from graft.backends.lowered import Lowered
 from graft.backends.streams import bind_streams, placements
 from graft.ir.nodes import OpOverload, arg_values, val
 from graft.ops import OPS, bind

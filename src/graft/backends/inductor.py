@@ -19,7 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from graft.backends.eager import ran_here
-from graft.backends.select import Lowered
+from graft.backends.lowered import Lowered
 from graft.base.errors import Recompiled, UsageError
 from graft.ir.edit import second_module
 from graft.ir.effects import mutated_roots

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch.fx import GraphModule
 
+from graft.backends.lowered import Lowered
 from graft.base.errors import DiskFull, NativeFailed, NoCompiler, UnknownBackend, UsageError
 from graft.ir.effects import storage_root, written_args
 from graft.ir.nodes import outlives_call, where
-from graft.ops.ran import OpKernels
-
-
-@dataclass(frozen=True)
-class Lowered:
-    """A runnable graph, the kernel chosen for each op, and notes for the report."""
-
-    call: Callable[..., Any]
-    backend: str
-    kernels: Mapping[str, OpKernels] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
 
 NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("auto", "eager", "inductor", "cuda_graph", "native")

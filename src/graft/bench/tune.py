@@ -13,6 +13,7 @@ import torch
 
 from graft.base.errors import GraftError, NoGpu
 from graft.base.files import Progress
+from graft.bench.tune_types import Result, weight_bytes
 from graft.ops.fused_linear.choice import look_up, overridden, shipped_table
 from graft.ops.fused_linear.kinds import (
     BalancedGemm,
@@ -26,13 +27,10 @@ from graft.ops.fused_linear.kinds import (
     how_text,
 )
 from graft.ops.fused_linear.tables import Table, TunedEntry
-from graft.weights.packing import GROUP
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 KEPT = 3  # candidates that are tried in a step
 MARGIN = 0.001  # of a step: a smaller gain is not told from noise
-BITS = {"plain": 16, "int8": 8, "fp8": 8, "int4": 4}
-Result = float | str  # microseconds, or why it did not run
 Timer = Callable[[LinearShape, int, Sequence[How]], Sequence[Result]]
 StepTimer = Callable[[int], Result]  # of a decode step of so many sequences, by the kernels of the current table
 
@@ -223,10 +221,3 @@ def refine(
                 best, least = tried, us
     refined = [replace(trial, best=best[trial.shape], measured="in a step") for trial in trials]
     return refined, [StepTime(tokens, least, usual)], failures
-
-
-def weight_bytes(shape: LinearShape) -> int:
-    """What a GEMM reads of its weight and scales."""
-    rows = 2 * shape.n if shape.gated else shape.n
-    scales = {"plain": 0, "int8": 4, "fp8": 4, "int4": 2 * -(-shape.k // GROUP)}[shape.format]
-    return rows * (shape.k * BITS[shape.format] // 8 + scales)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from graft.backends.select import Lowered, decoder_backend, lower_decoder
+from graft.backends.lowered import Lowered
+from graft.backends.select import decoder_backend, lower_decoder
 from graft.base.errors import UsageError
 from graft.base.files import Progress
 from graft.base.progress import LOWERING, TRANSFORMS, Doing

@@ -89,3 +89,8 @@ def launch_failures() -> tuple[type[Exception], ...]:
     from triton.runtime.errors import OutOfResources, PTXASError
 
     return (RuntimeError, CompilationError, OutOfResources, PTXASError)
+
+
+def capturing(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured right now: what it takes from the CPU stays as it is."""
+    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

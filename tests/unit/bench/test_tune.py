@@ -15,7 +15,8 @@ import graft
 from conftest import tiny
 from graft.base.errors import GraftError, NoGpu
 from graft.bench import tune as workbench
-from graft.bench.tune import KEPT, MARGIN, Failure, candidates, tune, weight_bytes
+from graft.bench.tune import KEPT, MARGIN, Failure, candidates, tune
+from graft.bench.tune_types import weight_bytes
 from graft.cli import tune as command
 from graft.cli.app import app
 from graft.engine.choices import choice_note, choice_notes, model_shapes

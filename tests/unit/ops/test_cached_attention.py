@@ -16,8 +16,8 @@ from graft.ops.cached_attention.decode import triton as decode
 from graft.ops.cached_attention.existing import cached_attention_sdpa
 from graft.ops.cached_attention.reference import cached_attention
 from graft.ops.cached_attention.triton import cached_attention_triton
-from graft.ops.paged_attention.cases import make
 from graft.ops.paged_attention.triton import paged_attention_triton
+from graft.ops.paged_batches import make
 from graft.ops.rope_kv_write import triton as rope_kv_write
 from graft.ops.rope_kv_write.cases import CASES as ROPE_CASES
 from marks import examples

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from graft.ops import OPS, choose
 from graft.ops.cached_attention import op as reading
-from graft.ops.paged_attention.cases import make
+from graft.ops.paged_batches import make
 from graft.ops.rope_attention import op
 from graft.ops.rope_kv_write import op as writing
 from graft.ops.selection import problem_of

@@ -10,6 +10,7 @@ from operator import getitem
 from torch.fx import Graph, GraphModule, Node
 
 from graft.backends.eager import bind_kernels, spec_of
+from graft.backends.lowered import Lowered
 from graft.backends.native.build import Built, Source, load
 from graft.backends.native.call import Arena, RegionCall, Threads
 from graft.backends.native.compiler import find_compiler
@@ -17,7 +18,6 @@ from graft.backends.native.cpu import thread_count
 from graft.backends.native.emit import emit
 from graft.backends.native.regions import NativeRegion, Split, split
 from graft.backends.native.weights import Release, prepare_all
-from graft.backends.select import Lowered
 from graft.base.errors import NothingNative, UsageError
 from graft.ir.nodes import tensor_val, where
 from graft.ops.call import Asker

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 from graft.ops.cases import Case
-from graft.ops.paged_attention.cases import BATCHES as PAGED
-from graft.ops.paged_attention.cases import PLAIN
-from graft.ops.paged_attention.cases import make as make_paged
+from graft.ops.paged_batches import BATCHES as PAGED
+from graft.ops.paged_batches import PLAIN
+from graft.ops.paged_batches import make as make_paged
 
 
 def make(*args: Any) -> tuple[Any, ...]:

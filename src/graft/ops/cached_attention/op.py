@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graft.ops.cached_attention.reference import cached_attention
 from graft.ops.call import Call
+from graft.ops.launch import capturing
 from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 
 # Tokens of a prompt from which torch's kernel, with keys gathered first, is quicker than graft's. bfloat16 on an
@@ -75,11 +76,6 @@ def native_problem(call: Call) -> str | None:
     if len(kinds) == 1 and kinds <= {torch.float32, torch.bfloat16, torch.float16}:
         return None
     return f"the caches are {', '.join(sorted(map(str, kinds)))}"
-
-
-def capturing(q: Tensor) -> bool:
-    """Whether a CUDA graph is captured right now: what it takes from the CPU stays as it is."""
-    return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def run_split_kv(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from graft.ops.cached_attention.decode.triton import split_kv
-from graft.ops.cached_attention.op import capturing
 from graft.ops.cached_attention.prefill.triton import prefill
+from graft.ops.launch import capturing
 
 LONG_CONTEXT = 8192  # tokens: one program reads them in about 150 us, which a step with prompts in it hides
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from graft.ops.cases import Case
-from graft.ops.paged_attention.cases import PLAIN
-from graft.ops.paged_attention.cases import make as make_paged
+from graft.ops.paged_batches import PLAIN
+from graft.ops.paged_batches import make as make_paged
 
 
 def make(*args: Any) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from graft.base.errors import CheckpointError
 from graft.base.files import Progress, atomic_folder, cache_dir, sha256
 from graft.weights.checkpoint import check_folder, refusing
 from graft.weights.gguf.header import read_gguf_header
+from graft.weights.gguf.names import Names
 from graft.weights.gguf.reader import one_reader
 from graft.weights.gguf.support import check_shapes, check_supported, refuse_dropped
 
@@ -76,8 +77,6 @@ def write_folder(path: Path, folder: Path, progress: Progress | None, stored: to
     from gguf import GGUFReader
     from safetensors.torch import save_file
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-    from graft.weights.gguf.blocks import Names
 
     config, model = write_front(path, folder, progress, stored)
     tell(progress, 2, "dequantising the weights")

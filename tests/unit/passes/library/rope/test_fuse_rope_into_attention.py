@@ -16,7 +16,7 @@ from graft.ir.nodes import calls, is_op
 from graft.ir.trace import export_graph
 from graft.memory.writes import state_writes
 from graft.models.load import load_model
-from graft.ops.paged_attention.cases import make
+from graft.ops.paged_batches import make
 from graft.ops.rope_attention import reference
 from graft.passes.base import Context
 from graft.passes.config import load_config

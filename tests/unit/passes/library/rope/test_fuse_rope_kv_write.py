@@ -12,7 +12,7 @@ from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls, is_op
 from graft.ir.trace import export_graph
 from graft.models.load import load_model
-from graft.ops.paged_attention.cases import make
+from graft.ops.paged_batches import make
 from graft.passes.base import Context
 from graft.passes.config import load_config
 from graft.passes.pipeline import order_transforms, run_pipeline

@@ -1,39 +1,17 @@
-"""Compiled modules as folders: what CompiledModule.save and graft.load do."""
+"""A compiled module from its folder: what graft.load does."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
-from graft.api.artifact import Artifact, SavedGraph, read_artifact, write_artifact
+from graft.api.artifact import SavedGraph, read_artifact
 from graft.api.call_form import CallForm
 from graft.api.compile import CompiledModule
 from graft.api.variant import Variant, VariantSettings, lower_variant
 from graft.memory.initial import Initial
 from graft.passes.config import load_config
 from graft.passes.report import Report
-
-
-def save_compiled(compiled: CompiledModule, path: str | Path, *, overwrite: bool = False) -> None:
-    """State is saved as it is now, together with the initial values that reset brings back."""
-    artifact = Artifact(
-        tuple(saved_graph(variant) for variant in compiled.variants),
-        compiled.backend,
-        compiled.settings.config.kernels,
-        {name: initial.value for name, initial in compiled.initial.items()},
-        {
-            "form": compiled.form.to_data(),
-            "caches": compiled.cache_count,
-            "reuse_outputs": compiled.settings.reuse_outputs,
-        },
-    )
-    write_artifact(path, artifact, overwrite=overwrite)
-
-
-def saved_graph(variant: Variant) -> SavedGraph:
-    aliases = tuple(astuple(alias) for alias in variant.aliases)
-    extra = {"returned": None if variant.returned is None else [list(position) for position in variant.returned]}
-    return SavedGraph(variant.graph_module, variant.signature, aliases, variant.report.to_json(), extra)
 
 
 def load_compiled(path: str | Path) -> CompiledModule:

@@ -1,0 +1,35 @@
+"""A compiled module as a folder: what CompiledModule.save does."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graft.api.artifact import Artifact, SavedGraph, write_artifact
+from graft.api.variant import Variant
+
+if TYPE_CHECKING:
+    from graft.api.compile import CompiledModule
+
+
+def save_compiled(compiled: CompiledModule, path: str | Path, *, overwrite: bool = False) -> None:
+    """State is saved as it is now, together with the initial values that reset brings back."""
+    artifact = Artifact(
+        tuple(saved_graph(variant) for variant in compiled.variants),
+        compiled.backend,
+        compiled.settings.config.kernels,
+        {name: initial.value for name, initial in compiled.initial.items()},
+        {
+            "form": compiled.form.to_data(),
+            "caches": compiled.cache_count,
+            "reuse_outputs": compiled.settings.reuse_outputs,
+        },
+    )
+    write_artifact(path, artifact, overwrite=overwrite)
+
+
+def saved_graph(variant: Variant) -> SavedGraph:
+    aliases = tuple(astuple(alias) for alias in variant.aliases)
+    extra = {"returned": None if variant.returned is None else [list(position) for position in variant.returned]}
+    return SavedGraph(variant.graph_module, variant.signature, aliases, variant.report.to_json(), extra)

@@ -1,0 +1,16 @@
+"""What timers of kernels give, and what they count."""
+
+from __future__ import annotations
+
+from graft.ops.fused_linear.kinds import LinearShape
+from graft.weights.packing import GROUP
+
+BITS = {"plain": 16, "int8": 8, "fp8": 8, "int4": 4}
+Result = float | str  # microseconds, or why it did not run
+
+
+def weight_bytes(shape: LinearShape) -> int:
+    """What a GEMM reads of its weight and scales."""
+    rows = 2 * shape.n if shape.gated else shape.n
+    scales = {"plain": 0, "int8": 4, "fp8": 4, "int4": 2 * -(-shape.k // GROUP)}[shape.format]
+    return rows * (shape.k * BITS[shape.format] // 8 + scales)
