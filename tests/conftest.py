@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import shutil
+import signal
 import tempfile
+import threading
 import warnings
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import pytest
+from hypothesis import settings
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
+from graft.models.registry import families
+from marks import thin_out
+
+if TYPE_CHECKING:
+    import torch
+    from torch.fx import GraphModule
+
+    from graft.engine.llm import LLM
+    from graft.models.load import LoadedModel
+
+# torch and transformers are imported where they are used: the process that only hands tests to others does without
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # a model is captured once in a run, by whichever process comes first; test_stored_graphs holds that a stored graph is
@@ -29,24 +42,8 @@ os.environ.setdefault("GRAFT_NATIVE_CACHE_DIR", os.path.expanduser("~/.cache/gra
 os.environ |= {"NO_COLOR": "1", "COLUMNS": "160"}  # what the commands print, whatever the terminal
 warnings.filterwarnings("ignore")
 
-import pytest  # noqa: E402
-import transformers  # noqa: E402
-from hypothesis import settings  # noqa: E402
-from torch.fx import GraphModule  # noqa: E402
-
-from graft.capture.cache import captured_decoder  # noqa: E402
-from graft.engine.build import build_engine  # noqa: E402
-from graft.engine.kv.tensors import LayerShape  # noqa: E402
-from graft.engine.llm import LLM  # noqa: E402
-from graft.engine.options import EngineOptions  # noqa: E402
-from graft.models.load import LoadedModel, load_model  # noqa: E402
-from graft.models.registry import families  # noqa: E402
-
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
-
 # the same examples in every run, so that a change is judged by what it changed; `make fuzz` draws new ones
-settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("repeatable", derandomize=True, max_examples=35)
 settings.register_profile("all", derandomize=True)
 settings.register_profile("fuzz", print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
@@ -56,20 +53,41 @@ pytest_plugins = ["graft.testing.plugin", "pytester"]
 FAMILIES = sorted(families())
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return  # tests run in other processes
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        # a run in the background of a shell ignores Ctrl-C, and so would what tests send it to
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    import torch
+    import transformers
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
 @cache
 def tiny(family: str, dtype: str = "float32") -> LoadedModel:
     """A tiny model of a family. Shared: tests that rewrite weights load their own."""
+    from graft.models.load import load_model
+
     return load_model(f"tiny-{family}", dtype=dtype, device="cpu")
 
 
 @cache
 def embedded() -> LLM:
     """The embedded model in float32, loaded once a process. Shared: a test that changes it undoes that."""
+    from graft.engine.llm import LLM
+
     return LLM("smollm2-135m", dtype="float32", device="cpu", keep_weights=True)
 
 
 def graph_of(module: torch.nn.Module) -> GraphModule:
     """What capture_decoder gives, exported once in a run for equal models; test_stored_graphs: it is the same."""
+    from graft.capture.cache import captured_decoder
+
     return captured_decoder(module)[0]
 
 
@@ -78,14 +96,28 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked exhaustive
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, so that no worker is left alone with one at the end."""
+    """Matrices thinned out; the longest first, so that no worker is left alone with one at the end."""
+    thin_out(items)
     longest = ("test_write_a_transform", "test_state_programs", "test_soak", "test_engine", "test_smollm2")
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays for the whole run: the garbage collector need not look at half a million objects again
+    and again, nor for garbage after every 700 new ones, of which a traced graph makes thousands. Saves a quarter."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 def resized(llm: LLM, **options: Any) -> LLM:
     """The same graph with an engine of another size: capturing the model once more would take seconds."""
+    from graft.engine.build import build_engine
+    from graft.engine.kv.tensors import LayerShape
+    from graft.engine.options import EngineOptions
+
     other = copy.copy(llm)
     layers = [LayerShape(t.shape[2], t.shape[3], t.dtype) for t in llm.engine.tensors[::2]]
     other.engine, _ = build_engine(
@@ -97,4 +129,6 @@ def resized(llm: LLM, **options: Any) -> LLM:
 
 @pytest.fixture
 def generator() -> torch.Generator:
+    import torch
+
     return torch.Generator().manual_seed(0)

@@ -7,7 +7,8 @@ tests/mutation.py plants faults in the code and shows that the short run still f
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +17,26 @@ import pytest
 KINDS = ("llama", "gemma-2", "gpt2", "qwen3-moe", "cohere")
 
 
+# the long run and `make fuzz` name another profile of hypothesis than the short run
+FULL = os.environ.get("HYPOTHESIS_PROFILE") in ("all", "fuzz")
+
+
 def short(values: Iterable[Any], *kept: Any) -> list[Any]:
     """All values as parameters, those that are not kept marked exhaustive. A kept value that is none is an error."""
     values = list(values)
     if unknown := [value for value in kept if value not in values]:
         raise ValueError(f"kept in the short run, but no parameter: {unknown}")
     return [value if value in kept else left_out(value) for value in values]
+
+
+def firsts(values: Iterable[Any], group: Callable[[Any], Any], count: int = 2) -> list[Any]:
+    """All values as parameters; in the short run the first of each group."""
+    seen: Counter[Any] = Counter()
+    marked = []
+    for value in values:
+        seen[group(value)] += 1
+        marked.append(value if seen[group(value)] <= count else left_out(value))
+    return marked
 
 
 def left_out(value: Any) -> Any:
@@ -36,9 +51,38 @@ def value_set(value: Any) -> Sequence[Any]:
     return value if isinstance(value, tuple) else (value,)
 
 
+def thin_out(items: Sequence[pytest.Item]) -> None:
+    """Of a test with several parametrize decorators the short run takes as many cases as show each value of each
+    decorator once; the rest is marked exhaustive. A test that is asked for by the names of its cases has them all."""
+    matrices: dict[str, list[tuple[pytest.Item, set[Any]]]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("exhaustive") is None:
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append((item, chosen_values(item)))
+    for cases in matrices.values():
+        missing, used = set[Any]().union(*(values for _, values in cases)), Counter[Any]()
+        while missing:
+            # the first of those that show most; in turn where a value of another decorator is free to choose
+            kept = max(cases, key=lambda case: (len(missing & case[1]), -sum(used[value] for value in case[1])))
+            missing -= kept[1]
+            used.update(kept[1])
+            cases.remove(kept)
+        for item, _ in cases:
+            item.add_marker(pytest.mark.exhaustive)
+
+
+def chosen_values(item: Any) -> set[Any]:
+    """What each parametrize decorator gives this case: the names of its arguments, and which values."""
+    given = item.callspec.params
+    decorators = [marker.args[0] for marker in item.iter_markers("parametrize")]
+    names = [names.replace(" ", "").split(",") if isinstance(names, str) else names for names in decorators]
+    named = {name for group in names for name in group}
+    groups = [tuple(group) for group in names] + [(name,) for name in given if name not in named]  # of fixtures
+    return {(group, *(id(given[name]) for name in group)) for group in groups}
+
+
 def examples(count: int) -> int:
-    """Examples of a property: the short run takes a third; `make test-all` and `make fuzz` name another profile."""
-    return count if os.environ.get("HYPOTHESIS_PROFILE") in ("all", "fuzz") else max(4, count // 3)
+    """Examples of a property: the short run takes a third."""
+    return count if FULL else max(4, count // 3)
 
 
 def cross(groups: Sequence[Any], cases: Sequence[tuple[Any, ...]], dtypes: Sequence[Any]) -> list[Any]:

@@ -69,9 +69,11 @@ def main(words: list[str]) -> int:
         source, log = Path(folder) / "src", Path(folder) / "log"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
         if words == ["--sound"]:
-            runs = dict.fromkeys(fault.arguments for fault in FAULTS)
-            failed = [run for run in runs if run_tests(source, run, log)]
-            print(*failed, f"{len(runs) - len(failed)} of {len(runs)} pass", sep="\n")
+            runs = [fault.arguments for fault in FAULTS]
+            alone = dict.fromkeys(run for run in runs if "-k" in run)
+            together = dict.fromkeys(test for run in runs if "-k" not in run for test in run)
+            failed = [run for run in (tuple(together), *alone) if run_tests(source, run, log)]
+            print(*failed, log.read_text()[-3000:] if failed else "all pass", sep="\n")
             return len(failed)
         lost = 0
         for number, fault in enumerate(chosen, 1):

@@ -123,10 +123,13 @@ def sanitized(kinds: str) -> Target | None:
     return Target(kinds, own, flags, ("env", "ASAN_OPTIONS=detect_leaks=0", "TSAN_OPTIONS=halt_on_error=1"))
 
 
-def every_target():
-    """Parameters for a test: one for each instruction set, or one that is skipped."""
+def every_target(widest: bool = False):
+    """Parameters for a test: one for each instruction set, or one that is skipped. `widest`: the short run has one,
+    for code that is dear to compile and made of operations that are tested for each."""
     reason = "no C++ compiler (g++ or clang++) on this machine"
-    found = [pytest.param(target, id=target.isa) for target in targets()]
+    able = targets()
+    left = [() if target is able[-1] or not widest else (pytest.mark.exhaustive,) for target in able]
+    found = [pytest.param(target, id=target.isa, marks=marks) for target, marks in zip(able, left, strict=True)]
     return found or [pytest.param(None, id="none", marks=pytest.mark.skip(reason=reason))]
 
 

@@ -13,15 +13,13 @@ from typer.testing import CliRunner
 
 from graft.cli.app import app
 from graft.passes.registry import TransformRegistry
+from processes import run_python
 
 
 def graft(*args, stdin="", **env):
     """In this process, because importing torch and transformers takes seconds; in its own where `env` matters."""
     if env:
-        command = [sys.executable, "-m", "graft", *args]
-        return subprocess.run(
-            command, capture_output=True, text=True, input=stdin, env={**os.environ, **env}, check=False
-        )
+        return run_python("-m", "graft", *args, env={**os.environ, **env})
     result = CliRunner().invoke(app, list(args), input=stdin)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -61,7 +59,7 @@ def test_run_prints_tokens_and_speed():
 
 
 def test_run_json_is_one_document():
-    result = graft("run", "-m", "tiny-qwen3", "--token-ids", "5,6,7", "--max-tokens", "4", "--json", "--seed", "1")
+    result = graft("run", "-m", "tiny-llama", "--token-ids", "5,6,7", "--max-tokens", "4", "--json", "--seed", "1")
     document = json.loads(result.stdout)
     assert 1 <= len(document["outputs"][0]["token_ids"]) <= 4
     assert document["report"]["transforms"]["fuse_rope"]["status"] == "applied"

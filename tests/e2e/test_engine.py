@@ -41,6 +41,7 @@ def alone(llm):
     return [llm.generate(prompt, params)[0].token_ids for prompt, params in zip(PROMPTS, GREEDY, strict=True)]
 
 
+@pytest.mark.exhaustive  # the short run: test_batch_invariance.py
 def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption(llm, alone):
     assert [o.token_ids for o in llm.generate(PROMPTS, GREEDY)] == alone
     again = llm.generate(PROMPTS[::-1], GREEDY[::-1])

@@ -13,9 +13,11 @@ from graft.backends import lower
 from graft.backends.native.compiler import COMPILERS
 from graft.bench.quality import engine_logits, quality
 from graft.models.load import load_model
-from marks import short
 
-pytestmark = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler"),
+    pytest.mark.exhaustive,  # the short run has test_gguf_blocks and test_native_quantized
+]
 TEXT = Path(__file__).parents[1] / "data" / "lighthouse.txt"
 TOKENS = 512
 MOST = 1.01  # times the perplexity of the same weights in eager float32; measured: 1.0059 (Q4_1 file), 1.0084 (int8)
@@ -31,8 +33,7 @@ def text():
         return ids, model.floats()(torch.tensor([ids])).logits[0]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", short([None, "int8"], None))
+@pytest.mark.parametrize("kind", [None, "int8"])
 def test_perplexity_is_that_of_the_dequantised_model(text, kind):
     ids, dequantised = text
     llm = LLM("smollm2-135m", device="cpu", backend="native", quantize=kind, kv_cache_memory="64MiB")

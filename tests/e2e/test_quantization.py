@@ -10,7 +10,6 @@ import torch
 from graft.bench.quality import logits_of, quality, with_transforms
 from graft.capture.decoder import capture_decoder
 from graft.models.load import load_model
-from marks import short
 
 TEXT = Path(__file__).parents[2] / "benchmarks" / "quantization.txt"
 TOKENS = 192
@@ -29,7 +28,8 @@ def original():
     return gm, ids, logits_of(gm, ids, CPU)
 
 
-@pytest.mark.parametrize("kind", short(BOUNDS, "int4"))
+@pytest.mark.exhaustive  # the short run has test_quantization_numbers and test_quantized_engines
+@pytest.mark.parametrize("kind", BOUNDS)
 def test_perplexity_stays_and_wrong_scales_would_show(original, kind):
     gm, ids, logits = original
     before = quality(logits, ids).perplexity

@@ -11,6 +11,8 @@ from peer_compare import compare, observe
 from peer_custom_ops import CUSTOM_OPS
 from peer_dispatch import DISPATCH
 from peer_fusions import FUSIONS
+from peer_indexed_writes import INDEXED_WRITES
+from peer_layouts import LAYOUTS
 from peer_mutation import MUTATION
 from peer_programs import Program
 from peer_routes import compiled_on, reports
@@ -18,13 +20,13 @@ from peer_transforms import TRANSFORMS
 
 from graft.base.errors import GraftError
 
-TABLES = (MUTATION, DISPATCH, CUSTOM_OPS, ALIASED_IO, TRANSFORMS, FUSIONS)
+TABLES = (MUTATION, INDEXED_WRITES, DISPATCH, LAYOUTS, CUSTOM_OPS, ALIASED_IO, TRANSFORMS, FUSIONS)
 PROGRAMS = [program for table in TABLES for program in table.programs]
 
 
 def on(*routes: str, tables=TABLES, alone=False, short=()):
     """One case for each route and program, those with a gap as strict xfails; `alone`: what no batch takes in;
-    `short`: the routes and programs of the short run."""
+    `short`: the programs of the short run, on all of these routes or on the one that is named."""
     cases = [
         (route, program)
         for table in tables
@@ -36,8 +38,9 @@ def on(*routes: str, tables=TABLES, alone=False, short=()):
     def case(route: str, program: Program):
         reason = program.gaps.get(route, program.gaps.get(""))
         marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-        marks += [] if {route, program.name} & {*short} else [pytest.mark.exhaustive]
-        return pytest.param(route, program, id=f"{route}-{program.name}", marks=marks)
+        name = f"{route}-{program.name}"
+        marks += [] if {name, program.name} & {*short} else [pytest.mark.exhaustive]
+        return pytest.param(route, program, id=name, marks=marks)
 
     return pytest.mark.parametrize(("route", "program"), [case(*entry) for entry in cases])
 
@@ -82,8 +85,8 @@ def together(*routes: str, short):
     "inductor",
     "torch.compile",
     short=(
-        *("passes-custom_ops_0", "passes-dispatch_1", "passes-mutation_2"),
-        *("dynamo-dynamic-mutation_0", "dynamo-dynamic-custom_ops_1", "inductor-dispatch_0"),
+        *("passes-custom_ops_0", "passes-dispatch_1"),
+        *("dynamo-dynamic-mutation_0", "inductor-dispatch_0"),
     ),
 )
 def test_together(route, programs):
@@ -101,7 +104,15 @@ def test_together(route, programs):
                     raise AssertionError(f"{program.name}: {error}") from error
 
 
-@on("eager", "passes", "dynamo", "dynamo-dynamic", short=["eager"])
+# all that a batch does not take in, and a third of what it does
+SPECIAL = [program for program in PROGRAMS if program.fires or not fits(program, "eager")]
+PLAIN = [program for program in PROGRAMS if program not in SPECIAL]
+
+
+@on(
+    "eager", "passes", "dynamo", "dynamo-dynamic",
+    short=[f"eager-{program.name}" for program in (*SPECIAL, *PLAIN[::3])],
+)  # fmt: skip
 def test_alone(route, program):
     check(route, program)
 

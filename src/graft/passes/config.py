@@ -11,6 +11,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,7 +55,7 @@ def load_config(
 ) -> PipelineConfig:
     """Lays the layers over each other and checks the result."""
     load_all(plugins)
-    layers = [ConfigLayer("default.yaml", flatten(read_yaml(DEFAULTS), "default.yaml"))]
+    layers = [defaults(DEFAULTS.read_text())]
     if model is not None:
         layers.append(model)
     if isinstance(user, Mapping):
@@ -63,6 +64,12 @@ def load_config(
         layers.append(ConfigLayer(str(user), flatten(read_yaml(Path(user)), str(user))))
     layers += [parse_set(text) for text in sets]
     return build(layers)
+
+
+@cache
+def defaults(text: str) -> ConfigLayer:
+    """default.yaml: reading YAML takes 40 ms, and one run loads many configurations."""
+    return ConfigLayer("default.yaml", flatten(yaml.safe_load(text), "default.yaml"))
 
 
 def read_yaml(path: Path) -> Any:
@@ -180,8 +187,13 @@ def split_key(key: str, where: str) -> tuple[str, str]:
 
 def check_value(name: str, option: str, value: Any, where: str) -> Any:
     """The value as the field's type, or WrongType."""
-    hints = typing.get_type_hints(TransformRegistry.get(name).get_config_class())
+    hints = field_types(TransformRegistry.get(name).get_config_class())
     return convert(value, hints[option], f"transforms.{name}.{option}", where)
+
+
+@cache
+def field_types(config: type) -> dict[str, Any]:
+    return typing.get_type_hints(config)
 
 
 def convert(value: Any, hint: Any, key: str, where: str) -> Any:

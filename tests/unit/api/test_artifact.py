@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from graft.ir.program.signature import Leaf, Signature, read_signature
 from graft.ir.trace import export_graph
 from graft.ir.verify import verify
 from marks import short
+from processes import run_python
 
 PATHS = [str(Path(graft.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, PATHS)), "OMP_NUM_THREADS": "1"}
@@ -54,8 +53,8 @@ def test_a_new_process_goes_on_from_the_saved_state(tmp_path, backend):
     compiled.save(tmp_path / "saved")
     calls = [decoder_call(step=2), decoder_call(5, 9, step=3)]
     torch.save(calls, tmp_path / "calls.pt")
-    command = [sys.executable, "-c", LOAD, *(str(tmp_path / name) for name in ("saved", "calls.pt", "out.pt"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    files = [tmp_path / name for name in ("saved", "calls.pt", "out.pt")]
+    done = run_python("-c", LOAD, *files, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     result = torch.load(tmp_path / "out.pt")
     expected = run(compiled, calls)
@@ -163,12 +162,7 @@ def test_classes_of_transformers_come_back(tmp_path):
         "import sys, graft, torch; out = graft.load(sys.argv[1])(torch.ones(2));"
         " assert type(out).__name__ == 'CausalLMOutputWithPast' and out.past_key_values[0][1].sum() == 4, out"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "saved")],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-    )
+    done = run_python("-c", script, tmp_path / "saved", env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
 
 

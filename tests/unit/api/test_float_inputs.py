@@ -14,7 +14,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 import graft
 from conftest import tiny
 from graft.backends.float_inputs import MOST_VALUES
-from marks import short
+from marks import examples, short
 from torch_compile_cases import (
     counts,
     eager_backend,
@@ -141,7 +141,7 @@ def test_gradients_keep_their_inputs():
     assert backend._constants.values == {}
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(st.lists(st.sampled_from([1e-5, 1e-2, 0.5, 2.0, 7.0, 9.0]), min_size=1, max_size=6), st.booleans())
 def test_any_sequence_of_numbers_is_right(values, twice):
     """Whatever changes between calls, in one model or in two, the result is eager's."""

@@ -11,7 +11,7 @@ from torch import nn
 import graft
 from graft.backends.inductor import reset_compiler
 from graft.base.errors import CaptureError
-from marks import short
+from marks import examples, short
 
 
 class Module(nn.Module):
@@ -55,7 +55,7 @@ VIEWS = [
 ]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(VIEWS), st.sampled_from(["a", "self.state"])), min_size=1, max_size=4))
 def test_results_are_the_objects_that_eager_returns(parts):
     returned = ", ".join(view.format(name) for view, name in parts)
@@ -100,7 +100,7 @@ def statement(*lines: str):
     return scope["f"]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     st.sampled_from(METADATA),
     st.sampled_from(AFTER),
@@ -114,7 +114,7 @@ def test_changed_shapes_strides_and_memory_are_refused_with_the_name(change, aft
         graft.compile(Module(function), tuple(inputs()), backend=backend)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     st.sampled_from(["x = a.view_as(a); x.t_(); x.mul_(2); return x", "a.t_(); a.mul_(2); a.t_(); return a + 1"]),
     st.sampled_from(["eager"]),

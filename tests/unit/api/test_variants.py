@@ -12,6 +12,7 @@ from torch.export import Dim
 import graft
 from graft.base.errors import CaptureError, GuardFailed, UsageError
 from graft.ir.program.signature import Leaf, Signature, guards_over
+from marks import examples
 
 
 class Branches(nn.Module):
@@ -176,7 +177,7 @@ def test_a_range_that_the_program_does_not_allow_is_refused():
 
 
 @given(low=st.sampled_from([None, 1, 2]), high=st.sampled_from([None, 9]), op=st.integers(0, 4))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 def test_whatever_torch_export_accepts_is_captured_and_right_at_every_size_of_the_range(low, high, op):
     class Program(nn.Module):
         def forward(self, x):

@@ -6,8 +6,6 @@ import errno
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from graft.backends.native.build import Source
 from graft.backends.native.cpu import allowed, available_cores, thread_count
 from graft.base.errors import CannotLoad, CompilerFailed, DiskFull, NoCompiler, TooManyThreads, UsageError
 from native_cases import needs_compiler, one_sequence
+from processes import run_python
 
 TEXT = 'extern "C" int answer() { return 42; }\n'
 SOURCE = Source(TEXT)
@@ -69,12 +68,16 @@ def test_a_model_is_compiled_once(cache, counted):
 
 @needs_compiler
 def test_two_processes_at_once_compile_once(cache, counted):
-    code = f"from graft.backends.native.build import Source, load; print(load({SOURCE!r})[0].answer())"
-    started = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ.copy())
-        for _ in range(2)
-    ]
-    assert [process.communicate(timeout=120)[0].strip() for process in started] == ["42", "42"]
+    code = f"""
+import os
+from graft.backends.native.build import Source, load
+other = os.fork()
+print(load({SOURCE!r})[0].answer(), flush=True)
+if other:
+    os.waitpid(other, 0)
+"""
+    done = run_python("-c", code)
+    assert (done.stdout, done.stderr) == ("42\n42\n", "")
     assert runs(counted) == 1
     assert not list(cache.glob(".*"))
 

@@ -97,6 +97,7 @@ def test_an_object_of_another_cpu_is_not_met(tmp_path, monkeypatch):
     assert all(path.read_bytes() == b"instructions that this CPU lacks" for path in foreign)
 
 
+@pytest.mark.exhaustive  # the short run: test_native_build.py has it without a model
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_in_the_report(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")

@@ -7,6 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from conftest import tiny
@@ -47,6 +48,7 @@ def test_names_of_the_graph_are_comments():
     assert source.count("team.barrier();") > 8 and "eager:" not in source
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_what_is_printed_is_what_is_compiled(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAFT_NATIVE_CACHE_DIR", str(tmp_path))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graft.weights.native_tiles import pack, unpack
-from marks import examples, short
+from marks import FULL, examples, short
 from native_build import every_target, targets
 from native_linear_cases import ACTS, KINDS, Product, close, expected, make, packing, run
 
@@ -25,10 +25,10 @@ PRODUCTS = [
     Product("f32", 7, 32, 16, in_place=True, gap=16),
     Product("f32", 205, 20, 40, threads=2, act="silu"),  # many passes
 ]
-TARGETS = [t for t in targets() if not t.runner]  # quick to call
+TARGETS = [t for t in targets() if not t.runner][0 if FULL else -1 :]  # quick to call
 
 
-@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("target", every_target(widest=True))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: f"{p.tokens}x{p.k}x{p.n}-{p.act}")
 def test_agrees_with_float64(target, kind, product):
@@ -37,7 +37,7 @@ def test_agrees_with_float64(target, kind, product):
     assert close(run(p, d, target), expected(p, d))
 
 
-@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("target", every_target(widest=True))
 @pytest.mark.parametrize("kind", KINDS)
 def test_wrong_variants_are_noticed(target, kind):
     p = Product(kind, 3, 96, 48, bias=True, norm=True, act="silu", residual=True)
@@ -58,7 +58,7 @@ def test_wrong_variants_are_noticed(target, kind):
     assert not close(run(p, replace(d, packed=replace(d.packed, data=one)), target), expected(p, d))
 
 
-@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("target", every_target(widest=True))
 @pytest.mark.parametrize("tokens", [1, 3, 21])
 @pytest.mark.parametrize(("x_by", "w_by"), [(1e-30, 1e30), (1e30, 1e-30), (3e4, 1e5), (1.0, 1.0)])
 def test_16_bits_for_numbers_of_any_size(target, x_by, w_by, tokens):
@@ -73,7 +73,7 @@ def test_16_bits_for_numbers_of_any_size(target, x_by, w_by, tokens):
     assert close(run(p, zeros, target), expected(p, zeros))
 
 
-@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("target", every_target(widest=True))
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_is_not_hidden_in_16_bits(target, bad):
     p = Product("halves", 9, 64, 40)
@@ -102,7 +102,7 @@ def test_any_size_agrees(kind, tokens, k, n, threads, bias, norm, act, residual,
     assert close(run(p, d, target), expected(p, d))
 
 
-@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("target", every_target(widest=True))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [3, 12])
 def test_nan_and_inf_stay_in_their_row(target, kind, tokens):
@@ -117,7 +117,7 @@ def test_nan_and_inf_stay_in_their_row(target, kind, tokens):
         assert torch.equal(found[0], clean[0]) and torch.equal(found[3:], clean[3:])
 
 
-@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("target", every_target(widest=True))
 @pytest.mark.parametrize("kind", short(KINDS, "bf16", "q4"))
 def test_nan_weight_stays_in_its_column(target, kind):
     p = Product(kind, 2, 64, 24)
@@ -128,7 +128,7 @@ def test_nan_weight_stays_in_its_column(target, kind):
     assert found[:, 17].isnan().all() and found[:, :17].isfinite().all() and found[:, 18:].isfinite().all()
 
 
-@pytest.mark.parametrize("target", every_target())
+@pytest.mark.parametrize("target", every_target(widest=True))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_result_does_not_depend_on_threads(target, kind):
     p = Product(kind, 1, 128, 320, norm=True, act="silu")

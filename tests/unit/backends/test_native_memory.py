@@ -8,6 +8,7 @@ import torch
 from graft import LLM, SamplingParams
 from graft.backends.native.call import RegionCall
 from graft.base.errors import UsageError
+from marks import short
 from native_cases import needs_compiler
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -30,7 +31,7 @@ def held(llm: LLM) -> int:
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-moe"])
+@pytest.mark.parametrize("family", short(["llama", "gpt2", "qwen3-moe"], "llama"))
 def test_packed_weights_are_given_up(family):
     llm, both = made(family), made(family, keep_weights=True)
     own = sum(parameter.nbytes for parameter in both.model.module.parameters())
@@ -46,6 +47,7 @@ def test_packed_weights_are_given_up(family):
     assert both.model.module(torch.tensor([[1, 2]])).logits.isfinite().all()
 
 
+@pytest.mark.exhaustive
 def test_what_an_eager_node_reads_stays():
     llm = made("llama", config={"kernels": {"fused_linear": "reference"}})
     assert len(llm.generate([[5, 6, 7]], GREEDY)[0].token_ids) == 6

@@ -45,7 +45,7 @@ def built(family: str, backend: str = "native", **options) -> LLM:
         left_out(("llama", ops.rope_attention.default, 2)),  # heads come from a native region and go back to one
         left_out(("gemma-2", ops.add_rms_norm.default, 3)),  # its parts are read by native nodes
         left_out(("gpt2", aten.tanh.default, 2)),  # in the middle of a chain that would be one loop
-        ("mixtral", ops.moe_route.default, 2),  # ids of experts go into a native region
+        ("qwen3-moe", ops.moe_route.default, 2),  # ids of experts go into a native region
     ],
 )
 def test_an_op_without_a_kernel_runs_eagerly_and_is_reported(family, op, count, monkeypatch):
@@ -126,6 +126,7 @@ def test_what_is_fused_on_a_gpu_is_fused_for_the_native_backend():
     assert native["widen_linear"].reason == "the native backend widens weights as it reads them"
 
 
+@pytest.mark.exhaustive
 def test_unfused_graphs_are_lowered_too():
     """With the fusions kept to a GPU: norms, rotations, gates and sums by themselves. Cosines stay eager."""
     llm = built("llama", config={"transforms": {name: {"devices": ["cuda"]} for name in FUSIONS}})

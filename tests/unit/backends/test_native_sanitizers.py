@@ -10,7 +10,6 @@ import pytest
 from test_native_linear import PRODUCTS
 from test_native_team import call
 
-from marks import short
 from native_build import Target, compiled, sanitized
 from native_linear_cases import KINDS, close, expected, make, run
 
@@ -22,7 +21,8 @@ def target_of(kinds: str) -> Target:
     return target
 
 
-@pytest.mark.parametrize("kinds", short(["address,undefined", "thread"], "address,undefined"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kinds", ["address,undefined", "thread"])
 def test_products_are_clean(kinds):
     target = target_of(kinds)
     for kind in KINDS:

@@ -21,7 +21,7 @@ from graft.engine.kv.events import Created
 from graft.engine.options import EngineOptions
 from graft.engine.self_check import self_check, tolerance
 from graft.models.load import LoadedModel
-from marks import short
+from marks import examples, short
 from tiny_decoders import CONTEXT, DECODERS, tiny_decoder
 
 PROMPT = [5, 17, 33, 8, 60, 21]
@@ -66,7 +66,7 @@ def test_keys_and_values_are_carried(kind):
     assert len([s for s in kept if s.name == "keys"]) == (0 if kind == "openai-gpt" else 4)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     st.sampled_from([("lfm2", "conv"), ("granitemoehybrid", "mamba"), ("qwen3_next", "linear_attention")]),
     st.lists(st.booleans(), min_size=4, max_size=4).filter(any),
@@ -160,7 +160,10 @@ def test_decoding_without_the_state_is_found_by_its_numbers(kind, dtype, monkeyp
     model = loaded(kind, dtype, initializer_range=0.3)
     with pytest.raises(DecodeMismatch, match=r"(keys|values) of model\.layers\.[01]\.self_attn differ by"):
         LLM(model, backend="eager")
-    llm = LLM(model, backend="eager", self_check=False)
+
+
+def test_the_check_can_be_turned_off():
+    llm = LLM(tiny("llama"), backend="eager", self_check=False)
     assert "self-check: turned off (self_check=False)" in llm.report.notes
 
 

@@ -82,7 +82,7 @@ def test_in_chunks_and_preempted(family):
     assert llm.engine.manager.available == 9
 
 
-@pytest.mark.parametrize("family", ["mistral", "mixtral"])
+@pytest.mark.parametrize("family", short(["gemma-2", "mistral", "mixtral"], "gemma-2"))
 def test_arriving_one_after_another(family):
     llm = engine(family, max_num_batched_tokens=24)
     requests = []
@@ -96,7 +96,7 @@ def test_arriving_one_after_another(family):
 
 
 def test_the_same_seed_gives_the_same_text_in_any_batch():
-    llm = engine("gemma-3", max_num_batched_tokens=32)
+    llm = engine("gemma-2", max_num_batched_tokens=32)
     given = prompts()
     drawn = [
         graft.SamplingParams(max_tokens=10, temperature=1.2, top_p=0.95, seed=i, ignore_eos=True)

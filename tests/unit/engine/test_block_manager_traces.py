@@ -12,6 +12,7 @@ from graft.base.errors import CacheCorrupt
 from graft.engine.kv.events import EventQueue
 from graft.engine.kv.hashing import CachedBlock, block_hash
 from graft.engine.kv.manager import BlockManager
+from marks import examples
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -169,7 +170,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestLife.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None)
 
 
 def test_one_long_trace_holds_the_model():

@@ -27,6 +27,7 @@ from graft.engine.kv.events import (
 )
 from graft.engine.kv.hashing import block_hash, root_hash
 from graft.engine.kv.manager import BlockManager
+from marks import examples
 
 
 def kinds(events) -> list[str]:
@@ -253,7 +254,7 @@ def test_a_woken_parent_is_told_before_its_new_child():
     assert kinds(queue.drain()) == ["updated", "stored"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32), limit=st.integers(1, 40), width=st.sampled_from([1, 3, 64]))
 def test_the_view_is_the_state_after_any_trace(seed, limit, width):
     random_trace(seed, steps=60, events=EventQueue(limit), hash_block=bits(width))

@@ -15,6 +15,7 @@ from conftest import tiny
 from graft.base.errors import CheckpointError, OutOfMemory
 from graft.models import load, promises
 from graft.models.load import load_model
+from marks import examples
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_a_config_of_a_large_model_over_small_weights(folder, tmp_path, nothing_
         load_model(bare, device="cpu")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     st.sampled_from(["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"]),
     st.sampled_from([2, 3, 10, 1000, 10**6, 10**9]),

@@ -24,6 +24,7 @@ from graft.base.files import atomic_folder, write_failed
 from graft.cli import run as run_verb
 from graft.cli.app import app
 from graft.models.load import load_model
+from marks import examples
 
 
 @cache
@@ -93,7 +94,7 @@ NUMBERS = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.fixed_dictionaries({"temperature": st.floats(0.1, 2)}, optional=NUMBERS))
 def test_every_sampling_parameter_is_an_option(values):
     def stop(model, progress, **options):

@@ -17,6 +17,7 @@ from graft.engine.params import SamplingParams
 from graft.engine.sampling import distribution
 from graft.engine.sampling.distribution import sample_tokens, weights
 from graft.engine.sampling.sampling import make_generator, sample
+from marks import examples
 from sampling_cases import HOT, INF, LOGITS, NEW, PROMPT, exact, normal, penalised, request
 
 LAST = 1 - 2**-53  # the largest number that a draw can give
@@ -160,7 +161,7 @@ def clear_cut(x: list[float], params: SamplingParams) -> bool:
     return all(abs(value - params.top_p) > 1e-9 for value in sums) or params.top_p == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(quarters | st.just(-INF), min_size=6, max_size=12),
     wide,
@@ -219,7 +220,7 @@ any_params = st.tuples(wide, st.sampled_from([None, 0, 3]), st.booleans()).map(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(st.tuples(any_params, few, few, st.integers(0, 99)), min_size=2, max_size=6),
     st.integers(0, 1000),
@@ -328,7 +329,7 @@ def test_a_greedy_batch_reads_the_logits_once():
     assert sample(torch.empty(0, 500), []) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 20), wide, st.sampled_from([torch.float32, torch.bfloat16]))
 def test_log_probabilities_are_the_models_own(seed, count, params, dtype):
     """Of the logits as they came: before penalties, temperature and everything else."""

@@ -13,6 +13,7 @@ from graft.engine.core import Request
 from graft.engine.kv.manager import BlockManager
 from graft.engine.params import SamplingParams
 from graft.engine.scheduler import Scheduler
+from marks import examples
 
 BLOCK = 4
 
@@ -81,7 +82,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(ARRIVALS, st.integers(10, 30), st.integers(1, 6), st.integers(1, 24), st.booleans(), st.integers(0, 99))
 def test_any_trace_ends_with_every_request_done_and_every_block_free(arrivals, blocks, seqs, budget, reuse, seed):
     """Arrivals at any time, any length, any priority, some cancelled on the way: nobody is lost, nothing leaks."""
@@ -124,7 +125,7 @@ def finishes(low, flood, seqs, blocks, steps):
 FLOOD = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6), st.integers(-1, 0)), min_size=1, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(FLOOD, st.integers(0, 2), st.integers(1, 4), st.integers(8, 20), st.integers(1, 20), st.integers(1, 10))
 def test_nobody_starves_under_a_flood_of_better_requests(flood, priority, seqs, blocks, length, new):
     """Before it come those that arrive within PATIENCE steps for each priority between: their work is the bound."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from graft.engine.params import SamplingParams
 from graft.engine.text.detokenize import Detokenizer, TextStream
+from marks import examples
 
 CORPUS = [
     "the cat sat on the mat, and it didn't play .",
@@ -63,7 +64,7 @@ letters = st.text("abé😀\ufffd", max_size=30)
 stop_lists = st.lists(st.text("abé😀\ufffd", min_size=1, max_size=5), max_size=4)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(letters, st.lists(st.integers(0, 200), max_size=40), stop_lists, st.booleans(), letters)
 @example("aaab", [], ["aab"], False, "")  # what was matched is given up in part alone
 def test_pieces_are_the_text_up_to_the_first_stop_string(text, cuts, stops, include, prompt):
@@ -78,7 +79,7 @@ def test_pieces_are_the_text_up_to_the_first_stop_string(text, cuts, stops, incl
     assert stream.feed(0) == stream.finish() == "", "nothing after the end"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.text("ab", max_size=3), max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), max_size=3))
 def test_no_more_is_held_back_than_may_begin_a_stop_string(parts, stops):
     tokenizer = Slices(part.encode() for part in parts)
@@ -244,7 +245,7 @@ words = st.lists(
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     prompt=words,
     text=words,

@@ -1,18 +1,12 @@
-"""One driver thread, many callers: the tokens of one alone, cancelled requests freed, errors told, nothing left."""
+"""One driver thread, many callers: the tokens of one alone, cancelled requests freed, nothing left."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import pytest
 import torch
@@ -22,61 +16,9 @@ from hypothesis import strategies as st
 import graft
 from capture_cases import engine as recording_engine
 from capture_cases import random_params
-from conftest import resized, tiny
 from graft.base.errors import EngineFailed, PromptTooLong, UsageError
-
-GREEDY = graft.SamplingParams(max_tokens=12, ignore_eos=True)
-LONG = graft.SamplingParams(max_tokens=200, ignore_eos=True)
-PATIENCE = 60  # seconds until a thread that should have ended counts as hanging
-
-
-class Numbers:
-    """A tokenizer that writes tokens as numbers."""
-
-    def decode(self, tokens, skip_special_tokens):
-        return "".join(f"<{t}>" for t in tokens)
-
-
-@cache
-def captured() -> graft.LLM:
-    return graft.LLM(tiny("llama"), backend="eager")
-
-
-def engine(**options) -> graft.LLM:
-    llm = resized(captured(), **options)
-    llm.engine.tokenizer = Numbers()
-    return llm
-
-
-def prompts(count, seed=0):
-    rng = random.Random(seed)
-    return [[rng.randrange(3, 128) for _ in range(rng.randint(1, 40))] for _ in range(count)]
-
-
-def empty(llm) -> bool:
-    """Whether all that was asked for has ended and every block is free. What was put before is done before."""
-    with llm.held() as engine:
-        engine.manager.check()
-        return engine.idle and engine.manager.available == engine.manager.blocks
-
-
-class Gate:
-    """Lets the engine's steps through one by one, or all; says when one has come."""
-
-    def __init__(self, llm):
-        self.came, self.may = threading.Semaphore(0), threading.Semaphore(0)
-        self.opened, self.run = False, llm.engine.graph
-        llm.engine.graph = self
-
-    def __call__(self, *inputs):
-        if not self.opened:
-            self.came.release()
-            self.may.acquire()
-        return self.run(*inputs)
-
-    def open(self):
-        self.opened = True
-        self.may.release()
+from marks import examples
+from thread_cases import GREEDY, LONG, PATIENCE, Gate, Numbers, empty, engine, prompts
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -101,7 +43,7 @@ def test_eight_threads_get_the_tokens_of_one_after_another(captured):
     assert empty(llm)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(seed=st.integers(0, 1000), threads=st.integers(2, 6), captured=st.booleans(), blocks=st.sampled_from([12, 60]))
 def test_whatever_threads_do_the_tokens_are_those_of_one_alone(seed, threads, captured, blocks):
     """generate, stream, submit and finish, coroutines; some break off in the middle. Any parameters with a seed."""
@@ -239,64 +181,6 @@ def test_ctrl_c_while_waiting_frees_the_requests():
     assert empty(llm)
 
 
-def test_a_step_that_fails_reaches_every_caller_and_the_next_request_runs():
-    llm = engine()
-    expected = llm.generate([[5, 6]], GREEDY)[0].token_ids
-    graph, gate, put, jobs = llm.engine.graph, Gate(llm), threading.Semaphore(0), llm.driver.put
-    llm.driver.put = lambda work: (jobs(work), put.release())
-    with ThreadPoolExecutor(4) as threads:
-        waiting = [threads.submit(llm.generate, [[5, n]], LONG) for n in range(3, 5)]
-        waiting += [threads.submit(lambda: "".join(llm.stream([9], LONG)))]
-        waiting += [threads.submit(lambda: asyncio.run(llm.agenerate([8], LONG)))]
-        for _ in range(5):  # a stream puts two jobs
-            put.acquire()
-        gate.came.acquire()  # the first step, with whoever came first
-        gate.may.release()
-        gate.came.acquire()  # the second has them all
-        gate.run = lambda *inputs: 1 / 0
-        gate.open()
-        for one in waiting:
-            with pytest.raises(EngineFailed, match="ZeroDivisionError: division by zero") as raised:
-                one.result(PATIENCE)
-            assert isinstance(raised.value.__cause__, ZeroDivisionError)
-    gate.run = graph
-    assert llm.generate([[5, 6]], GREEDY)[0].token_ids == expected and empty(llm)
-
-
-def test_a_request_that_nobody_watched_keeps_the_error_of_its_step():
-    llm = engine()
-    llm.engine.graph = lambda *inputs: 1 / 0
-    request = llm.submit([5], GREEDY)
-    with llm.held():
-        pass
-    with pytest.raises(EngineFailed):
-        "".join(llm.follow(request))
-
-
-def test_an_engine_that_cannot_be_emptied_refuses(monkeypatch):
-    llm = engine()
-    llm.engine.graph = lambda *inputs: 1 / 0
-    monkeypatch.setattr(llm.engine.scheduler, "leave", lambda request: 1 / 0)
-    with pytest.raises(EngineFailed):
-        llm.generate([[5]], GREEDY)
-    for ask in (lambda: llm.generate([[5]], GREEDY), lambda: llm.engine.add([5], GREEDY)):
-        with pytest.raises(EngineFailed, match="broken since a step failed"):
-            ask()
-
-
-def test_an_engine_whose_device_is_lost_refuses():
-    llm = engine()
-
-    def lost(*_):
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    llm.engine.graph = lost
-    with pytest.raises(EngineFailed, match="lost to this process: start another"):
-        llm.generate([[5]], GREEDY)
-    with pytest.raises(EngineFailed, match="broken since a step failed"):
-        llm.generate([[5]], GREEDY)
-
-
 def test_whoever_holds_the_engine_steps_it_alone():
     llm = engine()
     expected = llm.generate([[5, 6]], GREEDY)[0].token_ids
@@ -338,28 +222,6 @@ def test_progress_is_told_in_the_callers_thread():
     assert told == [("generating", done, 3, threading.main_thread()) for done in (0, 1)]
 
 
-def test_a_dropped_llm_ends_its_thread_and_frees_its_cache():
-    idle, busy = engine(), engine()
-    idle.generate([[5, 6]], GREEDY)
-    gate = Gate(busy)
-    busy.submit([5, 6], LONG)
-    gate.came.acquire()
-    threads = [llm.driver.seat.thread for llm in (idle, busy)]
-    caches = [[weakref.ref(t) for t in llm.engine.tensors] for llm in (idle, busy)]
-    gc.disable()
-    try:
-        del idle
-        assert all(cache() is None for cache in caches[0]), "at once, and without the garbage collector"
-        del busy
-        gate.open()
-        for thread in threads:
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
-        assert all(cache() is None for cache in caches[1])
-    finally:
-        gc.enable()
-
-
 def test_the_thread_count_of_the_caller_holds():
     llm, seen = engine(), []
     run = llm.engine.graph
@@ -372,77 +234,3 @@ def test_the_thread_count_of_the_caller_holds():
     finally:
         torch.set_num_threads(before)
     assert seen == [2, 1, 3]
-
-
-def test_a_forked_child_generates_or_is_refused():
-    llm = engine()
-    expected = llm.generate([[5, 6]], GREEDY)[0].token_ids
-
-    def in_child(check) -> int:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                code = 0 if check() else 2
-            finally:
-                os._exit(code)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    def refused() -> bool:
-        try:
-            llm.generate([[5, 6]], GREEDY)
-        except EngineFailed as error:
-            return "forked while it was at work" in str(error)
-        return False
-
-    assert in_child(lambda: llm.generate([[5, 6]], GREEDY)[0].token_ids == expected) == 0
-    gate = Gate(llm)
-    request = llm.submit([5, 6], GREEDY)
-    gate.came.acquire()
-    assert in_child(refused) == 0
-    gate.open()
-    llm.finish([request])
-    assert request.new_tokens == expected, "the parent goes on"
-
-
-def test_a_program_ends_whatever_is_under_way():
-    """An unread request, a stream in the middle, a thread that waits: the interpreter does not hang, nor complain."""
-    program = """
-import threading, types
-import torch
-import graft
-from graft.base.errors import EngineFailed
-from graft.engine.kv.manager import BlockManager
-from graft.engine.driver import Driver
-from graft.engine.engine import Engine
-from graft.engine.frontend import Frontend
-from graft.engine.scheduler import Scheduler
-
-class Numbers:
-    def decode(self, tokens, skip_special_tokens):
-        return "".join(f"<{t}>" for t in tokens)
-
-def graph(ids, positions, index, *inputs):
-    return (torch.zeros(1, len(index), 128),)
-
-llm = Frontend()
-scheduler = Scheduler(BlockManager(64, 16), 8, 64)
-llm.engine = Engine(graph, [torch.zeros(64, 16, 1, 1)], scheduler, tokenizer=Numbers())
-config = types.SimpleNamespace(vocab_size=128)
-llm.model = types.SimpleNamespace(context=10**6, module=types.SimpleNamespace(config=config), name="zeros")
-params = graft.SamplingParams(max_tokens=300, ignore_eos=True)
-pieces = llm.stream([5, 6], params)
-print(next(pieces)[:1])
-llm.submit([7], params)
-
-def ask():
-    try:
-        while True:
-            llm.generate([[9]], params)
-    except EngineFailed:
-        pass
-
-threading.Thread(target=ask, daemon=True).start()
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "<\n", "")

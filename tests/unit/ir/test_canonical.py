@@ -16,7 +16,7 @@ from graft.ir.canonical.normal_form import canonicalize
 from graft.ir.io.text import graph_text, target_text
 from graft.ir.nodes import calls
 from graft.ir.trace import export_graph, trace_function
-from marks import KINDS, short
+from marks import KINDS, examples, short
 
 
 class Fn(torch.nn.Module):
@@ -187,7 +187,7 @@ STEPS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.sampled_from(range(len(STEPS))), min_size=1, max_size=8))
 def test_random_programs_keep_their_values_bit_for_bit(program):
     def fn(x):

@@ -10,6 +10,7 @@ from torch.fx import Interpreter
 from graft.ir.nodes import calls
 from graft.ir.subgraph import Cutter, inputs_of, outputs_of, reached
 from graft.ir.trace import trace_function
+from marks import examples
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
@@ -70,7 +71,7 @@ def random_function(program):
 PROGRAMS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=8)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(PROGRAMS, st.integers(0, 9), st.integers(1, 9))
 def test_a_part_computes_what_it_computed_in_the_whole(program, first, count):
     gm = trace_function(random_function(program), (X,))

@@ -24,11 +24,11 @@ from state_programs import Program
 from state_statements import DTYPES, programs
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the instruction sets of this machine are not tried out
-# 260 and 195, with `make fuzz` 520 on each backend; no 64-bit integers on inductor, where they take twice as long
-# to compile
+# 260 and 195, with `make fuzz` 520 on each backend, in the short run a third for one dtype each;
+# no 64-bit integers on inductor, where they take twice as long to compile
 MANY = 2 if os.environ.get("HYPOTHESIS_PROFILE") == "fuzz" else 1
 PROGRAMS = {
-    "eager": dict.fromkeys(DTYPES, 65 * MANY),
+    "eager": dict.fromkeys(DTYPES, examples(65) * MANY),
     "inductor": {
         torch.float32: 65 * MANY * MANY,
         torch.bfloat16: 65 * MANY,
@@ -87,10 +87,10 @@ def test_programs_agree_with_eager(backend, dtype):
 
 def test_programs_write_and_a_lost_write_is_seen():
     """Of programs whose last write is taken out of the graph most differ from eager: the comparison can fail."""
-    subjects = [program for program in collect(torch.float32, 60) if writes(program)][:20]
-    assert len(subjects) == 20
+    subjects = [program for program in collect(torch.float32, 30) if writes(program)][:10]
+    assert len(subjects) == 10
     found = differences(subjects, lambda worlds: compiled(worlds, "eager", forget_writes))
-    assert len(found) >= 15, found
+    assert len(found) >= 7, found
 
 
 def writes(program: Program) -> bool:

@@ -112,7 +112,7 @@ OWNERS = {"caller": caller_owned, "module": module_owned, "mixed": mixed}
 
 @pytest.mark.parametrize(
     ("owner", "backend"),
-    short(product(OWNERS, BACKENDS), ("module", "eager"), ("caller", "eager")),
+    short(product(OWNERS, BACKENDS), ("caller", "eager")),
 )
 def test_every_form_of_write(owner, backend):
     agree_all({name: OWNERS[owner](form) for name, form in FORMS.items()}, backend)

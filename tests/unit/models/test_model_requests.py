@@ -18,6 +18,7 @@ from graft.cli.app import app
 from graft.engine.llm import LLM
 from graft.models.load import load_model
 from graft.models.requests import refuse_foreign_tensors
+from marks import examples
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_a_weight_of_another_shape_is_named(folder):
 CHANGES = st.dictionaries(st.integers(0, 20), st.sampled_from(["drop", "reshape", "rename"]), max_size=3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(CHANGES)
 def test_any_difference_from_the_config_is_refused(tmp_path_factory, changes):
     folder = tmp_path_factory.mktemp("model")

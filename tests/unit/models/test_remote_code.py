@@ -18,6 +18,7 @@ from graft.base.errors import GraftError, UsageError
 from graft.cli.app import app
 from graft.engine.llm import LLM
 from graft.models.load import load_model
+from marks import examples
 
 CODE = """
 from pathlib import Path
@@ -110,7 +111,7 @@ KEYS = st.sampled_from(["AutoConfig", "AutoModel", "AutoModelForCausalLM", "Auto
 MAPS = st.one_of(st.none(), PLACES, st.lists(PLACES, max_size=3), st.dictionaries(KEYS, PLACES | st.lists(PLACES)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     config=MAPS,
     tokenizer=MAPS,

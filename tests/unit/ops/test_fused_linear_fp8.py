@@ -20,6 +20,7 @@ from graft.ops.fused_linear.cases import LinearCase, make
 from graft.ops.fused_linear.reference import fp8_rows, fused_linear, rounds
 from graft.ops.fused_linear.round_rows import round_rows
 from graft.ops.selection import problem_of
+from marks import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FROM = 3  # tokens
@@ -85,7 +86,7 @@ def test_what_is_wrong_is_caught(wrong):
     assert not agrees(lambda call: rounded(wrong(call)), args, torch.float32)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     rows=st.integers(1, 5),
     k=st.sampled_from([1, 31, 64, 200, 576]),

@@ -21,6 +21,7 @@ from graft.ops.layout_check import check
 from graft.passes.base import Context
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
+from marks import examples
 
 BLOCK, CPU = 4, torch.device("cpu")
 
@@ -80,7 +81,7 @@ def hosts(draw):
 
 
 @given(hosts())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_what_is_packed_is_well_formed(made):
     host, blocks = made
     batch = pack(host, CPU)
@@ -95,7 +96,7 @@ def test_what_is_packed_is_well_formed(made):
 
 
 @given(hosts(), st.sampled_from(NAMES[1:]), st.integers(0, 100), st.sampled_from([1, -1, 50]))
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 def test_one_wrong_number_is_found(made, name, at, by):
     host, blocks = made
     batch = pack(host, CPU)

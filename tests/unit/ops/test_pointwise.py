@@ -17,6 +17,7 @@ from graft.ir.trace import trace_function
 from graft.ops import triton_math
 from graft.ops.pointwise import BY_CALL, ROWS, TABLE
 from graft.passes.elementwise import Earlier, is_pointwise, steps_of
+from marks import examples
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 Y = torch.rand(3, 8, generator=torch.Generator().manual_seed(1)) + 0.5
@@ -83,7 +84,7 @@ CALLS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(st.lists(CALLS, min_size=1, max_size=4))
 def test_steps_compute_what_the_calls_do(functions):
     def chain(x):

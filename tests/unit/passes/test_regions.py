@@ -11,6 +11,7 @@ from graft.ir.nodes import calls, tensor_val
 from graft.ir.trace import export_graph, trace_function
 from graft.passes.elementwise import is_pointwise
 from graft.passes.regions import MAX_NODES, Grower
+from marks import examples
 
 X, W = torch.randn(2, 3, 8), torch.randn(8, 8)
 
@@ -109,7 +110,7 @@ OPS = (
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=9))
 def test_every_region_can_run_as_one_call(program):
     """Each stands after all that it reads and before all who read it, and no node is in two."""

@@ -18,6 +18,7 @@ from graft.ir.nodes import calls, is_op
 from graft.ir.trace import export_graph
 from graft.passes.base import Stage, TransformConfig
 from graft.passes.pipeline import run_one
+from marks import examples
 
 aten = torch.ops.aten
 X = torch.linspace(-2, 2, 12).view(3, 4)
@@ -303,7 +304,7 @@ def program(steps):
     return run
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 3)), min_size=2, max_size=7))
 def test_every_place_is_a_match_or_a_near_miss_and_the_numbers_stay(steps):
     run = program(steps)

@@ -18,7 +18,7 @@ from graft.passes.base import Context
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry, load_all
-from marks import KINDS, cross, short
+from marks import KINDS, cross, firsts, short
 
 load_all()
 PATTERNS = [
@@ -43,7 +43,7 @@ def transform(module, args, *names, dynamic_shapes=None):
 
 
 @pytest.mark.parametrize("dtype", short(["float32", "bfloat16"], "float32"))
-@pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
+@pytest.mark.parametrize("family", short(FAMILIES, "llama", "gemma-2", "qwen3-moe"))  # others: golden graphs
 def test_expected_counts_on_every_family(family, dtype):
     # no device: 16 bits are widened on a CPU. In 32 the graph is that of other tests, which may have captured it
     model = load_model(f"tiny-{family}", dtype=dtype, device="cpu" if dtype == "float32" else "meta")
@@ -83,7 +83,9 @@ def examples(rewrite, dtype):
     return tensors, {p: 0.25 for p, kind in rewrite.pattern.__annotations__.items() if kind == "float"}
 
 
-@pytest.mark.parametrize(("name", "rewrite"), PATTERNS, ids=[f"{n}:{r.pattern.__name__}" for n, r in PATTERNS])
+@pytest.mark.parametrize(
+    ("name", "rewrite"), firsts(PATTERNS, lambda p: p[0], 3), ids=[f"{n}:{r.pattern.__name__}" for n, r in PATTERNS]
+)
 def test_patterns_are_captured_as_models_are(name, rewrite):
     """Tracing a pattern directly gives the graph that torch.export gives."""
     tensors, literals = examples(rewrite, torch.bfloat16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from graft.testing import (
     post_grad_graph,
 )
 from graft.testing.generated import read_calls, read_kernels
+from processes import run_python
 from testing_kit_cases import Gated, X
 
 
@@ -105,7 +108,14 @@ class Counter(nn.Module):
         return F.silu(x) * x + self.seen
 
 
-def test_an_artifact_makes_the_round_trip():
+@pytest.fixture
+def forks(monkeypatch):
+    """The second process is forked: it has torch, not graft."""
+    forked = SimpleNamespace(run=lambda command, env, **_: run_python(*command[1:], env=env))
+    monkeypatch.setattr("graft.testing.round_trip.subprocess", forked)
+
+
+def test_an_artifact_makes_the_round_trip(forks):
     trip = cache_round_trip(Counter(), (X,))
     assert torch.equal(trip.first, trip.second) and len(trip.seconds) == 2
 
@@ -121,7 +131,7 @@ def test_inductors_cache_makes_the_round_trip():
         cache_round_trip(Gated(), (X,), route="inductor")
 
 
-def test_a_round_trip_that_changes_the_numbers_is_told(monkeypatch):
+def test_a_round_trip_that_changes_the_numbers_is_told(forks, monkeypatch):
     from graft.testing import round_trip
 
     lying = round_trip.CHILD.replace("(*args), f", "(*args) * 2, f")

@@ -68,9 +68,13 @@ def test_loading_touches_no_weights_and_the_second_time_no_metadata(file, monkey
     assert all(not p.any() for p in model.module.parameters() if p.dim() == 2), "never written"
 
 
-def test_the_dumped_step_reads_the_blocks_unless_floats_are_asked_for(file):
+def test_the_dumped_step_reads_the_blocks(file):
     own = native_source(str(file), load_config())
     assert "linear<WeightQ4>" in own and "packed_embedding<WeightQ8>" in own and "linear<WeightF32>" not in own
+
+
+@pytest.mark.exhaustive
+def test_the_dumped_step_reads_what_is_asked_for(file):
     assert "linear<WeightF32>" in native_source(str(file), load_config(), dtype="float32")
     eight = native_source(str(file), load_config(sets=["transforms.quantize_linear.enabled=true"]))
     assert "linear<WeightQ8>" in eight and "linear<WeightQ4>" not in eight
@@ -102,13 +106,20 @@ def test_engines_read_the_blocks(file):
 
 
 @needs_compiler
+def test_a_configuration_stands_above_the_default(file):
+    off = {"transforms": {"quantize_linear": {"enabled": False}}}
+    asked = LLM(file, device="cpu", backend="native", config=off, kv_cache_memory="8MiB")
+    assert asked.quantized is None
+    assert any("9 of the file's were dequantised, because the graph reads" in note for note in asked.report.notes)
+
+
+@needs_compiler
+@pytest.mark.exhaustive
 def test_floats_where_they_are_asked_for(file):
     plain = LLM(file, device="cpu", backend="native", quantize="none", kv_cache_memory="8MiB")
     assert plain.quantized is None and plain.model.lazy is None
     off = {"transforms": {"quantize_linear": {"enabled": False}}}
     asked = LLM(file, device="cpu", backend="native", config=off, kv_cache_memory="8MiB")
-    assert asked.quantized is None, "a configuration that says so stands above the default"
-    assert any("9 of the file's were dequantised, because the graph reads" in note for note in asked.report.notes)
     other = {"transforms": {"quantize_linear": {"enabled": True, "format": "int8"}}}
     eight = LLM(file, device="cpu", backend="native", config=other, kv_cache_memory="8MiB")
     assert eight.quantized is not None and eight.quantized.format == "q8"

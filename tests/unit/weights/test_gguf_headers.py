@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from graft.base.errors import CheckpointError
 from graft.models.load import load_model
 from graft.weights.gguf.header import StringArray, read_gguf_header
+from marks import examples
 
 WIDTH, HIDDEN, VOCAB = 32, 64, 40
 TOKENIZER = "tokenizer.ggml."
@@ -216,7 +217,7 @@ def damaged(content: bytes, end: int, damages) -> bytes:
     return bytes(data)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(damages=st.lists(DAMAGE, min_size=1, max_size=3), in_blocks=st.booleans())
 def test_random_damage_never_escapes_as_a_foreign_error(tmp_path_factory, damages, in_blocks):
     folder = tmp_path_factory.mktemp("damaged")
@@ -231,7 +232,7 @@ def test_random_damage_never_escapes_as_a_foreign_error(tmp_path_factory, damage
     assert not list((folder / "cache").rglob("*.partial"))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(damages=st.lists(DAMAGE, min_size=1, max_size=3))
 def test_the_header_alone_is_read_or_refused(tmp_path_factory, damages):
     folder = tmp_path_factory.getbasetemp()

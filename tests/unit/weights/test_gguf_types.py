@@ -14,6 +14,7 @@ from gguf_cases import HEADS, KV, TYPES, blocks, shapes, write_quantized
 from graft import LLM
 from graft.models.load import load_model
 from graft.weights.gguf.convert import convert_gguf, stored_dtype
+from marks import examples
 
 KINDS = ("F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K")
 PLACES = {
@@ -64,7 +65,7 @@ def test_other_dtypes_are_rounded_once(path, dtype):
     assert wrong_weights(path, dtype) == []
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(PLACES)), st.sampled_from(KINDS), max_size=4), st.sampled_from(KINDS))
 def test_mixtures_of_types(tmp_path_factory, kinds, default):
     folder = tmp_path_factory.mktemp("gguf")

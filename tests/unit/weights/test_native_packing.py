@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from graft.base.errors import PackingError
 from graft.weights.native_tiles import CPP, TILES_AT_ONCE, pack, pack_gguf, unpack
+from marks import examples
 
 
 def weight(n: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -33,7 +34,7 @@ def meant(quant: str, raw: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.array(gguf.quants.dequantize(raw.numpy(), getattr(gguf.GGMLQuantizationType, quant))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(n=st.integers(1, 40), k=st.integers(1, 100), kind=st.sampled_from(list(CPP)), gated=st.booleans(),
        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))  # fmt: skip
 def test_unpack_is_the_inverse(n, k, kind, gated, dtype):

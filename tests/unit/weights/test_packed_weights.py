@@ -13,6 +13,7 @@ from graft.weights import pack_rows
 from graft.weights.native_tiles import pack, unpack
 from graft.weights.pack_rows import pack_checked
 from graft.weights.tiles import BLOCK_BYTES, COLUMN_BYTES, from_graph, in_graph, kind_of, unpack_rows
+from marks import examples
 
 KINDS = [*BLOCK_BYTES, *COLUMN_BYTES]  # that a graph may hold
 
@@ -23,7 +24,7 @@ def weight(n: int, k: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * k**-0.5
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(n=st.integers(1, 40), k=st.integers(1, 200), kind=st.sampled_from(KINDS), gated=st.booleans())
 def test_the_graph_form_keeps_what_was_packed(n, k, kind, gated):
     packed = pack(weight(2 * n, k), kind, gated)
@@ -77,7 +78,7 @@ def test_pieces_are_the_whole(kind, gated, monkeypatch):
     assert rounding.relative == pytest.approx(error, rel=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     n=st.integers(1, 20), k=st.integers(1, 90), kind=st.sampled_from(["q8", "q4"]), exponent=st.integers(-12, 3),
     shift=st.sampled_from([0.0, 1.0, 50.0]),

@@ -19,6 +19,7 @@ from graft.weights.quantize import (
     stored,
 )
 from graft.weights.rounding import HALF, SLACK, measure
+from marks import examples
 
 FORMATS = ("int8", "int4", "fp8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +49,7 @@ def weights(draw):
 # ── rounding ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(weights(), st.sampled_from(FORMATS))
 def test_every_weight_is_the_nearest_number(w, kind):
     """In float64 and without the project's own check: within half a step of where it was, clipped ones aside."""
@@ -81,7 +82,7 @@ def test_the_usual_error_of_each_format(kind):
     assert USUAL[kind] / 2 < found < USUAL[kind]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(weights())
 def test_the_search_never_loses_to_plain_scaling(w):
     """Group by group, in float64."""
@@ -214,7 +215,7 @@ def slow_pack(row: list[int]) -> list[int]:
     return words
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(1, 3), st.sampled_from([1, 100, 128, 512, 577, 1025, 2100]), st.integers(0, 999))
 def test_packing_is_the_format_and_unpacking_its_inverse(n, k, seed):
     q = torch.randint(-8, 8, (n, k), generator=torch.Generator().manual_seed(seed))
@@ -224,7 +225,7 @@ def test_packing_is_the_format_and_unpacking_its_inverse(n, k, seed):
     assert k < 2 or words.tolist() != [slow_pack(row[::-1]) for row in q.tolist()] or q.tolist() == q.flip(1).tolist()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(1, 3), st.sampled_from([1, 31, 32, 64, 65, 100, 200]), st.sampled_from(["int8", "fp8"]))
 def test_bytes_are_packed_two_runs_to_a_word(n, k, kind):
     q = torch.arange(n * k).remainder(120).view(n, k).to(torch.int8 if kind == "int8" else torch.float8_e4m3fn)

@@ -17,6 +17,7 @@ from conftest import tiny
 from graft.base.errors import CheckpointError
 from graft.models.load import load_model
 from graft.weights.checkpoint import check_safetensors
+from marks import examples
 
 
 def write(path: Path, header, data: bytes = b"") -> Path:
@@ -121,7 +122,7 @@ HEADERS = st.recursive(NUMBERS, lambda inner: st.lists(inner, max_size=2), max_l
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(header=HEADERS, size=st.integers(0, 24))
 @example({"a": entry(0, 4, "F32", [1]), "b": entry(4, 8, "F4", [2, 4])}, 8)
 def test_what_passes_is_what_safetensors_opens(tmp_path_factory, header, size):
@@ -135,7 +136,7 @@ def test_what_passes_is_what_safetensors_opens(tmp_path_factory, header, size):
         assert set(file.keys()) == set(header) - {"__metadata__"}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     flips=st.lists(st.tuples(st.integers(0, 600), st.integers(1, 255)), min_size=1, max_size=4),
     cut=st.none() | st.integers(0, 600),

@@ -17,6 +17,7 @@ from graft.passes.dumps import OUTPUTS, DumpWriter
 from graft.workbench.check import CheckRequest, check
 from graft.workbench.check.outputs import distance
 from graft.workbench.dump import dump_model
+from marks import left_out
 
 CONFIG = load_config()
 # the first stage alone, where a run of every transform is not needed
@@ -95,6 +96,7 @@ def test_metadata_loss(saved, monkeypatch):
     assert change(report, "fuse_rope").kinds == ("unchanged",)
 
 
+@pytest.mark.exhaustive
 def test_metadata_that_was_lost_before_is_no_loss_since(tmp_path, monkeypatch):
     drop_meta(monkeypatch, NAME, "stack_trace")
     checked(NAME, save=tmp_path / "poor")
@@ -107,9 +109,9 @@ def test_metadata_that_was_lost_before_is_no_loss_since(tmp_path, monkeypatch):
     [
         (1 + 2**-22, "float32", "numeric drift acceptable"),
         (1.0001, "float32", "numeric drift not acceptable"),
-        (1.1, "float32", "numeric drift not acceptable"),
-        (float("nan"), "float32", "numeric drift not acceptable"),
-        (1.005, "bfloat16", "numeric drift acceptable"),
+        left_out((1.1, "float32", "numeric drift not acceptable")),
+        left_out((float("nan"), "float32", "numeric drift not acceptable")),
+        left_out((1.005, "bfloat16", "numeric drift acceptable")),
     ],
 )
 def test_numeric_drift(saved, tmp_path, monkeypatch, factor, dtype, kind):
@@ -127,6 +129,7 @@ def test_numeric_drift(saved, tmp_path, monkeypatch, factor, dtype, kind):
     assert change(report, "fuse_layer_norm").drift == 0 and change(report, "fuse_rope").drift > 0
 
 
+@pytest.mark.exhaustive
 def test_drift_of_two_transforms_is_told_apart(saved, monkeypatch):
     scale(monkeypatch, NAME, 1.01, at=[4])
     scale(monkeypatch, "fuse_swiglu", 1.3, at=[1])
@@ -181,6 +184,7 @@ def test_results_are_those_of_when_it_was_saved(saved, tmp_path):
     assert change(checked(NAME, baseline=folder)).kinds == ("numeric drift not acceptable",)
 
 
+@pytest.mark.exhaustive
 def test_dumps_with_weights_are_a_baseline_too(tmp_path):
     dump_model("tiny-llama", tmp_path, CONFIG, "float32", weights=True)
     report = checked(NAME, baseline=tmp_path)

@@ -107,6 +107,7 @@ def test_a_baseline_of_another_model_is_a_usage_error(tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.exhaustive
 def test_every_family_is_in_one_document(monkeypatch):
     some = {name: registry.families()[name] for name in ("llama", "gpt2")}
     monkeypatch.setattr(all_models, "families", lambda: some)
@@ -170,6 +171,7 @@ def test_the_note_of_a_wrong_transform_says_no(monkeypatch, tmp_path):
     assert "No baseline was given" in found["Summary before and after"]
 
 
+@pytest.mark.exhaustive
 def test_the_note_of_a_transform_that_matches_nowhere_says_why(tmp_path):
     graft("fuse_moe", "--model", "tiny-llama", "--note", tmp_path / "note.md")
     found = sections((tmp_path / "note.md").read_text())

@@ -21,8 +21,10 @@ from graft.workbench.check import CheckRequest, check
 from graft.workbench.check.bisect import TransformReplay, bound, first_bad
 from graft.workbench.check.outputs import StepLogits, distance, logits
 from graft.workbench.check.trial import try_model
+from marks import left_out, short
 
 CONFIG = load_config()
+CHOSEN = ("fuse_rope", "fuse_add_rms_norm", "merge_qkv", "fuse_residual_into_matvec")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,11 +63,11 @@ def test_where_bad_does_not_stay_bad_a_boundary_is_found(middle):
     ("name", "matches", "number"),
     [
         ("fuse_rms_norm", 5, 4),
-        ("fuse_rope", 4, 2),
-        ("fuse_add_rms_norm", 4, 4),
+        left_out(("fuse_rope", 4, 2)),
+        left_out(("fuse_add_rms_norm", 4, 4)),
         ("merge_qkv", 2, 2),
-        ("fuse_residual_into_matvec", 4, 3),
-        ("tabulate_rope", 1, 1),
+        left_out(("fuse_residual_into_matvec", 4, 3)),
+        left_out(("tabulate_rope", 1, 1)),
     ],
 )
 def test_a_wrong_match_is_found_within_the_bound(monkeypatch, name, matches, number):
@@ -129,7 +131,7 @@ def test_dumps_name_the_transform(monkeypatch, tmp_path):
 # ── a transform with some of its matches ────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", ["fuse_rope", "fuse_add_rms_norm", "merge_qkv", "fuse_residual_into_matvec"])
+@pytest.mark.parametrize("name", short(CHOSEN, "fuse_rope", "merge_qkv"))
 def test_every_choice_of_matches_gives_the_same_results(trial, name):
     replay = TransformReplay(trial, name)
     outputs = StepLogits(trial.run, trial.state)

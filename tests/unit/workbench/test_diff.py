@@ -19,6 +19,7 @@ from graft.workbench.diff_text import graph_dict, graph_lines, markdown
 from graft.workbench.dump import dump_model
 from graft.workbench.layers import fold, ranges
 from graft.workbench.runs import open_run
+from marks import examples
 
 aten = torch.ops.aten
 UNARY = (aten.relu.default, aten.neg.default, aten.sin.default)
@@ -94,7 +95,7 @@ def kinds(diff):
 
 
 @given(graphs(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_graph_does_not_differ_from_itself_renamed_or_reordered(graph, random):
     assert not diff_graphs(graph, graph)
     assert not diff_graphs(graph, copied(graph, lambda _, index: f"n{index}"))
@@ -102,7 +103,7 @@ def test_a_graph_does_not_differ_from_itself_renamed_or_reordered(graph, random)
 
 
 @given(graphs(), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_a_planted_change_is_found_and_no_more_is_told(graph, data):
     changed = copied(graph, lambda _, index: f"n{index}")
     node = data.draw(st.sampled_from(calls_of(changed)))

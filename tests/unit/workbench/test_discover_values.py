@@ -16,6 +16,7 @@ from graft.workbench.discover import discover
 from graft.workbench.discover.aten import aten_kernels
 from graft.workbench.discover.inductor import inductor_patterns
 from graft.workbench.discover.values import read_value, split
+from marks import examples
 
 UNARY = (torch.tanh, torch.sigmoid, torch.exp, torch.neg, F.silu, F.relu, torch.abs)
 BINARY = (torch.add, torch.mul, torch.sub)
@@ -40,7 +41,7 @@ places = st.integers(0, 20)
 steps = st.lists(st.tuples(st.sampled_from(UNARY + BINARY), places, places), min_size=2, max_size=6)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(steps)
 def test_the_source_of_any_chain_computes_it(drawn):
     gm = export_graph(Chain(drawn).eval(), (torch.randn(3, 8),))

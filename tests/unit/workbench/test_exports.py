@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -34,6 +32,7 @@ from graft.workbench.export.write import export_run
 from graft.workbench.runs import open_run
 from graft.workbench.stored import save_state
 from marks import short
+from processes import run_python
 
 
 @pytest.fixture(scope="module")
@@ -241,8 +240,7 @@ def test_the_program_loads_elsewhere_and_gives_the_same_bits_at_other_sizes(weig
     with torch.no_grad():
         (expected,) = gm(*inputs)
     torch.save((inputs, expected), tmp_path / "io.pt")
-    command = [sys.executable, "-c", LOAD, str(path), str(tmp_path / "io.pt")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(SOURCE)})
+    ran = run_python("-c", LOAD, path, tmp_path / "io.pt", env={"PYTHONPATH": str(SOURCE)})
     assert ran.returncode == 0 and ran.stdout.startswith("equal (3, 7,"), ran.stderr[-2000:]
     with zipfile.ZipFile(path) as archive:  # what Netron reads
         names = archive.namelist()

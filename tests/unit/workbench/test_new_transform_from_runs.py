@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 from test_discover import OFF, GatedResidual, LogitScaledNorm
@@ -17,6 +15,7 @@ from graft.passes.config import load_config
 from graft.workbench.discover import discover_model
 from graft.workbench.scaffold.candidate import seed_of
 from graft.workbench.scaffold.plan import transform_from
+from processes import run_python
 from scaffold_cases import SOURCE, checkout_folder  # noqa: F401  (a fixture)
 
 COMPILE = """
@@ -64,9 +63,7 @@ def test_novel_blocks_match_their_models_and_pass_their_tests(tmp_path):
     assert done.returncode == 0 and "failed" not in done.stdout, done.stdout[-3000:]
     here = os.path.dirname(__file__)
     environment = {**os.environ, "PYTHONPATH": f"{SOURCE}:{here}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", COMPILE], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    ran = run_python("-c", COMPILE, cwd=tmp_path, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.split()[:2] == ["fuse_squared_relu", "3"] and ran.stdout.count("\n") == 3
 

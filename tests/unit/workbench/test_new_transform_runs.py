@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import yaml
 
 from graft.workbench.scaffold.plan import new_transform
+from processes import run_python
 from scaffold_cases import GATED, SOURCE, checkout_folder, functions_file  # noqa: F401  (fixtures)
 
 
 def run_pytest(folder, *args, path):
     environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:warnings", "-p", "no:cacheprovider", *map(str, args)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    options = ("-q", "-p", "no:warnings", "-p", "no:cacheprovider")
+    return run_python("-m", "pytest", *options, *args, cwd=folder, env=environment)
 
 
 # ── a plugin ────────────────────────────────────────────────────────────────────────────────────────────────────

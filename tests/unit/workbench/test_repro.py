@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +25,7 @@ from graft.passes.registry import TransformRegistry
 from graft.workbench.dump import dump_model
 from graft.workbench.repro.write import find_match, matches_of, repro_source
 from graft.workbench.runs import open_run
+from processes import run_python
 
 SOURCE = Path(graft.__file__).parents[1]
 
@@ -56,9 +55,7 @@ def execute(source):
 
 def run_file(path):
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(path)], cwd=path.parent, env=environment, capture_output=True, text=True, check=False
-    )
+    return run_python(path, cwd=path.parent, env=environment)
 
 
 def cli(*args):

@@ -25,6 +25,7 @@ from graft.workbench.diff_runs import compare_records, diff_runs, folded
 from graft.workbench.dump import dump_model
 from graft.workbench.runs import open_run
 from graft.workbench.stored import load_state, save_state
+from marks import short
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "transform_before_after.py"
 CHANGED = {"fuse_rope", "merge_qkv", "merge_gemms"}  # without fuse_rope; what merge_qkv leaves, merge_gemms takes
@@ -49,7 +50,7 @@ def result(gm):
         return torch.fx.Interpreter(gm).run(*inputs(gm))[0]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=short(["llama", "qwen2"], "llama"))
 def kept(request, tmp_path_factory):
     """A run with weights, and what every graph gave when it was written. Weights are merged, then quantized."""
     folder, live = tmp_path_factory.mktemp(request.param), {}

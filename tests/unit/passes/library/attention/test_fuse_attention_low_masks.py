@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.export import Dim
 
 from attention_cases import INF, SCALE, Fn, S, attend, causal, close, fuse, options, tensors
+from marks import examples
 
 F32_MIN, BF16_MIN = torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -189,7 +190,7 @@ def test_a_mask_of_the_caller_says_so():
     close(gm(*args), function(*args))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     value=st.sampled_from([INF, F32_MIN, BF16_MIN, -1e38, -1e30, -1e9, -65504.0, -1e4, -100.0, -1.0]),
     factor=st.sampled_from([0.01, 1.0, 30.0, 300.0]),

@@ -25,6 +25,7 @@ from attention_cases import (
 )
 from attention_masks import positional, scores
 from graft.ops.attention.reference import attention
+from marks import examples
 
 # ── random mixtures ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -70,7 +71,7 @@ def mixture(m, q, k, v, seen, bias, sinks):
     return out if m["view"] == "heads" else out.transpose(1, 2).reshape(B, s, h * D)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(MIXTURES, st.integers(0, 1000))
 def test_random_mixtures_keep_their_numbers(m, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -62,7 +62,12 @@ def distance(got, expected):
 
 @pytest.mark.parametrize(
     ("name", "how", "dtype"),
-    short(CASES, *(case for case in CASES if case[2] is torch.bfloat16)),
+    short(
+        CASES,
+        ("gemma2", "eager", torch.bfloat16),
+        ("gpt_oss", "eager", torch.bfloat16),
+        ("llama", "sdpa", torch.float32),
+    ),
     ids=lambda case: str(case).removeprefix("torch."),
 )
 def test_every_layer_of_a_decoder(name, how, dtype):
@@ -94,11 +99,10 @@ def test_a_decoder_captured_by_the_hook_has_attention_already():
     gm = graph_of(tiny("llama").module)
     record = run_pipeline(gm, load_config(), Context(route="decoder")).transforms["fuse_attention"]
     assert (record.status, record.reason) == ("no_match", "attention is graft::attention already")
-    assert record.seconds < 0.05  # one look at every node
 
 
 def test_routers_beside_graft_attention_are_no_near_misses():
-    gm = graph_of(tiny("mixtral").module)
+    gm = graph_of(tiny("qwen3-moe").module)
     record = run_pipeline(gm, load_config(), Context(route="decoder")).transforms["fuse_attention"]
     assert (record.near_misses, record.reason) == ((), "attention is graft::attention already")
 

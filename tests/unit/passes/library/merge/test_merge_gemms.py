@@ -18,6 +18,7 @@ from graft.ops.cases import tolerance
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry, load_all
+from marks import examples
 
 load_all()
 D = 8
@@ -58,7 +59,7 @@ def storages(parameters):
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(1, 4),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 def test_any_number_of_layers_with_and_without_bias_become_one(layers, dtype, rows):
     widths, biases = zip(*layers, strict=True)
     module, x = Heads(widths, biases).to(dtype), torch.randn(2, rows, D).to(dtype)

@@ -19,7 +19,7 @@ from graft.ir.trace import export_graph
 from graft.ops.cases import tolerance
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
-from marks import crossed
+from marks import crossed, examples, short
 from moe_spellings import (
     SPELLINGS,
     D,
@@ -79,7 +79,7 @@ def test_every_spelling_becomes_the_two_ops(name, dtype):
     assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", short(FUSED, "mixtral loop", "stacked weights"))
 def test_a_wrong_mixture_is_found_out(name):
     """The bound of the tests tells experts in another order and weights that are not the routing's apart."""
     module, x = FUSED[name](), tokens()
@@ -103,7 +103,7 @@ def rolled(gm, ids):
     st.sampled_from(sorted(FUSED)), st.sampled_from([2, 3, 5]), st.integers(1, 9), st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 def test_any_number_of_experts_and_tokens(name, e, n, dynamic, dtype):
     module, x = FUSED[name](e=e).to(dtype), tokens(max(n, 2), dtype, seed=n)
     right = exact(module, x)

@@ -18,7 +18,7 @@ from graft.ops.cases import tolerance
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry, load_all
-from marks import crossed
+from marks import crossed, examples
 
 load_all()
 D = 12
@@ -77,7 +77,7 @@ def test_spellings_become_one_op_with_the_same_numbers(name, dtype):
 
 
 @given(st.sampled_from(sorted(PLAIN)), st.floats(1e-6, 1.0), st.integers(1, 33), st.integers(0, 3), st.booleans())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_any_width_rank_and_eps(name, eps, width, rank, float32):
     shape = (2, 3, 2)[3 - rank :] if rank else ()
     if name == "normalize dim 2" and rank != 2:

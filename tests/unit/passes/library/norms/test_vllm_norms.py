@@ -18,6 +18,7 @@ from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry, load_all
 from graft.testing.fusion import AsModule
+from marks import examples
 from vllm_cases import Block, D, Gated, GatedAfter, RMSNorm, RoundedFirst, T
 
 load_all()
@@ -228,7 +229,7 @@ def test_a_computed_weight_of_a_gated_norm_is_named():
     assert "is computed in the graph, it is not a parameter" in records["fuse_rms_norm"].reason
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     cast_x=st.booleans(),
     cast_residual=st.booleans(),

@@ -18,6 +18,7 @@ from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry, load_all
 from graft.testing.fusion import AsModule
+from marks import examples
 from vllm_cases import CachedRotary, D, H, QKNormCachedRotary, QKNormRotary, Rotary, heads, turned
 
 load_all()
@@ -155,7 +156,7 @@ def test_what_is_no_such_rotation_stays(name):
     assert graph_text(gm.graph) == before
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     tokens=st.integers(1, 6),
     count=st.integers(1, 4),

@@ -28,11 +28,11 @@ from graft.passes.costs import Costs
 from graft.passes.library.streams.emit import apply_schedule
 from graft.passes.library.streams.schedule import Tasks, list_schedule
 from graft.passes.pipeline import run_pipeline
-from marks import short
+from marks import examples, short
 from stream_modules import Branches, graph_of, placed
 from stream_programs import agrees, disturbed, programs, scheduled
 
-SLOW = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def accepted(graph):
@@ -118,7 +118,7 @@ def schedule_of(gm, streams=2, **fixed):
     return list_schedule(gm.graph, Fixed(**fixed).costs(gm), streams)
 
 
-@settings(SLOW, max_examples=60)
+@settings(SLOW, max_examples=examples(60))
 @given(programs(), st.data())
 def test_schedules_keep_every_order_and_no_stream_does_two_things_at_once(case, data):
     program, _ = case
