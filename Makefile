@@ -4,6 +4,7 @@
 # make sanitize  the native kernels under address, undefined-behaviour and thread sanitizers
 # make fuzz  the property tests with new random examples
 # make docs  the documentation as a site, build/site/index.html
+# make setup  the environment, and the line that activates it
 .PHONY: run test test-all sanitize fuzz check docs bench setup clean
 
 PYTHON ?= python3
@@ -54,14 +55,17 @@ bench: $(READY)
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/engine.py
 
+# the last line is what a person types next
 setup: $(READY)
+	@echo "ready: . $(BIN)/activate"
 
 # torch is installed first and from the pinned version: a range would take gigabytes of CUDA packages
 $(READY): pyproject.toml constraints.txt
+	@echo "a virtual environment in $(VENV), with torch and graft: some minutes where nothing is cached" >&2
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $(READY)
 
 $(VENV)/.docs: $(READY) docs/constraints.txt

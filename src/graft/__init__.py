@@ -10,12 +10,17 @@ if TYPE_CHECKING:
     from graft.api.inductor_passes import inductor_reports, passes_for_inductor
     from graft.api.load import load
     from graft.api.torch_compile import Backend, backend_reports
+    from graft.base.errors import GraftError, UsageError
     from graft.engine.core import Output
     from graft.engine.llm import LLM
     from graft.engine.params import SamplingParams
     from graft.ir.patterns.match import Match, Refused
     from graft.memory.lifting import Binding, Lifted, inline_buffers, lift_buffers
-    from graft.passes.base import BaseTransform, Context, Outcome, TransformConfig
+    from graft.ops.call import Call
+    from graft.ops.spec import Kernel, OpSpec, needs_triton
+    from graft.ops.spec import define as define_op
+    from graft.ops.spec import native as native_kernel
+    from graft.passes.base import BaseTransform, Context, Outcome, Stage, TransformConfig
     from graft.passes.patterns import PatternTransform, Rewrite
     from graft.passes.registry import TransformRegistry
     from graft.passes.report import Report
@@ -38,10 +43,19 @@ _HOMES = {
     "backend_reports": "graft.api.torch_compile",
     "passes_for_inductor": "graft.api.inductor_passes",
     "inductor_reports": "graft.api.inductor_passes",
+    "GraftError": "graft.base.errors",
+    "UsageError": "graft.base.errors",
     "BaseTransform": "graft.passes.base",
     "Context": "graft.passes.base",
     "Outcome": "graft.passes.base",
+    "Stage": "graft.passes.base",
     "TransformConfig": "graft.passes.base",
+    "OpSpec": "graft.ops.spec",
+    "Kernel": "graft.ops.spec",
+    "Call": "graft.ops.call",
+    "define_op": "graft.ops.spec:define",
+    "native_kernel": "graft.ops.spec:native",
+    "needs_triton": "graft.ops.spec",
     "Rewriter": "graft.passes.rewriter",
     "PatternTransform": "graft.passes.patterns",
     "Rewrite": "graft.passes.patterns",
@@ -62,10 +76,14 @@ __all__ = [
     "Backend",
     "BaseTransform",
     "Binding",
+    "Call",
     "CompiledModule",
     "Context",
+    "GraftError",
+    "Kernel",
     "Lifted",
     "Match",
+    "OpSpec",
     "Outcome",
     "Output",
     "PatternTransform",
@@ -74,16 +92,21 @@ __all__ = [
     "Rewrite",
     "Rewriter",
     "SamplingParams",
+    "Stage",
     "TransformConfig",
     "TransformRegistry",
+    "UsageError",
     "backend_reports",
     "compile",
+    "define_op",
     "diff_graphs",
     "inductor_reports",
     "inline_buffers",
     "lift_buffers",
     "load",
     "load_dump",
+    "native_kernel",
+    "needs_triton",
     "open_run",
     "passes_for_inductor",
 ]
@@ -92,7 +115,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'graft' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    module, _, own = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(module), own or name)
 
 
 def __dir__() -> list[str]:

@@ -54,6 +54,27 @@ def repeated(x: Tensor, n: int) -> Tensor:
     return x.exp() * n
 
 
+def projected(x: Tensor, w: Tensor) -> Tensor:
+    return F.relu(F.linear(x, w)).square()
+
+
+def looked_up(ids: Tensor, weight: Tensor) -> Tensor:
+    return torch.sin(F.embedding(ids, weight))
+
+
+def own_tensor(x: Tensor) -> Tensor:
+    return x * torch.tensor([1.0, 2.0])
+
+
+def written(x: Tensor, cache: Tensor) -> Tensor:
+    cache.copy_(x)
+    return x + 1
+
+
+def raising(x: Tensor) -> Tensor:
+    return x * [][0]
+
+
 def capped(x: Tensor, cap: float, slope: float) -> Tensor:
     return torch.tanh(x / cap) * cap - slope * x
 """
@@ -86,6 +107,8 @@ def checkout_folder(tmp_path):
     shutil.copy(ROOT / "pyproject.toml", root)
     for name in ("conftest.py", "marks.py"):
         shutil.copy(ROOT / "tests" / name, root / "tests")
-    for name in ("test_structure.py", "test_ops.py", "test_models.py"):
-        shutil.copy(ROOT / "tests" / "unit" / name, root / "tests" / "unit")
+    for name in ("test_structure.py", "ops/test_ops.py", "models/test_models.py"):
+        target = root / "tests" / "unit" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "tests" / "unit" / name, target)
     return root

@@ -11,11 +11,13 @@ from graft.api.compile import CompiledModule
 from graft.api.variant import Variant, VariantSettings, lower_variant
 from graft.memory.initial import Initial
 from graft.passes.config import load_config
+from graft.passes.registry import load_all
 from graft.passes.report import Report
 
 
 def load_compiled(path: str | Path) -> CompiledModule:
     """The module of `compiled.save(path)`, going on from the state at that time, with the same report and aliases."""
+    load_all()  # a graph may call ops of plugins
     artifact = read_artifact(path)
     config = load_config({"kernels": dict(artifact.kernels)} if artifact.kernels else None)
     settings = VariantSettings(config, artifact.backend, artifact.extra["reuse_outputs"])

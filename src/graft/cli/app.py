@@ -1,16 +1,12 @@
-"""`graft`: the verbs, and how errors leave the program."""
+"""`graft`: the verbs."""
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from graft import __version__
-from graft.base.errors import GraftError
 from graft.cli.bench import bench
 from graft.cli.chat import chat
 from graft.cli.check import check
@@ -22,7 +18,7 @@ from graft.cli.dump import dump
 from graft.cli.events import events
 from graft.cli.explain import explain
 from graft.cli.export import export
-from graft.cli.interrupts import is_interrupt, tell
+from graft.cli.guard import guarded
 from graft.cli.models import models
 from graft.cli.new_transform import new_transform
 from graft.cli.ops import ops
@@ -52,25 +48,6 @@ def options(
     ] = False,
 ) -> None:
     """Compile an unmodified decoder into a fast, inspectable engine; write, prove and ship graph fusions."""
-
-
-def guarded(verb: Callable[..., None]) -> Callable[..., None]:
-    """Errors that graft knows end the program with one line. Exit codes: 1 a run failed, 2 the request was wrong."""
-
-    @functools.wraps(verb)
-    def command(*args: Any, **kwargs: Any) -> None:
-        try:
-            verb(*args, **kwargs)
-        except GraftError as error:
-            print(f"graft: error: {error}", file=sys.stderr)
-            raise typer.Exit(error.exit_code) from None
-        except BaseException as error:
-            if not is_interrupt(error):
-                raise
-            tell()
-            raise typer.Exit(1) from None
-
-    return command
 
 
 VERBS = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graft.base.errors import UsageError
-from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
+from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets, TrustRemoteCode
 
 if TYPE_CHECKING:
     from graft.workbench.check import CheckLine, CheckReport, CheckRequest, TransformCheck
@@ -34,6 +34,7 @@ def check(
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Go through the review list of a transform: names, docs, tests, matches, dumps, numbers, metadata.
@@ -52,7 +53,10 @@ def check(
         from graft.workbench.check import CheckRequest
 
         settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))
-        request = CheckRequest(settings, transform, dtype, baseline, save_baseline, tests and tests.resolve(), note)
+        request = CheckRequest(
+            settings, transform, dtype, baseline, save_baseline, tests and tests.resolve(), note,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
         if all_models:
             every_model(request, as_json)
         else:

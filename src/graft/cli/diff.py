@@ -25,7 +25,9 @@ def diff(
     ] = "",
     unfold: Annotated[bool, typer.Option("--all", help="Show every layer, equal ones too.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for a review.")] = False,
-    strict: Annotated[bool, typer.Option(help="Refuse runs of two models, which otherwise is a note.")] = False,
+    strict: Annotated[
+        bool, typer.Option(help="Refuse runs of two models, which otherwise is a note, and plugins that do not load.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show what a transform did to the graph (RUN --transform T), or what differs between two runs (RUN_A RUN_B).
@@ -37,11 +39,9 @@ def diff(
         raise UsageError("--json and --markdown are two forms of one answer; choose one")
     if other is None and not transform:
         raise UsageError("graft diff RUN needs --transform T (before and after it), or a second run to compare with")
-    if other is None and strict:
-        raise UsageError("--strict is about two runs; give a second one")
-    from graft.cli.show import err
+    from graft.cli.show import busy
 
-    with err.status("comparing graphs"):
+    with busy("comparing graphs"):
         if other is None:
             lines, document = one_run(run, transform, unfold)
         else:

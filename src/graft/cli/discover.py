@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
+from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets, TrustRemoteCode
 
 if TYPE_CHECKING:
     from graft.workbench.discover import Candidate, Discovery
@@ -29,6 +29,7 @@ def discover(
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """List fusion candidates by estimated saving: what repeats, what it moves, which kernel exists, what to do."""
@@ -55,7 +56,10 @@ def discover(
         if dumps:
             found = discover_run(model, step, tokens=counts, machine=machine, progress=progress)
         else:
-            found = discover_model(model, settings, dtype, tokens=counts, machine=machine, progress=progress)
+            found = discover_model(
+                model, settings, dtype, tokens=counts, machine=machine, progress=progress,
+                trust_remote_code=trust_remote_code,
+            )  # fmt: skip
         if device is not None:
             found = measure(found, device, progress)
     if as_json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
+from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets, TrustRemoteCode
 
 if TYPE_CHECKING:
     from graft.passes.config import PipelineConfig
@@ -30,6 +30,7 @@ def dump(
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Capture and transform a model, and write the graph after every step as text and JSON."""
@@ -42,12 +43,14 @@ def dump(
     if output is None and not native:
         raise UsageError("dump writes into a folder: name it with --output DIR; --native alone prints the C++")
     settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))
-    source = native_text(model, settings, dtype) if native else None
+    source = native_text(model, settings, dtype, trust_remote_code) if native else None
     if output is None:
         print(json.dumps({"model": model, "native": source}) if as_json else source)
         return
     with progress_bar() as progress:
-        report = dump_model(model, output, settings, dtype, progress, weights=weights, fold=fold)
+        report = dump_model(
+            model, output, settings, dtype, progress, weights=weights, fold=fold, trust_remote_code=trust_remote_code
+        )
     if source is not None:
         write_whole(output / "native.cpp", source)
     if as_json:
@@ -59,9 +62,9 @@ def dump(
         out.print(f"the native step in {output / 'native.cpp'}", markup=False)
 
 
-def native_text(model: str, settings: PipelineConfig, dtype: str) -> str:
+def native_text(model: str, settings: PipelineConfig, dtype: str, trusted: bool) -> str:
     from graft.cli.show import progress_bar
     from graft.workbench.native import native_source
 
     with progress_bar() as progress:
-        return native_source(model, settings, dtype, progress)
+        return native_source(model, settings, dtype, progress, trust_remote_code=trusted)

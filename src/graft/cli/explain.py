@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
+from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets, TrustRemoteCode
 
 if TYPE_CHECKING:
     from graft.workbench.explain import Explanation, ModelSite
@@ -22,20 +22,19 @@ def explain(
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Show the matches of a transform by layer, and for every near miss the node, its source line and the reason."""
-    from graft.base.errors import UnknownTransform
     from graft.cli.show import progress_bar
     from graft.passes.config import load_config
-    from graft.workbench.explain import explain_model
+    from graft.workbench.explain import check_listed, explain_model
 
     given = [*(sets or ()), *(["verify=matches"] if verify else [])]
     settings = load_config(config, sets=given, plugins=tuple(plugins or ()))
-    if transform not in settings.transforms:  # told before the model is loaded
-        raise UnknownTransform(transform, settings.transforms)
+    check_listed(transform, settings)  # told before the model is loaded
     with progress_bar() as progress:
-        explanation = explain_model(model, transform, settings, dtype, progress)
+        explanation = explain_model(model, transform, settings, dtype, progress, trust_remote_code=trust_remote_code)
     if as_json:
         print(json.dumps(explanation.to_dict()))
     else:

@@ -38,7 +38,7 @@ def export(
     pt2: the chosen graph as a program that torch.export.load runs and Netron opens; it needs a dump with --weights.
     """
     from graft.base.errors import UsageError, near
-    from graft.cli.show import err
+    from graft.cli.show import busy
     from graft.passes.registry import load_all
     from graft.workbench.export.write import export_run
 
@@ -47,7 +47,7 @@ def export(
     if timed and form != "perfetto":
         raise UsageError(f"--time draws calls in a trace; it belongs to --format perfetto, not {form}")
     load_all(tuple(plugins or ()))
-    with err.status(f"exporting for {form}"):
+    with busy(f"exporting for {form}"):
         done = export_run(run, form, output, step=step, tokens=tokens, timed=timed, device=device)
     if as_json:
         print(json.dumps({"file": str(done.file), "format": form, "step": done.step, "notes": done.notes}))

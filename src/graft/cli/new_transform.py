@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,45 +13,63 @@ from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
 
 if TYPE_CHECKING:
     from graft.workbench.scaffold.candidate import Seed
+    from graft.workbench.scaffold.location import Destination
     from graft.workbench.scaffold.plan import Written
 
 
+Name = Annotated[str, typer.Argument(help="In snake_case: registry key, YAML key and file name.")]
+Op = Annotated[bool, typer.Option("--op", help="Also make the op that replaces the pattern.")]
+PatternFunction = Annotated[
+    str | None, typer.Option(help="The function to find; a worked example if left out.", metavar="FILE.py:FUNCTION")
+]
+Replacement = Annotated[
+    str | None, typer.Option(help="The function that takes its place.", metavar="FILE.py:FUNCTION")
+]
+Shapes = Annotated[
+    str | None, typer.Option(help="Sizes of the pattern's arguments: 'x: b s d, w: n d'.", metavar="SHAPES")
+]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        help="A candidate of graft discover: its id, with --model; or FILE.json:ID of graft discover --json.",
+        metavar="CANDIDATE",
+    ),
+]
+FoundIn = Annotated[
+    str | None, typer.Option(help="Where the candidate was found: a model or a folder of dumps.", metavar="MODEL")
+]
+StageName = Annotated[
+    str | None,
+    typer.Option(help="match, fuse, state or schedule; match if left out, with --from schedule.", metavar="STAGE"),
+]
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--dir",
+        help="A checkout of graft, or a folder for a plugin; else the checkout around this folder.",
+        metavar="DIR",
+    ),
+]
+Package = Annotated[
+    Path | None,
+    typer.Option(help="Make an installable package there (tests, CI), or add to the one that is.", metavar="DIR"),
+]
+Force = Annotated[bool, typer.Option("--force", help="Write files anew that are there already.")]
+
+
 def new_transform(
-    name: Annotated[str, typer.Argument(help="In snake_case: registry key, YAML key and file name.")],
-    op: Annotated[bool, typer.Option("--op", help="Also make the op that replaces the pattern.")] = False,
-    pattern: Annotated[
-        str | None,
-        typer.Option(help="The function to find; a worked example if left out.", metavar="FILE.py:FUNCTION"),
-    ] = None,
-    replacement: Annotated[
-        str | None, typer.Option(help="The function that takes its place.", metavar="FILE.py:FUNCTION")
-    ] = None,
-    candidate: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            help="A candidate of graft discover: its id, with --model; or FILE.json:ID of graft discover --json.",
-            metavar="CANDIDATE",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Where the candidate was found: a model or a folder of dumps.", metavar="MODEL")
-    ] = None,
-    stage: Annotated[
-        str | None,
-        typer.Option(
-            help="match, fuse, state or schedule; match if left out, with --from schedule.", metavar="STAGE"
-        ),
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir",
-            help="A checkout of graft, or a folder for a plugin; else the checkout around this folder.",
-            metavar="DIR",
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write files anew that are there already.")] = False,
+    name: Name,
+    op: Op = False,
+    pattern: PatternFunction = None,
+    replacement: Replacement = None,
+    shapes: Shapes = None,
+    candidate: From = None,
+    model: FoundIn = None,
+    stage: StageName = None,
+    folder: Folder = None,
+    package: Package = None,
+    force: Force = False,
     dtype: DType = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
@@ -59,23 +78,36 @@ def new_transform(
 ) -> None:
     """Write a transform, its YAML entry (off), its op if asked for, and its tests, which pass as they are.
 
-    In a checkout of graft the files go into the library; anywhere else they make a plugin. --from takes the pattern
+    In a checkout of graft the files go into the library; anywhere else they make a plugin, with --package one that is
+    installed, and that graft finds by its entry point. --from takes the pattern
     from what graft discover found (with its --dtype, --config, --set), and its op or the kernel that exists for it.
     """
     from graft.workbench.scaffold import plan
 
+    location = destination(folder, package)
     if candidate is None:
-        refuse_unused({"--model": model, "--dtype": dtype, "--config": config, "--set": sets, "--plugin": plugins})
+        refuse_unused({"--model": model, "--dtype": dtype, "--config": config, "--set": sets})
         written = plan.new_transform(
-            name, folder, op=op, stage=stage, pattern=pattern, replacement=replacement, force=force
+            name, location, op=op, stage=stage, pattern=pattern, replacement=replacement, shapes=shapes, force=force
         )
     else:
-        seed = read_candidate(candidate, model, pattern or replacement, dtype, config, sets, plugins)
-        written = plan.transform_from(name, seed, folder, op=op, stage=stage, force=force)
+        seed = read_candidate(candidate, model, pattern or replacement or shapes, dtype, config, sets, plugins)
+        written = plan.transform_from(name, seed, location, op=op, stage=stage, force=force)
     if as_json:
         print(json.dumps(as_dict(written)))
     else:
         show(written)
+
+
+def destination(folder: Path | None, package: Path | None) -> Destination:
+    from graft.base.errors import UsageError
+    from graft.workbench.scaffold.location import Destination
+
+    if package is None:
+        return Destination.of(folder)
+    if folder is not None:
+        raise UsageError("--dir and --package both name a folder; choose one")
+    return Destination.in_package(package)
 
 
 def refuse_unused(options: dict[str, object]) -> None:
@@ -104,7 +136,9 @@ def read_candidate(
     from graft.workbench.scaffold.candidate import read_seed
 
     if function:
-        raise UsageError("--from brings its own pattern and replacement; leave out --pattern and --replacement")
+        raise UsageError(
+            "--from brings its own pattern and replacement; leave out --pattern, --replacement and --shapes"
+        )
     if model is None:
         return read_seed(candidate, None)
     dumps = is_run(model)
@@ -126,6 +160,7 @@ def as_dict(written: Written) -> dict[str, object]:
         "name": written.name,
         "root": str(written.root),
         "checkout": written.checkout,
+        "package": written.package,
         "files": [str(path.relative_to(written.root)) for path in written.files],
         "changed": [str(path.relative_to(written.root)) for path in written.changed],
         "op": written.op,
@@ -147,12 +182,22 @@ def show(written: Written) -> None:
     if written.note:
         out.print(written.note, markup=False, soft_wrap=True)
     out.print("next", style="cyan")
-    test = next(path for path in written.files if path.name == f"test_{written.name}.py").relative_to(written.root)
-    using = "" if written.checkout else f" --plugin {written.name} --config {written.name}.yaml"
-    path = "" if written.checkout else "PYTHONPATH=. "
-    for line in (
-        f"python -m pytest {test}",
-        f"{path}graft explain MODEL {written.name}{using}",
-        f"{path}graft run PROMPT --set transforms.{written.name}.enabled=true --verify --table{using}",
-    ):
+    for line in next_lines(written):
         out.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def next_lines(written: Written) -> list[str]:
+    name, enabled = written.name, f"--set transforms.{written.name}.enabled=true"
+    if written.package:
+        first, using = [f"pip install -e {shlex.quote(str(written.root))}"], ""
+        test = f"--pyargs {written.package}"
+    else:
+        own = next(path for path in written.files if path.name == f"test_{name}.py")
+        first, test = [], str(own.relative_to(written.root))
+        using = "" if written.checkout else f" --plugin {name}.py"
+    return [
+        *first,
+        f"python -m pytest {test}",
+        f"graft explain MODEL {name}{using}",
+        f"graft run PROMPT {enabled} --verify --table{using}",
+    ]

@@ -17,7 +17,8 @@ ConfigFile = Annotated[
     str | None, typer.Option("--config", help="A YAML file laid over the defaults.", metavar="FILE")
 ]
 Plugins = Annotated[
-    list[str] | None, typer.Option("--plugin", help="A Python module that registers transforms. Repeatable.")
+    list[str] | None,
+    typer.Option("--plugin", help="A Python module or .py file that registers transforms. Repeatable."),
 ]
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]

@@ -29,7 +29,7 @@ def repro(
     (graft dump --weights), else random.
     """
     from graft.base.files import write_together
-    from graft.cli.show import err, out
+    from graft.cli.show import busy, out
     from graft.passes.registry import load_all
     from graft.workbench.repro.write import find_match, matches_of, repro_source
     from graft.workbench.runs import open_run
@@ -45,8 +45,8 @@ def repro(
             out.print(f"{one.id:<28} {nodes:<16} {one.record.anchor}", markup=False, soft_wrap=True)
         return
     chosen = find_match(opened, match, transform)
-    with err.status("cutting the match out"):
-        text = repro_source(opened, chosen, tuple(plugins or ()))
+    with busy("cutting the match out"):
+        text = repro_source(opened, chosen)
     path = output or Path(f"repro_{chosen.id.replace(':', '_')}.py")
     write_together({path: text})
     if as_json:

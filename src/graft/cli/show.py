@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from graft.cli.waiting import end_waiting
+
 if TYPE_CHECKING:
     from graft.passes.report import Report, TransformRecord
 
@@ -26,6 +28,7 @@ err = Console(stderr=True, highlight=False)
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on standard error that follows `report(what, done, total)`; plain silence when that is not a terminal."""
     quiet_libraries()
+    end_waiting()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
@@ -36,8 +39,17 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         yield report
 
 
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """A sign on standard error while something without steps goes on."""
+    end_waiting()
+    with err.status(what):
+        yield
+
+
 def tell_notes(notes: Iterable[str]) -> None:
     """What a run does otherwise than the model's files ask for, on standard error."""
+    end_waiting()
     for note in notes:
         err.print(f"graft: note: {note}", markup=False, soft_wrap=True)
 

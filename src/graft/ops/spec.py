@@ -13,10 +13,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from graft.base.errors import KernelUnavailable, UsageError, near
+from graft.base.plugins import watch
 from graft.ops.call import Call, call_class
 
 LIBRARY = torch.library.Library("graft", "FRAGMENT")
 OPS: dict[str, OpSpec] = {}
+watch(OPS)
 Problem = Callable[[Call], str | None]
 
 
@@ -99,6 +101,9 @@ def define(spec: OpSpec) -> OpSpec:
     their inputs.
     """
     from graft.ops.selection import choose
+
+    if spec.name in OPS:
+        raise UsageError(f"an op graft::{spec.name} is there already, of {OPS[spec.name].reference.__module__}")
 
     def dispatch(*args: Any) -> Any:
         result = choose(spec, make(*args)).run(*args)

@@ -1,4 +1,4 @@
-"""Configuration in layers: default.yaml, the model's overlay, the user's file or mapping, `--set a.b=c`.
+"""Configuration in layers: default.yaml, plugins, the model's overlay, the user's file or mapping, `--set a.b=c`.
 
 Every value remembers where it came from. An unknown key or a value of the wrong type is an error that names it.
 """
@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 import yaml
 
-from graft.base.errors import ConfigError, UnknownKey, UnknownTransform, UsageError, WrongType, near
+from graft.base.errors import BrokenPlugin, ConfigError, UnknownKey, UnknownTransform, UsageError, WrongType, near
+from graft.base.plugins import STATE, Plugin, leave_out
+from graft.base.yaml_file import read_yaml
 from graft.ops import OPS
 from graft.passes.base import TransformConfig
 from graft.passes.registry import TransformRegistry, load_all
@@ -56,6 +58,7 @@ def load_config(
     """Lays the layers over each other and checks the result."""
     load_all(plugins)
     layers = [defaults(DEFAULTS.read_text())]
+    layers += plugin_layers(layers[0])
     if model is not None:
         layers.append(model)
     if isinstance(user, Mapping):
@@ -72,16 +75,33 @@ def defaults(text: str) -> ConfigLayer:
     return ConfigLayer("default.yaml", flatten(yaml.safe_load(text), "default.yaml"))
 
 
-def read_yaml(path: Path) -> Any:
-    try:
-        read = yaml.safe_load(path.read_text())
-        return {} if read is None else read
-    except FileNotFoundError as error:
-        raise ConfigError(f"config file {path} does not exist") from error
-    except OSError as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not YAML: {error}") from error
+def plugin_layers(base: ConfigLayer) -> list[ConfigLayer]:
+    """What plugins list. One that cannot be used leaves an installed plugin out, and is an error of a named one."""
+    layers = []
+    for plugin in STATE.active():
+        try:
+            layer = listing_layer(plugin)
+            if plugin.module not in STATE.checked:
+                check_order(build([base, layer]), layer)
+                STATE.checked.add(plugin.module)
+        except UsageError as error:  # a key, a value, a name
+            leave_out(plugin, BrokenPlugin(plugin.origin, str(error)))
+            continue
+        layers.append(layer)
+    return layers
+
+
+def listing_layer(plugin: Plugin) -> ConfigLayer:
+    where = f"{plugin.origin}: {plugin.file.name}" if plugin.file else plugin.origin
+    return ConfigLayer(where, flatten({k: v for k, v in plugin.listing.items() if k in DEPTH}, where))
+
+
+def check_order(settings: PipelineConfig, layer: ConfigLayer) -> None:
+    """The transforms that a plugin's own come before or after are there."""
+    for name, options in settings.transforms.items():
+        for other in (*options.after, *options.before):
+            if other not in TransformRegistry.names():
+                raise UnknownTransform(other, TransformRegistry.names(), f"{layer.name} (transforms.{name})")
 
 
 def flatten(tree: Any, where: str, prefix: str = "") -> dict[str, Any]:

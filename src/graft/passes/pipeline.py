@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from graft.base.authors import told
 from graft.base.errors import GraftError, OrderError, TransformError
 from graft.ir.canonical.normal_form import drop_dead, drop_unused_state
 from graft.ir.verify import GraphSnapshot, verify
@@ -143,11 +144,11 @@ def run_one(
         if settings.on_error == "raise":
             if isinstance(error, GraftError):
                 raise TransformError(transform.name, str(error)) from error
-            raise TransformError(transform.name, f"{type(error).__name__}: {error}") from error
+            raise TransformError(transform.name, told(error)) from error
         return TransformRecord(
             **common,
             status="rolled_back",
-            reason=f"{type(error).__name__}: {error}",
+            reason=told(error),
             seconds=time.perf_counter() - started,
             nodes_after=nodes_before,
             phases=tuple(clock.spent),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from importlib.metadata import entry_points
 
-from graft.base.errors import DuplicateTransform, UnknownTransform, UsageError
+from graft import __version__
+from graft.base.errors import DuplicateTransform, UnknownTransform
+from graft.base.plugins import load_installed, load_named, owner_of, watch
 from graft.passes.base import BaseTransform
 
 
@@ -37,21 +38,33 @@ class TransformRegistry:
 
 
 _loaded = False
+watch(TransformRegistry._known)
 
 
-def load_all(plugins: tuple[str, ...] = ()) -> None:
-    """Imports the library, installed plugins (entry point group `graft.transforms`) and modules named by the user."""
+def load_library() -> None:
+    """graft's own transforms."""
     global _loaded
     if not _loaded:
         import graft.passes.library as library
 
         for module in pkgutil.walk_packages(library.__path__, f"{library.__name__}."):
             importlib.import_module(module.name)
-        for point in entry_points(group="graft.transforms"):
-            point.load()
         _loaded = True
+
+
+def load_all(plugins: tuple[str, ...] = ()) -> None:
+    """Imports the library, installed plugins (entry point group `graft.transforms`), and modules and files that the
+    user named."""
+    load_library()
+    load_installed()
     for name in plugins:
-        try:
-            importlib.import_module(name)
-        except (ImportError, ValueError, TypeError) as error:  # "", ".relative" and names that lead nowhere
-            raise UsageError(f"plugin module {name!r} cannot be imported: {error}") from error
+        load_named(name)
+
+
+def origin_of(name: str) -> str:
+    """Where a transform comes from: `graft 0.1.0`, `my-fusions 0.2`, what --plugin named, or its module."""
+    module = TransformRegistry.get(name).__module__
+    if module.startswith("graft."):
+        return f"graft {__version__}"
+    plugin = owner_of(module)
+    return plugin.origin if plugin else module

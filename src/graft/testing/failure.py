@@ -11,12 +11,9 @@ MOST_LINES = 60  # of a graph; a whole model would bury the message
 
 
 def failure(expected: str, found: str, details: Sequence[str] = (), *, advice: str) -> AssertionError:
-    lines = [
-        f"expected: {expected}",
-        f"found:    {found}",
-        *(f"  {line}" for line in details),
-        f"what to do: {advice}",
-    ]
+    """Four lines that say it all, then the rest of `details`, such as the graph."""
+    shown = [f"  {line}" for line in details]
+    lines = [f"expected: {expected}", f"found:    {found}", *shown[:1], f"what to do: {advice}", *shown[1:]]
     return AssertionError("\n".join(lines))
 
 

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from graft.base.errors import TransformError, UnknownTransform
+from graft.base.authors import told
+from graft.base.errors import GraftError, TransformError, UnknownTransform
+from graft.base.plugins import adopt
 from graft.ir.io.text import graph_text, target_text
 from graft.ir.nodes import calls
 from graft.ir.trace import export_graph
@@ -85,11 +87,14 @@ def settings_for(transform: str, alongside: Sequence[str], config: Config, verif
             raise UnknownTransform(
                 name, TransformRegistry.names(), "a test (one that a build may lack: @pytest.mark.needs_transform)"
             )
+        adopt(TransformRegistry.get(name).__module__)
     settings = config if isinstance(config, PipelineConfig) else load_config(config)
     unlisted = next((name for name in (transform, *alongside) if name not in settings.transforms), None)
     if unlisted is not None:
         raise UnknownTransform(
-            unlisted, settings.transforms, "the configuration (a plugin's transform needs config=…, with its stage)"
+            unlisted,
+            settings.transforms,
+            "the configuration (a plugin lists it in the YAML beside it; or config=…, with its stage)",
         )
     on = {n: replace(s, enabled=n in (transform, *alongside)) for n, s in settings.transforms.items()}
     return replace(settings, transforms=on, verify=verify)
@@ -133,9 +138,9 @@ def assert_fuses(
         raise failure(
             expected,
             "it failed, and the graph was put back",
-            [str(error.__cause__ or error)],
+            [why_of(error)],
             advice="correct the replacement or its check; the line above says which match, and how far it is off",
-        ) from error
+        ) from None
     found = len(trial.record.matches)
     if found == count or (count is None and found):
         return trial
@@ -147,6 +152,12 @@ def assert_fuses(
         details,
         advice="compare the pattern with the graph above; the near miss names the node that differs",
     )
+
+
+def why_of(error: TransformError) -> str:
+    """What a transform raised: graft's own words, or the exception of its author's code with his file and line."""
+    cause = error.__cause__ or error
+    return str(cause) if isinstance(cause, GraftError) else f"{told(cause)}; try_transform(…) shows the traceback"
 
 
 def assert_not_fuses(
@@ -161,9 +172,9 @@ def assert_not_fuses(
         raise failure(
             expected,
             "it matched, and what it made was refused",
-            [str(error.__cause__ or error)],
+            [why_of(error)],
             advice="refuse the site in the pattern's `check`, with the reason; do not leave it to verification",
-        ) from error
+        ) from None
     record = trial.record
     if record.matches:
         raise failure(

@@ -77,8 +77,15 @@ def examples(rewrite: Rewrite, dtype: torch.dtype) -> dict[str, Tensor]:
     for name in tensor_names(rewrite.pattern):
         dims, _, wide = rewrite.shapes[name].partition(":")
         shape = [size_of(dim, sizes) for dim in dims.split()]
-        made[name] = torch.randn(shape, generator=generator).to(getattr(torch, wide.strip()) if wide else dtype)
+        made[name] = example(shape, getattr(torch, wide.strip()) if wide else dtype, generator)
     return made
+
+
+def example(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Whole numbers may be indices: they are below every size."""
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 2 if dtype is torch.bool else SIZE, shape, generator=generator).to(dtype)
 
 
 def literal_of(function: Callable[..., Any], name: str) -> int | float:
@@ -140,7 +147,7 @@ def mutate(base: Negative, abstract: AbstractCalls, kind: str, at: str, change: 
         canonicalize(gm)
         case = Negative(f"{base.name}: {kind} {at}", gm, tuple(args), kind, at)
         case.run()
-    except (RuntimeError, IndexError, ValueError, TypeError):
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError):  # torch asserts, too
         return None  # shapes or dtypes that no op of the graph accepts: such a model does not exist
     return case
 

@@ -23,6 +23,7 @@ def dump_model(
     *,
     weights: bool = False,
     fold: bool = False,
+    trust_remote_code: bool = False,
 ) -> Report:
     """Captures and transforms a model, writing every step to `folder`.
 
@@ -31,7 +32,7 @@ def dump_model(
     """
     dumps = DumpWriter.open(folder)
     dumps.state, dumps.fold = ({} if weights else None), fold
-    model, gm = captured(name, dtype, progress, weights=weights)
+    model, gm = captured(name, dtype, progress, weights=weights, trust_remote_code=trust_remote_code)
     context = Context(route="decoder", context_length=model.context)
     report = run_pipeline(gm, config, context, model=model.name, dump_dir=dumps, progress=progress)
     if dumps.state is not None:

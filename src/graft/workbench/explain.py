@@ -9,13 +9,14 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from graft.base.errors import UnknownTransform
+from graft.base.errors import UnknownTransform, UsageError
 from graft.base.files import Progress
 from graft.ir.nodes import module_path, source_line
 from graft.ir.patterns.match import NearMiss
 from graft.passes.base import Context
 from graft.passes.config import PipelineConfig
 from graft.passes.pipeline import order_transforms, run_pipeline
+from graft.passes.registry import TransformRegistry, origin_of
 from graft.passes.report import MatchRecord, Proof, TransformRecord
 from graft.workbench.model import captured
 
@@ -80,13 +81,30 @@ class Explanation:
 
 
 def explain_model(
-    name: str, transform: str, config: PipelineConfig, dtype: str = "auto", progress: Progress | None = None
+    name: str,
+    transform: str,
+    config: PipelineConfig,
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> Explanation:
     """Captures a model, runs the pipeline up to `transform`, and explains what that one did."""
-    if transform not in config.transforms:
-        raise UnknownTransform(transform, config.transforms)
-    model, gm = captured(name, dtype, progress)
+    check_listed(transform, config)
+    model, gm = captured(name, dtype, progress, trust_remote_code=trust_remote_code)
     return explain_graph(gm, transform, config, Context(route="decoder", context_length=model.context), model.name)
+
+
+def check_listed(transform: str, config: PipelineConfig) -> None:
+    """An error for one that there is not, another for one that nothing lists."""
+    if transform in config.transforms:
+        return
+    if transform in TransformRegistry.names():
+        raise UsageError(
+            f"{transform} (from {origin_of(transform)}) is registered, but nothing lists it, so it has no stage;"
+            f" add transforms.{transform}.stage to the YAML beside it, or to a --config file"
+        )
+    raise UnknownTransform(transform, config.transforms)
 
 
 def explain_graph(

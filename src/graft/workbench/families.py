@@ -34,7 +34,7 @@ def families_markdown() -> str:
         reasons: dict[str, list[str]] = {}
         for family in families().values():
             if name not in family.expect and name not in family.expect_gpu:
-                reasons.setdefault(family.absent[name], []).append(family.name)
+                reasons.setdefault(family.absent.get(name, "not counted"), []).append(family.name)
         lines += [f"- `{name}`: {why} ({', '.join(who)})" for why, who in reasons.items()]
     return "\n".join(lines) + "\n"
 

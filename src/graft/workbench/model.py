@@ -17,9 +17,13 @@ def captured(
     *,
     weights: bool = False,
     in_blocks: bool = False,
+    trust_remote_code: bool = False,
 ) -> tuple[LoadedModel, GraphModule]:
-    """weights: random ones too. in_blocks: those of a GGUF file stay in its blocks."""
+    """weights: random ones too. in_blocks: those of a GGUF file stay in its blocks. trust_remote_code: Python code
+    that a folder brings may run."""
     entry = entries().get(name)
     device = "meta" if entry is not None and entry.kind == "random" and not weights else "cpu"
-    model = load_model(name, dtype=dtype, device=device, progress=progress, in_blocks=in_blocks)
+    model = load_model(
+        name, dtype=dtype, device=device, progress=progress, in_blocks=in_blocks, trust_remote_code=trust_remote_code
+    )
     return model, captured_decoder(model.module, progress)[0]

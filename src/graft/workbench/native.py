@@ -13,12 +13,20 @@ from graft.passes.pipeline import run_pipeline
 from graft.workbench.model import captured
 
 
-def native_source(name: str, config: PipelineConfig, dtype: str = "auto", progress: Progress | None = None) -> str:
+def native_source(
+    name: str,
+    config: PipelineConfig,
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> str:
     """What backend="native" would compile; the eager nodes and their reasons stand at its end, as comments.
 
     As for an engine, the weights of a GGUF file stay in its blocks where neither a dtype nor a format is asked for.
     """
-    model, gm = captured(name, dtype, progress, weights=True, in_blocks=dtype == "auto" and no_format_asked(config))
+    blocks = dtype == "auto" and no_format_asked(config)
+    model, gm = captured(name, dtype, progress, weights=True, in_blocks=blocks, trust_remote_code=trust_remote_code)
     config = settings_for(model, config, None)
     context = Context(route="decoder", backend="native", context_length=model.context, lazy=model.lazy)
     if config.verify == "matches":

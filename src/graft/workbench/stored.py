@@ -18,6 +18,7 @@ from graft.base.files import atomic_file, disk_errors
 from graft.ir.edit import attach_state
 from graft.ir.io.serial import graph_from_json
 from graft.passes.dumps import WEIGHTS
+from graft.passes.registry import load_all
 
 
 def save_state(state: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -56,6 +57,7 @@ def load_dump(path: str | Path, state: Mapping[str, torch.Tensor] | None = None)
     with an empty `state`, they are on the meta device: the graph can be read, not run.
     """
     file = Path(path).with_suffix(".json")
+    load_all()  # a graph may call ops of plugins
     try:
         text = file.read_text()
     except FileNotFoundError as error:

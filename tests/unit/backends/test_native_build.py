@@ -210,3 +210,13 @@ def test_headers_are_where_the_compiler_looks():
     assert shutil.which(compilers.find_compiler()[0])
     names = {str(path.relative_to(compilers.ROOT)) for path in compilers.headers()}
     assert {"ops/view.h", "ops/cached_attention/native.h"} <= names
+
+
+def test_a_header_of_a_plugin_is_in_the_fingerprint(tmp_path):
+    """Also one that the named one includes."""
+    named, beside = tmp_path / "native.h", tmp_path / "more.h"
+    named.write_text("1"), beside.write_text("1")
+    source, compiler = f'#include "{named}"\n', compilers.find_compiler()
+    first = compilers.fingerprint(source, compiler)
+    beside.write_text("2")
+    assert compilers.fingerprint(source, compiler) != first

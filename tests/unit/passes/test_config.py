@@ -66,7 +66,7 @@ def test_set_and_files_that_cannot_be_read(tmp_path):
         load_config(sets=["transforms.fuse_rope.enabled=["])
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
-    with pytest.raises(UsageError, match="cannot be imported"):
+    with pytest.raises(UsageError, match="there is no module"):
         load_config(plugins=("no_such_module",))
 
 

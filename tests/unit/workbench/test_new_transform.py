@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 from graft.base.errors import DiskFull, PatternError, UsageError
 from graft.base.files import write_together
 from graft.cli.app import app
+from graft.workbench.scaffold.body import read_shapes
 from graft.workbench.scaffold.destination import Destination
 from graft.workbench.scaffold.names import check_name
 from graft.workbench.scaffold.plan import new_transform, with_entry
@@ -111,6 +114,19 @@ def test_a_name_is_an_identifier_or_refused(name):
         ({"pattern": "{f}:norm", "replacement": "{f}:norm"}, UsageError, "both named norm; rename one"),
         ({"pattern": "{f}:norm", "replacement": "{f}:off"}, PatternError, "it fused, and the graph gives"),
         ({"pattern": "{f}:branching", "op": True}, PatternError, "cannot be traced"),
+        ({"shapes": "x: b s d"}, UsageError, "--shapes needs --pattern"),
+        ({"pattern": "{f}:projected", "op": True}, PatternError, r"mine.py:\d+, in projected.* --shapes"),
+        ({"pattern": "{f}:projected", "op": True, "shapes": "x: b s d"}, PatternError, "differ in w; every tensor"),
+        ({"pattern": "{f}:projected", "op": True, "shapes": "x, w"}, UsageError, "is no argument with its sizes"),
+        ({"pattern": "{f}:projected", "op": True, "shapes": "x: b d, x: n"}, UsageError, "x has two shapes"),
+        ({"pattern": "{f}:projected", "op": True, "shapes": " , "}, UsageError, "--shapes is empty"),
+        (
+            {"pattern": "{f}:raising", "op": True},
+            PatternError,
+            r"list index out of range \(.*mine.py:\d+, in raising",
+        ),
+        ({"pattern": "{f}:written", "op": True}, PatternError, "ops that only read"),
+        ({"pattern": "{f}:own_tensor", "op": True, "shapes": "x: b 2"}, PatternError, "take it as an argument"),
     ],
 )
 def test_bad_requests_are_refused_and_nothing_is_written(tmp_path, functions, options, error, message):
@@ -171,6 +187,47 @@ def test_a_failure_on_the_way_leaves_all_as_it_was(tmp_path, monkeypatch, failin
     assert {path: path.read_text() for path in files} == files and len(tree(tmp_path)) == 4
 
 
+# ── packages ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_package_is_made_once_and_gets_more_transforms(tmp_path, functions):
+    """The second adds its lines and changes nothing that its author may have changed."""
+    place = Destination.in_package(tmp_path / "my-fusions")
+    new_transform("fuse_mine", place)
+    (place.root / "README.md").write_text("mine\n")
+    made = new_transform("fuse_more", place, op=True, pattern=f"{functions}:capped", stage="fuse")
+    assert {path.name for path in made.changed} == {"graft.yaml"} and made.package == "my_fusions"
+    assert (place.root / "README.md").read_text() == "mine\n"
+    listed = yaml.safe_load((place.source / "graft.yaml").read_text())
+    assert listed["transforms"]["fuse_more"] == {"stage": "fuse", "enabled": False}
+    assert list(listed["families"]["every"]["absent"]) == ["fuse_mine", "fuse_more"]
+    project = tomllib.loads((place.root / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"] == {"graft.transforms": {"my-fusions": "my_fusions"}}
+    assert "${{ matrix.python }}" in (place.root / ".github" / "workflows" / "tests.yml").read_text()
+    for command in (["check"], ["format", "--check"]):
+        done = run_ruff(place.root, *command)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("folder", "words"), [("json", "another Python package"), ("1st", "cannot be a package")])
+def test_a_package_that_could_not_be_imported_is_refused(tmp_path, folder, words):
+    with pytest.raises(UsageError, match=words):
+        new_transform("fuse_mine", Destination.in_package(tmp_path / folder))
+    assert not (tmp_path / folder).exists()
+
+
+@given(
+    names=st.lists(st.from_regex(r"[a-z]{1,6}", fullmatch=True), unique=True, min_size=1, max_size=4),
+    dims=st.lists(st.lists(st.sampled_from("bsdn"), min_size=1, max_size=4), min_size=4, max_size=4),
+    space=st.sampled_from(["", " ", "  "]),
+)
+def test_shapes_are_read_back(names, dims, space):
+    wanted = {name: " ".join(sizes) for name, sizes in zip(names, dims, strict=False)}
+    text = f",{space}".join(f"{name}{space}:{space}{sizes}" for name, sizes in wanted.items())
+    assert read_shapes(text) == wanted
+    assert read_shapes(f"{text}: int64")[names[-1]] == f"{wanted[names[-1]]}: int64"
+
+
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -178,7 +235,7 @@ def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path):
     told = CliRunner().invoke(app, ["new-transform", "fuse_mine", "--dir", str(tmp_path)])
     assert told.exit_code == 0, told.output
     assert "new      fuse_mine.py" in told.output and "python -m pytest test_fuse_mine.py" in told.output
-    assert "graft explain MODEL fuse_mine --plugin fuse_mine --config fuse_mine.yaml" in told.output
+    assert "graft explain MODEL fuse_mine --plugin fuse_mine.py" in told.output
     told = CliRunner().invoke(app, ["new-transform", "fuse_more", "--op", "--dir", str(tmp_path), "--json"])
     document = json.loads(told.stdout)
     assert document["op"] == "more" and "more_op/triton.py" in document["files"] and not document["checkout"]

@@ -41,6 +41,9 @@ def test_plugins_pass_their_tests_as_generated(tmp_path, functions):
     text = (folder / "fuse_norm.py").read_text()
     assert "after:   %rms_norm_default = graft.rms_norm(%x, %weight, eps)" in text and "import math" not in text
     assert "exact=False" in (folder / "fuse_plain.py").read_text() and "exact=False" not in text
+    new_transform("fuse_projected", folder, op=True, pattern=f"{functions}:projected", shapes="x: b s d, w: n d")
+    shapes = "ids: b s: int64, weight: v d"
+    new_transform("fuse_looked_up", folder, op=True, pattern=f"{functions}:looked_up", shapes=shapes)
     listed = yaml.safe_load((folder / "fuse_plain.yaml").read_text())
     assert listed == {"transforms": {"fuse_plain": {"stage": "match", "enabled": False}}}
     done = run_pytest(folder, "-rs", folder, path=SOURCE)

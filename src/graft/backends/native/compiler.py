@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -53,11 +54,17 @@ def headers() -> list[Path]:
     return sorted([*(ROOT / "ops").rglob("*.h"), *(ROOT / "backends").rglob("*.h")])
 
 
+def outside_headers(source: str) -> list[Path]:
+    """Of kernels of plugins, which a source names by their whole paths: all that lie beside them."""
+    folders = {Path(name).parent for name in re.findall(r'^#include "(/[^"]+)"', source, re.MULTILINE)}
+    return sorted(path for folder in folders for path in folder.rglob("*.h"))
+
+
 def fingerprint(source: str, compiler: list[str]) -> str:
     """Source, headers, compiler, flags and CPU: a change of any gives another name, so that no old object is met."""
     digest = hashlib.blake2b(digest_size=16)
     parts = [source, version(tuple(compiler)), *compiler, *flags(compiler), cpu_features()]
-    for part in [*parts, *(path.read_text() for path in headers())]:
+    for part in [*parts, *(path.read_text() for path in (*headers(), *outside_headers(source)))]:
         digest.update(part.encode())
         digest.update(b"\0")
     return digest.hexdigest()

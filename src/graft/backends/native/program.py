@@ -117,7 +117,7 @@ class NativeKernel:
 
     name: str  # `linear<WeightPlain<float>>`
     struct: str  # `LinearArgs`; empty where there is a body
-    header: str  # where both are
+    header: str  # where both are: from graft's folder on, or a whole path
     writes: tuple[str, ...] = ("out",)
     scratch: str = "0"  # floats that a thread needs, in C++
     shared: str = "0"  # floats that all threads of the step need together; the field `shared` points to them

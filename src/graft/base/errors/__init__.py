@@ -43,6 +43,7 @@ from graft.base.errors.graphs import (
 )
 from graft.base.errors.models import CheckpointError, PackingError, QuantizationError, TokenizerMissing
 from graft.base.errors.names import (
+    BrokenPlugin,
     ConfigError,
     DuplicateTransform,
     OrderError,
@@ -70,6 +71,7 @@ __all__ = [
     "ArtifactError",
     "BadIndex",
     "BaselineMismatch",
+    "BrokenPlugin",
     "CacheCorrupt",
     "CacheMisuse",
     "CannotLoad",

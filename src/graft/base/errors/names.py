@@ -45,6 +45,14 @@ class DuplicateTransform(GraftError):
         )
 
 
+class BrokenPlugin(UsageError):
+    """A plugin that cannot be used. One that is installed is left out; one that was asked for ends the program."""
+
+    def __init__(self, origin: str, problem: str) -> None:
+        self.origin, self.problem = origin, problem
+        super().__init__(f"plugin {origin} cannot be used: {problem}")
+
+
 class ConfigError(UsageError):
     """A configuration key or value that cannot be used."""
 

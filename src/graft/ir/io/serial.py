@@ -194,8 +194,9 @@ def decode_target(op: str, text: str) -> Any:
         return getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except AttributeError as error:
         raise DumpError(
-            f"the graph calls {text.removeprefix('torch.ops.')}, which is not registered here; import the library"
-            f" that defines {namespace}::{name}, or use a torch that has it"
+            f"the graph calls {text.removeprefix('torch.ops.')}, which is not registered here; install the"
+            f" package that defines {namespace}::{name}, name its module or file with --plugin (or import it), or"
+            " use a torch that has it"
         ) from error
 
 

@@ -153,10 +153,16 @@ def example_traces(function: Callable[..., Any], shapes: ShapeItems, which: int)
     except PatternError:
         raise
     except Exception as error:  # a pattern is the user's code and may raise anything; the user's line is told
+        own = OWN_TENSOR if "DeviceMismatch" in type(error).__name__ else ""
         raise PatternError(
             f"pattern {function.__name__} cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}"
-            f" at {user_line(function, error)}; patterns are straight-line PyTorch on tensors"
+            f" at {user_line(function, error)}; patterns are straight-line PyTorch on tensors, here of"
+            f" {', '.join(f'{name}: {dims}' for name, dims in shapes)} (a letter is a size){own}"
         ) from error
+
+
+# traced tensors hold no values, so one that holds some cannot stand beside them
+OWN_TENSOR = "; a tensor that the pattern makes itself is none of the graph: take it as an argument, as constant(w)"
 
 
 def user_line(function: Callable[..., Any], error: Exception) -> str:

@@ -38,7 +38,10 @@ def check(model: str, request: CheckRequest, progress: Progress | None = None) -
         name, dtype = chosen_model(model, request, kept)
         with tempfile.TemporaryDirectory() as scratch:
             folder = request.save or Path(scratch)
-            trial = try_model(name, request.running, folder, dtype=dtype, proven=names_of(request), progress=progress)
+            trial = try_model(
+                name, request.running, folder, dtype=dtype, proven=names_of(request), progress=progress,
+                trust_remote_code=request.trust_remote_code,
+            )  # fmt: skip
             if progress:
                 progress("looking at the run", 0, 1)
             report = check_trial(trial, request, kept)

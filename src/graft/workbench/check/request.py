@@ -32,6 +32,7 @@ class CheckRequest:
     must_match: bool = (
         True  # a transform that was named and matches nothing is a failure, unless the registry says why
     )
+    trust_remote_code: bool = False
 
     @property
     def running(self) -> PipelineConfig:

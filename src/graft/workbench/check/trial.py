@@ -68,6 +68,7 @@ def try_model(
     dtype: str = "auto",
     proven: Collection[str] = (),
     progress: Progress | None = None,
+    trust_remote_code: bool = False,
 ) -> CheckTrial:
     """Runs the pipeline as configured, dumping every step to `folder`; the matches of `proven` are run one by one.
 
@@ -76,7 +77,8 @@ def try_model(
     """
     entry = entries().get(name)
     bare = entry is not None and entry.kind == "random" and not name.startswith("tiny-")
-    model = load_model(name, dtype=dtype, device="meta" if bare else "cpu", progress=progress)
+    site = "meta" if bare else "cpu"
+    model = load_model(name, dtype=dtype, device=site, progress=progress, trust_remote_code=trust_remote_code)
     captured, _ = captured_decoder(model.module, progress)
     chosen, forced = everywhere(config, "meta" if bare else "cpu")
     dumps = DumpWriter.open(folder)

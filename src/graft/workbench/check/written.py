@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.passes.config import DEFAULTS, PipelineConfig, read_yaml
-from graft.passes.registry import TransformRegistry
+from graft.passes.registry import TransformRegistry, origin_of
 from graft.workbench.check.line import CheckLine
 
 FUSIONS = "docs/fusions.md"
@@ -28,13 +28,17 @@ class Home:
 
 
 def home_of(name: str, tests: Path | None = None) -> Home:
-    """tests: where they are, if it is not the `tests` of the checkout or the plugin's folder."""
+    """tests: where they are, if it is not the `tests` of the checkout, of the plugin's folder or of its project."""
     file = Path(inspect.getfile(TransformRegistry.get(name))).resolve()
     package = DEFAULTS.parent.parent.resolve()
     library = package in file.parents
     root = package.parent.parent if library else file.parent
     checkout = (root / "pyproject.toml").is_file()
-    usual = root / "tests" if library or (root / "tests").is_dir() else root
+    beside = root / "tests"
+    if not library and not beside.is_dir():  # a package may have them at the top of its project
+        project = next((parent for parent in file.parents if (parent / "pyproject.toml").is_file()), root)
+        beside = project / "tests"
+    usual = beside if library or beside.is_dir() else root
     found = tests or (usual if usual.is_dir() and (checkout or not library) else None)
     docs = root / FUSIONS
     return Home(file, root, library, found, docs if library and checkout and docs.is_file() else None)
@@ -49,8 +53,8 @@ def shown(path: Path, root: Path) -> str:
 
 
 def registered(name: str, config: PipelineConfig, home: Home) -> CheckLine:
-    """Registry key, file name and YAML key are one name."""
-    if home.file.stem != name:
+    """Registry key, file name and YAML key are one name; how a plugin names its files is its own affair."""
+    if home.library and home.file.stem != name:
         return CheckLine(
             "registered", "fail", f"registered as {name}, but its file is {home.file.name}; rename one of them"
         )
@@ -58,7 +62,8 @@ def registered(name: str, config: PipelineConfig, home: Home) -> CheckLine:
         return CheckLine(
             "registered", "fail", f"no key transforms.{name} in the configuration; add it with its stage"
         )
-    return CheckLine("registered", "pass", f"{name}: registry, YAML key and {shown(home.file, home.root)}")
+    where = shown(home.file, home.root) if home.library else f"{home.file.name} of {origin_of(name)}"
+    return CheckLine("registered", "pass", f"{name}: registry, YAML key and {where}")
 
 
 def listed(name: str, config: PipelineConfig, home: Home) -> CheckLine:

@@ -96,7 +96,7 @@ def graft_op(target: Any, transforms: tuple[str, ...]) -> Existing:
     symbol = target_text(target).replace("graft.", "graft::")
     spec = OPS[target._schema.name.removeprefix("graft::")]
     folder = Path(inspect.getsourcefile(spec.reference) or "").parent
-    return Existing("graft", symbol, str((folder / "op.py").relative_to(ROOT)), transforms)
+    return Existing("graft", symbol, shown(folder / "op.py"), transforms)
 
 
 def transform_sites(names: Iterable[str]) -> list[str]:
@@ -105,7 +105,11 @@ def transform_sites(names: Iterable[str]) -> list[str]:
 
 
 def transform_file(name: str) -> str:
-    file = Path(inspect.getsourcefile(TransformRegistry.get(name)) or "")
+    return shown(Path(inspect.getsourcefile(TransformRegistry.get(name)) or ""))
+
+
+def shown(file: Path) -> str:
+    """From graft's folder on; a plugin's as it is."""
     return str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else str(file)
 
 

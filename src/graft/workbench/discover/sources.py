@@ -41,9 +41,10 @@ def discover_model(
     tokens: Sequence[int] = TOKENS,
     machine: Machine | None = None,
     progress: Progress | None = None,
+    trust_remote_code: bool = False,
 ) -> Discovery:
     """Captures a model, transforms it as configured, and looks at what is left."""
-    model, gm = captured(name, dtype, progress)
+    model, gm = captured(name, dtype, progress, trust_remote_code=trust_remote_code)
     run_pipeline(gm, config, Context(route="decoder", context_length=model.context), model=model.name)
     return discover(gm, model=model.name, config=config, tokens=tokens, machine=machine, progress=progress)
 

@@ -16,6 +16,7 @@ from graft.ir.effects import is_mutating
 from graft.ir.nodes import arg_values, calls
 from graft.workbench.discover.values import restore_values
 from graft.workbench.export.inputs import dynamic_dims, made_up_arguments
+from graft.workbench.op_modules import OWN, op_modules
 from graft.workbench.runs import StoredRun, StoredStep
 
 
@@ -51,7 +52,9 @@ def losses(gm: GraphModule) -> tuple[str, ...]:
     used = sorted({n.target.namespace for n in calls(gm.graph) if hasattr(n.target, "namespace")} - {"aten", "prim"})
     notes = []
     if "graft" in used:
-        notes.append("it calls graft's ops: import graft.ops before torch.export.load")
+        modules = [one.module for one in op_modules(calls(gm.graph))]
+        whose = "graft's ops" if modules == [OWN] else "ops of graft and of plugins"
+        notes.append(f"it calls {whose}: import {', '.join(modules)} before torch.export.load")
     notes += [f"it calls ops of {name}: import what registers them" for name in used if name != "graft"]
     written = sorted({s.name for n in calls(gm.graph) if is_mutating(n) for s in written_by(n)})
     if written:

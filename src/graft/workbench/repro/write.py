@@ -14,7 +14,6 @@ from torch.fx import GraphModule, Node
 from graft.base.errors import ReproRefused, UnknownMatch
 from graft.ir.effects import is_mutating
 from graft.ir.io.symbols import symbols_of
-from graft.ir.io.text import target_text
 from graft.ir.nodes import calls, tensor_val
 from graft.ops.cases import UNIT, tolerance
 from graft.passes.dumps import WEIGHTS
@@ -22,6 +21,7 @@ from graft.passes.registry import TransformRegistry
 from graft.passes.report import MatchRecord
 from graft.workbench.discover.source import function_source
 from graft.workbench.discover.values import restore_values
+from graft.workbench.op_modules import import_lines
 from graft.workbench.repro.pieces import Cut, cut, shape_of
 from graft.workbench.runs import StoredRun
 
@@ -62,7 +62,7 @@ def find_match(run: StoredRun, name: str, transform: str = "") -> Listed:
     raise UnknownMatch(name, [one.id for one in listed], str(run.folder))
 
 
-def repro_source(run: StoredRun, listed: Listed, plugins: tuple[str, ...] = ()) -> str:
+def repro_source(run: StoredRun, listed: Listed) -> str:
     """The whole file. What made-up inputs cannot show is an error that says why."""
     transform, _, number = listed.id.rpartition(":")
     record = run.report.transforms[transform]
@@ -87,7 +87,7 @@ def repro_source(run: StoredRun, listed: Listed, plugins: tuple[str, ...] = ()) 
         command=f"graft repro {run.folder} --match {listed.id}",
         versions=f"graft {run.manifest.versions['graft']}, torch {run.manifest.versions['torch']}",
         sizes=sizes_text(piece),
-        imports=imports_text(piece, plugins, weights),
+        imports=imports_text(piece, weights),
         original=functions[0],
         replacement=functions[1],
         seeded=f"    stored = load_state({str(run.folder.resolve())!r})\n" if weights else "",
@@ -117,15 +117,9 @@ def sizes_text(piece: Cut) -> str:
     )
 
 
-def imports_text(piece: Cut, plugins: tuple[str, ...], weights: bool) -> str:
+def imports_text(piece: Cut, weights: bool) -> str:
     """torch alone, unless ops of graft or of a plugin are called, or weights are read."""
-    used = {target_text(node.target) for gm in (piece.original, piece.replacement) for node in calls(gm.graph)}
-    lines = (
-        ["import graft.ops  # noqa: F401  (registers graft's ops)"]
-        if any(u.startswith("graft.") for u in used)
-        else []
-    )
-    lines += [f"import {name}  # noqa: F401" for name in plugins]
+    lines = import_lines(node for gm in (piece.original, piece.replacement) for node in calls(gm.graph))
     lines += ["from graft.workbench.stored import load_state"] if weights else []
     return "\n".join(["", *lines]) + "\n" if lines else ""
 

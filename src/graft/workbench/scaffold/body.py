@@ -1,17 +1,19 @@
 """The pattern and the replacement that a new transform is written around, as source, and whether they are right."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import builtins
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graft.base.errors import GraftError, PatternError, UsageError
+from graft.base.authors import told
+from graft.base.errors import GraftError, PatternError, TransformError, UsageError
 from graft.ir.patterns.arguments import tensor_names
 from graft.passes.base import Stage, TransformConfig
 from graft.passes.patterns import PatternTransform, Rewrite
@@ -35,6 +37,7 @@ class Body:
     shapes: Mapping[str, str]
     wrong: str = ""
     extra_tests: str = ""
+    lines: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # function → its file and line, if it has one
 
     @property
     def pattern_name(self) -> str:
@@ -65,12 +68,13 @@ def default_body(op: bool) -> Body:
     )
 
 
-def body_of_functions(pattern: str, replacement: str | None) -> Body:
-    """From `FILE.py:function` of both. A dict SHAPES in the pattern's file gives the shapes of the arguments."""
-    source, imports, tree = read_function(pattern)
-    other, more = None, ()
+def body_of_functions(pattern: str, replacement: str | None, given: Mapping[str, str] | None = None) -> Body:
+    """From `FILE.py:function` of both. given: the arguments' shapes; else a dict SHAPES in the first file."""
+    source, imports, tree, line = read_function(pattern)
+    other, more, lines = None, (), {function_name(source): line}
     if replacement is not None:
-        other, more, _ = read_function(replacement)
+        other, more, _, line = read_function(replacement)
+        lines.setdefault(function_name(other), line)
         if arguments(source) != arguments(other):
             raise PatternError(
                 f"{pattern} takes {', '.join(arguments(source))} and {replacement} takes"
@@ -78,16 +82,33 @@ def body_of_functions(pattern: str, replacement: str | None) -> Body:
             )
         if function_name(source) == function_name(other):
             raise UsageError(f"pattern and replacement are both named {function_name(source)}; rename one of them")
-    shapes = given_shapes(tree, pattern) or {name: guess_shape(name) for name in tensor_arguments(source)}
-    return Body(source, other, tuple(dict.fromkeys((*imports, *more, "from torch import Tensor"))), shapes)
+    guessed = {name: guess_shape(name) for name in tensor_arguments(source)}
+    shapes = given or given_shapes(tree, pattern) or guessed
+    every = tuple(dict.fromkeys((*imports, *more, "from torch import Tensor")))
+    return Body(source, other, every, shapes, lines=lines)
+
+
+def read_shapes(text: str) -> dict[str, str]:
+    """`--shapes "x: b s d, w: n d"` → {'x': 'b s d', 'w': 'n d'}; a dtype may follow: `"i: b s: int64"`."""
+    shapes: dict[str, str] = {}
+    for part in filter(str.strip, text.split(",")):
+        name, colon, dims = (piece.strip() for piece in part.partition(":"))
+        if not colon or not name.isidentifier() or not dims:
+            raise UsageError(f'--shapes: {part.strip()!r} is no argument with its sizes; write "x: b s d, w: n d"')
+        if name in shapes:
+            raise UsageError(f"--shapes: {name} has two shapes; keep one")
+        shapes[name] = dims
+    if not shapes:
+        raise UsageError('--shapes is empty; write "x: b s d, w: n d", a letter for each size')
+    return shapes
 
 
 def guess_shape(name: str) -> str:
     return "d" if name.startswith(("weight", "bias")) else "b s d"
 
 
-def read_function(reference: str) -> tuple[str, tuple[str, ...], ast.Module]:
-    """`FILE.py:function` → its source, the imports it uses, and the file's tree."""
+def read_function(reference: str) -> tuple[str, tuple[str, ...], ast.Module, tuple[str, int]]:
+    """`FILE.py:function` → its source, the imports it uses, the file's tree, and where the function stands."""
     path, colon, name = reference.rpartition(":")
     if not colon or not name.isidentifier():
         raise UsageError(f"{reference!r} does not name a function; write FILE.py:function")
@@ -103,7 +124,7 @@ def read_function(reference: str) -> tuple[str, tuple[str, ...], ast.Module]:
         raise UsageError(f"{path} has no function {name!r} at its top level; it has {', '.join(functions) or 'none'}")
     node = functions[name]
     source = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
-    return source, used_imports(tree, node, reference), tree
+    return source, used_imports(tree, node, reference), tree, (str(Path(path).resolve()), node.lineno)
 
 
 def used_imports(tree: ast.Module, function: ast.FunctionDef, reference: str) -> tuple[str, ...]:
@@ -202,18 +223,27 @@ class Tried:
 
 
 def functions_of(body: Body) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Compiled as if they stood in their files, so that what they raise names a line there."""
     scope: dict[str, Any] = {"__name__": "graft_new_transform"}
-    for source in (*USUAL, *body.imports, body.pattern, body.replacement or body.pattern):
-        exec(compile(f"from __future__ import annotations\n{source}", "<new transform>", "exec"), scope)
+    lazy = __future__.annotations.compiler_flag
+    for source in (*USUAL, *body.imports):
+        exec(compile(source, "<new transform>", "exec", lazy), scope)
+    for source in (body.pattern, body.replacement or body.pattern):
+        file, line = body.lines.get(function_name(source), ("<new transform>", 1))
+        exec(compile("\n" * (line - 1) + source, file, "exec", lazy), scope)
     return scope[body.pattern_name], scope[function_name(body.replacement or body.pattern)]
 
 
 def try_out(body: Body, name: str) -> Tried:
     """Runs what the generated tests will run; what would fail there is told before anything is written."""
+    refuse_constants(body)
     pattern, replacement = functions_of(body)
     missing = sorted(set(tensor_names(pattern)) ^ set(body.shapes))
     if missing:
-        raise PatternError(f"SHAPES and the arguments of {pattern.__name__} differ in {', '.join(missing)}")
+        raise PatternError(
+            f"the shapes and the arguments of {pattern.__name__} differ in {', '.join(missing)}; every tensor needs"
+            ' its sizes: --shapes "x: b s d, w: n d", or a dict SHAPES in its file'
+        )
     misfit: AssertionError | None = None
     for exact in (True, False):  # the same bits, or a few roundings off
         rewrite = Rewrite(pattern, replacement, dict(body.shapes), exact=exact)
@@ -222,15 +252,35 @@ def try_out(body: Body, name: str) -> Tried:
             return Tried(rewrite, *check(transform(TransformConfig(Stage.MATCH)), rewrite), exact)
         except AssertionError as error:
             misfit = error
+        except TransformError as error:  # of a transform that nobody has yet, so its settings are no advice
+            if isinstance(error.__cause__, PatternError):
+                raise PatternError(f'{error.__cause__}; --shapes "x: b s d, w: n d" names them') from error
+            raise cannot_trace(body, str(error.__cause__ or error)) from error
         except GraftError:
             raise
         except Exception as error:  # whatever the user's functions raise when they are traced
-            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise PatternError(
-                f"{pattern.__name__} or {replacement.__name__} cannot be traced: {why}; both must be plain functions"
-                " of tensors and numbers, without branches on what the tensors hold"
-            ) from error
+            raise cannot_trace(body, told(error).replace("\n", " ")) from error
     raise PatternError(f"{pattern.__name__} and {replacement.__name__} do not fit: {misfit}") from misfit
+
+
+def refuse_constants(body: Body) -> None:
+    """The generated tests give every tensor as an input of the module."""
+    called = [node.func for node in ast.walk(parsed(body.pattern)) if isinstance(node, ast.Call)]
+    if any(isinstance(function, ast.Name) and function.id == "constant" for function in called):
+        raise PatternError(
+            f"{body.pattern_name} says constant(…), which only a parameter or a buffer matches, and the tests that"
+            " are written here pass inputs; leave constant out, and put it back with a module of your own in them"
+        )
+
+
+def cannot_trace(body: Body, why: str) -> PatternError:
+    functions = " or ".join(dict.fromkeys([body.pattern_name, function_name(body.replacement or body.pattern)]))
+    given = ", ".join(f"{name}: {shape}" for name, shape in body.shapes.items())
+    return PatternError(
+        f"{functions} cannot be traced: {why}. It was tried with {given}, a letter for each size: name others with"
+        ' --shapes "x: b s d, w: n d". Patterns are plain functions of tensors and numbers, without branches on what'
+        " the tensors hold"
+    )
 
 
 def check(transform: PatternTransform, rewrite: Rewrite) -> tuple[torch.fx.Graph, torch.fx.Graph]:

@@ -19,7 +19,8 @@ from graft.workbench.scaffold.body import (
     tensor_arguments,
     typed_arguments,
 )
-from graft.workbench.scaffold.kernel import KernelSource, kernel_of
+from graft.workbench.scaffold.kernel import CPP, KernelSource, kernel_of
+from graft.workbench.scaffold.names import class_name
 from graft.workbench.scaffold.render import fill
 
 aten = torch.ops.aten
@@ -51,10 +52,14 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "empty": "tuple(t.new_empty(t.shape) for t in result)" if count else "result.new_empty(result.shape)",
     }
     has = isinstance(kernel, KernelSource)
+    native = None if module.startswith("graft.") else kernel_of(body, tried.rewrite, CPP)
+    table = ['Kernel("triton", "triton", triton_problem, run_triton)'] * has
+    table += ["native_kernel()"] * isinstance(native, KernelSource)
     parts = {
-        "imports": op_imports(op, module, has),
+        "imports": op_imports(op, module, has, isinstance(native, KernelSource)),
+        "define": "define" if module.startswith("graft.") else "define_op",
         "triton_parts": "\n\n" + fill("op_triton", common).strip("\n") + "\n" if has else "",
-        "kernels": '\n        kernels=(Kernel("triton", "triton", triton_problem, run_triton),),' if has else "",
+        "kernels": f"\n        kernels={tuple_text(table)}," if table else "",
     }
     files = {
         "__init__.py": "",
@@ -62,19 +67,22 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "reference.py": reference_text(op, body),
         "cases.py": cases_text(op, body, list(calls(tried.before))),
     }
+    if isinstance(native, KernelSource):
+        files |= native_files(native, common, tensors, class_name(op))
     if isinstance(kernel, KernelSource):
         files["triton.py"] = triton_text(kernel, common, tensors)
         return files, ""
     return files, kernel
 
 
-def op_imports(op: str, module: str, kernel: bool) -> str:
-    spec = f"from graft.ops.spec import {'Kernel, OpSpec, define, needs_triton' if kernel else 'OpSpec, define'}"
-    asked = ["from graft.ops.call import Call"] * kernel
+def op_imports(op: str, module: str, kernel: bool, native: bool) -> str:
     own = f"from {module}.reference import {op}"
-    if module.startswith("graft."):
-        return "\n".join(sorted([*asked, spec, own]))
-    return "\n".join([*asked, spec, "", own])
+    if not module.startswith("graft."):
+        names = ["Call", "Kernel"] * kernel + ["OpSpec", "define_op"]
+        names += ["native_kernel"] * native + ["needs_triton"] * kernel
+        return f"from graft import {', '.join(names)}\n\n{own}"
+    spec = f"from graft.ops.spec import {'Kernel, OpSpec, define, needs_triton' if kernel else 'OpSpec, define'}"
+    return "\n".join(sorted([*["from graft.ops.call import Call"] * kernel, spec, own]))
 
 
 def reference_text(op: str, body: Body) -> str:
@@ -106,12 +114,23 @@ def cases_text(op: str, body: Body, called: list[Any]) -> str:
             "op": op,
             "shape_tuples": tuples,
             "made": made_text(body, literals, matmul),
-            "letters": letters,
-            "last": next((d for d in reversed(shapes[0]) if d.isalpha()), letters[-1:] or "a"),
+            "decode": sizes_text(shapes[0], letters, 1, 16, WIDTH),
+            "prompt": sizes_text(shapes[0], letters, 3, 3, 77),
             "reduction": str(reduction),
-            "width": str(WIDTH),
+            "wrong": wrong_text(body),
         },
     )
+
+
+def sizes_text(first: list[str], letters: str, tokens: int, others: int, width: int) -> str:
+    """A size for each letter: the first tensor's last dim is the width, those before it are tokens."""
+    last = next((dim for dim in reversed(first) if dim.isalpha()), letters[-1:] or "a")
+    leading = "".join(letter for letter in letters if letter in "".join(first) and letter != last)
+    rest = "".join(letter for letter in letters if letter not in leading and letter != last)
+    if tokens == others:
+        leading, rest = "".join(sorted(leading + rest)), ""
+    parts = [f'dict.fromkeys("{some}", {size})' for some, size in ((leading, tokens), (rest, others)) if some]
+    return " | ".join([*parts, f'{{"{last}": {width}}}'])
 
 
 def made_text(body: Body, literals: str, matmul: bool) -> str:
@@ -129,9 +148,35 @@ def made_text(body: Body, literals: str, matmul: bool) -> str:
         f"    kinds = {kinds}\n"
         f"    scales = {scales}\n"
         "    given = zip(shapes, kinds, scales, strict=True)\n"
-        "    made = (randn(shape, device, kind, generator) * scale for shape, kind, scale in given)\n"
+        f"{WHOLE if any(map(is_whole, dtypes)) else FLOATS}"
         f"    return (*made{literals})"
     )
+
+
+FLOATS = "    made = (randn(shape, device, kind, generator) * scale for shape, kind, scale in given)\n"
+WHOLE = """    below = min(sizes.values())  # whole numbers may be indices
+    made = (
+        randn(shape, device, kind, generator) * scale
+        if kind.is_floating_point
+        else torch.randint(0, below, shape, generator=generator).to(device, kind)
+        for shape, kind, scale in given
+    )
+"""
+
+
+def wrong_text(body: Body) -> str:
+    """Arguments with another first tensor, of floats where there is one."""
+    tensors = tensor_arguments(body.pattern)
+    dtypes = [body.shapes[name].partition(":")[2].strip() for name in tensors]
+    chosen = next((name for name, dtype in zip(tensors, dtypes, strict=True) if not is_whole(dtype)), tensors[0])
+    at = [name for name, _ in typed_arguments(body.pattern)].index(chosen)
+    before = f"*args[:{at}], " if at else ""
+    return f"({before}args[{at}].roll(1) * 1.25 + 0.25, *args[{at + 1}:])"
+
+
+def is_whole(dtype: str) -> bool:
+    """Whether tensors of it hold whole numbers, which may be indices."""
+    return bool(dtype) and not getattr(torch, dtype).is_floating_point
 
 
 def root_text(dim: str) -> str:
@@ -147,6 +192,24 @@ def tuple_text(items: list[str]) -> str:
 def size_text(dim: str) -> str:
     """`d` → sizes["d"], `2` → 2, `d+6` → sizes["d"] + 6."""
     return re.sub(r"[a-z]", lambda m: f'sizes["{m[0]}"]', dim)
+
+
+def native_files(kernel: KernelSource, common: dict[str, str], tensors: list[str], struct: str) -> dict[str, str]:
+    """A header for the compiled step of backend="native", and how a call of the op becomes one of its kernel."""
+    values = common | {
+        "struct": f"{struct}Args",
+        "members": " ".join([*(f"View {n};" for n in tensors), *(f"float {n};" for n in kernel.numbers)]),
+        "scalars": "".join(f"  const float v_{name} = a.{name};\n" for name in kernel.numbers),
+        "rows": "".join(f"      const float* r_{name} = a.{name}.at(row, head);\n" for name in tensors),
+        "loads": "".join(f"        const float v_{name} = r_{name}[i];\n" for name in tensors),
+        "steps": "".join(f"        const float {line};\n" for line in kernel.steps),
+        "result": kernel.result,
+        "values": "".join(f'    {name} = plan.value(given["{name}"])\n' for name in tensors)
+        + "".join(f'    {name} = float(given["{name}"])\n' for name in kernel.numbers),
+        "tensors": tuple_text(tensors),
+        "fields": ", ".join(f"{name}={name}" for name in (*tensors, *kernel.numbers)),
+    }
+    return {"native.h": fill("native_header", values), "native.py": fill("native", values)}
 
 
 def triton_text(kernel: KernelSource, common: dict[str, str], tensors: list[str]) -> str:

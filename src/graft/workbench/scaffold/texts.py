@@ -30,7 +30,8 @@ from graft.workbench.scaffold.render import fill
 
 @dataclass(frozen=True)
 class New:
-    """All that the texts are made from. op: '' where none is made; kernel: whether it has a Triton kernel."""
+    """All that the texts are made from. op: '' where none is made; kernel: whether it has a Triton kernel; native:
+    whether it has one in C++."""
 
     name: str
     op: str
@@ -38,6 +39,7 @@ class New:
     tried: Tried
     destination: Destination
     kernel: bool
+    native: bool = False
 
 
 def transform_text(new: New) -> str:
@@ -50,9 +52,12 @@ def transform_text(new: New) -> str:
     numbers = literals_of(body.pattern)
     call = ", ".join(name if name in numbers else f"%{name}" for name in names)
     result = "out" if "y" in names else "y"
-    graft = ["from graft.passes.patterns import PatternTransform, Rewrite"]
-    graft.append("from graft.passes.registry import TransformRegistry")
-    register = f"import {new.destination.op_module(op)}.op  # noqa: F401 (registers the op)"
+    graft = ["from graft import PatternTransform, Rewrite, TransformRegistry"]
+    if new.destination.checkout:
+        graft = ["from graft.passes.patterns import PatternTransform, Rewrite"]
+        graft.append("from graft.passes.registry import TransformRegistry")
+    home = f"{new.destination.op_module(op)}.{'native' if new.native else 'op'}"
+    register = f"import {home}  # noqa: F401 (registers the op)"
     return fill(
         "transform",
         {
@@ -121,12 +126,10 @@ def test_text(new: New) -> str:
         "test",
         {
             "name": new.name,
-            "standard": ""
-            if destination.checkout
-            else f"{'import os' * new.kernel}\nfrom pathlib import Path\n\n".lstrip(),
+            "standard": standard_imports(new),
             "imports": test_imports(new),
             "interpreter": INTERPRETER if new.kernel and not destination.checkout else "",
-            "config": "None" if destination.checkout else f'Path(__file__).with_name("{new.name}.yaml")',
+            "config": "None  # as the library and plugins list it",
             "signature": ", ".join(tensor_arguments(body.pattern)),
             "call": call,
             "wrong": body.wrong or f"{call} * 1.25 + 0.25",
@@ -136,6 +139,10 @@ def test_text(new: New) -> str:
         },
     )
     return text.rstrip("\n") + "\n"
+
+
+def standard_imports(new: New) -> str:
+    return "import os\n\n" if new.kernel and not new.destination.checkout else ""
 
 
 INTERPRETER = """
@@ -161,6 +168,9 @@ def test_imports(new: New) -> str:
         "graft.passes.base": "Stage, TransformConfig",
         "graft.passes.registry": "TransformRegistry",
     }
+    if not new.destination.checkout:
+        del graft["graft.passes.base"], graft["graft.passes.registry"]
+        graft["graft"] = "Stage, TransformConfig, TransformRegistry"
     own = {new.destination.module(new.name): f"REWRITES, {new.body.pattern_name}"}
     if new.op:
         graft["graft.ops.cases"] = "tolerance"

@@ -1,0 +1,99 @@
+"""What every verb has in common: --plugin, --strict, --traceback, and how errors leave the program."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import traceback as tracebacks
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from graft.base.authors import told
+from graft.base.errors import GraftError
+from graft.cli.interrupts import is_interrupt, tell
+from graft.cli.options import Plugins
+from graft.cli.waiting import waiting
+
+Strict = Annotated[bool, typer.Option("--strict", help="An installed plugin that cannot be used is an error.")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error came from, line by line.")]
+COMMON: dict[str, tuple[Any, Any]] = {
+    "plugins": (Plugins, None),
+    "strict": (Strict, False),
+    "traceback": (Traceback, False),
+}
+
+
+def guarded(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb with the options that all have. Errors that graft knows end the program with one line, and so do those
+    of an author's code, with his file and line. Exit codes: 1 a run failed, 2 the request was wrong."""
+    own = inspect.signature(verb, eval_str=True)
+    added = {name: option for name, option in COMMON.items() if name not in own.parameters}
+
+    @functools.wraps(verb)
+    def command(**given: Any) -> None:
+        common = {
+            name: given.pop(name, default) if name in added else given[name] for name, (_, default) in COMMON.items()
+        }
+        sign = waiting(f"graft {verb.__name__.replace('_', '-')}")
+        with told_in_a_line(common["traceback"]), sign, plugins_loaded(common["plugins"], common["strict"]):
+            verb(**given)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [p.replace(kind=keyword) for p in own.parameters.values()]
+    parameters += [
+        inspect.Parameter(name, keyword, default=default, annotation=annotation)
+        for name, (annotation, default) in added.items()
+    ]
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+@contextmanager
+def plugins_loaded(named: list[str] | None, strict: bool) -> Iterator[None]:
+    """What was named is loaded before the verb begins; what is installed, when a verb needs transforms."""
+    from graft.base.plugins import STATE
+
+    before, STATE.strict = STATE.strict, strict
+    try:
+        if named or strict:
+            from graft.passes.registry import load_all
+
+            load_all(tuple(named or ()))
+        yield
+    finally:
+        STATE.strict = before
+
+
+def of_plugin(error: BaseException) -> bool:
+    """Whether the code of a plugin was running."""
+    from graft.base.plugins import STATE
+
+    homes = [Path(plugin.folder) for plugin in STATE.active()]
+    files = [Path(frame.filename) for frame in tracebacks.extract_tb(error.__traceback__)]
+    return any(home in file.parents for home in homes for file in files)
+
+
+@contextmanager
+def told_in_a_line(whole: bool) -> Iterator[None]:
+    """whole: with the traceback, too."""
+    try:
+        yield
+    except GraftError as error:
+        if whole:
+            tracebacks.print_exception(error)
+        print(f"graft: error: {error}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+    except BaseException as error:
+        if is_interrupt(error):
+            tell()
+            raise typer.Exit(1) from None
+        if whole or not isinstance(error, Exception) or not of_plugin(error):
+            raise
+        print(f"graft: error: {told(error)}; --traceback shows the rest", file=sys.stderr)
+        raise typer.Exit(1) from None
