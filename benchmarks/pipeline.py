@@ -50,9 +50,9 @@ def tiny_llama(layers: int, device: str = "meta") -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config).eval()
 
 
-def proof_times(layers: int = 32) -> dict[str, float | int]:
-    """The pipeline on a deep tiny Llama with real weights, without and with the proof of every match."""
-    seconds, proven = {}, 0
+def check_times(layers: int = 32) -> dict[str, float | int]:
+    """The pipeline on a deep tiny Llama with real weights, without and with the numeric check of every match."""
+    seconds, checked = {}, 0
     run_pipeline(
         capture_decoder(tiny_llama(1, "cpu")), load_config(), Context(route="decoder")
     )  # traces the patterns
@@ -61,8 +61,8 @@ def proof_times(layers: int = 32) -> dict[str, float | int]:
         started = time.perf_counter()
         report = run_pipeline(gm, load_config({"verify": verify}), Context(route="decoder"))
         seconds[verify] = round(time.perf_counter() - started, 2)
-        proven = sum(match.proof is not None for r in report.transforms.values() for match in r.matches)
-    return {"layers": layers, "proven": proven, "without_s": seconds["structure"], "with_s": seconds["matches"]}
+        checked = sum(match.numeric_check is not None for r in report.transforms.values() for match in r.matches)
+    return {"layers": layers, "checked": checked, "without_s": seconds["structure"], "with_s": seconds["matches"]}
 
 
 def matching_times(depths: tuple[int, ...] = (2, 8, 32, 128), repeats: int = 5) -> list[dict[str, float | int]]:
@@ -127,15 +127,17 @@ def main() -> None:
     for row in rows:
         cost = f"{row['match_us_per_node']} µs a node to find {row['matches']} norms"
         print(f"{row['layers']} layers, {row['nodes']} nodes: {cost}")
-    proofs = proof_times()
-    cost = f"{proofs['with_s']} s with the proof of {proofs['proven']} matches, {proofs['without_s']} s without"
-    print(f"{proofs['layers']} layers: {cost}")
+    checks = check_times()
+    cost = (
+        f"{checks['with_s']} s with the numeric check of {checks['checked']} matches, {checks['without_s']} s without"
+    )
+    print(f"{checks['layers']} layers: {cost}")
     memory = merge_memory(args.merge_model)
     growth = f"{memory['peak_ratio']} x the model (+{memory['growth_MB']} MB)"
     print(f"{memory['model']}: peak while transforming {growth}")
     print(
         json.dumps(
-            {"torch": torch.__version__, "pipeline": times, "matching": rows, "proofs": proofs, "merge": memory}
+            {"torch": torch.__version__, "pipeline": times, "matching": rows, "checks": checks, "merge": memory}
         )
     )
 

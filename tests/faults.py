@@ -204,16 +204,16 @@ FAULTS = [
     ),
     # ── transforms ──────────────────────────────────────────────────────────────────────────────────────────────
     fault(
-        "passes/numeric_check.py",
-        "if not error <= limit:",
-        "if not error <= 50 * limit:",
-        "unit/passes/test_proof.py::test_wrong_replacements_are_caught_and_taken_back",
+        "passes/numeric/compare.py",
+        "return not self.error <= self.limit and",
+        "return not self.error <= 50 * self.limit and",
+        "unit/passes/test_numeric_check.py::test_wrong_replacements_are_caught_and_taken_back",
     ),
     fault(
-        "passes/numeric_check.py",
-        "if was.target is not now.target or expected != [now.args, now.kwargs]:",
-        "if was.target is not now.target:",
-        "unit/passes/test_proof.py::test_changes_that_no_match_accounts_for_are_refused",
+        "passes/accounting.py",
+        "if node.target is not target or len(was) != len(now):\n        return True",
+        "if node.target is not target or len(was) != len(now):\n        return True\n    return False",
+        "unit/passes/test_numeric_check.py::test_changes_that_no_match_accounts_for_are_refused",
     ),
     fault(
         "passes/library/merge/linears.py",

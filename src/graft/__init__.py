@@ -1,4 +1,4 @@
-"""graft: compile an unmodified decoder into a fast, inspectable engine; write, prove and ship graph fusions."""
+"""graft: compile an unmodified decoder into a fast, inspectable engine; write, check and ship graph fusions."""
 
 from __future__ import annotations
 

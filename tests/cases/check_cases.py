@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import faulty_ops  # noqa: F401
 from graft.ir.edit import Editor
 from graft.ir.nodes import module_path
 from graft.ir.patterns.match import Refused
@@ -26,6 +27,7 @@ LIST = [
     "matches",
     "dumps",
     "numerics",
+    "ops",
     "metadata",
 ]
 
@@ -58,6 +60,18 @@ def scale(patch: Any, name: str, factor: float, at: Collection[int] | None = Non
         return replace(outcome, matches=tuple(matches))
 
     plant(patch, name, change)
+
+
+def faulty_swiglu(patch: Any, fault: str, at: int) -> None:
+    """The op of one match of fuse_swiglu is wrong in one way (faulty_ops.py)."""
+
+    def change(gm: Any, outcome: Any) -> Any:
+        present = {node.name: node for node in gm.graph.nodes}
+        (node,) = (n for n in map(present.get, outcome.matches[at].made) if n is not None and n.op == "call_function")
+        node.target, node.args, node.kwargs = torch.ops.faulty.gated.default, (*node.args[:2], fault), {}
+        return outcome
+
+    plant(patch, "fuse_swiglu", change)
 
 
 def drop_meta(patch: Any, name: str, key: str = "nn_module_stack") -> None:

@@ -46,7 +46,7 @@ def only(*names: str, verify: str = "matches", options: dict[str, Any] | None = 
 def transformed(
     module: nn.Module, args: tuple[Any, ...], *names: str, dynamic_shapes: Any = None, options: Any = None
 ) -> tuple[GraphModule, Report]:
-    """The graph after the named transforms, each match proven, as the engine would run them."""
+    """The graph after the named transforms, each match checked, as the engine would run them."""
     gm = export_graph(module, args, dynamic_shapes=dynamic_shapes)
     report = run_pipeline(gm, only(*names, options=options), Context(route="decoder", context_length=64))
     return gm, report

@@ -146,10 +146,13 @@ def test_ops_lists_kernels_and_reasons():
     assert forced.returncode == 1 and "kernel 'triton' of graft::rope cannot run this call" in forced.stderr
 
 
-def test_verify_shows_the_proofs():
+def test_verify_shows_the_numeric_checks():
     told = graft("run", "-m", "tiny-llama", "--token-ids", "5,6", "--max-tokens", "2", "--verify")
     assert told.returncode == 0, told.stderr
-    assert "fuse_rope: 4 proven, worst" in told.stdout and "insert_kv_cache: not proven" in told.stdout
+    assert (
+        "fuse_rope: 4 checked numerically, worst" in told.stdout
+        and "insert_kv_cache: not checked numerically" in told.stdout
+    )
 
 
 PLUGIN = """

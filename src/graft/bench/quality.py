@@ -20,6 +20,7 @@ from graft.passes.config import load_config
 from graft.passes.pipeline import order_transforms, run_pipeline
 
 COMPARED = 32  # tokens whose logits are compared with float64
+DECODED = 4  # of them in decode steps, too
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,22 @@ def quality(logits: Tensor, ids: Sequence[int], original: Tensor | None = None) 
 
 
 @torch.no_grad()
-def engine_logits(llm: LLM, ids: Sequence[int], graph: Callable[..., Any] | None = None) -> Tensor:
+def engine_logits(
+    llm: LLM, ids: Sequence[int], graph: Callable[..., Any] | None = None, *, decoded: int = 0
+) -> Tensor:
     """Float32 logits [tokens, vocabulary] of an engine's graph, or of another one with its inputs, for one sequence
-    in a cache of its own."""
+    in a cache of its own. decoded: so many tokens at the end are fed one by one, as decode steps do."""
     count, block = len(ids), llm.engine.manager.block_size
-    blocks, host = -(-count // block), HostBatch()
-    host.add(ids, 0, list(range(blocks)), block)
-    host.logits_indices = list(range(count))
+    blocks = -(-count // block)
     caches = [t.new_zeros((blocks, *t.shape[1:])) for t in llm.engine.tensors]
-    (logits,) = (graph or llm.engine.graph)(*pack(host, llm.device).inputs(), *caches)
-    return logits.view(count, -1).float()
+    prompt, rows = count - decoded, []
+    for first, last in ((0, prompt), *((at, at + 1) for at in range(prompt, count))):
+        host = HostBatch()
+        host.add(ids[first:last], first, list(range(blocks)), block)
+        host.logits_indices = list(range(last - first))
+        (logits,) = (graph or llm.engine.graph)(*pack(host, llm.device).inputs(), *caches)
+        rows.append(logits.view(last - first, -1).float())
+    return torch.cat(rows)
 
 
 def logits_error(found: Tensor, exact: Tensor) -> float:
@@ -96,7 +103,12 @@ def logits_note(llm: LLM, ids: Sequence[int]) -> str:
     except (RuntimeError, NotImplementedError) as error:
         return f"logits: not compared with float64, which the model does not run in: {str(error).splitlines()[0]}"
     error = logits_error(engine_logits(llm, ids), exact)
-    return f"logits: {error:.1e} of their norm off those of the model in float64, over {len(ids)} tokens"
+    note = f"logits: {error:.1e} of their norm off those of the model in float64, over {len(ids)} tokens"
+    decoded = min(DECODED, len(ids) - 1)
+    if not decoded:
+        return f"{note}; no decode step was compared, since the prompt has one token"
+    steps = logits_error(engine_logits(llm, ids, decoded=decoded)[-decoded:], exact[-decoded:])
+    return f"{note}; {steps:.1e} in decode steps"
 
 
 def in_float64(module: Any, ids: Sequence[int]) -> Tensor:

@@ -47,7 +47,7 @@ def options(
         bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Compile an unmodified decoder into a fast, inspectable engine; write, prove and ship graph fusions."""
+    """Compile an unmodified decoder into a fast, inspectable engine; write, check and ship graph fusions."""
 
 
 VERBS = (

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def explain(
     model: Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.")],
     transform: Annotated[str, typer.Argument(help="The transform to explain.")],
-    verify: Annotated[bool, typer.Option(help="Also prove every match.")] = False,
+    verify: Annotated[bool, typer.Option(help="Also check every match numerically.")] = False,
     dtype: DType = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
@@ -53,9 +53,13 @@ def show(explanation: Explanation) -> None:
     for layer, matches in explanation.by_layer().items():
         out.print("outside the layers" if layer is None else f"layer {layer}", style="cyan")
         for match in matches:
-            proof = f", error {match.proof.error:.1e} of {match.proof.limit:.1e}" if match.proof else ""
+            checked = (
+                f", error {match.numeric_check.error:.1e} of {match.numeric_check.limit:.1e}"
+                if match.numeric_check
+                else ""
+            )
             form = f" as {match.pattern}" if match.pattern else ""
-            out.print(f"  {site_text(match.site)}: {match.nodes} nodes{form}{proof}", markup=False, soft_wrap=True)
+            out.print(f"  {site_text(match.site)}: {match.nodes} nodes{form}{checked}", markup=False, soft_wrap=True)
     if misses:
         out.print("near misses", style="yellow")
     for miss in misses:

@@ -33,7 +33,7 @@ def export(
 ) -> None:
     """Write a run for another tool.
 
-    perfetto: the pipeline (each transform with its matches, rewriting, checks, proofs) and the calls of a step.
+    perfetto: the pipeline (each transform with its matches, rewriting, checks) and the calls of a step.
     model-explorer: the captured graph and the chosen one, modules as layers.
     pt2: the chosen graph as a program that torch.export.load runs and Netron opens; it needs a dump with --weights.
     """

@@ -13,7 +13,7 @@ from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets
 
 if TYPE_CHECKING:
     from graft.workbench.scaffold.candidate import Seed
-    from graft.workbench.scaffold.location import Destination
+    from graft.workbench.scaffold.destination import Destination
     from graft.workbench.scaffold.plan import Written
 
 
@@ -101,7 +101,7 @@ def new_transform(
 
 def destination(folder: Path | None, package: Path | None) -> Destination:
     from graft.base.errors import UsageError
-    from graft.workbench.scaffold.location import Destination
+    from graft.workbench.scaffold.destination import Destination
 
     if package is None:
         return Destination.of(folder)

@@ -70,7 +70,9 @@ def run(
     sets: Sets = None,
     plugins: Plugins = None,
     quantize: Quantize = None,
-    verify: Annotated[bool, typer.Option(help="Prove every match: run it beside what it replaced.")] = False,
+    verify: Annotated[
+        bool, typer.Option(help="Check every match numerically: run it beside what it replaced.")
+    ] = False,
     kv_cache_memory: CacheMemory = None,
     max_model_len: MaxModelLen = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -122,7 +124,7 @@ def show(
     if table:
         show_table(llm)
     else:
-        show_proofs(llm, verify, compare)
+        show_checks(llm, verify, compare)
     show_speeds(llm, speeds)
     raise typer.Exit(int(failed))
 
@@ -232,13 +234,13 @@ def show_table(llm: LLM) -> None:
         out.print(f"{op}: {kernel}", markup=False)
 
 
-def show_proofs(llm: LLM, verify: bool, compare: bool) -> None:
-    """What the table would show of them: proofs of matches, and the last note, on the logits."""
-    from graft.cli.show import out, proof_text
+def show_checks(llm: LLM, verify: bool, compare: bool) -> None:
+    """What the table would show of them: numeric checks of matches, and the last note, on the logits."""
+    from graft.cli.show import check_text, out
 
     for record in llm.report.transforms.values() if verify else ():
         if record.matches:
-            out.print(f"{record.name}: {proof_text(record)}", markup=False, soft_wrap=True)
+            out.print(f"{record.name}: {check_text(record)}", markup=False, soft_wrap=True)
     if compare:
         out.print(llm.built.notes[-1], markup=False, soft_wrap=True)
 

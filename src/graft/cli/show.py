@@ -63,10 +63,11 @@ def quiet_libraries() -> None:
 
 
 def print_pipeline(report: Report) -> None:
-    """The table, then for each transform the proof of its matches or why there are none, a line each; then notes."""
+    """The table, then for each transform how its matches were checked numerically, or why
+    there are none, a line each; then notes."""
     out.print(pipeline_table(report))
     for record in report.transforms.values():
-        for text in (proof_text(record), record.reason):
+        for text in (check_text(record), record.reason):
             if text:
                 out.print(f"{record.name}: {text}", markup=False, soft_wrap=True)
     for note in report.notes:
@@ -87,10 +88,9 @@ def pipeline_table(report: Report) -> Table:
     return table
 
 
-def proof_text(record: TransformRecord) -> str:
-    """`5 proven, worst 2.6e-07 of 1.3e-06 allowed (random inputs)`."""
-    proofs = [match.proof for match in record.matches if match.proof is not None]
-    if not proofs:
-        return f"not proven: {record.unproven}" if record.unproven else ""
-    worst = max(proofs, key=lambda proof: proof.share)
-    return f"{len(proofs)} proven, worst {worst.error:.1e} of {worst.limit:.1e} allowed ({worst.inputs} inputs)"
+def check_text(record: TransformRecord) -> str:
+    """`5 checked numerically, worst 2.6e-07 of 1.3e-06 allowed (random inputs)`."""
+    from graft.passes.report import checks_text
+
+    told = checks_text(record.matches)
+    return told or (f"not checked numerically: {record.unchecked}" if record.unchecked else "")

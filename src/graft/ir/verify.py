@@ -23,14 +23,16 @@ class GraphSnapshot:
     codegen: Any
     state: dict[str, torch.Tensor]
     transient: frozenset[str]  # buffers that are not in the state_dict
+    versions: dict[str, int]  # how often each tensor of the state had been written
 
     @staticmethod
     def take(gm: GraphModule) -> GraphSnapshot:
         nodes = tuple((n, n.name, n.op, n.target, n.args, n.kwargs, dict(n.meta)) for n in gm.graph.nodes)
         calls = {n.name: (n.target, n.args, n.kwargs) for n in gm.graph.nodes}
         state = module_state(gm)
+        versions = {name: version(tensor) for name, tensor in state.items()}
         transient = frozenset(name for name in state if not is_persistent(gm, name))
-        return GraphSnapshot(nodes, calls, gm.graph._codegen, state, transient)
+        return GraphSnapshot(nodes, calls, gm.graph._codegen, state, transient, versions)
 
     def unchanged(self, node: Node) -> bool:
         """FX replaces the argument tuple whenever it rewires a node, so identity is enough."""
@@ -56,6 +58,11 @@ class GraphSnapshot:
         graph.set_codegen(self.codegen)
         gm.graph = graph
         gm.recompile()
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often it was written; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def module_state(gm: GraphModule) -> dict[str, torch.Tensor]:

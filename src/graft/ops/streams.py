@@ -6,7 +6,7 @@
     graft::stream_keep(tensors)     their memory stays theirs up to here; nothing is read
 
 The ops do nothing. A graph that is run as it stands runs on one stream, in its order, which is always right; so it
-does on a CPU, under a tracer and in a proof. The eager and the CUDA graph backend give them their meaning
+does on a CPU, under a tracer and in a numeric check. The eager and the CUDA graph backend give them their meaning
 (backends/streams.py). They return nothing, so cleanups keep them (`ir/canonical/normal_form.py: is_effect`), and a
 dump stores them like any op.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Literal
@@ -76,7 +77,9 @@ class BaseTransform:
 
     name: ClassVar[str]
     reads_decomposed: ClassVar[bool] = False  # whether it finds its place where Inductor has taken ops apart
-    unprovable: ClassVar[str] = ""  # why its matches cannot be run beside what they replaced, if so
+    uncheckable: ClassVar[str] = ""  # why its matches cannot be run beside what they replaced, if so
+    # kinds of inputs (ir/evaluate.py) on which the replacement gives something else on purpose, each with the reason
+    not_kept: ClassVar[Mapping[str, str]] = {}
     config: TransformConfig
 
     def __init__(self, config: TransformConfig) -> None:

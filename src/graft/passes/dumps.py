@@ -29,7 +29,7 @@ from graft.passes.report import Report
 MARKER = "graft-dump.txt"
 MANIFEST, REPORT, WEIGHTS = "run.json", "report.json", "weights.safetensors"
 OUTPUTS = "outputs.safetensors"  # what `graft check --save-baseline` computed with the graphs
-RUN_FORMAT = 2  # 2: inputs of decoders as ops/layout.py names them
+RUN_FORMAT = 3  # 2: inputs of decoders as ops/layout.py names them; 3: numeric checks under their name
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from graft.ir.evaluate import RecordedCall
 from graft.ir.nodes import leaves, where
 from graft.ir.verify import GraphSnapshot, module_state, verify
 from graft.memory.verify import Uses, check_memory
-from graft.passes.numeric_check import Sides
+from graft.passes.numeric.sides import Sides
 from graft.passes.report import MatchRecord
 
 
@@ -31,7 +31,7 @@ def with_matches(
     """Another module: `gm` with `records[i]` for i in `kept`, the other places as in `before`. `gm` stays as it is.
 
     uses: the memory that the graph touched before the transform. What cannot be put together (a write would come
-    before its read, a match that rests on another) is a VerificationError or a ProofError.
+    before its read, a match that rests on another) is a VerificationError or a NumericCheckError.
     """
     graph = Mixer(Sides.of(gm, before, records), records, kept).graph(gm, before)
     root = torch.nn.Module()

@@ -18,10 +18,11 @@ from graft.base.errors import GraftError, OrderError, TransformError
 from graft.ir.canonical.normal_form import drop_dead, drop_unused_state
 from graft.ir.verify import GraphSnapshot, verify
 from graft.memory.verify import Uses, check_memory
+from graft.passes.accounting import check_accounted
 from graft.passes.base import BaseTransform, Context, Outcome, Stage, TransformConfig
 from graft.passes.config import PipelineConfig, Verify
 from graft.passes.dumps import DumpWriter
-from graft.passes.numeric_check import prove_matches
+from graft.passes.numeric_check import check_matches
 from graft.passes.registry import TransformRegistry
 from graft.passes.report import Report, TransformRecord
 
@@ -135,9 +136,13 @@ def run_one(
                 drop_dead(gm)
                 verify(gm, before)
                 check_memory(gm, before, uses, [(match.replaced, match.made) for match in outcome.matches])
-            if checked == "matches" and not transform.unprovable:
-                with clock.phase("prove"):
-                    outcome = replace(outcome, matches=prove_matches(gm, before, outcome.matches))
+                check_accounted(gm, before, outcome.matches)
+            if checked == "matches" and not transform.uncheckable:
+                with clock.phase("numeric check"):
+                    matches = check_matches(gm, before, outcome.matches, most_of(context), transform.not_kept)
+                    outcome = replace(outcome, matches=matches)
+        else:
+            check_accounted(gm, before, ())
     except Exception as error:
         before.restore(gm)
         context.outputs, context.notes = outputs_before, notes_before
@@ -161,10 +166,15 @@ def run_one(
         reason=outcome.reason,
         seconds=time.perf_counter() - started,
         nodes_after=len(gm.graph.nodes),
-        unproven=transform.unprovable if checked == "matches" and outcome.matches else "",
+        unchecked=transform.uncheckable if checked == "matches" and outcome.matches else "",
         phases=tuple(clock.spent),
     )
     return observe(gm, before, transform, record) if observe and record.matches else record
+
+
+def most_of(context: Context) -> int | None:
+    """The largest size that an input of the graph has: a decoder's tokens are at positions below its context."""
+    return context.context_length if context.route == "decoder" else None
 
 
 class Phases:

@@ -1,6 +1,6 @@
 """Whether a transform fuses a small module, and whether it leaves another one alone.
 
-trial = assert_fuses(Model(), (x,), "fuse_swiglu", count=1)     # every match is also proven
+trial = assert_fuses(Model(), (x,), "fuse_swiglu", count=1)     # every match is also checked numerically
 assert_not_fuses(Other(), (x,), "fuse_swiglu", reason="second reader")
 """
 
@@ -126,7 +126,8 @@ def try_transform(
 def assert_fuses(
     module: Tried, args: tuple[Any, ...], transform: str, *, count: int | None = None, **options: Any
 ) -> Trial:
-    """The transform matches `count` times (at least once where that is left out), and every match is proven.
+    """The transform matches `count` times (at least once where that is left out), and every match is
+    checked numerically.
 
     options: those of `try_transform`.
     """

@@ -102,7 +102,7 @@ def compare(got: Any, wanted: Any, roundings: float) -> tuple[float, str]:
 def assert_same_numbers(got: Any, wanted: Any, *, roundings: float = 0, wrong: Any = None) -> None:
     """Results equal to so many roundings of their dtype (0: bit for bit).
 
-    wrong: results of a variant that is a little wrong; the same comparison must reject them, or it proves nothing.
+    wrong: results of a variant that is a little wrong; the same comparison must reject them, or it shows nothing.
     """
     __tracebackhide__ = True
     within = f"within {roundings:g} roundings of the dtype" if roundings else "bit for bit"
@@ -155,7 +155,7 @@ def assert_matches_eager(
             f"{' and '.join(names)} fuse {name_of(module)} in {dtype} on {device}",
             f"{idle[0]} did not match",
             [compiled.report.transforms[idle[0]].reason],
-            advice="see assert_fuses; numbers without a fusion prove nothing",
+            advice="see assert_fuses; numbers without a fusion show nothing",
         )
     assert_same_numbers(compiled(*given), wanted, roundings=roundings, wrong=other)
     return compiled

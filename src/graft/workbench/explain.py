@@ -17,7 +17,7 @@ from graft.passes.base import Context
 from graft.passes.config import PipelineConfig
 from graft.passes.pipeline import order_transforms, run_pipeline
 from graft.passes.registry import TransformRegistry, origin_of
-from graft.passes.report import MatchRecord, Proof, TransformRecord
+from graft.passes.report import MatchRecord, NumericCheck, TransformRecord
 from graft.workbench.model import captured
 
 
@@ -36,7 +36,7 @@ class ExplainedMatch:
     site: ModelSite
     pattern: str
     nodes: int
-    proof: Proof | None
+    numeric_check: NumericCheck | None
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def only(config: PipelineConfig, names: Any) -> PipelineConfig:
 
 def describe(model: str, record: TransformRecord, sites: Mapping[str, ModelSite], note: str) -> Explanation:
     matches = tuple(
-        ExplainedMatch(match_site(match, sites), match.pattern, len(match.replaced), match.proof)
+        ExplainedMatch(match_site(match, sites), match.pattern, len(match.replaced), match.numeric_check)
         for match in record.matches
     )
     misses = tuple(

@@ -11,7 +11,7 @@ from graft.passes.pipeline import order_transforms
 
 HEAD = """# Families and matches
 
-How often each transform matches a model of a family with L layers. The tests capture, transform, prove and count a
+How often each transform matches a model of a family with L layers. The tests capture, transform, check and count a
 tiny model of each family. Written by `graft models --markdown`.
 """
 

@@ -302,12 +302,12 @@ def test_an_observer_sees_each_transform_that_matched_and_adds_to_its_record():
 
     def observe(gm, before, transform, record):
         seen.append((record.name, transform.name, len(before.nodes), len(gm.graph.nodes)))
-        return dataclasses.replace(record, unproven="seen")
+        return dataclasses.replace(record, unchecked="seen")
 
     gm = graph_of(load_model("tiny-llama", dtype="float32", device="meta").module)
     nodes = len(gm.graph.nodes)
     report = run_pipeline(gm, load_config(), Context(route="decoder", context_length=64), observe=observe)
     assert [name for name, *_ in seen] == [n for n, r in report.transforms.items() if r.matches] != []
     assert seen[0] == ("fuse_rms_norm", "fuse_rms_norm", nodes, report.transforms["fuse_rms_norm"].nodes_after)
-    assert {r.unproven for r in report.transforms.values() if r.matches} == {"seen"}
-    assert {r.unproven for r in report.transforms.values() if not r.matches} == {""}
+    assert {r.unchecked for r in report.transforms.values() if r.matches} == {"seen"}
+    assert {r.unchecked for r in report.transforms.values() if not r.matches} == {""}

@@ -86,7 +86,7 @@ def test_a_record_says_where_what_was_replaced_what_was_made_and_who_stands_for_
     assert (match.anchor.split()[0], match.pattern, match.note) == ("%relu", "spelled", "")
     assert (match.replaced, match.made) == (("relu", "neg"), ("mul_tensor", "relu_default"))
     assert match.successors == (("relu", "relu_default"),)
-    assert match.proof is not None and match.proof.error == 0.0
+    assert match.numeric_check is not None and match.numeric_check.error == 0.0
     assert not {"relu", "neg"} & {node.name for node in gm.graph.nodes}  # what is dead is erased
     assert "graft_replaced" not in gm.meta
     assert graft.Report("m", {record.name: record}).from_json(

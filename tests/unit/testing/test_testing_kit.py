@@ -67,12 +67,12 @@ def off(x: Tensor) -> Tensor:
 # ── assert_fuses ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_assert_fuses_counts_proves_and_gives_the_graph():
+def test_assert_fuses_counts_checks_and_gives_the_graph():
     trial = assert_fuses(Gated(layers=2), (X,), "fuse_swiglu", count=2)
     assert trial.called.count("graft.swiglu") == 2 and "aten.silu" in trial.before
-    assert all(match.proof for match in trial.record.matches)
+    assert all(match.numeric_check for match in trial.record.matches)
     assert torch.equal(trial(X), Gated(layers=2)(X))
-    assert not assert_fuses(Gated(), (X,), "fuse_swiglu", verify="structure").record.matches[0].proof
+    assert not assert_fuses(Gated(), (X,), "fuse_swiglu", verify="structure").record.matches[0].numeric_check
 
 
 def test_assert_fuses_says_what_it_found_and_what_came_near():
@@ -254,7 +254,7 @@ def test_a_comparison_that_lets_a_wrong_variant_pass_fails():
         assert_matches_eager(Gated(), (X,), "fuse_swiglu", roundings=1, wrong=Gated())
 
 
-def test_numbers_without_a_fusion_prove_nothing():
+def test_numbers_without_a_fusion_show_nothing():
     with pytest.raises(AssertionError, match=r"found:    fuse_swiglu did not match\n.*second reader"):
         assert_matches_eager(Gated(keep=True), (X,), "fuse_swiglu")
 

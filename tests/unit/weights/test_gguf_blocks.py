@@ -126,12 +126,12 @@ def test_floats_where_they_are_asked_for(file):
     assert any("9 weights as q8," in note for note in eight.report.notes)
     with pytest.raises(UsageError, match="given up"):
         eight.model.module(torch.tensor([IDS]))
-    proven = LLM(
+    checked = LLM(
         file, device="cpu", backend="native", config={"verify": "matches"}, keep_weights=True, kv_cache_memory="8MiB"
     )
-    assert any("verify: matches computes with them" in note for note in proven.report.notes)
-    logits = proven.model.module(torch.tensor([IDS])).logits[0]  # kept: a copy of its own
-    found = engine_logits(proven, IDS)
+    assert any("verify: matches computes with them" in note for note in checked.report.notes)
+    logits = checked.model.module(torch.tensor([IDS])).logits[0]  # kept: a copy of its own
+    found = engine_logits(checked, IDS)
     assert float((found - logits).norm() / logits.norm()) < 0.04
     for llm in (asked, eight, plain):
         assert float((engine_logits(llm, IDS) - logits).norm() / logits.norm()) < 0.04

@@ -247,11 +247,11 @@ def run(tmp_path_factory, captured):
 
 def test_a_folder_of_dumps_is_checked_as_it_is(run):
     report = checked(model=str(run))
-    assert verdicts(report) == dict.fromkeys(LIST, "pass") and report.whole[0].verdict == "pass"
+    assert verdicts(report) == dict.fromkeys(LIST, "pass") | {"ops": "skip"} and report.whole[0].verdict == "pass"
     assert len(checked("", model=str(run)).checks) > 15
 
 
-def test_dumps_without_proofs_or_weights_say_so(tmp_path):
+def test_dumps_without_numeric_checks_or_weights_say_so(tmp_path):
     from graft.workbench.dump import dump_model
 
     dump_model("tiny-llama", tmp_path, CONFIG, "float32")

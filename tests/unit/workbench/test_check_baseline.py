@@ -258,4 +258,4 @@ def test_distances():
     for wrong in (float("nan"), float("inf")):
         assert distance(one.index_fill(1, torch.tensor(0), wrong), one) == float("inf")
     nan = one * float("nan")
-    assert distance(nan, nan) == float("inf")  # what is not a number proves nothing
+    assert distance(nan, nan) == float("inf")  # what is not a number shows nothing

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from check_cases import capture_once, plant, scale
+from check_cases import capture_once, faulty_swiglu, plant, scale
 from graft.base.errors import VerificationError
 from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls
@@ -19,7 +19,8 @@ from graft.passes.config import load_config
 from graft.passes.partial import with_matches
 from graft.workbench.check import CheckRequest, check
 from graft.workbench.check.bisect import TransformReplay, bound, first_bad
-from graft.workbench.check.outputs import StepLogits, distance, logits
+from graft.workbench.check.outputs import StepLogits, distance
+from graft.workbench.check.scenario import logits
 from graft.workbench.check.trial import try_model
 from marks import left_out, short
 
@@ -77,6 +78,16 @@ def test_a_wrong_match_is_found_within_the_bound(monkeypatch, name, matches, num
     assert (found.transform, found.number, found.matches, found.why_no_match) == (name, number, matches, "")
     assert found.error > found.limit and found.runs <= found.bound <= 2 + 4 + 3
     assert found.match in report.whole[0].reason and report.whole[0].verdict == "fail" and not report.ok
+
+
+@pytest.mark.parametrize("fault", ["one token", "above 64 tokens"])
+def test_what_is_wrong_for_some_sizes_is_found_at_its_match(monkeypatch, fault):
+    """In decode steps alone: a prompt of a few tokens shows nothing."""
+    faulty_swiglu(monkeypatch, fault, at=1)
+    report = checked("fuse_swiglu")
+    assert report.checks[0].of("numerics").verdict == "fail" and report.whole[0].verdict == "fail"
+    assert "1 of 2 matches" in report.checks[0].of("numerics").reason
+    assert (report.bisection.transform, report.bisection.number) == ("fuse_swiglu", 2)
 
 
 def test_of_several_wrong_places_the_first_is_named(monkeypatch):

@@ -90,13 +90,13 @@ def test_the_trace_holds_the_pipeline_and_the_calls_of_a_step(weighted, tmp_path
     }
     assert list(slices) == [r.name for r in report.transforms.values() if r.status != "disabled"]
     norm = slices["fuse_rms_norm"]
-    assert (norm["args"]["matches"], norm["args"]["proven"], norm["cat"]) == (5, 5, "match")
+    assert (norm["args"]["matches"], norm["args"]["checked_numerically"], norm["cat"]) == (5, 5, "match")
     begin, end = nanoseconds(norm)
     inside = [
         e for e in document["traceEvents"]
         if e["ph"] == "X" and e["pid"] == 0 and e is not norm and begin <= nanoseconds(e)[0] < end
     ]  # fmt: skip
-    assert [e["name"] for e in inside] == ["rewrite", "check", "prove"]
+    assert [e["name"] for e in inside] == ["rewrite", "check", "numeric check"]
     assert len(inside[0]["args"]["matches"]) == 5
     assert len(rows[1, 0]) > 10  # the predicted calls
     assert "timed" not in str(document)
@@ -124,7 +124,7 @@ def test_the_calls_of_a_run_are_timed_where_asked(weighted, tmp_path):
 def test_a_report_keeps_what_transforms_spent_their_time_on(weighted):
     report = open_run(weighted).report
     record = report.transforms["fuse_rope"]
-    assert [name for name, _ in record.phases] == ["rewrite", "check", "prove"]
+    assert [name for name, _ in record.phases] == ["rewrite", "check", "numeric check"]
     assert 0 < sum(seconds for _, seconds in record.phases) <= record.seconds
     assert Report.from_json(report.to_json()) == report
     old = json.loads(report.to_json())

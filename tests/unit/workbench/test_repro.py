@@ -32,7 +32,7 @@ SOURCE = Path(graft.__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Without weights, in bfloat16, every match proven."""
+    """Without weights, in bfloat16, every match checked."""
     folder = tmp_path_factory.mktemp("plain") / "run"
     dump_model("tiny-llama", folder, load_config(sets=["verify=matches"]), "bfloat16")
     return folder

@@ -27,7 +27,8 @@ from torch.fx import GraphModule
 from graft.base.errors import ArtifactError
 from graft.ir.program.signature import Signature
 
-FORMAT = 3  # 2: 8-bit weights as words of two runs (weights/packing.py); 3: names of attention's arguments
+# 2: 8-bit weights as words of two runs (weights/packing.py); 3: names of attention's arguments; 4: numeric checks
+FORMAT = 4
 MARK = "graft artifact"
 MANIFEST, WEIGHTS, STATE = "manifest.json", "weights.safetensors", "state.safetensors"
 TEXTS = ("graph", "signature", "aliases", "report")  # one file of each for every graph

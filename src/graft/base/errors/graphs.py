@@ -33,7 +33,7 @@ class DecodeMismatch(VerificationError):
     """Decode steps do not compute what one pass over the same tokens computes; the first layer is named."""
 
 
-class ProofError(VerificationError):
+class NumericCheckError(VerificationError):
     """A replacement does not compute what it replaced, or that could not be tried out."""
 
 

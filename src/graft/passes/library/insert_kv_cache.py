@@ -46,7 +46,7 @@ class InsertKVCache(Rewriter):
     A walk: a pattern has no word for new inputs of the graph.
     """
 
-    unprovable = "what it reads depends on a cache that the graph did not have before"
+    uncheckable = "what it reads depends on a cache that the graph did not have before"
 
     find_first = True
     lacking = "the graph has no graft::attention"

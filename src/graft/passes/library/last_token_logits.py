@@ -51,7 +51,7 @@ class LastTokenLogits(Rewriter):
     A walk: it gives the graph a new input and its results other shapes, for which patterns have no words.
     """
 
-    unprovable = "it computes the logits of chosen tokens alone, so the results have other shapes"
+    uncheckable = "it computes the logits of chosen tokens alone, so the results have other shapes"
 
     lacking = "the graph returns no logits"
 

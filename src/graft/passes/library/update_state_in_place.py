@@ -74,7 +74,7 @@ class UpdateStateInPlace(Rewriter):
     A walk: what decides is who else sees the memory and when, not how a place is spelled.
     """
 
-    unprovable = "the calls and their operands stay the same; who sees the memory, and when, is checked by its order"
+    uncheckable = "the calls and their operands stay the same; who sees the memory, and when, is checked by its order"
 
     lacking = "the graph copies no updated state back"
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from graft.base.errors import ProofError, VerificationError
+from graft.base.errors import NumericCheckError, VerificationError
 from graft.ir.edit import second_module
 from graft.ir.verify import GraphSnapshot
 from graft.memory.verify import Uses
@@ -18,7 +18,8 @@ from graft.passes.dumps import DumpWriter
 from graft.passes.partial import with_matches
 from graft.passes.pipeline import order_transforms, run_one, run_pipeline
 from graft.passes.registry import TransformRegistry
-from graft.workbench.check.outputs import StepLogits, distance, logits
+from graft.workbench.check.outputs import StepLogits, distance
+from graft.workbench.check.scenario import logits
 from graft.workbench.check.trial import CheckTrial
 
 
@@ -84,7 +85,7 @@ def first_match(trial: CheckTrial, outputs: StepLogits, found: Bisection, number
         return replace(
             found, why_no_match="dumps hold whole transforms; check the model itself to tell matches apart"
         )
-    if TransformRegistry.get(found.transform).unprovable:
+    if TransformRegistry.get(found.transform).uncheckable:
         return replace(found, why_no_match="it changes the graph as a whole, so its matches do not stand alone")
     reference = outputs.after(number - 1)
     replay = TransformReplay(trial, found.transform)
@@ -98,7 +99,7 @@ def first_match(trial: CheckTrial, outputs: StepLogits, found: Bisection, number
         return replace(found, why_no_match="no step is bad by itself; the roundings of several add up")
     try:
         index = first_bad(len(replay.matches), bad)
-    except (ProofError, VerificationError) as error:
+    except (NumericCheckError, VerificationError) as error:
         return replace(found, why_no_match=str(error))
     match = replay.matches[index - 1]
     return replace(found, match=match.anchor, module=match.module, number=index)

@@ -39,7 +39,7 @@ def check(model: str, request: CheckRequest, progress: Progress | None = None) -
         with tempfile.TemporaryDirectory() as scratch:
             folder = request.save or Path(scratch)
             trial = try_model(
-                name, request.running, folder, dtype=dtype, proven=names_of(request), progress=progress,
+                name, request.running, folder, dtype=dtype, checked=names_of(request), progress=progress,
                 trust_remote_code=request.trust_remote_code,
             )  # fmt: skip
             if progress:

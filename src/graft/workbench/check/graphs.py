@@ -1,4 +1,4 @@
-"""What a run says about a transform: its matches, its dumps, the proofs, what became of the metadata."""
+"""What a run says about a transform: its matches, its dumps, the numeric checks, what became of the metadata."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def run_lines(trial: CheckTrial, name: str, *, wanted: bool = False) -> list[Che
     lines = [matches_line(trial, record, wanted)]
     if not record.matches:
         why = f"nothing to look at: {record.reason or record.status}"
-        return [*lines, *(CheckLine(check, "skip", why) for check in ("dumps", "numerics", "metadata"))]
+        return [*lines, *(CheckLine(check, "skip", why) for check in ("dumps", "numerics", "ops", "metadata"))]
     dumps = dumps_line(trial.graphs, name)
     readable = trial.graphs.readable(name)
     metadata = (
         metadata_line(trial.graphs, record) if readable else CheckLine("metadata", "skip", "its dumps cannot be read")
     )
-    return [*lines, dumps, numerics_line(trial, record), metadata]
+    return [*lines, dumps, numerics_line(trial, record), ops_line(trial, record), metadata]
 
 
 def matches_line(trial: CheckTrial, record: TransformRecord, wanted: bool) -> CheckLine:
@@ -97,25 +97,36 @@ def dumps_line(graphs: StepGraphs, name: str) -> CheckLine:
 
 def numerics_line(trial: CheckTrial, record: TransformRecord) -> CheckLine:
     """Every match against what it replaced, on fresh inputs of the recorded shapes and dtypes."""
-    wrong = trial.disproven.get(record.name)
+    wrong = trial.wrong_matches.get(record.name)
     total = len(record.matches)
     if wrong:
         return CheckLine("numerics", "fail", f"{len(wrong)} of {total} matches: {wrong[0].reason}")
-    if TransformRegistry.get(record.name).unprovable:
+    if TransformRegistry.get(record.name).uncheckable:
         return CheckLine(
-            "numerics", "skip", f"matches cannot be run alone: {TransformRegistry.get(record.name).unprovable}"
+            "numerics", "skip", f"matches cannot be run alone: {TransformRegistry.get(record.name).uncheckable}"
         )
-    proofs = [match.proof for match in record.matches if match.proof is not None]
-    if record.unproven:
-        return CheckLine("numerics", "fail", f"{total - len(proofs)} of {total} matches: {record.unproven}")
-    if len(proofs) < total:
-        return CheckLine("numerics", "skip", "dumped without proofs; dump again with --set verify=matches")
-    worst = max(proofs, key=lambda proof: proof.share)
-    return CheckLine(
-        "numerics",
-        "pass",
-        f"{total} of {total} matches; worst {worst.error:.1e} of {worst.limit:.1e} allowed ({worst.inputs} inputs)",
-    )
+    checks = [match.numeric_check for match in record.matches if match.numeric_check is not None]
+    if record.unchecked:
+        return CheckLine("numerics", "fail", f"{total - len(checks)} of {total} matches: {record.unchecked}")
+    if len(checks) < total:
+        return CheckLine("numerics", "skip", "dumped without numeric checks; dump again with --set verify=matches")
+    worst = max(checks, key=lambda check: check.share)
+    told = f"{total} of {total} matches; worst {worst.error:.1e} of {worst.limit:.1e} allowed ({worst.inputs} inputs)"
+    kinds = len(set(checks))
+    trials = f"; {sum(check.trials for check in set(checks))} trials of {kinds} kind{'s' if kinds > 1 else ''}"
+    return CheckLine("numerics", "pass", told + trials)
+
+
+def ops_line(trial: CheckTrial, record: TransformRecord) -> CheckLine:
+    """The ops that it brings keep to their schemas."""
+    if trial.captured is None:
+        return CheckLine("ops", "skip", "read from dumps; check the model itself to run its ops")
+    ops = trial.ops.get(record.name, {})
+    wrong = [f"{op} {problem}" for op, problems in ops.items() for problem in problems]
+    if wrong:
+        return CheckLine("ops", "fail", "; ".join(wrong))
+    told = f"{', '.join(ops)}: no undeclared write or alias, the same twice" if ops else "torch's and graft's own"
+    return CheckLine("ops", "pass", told)
 
 
 def metadata_line(graphs: StepGraphs, record: TransformRecord) -> CheckLine:
@@ -141,7 +152,7 @@ def metadata_problems(graphs: StepGraphs, name: str) -> list[str]:
 def made_problems(before: GraphModule, after: GraphModule, record: TransformRecord) -> Iterator[str]:
     present = {node.name: node for node in after.graph.nodes}
     sources = {node.name: node for node in before.graph.nodes}
-    rebuilds = bool(TransformRegistry.get(record.name).unprovable)
+    rebuilds = bool(TransformRegistry.get(record.name).uncheckable)
     for match in record.matches:
         for name in match.made:
             node = present.get(name)
@@ -153,4 +164,4 @@ def made_problems(before: GraphModule, after: GraphModule, record: TransformReco
 
 def left_problems(before: GraphModule, after: GraphModule, name: str) -> list[str]:
     """A transform that changes what the graph computes gives other values, inputs and results to what it leaves."""
-    return [] if TransformRegistry.get(name).unprovable else list(kept_problems(before, after))
+    return [] if TransformRegistry.get(name).uncheckable else list(kept_problems(before, after))

@@ -1,4 +1,4 @@
-"""What a run's graphs compute: the logits after every step, on the same seeded tokens for all of them."""
+"""What a run's graphs compute: the logits after every transform, on the same seeded steps for all of them."""
 
 from __future__ import annotations
 
@@ -11,51 +11,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.fx import GraphModule, Interpreter, Node
 
 from graft.base.errors import DumpError
-from graft.ir.nodes import placeholders
 from graft.ops.cases import tolerance
-from graft.ops.layout import HostBatch, pack
 from graft.passes.dumps import OUTPUTS
-from graft.workbench.discover.values import DTYPES, TENSOR, split
+from graft.workbench.check.scenario import LENGTHS, ROWS, SEED, logits
 from graft.workbench.runs import StoredRun, StoredStep
-
-TOKENS = 8  # of one sequence: less than a block of the cache
-SEED, VOCABULARY = 0, 100  # no model has fewer tokens
-
-
-def seeded_tokens() -> torch.Tensor:
-    """[1, TOKENS], the same in every run and for every model."""
-    return torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(SEED))
-
-
-def inputs_of(gm: GraphModule) -> list[torch.Tensor]:
-    """One sequence of TOKENS tokens for a decoder's graph of any stage: with a cache (empty) or without one."""
-    host = HostBatch()
-    host.add(seeded_tokens()[0].tolist(), 0, [0], TOKENS)
-    known = vars(pack(host, torch.device("cpu")))
-    return [known[n.name] if n.name in known else empty_cache(n) for n in placeholders(gm.graph)]
-
-
-def empty_cache(node: Node) -> torch.Tensor:
-    """Zeros in the shape that is recorded; a size that is open (how many blocks there are) is 2."""
-    recorded = node.meta.get("val")
-    text = str(node.meta.get("value_text"))
-    if isinstance(recorded, torch.Tensor):
-        return torch.zeros([s if isinstance(s, int) else 2 for s in recorded.shape], dtype=recorded.dtype)
-    found = TENSOR.fullmatch(text)
-    if found is None or not DTYPES[found[1]].is_floating_point:
-        raise DumpError(
-            f"the graph has the input {node.name} ({text}), which no decoder of graft has; it was not run"
-        )
-    return torch.zeros([int(size) if size.isdigit() else 2 for size in split(found[2])], dtype=DTYPES[found[1]])
-
-
-def logits(gm: GraphModule) -> torch.Tensor:
-    """[1, TOKENS, vocabulary], or [1, 1, vocabulary] where the graph gives the last token's alone."""
-    with torch.no_grad():
-        return Interpreter(gm).run(*inputs_of(gm))[0].detach()
 
 
 @dataclass
@@ -117,7 +78,7 @@ class StepLogits:
 
 
 def kind_of_inputs() -> dict[str, int]:
-    return {"tokens": TOKENS, "seed": SEED}
+    return {"tokens": sum(LENGTHS), "rows": len(ROWS), "seed": SEED}
 
 
 def stored_outputs(folder: Path) -> dict[str, torch.Tensor]:
@@ -135,12 +96,7 @@ def stored_outputs(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value; infinite where something is not a number.
-
-    Where one of them has the last token's logits alone, that token is compared.
-    """
-    if got.shape[1] != wanted.shape[1]:
-        got, wanted = got[:, -1:], wanted[:, -1:]
+    """The largest difference, relative to the largest value; infinite where something is not a number."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return float("inf")
     left, right = got.double(), wanted.double()

@@ -11,7 +11,7 @@ from graft.workbench.check.results import CheckReport
 from graft.workbench.check.trial import CheckTrial
 from graft.workbench.diff_runs import folded, miss_text
 
-CLOSE = 0.5  # of what a proof allows: more than that is worth a look
+CLOSE = 0.5  # of what a numeric check allows: more than that is worth a look
 
 
 def open_risks(record: TransformRecord, report: CheckReport, trial: CheckTrial) -> list[str]:
@@ -26,6 +26,7 @@ def open_risks(record: TransformRecord, report: CheckReport, trial: CheckTrial) 
         *(f"not checked: {line.check}: {line.reason}" for line in report.whole if line.verdict == "skip"),
         *missed(record),
         *close(record),
+        *uncovered(record),
         *elsewhere(record.name, trial),
         *report.notes,
     ]
@@ -43,10 +44,16 @@ def missed(record: TransformRecord) -> Iterator[str]:
 
 
 def close(record: TransformRecord) -> Iterator[str]:
-    proofs = [match.proof for match in record.matches if match.proof is not None]
-    worst = max(proofs, key=lambda proof: proof.share, default=None)
+    checks = [match.numeric_check for match in record.matches if match.numeric_check is not None]
+    worst = max(checks, key=lambda check: check.share, default=None)
     if worst is not None and worst.share > CLOSE:
         yield f"a match uses {worst.share:.0%} of what its dtype allows ({worst.inputs} inputs)"
+
+
+def uncovered(record: TransformRecord) -> Iterator[str]:
+    """What the numeric checks left out: dtypes, sizes, values."""
+    checks = [match.numeric_check for match in record.matches if match.numeric_check is not None]
+    yield from dict.fromkeys(f"not checked numerically: {text}" for check in checks for text in check.uncovered)
 
 
 def elsewhere(name: str, trial: CheckTrial) -> Iterator[str]:
@@ -55,5 +62,5 @@ def elsewhere(name: str, trial: CheckTrial) -> Iterator[str]:
     others = [f.name for f in families().values() if name in {*f.expect, *f.expect_gpu} and f.name != own]
     if others:
         yield f"one family was looked at; it also matches {', '.join(others)} (graft check {name} --all-models)"
-    if TransformRegistry.get(name).unprovable:
-        yield "its matches cannot be proven one by one; the results of the whole model stand for them"
+    if TransformRegistry.get(name).uncheckable:
+        yield "its matches cannot be checked one by one; the results of the whole model stand for them"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graft.base.errors import ProofError
+from graft.base.errors import NumericCheckError
 from graft.base.files import Progress
 from graft.capture.cache import captured_decoder
 from graft.ir.edit import second_module
@@ -20,16 +20,18 @@ from graft.models.registry import Family, entries
 from graft.passes.base import BaseTransform, Context
 from graft.passes.config import PipelineConfig
 from graft.passes.dumps import WEIGHTS, DumpWriter
-from graft.passes.numeric_check import Sides, prove
+from graft.passes.numeric.sides import Sides
+from graft.passes.numeric_check import MatchTrials
 from graft.passes.pipeline import run_pipeline
 from graft.passes.report import MatchRecord, TransformRecord
+from graft.workbench.check.op_safety import brought_ops, op_problems
 from graft.workbench.check.steps import StepGraphs
 from graft.workbench.discover.sources import config_of
 from graft.workbench.runs import StoredRun, open_run
 
 
 @dataclass(frozen=True)
-class Disproof:
+class WrongMatch:
     """A match whose replacement computes something else; `match` is '' where the whole transform is meant."""
 
     match: str
@@ -46,8 +48,9 @@ class CheckTrial:
     layers: int | None
     state: Mapping[str, torch.Tensor]
     on_gpu: bool  # whether the transforms that are for a GPU ran
-    disproven: Mapping[str, tuple[Disproof, ...]] = field(default_factory=dict)
-    on_purpose: frozenset[str] = frozenset()  # transforms that change numbers, and bring their own proof
+    wrong_matches: Mapping[str, tuple[WrongMatch, ...]] = field(default_factory=dict)
+    on_purpose: frozenset[str] = frozenset()  # transforms that change numbers, and bring their own check
+    ops: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)  # of each transform: what is wrong
     captured: GraphModule | None = None
     context_length: int | None = None
     notes: tuple[str, ...] = ()
@@ -66,14 +69,14 @@ def try_model(
     folder: Path,
     *,
     dtype: str = "auto",
-    proven: Collection[str] = (),
+    checked: Collection[str] = (),
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> CheckTrial:
-    """Runs the pipeline as configured, dumping every step to `folder`; the matches of `proven` are run one by one.
+    """Runs the pipeline as configured, dumping every step to `folder`; the matches of `checked` are run one by one.
 
     A match that is wrong stays, so that what it does to the results can be seen. Models with random weights and a
-    real model's size go without weights: their matches are proven on made-up ones, their results are not computed.
+    real model's size go without weights: their matches are checked on made-up ones, their results are not computed.
     """
     entry = entries().get(name)
     bare = entry is not None and entry.kind == "random" and not name.startswith("tiny-")
@@ -83,16 +86,16 @@ def try_model(
     chosen, forced = everywhere(config, "meta" if bare else "cpu")
     dumps = DumpWriter.open(folder)
     dumps.state = None if bare else {}
-    prover = Prover(frozenset(proven))
+    checker = MatchChecker(frozenset(checked), model.context)
     context = Context(route="decoder", context_length=model.context)
     run_pipeline(
         second_module(captured), chosen, context, model=model.name, dump_dir=dumps, progress=progress,
-        observe=prover,
+        observe=checker,
     )  # fmt: skip
     said = (f"tried on this device with their references: {', '.join(forced)}",) if forced else ()
     return CheckTrial(
         StepGraphs(open_run(folder)), chosen, model.family, model.layers, dumps.state or {}, bool(forced),
-        prover.disproven, frozenset(prover.on_purpose), captured, model.context, said,
+        checker.wrong_matches, frozenset(checker.on_purpose), checker.ops, captured, model.context, said,
     )  # fmt: skip
 
 
@@ -126,40 +129,43 @@ def everywhere(config: PipelineConfig, device: str) -> tuple[PipelineConfig, lis
     return replace(config, transforms=chosen, verify="structure"), forced
 
 
-class Prover:
+class MatchChecker:
     """Runs the matches of the named transforms beside what they replaced, each by itself, and takes nothing back."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        self.names = names
-        self.disproven: dict[str, tuple[Disproof, ...]] = {}
+    def __init__(self, names: Collection[str], most: int | None) -> None:
+        self.names, self.most = names, most
+        self.wrong_matches: dict[str, tuple[WrongMatch, ...]] = {}
         self.on_purpose: set[str] = set()
+        self.ops: dict[str, dict[str, list[str]]] = {}
 
     def __call__(
         self, gm: GraphModule, before: GraphSnapshot, transform: BaseTransform, record: TransformRecord
     ) -> TransformRecord:
-        if any(match.proof for match in record.matches):
+        if any(match.numeric_check for match in record.matches):
             self.on_purpose.add(record.name)
         if record.name not in self.names:
             return record
-        if transform.unprovable:
-            return replace(record, unproven=transform.unprovable)
-        found: list[Disproof] = []
+        self.ops[record.name] = {str(op): op_problems(gm, node) for op, node in brought_ops(gm, record).items()}
+        if transform.uncheckable:
+            return replace(record, unchecked=transform.uncheckable)
+        found: list[WrongMatch] = []
         try:
             sides = Sides.of(gm, before, record.matches)
             sides.check_rewiring()
-            matches = tuple(proven(sides, match, found) for match in record.matches)
-        except ProofError as error:
-            found, matches = [Disproof("", str(error))], record.matches
+            trials = MatchTrials(sides, self.most, transform.not_kept)
+            matches = tuple(checked_match(trials, match, found) for match in record.matches)
+        except NumericCheckError as error:
+            found, matches = [WrongMatch("", str(error))], record.matches
         if found:
-            self.disproven[record.name] = tuple(found)
-        return replace(record, matches=matches, unproven=found[0].reason if found else "")
+            self.wrong_matches[record.name] = tuple(found)
+        return replace(record, matches=matches, unchecked=found[0].reason if found else "")
 
 
-def proven(sides: Sides, match: MatchRecord, failed: list[Disproof]) -> MatchRecord:
-    if match.proof:
+def checked_match(trials: MatchTrials, match: MatchRecord, failed: list[WrongMatch]) -> MatchRecord:
+    if match.numeric_check:
         return match
     try:
-        return replace(match, proof=prove(sides, match))
-    except ProofError as error:
-        failed.append(Disproof(match.anchor, str(error)))
+        return replace(match, numeric_check=trials.check(match))
+    except NumericCheckError as error:
+        failed.append(WrongMatch(match.anchor, str(error)))
         return match

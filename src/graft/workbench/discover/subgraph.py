@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Node, map_arg
 from graft.ir.evaluate import example_size, fill
 from graft.ir.nodes import calls, is_weight, output_node, placeholders, tensor_val, val
 from graft.ir.subgraph import Cutter
-from graft.passes.numeric_check import in_float64, widened
+from graft.passes.numeric.execution import in_float64
+from graft.passes.numeric.inputs import widened
 from graft.workbench.discover.regions import CandidateRegion
 from graft.workbench.discover.source import op_name
 

@@ -46,14 +46,14 @@ def pipeline_events(report: Report, pid: int = 0) -> list[dict[str, Any]]:
 
 def record_events(record: TransformRecord, begin: int, pid: int) -> list[dict[str, Any]]:
     common = {"ph": "X", "pid": pid, "tid": 0, "cat": record.stage}
-    proven = [match.proof for match in record.matches if match.proof is not None]
+    checked = [match.numeric_check for match in record.matches if match.numeric_check is not None]
     args: dict[str, Any] = {
         "status": record.status,
         "matches": len(record.matches),
         "near_misses": len(record.near_misses),
         "nodes_before": record.nodes_before,
         "nodes_after": record.nodes_after,
-        "proven": len(proven),
+        "checked_numerically": len(checked),
     }
     args |= {"reason": record.reason} if record.reason else {}
     end = begin + round(record.seconds * SECOND)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from graft.ir.facts import general, layer_of
 from graft.ir.patterns.match import NearMiss
-from graft.passes.report import MatchRecord, TransformRecord
+from graft.passes.report import MatchRecord, TransformRecord, checks_text
 from graft.workbench.diff_runs import folded, nameless
 
 
 @dataclass(frozen=True)
 class MatchRow:
-    """Matches of one kind. `anchor` is that of the first; `proof` the one that used most of what is allowed."""
+    """Matches of one kind. `anchor` is that of the first; `numeric_check` says which used most of what is allowed."""
 
     site: str
     count: int
@@ -22,7 +22,7 @@ class MatchRow:
     made: tuple[str, ...]
     anchor: str
     note: str
-    proof: str
+    numeric_check: str
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,17 @@ def match_rows(record: TransformRecord) -> list[MatchRow]:
         sites = "; ".join(folded(match.module or "the model itself" for match in group))
         rows.append(
             MatchRow(
-                sites, len(group), first.pattern, first.replaced, first.made, first.anchor, first.note, proof(group)
+                sites,
+                len(group),
+                first.pattern,
+                first.replaced,
+                first.made,
+                first.anchor,
+                first.note,
+                checks_text(group),
             )
         )
     return rows
-
-
-def proof(group: Iterable[MatchRecord]) -> str:
-    proofs = [match.proof for match in group if match.proof is not None]
-    if not proofs:
-        return ""
-    worst = max(proofs, key=lambda one: one.share)
-    return f"{len(proofs)} proven, worst {worst.error:.1e} of {worst.limit:.1e} allowed ({worst.inputs} inputs)"
 
 
 def miss_rows(record: TransformRecord) -> list[MissRow]:

@@ -15,7 +15,7 @@ from graft.base.errors import ReproRefused
 from graft.ir.evaluate import RecordedCall, example_size
 from graft.ir.nodes import leaves, tensor_val, val, where
 from graft.ir.subgraph import Cutter, reached
-from graft.passes.numeric_check import fixed_values, views
+from graft.passes.numeric.sides import fixed_values, views
 from graft.passes.report import MatchRecord
 
 

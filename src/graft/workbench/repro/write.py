@@ -66,9 +66,9 @@ def repro_source(run: StoredRun, listed: Listed) -> str:
     """The whole file. What made-up inputs cannot show is an error that says why."""
     transform, _, number = listed.id.rpartition(":")
     record = run.report.transforms[transform]
-    unprovable = TransformRegistry.get(transform).unprovable if transform in TransformRegistry.names() else ""
-    if unprovable:
-        raise ReproRefused(f"a match of {transform} cannot be run beside what it replaced: {unprovable}")
+    uncheckable = TransformRegistry.get(transform).uncheckable if transform in TransformRegistry.names() else ""
+    if uncheckable:
+        raise ReproRefused(f"a match of {transform} cannot be run beside what it replaced: {uncheckable}")
     graphs = [step.graph() for step in run.around(transform)]
     for gm in graphs:
         restore_values(gm)
@@ -148,7 +148,7 @@ def input_line(node: Node, weights: bool) -> str:
 
 def limit_of(piece: Cut, record: MatchRecord) -> tuple[float, str]:
     """How far the two may be apart, relative to the largest value: both round, by the coarsest dtype and the longest
-    reduction; or what the proof of the run allowed, where that is more."""
+    reduction; or what the numeric check of the run allowed, where that is more."""
     longest, coarsest = 1, torch.float64
     for node in [n for gm in (piece.original, piece.replacement) for n in gm.graph.nodes]:
         value = tensor_val(node)
@@ -157,6 +157,6 @@ def limit_of(piece: Cut, record: MatchRecord) -> tuple[float, str]:
             longest = max(longest, *shape_of(node)[-1:])
     limit = 2 * tolerance(coarsest, longest)
     dtype = str(coarsest).removeprefix("torch.")
-    if record.proof is not None and 2 * record.proof.limit > limit:
-        return 2 * record.proof.limit, "twice what the proof of the run allowed against float64"
+    if record.numeric_check is not None and 2 * record.numeric_check.limit > limit:
+        return 2 * record.numeric_check.limit, "twice what the numeric check of the run allowed against float64"
     return limit, f"a few roundings of {dtype}, reductions of {longest}"

@@ -50,6 +50,9 @@ class FuseAttention(Rewriter):
     """
 
     size = 1
+    not_kept = dict.fromkeys(
+        ("one NaN", "infinite"), "kernels skip masked keys, and torch's own lose a NaN in a query"
+    )
 
     def start(self, gm: GraphModule, context: Context) -> AttentionRun:
         return AttentionRun(gm, context, Editor(gm, self.name))

@@ -65,7 +65,7 @@ class FuseRoPEIntoAttention(PatternTransform):
     """
 
     config: DecodeConfig  # pyrefly: ignore
-    unprovable = "it needs a batch's layout in the cache, which made-up numbers are not"
+    uncheckable = "it needs a batch's layout in the cache, which made-up numbers are not"
     lacking = "the graph has no graft::cached_attention"
 
     @classmethod

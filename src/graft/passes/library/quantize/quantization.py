@@ -18,7 +18,7 @@ from graft.ir.edit import attribute
 from graft.ir.nodes import is_weight, where
 from graft.ir.patterns.match import NearMiss, Refused
 from graft.ir.storage import identity, storage_id
-from graft.passes.report import Proof
+from graft.passes.report import NumericCheck
 from graft.weights.quantize import QUANTIZERS, WORKING, abstract
 from graft.weights.rounding import HALF, SLACK, Rounding, measure
 
@@ -63,12 +63,12 @@ class Quantized:
         return self.q.nbytes + self.scale.nbytes
 
     @property
-    def proof(self) -> Proof:
+    def numeric_check(self) -> NumericCheck:
         if self.stored:
-            return Proof(0.0, 0.0, "the file's own blocks, no")
+            return NumericCheck(0.0, 0.0, "the file's own blocks, no")
         if self.rounding is None:
-            return Proof(0.0, HALF, "meta tensors, no")
-        return Proof(self.rounding.steps, HALF + SLACK, "in steps of the scale, on no")
+            return NumericCheck(0.0, HALF, "meta tensors, no")
+        return NumericCheck(self.rounding.steps, HALF + SLACK, "in steps of the scale, on no")
 
     @property
     def note(self) -> str:

@@ -129,7 +129,7 @@ class QuantizeLinear(Rewriter):
 
     def rewrite(self, run: Quantizing, match: Match) -> MatchRecord:
         record, made = super().rewrite(run, match), run.made[match.anchor]
-        return replace(record, proof=made.proof, note=made.note)
+        return replace(record, numeric_check=made.numeric_check, note=made.note)
 
     def finish(self, run: Quantizing) -> None:
         run.finish()

@@ -58,7 +58,7 @@ class FuseRoPEKVWrite(Rewriter):
     """
 
     config: DecodeConfig  # pyrefly: ignore
-    unprovable = "it needs a batch's layout in the cache, which made-up numbers are not"
+    uncheckable = "it needs a batch's layout in the cache, which made-up numbers are not"
 
     @classmethod
     def get_config_class(cls) -> type[TransformConfig]:

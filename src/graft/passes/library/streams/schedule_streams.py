@@ -51,7 +51,7 @@ class ScheduleStreams(BaseTransform):
     """
 
     config: StreamsConfig  # pyrefly: ignore[bad-override-mutable-attribute]
-    unprovable = (
+    uncheckable = (
         "the calls and their operands stay the same; that nobody sees another order is proven by check_streams"
     )
 

@@ -62,7 +62,7 @@ def test_a_layer_becomes_four_products(dtype, bias):
     assert counts(report) == dict(zip(MATVEC, (2, 2, 1), strict=True))
     assert targets(gm) == ["graft.fused_linear", "aten.sin", *["graft.fused_linear"] * 3]
     assert torch.equal(gm(x), plain(x))  # the reference rounds where eager does
-    assert all(match.proof for name in MATVEC for match in report.transforms[name].matches)
+    assert all(match.numeric_check for name in MATVEC for match in report.transforms[name].matches)
 
 
 GOLDEN = """\
@@ -334,7 +334,7 @@ def test_they_run_after_the_cache_and_before_products_are_widened():
     assert places == sorted(places)
 
 
-def test_a_wrong_replacement_is_caught_by_the_proof(monkeypatch):
+def test_a_wrong_replacement_is_caught_by_the_check(monkeypatch):
     """The halves of the gate-up product in the wrong order: the same shapes, other numbers."""
     wrong = replace(fuse_swiglu_into_matvec.REWRITES[1], refuse="")  # as if the gate came first
     monkeypatch.setattr(fuse_swiglu_into_matvec, "REWRITES", (wrong,))

@@ -35,8 +35,8 @@ def test_every_linear_layer_reads_quantized_weights(kind, dtype, bias):
     torch.manual_seed(0)
     module, x = MLP(bias).to(dtype), torch.randn(3, 24).to(dtype)
     record, made = compiled(module, x, kind=kind)
-    assert record.status == "applied" and len(record.matches) == 2 and not record.unproven
-    assert all(m.proof.error <= m.proof.limit and m.pattern == kind for m in record.matches)
+    assert record.status == "applied" and len(record.matches) == 2 and not record.unchecked
+    assert all(m.numeric_check.error <= m.numeric_check.limit and m.pattern == kind for m in record.matches)
     standing = MLP(bias).double()
     for name, parameter in standing.named_parameters():
         if name.endswith("bias"):
@@ -199,7 +199,7 @@ def test_patterns_name_what_stays():
     assert pattern_fits("lm_head", "lm_head.weight") and not pattern_fits("lm", "lm_head.weight")
 
 
-# ── proofs and errors ────────────────────────────────────────────────────────────────────────────────────────────
+# ── checks and errors ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -138,12 +138,12 @@ def test_attention_in_float32_is_as_exact_as_in_16_bits(dtype, slow):
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("bias", [False, True])
-def test_every_linear_layer_is_widened_and_proven(dtype, bias, slow_cpu):
+def test_every_linear_layer_is_widened_and_checked(dtype, bias, slow_cpu):
     torch.manual_seed(3)
     module, x = MLP(bias).to(dtype), torch.randn(2, 5, 24).to(dtype)
     record, compiled = widened(module, x, verify="matches")
     assert record.status == "applied" and len(record.matches) == 2
-    assert all(match.proof.error <= match.proof.limit for match in record.matches)
+    assert all(match.numeric_check.error <= match.numeric_check.limit for match in record.matches)
     assert compiled.report.kernels["graft::linear"].names == ("float32",)
     with torch.no_grad():
         exact = MLP(bias).double().requires_grad_(False)

@@ -82,7 +82,7 @@ def test_the_same_bits_from_two_tables(function, dtype):
     size = 2 * CONTEXT * R * dtype.itemsize / 1e6
     assert (
         match.pattern == f"2 tables of [{CONTEXT}, {R}] {dtype}, {size:.1f} MB"
-        and match.proof.error <= match.proof.limit
+        and match.numeric_check.error <= match.numeric_check.limit
     )
 
 
@@ -235,7 +235,7 @@ def test_a_table_that_differs_in_one_bit_is_refused(monkeypatch):
     assert record.status == "no_match" and "depends on more than the position: at (3, 5)" in record.reason
 
 
-def test_a_wrong_table_is_caught_by_the_proof(monkeypatch):
+def test_a_wrong_table_is_caught_by_the_check(monkeypatch):
     right = TabulateRope.table
     monkeypatch.setattr(TabulateRope, "table", lambda self, *given: right(self, *given).roll(1, 0))
     with pytest.raises(TransformError, match="is off by"):

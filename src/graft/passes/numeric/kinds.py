@@ -1,0 +1,65 @@
+"""What kind of match one is: equal layers make equal pairs of pieces, of which one is tried in full.
+
+Two pairs are of one kind when they call the same ops with the same literals on values of the same kinds, and read
+weights in the same pattern. Then they compute the same function of their inputs and weights, unless a weight was made
+by the transform itself (merged, packed): such a match is also run once by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from graft.ir.edit import kind_text
+from graft.ir.evaluate import Subprogram
+from graft.ir.nodes import is_weight, val
+
+
+def kind_of(old: Subprogram, new: Subprogram) -> str:
+    """A fingerprint of the pair."""
+    names: dict[Any, str] = {}
+    lines = [line for side in (old, new) for line in piece_lines(side, names)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def piece_lines(piece: Subprogram, names: dict[Any, str]) -> list[str]:
+    local: dict[Node, str] = {}
+    lines = []
+    for node in piece.program:
+        shared, call = piece.boundary(node), piece.calls[node]
+        if shared is not None:
+            local[node] = names.setdefault(shared, f"i{len(names)}")
+            lines.append(f"{local[node]} = {kind_text(val(shared))} {is_weight(shared)}")
+        elif call.op == "get_attr":
+            tensor = piece.attributes(str(call.target))
+            local[node] = names.setdefault(id(tensor), f"w{len(names)}")
+            lines.append(f"{local[node]} = {kind_text(tensor)} {memory(tensor, names)}")
+        else:
+            local[node] = f"v{len(local)}"
+            lines.append(f"{local[node]} = {call.target} {text(call.args, local)} {text(call.kwargs, local)}")
+    return [*lines, f"return {[local[node] for node in piece.outputs]}"]
+
+
+def memory(tensor: torch.Tensor, names: dict[Any, str]) -> str:
+    """Which memory it lies in, and where: parts of one merged weight are told apart."""
+    storage = names.setdefault(("memory", tensor.untyped_storage()._cdata), f"m{len(names)}")
+    return f"{storage}+{tensor.storage_offset()}"
+
+
+def text(given: Any, local: Mapping[Node, str]) -> str:
+    return str(map_aggregate(given, lambda leaf: local[leaf] if isinstance(leaf, Node) else repr(leaf)))
+
+
+def makes_weights(old: Subprogram, new: Subprogram) -> bool:
+    """Whether the replacement reads weights that the original does not."""
+    return not weights(new) <= weights(old)
+
+
+def weights(piece: Subprogram) -> set[int]:
+    attributes = (piece.calls[node] for node in piece.program if piece.boundary(node) is None)
+    return {id(piece.attributes(str(call.target))) for call in attributes if call.op == "get_attr"}

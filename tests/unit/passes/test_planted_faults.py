@@ -1,0 +1,277 @@
+"""Replacements that are wrong somewhere: each must be found, and the right one pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from faulty_ops import FAULTS
+from graft.base.errors import TransformError
+from graft.ir.edit import Editor, attach_state, attribute
+from graft.ir.io.text import graph_text
+from graft.ir.nodes import calls, is_op, output_node
+from graft.ir.trace import export_graph
+from graft.passes.base import BaseTransform, Outcome, Stage, TransformConfig
+from graft.passes.config import PipelineConfig, load_config
+from graft.passes.library import fuse_swiglu
+from graft.passes.library.merge import linears as merge
+from graft.passes.numeric.compare import CEILING, difference
+from graft.passes.numeric.execution import Execution
+from graft.passes.numeric.layouts import LAYOUTS, copy_in_layout, lay_out
+from graft.passes.numeric.sizes import further_sizes, needed_sizes
+from graft.passes.numeric_check import PairTrials
+from graft.passes.patterns import PatternTransform, Rewrite
+from graft.passes.pipeline import run_pipeline
+from graft.passes.registry import TransformRegistry
+
+aten = torch.ops.aten
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Gated(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = (nn.Linear(8, 8, False, dtype=dtype) for _ in range(2))
+
+    def forward(self, x):
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    open_sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    return {dtype: (Gated(dtype), torch.randn(2, 5, 8, dtype=dtype), open_sizes) for dtype in DTYPES}
+
+
+def exported(example):
+    module, x, sizes = example
+    return export_graph(module, (x,), dynamic_shapes=(sizes,))
+
+
+@pytest.fixture
+def planted_transform():
+    """Runs one transform made for a test, and gives its record."""
+
+    def run(gm, transform, verify="matches"):
+        TransformRegistry.register("planted")(transform)
+        config = PipelineConfig({"planted": TransformConfig(Stage.MATCH)}, verify=verify)
+        return run_pipeline(gm, config).transforms["planted"]
+
+    yield run
+    TransformRegistry._known.pop("planted", None)
+
+
+def faulty(fault):
+    def replacement(gate, up):
+        return torch.ops.faulty.gated(gate, up, fault)
+
+    rewrites = [Rewrite(fuse_swiglu.silu, replacement, fuse_swiglu.SHAPES)]
+    return type("Planted", (PatternTransform,), {"__doc__": "For a test.", "rewrites": lambda self: rewrites})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_right_one_passes_in_every_trial(dtype, graphs, planted_transform):
+    (match,) = planted_transform(exported(graphs[dtype]), faulty("")).matches
+    check = match.numeric_check
+    assert check.error <= check.limit < CEILING and check.trials > 150 and not check.uncovered
+
+
+def test_what_was_not_covered_is_in_the_report(planted_transform):
+    gm = export_graph(Gated(torch.float32), (torch.randn(2, 5, 8),))
+    (match,) = planted_transform(gm, faulty("")).matches
+    assert match.numeric_check.uncovered == ("other sizes: the graph has none that is open",)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name])
+def test_a_wrong_one_is_found_and_taken_back(fault, dtype, graphs, planted_transform):
+    gm = exported(graphs[dtype])
+    before = graph_text(gm.graph)
+    with pytest.raises(TransformError, match="planted failed and was rolled back: the replacement at %mul") as raised:
+        planted_transform(gm, faulty(fault))
+    error = str(raised.value)
+    assert graph_text(gm.graph) == before
+    named = {"one token": "sizes 1", "at 37 tokens": "37", "strided": "transposed", "writes its input": "writes into"}
+    assert named.get(fault, "") in error, error
+
+
+# ── edits that nobody reports ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Silent(BaseTransform):
+    """Edits the graph and says that it found nothing."""
+
+    edit = staticmethod(lambda gm: None)
+
+    def apply(self, gm, context):
+        self.edit(gm)
+        return Outcome(reason="nothing here")
+
+
+def first(gm, op):
+    return next(node for node in calls(gm.graph) if is_op(node, op))
+
+
+def rewires(gm):
+    silu = first(gm, aten.silu.default)
+    silu.replace_all_uses_with(silu.args[0])
+
+
+def adds(gm):
+    silu = first(gm, aten.silu.default)
+    editor = Editor(gm, "silent")
+    twice = editor.call(aten.mul.Tensor, (silu.args[0], 2), before=silu, like=silu)
+    silu.update_arg(0, twice)
+
+
+def another_op(gm):
+    first(gm, aten.silu.default).target = aten.relu.default
+
+
+def another_literal(gm):
+    output = output_node(gm.graph)
+    output.args = ([output.args[0][0], 1],)
+
+
+def writes_weight(gm):
+    with torch.no_grad():
+        next(gm.parameters()).mul_(2)
+
+
+def swaps_weight(gm):
+    name, weight = next(gm.named_parameters())
+    attach_state(gm, name, nn.Parameter(weight.detach() * 2))
+
+
+EDITS = {edit.__name__: edit for edit in (rewires, adds, another_op, another_literal, writes_weight, swaps_weight)}
+
+
+@pytest.mark.parametrize("verify", ["structure", "matches"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_without_a_match_is_an_error_that_names_it(edit, verify, graphs, planted_transform):
+    gm = exported(graphs[torch.float32])
+    before = graph_text(gm.graph)
+    weight = next(gm.parameters()).detach().clone()
+    with pytest.raises(TransformError, match=r"planted failed and was rolled back: .*(no match|weight)"):
+        planted_transform(gm, type("Planted", (Silent,), {"edit": staticmethod(EDITS[edit])}), verify)
+    assert graph_text(gm.graph) == before
+    if edit == "swaps_weight":
+        assert torch.equal(next(gm.parameters()), weight)
+
+
+def test_an_edit_beside_a_match_is_an_error_too(graphs, planted_transform):
+    class Planted(PatternTransform):
+        """For a test."""
+
+        def rewrites(self):
+            return [Rewrite(fuse_swiglu.silu, fuse_swiglu.silu_fused, fuse_swiglu.SHAPES)]
+
+        def apply(self, gm, context):
+            outcome = super().apply(gm, context)
+            other = first(gm, aten.linear.default)
+            other.args = (other.args[0], [n for n in calls(gm.graph) if is_op(n, aten.linear.default)][1].args[1])
+            return outcome
+
+    gm = exported(graphs[torch.float32])
+    with pytest.raises(TransformError, match=r"%linear .* was changed, and none of its 1 matches says so"):
+        planted_transform(gm, Planted, "structure")
+
+
+def test_a_transform_that_does_nothing_may(graphs, planted_transform):
+    record = planted_transform(exported(graphs[torch.float32]), Silent, "matches")
+    assert record.status == "no_match" and record.reason == "nothing here"
+
+
+# ── what decides ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_bound_above_a_tenth_is_never_accepted_in_silence():
+    execution = Execution()
+    execution.coarsest, execution.longest = torch.float32, 8
+    exact = torch.ones(4, 8, dtype=torch.float64)
+    before = torch.full((4, 8), 1.5)
+    assert difference(exact, before, before.clone(), execution).limit == CEILING  # the same bits
+    assert "itself is off by 50%" in difference(exact, before, torch.full((4, 8), 2.0), execution).unclear
+    assert difference(exact, before, torch.full((4, 8), 9.0), execution).wrong
+    assert not difference(exact, before, torch.full((4, 8), 1.01), execution).unclear
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 600))
+def test_sizes_stay_within_what_the_graph_allows(one, other, most):
+    upper = {"s0": min(one, most), "s1": min(other, most)}
+    tried = [*needed_sizes(upper), *further_sizes(upper)]
+    assert all(1 <= sizes[name] <= upper[name] for sizes in tried for name in upper)
+    assert {"s0": 1, "s1": 1} in tried
+    counts = {sizes["s1"] for sizes in tried if sizes["s0"] == 1}
+    assert set(range(1, min(130, upper["s1"]) + 1)) <= counts
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from(LAYOUTS))
+def test_layouts_keep_values_and_copies_keep_layouts(shape, layout):
+    value = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    laid = lay_out(value, layout)
+    assert torch.equal(laid, value) or (layout == "expanded" and torch.equal(laid, value[:1].expand(shape)))
+    copy = copy_in_layout(laid)
+    assert copy.stride() == laid.stride() and copy.storage_offset() == laid.storage_offset()
+    assert torch.equal(copy, laid) and copy.data_ptr() != laid.data_ptr()
+
+
+def test_equal_layers_are_tried_once_and_merged_weights_each(monkeypatch):
+    """Two layers of one kind: the second is not tried, unless the transform made a weight for it."""
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Gated(torch.float32) for _ in range(3)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    tried = []
+    real = PairTrials.try_one
+    monkeypatch.setattr(PairTrials, "try_one", lambda self, trial: (tried.append(self.anchor), real(self, trial)))
+    gm = export_graph(Layers(), (torch.randn(2, 5, 8),))
+    report = run_pipeline(gm, load_config({"verify": "matches"}))
+    assert len(report.transforms["fuse_swiglu"].matches) == len(report.transforms["merge_gate_up"].matches) == 3
+    by_anchor = Counter(tried)
+    assert sorted(by_anchor[match.anchor] for match in report.transforms["fuse_swiglu"].matches)[:2] == [0, 0]
+    merged = sorted(by_anchor[match.anchor] for match in report.transforms["merge_gate_up"].matches)
+    assert merged[0] >= 1 and merged[-1] > 10
+
+
+def test_a_wrong_weight_of_a_later_layer_is_found(graphs, monkeypatch):
+    """Merged weights are made layer by layer: one of them may be wrong by itself."""
+    made = []
+    real = merge.merge_linears
+
+    def second_is_wrong(editor, linears, name, held):
+        result = real(editor, linears, name, held)
+        made.append(name)
+        if len(made) == 2:
+            weight = next(node for node in result if node.op == "get_attr")
+            attach_state(editor.gm, weight.target, nn.Parameter(attribute(editor.gm, weight.target) * 1.5))
+        return result
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Gated(torch.float32) for _ in range(2)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    monkeypatch.setattr(merge, "merge_linears", second_is_wrong)
+    gm = export_graph(Layers(), (torch.randn(2, 5, 8),))
+    with pytest.raises(TransformError, match=r"merge_gate_up failed .* is off by"):
+        run_pipeline(gm, load_config({"verify": "matches"}))
