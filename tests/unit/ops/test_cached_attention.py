@@ -131,7 +131,7 @@ def test_prefill_chunks_and_mixtures_agree_with_float64(layout, group, d, option
     new, old = zip(*layout, strict=True)
     args, expected = batch(new, old, 2 * group, 2, d, options)
     assert close(run(cached_attention_triton, *args), expected)
-    with mock.patch("graft.ops.cached_attention.triton.recording", lambda _: True):  # nothing taken from the CPU
+    with mock.patch("graft.ops.cached_attention.triton.capturing", lambda _: True):  # nothing taken from the CPU
         assert close(run(cached_attention_triton, *args), expected)
     with mock.patch("graft.ops.cached_attention.triton.LONG_CONTEXT", 0):  # those that decode by split_kv
         assert close(run(cached_attention_triton, *args), expected)
