@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from graft.workbench.scaffold.place import Destination
+from graft.workbench.scaffold.destination import Destination
 
 from graft.workbench.scaffold.plan import Written, new_transform
 

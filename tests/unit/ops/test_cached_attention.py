@@ -203,7 +203,7 @@ def test_which_kernel_takes_a_call_is_said():
         assert choose(spec, spec.call(*args[:9], None, 5.0)).name == "triton"
         assert choose(spec, spec.call(*batch((1, 1), (4, 0), 4, 2, 16)[0])).name == "split_kv"
         assert choose(spec, spec.call(*batch((2, 1), (4, 0), 4, 2, 12)[0])).name == "triton"  # heads of 12
-        with mock.patch.object(choice, "recording", lambda _: True):
+        with mock.patch.object(choice, "capturing", lambda _: True):
             assert choose(spec, spec.call(*args)).name == "triton"
         for new, old, dtype, name in (
             ((5000,), (0,), torch.bfloat16, "sdpa"),
