@@ -79,7 +79,7 @@ def test_chunked_prefill_gives_the_same_tokens(family):
 @given(st.lists(st.integers(1, 25), min_size=1, max_size=6), st.integers(1, 9), st.integers(2, 40))
 def test_any_batch_gives_each_request_its_own_tokens(lengths, new, budget):
     """Alone or together, in one piece or in chunks: the same greedy tokens, and every block comes back."""
-    llm = engine("gemma-2")
+    llm = engine("mistral")  # windows without a soft cap: one sequence alone takes another way than several
     given_prompts = prompts(lengths, seed=sum(lengths))
     params = [graft.SamplingParams(max_tokens=new + i, ignore_eos=True) for i in range(len(lengths))]
     alone = [llm.generate([p], one)[0].token_ids for p, one in zip(given_prompts, params, strict=True)]
