@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from graft.workbench.scaffold.destination import Destination
-
 from graft.workbench.scaffold.plan import Written, new_transform
 
 NAME, OP, MODEL = "fuse_final_cap", "final_cap", "tiny-gemma-2"  # gemma 2 caps its logits: tanh(x / 30) * 30

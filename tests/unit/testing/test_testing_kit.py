@@ -285,3 +285,13 @@ def test_generated_negatives_fail_with_the_case_and_the_graph():
 def test_helpers_take_plain_functions_and_keyword_arguments():
     trial = try_transform(lambda x, y: F.silu(x) * y, (X,), "fuse_swiglu", kwargs={"y": X})
     assert len(trial.record.matches) == 1 and trial.name == "<lambda>"
+
+
+def test_four_lines_say_it_all_before_the_rest():
+    """Expected, found, the nearest reason, what to do; then the graph, and no other traceback in front."""
+    with pytest.raises(AssertionError) as caught:
+        assert_fuses(Gated(keep=True), (X,), "fuse_swiglu", count=1)
+    starts = ["expected: ", "found: ", "  near miss at ", "what to do: "]
+    lines = str(caught.value).splitlines()
+    assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * 4
+    assert "  the graph:" in lines[4:] and caught.value.__cause__ is None

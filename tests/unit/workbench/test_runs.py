@@ -283,7 +283,6 @@ def test_the_command_refuses_with_its_exit_code(runs, tmp_path):
         ([a], 2, "needs --transform T"),
         ([a, "-t", "fuse_ropes"], 2, "did you mean 'fuse_rope'"),
         ([a, "-t", "fuse_rope", "--json", "--markdown"], 2, "choose one"),
-        ([a, "-t", "fuse_rope", "--strict"], 2, "two runs"),
         ([a, other, "--strict"], 2, "cannot be compared strictly"),
         ([tmp_path, "-t", "fuse_rope"], 1, "is no folder of dumps"),
     ):
