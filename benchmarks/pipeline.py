@@ -22,7 +22,7 @@ from graft.ir.patterns.match import Finder
 from graft.models.load import load_model
 from graft.passes.base import Context
 from graft.passes.config import load_config
-from graft.passes.library.norms.fuse_rms_norm import SHAPES, llama
+from graft.passes.library.norms.fuse_rms_norm import SHAPES, rms_norm
 from graft.passes.pipeline import run_pipeline
 
 
@@ -73,7 +73,7 @@ def matching_times(depths: tuple[int, ...] = (2, 8, 32, 128), repeats: int = 5) 
         times, found = [], 0
         for _ in range(repeats):
             started = time.perf_counter()
-            found = len(Finder(llama, SHAPES).find(gm.graph)[0])
+            found = len(Finder(rms_norm, SHAPES).find(gm.graph)[0])
             times.append(time.perf_counter() - started)
         nodes = len(gm.graph.nodes)
         micros = round(1e6 * sorted(times)[repeats // 2] / nodes, 2)

@@ -235,8 +235,8 @@ FAULTS = [
     ),
     fault(
         "passes/library/insert_kv_cache.py",
-        "args_of(target, given)",
-        'args_of(target, {**given, "window": None})',
+        "*layout, scale, window, softcap, sinks)",
+        "*layout, scale, None, softcap, sinks)",
         "unit/engine/test_llm.py::test_greedy_tokens_equal_hugging_face_in_a_mixed_batch[gemma-2]",
     ),
     fault(

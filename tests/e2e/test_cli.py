@@ -119,7 +119,7 @@ def test_explain_tells_matches_and_reasons():
     assert "5 matches" in told.stdout and "layer 1" in told.stdout and "outside the layers" in told.stdout
     assert "modeling_llama.py:" in told.stdout and "error" in told.stdout
     document = json.loads(graft("explain", "tiny-gpt2", "fuse_rope", "--json").stdout)
-    assert document["matches"] == [] and "nothing in the graph turns parts of a head" in document["reason"]
+    assert document["matches"] == [] and "nothing in the graph rotates parts of a head" in document["reason"]
     unknown = graft("explain", "tiny-llama", "fuse_ropes")
     assert unknown.returncode == 2 and "did you mean 'fuse_rope'" in unknown.stderr
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import getitem
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.fx import GraphModule, Node, map_arg
 
 from graft.base.errors import VerificationError
 from graft.ir.edit import Editor, check_same_kind
-from graft.ir.io.text import target_text
-from graft.ir.nodes import is_op, where
+from graft.ir.nodes import calls, is_op, where
 from graft.ir.patterns.match import Finder, Match, NearMiss, Refused
+from graft.ir.patterns.needs import Need, calls_and_reads, is_met, need_text, ops_of
 from graft.ir.patterns.pattern import Pattern
 from graft.ir.trace import current_level
 from graft.passes.base import Context
@@ -26,10 +26,12 @@ class Rewrite:
 
     shapes: "b s d" for each tensor, letters shared between them. check: raises Refused where a match must stay.
     allow_readers: inner values may be read from outside; they are then computed twice. needs: calls of the canonical
-    pattern without which nothing can fit; a graph that lacks one is not searched, and the pattern not even traced.
-    exact: the replacement's reference computes the same bits; False where it may be a few roundings off. refuse: why
-    this pattern is known and yet left alone; every site that fits becomes a near miss. near: how
-    many calls must fit for a near miss; 1 where the last op alone says that there should be a match.
+    pattern without which nothing can fit, (reader, op) where one must read another, any_of(…); a graph that lacks one
+    is not searched, and the pattern not even traced. exact: the replacement's reference computes the same bits; False
+    where it may be a few roundings off. refuse: why this pattern is known and yet left alone; every site that fits
+    becomes a near miss. near: how many calls must fit for a near miss; 1 where the last op alone says that there
+    should be a match. make: tensors that the replacement takes beyond the pattern's, by name: new inputs of the
+    graph, new weights. origin: an argument; a new call that reads it has the module and line of its old reader.
     """
 
     pattern: Callable[..., Any]
@@ -37,10 +39,12 @@ class Rewrite:
     shapes: dict[str, str]
     check: Callable[[Match], None] | None = None
     allow_readers: bool = False
-    needs: tuple[Any, ...] = ()
+    needs: tuple[Need, ...] = ()
     exact: bool = True
     refuse: str = ""
     near: int = 3
+    make: Callable[[Any, Match], dict[str, Node]] | None = None
+    origin: str = ""
 
     def finder(self) -> Finder:
         return Finder(self.pattern, self.shapes, self.allow_readers, self.needs, self.near)
@@ -53,10 +57,21 @@ class PatternMatch(Match):
 
 @dataclass
 class PatternRun(RewriteRun):
-    """lacking: what the graph does not call, of patterns that were not tried. tried: the names of the others."""
+    """lacking: what the graph does not call, of patterns that were not tried. tried: the names of the others.
+    shared: tensors that the replacements of all matches may take, by name."""
 
     lacking: list[str] = field(default_factory=list)
     tried: list[str] = field(default_factory=list)
+    shared: dict[str, Node] = field(default_factory=dict)
+
+    present: tuple[int, set[Need]] = (-1, set())  # how many matches were written, and what the graph had then
+
+    def absent(self, needs: Sequence[Need]) -> Need | None:
+        """The first of `needs` that the graph, as it is now, does not have."""
+        if self.present[0] != len(self.records):
+            self.present = len(self.records), calls_and_reads(calls(self.gm.graph))
+        kept = (need for need in needs if all(map(current_level().keeps, ops_of(need))))
+        return next((need for need in kept if not is_met(need, self.present[1])), None)
 
 
 class PatternTransform(Rewriter):
@@ -64,6 +79,7 @@ class PatternTransform(Rewriter):
 
     reads_decomposed = True  # patterns are taken apart in the same way
     lacking = ""  # by default, what the patterns are called and what they need
+    explained: ClassVar[tuple[Any, ...]] = ()
 
     def rewrites(self) -> Sequence[Rewrite]:
         raise NotImplementedError
@@ -73,10 +89,9 @@ class PatternTransform(Rewriter):
 
     def candidates(self, run: PatternRun) -> Iterator[PatternMatch]:
         for rewrite in self.rewrites():
-            present = {node.target for node in run.gm.graph.nodes}
-            absent = next((op for op in rewrite.needs if op not in present and current_level().keeps(op)), None)
+            absent = run.absent(rewrite.needs)
             if absent is not None:
-                run.lacking.append(target_text(absent))
+                run.lacking.append(need_text(absent))
                 continue
             run.tried.append(rewrite.pattern.__name__)
             matches, near = rewrite.finder().find(run.gm.graph)
@@ -85,21 +100,24 @@ class PatternTransform(Rewriter):
                 yield PatternMatch(**vars(match), rewrite=rewrite)
 
     def find(self, run: PatternRun, candidate: PatternMatch) -> PatternMatch:
-        """What was found, reading what took the place of its inputs since then."""
+        """What was found, reading what replaced its inputs since then."""
         tensors = {name: run.editor.current(node) for name, node in candidate.tensors.items()}
         match = replace(candidate, tensors=tensors)
         if match.rewrite.refuse:
             raise Refused(match.anchor, match.rewrite.refuse)
         if match.rewrite.check:
             match.rewrite.check(match)
-        check_kind(match)
+        if match.rewrite.make is None:
+            check_kind(match)
         return match
 
     def check(self, run: PatternRun, match: PatternMatch) -> None:
         """The finder has looked at readers and writers."""
 
     def write(self, run: PatternRun, match: PatternMatch) -> list[Node]:
-        """The replacement above the earliest result."""
+        """The replacement above the earliest result, after what is made for it."""
+        extra = match.rewrite.make(run, match) if match.rewrite.make else {}
+        match = replace(match, tensors=match.tensors | run.shared | extra)
         body = match.traced(match.rewrite.replacement, written=True)
         bound = {p: match.tensors[p.meta["pattern_input"]] for p in body.inputs}
         made, before = [], insertion_point(match)
@@ -111,12 +129,24 @@ class PatternTransform(Rewriter):
             made.append(bound[node])
         for old, new in zip(match.outputs, match.present(body.outputs), strict=True):
             run.editor.replace(old, bound[new])
-        return made
+        return [*made, *extra.values()]
 
-    def finish(self, run: PatternRun) -> None:
-        """What another pattern took after all is no miss of the ones before it."""
+    def explain(self, node: Node) -> None:
+        """Refused at a call that is left and yet looks as if it should not be; asked of all calls in `explained`."""
+
+    def finish(self, run: Any) -> None:
+        """What another pattern took after all is no miss of the ones before it; what is left is explained."""
         taken = {name for record in run.records for name in record.replaced}
         run.misses = [miss for miss in run.misses if miss.name not in taken]
+        for node in list(run.gm.graph.nodes) if self.explained else ():
+            if is_op(node, *self.explained) and node.name not in taken:
+                try:
+                    self.explain(node)
+                except Refused as refused:
+                    miss = NearMiss.at(self.name, node, refused.node, refused.reason, 1, self.size)
+                    run.misses = [told for told in run.misses if told.name != node.name]
+                    known = {(told.stopped_at, told.reason) for told in run.misses}
+                    run.misses += [] if (miss.stopped_at, miss.reason) in known else [miss]
 
     def reason(self, run: PatternRun) -> str:
         """The nearest miss, or what nothing looks like, and what the graph lacks for patterns that were not tried."""
@@ -134,9 +164,25 @@ class PatternTransform(Rewriter):
 
 
 def origins_of(match: PatternMatch, body: Pattern) -> dict[Node, Node]:
-    """What takes the place of a result comes from where that result does; all else, from where the anchor does."""
+    """Where new calls come from, other than the anchor: the reader of the rewrite's `origin`, the result that a call
+    stands in for, or the call of the same op that is gone."""
+    same = {target: iter(nodes) for target, nodes in by_target(match.nodes).items()}
+    found = {new: next(same.get(new.target, iter(())), match.anchor) for new in body.graph.nodes}
     pairs = zip(match.present(body.outputs), match.outputs, strict=True)
-    return {new: old for new, old in pairs if not is_op(new, getitem)}  # an item comes from where its call does
+    found |= {new: old for new, old in pairs if not is_op(new, getitem)}  # an item comes from where its call does
+    origin = match.tensors.get(match.rewrite.origin)
+    reader = next((node for node in match.nodes if origin in node.all_input_nodes), None) if origin else None
+    if reader is not None:
+        (given,) = (node for node in body.inputs if node.meta["pattern_input"] == match.rewrite.origin)
+        found |= dict.fromkeys(given.users, reader)
+    return found
+
+
+def by_target(nodes: Sequence[Node]) -> dict[Any, list[Node]]:
+    found: dict[Any, list[Node]] = {}
+    for node in nodes:
+        found.setdefault(node.target, []).append(node)
+    return found
 
 
 def check_kind(match: PatternMatch) -> None:

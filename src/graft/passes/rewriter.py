@@ -1,7 +1,7 @@
 """The one driver of transforms: what may fit, what fits, what is written, and the record of each.
 
 A transform says where to look (`candidates`), what it finds there (`find`: a match, nothing, or Refused with the
-reason) and what takes its place (`write`). The loop is here, for walks over the graph and for patterns alike: skipped
+reason) and what replaces it (`write`). The loop is here, for walks over the graph and for patterns alike: skipped
 graphs, the order of finding and writing, what others read or write meanwhile, near misses, dead nodes, records.
 """
 

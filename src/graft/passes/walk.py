@@ -54,7 +54,7 @@ def require(truth: bool, node: Node, reason: str) -> None:
 
 
 def unexpected(value: Any, reader: Node, wanted: str) -> tuple[Node, str]:
-    """The node to name, and `%x (site) is aten.add, expected aten.mul`."""
+    """The node to name, and `%x (module, line) is aten.add, expected aten.mul`."""
     if isinstance(value, Node):
         return value, f"{where(value)} is {op_text(value)}, expected {wanted}"
     return reader, f"{where(reader)} takes {value_text(value)}, expected {wanted}"

@@ -25,6 +25,7 @@ from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls, output_node, placeholders, tensor_of, tensor_val
 from graft.ir.patterns.arguments import literal_names, size_of, tensor_names
 from graft.ir.patterns.match import is_cast_of
+from graft.ir.patterns.words import Path, deciding
 from graft.ir.trace import quiet, trace_function
 from graft.passes.base import Context
 from graft.passes.patterns import PatternTransform, Rewrite
@@ -57,11 +58,25 @@ class Negative:
         return list(results) if isinstance(results, (list, tuple)) else [results]
 
 
-def positive(rewrite: Rewrite, dtype: torch.dtype = torch.bfloat16) -> Negative:
-    """The pattern itself, which must match."""
+def variants(rewrite: Rewrite) -> list[Path]:
+    """Every way to decide the words of the pattern; one where it has none."""
+    tensors, found, following = examples(rewrite, torch.bfloat16), [], ()
+    while following is not None:
+        with torch.no_grad(), deciding(Path(following)) as path:
+            rewrite.pattern(**tensors, **literals(rewrite))
+        following = path.following()
+        found.append(path)
+    return found
+
+
+def positive(rewrite: Rewrite, dtype: torch.dtype = torch.bfloat16, path: Path | None = None) -> Negative:
+    """The pattern itself, or one of its variants, which must match."""
     tensors = examples(rewrite, dtype)
-    literals = {name: literal_of(rewrite.pattern, name) for name in literal_names(rewrite.pattern)}
-    gm = trace_function(lambda *args: rewrite.pattern(*args, **literals), tuple(tensors.values()))
+    with deciding(Path(path.whole if path else ())):
+        gm = trace_function(
+            lambda *args: rewrite.pattern(**dict(zip(tensors, args, strict=True)), **literals(rewrite)),
+            tuple(tensors.values()),
+        )
     inputs = placeholders(gm.graph)
     for name, node in zip(tensors, inputs, strict=True):
         node.meta["pattern_input"] = name
@@ -88,13 +103,18 @@ def example(shape: list[int], dtype: torch.dtype, generator: torch.Generator) ->
     return torch.randint(0, 2 if dtype is torch.bool else SIZE, shape, generator=generator).to(dtype)
 
 
+def literals(rewrite: Rewrite) -> dict[str, int | float]:
+    return {name: literal_of(rewrite.pattern, name) for name in literal_names(rewrite.pattern)}
+
+
 def literal_of(function: Callable[..., Any], name: str) -> int | float:
-    return 2 if function.__annotations__[name] in (int, "int") else 0.25
+    known = {"int": 2, "bool": True}
+    return known.get(str(function.__annotations__[name]).removeprefix("<class '").removesuffix("'>"), 0.25)
 
 
-def negatives(rewrite: Rewrite) -> list[Negative]:
-    """Every generated graph for one rewrite, those that cannot run left out."""
-    base, abstract = positive(rewrite), AbstractCalls()
+def negatives(rewrite: Rewrite, path: Path | None = None) -> list[Negative]:
+    """Every generated graph for one rewrite, or for a variant of it; those that cannot run left out."""
+    base, abstract = positive(rewrite, path=path), AbstractCalls()
     made = [mutate(base, abstract, *change) for change in changes(base.module.graph)]
     return [case for case in made if case is not None]
 
@@ -116,7 +136,7 @@ def assert_refused_or_harmless(transform: PatternTransform, case: Negative) -> T
             )
         return record
     exact = {rewrite.pattern.__name__: rewrite.exact for rewrite in transform.rewrites()}
-    roundings = 0 if all(exact[match.pattern] for match in record.matches) else 2
+    roundings = 0 if all(exact[match.pattern.split()[0]] for match in record.matches) else 2
     share, problem = compare(case.run(), expected, roundings)
     if share > min(roundings, 1):
         raise failure(

@@ -11,9 +11,13 @@ from graft.base.errors import PatternError
 from graft.ir.io.text import graph_text
 from graft.ir.patterns.match import Finder
 from graft.ir.trace import export_graph
-from graft.passes.library.norms.fuse_rms_norm import llama
 
 SHAPES = {"x": "b s d", "weight": "d"}
+
+
+def llama(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    h = x.to(torch.float32)
+    return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class Norm(nn.Module):

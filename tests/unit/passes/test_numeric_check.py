@@ -99,17 +99,17 @@ def offset(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 NORM, GATED = fuse_rms_norm.SHAPES, fuse_swiglu.SHAPES
 ROPE = {"x": "b h s d", "cos": "b 1 s d", "sin": "b 1 s d"}
 WRONG = {
-    "another eps": (fuse_rms_norm.llama, double_eps, NORM),
-    "no eps": (fuse_rms_norm.llama, no_eps, NORM),
-    "an offset": (fuse_rms_norm.llama, offset, NORM),
-    "gate and up swapped": (fuse_swiglu.silu, lambda gate, up: ops.swiglu(up, gate), GATED),
-    "another activation": (fuse_swiglu.silu, lambda gate, up: ops.swiglu(gate, up, "gelu"), GATED),
+    "another eps": (fuse_rms_norm.rms_norm, double_eps, NORM),
+    "no eps": (fuse_rms_norm.rms_norm, no_eps, NORM),
+    "an offset": (fuse_rms_norm.rms_norm, offset, NORM),
+    "gate and up swapped": (fuse_swiglu.plain, lambda gate, up: ops.swiglu(up, gate), GATED),
+    "another activation": (fuse_swiglu.plain, lambda gate, up: ops.swiglu(gate, up, "gelu"), GATED),
     "the other direction": (rotated, lambda x, cos, sin: ops.rope(x, cos, -sin), ROPE),
     "cos and sin swapped": (rotated, lambda x, cos, sin: ops.rope(x, sin, cos), ROPE),
 }
 RIGHT = {
-    "norm": (fuse_rms_norm.llama, fuse_rms_norm.llama_fused, NORM),
-    "gated": (fuse_swiglu.silu, fuse_swiglu.silu_fused, GATED),
+    "norm": (fuse_rms_norm.rms_norm, fuse_rms_norm.fused, NORM),
+    "gated": (fuse_swiglu.plain, fuse_swiglu.fused, GATED),
     "rope": (rotated, rope, ROPE),
 }
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,9 @@ from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls, is_op
 from graft.ir.trace import export_graph
 from graft.passes.base import Stage, TransformConfig
+from graft.passes.config import DEFAULTS
 from graft.passes.pipeline import run_one
+from graft.passes.registry import TransformRegistry, load_all
 from marks import examples
 
 aten = torch.ops.aten
@@ -318,3 +321,12 @@ def test_every_place_is_a_match_or_a_near_miss_and_the_numbers_stay(steps):
         missed = {miss.anchor.split()[0][1:] for miss in record.near_misses}
         assert anchors | missed == names and not anchors & missed
         assert torch.equal(gm(X.clone()), run(X.clone()))
+
+
+def test_half_of_the_library_are_patterns_and_walks_say_why_they_are_not():
+    load_all()
+    library = {name: TransformRegistry.get(name) for name in yaml.safe_load(DEFAULTS.read_text())["transforms"]}
+    patterns = [name for name, kind in library.items() if issubclass(kind, PatternTransform)]
+    assert 2 * len(patterns) >= len(library), patterns
+    for name in set(library) - set(patterns):
+        assert "A walk" in library[name].__doc__, f"{name} walks the graph and does not say why"

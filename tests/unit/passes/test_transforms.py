@@ -12,22 +12,28 @@ from conftest import FAMILIES, graph_of
 from graft.base.errors import TransformError
 from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls, is_op, module_path, source_line
+from graft.ir.patterns.arguments import arguments
+from graft.ir.patterns.words import Path, deciding
 from graft.ir.trace import export_graph, trace_function
 from graft.models.load import load_model
 from graft.passes.base import Context
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry, load_all
+from graft.testing.negatives import examples, literals, positive, variants
 from marks import KINDS, cross, firsts, short
 
 load_all()
 PATTERNS = [
-    (name, rewrite)
+    (name, rewrite, path)
     for name in TransformRegistry.names()
     for config in [load_config().transforms[name]]
-    if not hasattr(config, "devices")  # those of decode steps have tests of their own
+    # those of decode steps, of a new input and of one kind of CPU have tests of their own
+    if not hasattr(config, "devices") and name not in ("insert_kv_cache", "widen_linear")
     for rewrite in getattr(TransformRegistry.get(name)(config), "rewrites", lambda: [])()
+    for path in variants(rewrite)
 ]
+IDS = [f"{n}:{r.pattern.__name__}{''.join(map(str, path.whole))}" for n, r, path in PATTERNS]
 
 
 def only(*names):
@@ -71,28 +77,24 @@ def test_transformed_graph_keeps_the_numbers(family):
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def examples(rewrite, dtype):
-    """Tensors and literals that a rewrite's functions take."""
-    sizes = {c: 4 + 2 * i for i, c in enumerate("bdhrs")}
-    tensors = []
-    for shape in rewrite.shapes.values():
-        dims = shape.partition(":")[0].split()
-        size = [sum(int(p) if p.isdigit() else sizes[p] for p in d.split("+")) for d in dims]
-        values = torch.randn(size, generator=torch.Generator().manual_seed(len(tensors)))
-        tensors.append(values.to(torch.float32 if "float32" in shape else dtype))
-    return tensors, {p: 0.25 for p, kind in rewrite.pattern.__annotations__.items() if kind == "float"}
+def given(rewrite, dtype, path):
+    """What a variant of the pattern is called with, and its replacement: what a variant does not read is default."""
+    tensors = examples(rewrite, dtype)
+    matches, _ = rewrite.finder().find(positive(rewrite, dtype, path).module.graph)
+    found = {name: tensors[node.meta["pattern_input"]] for name, node in matches[0].tensors.items()}
+    return tensors | literals(rewrite), found | matches[0].literals
 
 
-@pytest.mark.parametrize(
-    ("name", "rewrite"), firsts(PATTERNS, lambda p: p[0], 3), ids=[f"{n}:{r.pattern.__name__}" for n, r in PATTERNS]
-)
-def test_patterns_are_captured_as_models_are(name, rewrite):
+@pytest.mark.parametrize(("name", "rewrite", "path"), firsts(PATTERNS, lambda p: p[0], 3), ids=IDS)
+def test_patterns_are_captured_as_models_are(name, rewrite, path):
     """Tracing a pattern directly gives the graph that torch.export gives."""
-    tensors, literals = examples(rewrite, torch.bfloat16)
+    tensors, numbers = examples(rewrite, torch.bfloat16), literals(rewrite)
 
     class Module(nn.Module):
         def forward(self, *args):
-            return rewrite.pattern(*args, **literals)
+            with deciding(Path(path.whole)):
+                results = rewrite.pattern(**dict(zip(tensors, args, strict=True)), **numbers)
+            return tuple(r for r in results if r is not None) if isinstance(results, tuple) else results
 
     def structure(graph):
         number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
@@ -100,19 +102,23 @@ def test_patterns_are_captured_as_models_are(name, rewrite):
             (n.target, str(map_arg(n.args, number.get)), n.kwargs) for n in graph.nodes if n.op == "call_function"
         ]
 
-    exported = export_graph(Module(), tuple(tensors))
-    traced = trace_function(lambda *args: rewrite.pattern(*args, **literals), tensors)
+    exported = export_graph(Module(), tuple(tensors.values()))
+    traced = trace_function(Module().forward, tuple(tensors.values()))
     assert structure(exported.graph) == structure(traced.graph)
 
 
 @pytest.mark.parametrize(
-    ("name", "rewrite", "dtype"),
-    cross([name for name, _ in PATTERNS], PATTERNS, [torch.bfloat16, torch.float32]),
-    ids=[f"{n}:{r.pattern.__name__}-{dtype}" for n, r in PATTERNS for dtype in ("bfloat16", "float32")],
+    ("name", "rewrite", "path", "dtype"),
+    cross([name for name, *_ in PATTERNS], PATTERNS, [torch.bfloat16, torch.float32]),
+    ids=[f"{one}-{dtype}" for one in IDS for dtype in ("bfloat16", "float32")],
 )
-def test_replacement_computes_what_the_pattern_computes(name, rewrite, dtype):
-    tensors, literals = examples(rewrite, dtype)
-    wanted, got = rewrite.pattern(*tensors, **literals), rewrite.replacement(*tensors, **literals)
+def test_replacement_computes_what_the_pattern_computes(name, rewrite, path, dtype):
+    pattern, replacement = given(rewrite, dtype, path)
+    with deciding(Path(path.whole)):
+        wanted = rewrite.pattern(**pattern)
+    got = rewrite.replacement(**{a.name: replacement[a.name] for a in arguments(rewrite.replacement)})
+    if isinstance(wanted, tuple):
+        got, wanted = ([r for r, w in zip(side, wanted, strict=True) if w is not None] for side in (got, wanted))
     # where a spelling may be a few roundings off: of the dtype it ends in, of float32 inside
     bound = 0 if rewrite.exact else 8 * torch.finfo(dtype).eps if dtype is torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(got, wanted, rtol=bound, atol=bound)

@@ -201,9 +201,9 @@ def aligned(wanted: Node, found: Node) -> tuple[Any, ...]:
 
 def is_free(item: Any) -> bool:
     """An argument of the pattern's call that a default may be."""
-    return (
-        item is None or isinstance(item, Capture) or (isinstance(item, Node) and bool(item.meta.get("may_be_none")))
-    )
+    if isinstance(item, Node):
+        return bool(item.meta.get("may_be_none"))
+    return item is None or isinstance(item, (Capture, Open))
 
 
 def beyond(wanted: Node, found: Node) -> list[str]:

@@ -16,11 +16,11 @@ from torch.fx import Graph, Node
 
 from graft.base.errors import PatternError
 from graft.ir.effects import is_mutating, mutated_args, mutated_roots, storage_root
-from graft.ir.io.text import target_text
 from graft.ir.nodes import is_op, module_path, static_int, tensor_val, where
 from graft.ir.patterns.arguments import TensorSpec, arguments
 from graft.ir.patterns.attempt import Attempt, Refused, try_at
-from graft.ir.patterns.pattern import Pattern, exact_pattern, leads_to, loose_patterns, outlines
+from graft.ir.patterns.needs import Need, calls_and_reads, is_met, need_text, ops_of
+from graft.ir.patterns.pattern import Pattern, exact_pattern, leads_to, loose_pattern, outlines
 from graft.ir.trace import current_level
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ class Finder:
     function: Callable[..., Any]
     shapes: dict[str, str]
     allow_readers: bool = False
-    needs: tuple[Any, ...] = ()
+    needs: tuple[Need, ...] = ()
     near: int = 3  # calls that must fit, and half of the pattern, for a near miss
 
     def find(self, graph: Graph) -> tuple[list[Match], list[NearMiss]]:
@@ -106,7 +106,7 @@ class Finder:
         for index, pattern in enumerate(rough):
             tries = [(node, try_at(pattern, node)) for node in search.anchors(pattern)]
             if any(fitted for _, (_, fitted) in tries):
-                pattern = loose_patterns(self.function, shapes)[index]
+                pattern = loose_pattern(self.function, shapes, index)
                 tries = [(n, try_at(pattern, n) if fitted else (a, False)) for n, (a, fitted) in tries]
             self.sort_out(search, pattern, tries)
         return search.results()
@@ -114,10 +114,12 @@ class Finder:
     def check_needs(self, variants: list[Pattern]) -> None:
         """What is declared as needed must be in the pattern, or sites that fit would never be looked at."""
         for pattern in variants:
-            targets = {node.target for node in pattern.graph.nodes}
-            wrong = [target_text(op) for op in self.needs if op not in targets and current_level().keeps(op)]
+            present, keeps = calls_and_reads(pattern.graph.nodes), current_level().keeps
+            wrong = [need for need in self.needs if not is_met(need, present) and all(map(keeps, ops_of(need)))]
             if wrong:
-                raise PatternError(f"pattern {pattern.name} is said to need {wrong[0]}, which it does not call")
+                raise PatternError(
+                    f"pattern {pattern.name} is said to need {need_text(wrong[0])}, which it does not call"
+                )
 
     def sort_out(self, search: Search, pattern: Pattern, tries: list[Try]) -> None:
         """Confirms what fitted, and keeps what nearly did."""
@@ -134,7 +136,7 @@ class Finder:
                     miss = NearMiss.at(pattern.name, node, refused.node, refused.reason, reached, pattern.size)
                     search.miss(node, miss, attempt.in_call)
             else:
-                search.add(match)
+                search.add(match, match.outputs if self.allow_readers else match.nodes)
 
     def confirm(self, loose: Pattern, attempt: Attempt, node: Node, taken: set[Node], fitted: bool) -> Match:
         """The exact pattern at the same anchor, then the readers of every inner value. Refused where it is none."""
@@ -167,6 +169,7 @@ class Finder:
         match = Match(
             loose.name, again, literals | dict(loose.chosen), nodes, outputs, unread=unread, path=loose.path
         )
+        check_inputs(match)
         if not self.allow_readers:
             check_readers(match)
         return match
@@ -201,10 +204,11 @@ class Search:
     def anchors(self, pattern: Pattern) -> list[Node]:
         return [node for node in self.order if is_anchor(pattern, node)]
 
-    def add(self, match: Match) -> None:
+    def add(self, match: Match, taken: Collection[Node]) -> None:
+        """taken: what no other match may have; values that others may read, they may take too."""
         self.matches.append(match)
         self.ends.add(match.anchor)
-        self.taken |= set(match.nodes)
+        self.taken |= set(taken)
 
     def miss(self, node: Node, miss: NearMiss, in_call: bool) -> None:
         """Kept where no variant came further; of two, the one that stopped within a call did."""
@@ -217,6 +221,15 @@ class Search:
         matches = sorted(self.matches, key=lambda match: self.order[match.anchor])
         misses = sorted((node for node in self.misses if node not in self.taken), key=self.order.__getitem__)
         return matches, [self.misses[node] for node in misses]
+
+
+def check_inputs(match: Match) -> None:
+    """What a match reads may not be a value that it replaces, as `y + y` for `f(x) + y`; a cast of an input stays."""
+    given = set(match.tensors.values())
+    inner = next((node for node in match.nodes if node in given and not is_cast_of(node, given)), None)
+    if inner is not None:
+        name = next(name for name, node in match.tensors.items() if node is inner)
+        raise Refused(inner, f"{where(inner)} is the {name} of the match, and a part of it")
 
 
 def check_readers(match: Match) -> None:
@@ -249,8 +262,8 @@ def check_outside(match: Match, mutated: Set[Node]) -> None:
 def check_writes(match: Match, mutated: Set[Node]) -> None:
     """Where the graph writes in place: nothing that the match makes, or reads meanwhile, may be written to by others,
     and what the match writes itself, nobody may touch meanwhile: its writes move to where its results are."""
-    if not mutated:
-        return
+    if not mutated or (len(match.nodes) == 1 and storage_root(match.anchor) is match.anchor):
+        return  # one call for another, whose result is its own: there is nothing in between
     own = {storage_root(written) for node in match.nodes for written in mutated_args(node)}
     touched = {node: storage_root(node) for node in (*match.nodes, *match.tensors.values())}
     if not own and mutated.isdisjoint(touched.values()):

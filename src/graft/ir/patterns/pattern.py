@@ -105,12 +105,24 @@ def cache_by_level(function: Callable[..., Any]) -> Callable[..., Any]:
 @cache_by_level
 def loose_patterns(function: Callable[..., Any], shapes: ShapeItems) -> list[Pattern]:
     """The variants with captures and open literals, from two traces that differ in every size and literal."""
-    first = example_traces(function, shapes, 0)
-    if not literal_names(function) and not any(has_numbers(pattern.graph) for pattern in first):
-        return [replace(pattern, exact=False) for pattern in first]  # nothing that sizes could have gone into
-    second = example_traces(function, shapes, 1)
-    captures = captures_of(function)
-    return [merge_traces(left, right, captures) for left, right in zip(first, second, strict=True)]
+    return [loose_pattern(function, shapes, index) for index in range(len(example_traces(function, shapes, 0)))]
+
+
+@cache_by_level
+def loose_pattern(function: Callable[..., Any], shapes: ShapeItems, index: int) -> Pattern:
+    """One of them; where others are not asked for, the second trace is of that one alone."""
+    first = example_traces(function, shapes, 0)[index]
+    if not literal_names(function) and not has_numbers(first.graph):
+        return replace(first, exact=False)  # nothing that sizes could have gone into
+    return merge_traces(first, second_trace(function, shapes, index), captures_of(function))
+
+
+def second_trace(function: Callable[..., Any], shapes: ShapeItems, index: int) -> Pattern:
+    """Flags and names need all variants at once (see outlines); a list is as long as its variant has it only then."""
+    if has_flags(function) or any(a.kind == "tensors" for a in arguments(function)):
+        return example_traces(function, shapes, 1)[index]
+    path = example_traces(function, shapes, 0)[index].path
+    return traced_example(function, shapes, 1, path)[0]
 
 
 @cache_by_level
@@ -119,9 +131,13 @@ def outlines(function: Callable[..., Any], shapes: ShapeItems) -> list[Pattern]:
 
     Flags and names have defaults that the normal form leaves out, so there two traces are needed from the start.
     """
-    if any(a.kind in ("bool", "name") for a in arguments(function)):
+    if has_flags(function):
         return loose_patterns(function, shapes)
     return [opened(pattern) for pattern in example_traces(function, shapes, 0)]
+
+
+def has_flags(function: Callable[..., Any]) -> bool:
+    return any(a.kind in ("bool", "name") for a in arguments(function))
 
 
 def opened(pattern: Pattern) -> Pattern:
@@ -147,9 +163,15 @@ def open_numbers(value: Any) -> Any:
 @cache_by_level
 def example_traces(function: Callable[..., Any], shapes: ShapeItems, which: int) -> list[Pattern]:
     """The variants traced with made-up sizes and literals; 0 and 1 differ in all of them."""
+    return traced_example(function, shapes, which)
+
+
+def traced_example(
+    function: Callable[..., Any], shapes: ShapeItems, which: int, path: tuple[int, ...] | None = None
+) -> list[Pattern]:
     specs = example_specs(function, dict(shapes), (6, 10)[which])
     try:
-        return trace(function, specs, literal_examples(function, which))
+        return trace(function, specs, literal_examples(function, which), path)
     except PatternError:
         raise
     except Exception as error:  # a pattern is the user's code and may raise anything; the user's line is told
@@ -233,7 +255,8 @@ def exact_pattern(
     """
     taken = {a.name: a for a in arguments(function)}
     known = {name: value for name, value in literals.items() if name.partition("[")[0] in taken}
-    return _exact(function, tuple(specs.items()), tuple(known.items()), written, path)
+    given = {name: spec for name, spec in specs.items() if name.partition("[")[0] in taken}
+    return _exact(function, tuple(given.items()), tuple(known.items()), written, path)
 
 
 FILLER, OTHER_FILLER = 1_000_003, 1_000_033

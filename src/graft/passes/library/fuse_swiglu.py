@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,62 +11,41 @@ from torch import Tensor
 
 from graft.ir.nodes import is_op, same_shape, tensor_of, tensor_val, where
 from graft.ir.patterns.match import Match, Refused
+from graft.ir.patterns.needs import any_of
+from graft.ir.patterns.words import choice, one_of
 from graft.passes.patterns import PatternTransform, Rewrite
 from graft.passes.registry import TransformRegistry
 
-aten = torch.ops.aten
+aten, ops = torch.ops.aten, torch.ops.graft
 
 
-def silu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+def plain(gate: Tensor, up: Tensor) -> Tensor:
+    return activated(gate) * up
 
 
-def silu_fused(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.ops.graft.swiglu(gate, up)
+def in_float(gate: Tensor, up: Tensor) -> Tensor:
+    return (activated(gate.to(torch.float32)) * up.to(torch.float32)).to(gate.dtype)
 
 
-def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
-    return F.gelu(gate, approximate="tanh") * up
+def from_float(gate: Tensor, up: Tensor) -> Tensor:
+    return activated(gate.to(torch.float32)).to(gate.dtype) * up
 
 
-def gelu_tanh_fused(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.ops.graft.swiglu(gate, up, "gelu_tanh")
+def activated(x: Tensor) -> Tensor:
+    return choice(
+        "activation",
+        silu=lambda: F.silu(x),
+        gelu_tanh=lambda: F.gelu(x, approximate="tanh"),
+        gelu=lambda: F.gelu(x),
+    )
 
 
-def gelu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.gelu(gate) * up
+def fused(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return ops.swiglu(gate, up, activation)
 
 
-def gelu_fused(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.ops.graft.swiglu(gate, up, "gelu")
-
-
-# ── float32 inside ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def in_float(plain: Callable[..., Tensor], activation: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """(activation(gate.float()) * up.float()).to(dtype), and its op."""
-
-    def pattern(gate: Tensor, up: Tensor) -> Tensor:
-        return plain(gate.to(torch.float32), up.to(torch.float32)).to(gate.dtype)
-
-    def fused(gate: Tensor, up: Tensor) -> Tensor:
-        return torch.ops.graft.swiglu(gate, up, activation, True)
-
-    pattern.__name__ = f"{plain.__name__}_in_float"
-    return pattern, fused
-
-
-def silu_from_float(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate.to(torch.float32)).to(gate.dtype) * up
-
-
-def gelu_tanh_from_float(gate: Tensor, up: Tensor) -> Tensor:
-    return F.gelu(gate.to(torch.float32), approximate="tanh").to(gate.dtype) * up
-
-
-def gelu_from_float(gate: Tensor, up: Tensor) -> Tensor:
-    return F.gelu(gate.to(torch.float32)).to(gate.dtype) * up
+def fused_in_float(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return ops.swiglu(gate, up, activation, True)
 
 
 # ── spelled by hand ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -76,16 +55,25 @@ def silu_by_hand(gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
+def silu_fused(gate: Tensor, up: Tensor) -> Tensor:
+    return ops.swiglu(gate, up)
+
+
 def gelu_tanh_by_hand(gate: Tensor, up: Tensor) -> Tensor:
     return 0.5 * gate * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * torch.pow(gate, 3)))) * up
 
 
+def gelu_tanh_fused(gate: Tensor, up: Tensor) -> Tensor:
+    return ops.swiglu(gate, up, "gelu_tanh")
+
+
 def gelu_by_hand(gate: Tensor, up: Tensor) -> Tensor:
-    return 0.5 * gate * (1.0 + torch.erf(gate * math.sqrt(0.5))) * up
+    scaled = one_of(lambda: gate * math.sqrt(0.5), lambda: gate / math.sqrt(2))
+    return 0.5 * gate * (1.0 + torch.erf(scaled)) * up
 
 
-def gelu_by_division(gate: Tensor, up: Tensor) -> Tensor:
-    return 0.5 * gate * (1.0 + torch.erf(gate / math.sqrt(2))) * up
+def gelu_fused(gate: Tensor, up: Tensor) -> Tensor:
+    return ops.swiglu(gate, up, "gelu")
 
 
 def quick_gelu(gate: Tensor, up: Tensor, slope: float) -> Tensor:
@@ -105,11 +93,11 @@ def same_kind(match: Match) -> None:
 
 
 def not_between_casts(match: Match) -> None:
-    """The larger pattern takes a product that is float32 only between casts."""
+    """The larger pattern takes a `mul` that is float32 only between casts."""
     gate, readers = match.tensors["gate"], list(match.anchor.users)
     cast = is_op(gate, aten.to.dtype) and len(readers) == 1 and is_op(readers[0], aten.to.dtype)
     if cast and tensor_of(gate.args[0]).dtype == tensor_of(readers[0]).dtype:
-        reason = f"the product is float32 between {where(gate)} and {where(readers[0])}, which must go too"
+        reason = f"the mul is float32 between {where(gate)} and {where(readers[0])}, which must go too"
         raise Refused(match.anchor, reason)
     same_kind(match)
 
@@ -123,38 +111,21 @@ def is_float(match: Match) -> None:
 
 SHAPES = {"gate": "b s d", "up": "b s d"}
 WIDE = {"gate": "b s d : float32", "up": "b s d : float32"}
-# pattern, op, what it needs
-PLAIN = (
-    (silu, silu_fused, (aten.silu.default,)),
-    (gelu_tanh, gelu_tanh_fused, (aten.gelu.default,)),
-    (gelu, gelu_fused, (aten.gelu.default,)),
-)
-IN_FLOAT = (
-    (*in_float(silu, "silu"), (aten.silu.default, aten.to.dtype)),
-    (*in_float(gelu_tanh, "gelu_tanh"), (aten.gelu.default, aten.to.dtype)),
-    (*in_float(gelu, "gelu"), (aten.gelu.default, aten.to.dtype)),
-)
-# the kernels of 16-bit activations are float32 inside, but may take another path for the last few values of a row
-ROUNDED = (
-    (silu_from_float, silu_fused, (aten.silu.default, aten.to.dtype)),
-    (gelu_tanh_from_float, gelu_tanh_fused, (aten.gelu.default, aten.to.dtype)),
-    (gelu_from_float, gelu_fused, (aten.gelu.default, aten.to.dtype)),
-    (silu_by_hand, silu_fused, (aten.sigmoid.default,)),
-)
-BY_HAND = (
-    (gelu_tanh_by_hand, gelu_tanh_fused, (aten.tanh.default, aten.pow.Tensor_Scalar)),
-    (gelu_by_hand, gelu_fused, (aten.erf.default,)),
-    (gelu_by_division, gelu_fused, (aten.erf.default, aten.div.Tensor)),
-)
+ACTIVATION = any_of(aten.silu.default, aten.gelu.default)
+TANH = (aten.tanh.default, aten.pow.Tensor_Scalar)
 REFUSED = (
     (quick_gelu, (aten.sigmoid.default,), "x * sigmoid(c * x) is quick_gelu, whose values are not those of silu"),
     (squared_relu, (aten.relu.default,), "relu squared is none of the activations of graft::swiglu"),
 )
+# the kernels of 16-bit activations are float32 inside, but may take another path for the last few values of a row:
+# what is rounded after the activation, or spelled by hand, is not exact
 REWRITES = (
-    *(Rewrite(pattern, fused, SHAPES, not_between_casts, needs=needs) for pattern, fused, needs in PLAIN),
-    *(Rewrite(pattern, fused, SHAPES, same_kind, needs=needs) for pattern, fused, needs in IN_FLOAT),
-    *(Rewrite(pattern, fused, SHAPES, same_kind, needs=needs, exact=False) for pattern, fused, needs in ROUNDED),
-    *(Rewrite(pattern, fused, WIDE, is_float, needs=needs, exact=False) for pattern, fused, needs in BY_HAND),
+    Rewrite(plain, fused, SHAPES, not_between_casts, needs=(ACTIVATION,)),
+    Rewrite(in_float, fused_in_float, SHAPES, same_kind, needs=(ACTIVATION, aten.to.dtype)),
+    Rewrite(from_float, fused, SHAPES, same_kind, needs=(ACTIVATION, aten.to.dtype), exact=False),
+    Rewrite(silu_by_hand, silu_fused, SHAPES, same_kind, needs=(aten.sigmoid.default,), exact=False),
+    Rewrite(gelu_tanh_by_hand, gelu_tanh_fused, WIDE, is_float, needs=TANH, exact=False),
+    Rewrite(gelu_by_hand, gelu_fused, WIDE, is_float, needs=(aten.erf.default,), exact=False),
     *(Rewrite(other, other, SHAPES, needs=needs, refuse=reason) for other, needs, reason in REFUSED),
 )
 
@@ -167,7 +138,7 @@ class FuseSwiGLU(PatternTransform):
     after:   %y = graft.swiglu(%gate, %up)
 
     Numerics: bitwise with the reference; the Triton kernel computes the activation in float32 and rounds it to the
-    working dtype before the product, or after it alone, as the model does. An activation cast from float32, or
+    working dtype before it is multiplied, or after that alone, as the model does. An activation cast from float32, or
     spelled by hand (x * sigmoid(x) in any dtype, gelu in float32), may be a few roundings off.
     """
 

@@ -41,14 +41,15 @@ class LastTokenLogits(Rewriter):
              %logits = linear(%rows, %lm_head)                                [b, n, vocab]
 
     Where %hidden is a norm that nothing else reads, the rows are chosen before it. One that is fused with a sum is
-    taken apart, so that a single choice is enough and the sum can go into the product before it:
+    taken apart, so that a single choice is enough and the sum can go into the GEMM before it:
 
     before:  %hidden, _ = graft.add_rms_norm(%x, %r, %g, eps)
     after:   %rows = index_select(add(%x, %r), -2, %logits_indices);  %hidden = graft.rms_norm(%rows, %g, eps)
 
-    Numerics: the same rows, the same products; the matrix product may sum in another order for another row count.
+    Numerics: the same rows, the same sums; the GEMM may sum in another order for another row count.
 
-    A walk: it gives the graph a new input and its results other shapes, for which patterns have no words.
+    A walk: its result has another shape, and so has all that is computed from it; a pattern's result keeps its shape,
+    or what reads it would be wrong.
     """
 
     uncheckable = "it computes the logits of chosen tokens alone, so the results have other shapes"

@@ -71,7 +71,7 @@ class UpdateStateInPlace(Rewriter):
 
     Numerics: bitwise; the same call writes the same values.
 
-    A walk: what decides is who else sees the memory and when, not how a place is spelled.
+    A walk: what decides is who else sees the memory and when, not how a site is spelled.
     """
 
     uncheckable = "the calls and their operands stay the same; who sees the memory, and when, is checked by its order"
@@ -102,7 +102,7 @@ class UpdateStateInPlace(Rewriter):
         """Everybody who sees the state was looked at."""
 
     def write(self, run: StateRun, match: StepMatch) -> list[Node]:
-        """The last step also takes the place of the copy."""
+        """The last step also stands in for the copy."""
         step, update, editor = match.anchor, match.update, run.editor
         base = step.args[0]
         if step.target in IN_PLACE:
@@ -245,7 +245,7 @@ def check_late_readers(update: Update, touched: list[Access]) -> None:
                 elif alias in mutated_args(user):
                     raise Refused(update.copy, f"{where(user)} writes to the updated value %{alias.name}")
                 elif is_op(user, aten.as_strided.default):
-                    raise Refused(update.copy, f"{where(user)} reads %{alias.name} by its place in memory")
+                    raise Refused(update.copy, f"{where(user)} reads %{alias.name} by its address")
                 elif end is not None and user is not following and not user < end:
                     raise Refused(
                         update.copy, f"%{alias.name} is read by {where(user)} after %{state} is written again"

@@ -17,9 +17,9 @@ from graft.ir.patterns.match import Match, Refused
 from graft.ir.sizes.follow import SizeEvaluator
 from graft.passes.base import Context
 from graft.passes.library.attention.masks import MaskPlan, emit_mask, plan_masks
+from graft.passes.library.attention.matmuls import result_steps
 from graft.passes.library.attention.operands import ViewStep, emit, permutation
 from graft.passes.library.attention.parts import Attention
-from graft.passes.library.attention.products import result_steps
 from graft.passes.library.attention.read import read_sdpa, read_softmax
 from graft.passes.library.attention.walk import values_of
 from graft.passes.registry import TransformRegistry
@@ -41,7 +41,7 @@ class FuseAttention(Rewriter):
 
     Scales on q, k or the scores become one; heads repeated for grouped queries are read once; a mask that follows
     from sizes and is causal, perhaps with a window, becomes `is_causal` and `window`; where one stays a tensor, the
-    match's note says why. [b, s, d] counts as one head. A mask that the op cannot say leaves the place as it is.
+    match's note says why. [b, s, d] counts as one head. A mask that the op cannot say leaves the site as it is.
     Numerics: the same attention; a scale moves from q and k to the scores (not in float16), and the kernel may sum in
     another order. Rows that are closed throughout keep what they were.
 
@@ -75,7 +75,7 @@ class FuseAttention(Rewriter):
         return Attending(spelling, {}, {}, nodes, (found.out,), found, plan)
 
     def check(self, run: AttentionRun, match: Attending) -> None:
-        """Readers and writers were looked at on the way: a mask is read higher up than the products are."""
+        """Readers and writers were looked at on the way: a mask is read higher up than the matmuls are."""
 
     def write(self, run: AttentionRun, match: Attending) -> list[Node]:
         """Puts the op where the result was, and points the readers at it."""
@@ -135,7 +135,7 @@ def nothing_to_do(gm: GraphModule) -> str:
         return "attention is graft::attention already"
     softmaxes = sum(is_op(node, *SOFTMAX) for node in calls(gm.graph))
     if softmaxes:
-        return f"the graph has {softmaxes} softmax, none of which feeds a matrix product"
+        return f"the graph has {softmaxes} softmax, none of which feeds a matmul"
     return "the graph has no softmax and no scaled_dot_product_attention"
 
 

@@ -23,9 +23,9 @@ def write_then_attend(
     interleaved: bool, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, offset: float, cast_last: bool,
 ) -> Tensor:  # fmt: skip
     norms = (interleaved, q_norm, k_norm, eps, offset, cast_last)
-    turned = ops.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, *norms)
+    rotated = ops.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, *norms)
     layout = (token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu)
-    return ops.cached_attention(turned, k_cache, v_cache, *layout, scale, window, softcap, sinks)
+    return ops.cached_attention(rotated, k_cache, v_cache, *layout, scale, window, softcap, sinks)
 
 
 def rope_attention(
@@ -51,7 +51,7 @@ REWRITES = (Rewrite(write_then_attend, rope_attention, SHAPES, needs=(ops.cached
 
 @TransformRegistry.register("fuse_rope_into_attention")
 class FuseRoPEIntoAttention(PatternTransform):
-    """Queries and keys are turned, and the cache is written, by the kernel that attends: one launch a layer less.
+    """Queries and keys are rotated, and the cache is written, by the kernel that attends: one launch a layer less.
 
     before:  %q = graft.rope_kv_write(%q0, %k0, %v, %cos, %sin, %k_cache, %v_cache, %slot_mapping)
              %o = graft.cached_attention(%q, %k_cache, %v_cache, %token_to_seq, %block_tables, %cu_seqlens, %seq_lens,

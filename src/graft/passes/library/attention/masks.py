@@ -54,13 +54,13 @@ class MaskPlan:
 
 def plan_masks(found: Attention, evaluator: SizeEvaluator) -> MaskPlan:
     """What the op is told. Raises Refused where no telling gives the same result."""
-    placed = [(piece, positions(piece, found, evaluator)) for piece in found.pieces]
-    placed = [(piece, at) for piece, at in placed if at != OPEN]
-    if all(isinstance(at, tuple) for _, at in placed):
-        return joined_positions(found.is_causal, [at for _, at in placed if isinstance(at, tuple)])
-    values = {piece: closing_value(piece, evaluator) for piece, _ in placed}
-    outside = [(piece, at) for piece, at in placed if isinstance(at, tuple) and values[piece] == -math.inf]
-    kept = [(piece, at) for piece, at in placed if (piece, at) not in outside]
+    located = [(piece, positions(piece, found, evaluator)) for piece in found.pieces]
+    located = [(piece, at) for piece, at in located if at != OPEN]
+    if all(isinstance(at, tuple) for _, at in located):
+        return joined_positions(found.is_causal, [at for _, at in located if isinstance(at, tuple)])
+    values = {piece: closing_value(piece, evaluator) for piece, _ in located}
+    outside = [(piece, at) for piece, at in located if isinstance(at, tuple) and values[piece] == -math.inf]
+    kept = [(piece, at) for piece, at in located if (piece, at) not in outside]
     check_kept([piece for piece, _ in kept], values, softmax_rows=found.softmax_rows)
     plan = joined_positions(found.is_causal, [at for _, at in outside])
     unsure = any(values[piece] in (None, -math.inf) for piece, _ in kept)
@@ -76,9 +76,9 @@ def why(at: Positions | str) -> str:
     )
 
 
-def joined_positions(is_causal: bool, places: Sequence[Positions]) -> MaskPlan:
-    windows = [window for _, window in places if window is not None]
-    return MaskPlan(is_causal or any(c for c, _ in places), min(windows, default=None))
+def joined_positions(is_causal: bool, found: Sequence[Positions]) -> MaskPlan:
+    windows = [window for _, window in found if window is not None]
+    return MaskPlan(is_causal or any(c for c, _ in found), min(windows, default=None))
 
 
 def check_kept(kept: Sequence[MaskTerm], values: dict[MaskTerm, float | None], *, softmax_rows: bool) -> None:
@@ -192,21 +192,21 @@ def too_high(value: float, piece: MaskTerm) -> str:
     )
 
 
-def meaning(open_places: Sequence[Tensor | str]) -> Positions | str:
-    known = [places for places in open_places if isinstance(places, Tensor)]
-    if len(known) < len(open_places):
-        return next(reason for reason in open_places if isinstance(reason, str))
+def meaning(open_keys: Sequence[Tensor | str]) -> Positions | str:
+    known = [keys for keys in open_keys if isinstance(keys, Tensor)]
+    if len(known) < len(open_keys):
+        return next(reason for reason in open_keys if isinstance(reason, str))
     width = int(max(known, key=Tensor.numel)[-1].sum())  # the last query sees as much as any
     for is_causal, window in (OPEN, (True, None), (False, width), (True, width)):
-        if all(torch.equal(places, expected(places, is_causal, window)) for places in known):
+        if all(torch.equal(keys, expected(keys, is_causal, window)) for keys in known):
             return is_causal, window
     return "it is neither causal nor a window"
 
 
-def expected(places: Tensor, is_causal: bool, window: int | None) -> Tensor:
-    s, t = places.shape
-    mask = positions_mask(s, t, is_causal, window, places.device)
-    return torch.ones_like(places) if mask is None else mask[0, 0]
+def expected(keys: Tensor, is_causal: bool, window: int | None) -> Tensor:
+    s, t = keys.shape
+    mask = positions_mask(s, t, is_causal, window, keys.device)
+    return torch.ones_like(keys) if mask is None else mask[0, 0]
 
 
 # ── tensors ─────────────────────────────────────────────────────────────────────────────────────────────────────

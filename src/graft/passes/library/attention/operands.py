@@ -118,20 +118,20 @@ MUL_IN_PLACE, DIV_IN_PLACE = (aten.mul_.Tensor, aten.mul_.Scalar), (aten.div_.Te
 
 def factor_of(gm: GraphModule, node: Any, *, in_place: bool = False) -> tuple[Node, float] | None:
     """(x, c) where the node is x * c or x / c with a number c that changes neither shape nor dtype."""
-    products = MUL + MUL_IN_PLACE * in_place
-    if not is_op(node, *products, *DIV, *(DIV_IN_PLACE * in_place)) or len(node.args) != 2 or node.kwargs:
+    factors = MUL + MUL_IN_PLACE * in_place
+    if not is_op(node, *factors, *DIV, *(DIV_IN_PLACE * in_place)) or len(node.args) != 2 or node.kwargs:
         return None
     source, by = node.args[0], number(gm, node.args[1])
-    if by is None and node.target in products:
+    if by is None and node.target in factors:
         source, by = node.args[1], number(gm, node.args[0])
     tensor, result = tensor_val(source), tensor_of(node)
     if not by or tensor is None or tensor.dtype != result.dtype or not same_sizes(tensor.shape, result.shape):
         return None
-    return source, by if node.target in products else 1.0 / by
+    return source, by if node.target in factors else 1.0 / by
 
 
 def unscaled(gm: GraphModule, operand: Operand, *, below: bool) -> tuple[Operand, float]:
-    """The operand without the numbers that it is multiplied by, also `below` views, and their product.
+    """The operand without the numbers that it is multiplied by, also `below` views, and those numbers multiplied.
 
     Not in float16: there a scale on the queries may be what keeps the scores from overflowing.
     """

@@ -23,7 +23,7 @@ def lowest(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class MaskTerm:
-    """One mask at the place where it met the scores.
+    """One mask where it met the scores.
 
     node: the boolean or added tensor. value: what a boolean closes with, None for an added tensor and for the mask of
     scaled_dot_product_attention. opens: a boolean is True where a query may look.
@@ -41,7 +41,7 @@ class MaskTerm:
 
 @dataclass
 class ScoreChain:
-    """What the way from softmax up to the first product holds."""
+    """What the way from softmax up to the first matmul holds."""
 
     gm: GraphModule
     inner: list[Node]
@@ -57,7 +57,7 @@ class ScoreChain:
 
 @dataclass(frozen=True)
 class Attention:
-    """A place that is attention, in the op's terms."""
+    """A site that is attention, in the op's terms."""
 
     anchor: Node
     out: Node

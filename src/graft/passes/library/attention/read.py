@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Node
 from graft.ir.effects import storage_root, writers
 from graft.ir.nodes import is_op, options_of, same_sizes, static_int, tensor_of, tensor_val, where
 from graft.ir.patterns.match import Refused, refuse_readers
+from graft.passes.library.attention.matmuls import scores_matmul, values_matmul
 from graft.passes.library.attention.operands import Operand, lifted, unrepeated, unscaled
 from graft.passes.library.attention.parts import Attention, MaskTerm, ScoreChain
-from graft.passes.library.attention.products import scores_product, values_product
 from graft.passes.library.attention.walk import read_scores, weights_path
 
 aten = torch.ops.aten
@@ -26,10 +26,10 @@ def read_softmax(gm: GraphModule, softmax: Node, out: Node, mutated: Collection[
     if softmax.args[1] != -1:
         raise Refused(softmax, f"softmax runs over dim {softmax.args[1]}, not over the keys")
     path = weights_path(softmax, out)
-    walk, product = read_scores(gm, softmax, path)
-    scores, values = scores_product(product), values_product(out)
+    walk, matmul = read_scores(gm, softmax, path)
+    scores, values = scores_matmul(matmul), values_matmul(out)
     if values is None or scores is None:
-        raise Refused(out, f"{where(out)} is not the product of weights and values")
+        raise Refused(out, f"{where(out)} is not the matmul of weights and values")
     found = Attention(
         *(softmax, out, tuple(walk.inner), scores.q, scores.k, values.v, values.order, walk.scale),
         *(tuple(walk.pieces), walk.softcap, walk.sinks),
@@ -38,7 +38,7 @@ def read_softmax(gm: GraphModule, softmax: Node, out: Node, mutated: Collection[
     check_casts(path, tensor_of(out).dtype)
     check_sink_dtypes(walk, found)
     check_readers(found)
-    readers = [(scores.q.node, product), (scores.k.node, product), *((p.node, p.at) for p in found.pieces)]
+    readers = [(scores.q.node, matmul), (scores.k.node, matmul), *((p.node, p.at) for p in found.pieces)]
     if walk.sinks is not None and walk.sinks_at is not None:
         readers.append((walk.sinks, walk.sinks_at))
     check_writes(found, readers, mutated)

@@ -81,8 +81,8 @@ def axis_below(node: Node, axis: int | None) -> int | None:
         return None if new == axis else axis - (axis > new)
     if same_sizes(shape, below):
         return axis
-    places = [i for i, size in enumerate(below) if static_int(size) != 1] or [0]
-    return places[0] if len(places) == 1 and only_axis(node, axis, shape[axis]) else None
+    axes = [i for i, size in enumerate(below) if static_int(size) != 1] or [0]
+    return axes[0] if len(axes) == 1 and only_axis(node, axis, shape[axis]) else None
 
 
 def only_axis(node: Node, axis: int, size: Any) -> bool:

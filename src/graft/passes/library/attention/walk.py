@@ -1,4 +1,4 @@
-"""Spelled-out attention, read backwards from the softmax: every step is named or the place is refused with a reason.
+"""Spelled-out attention, read backwards from the softmax: every step is named or the site is refused with a reason.
 
 q·kᵀ → scale → soft cap → masks → (a sink's logit) → softmax → (its column dropped, a cast) → · v
 """
@@ -15,9 +15,9 @@ from graft.ir.io.text import op_text
 from graft.ir.nodes import is_op, same_shape, same_sizes, tensor_of, tensor_val, where
 from graft.ir.patterns.match import Refused
 from graft.ir.sizes.follow import number
+from graft.passes.library.attention.matmuls import MATMULS, operands, scores_matmul
 from graft.passes.library.attention.operands import factor_of
 from graft.passes.library.attention.parts import MaskTerm, ScoreChain, lowest
-from graft.passes.library.attention.products import PRODUCTS, operands, scores_product
 from graft.passes.library.attention.sinks import check_columns, read_sinks
 
 aten = torch.ops.aten
@@ -29,14 +29,14 @@ MULTIPLIES = (aten.mul.Tensor, aten.div.Tensor, aten.mul_.Tensor, aten.div_.Tens
 PLAIN = (aten.to.dtype, aten.reshape.default, aten.slice.Tensor, aten.contiguous.default, aten.clone.default)
 # what the scores may come through, besides adds and wheres
 THROUGH = (*FILLS, *MULTIPLIES, aten.tanh.default, aten.reshape.default, aten.to.dtype)
-FAR = 24  # nodes looked at, or steps walked, before softmax and product count as strangers
+FAR = 24  # nodes looked at, or steps walked, before softmax and matmul count as strangers
 
 
 # ── after the softmax ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def values_of(softmax: Node) -> Node | None:
-    """The product that the weights feed, perhaps through calls that keep their shape; None: this is no attention."""
+    """The matmul that the weights feed, perhaps through calls that keep their shape; None: this is no attention."""
     shape, todo, seen = tensor_of(softmax), [softmax], {softmax}
     while todo and len(seen) < FAR:
         node = todo.pop(0)
@@ -51,18 +51,18 @@ def values_of(softmax: Node) -> Node | None:
     return None
 
 
-def weights_path(softmax: Node, product: Node) -> list[Node]:
-    """The nodes from softmax to the product, or why they do more than the op."""
+def weights_path(softmax: Node, matmul: Node) -> list[Node]:
+    """The nodes from softmax to the matmul, or why they do more than the op."""
     path = [softmax]
     while True:
         node = path[-1]
         if len(node.users) > 1:
-            second = next(reader for reader in node.users if reader is not product)
+            second = next(reader for reader in node.users if reader is not matmul)
             raise Refused(node, f"the attention weights {where(node)} have a second reader {where(second)}")
         (reader,) = node.users
-        if reader is product:
-            if (operands(product) or (None,))[0] is not node:
-                raise Refused(product, f"the weights are the right operand of {where(product)}")
+        if reader is matmul:
+            if (operands(matmul) or (None,))[0] is not node:
+                raise Refused(matmul, f"the weights are the right operand of {where(matmul)}")
             return path
         if is_op(reader, aten.dropout.default, aten.dropout_.default):
             raise Refused(
@@ -93,7 +93,7 @@ def read_scores(gm: GraphModule, softmax: Node, path: list[Node]) -> tuple[Score
         node = node.args[0]
     node = read_sinks(walk, node)
     check_columns(walk, softmax, path)
-    while scores_product(node) is None:
+    while scores_matmul(node) is None:
         walk.inner.append(node)
         node = read_step(walk, node)
     walk.inner.append(node)
@@ -155,7 +155,7 @@ def read_mask(walk: ScoreChain, node: Node) -> Node | None:
         return read_closing(walk, node, scores, mask, value, opens=False)
     if is_op(node, *WHERES):
         mask, first, second = node.args
-        if leads_to_product(first):
+        if leads_to_matmul(first):
             return read_closing(walk, node, first, mask, second, opens=True)
         return read_closing(walk, node, second, mask, first, opens=False)
     return None
@@ -163,7 +163,7 @@ def read_mask(walk: ScoreChain, node: Node) -> Node | None:
 
 def read_added(walk: ScoreChain, node: Node) -> Node:
     sides = [n for n in node.args[:2] if isinstance(n, Node) and same_shape(tensor_of(n), tensor_of(node))]
-    scores = next((side for side in sides if leads_to_product(side)), None)
+    scores = next((side for side in sides if leads_to_matmul(side)), None)
     if scores is None:
         raise Refused(node, f"{where(node)} adds what scores are broadcast to, or no scores that come from q·kᵀ")
     other = node.args[1] if scores is node.args[0] else node.args[0]
@@ -195,15 +195,15 @@ def read_closing(walk: ScoreChain, node: Node, scores: Any, mask: Node, value: A
     return scores
 
 
-def leads_to_product(node: Any, steps: int = FAR) -> bool:
-    """Whether the scores come this way: up through masks, factors and views to a product."""
+def leads_to_matmul(node: Any, steps: int = FAR) -> bool:
+    """Whether the scores come this way: up through masks, factors and views to a matmul."""
     while isinstance(node, Node) and node.op == "call_function" and steps:
         steps -= 1
-        if node.target in PRODUCTS:
+        if node.target in MATMULS:
             return len({tensor_of(n).dim() for n in operands(node) or (node,)}) == 1
         sides = node.args[:2] if is_op(node, *ADDS) else node.args[1:3] if is_op(node, *WHERES) else ()
         if sides:
-            return any(leads_to_product(side, steps // 2) for side in sides)
+            return any(leads_to_matmul(side, steps // 2) for side in sides)
         if not is_op(node, *THROUGH):
             return False
         node = node.args[0]

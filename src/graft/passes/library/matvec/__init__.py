@@ -1,1 +1,1 @@
-"""Fusions around the matrix-vector products of a decode step."""
+"""Fusions around the GEMVs of a decode step."""

@@ -1,4 +1,4 @@
-"""fuse_swiglu_into_matvec: the gated activation becomes the epilogue of the gate-up product."""
+"""fuse_swiglu_into_matvec: the gated activation becomes the epilogue of the gate-up GEMM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gated_fused(
 
 SHAPES = {"x": "b s k", "weight": "2*n k", "bias": "2*n", "norm": "k"}
 NEEDS = (ops.swiglu.default,)
-SECOND = "the product gives the gate in its second half; fused_linear reads it in the first"
+SECOND = "the GEMM gives the gate in its second half; fused_linear reads it in the first"
 REWRITES = (
     Rewrite(gated, gated_fused, SHAPES, needs=NEEDS, exact=False, near=1),
     Rewrite(gate_last, gated_fused, SHAPES, needs=NEEDS, refuse=SECOND),
@@ -51,13 +51,13 @@ REWRITES = (
 
 @TransformRegistry.register("fuse_swiglu_into_matvec")
 class FuseSwigluIntoMatvec(MatvecPatterns):
-    """The gated activation becomes the epilogue of the gate-up product.
+    """The gated activation becomes the epilogue of the gate-up GEMM.
 
     before:  %y = linear(%x, %w);  %g = slice(%y, -1, 0, n);  %u = slice(%y, -1, n, 2n);  %a = graft.swiglu(%g, %u)
     after:   %a = graft.fused_linear(%x, %w, activation="silu")
 
-    Also where a norm went into the product. The gate must be the first half. Numerics: the reference rounds the
-    product before the activation, as eager does; a kernel may keep it in float32.
+    Also where a norm went into the GEMM. The gate must be the first half. Numerics: the reference rounds the
+    result of the GEMM before the activation, as eager does; a kernel may keep it in float32.
     """
 
     lacking = "the graph has no graft::swiglu"

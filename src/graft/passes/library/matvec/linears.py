@@ -10,14 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from graft.ir.edit import Editor
 from graft.ir.io.text import op_text
 from graft.ir.nodes import calls, is_op, is_weight, tensor_of, tensor_val, where
 from graft.ir.patterns.match import Refused
 from graft.ir.patterns.words import constant, one_of
 from graft.passes.base import Context, TransformConfig
 from graft.passes.patterns import PatternTransform
-from graft.passes.rewriter import Rewriter
 
 aten, ops = torch.ops.aten, torch.ops.graft
 LINEAR, FUSED = aten.linear.default, ops.fused_linear.default
@@ -34,22 +32,8 @@ class DecodeConfig(TransformConfig):
     devices: tuple[Device, ...] = ("cuda", "native")
 
 
-class MatvecTransform(Rewriter):
-    """Runs where graft's engine decodes, on the devices that it is told."""
-
-    config: DecodeConfig  # pyrefly: ignore
-    find_first = True
-
-    @classmethod
-    def get_config_class(cls) -> type[TransformConfig]:
-        return DecodeConfig
-
-    def applies(self, gm: GraphModule, context: Context) -> str | None:
-        return elsewhere(gm, context, self.config.devices)
-
-
 class MatvecPatterns(PatternTransform):
-    """The same, for two plain functions."""
+    """Runs where graft's engine decodes, on the devices that it is told."""
 
     config: DecodeConfig  # pyrefly: ignore
 
@@ -62,12 +46,15 @@ class MatvecPatterns(PatternTransform):
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, offset: float, cast_last: bool
-) -> Tensor:
-    """In a pattern: a linear layer, perhaps with a norm fused into it."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0,
+    cast_last: bool = False, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """In a pattern: a linear layer, perhaps with a norm or a residual sum fused into it."""
     return one_of(
         lambda: F.linear(x, constant(weight), bias),
-        lambda: ops.fused_linear(x, constant(weight), bias, None, norm, eps, offset, cast_last),
+        lambda: ops.fused_linear(
+            x, constant(weight), bias, None, norm, eps, offset, cast_last, "none", False, residual
+        ),
     )
 
 
@@ -79,7 +66,7 @@ def elsewhere(gm: GraphModule, context: Context, devices: tuple[Device, ...]) ->
     if applies(device, context, devices):
         return None
     if device == "cpu":
-        return "on cpu the product runs by itself; fused_linear would be its reference"
+        return "on cpu the GEMM runs by itself; fused_linear would be its reference"
     return f"the graph is on {device}, the transform is for {', '.join(devices) or 'no device'}"
 
 
@@ -101,38 +88,18 @@ def device_of(gm: GraphModule) -> str:
     return next((tensor.device.type for tensor in made if tensor is not None), "cpu")
 
 
-def is_product(node: object) -> bool:
+def is_linear(node: object) -> bool:
     """A linear layer, with or without something fused into it."""
     return is_op(node, LINEAR, FUSED)
 
 
-def product(node: Node) -> dict[str, Any]:
-    """The arguments of a linear layer as those of graft::fused_linear, all of them; Refused where they cannot be."""
-    given = {
-        **DEFAULTS,
-        **dict(zip(DEFAULTS, node.args, strict=False)),
-        **node.kwargs,
-    }  # both begin with x, weight, bias
-    weight = given["weight"]
-    need(is_weight(weight), "the weight of {} is computed in the graph", node)
-    need(tensor_of(weight).dim() == 2, "the weight of {} is a vector", node)
-    return given
-
-
-def fused_product(editor: Editor, given: dict[str, Any], *, before: Node, like: Node) -> Node:
-    """A call of graft::fused_linear above `before`; defaults at its end are left out."""
-    args = [given[name] for name in DEFAULTS]
-    defaults = list(DEFAULTS.values())
-    while len(args) > 2 and args[-1] == defaults[len(args) - 1]:
-        args.pop()
-    return editor.call(FUSED, args, before=before, like=like)
-
-
-def need(truth: bool, reason: str, *nodes: Node) -> None:
-    """Refused at the first of `nodes`, which the reason names, where it is not so. The text is made only then: places
-    are read off stack traces, 30 µs each."""
-    if not truth:
-        raise Refused(nodes[0], reason.format(*(where(node) for node in nodes)))
+def check_weight(linear: Node) -> None:
+    """Refused where the weight is none that graft::fused_linear reads."""
+    weight = linear.args[1]
+    if not is_weight(weight):
+        raise Refused(linear, f"the weight of {where(linear)} is computed in the graph")
+    if tensor_of(weight).dim() != 2:
+        raise Refused(linear, f"the weight of {where(linear)} is a vector")
 
 
 def named(node: object) -> str:

@@ -23,8 +23,7 @@ aten = torch.ops.aten
 class MergeTransform(Rewriter):
     """Merges the linear layers that the arguments of one call come from.
 
-    A walk: what lies between a layer and that call varies, and a pattern has no word for "as many weights as there
-    are, laid out in one memory".
+    A walk: what lies between a layer and that call varies, and the parameters move into one memory.
     """
 
     merged: ClassVar[str]  # the name of the new layer
@@ -143,11 +142,11 @@ def stack_state(
     tensors = [editor.gm.get_parameter(str(part.target)) if part is not None else None for part in parts]
     known = [tensor for tensor in tensors if tensor is not None]
     starts = [sum(rows[:index]) for index in range(len(rows))]
-    places = [
+    stack = [
         StackedPart(tensor, lambda whole, a=start, n=count: whole[a : a + n])
         for tensor, start, count in zip(tensors, starts, rows, strict=True)
     ]
-    whole = stacked((sum(rows), *known[0].shape[1:]), places, lazy if lazy is not None and known[0] in lazy else None)
+    whole = stacked((sum(rows), *known[0].shape[1:]), stack, lazy if lazy is not None and known[0] in lazy else None)
     # model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn.qkv_proj.weight
     first = next(part for part in parts if part is not None)
     prefix = "".join(f"{part}." for part in str(first.target).split(".")[:-2])

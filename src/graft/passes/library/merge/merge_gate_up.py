@@ -22,8 +22,11 @@ class MergeGateUp(MergeTransform):
     after:   %gu = linear(%x, %gate_up_proj_weight);  %g = slice(%gu, -1, 0, n);  %u = slice(%gu, -1, n, 2n)
              %y = graft.swiglu(%g, %u)
 
-    The old weights become views of the merged one: no second copy. Numerics: same dtype, the matrix product may sum
+    The old weights become views of the merged one: no second copy. Numerics: same dtype, the GEMM may sum
     in another order.
+
+    A walk: between the projections and graft::swiglu may lie any slices, reshapes and selects, in any order,
+    and a pattern has no word for "whatever lies between"; and the parameters move into one memory.
     """
 
     merged = "gate_up_proj"

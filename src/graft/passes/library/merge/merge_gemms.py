@@ -28,10 +28,11 @@ class MergeGemms(Rewriter):
 
     A layer without a bias gets zeros where others have one. One that cannot be merged (tied or computed weight, its
     result returned or written in place, merged by merge_qkv or merge_gate_up before) stays, and the others are merged
-    without it. The old weights become views of the merged one: no second copy. Numerics: same dtype, the matrix
-    product may sum in another order.
+    without it. The old weights become views of the merged one: no second copy. Numerics: same dtype, the
+    GEMM may sum in another order.
 
-    A walk: a pattern has no word for "as many as there are", and weights are laid out in one memory.
+    A walk: whether it can be merged is asked of each sibling, and the others are merged without it, where a pattern
+    takes all that it has or none; and the parameters move into one memory.
     """
 
     find_first = True

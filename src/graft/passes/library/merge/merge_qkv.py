@@ -32,8 +32,11 @@ class MergeQKV(MergeTransform):
     before:  %q = linear(%x, %wq);  %k = linear(%x, %wk);  %v = linear(%x, %wv)
     after:   %qkv = linear(%x, %qkv_proj_weight);  %q = slice(%qkv, -1, 0, nq);  %k = slice(%qkv, -1, nq, nq + nk);  …
 
-    The old weights become views of the merged one: no second copy. Numerics: same dtype, the matrix product may sum
+    The old weights become views of the merged one: no second copy. Numerics: same dtype, the GEMM may sum
     in another order.
+
+    A walk: between a projection and attention lie reshapes, transposes, norms and rotations, others in each family,
+    and a pattern has no word for "whatever lies between"; and the parameters move into one memory.
     """
 
     merged = "qkv_proj"

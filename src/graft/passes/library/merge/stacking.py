@@ -18,10 +18,10 @@ from graft.weights.lazy import LazyWeights, untouched
 
 @dataclass(frozen=True)
 class StackedPart:
-    """A parameter, and its place in the whole: a view of the parameter's own shape. None: zeros."""
+    """A parameter, and its part of the whole: a view of the parameter's own shape. None: zeros."""
 
     tensor: torch.nn.Parameter | None
-    place: Callable[[Tensor], Tensor]
+    view_in: Callable[[Tensor], Tensor]
 
 
 def stacked(shape: Sequence[int], parts: Sequence[StackedPart], lazy: LazyWeights | None = None) -> Tensor:
@@ -36,7 +36,7 @@ def stacked(shape: Sequence[int], parts: Sequence[StackedPart], lazy: LazyWeight
         whole = untouched(shape, known[0].dtype)
         lazy.put(whole, *(rows for tensor in known for rows in lazy.of(tensor)))
     for part in parts:
-        view = part.place(whole)
+        view = part.view_in(whole)
         if part.tensor is None:
             view.zero_()
             continue
@@ -51,9 +51,9 @@ def stacked(shape: Sequence[int], parts: Sequence[StackedPart], lazy: LazyWeight
 def stacked_already(shape: Sequence[int], parts: Sequence[StackedPart]) -> Tensor | None:
     """The whole, where an earlier graph of the same module has laid the parts out: it shares that memory."""
     model = torch.empty(tuple(shape), device="meta")
-    known = [(part.tensor, part.place(model)) for part in parts if part.tensor is not None]
-    first, place = known[0]
-    start = first.storage_offset() - place.storage_offset()
+    known = [(part.tensor, part.view_in(model)) for part in parts if part.tensor is not None]
+    first, model_view = known[0]
+    start = first.storage_offset() - model_view.storage_offset()
     if first.is_meta or start < 0:
         return None
     for tensor, view in known:
@@ -63,7 +63,7 @@ def stacked_already(shape: Sequence[int], parts: Sequence[StackedPart]) -> Tenso
     if (start + model.numel()) * first.element_size() > first.untyped_storage().nbytes():
         return None
     whole = first.data.as_strided(tuple(shape), model.stride(), start)
-    zeros = all(not bool(part.place(whole).any()) for part in parts if part.tensor is None)
+    zeros = all(not bool(part.view_in(whole).any()) for part in parts if part.tensor is None)
     return whole if zeros else None
 
 

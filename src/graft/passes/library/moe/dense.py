@@ -1,4 +1,4 @@
-"""Reads experts that all compute every token in one batched product, and are weighed by their shares [n, e].
+"""Reads experts that all compute every token in one batched GEMM, and are weighed by their shares [n, e].
 
 gpt-oss:  y = sum((bmm(act(bmm(x, gate_up)), down)) * shares^T, 0), x repeated for every expert
 Llama 4:  y = sum(bmm(act(bmm(x * shares^T, gate_up)), down), 0)
@@ -34,8 +34,8 @@ class Dense:
 def read_dense(walk: GraphWalk, routing: Routing) -> Dense:
     shares = routing.shares
     assert shares is not None
-    turned = walk.reader(shares, aten.transpose.int)
-    column = turned
+    transposed = walk.reader(shares, aten.transpose.int)
+    column = transposed
     while (views := [user for user in column.users if is_op(user, *VIEWS)]) and len(column.users) == 1:
         column = walk.take(views[0])
     one_each = static_int(tensor_of(column).shape[-1]) == 1
@@ -49,7 +49,7 @@ def read_dense(walk: GraphWalk, routing: Routing) -> Dense:
     require(
         mlp.down.weight.expert is None and tensor_of(out).dim() == 3,
         total,
-        f"{where(total)} does not add up what experts gave in one batched product",
+        f"{where(total)} does not add up what experts gave in one batched GEMM",
     )
     if inside:
         return Dense(read_repeated(walk, mlp.x, total, routing), mlp, total, False, sizes)
@@ -94,7 +94,7 @@ def read_repeated(walk: GraphWalk, rows: Any, reader: Node, routing: Routing) ->
         require(source.args[1] == -3, source, f"{where(source)} is not x once for every expert")
         source = source.args[0]
     else:
-        source = rows  # a product with [e, …] repeats it by itself
+        source = rows  # a GEMM with [e, …] repeats it by itself
     while is_op(source, aten.unsqueeze.default) and source.args[1] == -3:
         source = walk.take(source).args[0]
     fits = isinstance(source, Node) and tensor_of(source).dim() == 2

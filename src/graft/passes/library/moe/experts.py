@@ -1,7 +1,7 @@
 """Reads the experts of a mixture, in the forms that Hugging Face's models are captured in, or as a model spells them.
 
-grouped_mm: rows sorted by expert, one product a group.  batched_mm: a matrix gathered for every row.  Loops over
-experts are in `moe_loops.py`, batched products over all of them in `moe_dense.py`.
+grouped_mm: rows sorted by expert, one GEMM a group.  batched_mm: a matrix gathered for every row.  Loops over
+experts are in loops.py, batched GEMMs over all of them in dense.py.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def read_grouped(walk: GraphWalk, routing: Routing, weights: Node, ids: Node) ->
 
     down_call, down_bias = grouped_call(walk, unmasked(walk, rows, by_expert, e), weighted, sorted_ids)
     hidden, activation, gate, up = read_activation(walk, down_call.args[0], down_call)
-    product, interleaved = read_halves(walk, *slices(gate, up, hidden), hidden)
-    up_call, up_bias = grouped_call(walk, unmasked(walk, product, by_expert, e), hidden, sorted_ids)
+    gemm, interleaved = read_halves(walk, *slices(gate, up, hidden), hidden)
+    up_call, up_bias = grouped_call(walk, unmasked(walk, gemm, by_expert, e), hidden, sorted_ids)
     require(
         up_call.args[2] is down_call.args[2], up_call, f"{where(up_call)} and {where(down_call)} differ in groups"
     )
@@ -108,21 +108,21 @@ def read_batched(walk: GraphWalk, routing: Routing, weights: Node, ids: Node) ->
     result = read_sum(walk, weighted, routing)
     down, down_bias, hidden = batched_call(walk, rows, weighted, chosen)
     gated, activation, gate, up = read_activation(walk, hidden, rows)
-    product, interleaved = read_halves(walk, *slices(gate, up, gated), gated)
-    gate_up, up_bias, repeated = batched_call(walk, product, gated, chosen)
+    gemm, interleaved = read_halves(walk, *slices(gate, up, gated), gated)
+    gate_up, up_bias, repeated = batched_call(walk, gemm, gated, chosen)
     repeated = walk.call(repeated, gated, aten.repeat_interleave.self_int)
     require(repeated.args[1:] == (k, 0), repeated, f"{where(repeated)} does not repeat each token {k} times")
     return Experts(repeated.args[0], Weights(gate_up, down, up_bias, down_bias, activation, interleaved), result)
 
 
 def read_weighted(walk: GraphWalk, weights: Node) -> tuple[Node, Node]:
-    """rows * weights.unsqueeze(-1): the product and the rows."""
+    """rows * weights.unsqueeze(-1): that and the rows."""
     column = walk.reader(weights, aten.unsqueeze.default)
-    product = walk.reader(column, aten.mul.Tensor)
-    rows = product.args[1] if product.args[0] is column else product.args[0]
+    weighted = walk.reader(column, aten.mul.Tensor)
+    rows = weighted.args[1] if weighted.args[0] is column else weighted.args[0]
     fits = column.args[1] == -1 and isinstance(rows, Node) and rows is not column
-    require(fits, product, f"{where(product)} does not weigh each row of the experts' results")
-    return product, rows
+    require(fits, weighted, f"{where(weighted)} does not weigh each row of the experts' results")
+    return weighted, rows
 
 
 def read_inverse(walk: GraphWalk, restored: Node, order: Node) -> None:
@@ -166,7 +166,7 @@ def unmasked(walk: GraphWalk, value: Any, by_expert: Node, e: int) -> Any:
 
 
 def grouped_call(walk: GraphWalk, value: Any, reader: Node, ids: list[Node]) -> tuple[Node, Stack | None]:
-    """A product of each group of rows with its expert's matrix, (rows, weight, ends), and the experts' biases."""
+    """A GEMM of each group of rows with its expert's matrix, (rows, weight, ends), and the experts' biases."""
     bias = None
     if is_op(value, *ADDS):
         bias = gathered_bias(walk, value, ids)
@@ -186,14 +186,14 @@ def gathered_bias(walk: GraphWalk, added: Node, ids: list[Node]) -> Stack:
 
 
 def stored(weight: Node) -> Stack:
-    """A stored weight, of which a product took [e, in, out]."""
-    turned = is_op(weight, aten.transpose.int) and weight.args[1:] == (-2, -1)
-    return Stack(((None, ExpertWeight(weight.args[0]) if turned else ExpertWeight(weight, turned=True)),))
+    """A stored weight, of which a GEMM took [e, in, out]."""
+    transposed = is_op(weight, aten.transpose.int) and weight.args[1:] == (-2, -1)
+    return Stack(((None, ExpertWeight(weight.args[0]) if transposed else ExpertWeight(weight, transposed=True)),))
 
 
-def read_offsets(walk: GraphWalk, product: Node, by_expert: Node, e: int) -> None:
+def read_offsets(walk: GraphWalk, gemm: Node, by_expert: Node, e: int) -> None:
     """cumsum(histc(by_expert)): where each expert's rows end."""
-    ends = walk.call(product.args[2], product, aten.cumsum.default)
+    ends = walk.call(gemm.args[2], gemm, aten.cumsum.default)
     counts = walk.call(ends.args[0], ends, aten.histc.default)
     ids = counts.args[0]
     ids = walk.take(ids).args[0] if is_op(ids, aten.to.dtype) else ids
@@ -202,18 +202,18 @@ def read_offsets(walk: GraphWalk, product: Node, by_expert: Node, e: int) -> Non
 
 
 def batched_call(walk: GraphWalk, value: Any, reader: Node, chosen: Node) -> tuple[Stack, Stack | None, Any]:
-    """bmm(weight[chosen], rows.unsqueeze(-1)).squeeze(-1), or the same turned: weight, bias and rows."""
+    """bmm(weight[chosen], rows.unsqueeze(-1)).squeeze(-1), or the same transposed: weight, bias and rows."""
     bias = None
     if is_op(value, *ADDS):
         bias = gathered_bias(walk, value, [chosen])
         reader, value = value, walk.take(value).args[0]
     result = walk.call(value, reader, aten.squeeze.dim)
-    product = walk.call(result.args[0], result, aten.bmm.default)
-    turned = result.args[1] == -2
-    sides = reversed(product.args) if turned else product.args
+    gemm = walk.call(result.args[0], result, aten.bmm.default)
+    transposed = result.args[1] == -2
+    sides = reversed(gemm.args) if transposed else gemm.args
     matrices, column = sides
-    matrices = walk.call(matrices, product, aten.index.Tensor)
-    column = walk.call(column, product, aten.unsqueeze.default)
+    matrices = walk.call(matrices, gemm, aten.index.Tensor)
+    column = walk.call(column, gemm, aten.unsqueeze.default)
     fits = result.args[1] in (-1, -2) and column.args[1] == result.args[1] and matrices.args[1] == [chosen]
-    require(fits, product, f"{where(product)} is not each row with its own expert's matrix")
-    return Stack(((None, ExpertWeight(matrices.args[0], turned=turned)),)), bias, column.args[0]
+    require(fits, gemm, f"{where(gemm)} is not each row with its own expert's matrix")
+    return Stack(((None, ExpertWeight(matrices.args[0], transposed=transposed)),)), bias, column.args[0]

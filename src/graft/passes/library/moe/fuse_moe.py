@@ -42,7 +42,7 @@ class FuseMoE(Rewriter):
     (Mixtral's index_add) or all tokens with a share; all experts in one bmm (gpt-oss, Llama 4). Experts of their own
     weights are laid out as one tensor, of which the old ones become views: no second copy. Logits, weights and ids
     may have other readers. Numerics: bitwise with the reference for `grouped_mm` experts; other spellings and the GPU
-    kernels sum products, and the experts of a token, in another order, and an expert that was not chosen counts
+    kernels sum GEMMs, and the experts of a token, in another order, and an expert that was not chosen counts
     nothing even where it overflows. Of equal logits the Triton routing takes the first, as CUDA's topk does.
 
     A walk: there are as many experts as there are, and their weights become one tensor.
@@ -148,7 +148,7 @@ def check_weights(gm: GraphModule, walk: GraphWalk, routing: Routing, experts: E
 
 def hidden_size(experts: Experts) -> int:
     weight = experts.weights.down.parts[0][1]
-    return tensor_of(weight.node).shape[-2 if weight.turned else -1]
+    return tensor_of(weight.node).shape[-2 if weight.transposed else -1]
 
 
 def shapes(weights: Weights, e: int, d: int, f: int) -> list[tuple[Stack, tuple[int, ...]]]:
@@ -159,15 +159,15 @@ def shapes(weights: Weights, e: int, d: int, f: int) -> list[tuple[Stack, tuple[
 
 
 def size_fits(stack: Stack, shape: tuple[int, ...]) -> bool:
-    """Whether each tensor has the shape of its place."""
+    """Whether each tensor has the shape that the op takes."""
     for expert, weight in stack.parts:
-        place = [*shape]
+        wanted = [*shape]
         if weight.half is not None:
-            place[1] //= 2
-        if weight.turned:
-            place[-2:] = reversed(place[-2:])
+            wanted[1] //= 2
+        if weight.transposed:
+            wanted[-2:] = reversed(wanted[-2:])
         own = expert is not None and weight.expert is None
-        if list(tensor_of(weight.node).shape) != (place[1:] if own else place):
+        if list(tensor_of(weight.node).shape) != (wanted[1:] if own else wanted):
             return False
     return True
 

@@ -64,11 +64,11 @@ def read_hits(walk: GraphWalk, routing: Routing) -> dict[int, tuple[Node, Node]]
             masks.append((user.args[1], walk.take(user), False))
         elif is_op(user, aten.one_hot.default):
             fits = user.args[1:] == (routing.experts,)
-            require(fits, user, f"{where(user)} does not have one place for each of {routing.experts} experts")
-            turned = [turn for turn in walk.take(user).users if is_op(turn, aten.transpose.int)]
-            flipped = len(turned) == 1 and turned[0].args[1:] == (-3, -1)
-            places = walk.take(turned[0]) if flipped else user
-            for select in list(places.users):
+            require(fits, user, f"{where(user)} does not have one column for each of {routing.experts} experts")
+            transposed = [one for one in walk.take(user).users if is_op(one, aten.transpose.int)]
+            flipped = len(transposed) == 1 and transposed[0].args[1:] == (-3, -1)
+            positions = walk.take(transposed[0]) if flipped else user
+            for select in list(positions.users):
                 fits = is_op(select, aten.select.int) and select.args[1] == (-3 if flipped else -1)
                 require(fits, select, f"{where(select)} does not take the tokens of one expert")
                 masks.append((select.args[2], walk.take(select), flipped))
@@ -79,7 +79,7 @@ def read_positions(walk: GraphWalk, mask: Node, flipped: bool) -> tuple[Node, No
     found = walk.reader(mask, aten.where.default, aten.nonzero_numpy.default)
     first, second = walk.piece(found, 0), walk.piece(found, 1)
     if first is None or second is None:
-        raise Refused(found, f"of the rows and places that {where(found)} gives, only one is read")
+        raise Refused(found, f"of the rows and positions that {where(found)} gives, only one is read")
     for index in (first, second):
         take_checks(walk, index)
     return (second, first) if flipped else (first, second)
@@ -105,8 +105,8 @@ def read_accumulation(walk: GraphWalk, token: Node) -> tuple[Node, Any, Any]:
         plain = dim in (0, -tensor_of(call).dim()) and len(call.args) == 4 and not call.kwargs
         require(plain, call, f"{where(call)} does not add rows as they are")
         return call, accumulated, rows
-    accumulated, places, rows, *accumulate = call.args
-    require(places == [token], call, f"{where(call)} does not put rows where their tokens are")
+    accumulated, positions, rows, *accumulate = call.args
+    require(positions == [token], call, f"{where(call)} does not put rows where their tokens are")
     if accumulate == [True]:
         return call, accumulated, rows
     total = walk.call(rows, call, *ADDS)
@@ -139,10 +139,10 @@ def read_taken(walk: GraphWalk, rows: Any, token: Node) -> Node:
     if is_op(rows, aten.index_select.default) and rows.args[2] is token and rows.args[1] == -2:
         return walk.take(rows).args[0]
     rows = walk.call(rows, token, aten.index.Tensor)
-    source, places = rows.args
-    if places == [None, token] and is_op(source, aten.unsqueeze.default) and source.args[1] == -3:
-        source, places = walk.take(source).args[0], [token]
-    require(places == [token], rows, f"{where(rows)} does not take the rows of an expert's tokens")
+    source, positions = rows.args
+    if positions == [None, token] and is_op(source, aten.unsqueeze.default) and source.args[1] == -3:
+        source, positions = walk.take(source).args[0], [token]
+    require(positions == [token], rows, f"{where(rows)} does not take the rows of an expert's tokens")
     return source
 
 
@@ -177,13 +177,13 @@ def read_columns(walk: GraphWalk, routing: Routing) -> dict[int, Node]:
         mask = walk.take(equal)
         while len(mask.users) == 1 and is_op(next(iter(mask.users)), aten.to.dtype):
             mask = walk.take(next(iter(mask.users)))
-        product = walk.reader(mask, aten.mul.Tensor)
+        weighted = walk.reader(mask, aten.mul.Tensor)
         require(
-            set(product.args) == {mask, routing.weights},
-            product,
-            f"{where(product)} is not the weights of the tokens that chose expert {equal.args[1]}",
+            set(weighted.args) == {mask, routing.weights},
+            weighted,
+            f"{where(weighted)} is not the weights of the tokens that chose expert {equal.args[1]}",
         )
-        total = walk.reader(product, aten.sum.dim_IntList)
+        total = walk.reader(weighted, aten.sum.dim_IntList)
         kept = total.args[1:] == ([-1], True)
         require(
             total.args[1] == [-1] and not total.kwargs, total, f"{where(total)} does not sum over a token's experts"
@@ -210,7 +210,7 @@ def columns_of(walk: GraphWalk, shares: Node, experts: int) -> dict[int, Node]:
         else:
             others.append(node)
     if others and len(found) < experts:
-        forms = "known are a column for each expert, and their transpose in a product with all experts' results"
+        forms = "known are a column for each expert, and their transpose in a GEMM with all experts' results"
         raise Refused(others[0], f"{where(shares)} is read by {op_text(others[0])} at {where(others[0])}; {forms}")
     return found
 
@@ -241,6 +241,6 @@ def read_chain(walk: GraphWalk, sums: list[tuple[Node, Any]], first: list[Node],
     if is_filled(root, 0) and len(before) == len(sums):
         walk.take(root)
     elif root not in first or len(before) != len(sums) - 1:
-        place = root if isinstance(root, Node) else last[0]
-        raise Refused(place, f"the experts' results are added to {where(place)}, which is not zero")
+        site = root if isinstance(root, Node) else last[0]
+        raise Refused(site, f"the experts' results are added to {where(site)}, which is not zero")
     return last[0]

@@ -20,7 +20,7 @@ from graft.weights.lazy import LazyWeights
 
 aten, ops = torch.ops.aten, torch.ops.graft
 ADDS = (aten.add.Tensor, aten.add_.Tensor)
-PRODUCTS = (aten.matmul.default, aten.mm.default, aten.bmm.default)
+MATMULS = (aten.matmul.default, aten.mm.default, aten.bmm.default)
 END = 2**63 - 1  # how export writes an open slice
 
 
@@ -28,12 +28,12 @@ END = 2**63 - 1  # how export writes an open slice
 class ExpertWeight:
     """A weight or bias as one expert reads it: a tensor of its own, or that of `expert` among stacked ones.
 
-    turned: it lies as [in, out]. half: 0 or 1 where it holds gate or up alone.
+    transposed: it lies as [in, out]. half: 0 or 1 where it holds gate or up alone.
     """
 
     node: Node
     expert: int | None = None
-    turned: bool = False
+    transposed: bool = False
     half: int | None = None
 
 
@@ -57,7 +57,7 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Stack:
-    """What the op takes as one tensor [e, …]: a tensor of the module, as it is or turned, or those of the experts."""
+    """What the op takes as one tensor [e, …]: a tensor of the module, perhaps transposed, or those of the experts."""
 
     parts: tuple[
         tuple[int | None, ExpertWeight], ...
@@ -67,10 +67,10 @@ class Stack:
     def whole(self) -> ExpertWeight | None:
         """The one tensor that holds all of it in the op's order."""
         weights = [weight for _, weight in self.parts]
-        one = len({(w.node, w.turned) for w in weights}) == 1 and weights[0].half is None
-        placed = all(expert == weight.expert for expert, weight in self.parts)
+        one = len({(w.node, w.transposed) for w in weights}) == 1 and weights[0].half is None
+        in_order = all(expert == weight.expert for expert, weight in self.parts)
         stacked_once = self.parts[0][0] is None or tensor_of(weights[0].node).shape[0] == len(weights)
-        return weights[0] if one and placed and stacked_once and len(self.parts) == self.count else None
+        return weights[0] if one and in_order and stacked_once and len(self.parts) == self.count else None
 
     @property
     def count(self) -> int:
@@ -88,8 +88,8 @@ def read_mlp(walk: GraphWalk, out: Any, reader: Node) -> Mlp:
     down = read_projection(walk, out, reader)
     hidden, activation, gate, up = read_activation(walk, down.x, reader)
     if is_op(gate, aten.slice.Tensor) and is_op(up, aten.slice.Tensor):
-        product, interleaved = read_halves(walk, gate, up, hidden)
-        both = read_projection(walk, product, hidden)
+        gemm, interleaved = read_halves(walk, gate, up, hidden)
+        both = read_projection(walk, gemm, hidden)
         return Mlp(both.x, (both,), down, activation, interleaved)
     pair = tuple(read_projection(walk, value, hidden, half) for half, value in enumerate((gate, up)))
     require(pair[0].x is pair[1].x, hidden, f"gate and up of {where(hidden)} read different inputs")
@@ -101,38 +101,38 @@ def read_projection(walk: GraphWalk, value: Any, reader: Node, half: int | None 
     added = None
     if is_op(value, *ADDS):
         left, right = walk.take(value).args[:2]
-        reader, (value, added) = value, (right, left) if is_op(right, *PRODUCTS) else (left, right)
+        reader, (value, added) = value, (right, left) if is_op(right, *MATMULS) else (left, right)
     if is_op(value, aten.linear.default):
         x, weight, *rest = walk.take(value).args
         bias = rest[0] if rest else added
         require(not (rest and added is not None), value, f"{where(value)} has a bias and another one is added")
-        turned = False
-    elif is_op(value, *PRODUCTS):
-        (x, weight), bias, turned = walk.take(value).args, added, True
+        transposed = False
+    elif is_op(value, *MATMULS):
+        (x, weight), bias, transposed = walk.take(value).args, added, True
     elif is_op(value, aten.addmm.default) and not value.kwargs and added is None:
-        (bias, x, weight), turned = walk.take(value).args, True
+        (bias, x, weight), transposed = walk.take(value).args, True
     else:
         raise Refused(*unexpected(value, reader, "a linear layer, matmul or bmm of an expert"))
     return ExpertProjection(
         x,
-        read_weight(walk, weight, value, turned, half),
+        read_weight(walk, weight, value, transposed, half),
         None if bias is None else read_weight(walk, bias, value, False, half),
     )
 
 
-def read_weight(walk: GraphWalk, value: Any, reader: Node, turned: bool, half: int | None) -> ExpertWeight:
+def read_weight(walk: GraphWalk, value: Any, reader: Node, transposed: bool, half: int | None) -> ExpertWeight:
     """A tensor of the module, or one expert's part of it; transposed, or with a dim of one where it broadcasts."""
     expert = None
     while isinstance(value, Node) and value.op == "call_function":
         if is_op(value, aten.transpose.int) and value.args[1:] == (-2, -1):
-            turned = not turned
+            transposed = not transposed
         elif is_op(value, aten.select.int) and value.args[1] == -tensor_of(value.args[0]).dim() and expert is None:
             expert = value.args[2]
         elif not (is_op(value, aten.unsqueeze.default) and value.args[1] == -2):
             raise Refused(value, f"the weight {where(value)} is computed in the graph, it is not a parameter")
         value = walk.take(value).args[0]
     require(isinstance(value, Node), reader, f"{where(reader)} takes no tensor as its weight")
-    return ExpertWeight(value, expert, turned, half)
+    return ExpertWeight(value, expert, transposed, half)
 
 
 def read_activation(walk: GraphWalk, hidden: Any, reader: Node) -> tuple[Node, str, Any, Any]:
@@ -147,7 +147,7 @@ def read_activation(walk: GraphWalk, hidden: Any, reader: Node) -> tuple[Node, s
         return hidden, "clamped_swiglu", *clamped
     activated, up = sorted(hidden.args, key=lambda side: not is_op(side, aten.silu.default, aten.gelu.default))
     if activation_of(activated) is None:
-        activated, up = sorted(hidden.args, key=lambda side: is_op(side, aten.slice.Tensor, *PRODUCTS, *ADDS))
+        activated, up = sorted(hidden.args, key=lambda side: is_op(side, aten.slice.Tensor, *MATMULS, *ADDS))
     name = activation_of(activated)
     if name is None and isinstance(activated, Node):
         known = "silu, gelu, gelu_tanh and gpt-oss' clamped_swiglu"
@@ -155,7 +155,7 @@ def read_activation(walk: GraphWalk, hidden: Any, reader: Node) -> tuple[Node, s
             activated, f"the experts' activation {where(activated)} is {op_text(activated)}, known are {known}"
         )
     if name is None:
-        raise Refused(hidden, f"{where(hidden)} is no product of an activation and a projection")
+        raise Refused(hidden, f"{where(hidden)} is not an activation times a projection")
     return hidden, name, walk.take(activated).args[0], up
 
 
@@ -186,18 +186,18 @@ def read_clamped(walk: GraphWalk, hidden: Node) -> tuple[Any, Any] | None:
 
 
 def read_halves(walk: GraphWalk, gate: Node, up: Node, hidden: Node) -> tuple[Node, bool]:
-    """gate and up as the halves of one product, or as its even and odd columns: the product, and which of the two."""
-    product, f = gate.args[0], tensor_of(hidden).shape[-1]
-    halves = gate.args == (product, -1, 0, f) and up.args == (product, -1, f, 2 * f)
-    in_turns = gate.args == (product, -1, 0, END, 2) and up.args == (product, -1, 1, END, 2)
+    """gate and up as halves of one GEMM's result, or its even and odd columns: that result, and which of the two."""
+    gemm, f = gate.args[0], tensor_of(hidden).shape[-1]
+    halves = gate.args == (gemm, -1, 0, f) and up.args == (gemm, -1, f, 2 * f)
+    interleaved = gate.args == (gemm, -1, 0, END, 2) and up.args == (gemm, -1, 1, END, 2)
     walk.take(gate), walk.take(up)
     require(
-        halves or in_turns,
+        halves or interleaved,
         gate,
-        f"{where(gate)} and {where(up)} are not the first and the second half of one product, nor its even and odd"
-        " columns",
+        f"{where(gate)} and {where(up)} are not the first and the second half of one GEMM's result, nor its"
+        " even and odd columns",
     )
-    return product, in_turns
+    return gemm, interleaved
 
 
 # ── all experts ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -215,21 +215,21 @@ class Weights:
     interleaved: bool
 
 
-def weights_of(mlps: Sequence[tuple[int | None, Mlp]], place: Node) -> Weights:
+def weights_of(mlps: Sequence[tuple[int | None, Mlp]], site: Node) -> Weights:
     """The MLPs of all experts, or one over stacked weights, whose expert is None."""
     kinds = {(mlp.activation, mlp.interleaved, len(mlp.up)) for _, mlp in mlps}
-    require(len(kinds) == 1, place, f"the experts of {where(place)} are not all spelled the same way")
+    require(len(kinds) == 1, site, f"the experts of {where(site)} are not all spelled the same way")
     activation, interleaved, _ = kinds.pop()
     ups = [(expert, projection) for expert, mlp in mlps for projection in mlp.up]
     downs = [(expert, mlp.down) for expert, mlp in mlps]
     stacks = [Stack(tuple((e, projection.weight) for e, projection in side)) for side in (ups, downs)]
-    biases = [bias_stack(side, place) for side in (ups, downs)]
+    biases = [bias_stack(side, site) for side in (ups, downs)]
     return Weights(stacks[0], stacks[1], biases[0], biases[1], activation, interleaved)
 
 
-def bias_stack(side: Sequence[tuple[int | None, ExpertProjection]], place: Node) -> Stack | None:
+def bias_stack(side: Sequence[tuple[int | None, ExpertProjection]], site: Node) -> Stack | None:
     found = tuple((expert, projection.bias) for expert, projection in side if projection.bias is not None)
-    require(len(found) in (0, len(side)), place, f"some experts of {where(place)} have a bias and some have none")
+    require(len(found) in (0, len(side)), site, f"some experts of {where(site)} have a bias and some have none")
     return Stack(found) if found else None
 
 
@@ -260,7 +260,7 @@ def as_tensor(editor: Editor, stack: Stack, shape: Sequence[int], name: str, bef
     """The node that the op takes, [e, …]: a tensor of the module, its transpose, or a new one."""
     whole = stack.whole
     if whole is not None:
-        if not whole.turned:
+        if not whole.transposed:
             return whole.node
         return editor.call(aten.transpose.int, (whole.node, -2, -1), before=before, like=before)
     each = {
@@ -278,9 +278,9 @@ def as_tensor(editor: Editor, stack: Stack, shape: Sequence[int], name: str, bef
 def place_of(editor: Editor, expert: int | None, weight: ExpertWeight, shape: Sequence[int]) -> StackedPart:
     f = shape[1] // 2
 
-    def place(whole: torch.Tensor) -> torch.Tensor:
+    def part(whole: torch.Tensor) -> torch.Tensor:
         view = whole if weight.half is None else whole[:, weight.half * f : (weight.half + 1) * f]
-        view = view.transpose(-2, -1) if weight.turned else view
+        view = view.transpose(-2, -1) if weight.transposed else view
         return view if expert is None or weight.expert is not None else view[expert]
 
-    return StackedPart(editor.gm.get_parameter(str(weight.node.target)), place)
+    return StackedPart(editor.gm.get_parameter(str(weight.node.target)), part)

@@ -100,7 +100,7 @@ def read_selected(walk: GraphWalk, topk: Node, values: Node, ids: Node) -> tuple
 
 
 def read_scattered(walk: GraphWalk, ids: Node, values: Node, fill: float = 0.0) -> Node | None:
-    """A row for each token with `values` at the experts' places and `fill` elsewhere, where the model makes it."""
+    """A row for each token with `values` at the experts' columns and `fill` elsewhere, where the model makes it."""
     found = [user for user in ids.users if is_op(user, *SCATTERS) and user.args[3] is values]
     if len(found) != 1:
         return None

@@ -2,108 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from graft.ir.nodes import same_shape, tensor_val
 from graft.ir.patterns.match import Match, Refused
+from graft.ir.patterns.words import one_of, optional
 from graft.passes.patterns import PatternTransform, Rewrite
 from graft.passes.registry import TransformRegistry
 
-Pattern = Callable[..., Any]
+aten, ops = torch.ops.aten, torch.ops.graft
+NORM, ADD, CAST = ops.rms_norm.default, aten.add.Tensor, aten.to.dtype
 
 
-# ── the sum: in the working dtype, or in float32 with one summand cast or both ──────────────────────────────────
+def float32_sum(x: Tensor, residual: Tensor) -> Tensor:
+    """In float32, with both summands cast or one of them."""
+    return one_of(lambda: x.to(torch.float32) + residual.to(torch.float32), lambda: x.to(torch.float32) + residual)
 
 
-def working(x: Tensor, residual: Tensor) -> Tensor:
-    return x + residual
+# ── the norm reads the sum in the working dtype: it was made in that, or in float32 and rounded ─────────────────
 
 
-def both_cast(x: Tensor, residual: Tensor) -> Tensor:
-    return x.to(torch.float32) + residual.to(torch.float32)
+def plain(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, cast_last: bool
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return ops.rms_norm(total, weight, eps, offset, cast_last), total
 
 
-def one_cast(x: Tensor, residual: Tensor) -> Tensor:
-    return x.to(torch.float32) + residual
+def plain_float32(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, cast_last: bool
+) -> tuple[Tensor, Tensor]:
+    total = float32_sum(x, residual).to(x.dtype)
+    return ops.rms_norm(total, weight, eps, offset, cast_last), total
 
 
-SUMS = {"": working, "_promoted": one_cast, "_float32": both_cast}
-
-
-# ── the norm reads the sum that was rounded ─────────────────────────────────────────────────────────────────────
-
-
-def plain(add: Callable[[Tensor, Tensor], Tensor]) -> Pattern:
-    def pattern(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = add(x, residual).to(x.dtype)
-        return torch.ops.graft.rms_norm(total, weight, eps), total
-
-    return pattern
-
-
-def plain_fused(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.graft.add_rms_norm(x, residual, weight, eps)
-
-
-def cast_last(add: Callable[[Tensor, Tensor], Tensor]) -> Pattern:
-    def pattern(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-        total = add(x, residual).to(x.dtype)
-        return torch.ops.graft.rms_norm(total, weight, eps, offset, True), total
-
-    return pattern
-
-
-def cast_last_fused(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.graft.add_rms_norm(x, residual, weight, eps, offset, True)
+def plain_fused(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, cast_last: bool
+) -> tuple[Tensor, Tensor]:
+    return ops.add_rms_norm(x, residual, weight, eps, offset, cast_last)
 
 
 # ── the norm reads the float32 sum, which is rounded for the next block, or read by none ────────────────────────
 
 
-def wide(add: Callable[[Tensor, Tensor], Tensor]) -> Pattern:
-    def pattern(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = add(x, residual)
-        return torch.ops.graft.rms_norm(total, weight, eps, 0.0, False, x.dtype), total.to(x.dtype)
-
-    return pattern
+def wide(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = float32_sum(x, residual)
+    return ops.rms_norm(total, weight, eps, 0.0, False, x.dtype), optional(lambda: total.to(x.dtype))
 
 
 def wide_fused(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.graft.add_rms_norm(x, residual, weight, eps, 0.0, False, True)
+    return ops.add_rms_norm(x, residual, weight, eps, 0.0, False, True)
 
 
-def wide_cast_last(add: Callable[[Tensor, Tensor], Tensor]) -> Pattern:
-    def pattern(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-        total = add(x, residual)
-        return torch.ops.graft.rms_norm(total, weight, eps, offset, True).to(x.dtype), total.to(x.dtype)
-
-    return pattern
+def wide_cast_last(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    total = float32_sum(x, residual)
+    return ops.rms_norm(total, weight, eps, offset, True).to(x.dtype), optional(lambda: total.to(x.dtype))
 
 
 def wide_cast_last_fused(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    return torch.ops.graft.add_rms_norm(x, residual, weight, eps, offset, True, True)
-
-
-def normed(function: Pattern) -> Pattern:
-    """Of the two results the first alone: the last norm of a model."""
-
-    @wraps(function)
-    def pattern(*args: Any, **literals: Any) -> Tensor:
-        return function(*args, **literals)[0]
-
-    return pattern
-
-
-def named(function: Pattern, name: str) -> Pattern:
-    function.__name__ = name
-    return function
+    return ops.add_rms_norm(x, residual, weight, eps, offset, True, True)
 
 
 def same_kind(match: Match) -> None:
@@ -122,27 +84,15 @@ def rounds(match: Match) -> None:
         raise Refused(match.anchor, "the summands are float32, and nothing rounds their sum")
 
 
-NEEDS = (torch.ops.graft.rms_norm.default,)
-CASTS = (torch.ops.graft.rms_norm.default, torch.ops.aten.to.dtype)
 SHAPES = {"x": "b s d", "residual": "b s d", "weight": "d"}
-
-
-def rewrites() -> list[Rewrite]:
-    """Sums with casts first: without its casts each is a sum of float32, too."""
-    found = []
-    for suffix, add in reversed(SUMS.items()):
-        needs = CASTS if suffix else NEEDS
-        for kind, fused in ((wide, wide_fused), (wide_cast_last, wide_cast_last_fused)) if suffix else ():
-            pattern = named(kind(add), kind.__name__ + suffix)
-            alone = named(normed(kind(add)), f"{kind.__name__}{suffix}_alone")
-            found.append(Rewrite(pattern, fused, SHAPES, rounds, needs=needs))
-            found.append(Rewrite(alone, normed(fused), SHAPES, rounds, needs=needs))
-        for kind, fused in ((plain, plain_fused), (cast_last, cast_last_fused)):
-            found.append(Rewrite(named(kind(add), kind.__name__ + suffix), fused, SHAPES, same_kind, needs=needs))
-    return found
-
-
-REWRITES = rewrites()
+CASTS = (NORM, (ADD, CAST))
+# sums with casts first: without its casts each is a sum of float32, too
+REWRITES = (
+    Rewrite(wide, wide_fused, SHAPES, rounds, needs=CASTS),
+    Rewrite(wide_cast_last, wide_cast_last_fused, SHAPES, rounds, needs=CASTS),
+    Rewrite(plain_float32, plain_fused, SHAPES, same_kind, needs=CASTS),
+    Rewrite(plain, plain_fused, SHAPES, same_kind, needs=((NORM, ADD),)),
+)
 
 
 @TransformRegistry.register("fuse_add_rms_norm")

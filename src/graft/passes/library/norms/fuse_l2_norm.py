@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graft.ir.nodes import tensor_val
 from graft.ir.patterns.match import Match, Refused
+from graft.ir.patterns.words import one_of, optional
 from graft.passes.library.norms.spellings import mean_square, over_sqrt, times_rsqrt
 from graft.passes.patterns import PatternTransform, Rewrite
 from graft.passes.registry import TransformRegistry
@@ -37,39 +38,44 @@ def root_of_sum(h: Tensor) -> Tensor:
     return torch.sqrt(sum_square(h))
 
 
-def eps_under_root(square: Length, scale: Callable[[Tensor, Tensor], Tensor]) -> Pattern:
-    return lambda x, eps: scale(x, square(x) + eps)
+def under_root(square: Length, scale: Callable[[Tensor, Tensor], Tensor]) -> Pattern:
+    """eps is added under the root, or is 0: the normal form leaves that addition out."""
+
+    def spelling(x: Tensor, eps: float) -> Tensor:
+        v = square(x)
+        return scale(x, optional(lambda: v + eps, v))
+
+    return spelling
 
 
-def eps_below(length: Length) -> Pattern:
-    return lambda x, eps: x / length(x).clamp_min(eps)
+def least(length: Length) -> Pattern:
+    """eps is the least divisor."""
+    return lambda x, eps: x / one_of(lambda: length(x).clamp_min(eps), lambda: length(x).clamp(min=eps))
 
 
-def eps_as_bound(length: Length) -> Pattern:
-    return lambda x, eps: x / length(x).clamp(min=eps)
+def least_of_length(x: Tensor, eps: float) -> Tensor:
+    return one_of(lambda: F.normalize(x, dim=-1, eps=eps), lambda: least(vector_norm)(x, eps))
 
 
-def eps_added(length: Length) -> Pattern:
-    return lambda x, eps: x / (length(x) + eps)
+def added_to_length(x: Tensor, eps: float) -> Tensor:
+    length = vector_norm(x)
+    return x / optional(lambda: length + eps, length)
 
 
-def normalize(x: Tensor, eps: float) -> Tensor:
-    return F.normalize(x, dim=-1, eps=eps)
+def added_to_root(x: Tensor, eps: float) -> Tensor:
+    return x / (root_of_sum(x) + eps)  # with eps 0 it is over_root_of_sum
 
 
 # name, spelling, form of the op, what the graph must have, and whether the op gives the same bits in float32
 SPELLINGS: tuple[tuple[str, Pattern, str, tuple[object, ...], bool], ...] = (
-    ("rsqrt_of_sum", eps_under_root(sum_square, times_rsqrt), "sum", (RSQRT, SUM), True),
-    ("over_root_of_sum", eps_under_root(sum_square, over_sqrt), "sum", (SQRT, SUM, DIV), False),
-    ("rsqrt_of_mean", eps_under_root(mean_square, times_rsqrt), "mean", (RSQRT, MEAN), True),
-    ("over_root_of_mean", eps_under_root(mean_square, over_sqrt), "mean", (SQRT, MEAN, DIV), False),
-    ("normalize", normalize, "max", (LENGTH, DIV), True),
-    ("over_clamped_length", eps_below(vector_norm), "max", (LENGTH, DIV), True),
-    ("over_bounded_length", eps_as_bound(vector_norm), "max", (LENGTH, DIV), True),
-    ("over_clamped_root", eps_below(root_of_sum), "max", (SQRT, SUM, DIV), False),
-    ("over_bounded_root", eps_as_bound(root_of_sum), "max", (SQRT, SUM, DIV), False),
-    ("over_length_plus", eps_added(vector_norm), "plus", (LENGTH, DIV), True),
-    ("over_root_plus", eps_added(root_of_sum), "plus", (SQRT, SUM, DIV), False),
+    ("rsqrt_of_sum", under_root(sum_square, times_rsqrt), "sum", (RSQRT, SUM), True),
+    ("over_root_of_sum", under_root(sum_square, over_sqrt), "sum", (SQRT, SUM, DIV), False),
+    ("rsqrt_of_mean", under_root(mean_square, times_rsqrt), "mean", (RSQRT, MEAN), True),
+    ("over_root_of_mean", under_root(mean_square, over_sqrt), "mean", (SQRT, MEAN, DIV), False),
+    ("over_least_length", least_of_length, "max", (LENGTH, DIV), True),
+    ("over_least_root", least(root_of_sum), "max", (SQRT, SUM, DIV), False),
+    ("over_length_plus", added_to_length, "plus", (LENGTH, DIV), True),
+    ("over_root_plus", added_to_root, "plus", (SQRT, SUM, DIV), False),
 )
 
 
@@ -77,20 +83,16 @@ def in_float32(spelling: Pattern) -> Pattern:
     return lambda x, eps: spelling(x.to(torch.float32), eps).to(x.dtype)
 
 
-def pattern_of(name: str, spelling: Pattern, with_eps: bool = True) -> Pattern:
-    def pattern(x: Tensor, eps: float) -> Tensor:
+def pattern_of(name: str, spelling: Pattern) -> Pattern:
+    def pattern(x: Tensor, eps: float = 0.0) -> Tensor:
         return spelling(x, eps)
 
-    def bare(x: Tensor) -> Tensor:
-        return spelling(x, 0.0)
-
-    chosen = pattern if with_eps else bare
-    chosen.__name__ = name
-    return chosen
+    pattern.__name__ = name
+    return pattern
 
 
-def fused(form: str, with_eps: bool = True) -> Pattern:
-    return pattern_of("l2_norm", lambda x, eps: torch.ops.graft.l2_norm(x, eps, form), with_eps)
+def fused(form: str) -> Pattern:
+    return pattern_of("l2_norm", lambda x, eps: torch.ops.graft.l2_norm(x, eps, form))
 
 
 def not_float64(match: Match) -> None:
@@ -106,10 +108,6 @@ def all_rewrites() -> list[Rewrite]:
         for suffix, spelled, same in (("", in_float32(spelling), exact), ("_unwidened", spelling, False)):
             pattern = pattern_of(name + suffix, spelled)
             rewrites.append(Rewrite(pattern, fused(form), SHAPES, not_float64, needs=needs, exact=same))
-            # eps 0: the normal form leaves the addition out, so over_root_plus is over_root_of_sum then
-            if form != "max" and name != "over_root_plus":
-                bare = pattern_of(f"{name}{suffix}_without_eps", spelled, with_eps=False)
-                rewrites.append(Rewrite(bare, fused(form, False), SHAPES, not_float64, needs=needs, exact=same))
     return rewrites
 
 

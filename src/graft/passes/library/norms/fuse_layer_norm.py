@@ -3,116 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from graft.ir.patterns.match import Match
+from graft.ir.patterns.words import choice, one_of
 from graft.ops.layer_norm.reference import normalize
 from graft.passes.library.norms.spellings import check_vectors
 from graft.passes.patterns import PatternTransform, Rewrite
 from graft.passes.registry import TransformRegistry
 
 aten, ops = torch.ops.aten, torch.ops.graft
-X, WEIGHT, BIAS = {"x": "b s d"}, {"weight": "d"}, {"bias": "d"}
-DEFAULT_EPS = 1e-5  # torch's; the normal form leaves it out
+SHAPES = {"x": "b s d", "weight": "d", "bias": "d"}
 
 
 # ── torch.layer_norm ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def called(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def called(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def called_fused(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def called_fused(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     return ops.layer_norm(x, weight, bias, eps)
-
-
-def called_default(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, (x.shape[-1],), weight, bias)
-
-
-def called_default_fused(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return ops.layer_norm(x, weight, bias, DEFAULT_EPS)
-
-
-def called_no_bias(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x, (x.shape[-1],), weight, None, eps)
-
-
-def called_no_bias_fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return ops.layer_norm(x, weight, None, eps)
-
-
-def called_no_bias_default(x: Tensor, weight: Tensor) -> Tensor:
-    return F.layer_norm(x, (x.shape[-1],), weight)
-
-
-def called_no_bias_default_fused(x: Tensor, weight: Tensor) -> Tensor:
-    return ops.layer_norm(x, weight, None, DEFAULT_EPS)
-
-
-def called_bare(x: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x, (x.shape[-1],), None, None, eps)
-
-
-def called_bare_fused(x: Tensor, eps: float) -> Tensor:
-    return ops.layer_norm(x, None, None, eps)
-
-
-def called_bare_default(x: Tensor) -> Tensor:
-    return F.layer_norm(x, (x.shape[-1],))
-
-
-def called_bare_default_fused(x: Tensor) -> Tensor:
-    return ops.layer_norm(x, None, None, DEFAULT_EPS)
-
-
-CALLS = (
-    (called_default, called_default_fused, X | WEIGHT | BIAS),
-    (called, called_fused, X | WEIGHT | BIAS),
-    (called_no_bias_default, called_no_bias_default_fused, X | WEIGHT),
-    (called_no_bias, called_no_bias_fused, X | WEIGHT),
-    (called_bare_default, called_bare_default_fused, X),
-    (called_bare, called_bare_fused, X),
-)
 
 
 # ── spelled out ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def with_weight(form: str, upcast: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Pattern and replacement. Cohere: float32 inside and a cast at the end (`upcast`)."""
+def spelled_out(form: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Pattern and replacement. The bias first: a norm with one holds a norm without. Cohere: float32 inside and a
+    cast at the end."""
 
-    def pattern(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if not upcast:
-            return weight * normalize(x, eps, form)
-        return (weight.to(torch.float32) * normalize(x.to(torch.float32), eps, form)).to(x.dtype)
+    def pattern(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+        def affine(h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+            y = w * normalize(h, eps, form)
+            return y if b is None else y + b
 
-    def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return ops.layer_norm(x, weight, None, eps, form, upcast)
+        def inside(b: Tensor | None) -> Tensor:
+            wide = torch.float32
+            return choice(
+                "inside",
+                float32=lambda: affine(x.to(wide), weight.to(wide), None if b is None else b.to(wide)).to(x.dtype),
+                working=lambda: affine(x, weight, b),
+            )
 
+        return one_of(lambda: inside(bias), lambda: inside(None))
+
+    def fused(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None, inside: str) -> Tensor:
+        return ops.layer_norm(x, weight, bias, eps, form, inside == "float32")
+
+    pattern.__name__ = form
     return pattern, fused
 
 
-def with_bias(form: str, upcast: bool) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    def pattern(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        if not upcast:
-            return weight * normalize(x, eps, form) + bias
-        h = normalize(x.to(torch.float32), eps, form)
-        return (weight.to(torch.float32) * h + bias.to(torch.float32)).to(x.dtype)
-
-    def fused(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        return ops.layer_norm(x, weight, bias, eps, form, upcast)
-
-    return pattern, fused
-
-
-def affine_is_vectors(names: tuple[str, ...], match: Match) -> None:
-    check_vectors(match, *names)
+def affine_is_vectors(match: Match) -> None:
+    check_vectors(match, *(name for name in ("weight", "bias") if name in match.tensors))
 
 
 def unbiased(h: Tensor, eps: float) -> Tensor:
@@ -141,22 +89,9 @@ REFUSALS = (
 UNBIASED = "the variance is unbiased (a sum over n - 1 values), a LayerNorm's is not (n)"
 
 
-def spelled_out() -> list[Rewrite]:
-    """The bias first: a norm with one holds a norm without."""
-    rewrites = []
-    for make, shapes in ((with_bias, X | WEIGHT | BIAS), (with_weight, X | WEIGHT)):
-        for form, needs in NEEDS.items():
-            for upcast in (True, False):
-                pattern, fused = make(form, upcast)
-                pattern.__name__ = f"{make.__name__}_{form}{'_upcast' if upcast else ''}"
-                check = partial(affine_is_vectors, tuple(name for name in shapes if name != "x"))
-                rewrites.append(Rewrite(pattern, fused, shapes, check, needs=needs))
-    return rewrites
-
-
 REWRITES = (
-    *(Rewrite(pattern, fused, shapes, needs=(aten.layer_norm.default,)) for pattern, fused, shapes in CALLS),
-    *spelled_out(),
+    Rewrite(called, called_fused, SHAPES, needs=(aten.layer_norm.default,)),
+    *(Rewrite(*spelled_out(form), SHAPES, affine_is_vectors, needs=needs) for form, needs in NEEDS.items()),
     *(Rewrite(wrong, wrong, {"h": "b s d"}, needs=needs, refuse=UNBIASED) for wrong, needs in REFUSALS),
 )
 

@@ -1,7 +1,6 @@
 """The ways to spell an RMSNorm: how the row is normalized, and how the weight comes in.
 
 A normalization takes x and eps and gives the float32 row; an ending applies the weight and goes back to x's dtype.
-Every pair of the two is one pattern.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from graft.ir.nodes import is_weight, tensor_val, where
 from graft.ir.patterns.match import Match, Refused
+from graft.ir.patterns.words import choice, constant
 
 Normalize = Callable[[Tensor, float], Tensor]
 Pattern = Callable[..., Tensor]
@@ -50,75 +50,33 @@ def normalization(square: Callable[[Tensor], Tensor], scale: Callable[[Tensor, T
 
 
 def promoted(x: Tensor, eps: float) -> Tensor:
-    """T5: x itself is multiplied, and becomes float32 by the product."""
+    """T5: x itself is multiplied, and becomes float32 by that."""
     return x * torch.rsqrt(mean_square(x.to(torch.float32)) + eps)
 
 
-# ── endings ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── endings: where the weight comes in, and where the row is rounded ────────────────────────────────────────────
 
 
-def cast_then_weight(normalize: Normalize) -> Pattern:
-    """Llama."""
-
-    def pattern(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return weight * normalize(x, eps).to(x.dtype)
-
-    return pattern
-
-
-def weight_then_cast(normalize: Normalize) -> Pattern:
-    """OLMo 2: the product with the weight is float32 because the row is."""
-
-    def pattern(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return (weight * normalize(x, eps)).to(x.dtype)
-
-    return pattern
+def ended(x: Tensor, h: Tensor, weight: Tensor, offset: float) -> Tensor:
+    """gemma: the weight is stored less an offset of 1. olmo2: weight times row is float32 because the row is."""
+    wide = torch.float32
+    return choice(
+        "ending",
+        gemma=lambda: (h * (weight.to(wide) + offset)).to(x.dtype),
+        llama=lambda: weight * h.to(x.dtype),
+        olmo2=lambda: (constant(weight) * h).to(x.dtype),  # or a cast would be taken for the weight
+        float_weight=lambda: (weight.to(wide) * h).to(x.dtype),
+    )
 
 
-def rounded_then_weight(normalize: Normalize) -> Pattern:
-    """Llama on a float32 row (gated by Mamba, or a sum that was not rounded): it is rounded to the weight's dtype."""
+def spelled(normalize: Normalize, name: str) -> Pattern:
+    """The pattern of a normalization, under the name that reports show."""
 
-    def pattern(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return weight * normalize(x, eps).to(weight.dtype)
+    def pattern(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        return ended(x, normalize(x, eps), weight, offset)
 
-    return pattern
-
-
-def float_weight_then_cast(normalize: Normalize) -> Pattern:
-    def pattern(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return (weight.to(torch.float32) * normalize(x, eps)).to(x.dtype)
-
-    return pattern
-
-
-def offset_weight_then_cast(normalize: Normalize) -> Pattern:
-    """Gemma: the weight is stored less an offset of 1."""
-
-    def pattern(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        return (normalize(x, eps) * (weight.to(torch.float32) + offset)).to(x.dtype)
-
-    return pattern
-
-
-def spelled(ending: Callable[[Normalize], Pattern], normalize: Normalize, name: str) -> Pattern:
-    """One pattern, under the name that reports show."""
-    pattern = ending(normalize)
     pattern.__name__ = name
     return pattern
-
-
-def without_eps(function: Pattern) -> Pattern:
-    """The spelling with eps 0, whose addition the normal form leaves out."""
-
-    def pattern(x: Tensor, weight: Tensor) -> Tensor:
-        return function(x, weight, 0.0)
-
-    def offset_pattern(x: Tensor, weight: Tensor, offset: float) -> Tensor:
-        return function(x, weight, 0.0, offset)
-
-    chosen = offset_pattern if "offset" in function.__annotations__ else pattern
-    chosen.__name__ = f"{function.__name__}_without_eps"
-    return chosen
 
 
 def check_vectors(match: Match, *names: str) -> None:

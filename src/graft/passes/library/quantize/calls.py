@@ -1,4 +1,4 @@
-"""Products of a graph, and how one with a quantized weight takes the place of one without."""
+"""GEMMs of a graph, and how one with a quantized weight replaces one without."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPERTS_STAY = "experts are no linear layers; their weights stay"
 
 
 def linear_calls(gm: GraphModule) -> list[Node]:
-    """Every product with a weight that is not quantized yet."""
+    """Every GEMM with a weight that is not quantized yet."""
     found = [node for node in calls(gm.graph) if is_op(node, LINEAR, MM, ADDMM, FUSED)]
     return [node for node in found if not is_op(node, FUSED) or operands(node)["scale"] is None]
 
@@ -35,7 +35,7 @@ def experts(gm: GraphModule) -> Iterator[Node]:
 
 
 def operands(node: Node) -> dict[str, Any]:
-    """The arguments that graft::fused_linear takes in the place of this call, by name."""
+    """The arguments that graft::fused_linear takes in place of this call, by name."""
     if is_op(node, FUSED):
         return options_of(node)
     if is_op(node, ADDMM):
@@ -55,7 +55,7 @@ def check_call(node: Node) -> None:
 
 
 def norm_of(gm: GraphModule, given: dict[str, Any]) -> tuple[str, float]:
-    """The weight of the norm that goes into the product's, and what is added to it; or neither: it may change."""
+    """The weight of the norm that goes into the GEMM's, and what is added to it; or neither: it may change."""
     norm = given["norm"]
     if not isinstance(norm, Node) or norm.op != "get_attr":
         return "", 0.0
@@ -72,7 +72,7 @@ def parameters(editor: Editor, made: Quantized, before: Node) -> tuple[Node, Nod
     return q, editor.parameter(f"{prefix}{leaf}_scale", made.scale, before=before, like=before)
 
 
-def put_product(
+def put_linear(
     editor: Editor, node: Node, given: dict[str, Any], made: Quantized, q: Node, scale: Node
 ) -> list[Node]:
     full = {**given, "weight": q, "scale": scale}

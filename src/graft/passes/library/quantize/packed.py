@@ -25,7 +25,7 @@ from graft.passes.library.quantize.calls import (
     operands,
     parameters,
     put,
-    put_product,
+    put_linear,
     weight_match,
 )
 from graft.passes.library.quantize.quantization import (
@@ -47,19 +47,19 @@ FILE, HEAD = "file", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Use:
-    """A weight and the calls that read it: products, and lookups of its rows."""
+    """A weight and the calls that read it: GEMMs, and lookups of its rows."""
 
     weight: Node
     readers: tuple[Node, ...]  # in the graph's order
 
     @property
-    def products(self) -> list[Node]:
+    def gemms(self) -> list[Node]:
         return [node for node in self.readers if not is_op(node, EMBEDDING)]
 
     @property
     def pattern_name(self) -> str:
         """What patterns see: a weight that is multiplied with and looked up in is the output head's."""
-        return HEAD if 0 < len(self.products) < len(self.readers) else str(self.weight.target)
+        return HEAD if 0 < len(self.gemms) < len(self.readers) else str(self.weight.target)
 
 
 class TiledWeights(Quantizing):
@@ -103,7 +103,7 @@ class TiledWeights(Quantizing):
         put_here = (
             put_lookup(self.editor, node, q, scale)
             if lookup
-            else put_product(self.editor, node, operands(node), made, q, scale)
+            else put_linear(self.editor, node, operands(node), made, q, scale)
         )
         if node is use.readers[-1]:
             self.give_up(made)
@@ -125,14 +125,14 @@ class TiledWeights(Quantizing):
 
 
 def uses(gm: GraphModule) -> list[Use]:
-    """Every weight of a product, and every table of an embedding, with all calls that read the same memory."""
+    """Every weight of a GEMM, and every table of an embedding, with all calls that read the same memory."""
     readers: dict[Any, list[Node]] = {}
     weights: dict[Any, Node] = {}
-    products = set(linear_calls(gm))
+    gemms = set(linear_calls(gm))
     for node in calls(gm.graph):
-        if node not in products and not is_op(node, EMBEDDING):
+        if node not in gemms and not is_op(node, EMBEDDING):
             continue
-        weight = operands(node)["weight"] if node in products else node.args[0]
+        weight = operands(node)["weight"] if node in gemms else node.args[0]
         key: Any = weight
         if isinstance(weight, Node) and weight.op == "get_attr":
             key = identity(attribute(gm, str(weight.target)))
@@ -143,7 +143,7 @@ def uses(gm: GraphModule) -> list[Use]:
 
 def check_use(layers: WeightReaders, use: Use, skip: Sequence[str], reader: Node) -> None:
     """Refused, at one reader, where all that read the weight cannot read it packed."""
-    for node in use.products:
+    for node in use.gemms:
         check_call(node)
     check_weight(layers, reader, use.weight, skip, may_be_tied=True)
     name = use.weight.target
@@ -155,9 +155,9 @@ def check_use(layers: WeightReaders, use: Use, skip: Sequence[str], reader: Node
     there = layers.readers.get(storage_id(tensor), ())
     others = [user for node in there for user in node.users if user not in use.readers]
     if others or any(reads_twice(node, there) for node in use.readers):
-        raise Refused(reader, f"{name} is tied: something else than products and lookups reads it too")
+        raise Refused(reader, f"{name} is tied: something else than GEMMs and lookups reads it too")
     if len({(is_op(node, MM, ADDMM), gated(node)) for node in use.readers}) > 1:
-        raise Refused(reader, f"{name} is read in several ways, by one product turned or gated and by another not")
+        raise Refused(reader, f"{name} is read in several ways, by one GEMM transposed or gated and by another not")
     if any(is_op(node, EMBEDDING) and len(node.args) + len(node.kwargs) > 3 for node in use.readers):
         raise Refused(reader, f"{name} is looked up with options of training")
 
@@ -176,24 +176,24 @@ def check_format(run: TiledWeights, use: Use, format: str, reader: Node) -> None
     weight = attribute(run.gm, name).detach()
     if lazy is not None and weight in lazy and format == FILE:
         if lazy.of(weight)[0].transposed != is_op(use.readers[0], MM, ADDMM):
-            raise Refused(reader, f"{name} is stored turned in the file, and the product reads it the other way")
+            raise Refused(reader, f"{name} is stored transposed in the file, and the GEMM reads it the other way")
     elif format == FILE:
         raise Refused(reader, f"{name} has floats in the file")
-    elif not use.products:
+    elif not use.gemms:
         raise Refused(reader, f"{name} is a table")
 
 
 def packed_weight(gm: GraphModule, context: Context, use: Use, format: str) -> Quantized:
     """The weight in tiles."""
     name, lazy = str(use.weight.target), context.lazy
-    weight, turned, twice = attribute(gm, name).detach(), is_op(use.readers[0], MM, ADDMM), gated(use.readers[0])
+    weight, transposed, twice = attribute(gm, name).detach(), is_op(use.readers[0], MM, ADDMM), gated(use.readers[0])
     if lazy is not None and weight in lazy:
         if format == FILE:
             packed = lazy.packed(weight, twice)
             stored = "+".join(lazy.quants(weight))
             return Quantized(name, packed.kind, *in_graph(packed), None, weight.nbytes, stored=stored)
         lazy.fill(weight)
-    rows = weight.t() if turned else weight
+    rows = weight.t() if transposed else weight
     packed, rounding = pack_checked(rows, KIND[format], twice, name)
     return Quantized(name, packed.kind, *in_graph(packed), rounding, weight.nbytes)
 

@@ -163,10 +163,10 @@ def release(gm: GraphModule, owned: torch.nn.Module, *names: str) -> None:
     merged into the weight are views of its memory, so they go too.
     """
     weights = [weight for weight in (attribute(gm, name) for name in names) if not weight.is_meta]
-    places = {storage_id(weight) for weight in weights}
-    if not places:
+    memory = {storage_id(weight) for weight in weights}
+    if not memory:
         return
-    gone = [p for p in (*gm.parameters(), *owned.parameters()) if storage_id(p) in places]
+    gone = [p for p in (*gm.parameters(), *owned.parameters()) if storage_id(p) in memory]
     dropped = {id(parameter) for parameter in gone}
     for part in owned.modules():
         for leaf, parameter in part._parameters.items():

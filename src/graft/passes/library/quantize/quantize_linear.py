@@ -26,7 +26,7 @@ from graft.passes.library.quantize.calls import (
     norm_of,
     operands,
     parameters,
-    put_product,
+    put_linear,
     weight_match,
 )
 from graft.passes.library.quantize.packed import TiledWeights
@@ -46,7 +46,7 @@ from graft.passes.rewriter import Rewriter
 
 OUTPUT_HEAD = "lm_head"
 FP8_CAPABILITY = (8, 9)
-FP8_ROWS = 16  # torch's product takes a multiple of it
+FP8_ROWS = 16  # torch's GEMM takes a multiple of it
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,18 @@ class QuantizeLinear(Rewriter):
     after:   %y = graft.fused_linear(%x, %q, %b, %s);   %z = graft.fused_linear(%x, %r, scale=%t, eps=…, normed=True)
 
     Only parameters that nothing else reads; a tied embedding, what `skip` names and experts stay as they are, each
-    with its reason. The output head has 8 bits in every format (`head`). The weight of a norm goes into the product's
+    with its reason. The output head has 8 bits in every format (`head`). The weight of a norm goes into the GEMM's
     before that is rounded, and with it a sixth of the kernel's instructions. Layer by layer; where the engine loaded
     the module itself, the old weight is given up as soon as the new one is there. Numerics: they change by design.
     Each weight is checked to be the nearest number that its scale can give (weights/rounding.py), and the
-    record says how far that is; products are summed in float32. With fp8 on a GPU that multiplies float8, steps of
+    record says how far that is; GEMMs are summed in float32. With fp8 on a GPU that multiplies float8, steps of
     `fp8_from` tokens and more round each row of activations to float8 too, with a scale of its own (in the report).
 
     native:  %e = graft.packed_embedding(%q, %s, %ids, …);   %y = graft.fused_linear(%x, %q, None, %s, %g, …)
 
     For the native backend a weight goes into its tiles, with a scale (int8) or a scale and a minimum (int4) each 32
     columns; `file` takes the blocks of a GGUF file as they are. An embedding that is tied to the head reads the same
-    tiles, and norms keep their weights. Numerics there: the product rounds rows of x to 8 bits in blocks of 32.
+    tiles, and norms keep their weights. Numerics there: the GEMM rounds rows of x to 8 bits in blocks of 32.
 
     A walk: it makes new weights of the old ones, and asks who else reads them.
     """
@@ -178,7 +178,7 @@ class ScaledWeights(Quantizing):
         given["fp8_from"] = self.config.fp8_from if rounds else 0
         self.made[node] = made
         self.done.append(made)
-        new = put_product(self.editor, node, given, made, *parameters(self.editor, made, node))
+        new = put_linear(self.editor, node, given, made, *parameters(self.editor, made, node))
         if self.owned is not None:
             release(self.gm, self.owned, name)
         return new
@@ -214,7 +214,7 @@ def gpu_of(gm: GraphModule) -> torch.device | None:
 
 def activations_text(problem: str, tokens: int, done: Sequence[Quantized]) -> str:
     if problem:
-        return f"activations are not rounded, because {problem}: products of many tokens widen the weights instead"
+        return f"activations are not rounded, because {problem}: GEMMs of many tokens widen the weights instead"
     odd = [made.name for made in done if made.q.shape[0] % FP8_ROWS]
     but = f", but for {', '.join(odd[:3])} ({len(odd)} in all): rows are no multiple of {FP8_ROWS}" if odd else ""
     return f"in steps of {tokens} tokens and more activations are rounded to float8 too, a scale a row{but}"

@@ -14,7 +14,7 @@ from graft.ir.effects import storage_root
 from graft.ir.nodes import calls, is_op, same_sizes, static_int, tensor_of, val, where
 from graft.ir.patterns.match import Match, NearMiss, Refused
 from graft.passes.base import Context
-from graft.passes.library.rope.rotary import Turn, find_turn
+from graft.passes.library.rope.rotary import Rotation, find_rotation
 from graft.passes.registry import TransformRegistry
 from graft.passes.rewriter import Rewriter, RewriteRun
 
@@ -29,12 +29,12 @@ class FuseRoPE(Rewriter):
              %c = cat([%n, %lo], -1);  %b = mul(%c, %sin);  %y = add(%a, %b)
     after:   %y = graft.rope(%x, %cos, %sin)
 
-    Halves or pairs turn (Llama; GPT-J, GLM, Cohere), all of a head or its first r values. x is [b, h, s, d] or
+    Halves or pairs rotate (Llama; GPT-J, GLM, Cohere), all of a head or its first r values. x is [b, h, s, d] or
     [b, s, h, d], or [t, h, d] where tokens are packed (vLLM); cos and sin are one angle a token, of r values or of
     r/2, in x's dtype or float32 with a cast back, also where x is cast first. The spellings are listed in
     rotary.py beside this. Where cos and sin have r/2 values or are one complex tensor, they are written out once for
     all layers.
-    Numerics: bitwise with the reference, save the complex spelling, whose product (ac - bd, ad + bc) may be fused
+    Numerics: bitwise with the reference, save the complex spelling, where ac - bd and ad + bc may be fused
     into one rounding: within float32 rounding. The Triton kernel rounds where eager does.
 
     A walk: halves or pairs, each spelled in many ways that may be mixed, and a result for all layers at once.
@@ -43,7 +43,7 @@ class FuseRoPE(Rewriter):
     reads_decomposed = True  # its ops are left as they are
 
     find_first = True
-    lacking = "nothing in the graph turns parts of a head by cos and sin"
+    lacking = "nothing in the graph rotates parts of a head by cos and sin"
 
     def start(self, gm: GraphModule, context: Context) -> RopeRun:
         return RopeRun(gm, context, Editor(gm, self.name))
@@ -51,60 +51,60 @@ class FuseRoPE(Rewriter):
     def candidates(self, run: RopeRun) -> list[Node]:
         return list(calls(run.gm.graph))
 
-    def find(self, run: RopeRun, node: Node) -> Rotation | None:
-        turn = find_turn(node)
-        if turn is None:
+    def find(self, run: RopeRun, node: Node) -> RotationMatch | None:
+        rotation = find_rotation(node)
+        if rotation is None:
             return None
-        check_written(turn, run.mutated)
-        check_angles(turn)
-        stops = {turn.x, turn.cos, turn.sin, turn.origin, *(turn.parts or ())}
-        x, out = settle_dtype(turn, inner_nodes(turn.result, stops))
-        spelling = f"{'interleaved' if turn.interleaved else 'half'} {turn.spelling}"
-        longer = with_rest(turn, x, out)
+        check_written(rotation, run.mutated)
+        check_angles(rotation)
+        stops = {rotation.x, rotation.cos, rotation.sin, rotation.origin, *(rotation.parts or ())}
+        x, out = settle_dtype(rotation, inner_nodes(rotation.result, stops))
+        spelling = f"{'interleaved' if rotation.interleaved else 'half'} {rotation.spelling}"
+        longer = with_rest(rotation, x, out)
         if longer is not None:
-            (x, out), stops, spelling = longer, {turn.cos, turn.sin, longer[0]}, f"{spelling}, partial"
-        tensors = {"x": x, "cos": turn.cos, "sin": turn.sin}
-        return Rotation(spelling, tensors, {}, tuple(inner_nodes(out, {*stops, x})), (out,), turn)
+            (x, out), stops, spelling = longer, {rotation.cos, rotation.sin, longer[0]}, f"{spelling}, partial"
+        tensors = {"x": x, "cos": rotation.cos, "sin": rotation.sin}
+        return RotationMatch(spelling, tensors, {}, tuple(inner_nodes(out, {*stops, x})), (out,), rotation)
 
-    def write(self, run: RopeRun, match: Rotation) -> list[Node]:
-        turn, out, x = match.turn, match.anchor, run.editor.current(match.tensors["x"])
+    def write(self, run: RopeRun, match: RotationMatch) -> list[Node]:
+        rotation, out, x = match.rotation, match.anchor, run.editor.current(match.tensors["x"])
         run.made, run.like = [], out
-        cos, sin = (run.angle(turn, x, which) for which in (0, 1))
-        if turn.sizes is not None:
-            x = run.call(aten.reshape.default, (x, list(turn.sizes)), out)
-        if turn.parts is not None:
-            x = run.call(aten.cat.default, (list(turn.parts), -1), out)
-        rope = run.call(ops.rope.default, (x, cos, sin, True) if turn.interleaved else (x, cos, sin), out)
-        if turn.heads is not None:
-            rope = run.laid_out(rope, turn.result, out)
+        cos, sin = (run.angle(rotation, x, which) for which in (0, 1))
+        if rotation.sizes is not None:
+            x = run.call(aten.reshape.default, (x, list(rotation.sizes)), out)
+        if rotation.parts is not None:
+            x = run.call(aten.cat.default, (list(rotation.parts), -1), out)
+        rope = run.call(ops.rope.default, (x, cos, sin, True) if rotation.interleaved else (x, cos, sin), out)
+        if rotation.heads is not None:
+            rope = run.laid_out(rope, rotation.result, out)
         run.editor.replace(out, rope)
         return run.made
 
     def near_miss(self, run: RopeRun, node: Node, refused: Refused) -> NearMiss:
-        return replace(super().near_miss(run, node, refused), matched=2 if is_turn(node) else 1)
+        return replace(super().near_miss(run, node, refused), matched=2 if is_rotation(node) else 1)
 
 
 @dataclass(frozen=True)
-class Rotation(Match):
+class RotationMatch(Match):
     """`tensors["x"]` is what the op reads, the anchor what it stands in for."""
 
-    turn: Turn
+    rotation: Rotation
 
 
 # ── what to do, decided before anything is changed ──────────────────────────────────────────────────────────────
 
 
-def is_turn(node: Node) -> bool:
+def is_rotation(node: Node) -> bool:
     """Whether it is a rotation that the op could do, wherever it stands."""
     try:
-        return find_turn(node) is not None
+        return find_rotation(node) is not None
     except Refused:
         return False
 
 
-def check_written(turn: Turn, mutated: Collection[Node]) -> None:
+def check_written(rotation: Rotation, mutated: Collection[Node]) -> None:
     """The op reads cos and sin where they are made; a write to them in between would be lost."""
-    angle = next((node for node in (turn.cos, turn.sin) if mutated and storage_root(node) in mutated), None)
+    angle = next((node for node in (rotation.cos, rotation.sin) if mutated and storage_root(node) in mutated), None)
     if angle is not None:
         raise Refused(angle, f"{where(angle)} is written in place")
 
@@ -121,26 +121,26 @@ def inner_nodes(result: Node, stops: Collection[Node | None]) -> list[Node]:
     return list(found)
 
 
-def check_angles(turn: Turn) -> None:
+def check_angles(rotation: Rotation) -> None:
     """Refused where cos and sin are not one angle a token and pair of values."""
-    shape = turn.heads or tensor_of(turn.result).shape
+    shape = rotation.heads or tensor_of(rotation.result).shape
     rank = len(shape)
     if rank not in (3, 4):
         raise Refused(
-            turn.result,
+            rotation.result,
             f"x has {rank} dims; the op takes [b, h, s, d] or [b, s, h, d] with cos, sin [b, 1, s, r] or [b, s, 1, r]"
             ", and [t, h, d] with [t, 1, r]: reshape it to that, a single head to [t, 1, d]",
         )
-    if turn.sizes is None and turn.parts is None and not same_sizes(tensor_of(turn.x).shape, shape):
-        raise Refused(turn.result, f"cos or sin is larger than {where(turn.x)}, which is broadcast")
-    for angle in (turn.cos, turn.sin):
+    if rotation.sizes is None and rotation.parts is None and not same_sizes(tensor_of(rotation.x).shape, shape):
+        raise Refused(rotation.result, f"cos or sin is larger than {where(rotation.x)}, which is broadcast")
+    for angle in (rotation.cos, rotation.sin):
         sizes = [1] * (rank - tensor_of(angle).dim()) + list(tensor_of(angle).shape)
         if str(sizes[-3]) != "1" and str(sizes[-2]) != "1":
-            raise Refused(turn.result, "cos and sin differ between heads")
-        if str(sizes[-1]) != str(shape[-1] // 2 if turn.halved else shape[-1]):
-            raise Refused(turn.result, "cos or sin is broadcast over the head")
-    if (table(turn.cos), table(turn.sin)) == ("sin", "cos"):
-        raise Refused(turn.result, f"cos and sin are swapped: {where(turn.cos)} is a sine")
+            raise Refused(rotation.result, "cos and sin differ between heads")
+        if str(sizes[-1]) != str(shape[-1] // 2 if rotation.halved else shape[-1]):
+            raise Refused(rotation.result, "cos or sin is broadcast over the head")
+    if (table(rotation.cos), table(rotation.sin)) == ("sin", "cos"):
+        raise Refused(rotation.result, f"cos and sin are swapped: {where(rotation.cos)} is a sine")
 
 
 def table(angle: Any) -> str:
@@ -156,24 +156,26 @@ def table(angle: Any) -> str:
     return ""
 
 
-def settle_dtype(turn: Turn, nodes: Sequence[Node]) -> tuple[Node, Node]:
+def settle_dtype(rotation: Rotation, nodes: Sequence[Node]) -> tuple[Node, Node]:
     """What the op reads and replaces. It gives x's dtype: a cast back goes into it, or a cast of x stays out."""
-    given, made = tensor_of(turn.x).dtype, tensor_of(turn.result).dtype
+    given, made = tensor_of(rotation.x).dtype, tensor_of(rotation.result).dtype
     odd = next((n for n in nodes if is_op(n, aten.mul.Tensor) and tensor_of(n).dtype != made), None)
-    if odd is not None and turn.spelling != "complex":
+    if odd is not None and rotation.spelling != "complex":
         raise Refused(odd, f"{where(odd)} is {tensor_of(odd).dtype}, what it is added to is {made}")
     if given == made:
-        return turn.x, turn.result
-    reader = next(iter(turn.result.users), None)
-    if len(turn.result.users) == 1 and is_op(reader, aten.to.dtype) and tensor_of(reader).dtype == given:
-        return turn.x, reader
-    readers = [user for user in turn.x.users if user in nodes]
+        return rotation.x, rotation.result
+    reader = next(iter(rotation.result.users), None)
+    if len(rotation.result.users) == 1 and is_op(reader, aten.to.dtype) and tensor_of(reader).dtype == given:
+        return rotation.x, reader
+    readers = [user for user in rotation.x.users if user in nodes]
     if len(readers) == 1 and is_op(readers[0], aten.to.dtype) and tensor_of(readers[0]).dtype == made:
-        return readers[0], turn.result
-    raise Refused(turn.result, f"{where(turn.result)} stays {made}, while x is {given}, which the op would give")
+        return readers[0], rotation.result
+    raise Refused(
+        rotation.result, f"{where(rotation.result)} stays {made}, while x is {given}, which the op would give"
+    )
 
 
-def with_rest(turn: Turn, x: Node, out: Node) -> tuple[Node, Node] | None:
+def with_rest(rotation: Rotation, x: Node, out: Node) -> tuple[Node, Node] | None:
     """The whole head and the result with the values that pass through: `cat([out, head[..., r:]], -1)`."""
     reader = next(iter(out.users), None)
     if (
@@ -183,7 +185,12 @@ def with_rest(turn: Turn, x: Node, out: Node) -> tuple[Node, Node] | None:
         or not is_op(x, aten.slice.Tensor)
     ):
         return None
-    if turn.sizes is not None or turn.parts is not None or turn.heads is not None or turn.origin not in (None, x):
+    if (
+        rotation.sizes is not None
+        or rotation.parts is not None
+        or rotation.heads is not None
+        or rotation.origin not in (None, x)
+    ):
         return None
     head, pieces = x.args[0], reader.args[0]
     r, d = (static_int(tensor_of(node).shape[-1]) for node in (x, head))
@@ -204,17 +211,17 @@ class RopeRun(RewriteRun):
     made: list[Node] = field(default_factory=list)  # by the rotation that is being written
     like: Node | None = None
 
-    def angle(self, turn: Turn, x: Node, which: int) -> Node:
+    def angle(self, rotation: Rotation, x: Node, which: int) -> Node:
         """cos or sin of r values, in a dtype that makes the op compute in that of the spelling."""
-        angle = (turn.cos, turn.sin)[which]
-        if turn.spelling == "complex":
+        angle = (rotation.cos, rotation.sin)[which]
+        if rotation.spelling == "complex":
             angle = self.derive(aten.select.int, self.derive(aten.view_as_real.default, angle), -1, which)
-        dtype = tensor_of(turn.result).dtype
+        dtype = tensor_of(rotation.result).dtype
         if torch.promote_types(tensor_of(x).dtype, tensor_of(angle).dtype) != dtype:
             angle = self.derive(aten.to.dtype, angle, dtype)
-        if not turn.halved:
+        if not rotation.halved:
             return angle
-        if turn.interleaved:
+        if rotation.interleaved:
             return self.derive(aten.repeat_interleave.self_int, angle, 2, -1)
         return self.derive(aten.cat.default, [angle, angle], -1)
 

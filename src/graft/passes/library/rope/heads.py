@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Head:
-    """What turns: `node` is [..., r], or where it was `split` into pairs [..., r/2, 2]."""
+    """What rotates: `node` is [..., r], or where it was `split` into pairs [..., r/2, 2]."""
 
     node: Node
     split: bool = False
@@ -119,7 +119,7 @@ def flattened_further(pairs: Node) -> Node | None:
 def no_part(piece: Node) -> str:
     size = tensor_of(piece.args[0]).shape[-1] if is_op(piece, aten.slice.Tensor) else 0
     if isinstance(size, int) and size % 2:
-        return f"{where(piece)} is part of {size} values, an odd number, which cannot turn in pairs"
+        return f"{where(piece)} is part of {size} values, an odd number, which cannot rotation in pairs"
     return f"{where(piece)} is no half of a head, nor every second value of one"
 
 
@@ -139,7 +139,7 @@ def same_head(operand: Node, head: Head) -> Node | None:
 
 
 def whole_head(head: Head) -> tuple[Node, tuple[Any, ...] | None]:
-    """What turns, and the sizes it must be reshaped to first: where pairs were made of more than the last dim."""
+    """What rotates, and the sizes it must be reshaped to first: where pairs were made of more than the last dim."""
     if not head.split:
         return head.node, None
     origin = origin_of(head)

@@ -63,7 +63,7 @@ class Computed:
         result = values[self.result].detach()
         return result[:, 0] if self.heads else result
 
-    def place(self) -> str:
+    def owner(self) -> str:
         """The module that computes it, as a prefix of names."""
         path = module_path(self.result)
         return f"{path}." if path else "rope."
@@ -131,7 +131,7 @@ def check_constant(node: Node, sizes: list[str]) -> None:
     made = tensor_val(node)
     require(made is not None, node, f"{where(node)} is not one tensor")
     tokens = sizes[1] in [str(size) for size in tensor_of(node).shape]
-    require(not tokens, node, f"{where(node)} has a value for each place in the batch, whatever its position")
+    require(not tokens, node, f"{where(node)} has a value for each slot of the batch, whatever its position")
 
 
 def check_each_by_itself(node: Node, varying: Collection[Node], sizes: list[str]) -> None:
@@ -139,8 +139,8 @@ def check_each_by_itself(node: Node, varying: Collection[Node], sizes: list[str]
     require(tensor_val(node) is not None, node, f"{where(node)} is not one tensor")
     reached = [source for source in node.all_input_nodes if source in varying]
     if node.target in ELEMENTWISE:
-        places = {tuple(from_right(source, sizes)) for source in (*reached, node)}
-        require(len(places) == 1, node, f"{where(node)} pairs positions with each other")
+        sources = {tuple(from_right(source, sizes)) for source in (*reached, node)}
+        require(len(sources) == 1, node, f"{where(node)} pairs positions with each other")
         scalars = [leaf for leaf in leaves((node.args, node.kwargs)) if isinstance(val(leaf), torch.SymInt)]
         require(not scalars, node, f"{where(node)} depends on the number of tokens")
     elif node.target in ALONG:

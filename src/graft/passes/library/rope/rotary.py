@@ -1,6 +1,6 @@
 """Finds rotary embeddings in a graph, whatever their spelling: read by fuse_rope.
 
-A head x of r values turns by cos and sin. Its parts are (x1, x2) = (lower half, upper half), or where it is
+A head x of r values is rotated by cos and sin. Its parts are (x1, x2) = (lower half, upper half), or where it is
 interleaved (even values, odd values). Three spellings mean the same:
 
     whole:    x * cos + join(-x2, x1) * sin                      join: cat for halves, stack + flatten for pairs
@@ -42,13 +42,13 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A rotation: `result` is `x` turned by cos and sin, all three as the graph has them.
+class Rotation:
+    """A rotation: `result` is `x` rotated by cos and sin, all three as the graph has them.
 
     sizes: x must first be reshaped to them. parts: x must first be put together from these two (DeepSeek reads pairs
     and writes halves). cos and sin: of r values, or `halved` of r/2; for the complex spelling both are `freqs`.
-    origin: what x was read from besides, where that is another node than x. heads: the sizes of what turns, where the
-    result is a reshape of it.
+    origin: what x was read from besides, where that is another node than x. heads: the sizes of what rotates, where
+    the result is a reshape of it.
     """
 
     spelling: str
@@ -64,19 +64,19 @@ class Turn:
     heads: tuple[Any, ...] | None = None
 
 
-def find_turn(node: Node) -> Turn | None:
+def find_rotation(node: Node) -> Rotation | None:
     """The rotation whose last step is `node`; Refused where it only looks like one, None where it does not."""
     if is_op(node, aten.add.Tensor, aten.sub.Tensor):
-        return whole_turn(node)
+        return whole_rotation(node)
     if is_op(node, aten.cat.default, aten.stack.default):
-        return parts_turn(node)
-    return complex_turn(node) if is_op(node, aten.view_as_real.default) else None
+        return parts_rotation(node)
+    return complex_rotation(node) if is_op(node, aten.view_as_real.default) else None
 
 
 # ── x * cos + join(-x2, x1) * sin ───────────────────────────────────────────────────────────────────────────────
 
 
-def whole_turn(node: Node) -> Turn | None:
+def whole_rotation(node: Node) -> Rotation | None:
     if node.kwargs or not all(is_op(term, aten.mul.Tensor) for term in node.args):
         return None
     straight, crossed = node.args
@@ -87,17 +87,17 @@ def whole_turn(node: Node) -> Turn | None:
     if factor is None:
         return None
     crossing, sin = factor
-    head, interleaved, forwards = quarter_turn(crossing)
+    head, interleaved, forwards = quarter_rotation(crossing)
     if forwards != is_op(node, aten.add.Tensor):
-        raise Refused(node, f"{where(node)} turns backwards")
+        raise Refused(node, f"{where(node)} rotates backwards")
     for operand, cos in (straight.args, straight.args[::-1]):
         if isinstance(operand, Node) and isinstance(cos, Node) and (x := same_head(operand, head)) is not None:
-            return Turn("whole", x, cos, sin, node, interleaved, origin=origin_of(head))
-    raise Refused(straight, f"{where(straight)} does not read {where(head.node)}, whose values are turned")
+            return Rotation("whole", x, cos, sin, node, interleaved, origin=origin_of(head))
+    raise Refused(straight, f"{where(straight)} does not read {where(head.node)}, whose values are rotated")
 
 
 def crossing_factor(mul: Node) -> tuple[Node, Node] | None:
-    """(join(-x2, x1), sin) where a product has such a factor."""
+    """(join(-x2, x1), sin) where a `mul` has such a factor."""
     for factor, sin in (mul.args, mul.args[::-1]):
         crossing = uncast(factor)
         if isinstance(sin, Node) and any(is_op(uncast(p), aten.neg.default) for p in crossed_pieces(crossing)):
@@ -113,8 +113,8 @@ def crossed_pieces(crossing: Any) -> list[Any]:
     return list(pieces) if len(pieces) == 2 else []
 
 
-def quarter_turn(crossing: Node) -> tuple[Head, bool, bool]:
-    """What turns, whether in pairs, and whether forwards: (-x2, x1), or backwards: (x2, -x1)."""
+def quarter_rotation(crossing: Node) -> tuple[Head, bool, bool]:
+    """What rotates, whether in pairs, and whether forwards: (-x2, x1), or backwards: (x2, -x1)."""
     join = joined(crossing.args[0] if is_op(crossing, *RESHAPES) else crossing)
     if join is None or join[0] is not crossing:
         raise Refused(crossing, f"{where(crossing)} does not join its two parts along the head")
@@ -147,7 +147,7 @@ class Term:
     positive: bool
 
 
-def parts_turn(node: Node) -> Turn | None:
+def parts_rotation(node: Node) -> Rotation | None:
     join = joined(node) or joined_further(node)
     sums = [terms for piece in join[1] for terms in [sum_of_terms(piece)] if terms is not None] if join else []
     if join is None or len(sums) != 2:
@@ -156,12 +156,12 @@ def parts_turn(node: Node) -> Turn | None:
     first: Refused | None = None
     for terms in product(*sums[0], *sums[1]):
         try:
-            turn = turn_of_terms(terms, result, paired)
+            rotation = rotation_of_terms(terms, result, paired)
         except Refused as refused:
             first = first or refused
         else:
-            if turn is not None:
-                return laid_out(turn, head_sizes(node)) if paired else turn
+            if rotation is not None:
+                return laid_out(rotation, head_sizes(node)) if paired else rotation
     raise first or Refused(result, f"{where(result)} does not join x1 * cos - x2 * sin and x2 * cos + x1 * sin")
 
 
@@ -172,9 +172,9 @@ def joined_further(node: Node) -> tuple[Node, list[Node], bool] | None:
     return (result, list(node.args[0]), True) if result is not None else None
 
 
-def laid_out(turn: Turn, heads: list[Any]) -> Turn:
-    """The turn, told the sizes of its heads where the result has others."""
-    return turn if same_sizes(tensor_of(turn.result).shape, heads) else replace(turn, heads=tuple(heads))
+def laid_out(rotation: Rotation, heads: list[Any]) -> Rotation:
+    """The rotation, told the sizes of its heads where the result has others."""
+    return rotation if same_sizes(tensor_of(rotation.result).shape, heads) else replace(rotation, heads=tuple(heads))
 
 
 def sum_of_terms(piece: Any) -> list[list[Term]] | None:
@@ -198,34 +198,34 @@ def readings(mul: Any, positive: bool) -> Iterator[Term]:
                 yield Term(part, angle, positive != negated)
 
 
-def turn_of_terms(terms: tuple[Term, ...], result: Node, paired: bool) -> Turn | None:
+def rotation_of_terms(terms: tuple[Term, ...], result: Node, paired: bool) -> Rotation | None:
     """The four terms as a rotation of one head, or None where they are not even its two parts twice."""
     one, two = (sorted(pair, key=lambda term: term.part.second) for pair in (terms[:2], terms[2:]))
-    places = [(term.part.second, term.part.paired, term.part.head) for term in (*one, *two)]
+    found = [(term.part.second, term.part.paired, term.part.head) for term in (*one, *two)]
     head, kind = one[0].part.head, one[0].part.paired
-    if places != [(second, kind, head) for second in (False, True, False, True)]:
+    if found != [(second, kind, head) for second in (False, True, False, True)]:
         return None
     (a, b), (c, d) = one, two
     if a.angle is not d.angle or b.angle is not c.angle:
-        raise Refused(result, f"{where(result)} turns its two parts by different angles")
+        raise Refused(result, f"{where(result)} rotates its two parts by different angles")
     signs = [term.positive for term in (a, b, c, d)]
     if signs == [True, True, False, True]:
-        raise Refused(result, f"{where(result)} turns backwards")
+        raise Refused(result, f"{where(result)} rotates backwards")
     if signs != [True, False, True, True]:
         raise Refused(result, f"{where(result)} does not join x1 * cos - x2 * sin and x2 * cos + x1 * sin")
     if paired and not kind:
         raise Refused(result, f"{where(result)} joins halves as pairs")
     if kind and not paired:  # pairs are read, halves written
         parts = (a.part.node, b.part.node)
-        return Turn("parts", parts[0], a.angle, b.angle, result, False, True, parts=parts)
+        return Rotation("parts", parts[0], a.angle, b.angle, result, False, True, parts=parts)
     x, sizes = whole_head(head)
-    return Turn("parts", x, a.angle, b.angle, result, paired, True, sizes)
+    return Rotation("parts", x, a.angle, b.angle, result, paired, True, sizes)
 
 
 # ── view_as_real(view_as_complex(pairs of x) * freqs) ───────────────────────────────────────────────────────────
 
 
-def complex_turn(node: Node) -> Turn | None:
+def complex_rotation(node: Node) -> Rotation | None:
     mul = node.args[0]
     if not is_op(mul, aten.mul.Tensor):
         return None
@@ -239,8 +239,8 @@ def complex_turn(node: Node) -> Turn | None:
     if result is None:
         raise Refused(node, f"{where(node)} is not flattened to heads again")
     if tensor_of(freqs).dtype is not torch.complex64:
-        raise Refused(freqs, f"{where(freqs)} is {tensor_of(freqs).dtype}; the op turns by float32 angles")
+        raise Refused(freqs, f"{where(freqs)} is {tensor_of(freqs).dtype}; the op rotates by float32 angles")
     if tensor_of(freqs).is_conj():
-        raise Refused(freqs, f"{where(freqs)} is conjugate, so it turns backwards")
+        raise Refused(freqs, f"{where(freqs)} is conjugate, so it rotates backwards")
     x, sizes = whole_head(Head(pairs, True))
-    return laid_out(Turn("complex", x, freqs, freqs, result, True, True, sizes), head_sizes(node))
+    return laid_out(Rotation("complex", x, freqs, freqs, result, True, True, sizes), head_sizes(node))

@@ -71,7 +71,7 @@ class TabulateRope(Rewriter):
     def write(self, run: RewriteRun, match: Tabulated) -> list[Node]:
         made, editor = [], run.editor
         for one, table, name in zip(match.found, match.tables, ("cos", "sin"), strict=True):
-            held = editor.parameter(f"{one.place()}{name}_table", table, before=one.result, like=one.result)
+            held = editor.parameter(f"{one.owner()}{name}_table", table, before=one.result, like=one.result)
             read = editor.call(aten.embedding.default, (held, one.positions), before=one.result, like=one.result)
             made += [held, read]
             if one.heads:
@@ -87,8 +87,8 @@ class TabulateRope(Rewriter):
         limit = self.config.limit_mib << 20
         require(size <= limit, value.result, f"a table of {size >> 20} MiB is more than {self.config.limit_mib} MiB")
         require(kind.device.type != "meta", value.result, "on the meta device there are no values to put in a table")
-        places = torch.arange(context, device=kind.device)[None]  # [1, context]
-        table = torch.cat([value.at(gm, piece)[0] for piece in places.split(PIECE, 1)])  # [context, d]
+        positions = torch.arange(context, device=kind.device)[None]  # [1, context]
+        table = torch.cat([value.at(gm, piece)[0] for piece in positions.split(PIECE, 1)])  # [context, d]
         check_table(gm, value, table)
         return table
 

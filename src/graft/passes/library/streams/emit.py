@@ -46,14 +46,14 @@ def plan_events(order: Sequence[Node], tasks: Tasks, stream_of: dict[str, int]) 
     """As few waits as the clocks of the streams allow: what a stream knows already is not waited for again."""
     events = Events()
     clocks: dict[int, Clock] = {MAIN: {MAIN: 1}}
-    place = {node: index for index, node in enumerate(order)}
+    position = {node: index for index, node in enumerate(order)}
     entry: dict[Node, int] = {}
     after: dict[Node, Clock] = {}  # what the stream knew when the call was over
     last: dict[int, Node] = {}
 
     def wait_for(stream: int, needed: Iterable[Node]) -> list[int]:
         numbers, clock = [], clocks[stream]
-        for node in sorted(needed, key=place.__getitem__, reverse=True):  # the latest may know of the others
+        for node in sorted(needed, key=position.__getitem__, reverse=True):  # the latest may know of the others
             if clock.get(stream_of[node.name], 0) < entry[node]:
                 numbers.append(events.number(node))
                 merge(clock, after[node])

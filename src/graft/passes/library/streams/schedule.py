@@ -93,14 +93,14 @@ class Tasks:
 
 
 def keep_host_order(nodes: Sequence[Node], after: dict[Node, set[Node]]) -> None:
-    """Random numbers are drawn in the order of the host; nothing is written before a check that stood above it."""
-    drawn: Node | None = None
+    """Random numbers are sampled in the order of the host; nothing is written before a check that stood above it."""
+    sampled: Node | None = None
     check: Node | None = None
     writes: list[Node] = []
     for node in nodes:
         if is_random(node):
-            after[node] |= {drawn} if drawn else set()
-            drawn = node
+            after[node] |= {sampled} if sampled else set()
+            sampled = node
         if is_effect(node):
             after[node] |= {*writes, *([check] if check else [])}
             check, writes = node, []
@@ -120,16 +120,16 @@ def list_schedule(graph: Graph, costs: Costs, streams: int = 2) -> Schedule:
     by_path = sorted(tasks.nodes, key=lambda node: -longest[node])  # stable: ties as in the graph
     one, path = sum(costs.by_node[node.name] for node in tasks.nodes), max(longest.values(), default=0.0)
     tried = [settle(order, tasks, costs, streams) for order in (tasks.nodes, by_path)]
-    slots, many = min(tried, key=lambda placed: placed[1])
+    slots, many = min(tried, key=lambda assigned: assigned[1])
     return Schedule(tuple(slots), one, many, path)
 
 
 def settle(order: Sequence[Node], tasks: Tasks, costs: Costs, streams: int) -> tuple[list[ScheduledCall], float]:
     """The list on its streams, and back on stream 0 whatever saves nothing elsewhere: there it needs no event."""
-    slots, best = place(order, tasks, costs, streams)
+    slots, best = assign(order, tasks, costs, streams)
     for stretch in stretches(slots, order)[:MOST_TRIALS]:
         trial = replace(tasks, pinned=tasks.pinned | stretch)
-        moved, us = place(order, trial, costs, streams)
+        moved, us = assign(order, trial, costs, streams)
         if us <= best:
             tasks, slots, best = trial, moved, us
     return slots, best
@@ -143,7 +143,7 @@ def stretches(slots: Sequence[ScheduledCall], order: Sequence[Node]) -> list[fro
     return [frozenset(node for _, node in run) for run in side]
 
 
-def place(order: Sequence[Node], tasks: Tasks, costs: Costs, streams: int) -> tuple[list[ScheduledCall], float]:
+def assign(order: Sequence[Node], tasks: Tasks, costs: Costs, streams: int) -> tuple[list[ScheduledCall], float]:
     """Each call where it ends first; the slots, and when all streams have met again."""
     free = [0.0] * streams  # when each stream is done with what it has
     used = {0}

@@ -47,7 +47,8 @@ class ScheduleStreams(BaseTransform):
 
     Numerics: bitwise; the same calls on the same operands, in an order that nobody can tell from the old one.
 
-    No Rewriter: it has no places that fit or not. One schedule of the whole graph is taken or left as it is measured.
+    A walk, and no Rewriter: it has no sites that fit or not. One schedule of the whole graph is taken or left, as it
+    is measured.
     """
 
     config: StreamsConfig  # pyrefly: ignore[bad-override-mutable-attribute]

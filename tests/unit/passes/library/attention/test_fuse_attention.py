@@ -84,7 +84,7 @@ class Router(nn.Module):
 
 def test_a_router_is_no_near_miss():
     _, record, _ = fuse(Router(), (torch.randn(5, D),))
-    assert record.near_misses == () and "1 softmax, none of which feeds a matrix product" in record.reason
+    assert record.near_misses == () and "1 softmax, none of which feeds a matmul" in record.reason
 
 
 def test_reasons_where_there_is_nothing_to_do():

@@ -54,7 +54,7 @@ def left_alone(module, args, name, text, *first):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_becomes_four_products(dtype, bias):
+def test_a_layer_becomes_four_gemms(dtype, bias):
     module, x = Block(dtype, bias), x_of(1, 5, D, dtype=dtype)
     plain, _ = transformed(module, (x,), *NAMED)
     assert set(BEFORE) <= set(targets(plain))
@@ -81,7 +81,7 @@ def test_the_graph_of_a_layer():
     assert text == GOLDEN
 
 
-def test_new_nodes_keep_value_place_and_maker():
+def test_new_nodes_keep_value_module_and_maker():
     gm, report = transformed(Block(), (x_of(1, 5, D),), *NAMED, *MATVEC)
     made = [node for node in calls(gm.graph) if is_op(node, OPS.fused_linear.default)]
     assert [module_path(node) for node in made] == ["qkv", "o", "", "down"]
@@ -126,16 +126,16 @@ class Linear(nn.Module):
 
 
 ADDED = {
-    "is read by": lambda x, r, w, g: (y := F.linear(x, w)) + r + y.exp(),
+    "has a second reader": lambda x, r, w, g: (y := F.linear(x, w)) + r + y.exp(),
     "is broadcast": lambda x, r, w, g: F.linear(x, w) + r[:, :1],
-    "the product torch.float32": lambda x, r, w, g: F.linear(x, w) + r.to(torch.float64),
-    "norms the product before": lambda x, r, w, g: norm(F.linear(x, w), g) + r,
-    "scales the product before": lambda x, r, w, g: F.linear(x, w) * 0.22 + r,
+    "the GEMM's result torch.float32": lambda x, r, w, g: F.linear(x, w) + r.to(torch.float64),
+    "norms the GEMM's result before": lambda x, r, w, g: norm(F.linear(x, w), g) + r,
+    "scales the GEMM's result before": lambda x, r, w, g: F.linear(x, w) * 0.22 + r,
     "adds a multiple": lambda x, r, w, g: torch.add(r, F.linear(x, w), alpha=2),
     "computed in the graph": lambda x, r, w, g: F.linear(x, w.exp()) + r,
-    "reshapes the product": lambda x, r, w, g: F.linear(x.flatten(0, 1), w).view(2, 3, D) + r,
+    "reshapes the GEMM's result": lambda x, r, w, g: F.linear(x.flatten(0, 1), w).view(2, 3, D) + r,
     "[k, n] weight": lambda x, r, w, g: torch.addmm(g, x.flatten(0, 1), w).view(2, 3, D) + r,
-    "to itself": lambda x, r, w, g: (y := F.linear(x, w)) + y,
+    "is the residual of the match, and a part of it": lambda x, r, w, g: (y := F.linear(x, w)) + y,
     "no linear layer of the graph is followed by a sum": lambda x, r, w, g: x.exp() + r,
 }
 
@@ -146,7 +146,7 @@ def test_sums_that_are_no_epilogue(reason):
     left_alone(Linear(ADDED[reason]), args, "fuse_residual_into_matvec", reason, "fuse_rms_norm")
 
 
-def test_either_order_of_the_summands_and_two_products():
+def test_either_order_of_the_summands_and_two_linear_layers():
     x, r = x_of(2, 3, D), x_of(2, 3, D, seed=1)
     for function in (lambda x, r, w, g: F.linear(x, w) + r, lambda x, r, w, g: r + F.linear(x, w)):
         module = Linear(function)
@@ -157,13 +157,13 @@ def test_either_order_of_the_summands_and_two_products():
     assert targets(gm) == ["aten.linear", "graft.fused_linear"] and torch.equal(gm(x, r), both(x, r))
 
 
-def test_a_sum_without_product_stays_with_its_norm():
+def test_a_sum_without_linear_layer_stays_with_its_norm():
     """Mixture-of-experts: what is added comes from no linear layer, so sum and norm stay one op."""
     module = Linear(lambda x, r, w, g: (s := x.exp() + r, F.linear(norm(s, g), w)))
     args = (x_of(2, 3, D), x_of(2, 3, D, seed=1))
     gm, report = transformed(module, args, "fuse_rms_norm", "fuse_add_rms_norm", *MATVEC)
     assert said(report, "fuse_residual_into_matvec", "neither") and "graft.add_rms_norm" in targets(gm)
-    assert said(report, "fuse_norm_into_matvec", "also adds a residual that no product could take")
+    assert said(report, "fuse_norm_into_matvec", "also adds a residual that no linear layer could take")
     assert counts(report) == dict.fromkeys(MATVEC, 0)
 
 
@@ -185,18 +185,18 @@ class Several(nn.Module):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_up_to_three_products_take_the_norm(count):
+def test_up_to_three_linear_layers_take_the_norm(count):
     module, x = Several(count), x_of(2, 3, D)
     gm, report = transformed(module, (x,), "fuse_rms_norm", "fuse_norm_into_matvec")
-    (match,) = report.transforms["fuse_norm_into_matvec"].matches
-    assert match.pattern == ("one product" if count == 1 else f"{count} products")
+    matches = report.transforms["fuse_norm_into_matvec"].matches
+    assert [match.pattern for match in matches] == ["normed_linear"] * count
     assert targets(gm) == ["graft.fused_linear"] * count
     for got, wanted in zip(gm(x), module(x), strict=True):
         assert torch.equal(got, wanted)
 
 
-def test_four_products_do_not():
-    text = "is read by 4 products and would be computed that often"
+def test_four_linear_layers_do_not():
+    text = "is read by 4 linear layers and would be computed that often"
     left_alone(Several(4), (x_of(2, 3, D),), "fuse_norm_into_matvec", text, "fuse_rms_norm")
 
 
@@ -216,7 +216,7 @@ def test_a_norm_of_another_dtype_stays():
 def test_a_norm_that_is_input_and_residual_stays():
     module = Linear(lambda x, w, g: F.linear(n := norm(x, g), w) + n)
     gm, report = transformed(module, (x_of(2, 3, D),), "fuse_rms_norm", *MATVEC)
-    assert said(report, "fuse_norm_into_matvec", "reads it as more than its input")
+    assert said(report, "fuse_norm_into_matvec", "is the residual of the match, and a part of it")
     assert targets(gm) == ["graft.rms_norm", "graft.fused_linear"]
 
 
@@ -240,7 +240,7 @@ def test_gates_that_are_no_epilogue(reason):
     left_alone(module, (x_of(2, 3, D),), "fuse_swiglu_into_matvec", reason, "fuse_swiglu")
 
 
-def test_gate_and_up_of_two_products_stay():
+def test_gate_and_up_of_two_gemms_stay():
     module = Linear(lambda x, r, w, g: F.silu(F.linear(x, w)[..., :D]) * F.linear(r, w)[..., D:], n=2 * D)
     args = (x_of(2, 3, D), x_of(2, 3, D, seed=1))
     left_alone(module, args, "fuse_swiglu_into_matvec", "again, found", "fuse_swiglu")
@@ -306,7 +306,7 @@ def test_on_a_cpu_they_are_skipped_and_the_graph_stays():
     report = run_pipeline(gm, config, Context(route="decoder"))
     for name in MATVEC:
         record = report.transforms[name]
-        assert record.status == "skipped" and "on cpu the product runs by itself" in record.reason
+        assert record.status == "skipped" and "on cpu the GEMM runs by itself" in record.reason
     assert graph_text(gm.graph) == before
 
 
@@ -328,14 +328,14 @@ def test_devices_are_checked():
             load_config({"transforms": {"fuse_norm_into_matvec": {"devices": wrong}}})
 
 
-def test_they_run_after_the_cache_and_before_products_are_widened():
+def test_they_run_after_the_cache_and_before_gemms_are_widened():
     order = order_transforms(load_config())
     places = [order.index(name) for name in ("insert_kv_cache", *MATVEC, "tabulate_rope", "widen_linear")]
     assert places == sorted(places)
 
 
 def test_a_wrong_replacement_is_caught_by_the_check(monkeypatch):
-    """The halves of the gate-up product in the wrong order: the same shapes, other numbers."""
+    """The halves of the gate-up GEMM in the wrong order: the same shapes, other numbers."""
     wrong = replace(fuse_swiglu_into_matvec.REWRITES[1], refuse="")  # as if the gate came first
     monkeypatch.setattr(fuse_swiglu_into_matvec, "REWRITES", (wrong,))
     module = Linear(lambda x, w, g: F.silu((y := F.linear(x, w))[..., D:]) * y[..., :D], n=2 * D)

@@ -43,23 +43,23 @@ class Layer(nn.Module):
         g = torch.Generator().manual_seed(1)
         self.q_norm, self.k_norm = (nn.Parameter(torch.randn(D, generator=g)) for _ in range(2))
 
-    def turn(self, x, weight, cos, sin, eps=1e-5):
+    def rotate(self, x, weight, cos, sin, eps=1e-5):
         x = ops.rms_norm(x, weight, eps, 1.0, True) if self.norm else x
         return ops.rope(x.transpose(1, 2), cos, sin, self.interleaved)
 
     def forward(self, x, y, v, cos, sin, k_cache, v_cache, *layout):
         case = self.case
         x = x.clone()
-        q = self.turn(x, self.q_norm, cos, sin)
+        q = self.rotate(x, self.q_norm, cos, sin)
         if case == "other angles":
             cos = cos.neg()
         if case == "keys in pairs":
             self.interleaved = True
-        k = self.turn(y, self.k_norm, cos, sin, 1e-3 if case == "other eps" else 1e-5)
+        k = self.rotate(y, self.k_norm, cos, sin, 1e-3 if case == "other eps" else 1e-5)
         self.interleaved = False if case == "keys in pairs" else self.interleaved
         if case == "queries scaled":
             q = q * 0.5
-        if case == "keys do not turn":
+        if case == "keys not rotated":
             k = y.transpose(1, 2)
         if case == "written in between":
             x.add_(1)
@@ -104,17 +104,17 @@ def test_the_fused_graph_computes_and_writes_the_same_bits(options):
 def test_norms_that_differ_stay_and_the_rest_fuses():
     module = Layer("other eps", norm="apart")
     gm, record, _ = fuse(module, module.inputs())
-    assert [match.pattern for match in record.matches] == ["plain"]
+    assert [match.pattern for match in record.matches] == ["paged plain"]
     assert sum(is_op(n, ops.rms_norm.default) for n in calls(gm.graph)) == 2
 
 
 @pytest.mark.parametrize(
     ("case", "norm", "reason"),
     [
-        ("other angles", "", "turn by different cos"),
-        ("keys in pairs", "", "turn by different interleaved: False, True"),
-        ("queries scaled", "", "queries do not turn: %mul"),
-        ("keys do not turn", "", "keys do not turn: %transpose"),
+        ("other angles", "", "rotate by different cos"),
+        ("keys in pairs", "", "rotate by different interleaved: False, True"),
+        ("queries scaled", "", "queries are not rotated: %mul"),
+        ("keys not rotated", "", "keys are not rotated: %transpose"),
         ("a second reader", "", "has a second reader"),
         ("written in between", "", "is written in place between"),
     ],
@@ -141,16 +141,16 @@ def test_it_is_skipped_where_no_kernel_does_it():
 @pytest.mark.parametrize(
     ("family", "count"), short([("qwen3", 2), ("olmo-2", 2), ("smollm3", 3), ("gpt2", 0)], ("smollm3", 3))
 )
-def test_every_layer_that_turns_fuses(family, count):
-    """SmolLM3 turns in three layers of four; OLMo 2 norms whole projections, which stays; GPT-2 does not turn."""
+def test_every_layer_that_rotates_fuses(family, count):
+    """SmolLM3 rotates in three layers of four; OLMo 2 norms whole projections, which stays; GPT-2 does not rotate."""
     model = load_model(f"tiny-{family}", dtype="float32", device="meta")
     gm = graph_of(model.module)
     config = load_config({"transforms": {NAME: {"devices": ["meta"]}}})
     record = run_pipeline(gm, config, Context(route="decoder")).transforms[NAME]
     assert len(record.matches) == count
-    assert {match.pattern for match in record.matches} <= {"norms of heads" if family == "qwen3" else "plain"}
+    assert {match.pattern for match in record.matches} <= {"paged transposed" if family == "qwen3" else "paged plain"}
     if not count:
-        assert record.reason == "no attention of the graph reads turned queries and keys"
+        assert record.reason == "no attention of the graph reads rotated queries and keys"
 
 
 @pytest.mark.parametrize("family", short(["llama", "gemma-3", "glm-4"], "glm-4"))

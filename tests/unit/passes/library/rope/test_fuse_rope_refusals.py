@@ -87,9 +87,9 @@ def written(x, cos, sin):
 
 WHOLE, HALF = (B, 1, S, D), (B, 1, S, D // 2)
 REFUSED = {
-    "turns backwards": (backwards, WHOLE, "turns backwards"),
-    "turns backwards, minus": (lambda x, c, s: x * c - every_two(x) * s, WHOLE, "turns backwards"),
-    "turns backwards, parts": (backwards_parts, HALF, "turns backwards"),
+    "rotates backwards": (backwards, WHOLE, "rotates backwards"),
+    "rotates backwards, minus": (lambda x, c, s: x * c - every_two(x) * s, WHOLE, "rotates backwards"),
+    "rotates backwards, parts": (backwards_parts, HALF, "rotates backwards"),
     "uneven halves": (uneven, WHOLE, "is no half of a head"),
     "parts not swapped": (not_swapped, WHOLE, "does not swap"),
     "another slice": (other_slice, (B, 1, S, R), "does not read"),
@@ -159,4 +159,4 @@ def test_complex_spellings_that_the_op_cannot_say_are_refused(freqs, function, r
 
 def test_a_graph_without_rotation_says_so():
     _, record, _ = fuse(lambda x: x.exp() + x * 2, (randn(2, 3),))
-    assert record.reason == "nothing in the graph turns parts of a head by cos and sin"
+    assert record.reason == "nothing in the graph rotates parts of a head by cos and sin"

@@ -167,7 +167,7 @@ MIXED = {
     "along a dim of the positions": angles_of(lambda p: p - p[:, :1]),
     "%arange": angles_of(lambda p: p + torch.arange(p.shape[1])),
     "depends on the number of tokens": lambda inv, p, dtype: tuple(a * p.shape[1] for a in llama(inv, p, dtype)),
-    "a value for each place in the batch": lambda inv, p, dtype: llama(inv, p + inv[:1].expand(p.shape[1]), dtype),
+    "a value for each slot of the batch": lambda inv, p, dtype: llama(inv, p + inv[:1].expand(p.shape[1]), dtype),
     "not from positions alone": lambda inv, p, dtype: llama(
         inv, torch.arange(p.shape[1])[None].expand(p.shape), dtype
     ),

@@ -1,4 +1,4 @@
-"""The two products of attention, q·kᵀ and weights·v, however they are spelled: matmul, bmm or einsum."""
+"""The two matmuls of attention, q·kᵀ and weights·v, however they are spelled: matmul, bmm or einsum."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from graft.ir.nodes import is_op, tensor_of
 from graft.passes.library.attention.operands import Operand, ViewStep
 
 aten = torch.ops.aten
-PRODUCTS = (aten.matmul.default, aten.bmm.default, aten.einsum.default)
+MATMULS = (aten.matmul.default, aten.bmm.default, aten.einsum.default)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """q: […, s, d] and k: […, t, d] of a product that gives […, s, t]."""
+    """q: […, s, d] and k: […, t, d] of a matmul that gives […, s, t]."""
 
     q: Operand
     k: Operand
@@ -31,13 +31,13 @@ class Values:
 
 
 def operands(node: Node) -> tuple[Node, Node] | None:
-    if not is_op(node, *PRODUCTS):
+    if not is_op(node, *MATMULS):
         return None
     pair = node.args[1] if node.target is aten.einsum.default else node.args
     return (pair[0], pair[1]) if len(pair) == 2 else None
 
 
-def scores_product(node: Node) -> Scores | None:
+def scores_matmul(node: Node) -> Scores | None:
     """What `node` multiplies, when it gives scores."""
     pair = operands(node)
     if pair is None or min(tensor_of(n).dim() for n in pair) < 2:
@@ -49,7 +49,7 @@ def scores_product(node: Node) -> Scores | None:
     return Scores(q, k.permuted((*range(rank - 2), rank - 1, rank - 2)))
 
 
-def values_product(node: Node) -> Values | None:
+def values_matmul(node: Node) -> Values | None:
     """What the weights, the left operand of `node`, are multiplied with."""
     pair = operands(node)
     if pair is None or min(tensor_of(n).dim() for n in pair) < 2:
@@ -105,7 +105,7 @@ def einsum_values(equation: str, v: Operand) -> Values | None:
 
 
 def result_steps(order: tuple[int, ...], folded: tuple[object, ...] | None) -> tuple[ViewStep, ...]:
-    """From the op's [b, s, h, d] to what the product gave.
+    """From the op's [b, s, h, d] to what the matmul gave.
 
     `folded`: the sizes of [b * h, s, d] where heads and batch were one dim, () where there was one head only.
     """
