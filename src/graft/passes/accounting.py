@@ -20,42 +20,46 @@ from graft.passes.report import MatchRecord
 ADVICE = "let every rewrite have its match (Rewriter and PatternTransform do that by themselves)"
 
 
-def check_accounted(gm: GraphModule, before: GraphSnapshot, records: Sequence[MatchRecord]) -> None:
+def check_accounted(
+    gm: GraphModule, before: GraphSnapshot, records: Sequence[MatchRecord], *, measured: bool = False
+) -> None:
     """Raises VerificationError for the first change that no record covers.
 
-    What reads a node that a match made is covered by that match; that it may read it is checked numerically.
+    What reads a node that a match made is covered by that match; that it may read it is checked numerically. A node
+    that was made anew, as it was and under its name, is the old one: a transform may take back what it tried.
+    measured: the graph may have run, which writes its state and puts it back.
     """
-    check_weights(gm, before)
+    check_weights(gm, before, measured)
     replaced = {name for record in records for name in record.replaced}
     made = {name for record in records for name in record.made}
     owned = replaced | made
-    old = {node for node, *_ in before.nodes}
-    new = set(gm.graph.nodes)
+    old = set(before.calls)
+    new = {node.name for node in gm.graph.nodes}
     said = f"none of its {len(records)} matches says so" if records else "it reports no match"
     step = dict(pair for record in records for pair in record.successors)
     for node in gm.graph.nodes:
-        if node in old:
+        if node.name in old:
             if not before.unchanged(node) and node.name not in owned and rewired(node, before, step, made):
                 raise VerificationError(f"{where(node)} was changed, and {said}; {ADVICE}")
         elif not is_owned(node, old, owned):
             raise VerificationError(f"{where(node)} was added, and {said}; {ADVICE}")
-    for node, name, op, target, *_ in before.nodes:
+    for _, name, op, target, *_ in before.nodes:
         needed = op in ("placeholder", "output") or (op == "call_function" and bool(effects(target).written))
-        if needed and node not in new and name not in replaced:
+        if needed and name not in new and name not in replaced:
             raise VerificationError(f"%{name} was removed, and {said}; {ADVICE}")
-    if not records and [node for node, *_ in before.nodes] != list(gm.graph.nodes):
+    if not records and list(before.calls) != [node.name for node in gm.graph.nodes]:
         raise VerificationError(f"the order of the graph was changed, and {said}; {ADVICE}")
 
 
-def check_weights(gm: GraphModule, before: GraphSnapshot) -> None:
-    """Parameters and buffers are the same tensors, and nobody wrote into them."""
+def check_weights(gm: GraphModule, before: GraphSnapshot, measured: bool) -> None:
+    """Parameters and buffers are the same tensors, and nobody wrote into them, but for a run that was measured."""
     current = module_state(gm)
     for name, tensor in before.state.items():
         if name in current and current[name] is not tensor:
             raise VerificationError(
                 f"the weight {name} was replaced by another; add one beside it (Editor.parameter)"
             )
-        if name in current and before.versions[name] != version(tensor):
+        if name in current and not measured and before.versions[name] != version(tensor):
             raise VerificationError(f"the weight {name} was written into; transforms leave weights as they are")
 
 
@@ -81,7 +85,7 @@ def leads(step: Mapping[str, str], name: object, wanted: object) -> bool:
     return False
 
 
-def is_owned(node: Node, old: set[Node], owned: set[str]) -> bool:
+def is_owned(node: Node, old: set[str], owned: set[str]) -> bool:
     """A match made it, or it is there for nodes that a match made."""
     waiting, seen = [node], set()
     while waiting:
@@ -89,7 +93,7 @@ def is_owned(node: Node, old: set[Node], owned: set[str]) -> bool:
         if here in seen or here.name in owned:
             continue
         seen.add(here)
-        if here in old or not here.users:
+        if here.name in old or not here.users:
             return False
         waiting += here.users
     return True

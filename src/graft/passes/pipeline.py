@@ -136,13 +136,13 @@ def run_one(
                 drop_dead(gm)
                 verify(gm, before)
                 check_memory(gm, before, uses, [(match.replaced, match.made) for match in outcome.matches])
-                check_accounted(gm, before, outcome.matches)
+                check_accounted(gm, before, outcome.matches, measured=context.measure is not None)
             if checked == "matches" and not transform.uncheckable:
                 with clock.phase("numeric check"):
                     matches = check_matches(gm, before, outcome.matches, most_of(context), transform.not_kept)
                     outcome = replace(outcome, matches=matches)
         else:
-            check_accounted(gm, before, ())
+            check_accounted(gm, before, (), measured=context.measure is not None)
     except Exception as error:
         before.restore(gm)
         context.outputs, context.notes = outputs_before, notes_before

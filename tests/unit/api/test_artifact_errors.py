@@ -152,7 +152,7 @@ def test_an_op_that_is_not_here(saved):
     files = json.loads((saved / MANIFEST).read_text())["files"]
     edit_manifest(saved, files=files | {"graph.json": save.fingerprint(saved / "graph.json")})
     with pytest.raises(
-        ArtifactError, match=r"calls other\.mul\.Tensor, which is not registered here; import the lib"
+        ArtifactError, match=r"calls other\.mul\.Tensor, which is not registered here; install the package"
     ):
         graft.load(saved)
 

@@ -96,7 +96,7 @@ def test_an_installed_package_goes_through_every_verb(site, tmp_path):
     assert listed[NAME]["stage"] == "schedule" and not listed[NAME]["enabled"]
     assert answers["config"]["origins"][f"transforms.{NAME}.stage"] == "cap-fusions 0.1.0: graft.yaml"
     assert {row["kernel"] for row in answers["ops"]} == {"triton", "native", "reference"}
-    assert len(answers["explain"]["matches"]) == 1 and answers["explain"]["matches"][0]["proof"]
+    assert len(answers["explain"]["matches"]) == 1 and answers["explain"]["matches"][0]["numeric_check"]
     assert answers["run"]["report"]["transforms"][NAME]["status"] == "applied"
     assert "native" in str(answers["native"]["report"]["kernels"][f"graft::{OP}"])  # C++ of the package
     tokens = [answers[verb]["outputs"][0]["token_ids"] for verb in ("run", "native")]

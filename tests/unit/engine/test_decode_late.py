@@ -52,8 +52,8 @@ class Device:
         launch = loop.launch
 
         def launched(step):
-            play = step.capture.play
-            late = replace(step.capture, play=lambda: self.queue.append(play))
+            play = step.capture.replay
+            late = replace(step.capture, replay=lambda: self.queue.append(play))
             launch(replace_recording(step, late))
             self.queue.append(step.slot)  # where it is done
             self.most = max(self.most, sum(isinstance(item, StepBuffers) for item in self.queue))

@@ -50,7 +50,7 @@ def test_what_is_captured_is_told_and_used_again():
         llm.generate([[turn + 1, 2, 3], [turn + 4] * 20], graft.SamplingParams(max_tokens=2, ignore_eos=True))
         # 23 tokens: the next power of two at once, the nearest size when it has been wanted four times
         assert set(packed.made) == ({32} if turn < 3 else {24, 32})
-    assert any("prompts: 2 captures" in note and "steps of 24, 32 tokens" in note for note in llm.report.notes)
+    assert any("prompts: 2 captured steps" in note and "steps of 24, 32 tokens" in note for note in llm.report.notes)
 
 
 def test_a_step_of_more_tokens_is_launched(monkeypatch):

@@ -20,8 +20,8 @@ def test_reports_become_phases_with_seconds(monkeypatch):
         (Doing("transform fuse_rope", TRANSFORMS), 2.5),
         (Doing("transform merge_qkv", TRANSFORMS), 3.0),
         (Doing("transforms done", LOWERING), 4.0),
-        (Doing("capture batch 1", "capture"), 4.5),
-        (Doing("capture batch 64", "capture"), 6.0),
+        (Doing("capturing batch 1", "CUDA graphs"), 4.5),
+        (Doing("capturing batch 64", "CUDA graphs"), 6.0),
     ):
         clock(what, 0, 1)
         now[0] = until
@@ -29,7 +29,7 @@ def test_reports_become_phases_with_seconds(monkeypatch):
         CAPTURE: 2.0,
         TRANSFORMS: 1.0,
         LOWERING: 1.0,
-        "capture": 2.0,
+        "CUDA graphs": 2.0,
     }
     assert clock.since("transforms") == pytest.approx(4.0) and len(told) == 6
     clock.mark("first token")

@@ -121,7 +121,7 @@ def test_keys_above_the_transforms_are_checked(tmp_path):
     with pytest.raises(ConfigError, match="a mapping"):
         load_config(tmp_path / "c.yaml")
     for name in ("", ".relative", "no_such_module_anywhere"):
-        with pytest.raises(UsageError, match="cannot be imported"):
+        with pytest.raises(UsageError, match="cannot be used"):
             load_config(plugins=(name,))
 
 

@@ -171,7 +171,7 @@ def test_chunks_through_the_kernels_equal_the_whole():
     for window, softcap in ((None, None), (7, None), (None, 4.0)):
         whole = OPS["attention"].reference(q, k, v, None, d**-0.5, True, window, softcap)
         caches = [torch.full((9, block, kv, d), torch.nan, device=DEVICE) for _ in range(2)]
-        ours = mock.patch.multiple(choice, needs_triton=lambda *_: None, recording=lambda _: True)  # not torch's
+        ours = mock.patch.multiple(choice, needs_triton=lambda *_: None, capturing=lambda _: True)  # not torch's
         parts, first = [], 0
         for last in (11, 12, 13, 40, n):
             places = torch.arange(first, last, device=DEVICE)

@@ -250,7 +250,7 @@ WRONG = [
     ({KEY: {"device": 3, "tokens": {}}}, "device must be the name of one"),
     ({KEY: {"device": H200, "token": {}}}, "unknown key 'token'; did you mean 'tokens'?"),
     ({KEY: {"device": H200, "tokens": {"0": {}}}}, "at least 1, not '0'"),
-    (one(kind="gem"), "'plain 4096x4096', 4 tokens: unknown kind 'gem'; did you mean 'gemm'?"),
+    (one(kind="gem"), "'plain 4096x4096', 4 tokens: unknown kind 'gem'; did you mean"),
     (one(kind=["gemm"]), "unknown kind"),
     (one(kind="default"), "unknown kind 'default'"),
     (one(row=64), "unknown key 'row'; did you mean 'rows'"),

@@ -21,7 +21,7 @@ from graft.ops.call import Asker
 from graft.ops.fused_linear import op as linear_op
 from graft.ops.fused_linear.cases import LinearCase, make
 from graft.ops.fused_linear.choice import overridden
-from graft.ops.fused_linear.kinds import Gemm, Matvec
+from graft.ops.fused_linear.kinds import Gemm, LinearShape, Matvec
 from graft.ops.fused_linear.tables import TunedEntry
 from graft.ops.ran import OpKernels, Ran, gathered
 from graft.ops.selection import problem_of
@@ -123,7 +123,7 @@ def test_the_report_has_every_place_and_the_reasons_of_the_table():
 def test_measured_kernels_go_first_and_what_does_not_fit_is_passed_over():
     """On the same path as on a GPU: what was measured for the tokens of a call, then the default, then the table."""
     args = make(LinearCase(1, 64, 256), "cpu", torch.float32, torch.Generator().manual_seed(0))
-    spec, shape = OPS["fused_linear"], LinearCase(64, 256, "plain", False, False)
+    spec, shape = OPS["fused_linear"], LinearShape(64, 256, "plain", False, False)
     table = {shape: {1: TunedEntry(Matvec(4, 8), 1.0, "cpu"), 8: TunedEntry(Gemm(rows=32), 1.0, "cpu")}}
     with mock.patch.object(linear_op, "needs_triton", lambda *_: None), overridden(table):
         call = spec.call(*args)

@@ -68,11 +68,15 @@ def planted_transform():
     TransformRegistry._known.pop("planted", None)
 
 
+def gated_silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
 def faulty(fault):
     def replacement(gate, up):
         return torch.ops.faulty.gated(gate, up, fault)
 
-    rewrites = [Rewrite(fuse_swiglu.silu, replacement, fuse_swiglu.SHAPES)]
+    rewrites = [Rewrite(gated_silu, replacement, fuse_swiglu.SHAPES)]
     return type("Planted", (PatternTransform,), {"__doc__": "For a test.", "rewrites": lambda self: rewrites})
 
 
@@ -171,7 +175,7 @@ def test_an_edit_beside_a_match_is_an_error_too(graphs, planted_transform):
         """For a test."""
 
         def rewrites(self):
-            return [Rewrite(fuse_swiglu.silu, fuse_swiglu.silu_fused, fuse_swiglu.SHAPES)]
+            return [Rewrite(gated_silu, fuse_swiglu.silu_fused, fuse_swiglu.SHAPES)]
 
         def apply(self, gm, context):
             outcome = super().apply(gm, context)

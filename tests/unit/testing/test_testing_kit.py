@@ -80,7 +80,9 @@ def test_assert_fuses_says_what_it_found_and_what_came_near():
         assert_fuses(Gated(keep=True), (X,), "fuse_swiglu", count=1)
     text = str(failed.value)
     assert text.startswith("expected: fuse_swiglu matches Gated once\nfound:    it matched 0 times\n")
-    assert "near miss at %mul" in text and "has a second reader" in text and "2 of 2 calls of silu fitted" in text
+    assert (
+        "near miss at %mul" in text and "has a second reader" in text and "2 of 2 calls of plain silu fitted" in text
+    )
     assert "%silu = aten.silu(%linear) : f32[2, 3, 8]" in text and "what to do: compare the pattern" in text
     with pytest.raises(AssertionError, match="matches Gated 3 times\nfound:    it matched 2 times\n  matched %mul"):
         assert_fuses(Gated(layers=2), (X,), "fuse_swiglu", count=3)
@@ -125,7 +127,7 @@ def test_assert_not_fuses_holds_reason_and_graph():
 
 def test_assert_not_fuses_shows_the_match_or_the_other_reason():
     with pytest.raises(
-        AssertionError, match=r"leaves Gated alone\nfound:    it matched once\n  matched %mul.* as silu"
+        AssertionError, match=r"leaves Gated alone\nfound:    it matched once\n  matched %mul.* as plain silu"
     ):
         assert_not_fuses(Gated(), (X,), "fuse_swiglu")
     with pytest.raises(
@@ -143,7 +145,7 @@ def test_assert_not_fuses_sees_a_change_without_a_match(registered):
             return Outcome(reason="nothing to see here")
 
     config = registered("silent", Silent)
-    with pytest.raises(AssertionError, match="no match was recorded, and yet the graph changed"):
+    with pytest.raises(AssertionError, match="was changed, and it reports no match"):
         assert_not_fuses(wave, (X,), "silent", config=config)
 
 

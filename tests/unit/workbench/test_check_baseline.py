@@ -15,7 +15,8 @@ from graft.base.errors import BaselineMismatch, DumpError, UsageError
 from graft.passes.config import load_config
 from graft.passes.dumps import OUTPUTS, DumpWriter
 from graft.workbench.check import CheckRequest, check
-from graft.workbench.check.outputs import distance
+from graft.workbench.check.outputs import distance, kind_of_inputs, off_text
+from graft.workbench.check.scenario import ROWS
 from graft.workbench.dump import dump_model
 from marks import left_out
 
@@ -44,6 +45,12 @@ def saved(captured, tmp_path_factory):
 
 def checked(transform="", model="tiny-llama", config=CONFIG, **options):
     return check(model, CheckRequest(config, transform, **options))
+
+
+def rewrite(folder, change=lambda _, value: value, inputs=None):
+    """The results that were saved, others by now."""
+    tensors = {name: change(name, value).contiguous() for name, value in load_file(folder / OUTPUTS).items()}
+    save_file(tensors, folder / OUTPUTS, {"inputs": json.dumps(inputs or kind_of_inputs())})
 
 
 def kinds(report):
@@ -176,12 +183,36 @@ def test_results_are_those_of_when_it_was_saved(saved, tmp_path):
     folder = tmp_path / "kept"
     shutil.copytree(saved, folder)
     tensors = load_file(folder / OUTPUTS)
-    assert tensors[NAME].shape == (1, 8, 128) and tensors[LAST].shape == (1, 1, 128)
-    save_file(
-        {name: value * 1.01 if name != "captured" else value for name, value in tensors.items()}, folder / OUTPUTS,
-        {"inputs": json.dumps({"tokens": 8, "seed": 0})},
-    )  # fmt: skip
-    assert change(checked(NAME, baseline=folder)).kinds == ("numeric drift not acceptable",)
+    assert {tensor.shape for tensor in tensors.values()} == {(1, len(ROWS), 128)} and LAST in tensors
+    rewrite(folder, lambda name, value: value * 1.01 if name != "captured" else value)
+    report = checked(NAME, baseline=folder)
+    assert change(report).kinds == ("numeric drift not acceptable",) and not any("results" in n for n in report.notes)
+
+
+def test_results_of_another_shape_are_told(saved, tmp_path):
+    """Of the captured graph they are those of another model; after a transform they are its doing."""
+    folder = tmp_path / "captured"
+    shutil.copytree(saved, folder)
+    rewrite(folder, lambda _, value: value[..., :64])
+    told = r"tiny-llama with results float32 \[1, 8, 64\], but tiny-llama with results float32 \[1, 8, 128\] is"
+    with pytest.raises(BaselineMismatch, match=told):
+        checked(NAME, baseline=folder, config=SHORT)
+    folder = tmp_path / "after"
+    shutil.copytree(saved, folder)
+    rewrite(folder, lambda name, value: value if name == "captured" else value[:, :1])
+    report = checked(NAME, baseline=folder, config=SHORT)
+    assert change(report).kinds == ("numeric drift not acceptable",) and not report.ok
+    assert "results are float32 [1, 8, 128] and not float32 [1, 1, 128]" in change(report).reason
+
+
+@pytest.mark.parametrize(("factor", "text"), [(1.25, "off by 2.0e-01"), (float("nan"), "off by inf")])
+def test_results_that_were_off_before_any_transform_are_told(saved, tmp_path, factor, text):
+    folder = tmp_path / "kept"
+    shutil.copytree(saved, folder)
+    rewrite(folder, lambda _, value: value * factor)
+    report = checked(NAME, baseline=folder, config=SHORT)
+    assert change(report).kinds == ("unchanged",)  # not its doing
+    assert f"since the baseline the captured graph's own results: {text} of the largest" in " ".join(report.notes)
 
 
 @pytest.mark.exhaustive
@@ -202,9 +233,13 @@ def test_dumps_without_weights_compare_all_but_numbers(tmp_path, monkeypatch):
 def test_results_of_other_inputs_are_not_compared(saved, tmp_path):
     folder = tmp_path / "kept"
     shutil.copytree(saved, folder)
-    save_file(load_file(folder / OUTPUTS), folder / OUTPUTS, {"inputs": json.dumps({"tokens": 4, "seed": 0})})
-    report = checked(NAME, baseline=folder)
-    assert change(report).drift is None and "numbers were not compared" in " ".join(report.notes)
+    rewrite(folder, inputs=kind_of_inputs() | {"steps": [[[0, 0, 8]]]})  # as many tokens, in other steps
+    report = checked(NAME, baseline=folder, config=SHORT)
+    assert change(report).drift is None
+    text = (
+        f"numbers were not compared: the results in {folder} are of other inputs than these; save the baseline again"
+    )
+    assert text in report.notes
 
 
 def test_a_later_dump_into_the_folder_takes_the_results_away(saved, tmp_path):
@@ -253,8 +288,11 @@ def test_distances():
     one = torch.tensor([[[1.0, -2.0]], [[3.0, 4.0]]]).reshape(1, 2, 2)
     assert distance(one, one) == 0
     assert distance(one + 0.04, one) == pytest.approx(0.01)
-    assert distance(one[:, -1:], one) == 0  # the last token alone
-    assert distance(one.double(), one) == distance(one[..., :1], one) == float("inf")
+    for other in (one.double(), one[..., :1], one[:, -1:]):  # every graph gives the same rows
+        assert distance(other, one) == distance(one, other) == float("inf")
+    assert off_text(one[:, -1:], one) == "float32 [1, 1, 2] and not float32 [1, 2, 2]"
+    assert off_text(one.double(), one) == "float64 [1, 2, 2] and not float32 [1, 2, 2]"
+    assert off_text(one + 0.04, one) == "off by 1.0e-02 of the largest"
     for wrong in (float("nan"), float("inf")):
         assert distance(one.index_fill(1, torch.tensor(0), wrong), one) == float("inf")
     nan = one * float("nan")

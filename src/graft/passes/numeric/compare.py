@@ -19,7 +19,7 @@ from graft.passes.numeric.inputs import same
 
 TIMES = 3.0  # as far off as the original
 CEILING = 0.1  # of the largest value
-GAIN = 1.5  # roundings by which the mean factor of all values may be off, over the root of the number of rows
+GAIN = 3.5  # roundings by which the mean factor of all values may be off, over the root of the number of rows
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,15 @@ def difference(exact: Tensor, before: Tensor, after: Tensor, execution: Executio
     right, first, second = right[counts], first[counts], second[counts]
     scale = largest(right)
     unit, own, error = scale or 1.0, largest(first - right), largest(second - right)
-    roots, precision = max(execution.longest, 1) ** 0.5, UNIT[execution.coarsest]
+    roots = max(execution.longest, 1) ** 0.5
     floor = roundings(execution) * scale
     info = torch.finfo(before.dtype)
     limit = max(TIMES * own, floor) + info.tiny * info.eps * roots  # the last: one step among subnormal numbers each
     if limit > CEILING * unit:
         return beyond_ceiling(error / unit, limit / unit, own / unit, same(before, after))
     found = Difference(error / unit, limit / unit)
-    rows = max(after.numel() // max(after.shape[-1], 1), 1) if after.dim() else 1
-    return found if found.wrong else gain(right, first, second, precision / rows**0.5, info.tiny / info.eps) or found
+    normal = info.tiny / info.eps
+    return found if found.wrong else gain(right, first, second, row_rounding(after, execution), normal) or found
 
 
 def decisions(exact: Tensor, before: Tensor, after: Tensor) -> Difference:
@@ -75,14 +75,26 @@ def roundings(execution: Execution) -> float:
     return 2 * precision + 4 * min(precision, UNIT[torch.float32]) * max(execution.longest, 1) ** 0.5
 
 
+def row_rounding(result: Tensor, execution: Execution) -> float:
+    """What roundings may be off by in the mean over all rows: a sum that is off is a factor on its whole row."""
+    precision = UNIT[execution.coarsest]
+    each = precision + 4 * min(precision, UNIT[torch.float32]) * max(execution.longest, 1) ** 0.5
+    rows = max(result.numel() // max(result.shape[-1], 1), 1) if result.dim() else 1
+    return each / rows**0.5
+
+
 def close(before: Tensor, after: Tensor, execution: Execution) -> bool:
     """Whether two results are so near each other that there is nothing to look into."""
     if before.shape != after.shape or before.dtype != after.dtype:
         return False
     if not before.is_floating_point() or not before.numel():
         return same(before, after)
-    apart = (before.double() - after.double()).abs().max().item()
-    return apart <= 0.5 * roundings(execution) * before.abs().max().item() < float("inf")
+    first, second = before.double(), after.double()
+    apart, scale = (first - second).abs().max().item(), first.abs().max().item()
+    if not apart <= 0.5 * roundings(execution) * scale < float("inf"):
+        return False
+    info = torch.finfo(before.dtype)
+    return gain(first, first, second, row_rounding(after, execution), info.tiny / info.eps) is None
 
 
 def beyond_ceiling(error: float, limit: float, own: float, equal: bool) -> Difference:
@@ -100,7 +112,7 @@ def gain(right: Tensor, first: Tensor, second: Tensor, rounding: float, normal: 
     if not normal**2 < power < float("inf"):
         return None
     factors = [abs(complex((t * right.conj()).sum().item()) / power - 1) for t in (first, second)]
-    limit = TIMES * factors[0] + GAIN * rounding
+    limit = factors[0] + GAIN * rounding
     return Difference(factors[1], limit, what="off in the mean") if factors[1] > limit else None
 
 

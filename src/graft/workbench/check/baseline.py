@@ -11,7 +11,7 @@ from graft.base.errors import BaselineMismatch
 from graft.passes.dumps import WEIGHTS
 from graft.passes.report import TransformRecord
 from graft.workbench.check.graphs import metadata_problems
-from graft.workbench.check.outputs import StepLogits, distance, stored_outputs
+from graft.workbench.check.outputs import StepLogits, distance, kind_text, off_text, stored_outputs
 from graft.workbench.check.steps import StepGraphs
 from graft.workbench.diff_runs import TransformDiff, compare_records, manifest_changes
 from graft.workbench.runs import StoredRun, open_run
@@ -66,6 +66,24 @@ def check_same_model(baseline: StoredRun, model: str, dtype: str) -> None:
         raise BaselineMismatch(str(baseline.folder), f"{kept.model} in {kept.dtype}", f"{model} in {dtype}")
 
 
+def numbers_notes(outputs: StepLogits, baseline: Baseline) -> list[str]:
+    """What the comparison of numbers cannot say of a transform: that there is none, or that they were off before.
+
+    Captured results of another shape are those of another model, whatever its name.
+    """
+    if problem := outputs.problem or baseline.outputs.problem:
+        return [f"numbers were not compared: {problem}"]
+    now, then = outputs.after(0), baseline.outputs.after(0)
+    if kind_text(now) != kind_text(then):
+        model, folder = baseline.run.manifest.model, str(baseline.run.folder)
+        raise BaselineMismatch(folder, *(f"{model} with results {kind_text(found)}" for found in (then, now)))
+    if distance(now, then) == 0:
+        return []
+    return [
+        f"since the baseline the captured graph's own results: {off_text(now, then)}; no transform is named for that"
+    ]
+
+
 def with_lost(names: list[str], baseline: Baseline) -> list[str]:
     """Also those that matched in the baseline and are off now, or gone; in its order, so that causes come first."""
     records = baseline.run.report.transforms
@@ -104,7 +122,7 @@ def compare(graphs: StepGraphs, outputs: StepLogits, baseline: Baseline, name: s
 def match_changes(
     diff: TransformDiff, old: TransformRecord | None, new: TransformRecord | None
 ) -> Iterator[tuple[ChangeKind, str]]:
-    """A match that is elsewhere now was lost at one place and gained at another."""
+    """A match that is elsewhere now was lost at one site and gained at another."""
     counts = f"{diff.matches[0]} → {diff.matches[1]}"
     status = f", {diff.status[0]} → {diff.status[1]}" if diff.status[0] != diff.status[1] else ""
     if diff.lost:
@@ -152,7 +170,7 @@ def drift_of(
     own = distance(outputs.after(here), outputs.after(here - 1))
     own_before = distance(baseline.after(there), baseline.after(there - 1))
     moved = own > allowed >= own_before
-    text = f"results are off by {drift:.1e} of the largest, {allowed:.1e} is allowed"
+    text = f"results are {off_text(outputs.after(here), baseline.after(there))}, {allowed:.1e} is allowed"
     if inherited == 0 or moved:
         kind: ChangeKind = "numeric drift not acceptable" if drift > allowed or moved else "numeric drift acceptable"
         return drift, [(kind, text)]

@@ -65,9 +65,9 @@ def check_trial(trial: CheckTrial, request: CheckRequest, kept: saved.Baseline |
     changes, notes = [], list(trial.notes)
     if kept is not None:
         compared = names if request.transform else saved.with_lost(names, kept)
+        told = saved.numbers_notes(outputs, kept)
         changes = [saved.compare(trial.graphs, outputs, kept, name, allowed) for name in compared]
-        notes += saved.other_makings(kept, run)
-        notes += [f"numbers were not compared: {text}" for text in (outputs.problem or kept.outputs.problem,) if text]
+        notes += [*saved.other_makings(kept, run), *told]
     if request.save is not None and not outputs.problem:
         outputs.save()
     folder = str(kept.run.folder) if kept else ""

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from graft.base.errors import DumpError
 from graft.ops.cases import tolerance
 from graft.passes.dumps import OUTPUTS
-from graft.workbench.check.scenario import LENGTHS, ROWS, SEED, logits
+from graft.workbench.check.scenario import LENGTHS, SEED, STEPS, VOCABULARY, logits
 from graft.workbench.runs import StoredRun, StoredStep
 
 
@@ -43,6 +43,8 @@ class StepLogits:
             return ""
         if self.fresh:
             return "its weights would be random, so none were made; a checkpoint or a tiny model has them"
+        if (self.run.folder / OUTPUTS).is_file():
+            return f"the results in {self.run.folder} are of other inputs than these; save the baseline again"
         return (
             f"{self.run.folder} has neither weights nor results (graft dump --weights, graft check --save-baseline)"
         )
@@ -77,8 +79,9 @@ class StepLogits:
             raise DumpError(f"cannot write {file}: {error}") from error
 
 
-def kind_of_inputs() -> dict[str, int]:
-    return {"tokens": sum(LENGTHS), "rows": len(ROWS), "seed": SEED}
+def kind_of_inputs() -> dict[str, Any]:
+    """All that the inputs follow from, as JSON gives it back."""
+    return json.loads(json.dumps({"lengths": LENGTHS, "steps": STEPS, "vocabulary": VOCABULARY, "seed": SEED}))
 
 
 def stored_outputs(folder: Path) -> dict[str, torch.Tensor]:
@@ -96,7 +99,8 @@ def stored_outputs(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value; infinite where something is not a number."""
+    """The largest difference, relative to the largest value; infinite where something is not a number, and for
+    another shape or dtype: every graph gives the same rows."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return float("inf")
     left, right = got.double(), wanted.double()
@@ -105,6 +109,17 @@ def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
     largest = right.abs().max().item()
     error = (left - right).abs().max().item()
     return error / largest if error == error and 0 < largest < float("inf") else float("inf")
+
+
+def off_text(got: torch.Tensor, wanted: torch.Tensor) -> str:
+    """`off by 1.2e-05 of the largest`, or what cannot be compared at all: `float32 [1, 8, 64] and not …`."""
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return f"{kind_text(got)} and not {kind_text(wanted)}"
+    return f"off by {distance(got, wanted):.1e} of the largest"
+
+
+def kind_text(results: torch.Tensor) -> str:
+    return f"{str(results.dtype).removeprefix('torch.')} {list(results.shape)}"
 
 
 def limit(run: StoredRun, dtype: torch.dtype) -> float:

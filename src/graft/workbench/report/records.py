@@ -63,7 +63,7 @@ def match_rows(record: TransformRecord) -> list[MatchRow]:
 
 
 def miss_rows(record: TransformRecord) -> list[MissRow]:
-    """The nearest first. Forms of a pattern that failed for one reason at one place are one row."""
+    """The nearest first. Forms of a pattern that failed for one reason at one site are one row."""
     groups: dict[Hashable, list[NearMiss]] = {}
     for miss in record.near_misses:
         site = general(miss.module, layer_of(miss.module))
