@@ -10,8 +10,8 @@ import torch
 from graft.base.errors import DumpError, ReportError
 from graft.bench.kernel_times import KernelTime, StepTimes
 from graft.ir.facts import read_graph
-from graft.ir.trace import export_graph
 from graft.ir.patterns.match import NearMiss
+from graft.ir.trace import export_graph
 from graft.passes.report import MatchRecord, TransformRecord
 from graft.workbench.report import collect
 from graft.workbench.report.kernel_file import find_kernels, read_kernels
@@ -150,13 +150,17 @@ def test_matches_and_near_misses_are_told_once_for_equal_layers(data):
 
 def test_near_misses_of_other_sites_or_reasons_stay_apart():
     def miss(name, module, reason, matched):
-        return NearMiss("norm", f"%{name} ({module})", "%a", reason, matched, 8, name=name, module=module)
+        at = {"name": name, "module": module, "stopped_at": "a"}
+        return NearMiss("norm", f"%{name} ({module})", "%a", reason, matched, 8, **at)
 
     misses = (
         miss("mul_1", "layers.3.norm", "%mul (layers.3.norm) is of another dtype", 4),
         miss("mul_2", "layers.3.norm", "%a (layers.3.norm) has a second reader %b (layers.3)", 8),
         miss("mul_3", "layers.7.norm", "%c (layers.7.norm) has a second reader %d (layers.7)", 8),
         miss("mul_4", "layers.7.last_norm", "%e (layers.7.last_norm) has a second reader %f (layers.7)", 8),
+        miss("mul_6", "layers.7.up", "%layers_7_w is read by %x (layers.8.up, a.py:7)", 5),
+        miss("mul_7", "layers.8.up", "%layers_8_w is read by %y (layers.9.up, a.py:7)", 5),
+        miss("mul_8", "layers.9.up", "%layers_9_w is read by %z (layers.9.up, a.py:7)", 5),
         miss("mul_5", "norm", "%g (norm) has a second reader %h", 6),
     )
     rows = miss_rows(TransformRecord("t", "match", "no_match", near_misses=misses))
@@ -164,6 +168,8 @@ def test_near_misses_of_other_sites_or_reasons_stay_apart():
         ("layers.*.norm × 2 (layers 3, 7)", 2, 8),
         ("layers.7.last_norm", 1, 8),
         ("norm", 1, 6),
+        ("layers.*.up × 2 (layers 7–8)", 2, 5),
+        ("layers.9.up", 1, 5),
         ("layers.3.norm", 1, 4),
     ]
 

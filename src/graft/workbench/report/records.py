@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from graft.ir.facts import general, layer_of
+from graft.ir.facts import LayerPath, general, layer_of
 from graft.ir.patterns.match import NearMiss
 from graft.passes.report import MatchRecord, TransformRecord, checks_text
-from graft.workbench.diff_runs import folded, nameless
+from graft.workbench.diff_runs import folded
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ def miss_rows(record: TransformRecord) -> list[MissRow]:
     """The nearest first. Forms of a pattern that failed for one reason at one site are one row."""
     groups: dict[Hashable, list[NearMiss]] = {}
     for miss in record.near_misses:
-        site = general(miss.module, layer_of(miss.module))
-        groups.setdefault((site, nameless(miss.reason)), []).append(miss)
+        layer = layer_of(miss.module)
+        key = general(miss.module, layer), layerless(miss.reason, layer)
+        groups.setdefault(key, []).append(miss)
     rows = []
     for group in groups.values():
         nearest = max(group, key=lambda miss: miss.matched / max(miss.size, 1))
@@ -80,3 +82,14 @@ def miss_rows(record: TransformRecord) -> list[MissRow]:
             )
         )  # fmt: skip
     return sorted(rows, key=lambda row: -row.matched / max(row.size, 1))
+
+
+def layerless(reason: str, layer: LayerPath | None) -> str:
+    """Equal for equal layers: no names of nodes, and layers counted from this one."""
+    text = re.sub(r"%\w+", "%…", reason)
+    if layer is None:
+        return text
+    stack = f"{layer.stack}." if layer.stack else ""
+    return re.sub(
+        rf"(?<![\w.]){re.escape(stack)}(\d+)(?=[.,)])", lambda at: f"{stack}{int(at[1]) - layer.index:+d}", text
+    )
