@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,17 +70,25 @@ def engine_logits(
 ) -> Tensor:
     """Float32 logits [tokens, vocabulary] of an engine's graph, or of another one with its inputs, for one sequence
     in a cache of its own. decoded: so many tokens at the end are fed one by one, as decode steps do."""
+    run, rows = graph or llm.engine.graph, []
+    for inputs in engine_steps(llm, ids, decoded):
+        (logits,) = run(*inputs)
+        rows.append(logits.view(-1, logits.shape[-1]).float())
+    return torch.cat(rows)
+
+
+def engine_steps(llm: LLM, ids: Sequence[int], decoded: int) -> Iterator[list[Tensor]]:
+    """The inputs of an engine's graph for one sequence in caches of its own, which the steps write: first a prompt,
+    then the last `decoded` tokens one by one. All rows of logits are asked for."""
     count, block = len(ids), llm.engine.manager.block_size
-    blocks = -(-count // block)
-    caches = [t.new_zeros((blocks, *t.shape[1:])) for t in llm.engine.tensors]
-    prompt, rows = count - decoded, []
+    blocks = list(range(-(-count // block)))
+    caches = [t.new_zeros((len(blocks), *t.shape[1:])) for t in llm.engine.tensors]
+    prompt = count - decoded
     for first, last in ((0, prompt), *((at, at + 1) for at in range(prompt, count))):
         host = HostBatch()
-        host.add(ids[first:last], first, list(range(blocks)), block)
+        host.add(ids[first:last], first, blocks, block)
         host.logits_indices = list(range(last - first))
-        (logits,) = (graph or llm.engine.graph)(*pack(host, llm.device).inputs(), *caches)
-        rows.append(logits.view(last - first, -1).float())
-    return torch.cat(rows)
+        yield [*pack(host, llm.device).inputs(), *caches]
 
 
 def logits_error(found: Tensor, exact: Tensor) -> float:
@@ -112,8 +120,13 @@ def logits_note(llm: LLM, ids: Sequence[int]) -> str:
 
 
 def in_float64(module: Any, ids: Sequence[int]) -> Tensor:
-    """Logits [tokens, vocabulary] of a Hugging Face module with float64 weights and products; norms and softmax may
+    """Logits [tokens, vocabulary] of a Hugging Face module with float64 weights and GEMMs; norms and softmax may
     compute in float32, where the model's code says so."""
+    return float64_twin(module)(torch.tensor([ids], device=module.device)).logits[0]
+
+
+def float64_twin(module: Any) -> Any:
+    """A copy of a Hugging Face module with float64 weights."""
     second = copy.deepcopy(module).double()
     second.set_experts_implementation("eager")  # grouped GEMMs of experts refuse float64
-    return second(torch.tensor([ids], device=module.device)).logits[0]
+    return second

@@ -88,7 +88,7 @@ def with_new_tokens(llm: LLM, prompt: str | None, new: int) -> list[int]:
         vocabulary = llm.model.module.config.get_text_config().vocab_size
         ids = [(7 * at + 3) % vocabulary for at in range(RANDOM_PROMPT)]
     else:
-        ids = list(llm.model.tokenizer(prompt or PROMPT).input_ids)
+        ids = llm.encode(prompt or PROMPT)
     (done,) = llm.generate([ids], SamplingParams(max_tokens=new, ignore_eos=True))
     return [*ids, *done.token_ids]
 

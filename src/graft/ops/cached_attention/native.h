@@ -104,7 +104,7 @@ inline Tile tile_at(const AttentionArgs& a, int64_t index) {
   return {sequence, first, std::min(kTile, a.cu_seqlens[sequence + 1] - first)};
 }
 
-// Rows of a tile whose queries see key_positions up to their own: 16 keys and values at a time, laid out for all of them.
+// Rows of a tile whose queries see positions up to their own: 16 keys and values at a time, laid out for all of them.
 template <class C>
 inline void attend_blocks(const AttentionArgs& a, const Running& r, const Tile& tile, int64_t heads, int64_t kv_head,
                           int64_t position) {

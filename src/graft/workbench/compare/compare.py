@@ -30,11 +30,8 @@ from graft.workbench.compare.probes import (
 )
 
 DRIFT = 2.0  # times Hugging Face's own distance from float64: further off, and drift is said to begin
-SAME = (
-    1e-2  # the captured graph is the module; a node that is further from what the module returned is not its result
-)
-# distances below some roundings of the dtype are noise, on both sides
-NOISE = 4.0
+SAME = 1e-2  # the captured graph is the module: a node further from what the module returned is not its result
+NOISE = 4.0  # roundings of the dtype; what is nearer to float64 is not told apart
 
 
 @dataclass(frozen=True)
@@ -114,10 +111,10 @@ def compare_modules(llm: LLM, ids: Sequence[int], new: int = 4) -> Comparison:
     final = {node.name for node in llm.graph_module.graph.nodes}
     followed = {path: follow(name, llm.built, final) for path, name in nodes.items()}
     names = {path: one.node for path, one in followed.items() if one.node}
-    ours = engine_values(llm.graph_module, ids, prompt, names, caches_for(llm, len(ids)))
+    ours = engine_values(llm, ids, prompt, names)
     kinds = {path: type(part).__name__ for path, part in module.named_modules()}
     rows = [row(path, kinds[path], followed[path], prompt, (ours, theirs, exact)) for path in nodes]
-    engine = {LOGITS: engine_logits(llm, ids)}
+    engine = {LOGITS: engine_logits(llm, ids, decoded=new)}
     left_out = (path for path in theirs if path not in nodes and path != LOGITS and has_weights(module, path))
     rows.append(row(LOGITS, f"backend {llm.backend}", Followed(""), prompt, (engine, theirs, exact)))
     return Comparison(
@@ -136,17 +133,12 @@ def require_memory(llm: LLM) -> None:
         )
 
 
-def caches_for(llm: LLM, tokens: int) -> list[Tensor]:
-    blocks = -(-tokens // llm.engine.manager.block_size)
-    return [t.new_zeros((blocks, *t.shape[1:])) for t in llm.engine.tensors]
-
-
 def has_weights(module: Any, path: str) -> bool:
     return next(module.get_submodule(path).parameters(), None) is not None
 
 
 def near(found: Tensor, given: Tensor) -> bool:
-    return found.shape == given.shape and distance(found, given.double()) < SAME
+    return found.shape == given.shape and distance(found, given) < SAME
 
 
 def distance(found: Tensor, exact: Tensor) -> float:

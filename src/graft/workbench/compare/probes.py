@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
-from graft.ops.layout import HostBatch, pack
+from graft.bench.quality import engine_steps, float64_twin
+from graft.engine.llm import LLM
 
 LOGITS = "logits of the engine"  # stands for them among the paths of modules
 Values = dict[str, Tensor]  # module path or node name → [tokens, …] of one sequence
@@ -53,8 +53,7 @@ def module_values(module: Any, ids: Sequence[int], prompt: int) -> Values:
 def exact_values(module: Any, ids: Sequence[int]) -> Values:
     """The same in float64, by one pass over all tokens; norms and softmax may compute in float32, where the model's
     code says so."""
-    second = copy.deepcopy(module).double()
-    second.set_experts_implementation("eager")  # grouped GEMMs of experts refuse float64
+    second = float64_twin(module)
     seen: dict[str, list[Tensor]] = {}
     with hooked(second, seen):
         done = second(torch.tensor([list(ids)], device=module.device), use_cache=False)
@@ -66,28 +65,17 @@ def captured_values(gm: GraphModule, ids: Sequence[int], names: Mapping[str, str
     row = torch.tensor([list(ids)], device=next(gm.parameters()).device)
     probe = Probe(gm, set(names.values()))
     probe.run(row, torch.arange(len(ids), device=row.device)[None])
-    return {path: probe.seen[name][0][0] for path, name in names.items() if name in probe.seen}
+    return {path: probe.seen[name][0] for path, name in names.items() if name in probe.seen}
 
 
-def engine_values(
-    gm: GraphModule, ids: Sequence[int], prompt: int, names: Mapping[str, str], caches: Sequence[Tensor]
-) -> Values:
-    """Of the transformed graph as the engine feeds it: the prompt as one step, then steps of one token.
-
-    caches: [blocks, block_size, kv_heads, head_dim] each, with room for all tokens; written.
-    """
-    probe, seen = Probe(gm, set(names.values())), dict[str, list[Tensor]]()
-    block, device = caches[0].shape[1], caches[0].device
-    blocks = list(range(-(-len(ids) // block)))
-    for first, last in [(0, prompt), *((at, at + 1) for at in range(prompt, len(ids)))]:
-        host = HostBatch()
-        host.add(ids[first:last], first, blocks, block)
-        host.logits_indices = list(range(last - first))
-        probe.run(*pack(host, device).inputs(), *caches)
+def engine_values(llm: LLM, ids: Sequence[int], prompt: int, names: Mapping[str, str]) -> Values:
+    """Of the transformed graph as the engine feeds it: the prompt as one step, then steps of one token."""
+    probe, seen = Probe(llm.graph_module, set(names.values())), dict[str, list[Tensor]]()
+    for inputs in engine_steps(llm, ids, len(ids) - prompt):
+        probe.run(*inputs)
         for path, name in names.items():
             if name in probe.seen:
-                seen.setdefault(path, []).append(probe.seen[name][0][0])
-        probe.seen.clear()
+                seen.setdefault(path, []).append(probe.seen[name][0])
     return joined(seen, len(ids))
 
 
@@ -103,10 +91,10 @@ class Probe(Interpreter):
     def __init__(self, gm: GraphModule, names: set[str]) -> None:
         super().__init__(gm)
         self.names = names
-        self.seen: dict[str, list[Tensor]] = {}
+        self.seen: dict[str, Tensor] = {}
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
         if n.name in self.names and isinstance(value, Tensor):
-            self.seen.setdefault(n.name, []).append(value.clone())
+            self.seen[n.name] = value.clone()
         return value
