@@ -227,9 +227,21 @@ def test_a_failing_first_run_is_told_for_its_size_and_the_engine_goes_on(monkeyp
     monkeypatch.setattr(CapturedSteps, "body", failing)
     llm = graft.LLM(model("llama"), max_num_seqs=4)
     assert [rows for rows, *_ in llm.engine.loop.captures.made] == [4]
-    assert any("capture a greedy step of 2 rows failed: RuntimeError: no such" in n for n in llm.report.notes)
+    assert any("capturing a greedy step of 2 rows failed: RuntimeError: no such" in n for n in llm.report.notes)
     expected = graft.LLM(model("llama"), enforce_eager=True).generate(prompts((5, 9)), greedy())
     assert [o.token_ids for o in llm.generate(prompts((5, 9)), greedy())] == [o.token_ids for o in expected]
+
+
+def test_replays_own_their_workspaces():
+    """torch.compile's CUDA graphs free the workspaces of cuBLAS of all streams, and others get their memory."""
+    llm = graft.LLM(model("llama"), max_num_seqs=4, kv_cache_memory="1GiB")
+    given = prompts((16, 16))
+    expected = [[o.token_ids for o in llm.generate(given, greedy())] for _ in range(4)][-1]  # prompts captured too
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    theirs = torch.full((256 << 20,), 77, dtype=torch.uint8, device="cuda")
+    assert [o.token_ids for o in llm.generate(given, greedy())] == expected
+    assert bool((theirs == 77).all())
 
 
 def test_a_step_that_waits_is_not_recorded_and_the_engine_goes_on(monkeypatch):
@@ -252,7 +264,7 @@ def test_a_step_that_waits_is_not_recorded_and_the_engine_goes_on(monkeypatch):
     assert [o.token_ids for o in llm.generate(prompts((5, 9)), greedy())] == [o.token_ids for o in expected]
     assert llm.stats.replayed_steps == 0 and llm.stats.bucket_misses == NEW - 1
     assert any(
-        "decode steps without a CUDA graph: capture a greedy step of 4 rows failed" in n for n in llm.report.notes
+        "decode steps without a CUDA graph: capturing a greedy step of 4 rows failed" in n for n in llm.report.notes
     )
 
 

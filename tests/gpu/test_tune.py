@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def device():
 
 def wide(call):
     """The op's reference in float64 on the same numbers; quantized weights stay as they are."""
-    given = {field.name: getattr(call, field.name) for field in fields(call)}
+    given = call._asdict()
     plain = call.scale is None
     for name in ("x", "bias", "norm", "residual", *(("weight",) if plain else ("scale",))):
         given[name] = None if given[name] is None else given[name].double()

@@ -83,7 +83,7 @@ def capture(
     """The results of the captured call. Captures that share a `pool` overwrite each other's memory."""
     try:
         # thread_local: a capture may fall into the middle of serving, where other threads allocate memory
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        with workspaces_inside(), torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             return run(*args)
     except RuntimeError as error:  # what CUDA and the operators raise; the first one is the cause
         FAILED.append(graph)
@@ -92,6 +92,20 @@ def capture(
             f"a call of the graph cannot be captured: {type(cause).__name__}: {cause}. State is as it was, but torch"
             " does not undo a failed capture: start a new process, with backend='eager' or 'inductor'"
         ) from error
+
+
+@contextmanager
+def workspaces_inside() -> Iterator[None]:
+    """cuBLAS takes its workspace from the capture's own pool, and nothing outside goes on with it.
+
+    A workspace from before is torch's: whoever frees it (torch.compile's CUDA graphs do, for all streams) would leave
+    the replays with memory that is somebody else's by then.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager

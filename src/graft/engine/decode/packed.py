@@ -58,11 +58,13 @@ class PackedSteps:
     ) -> None:
         self.graph, self.tensors, self.record = graph, tensors, record
         self.block_size, self.padding = buffers.block_size, buffers.padding
-        self.requests, self.width = buffers.block_tables.shape
+        requests, self.width = buffers.block_tables.shape
         self.device = buffers.block_tables.device
         self.sizes = BatchSizes(token_sizes(most), PROMPT_PAYS)
+        largest = max(self.sizes.every, default=1)
+        self.requests = min(requests, largest)  # each has a token at least; 100,000 tables would be gigabytes
         self.span = self.width * self.block_size  # tokens that a row of the tables has blocks for
-        self.spare = -(-max(self.sizes.every, default=1) // self.span)  # rows for the padding
+        self.spare = -(-largest // self.span)  # rows for the padding
         # odd, as no size is: kernels take as many tokens as rows for a step that decodes
         self.rows = (self.requests + self.spare) | 1
         self.block_tables = torch.full((self.rows, self.width), self.padding, device=self.device)
