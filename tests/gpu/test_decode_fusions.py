@@ -57,7 +57,7 @@ def test_bfloat16_logits_stay_close(family):
         llm = graft.LLM(model, config=config, kv_cache_memory="64MiB")
         seen = []
         run = llm.engine.run
-        llm.engine.run = lambda plan: seen.append(run(plan)) or seen[-1]
+        llm.engine.run = lambda *args: seen.append(run(*args)) or seen[-1]
         llm.generate([given], graft.SamplingParams(max_tokens=1))
         return seen[0][0].float()
 

@@ -87,7 +87,7 @@ def test_a_steady_step_waits_for_nothing():
 def test_the_device_has_the_next_step_before_the_host_knows_the_last():
     llm = graft.LLM(model("llama"), max_num_seqs=4)
     llm.generate(prompts((5, 9)), greedy(40))
-    assert llm.stats.replayed_steps == 39 and llm.stats.steps_ahead == 38
+    assert llm.stats.replayed_steps == llm.stats.steps_ahead == 39
     assert llm.stats.decode_tokens == 78 and llm.stats.decode_seconds > 0
 
 
@@ -111,7 +111,9 @@ def test_bfloat16_logits_of_a_recording_equal_the_eager_ones(family):
     """The same kernels on the same rows: the logits of a replay are those of the calls, bit for bit."""
     llm = graft.LLM(model(family, "bfloat16"), max_num_seqs=4, cudagraph_capture_sizes=[4])
     requests = [llm.engine.add(p, greedy(30)) for p in prompts((5, 9, 17, 30))]
-    llm.engine.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "go_ahead", lambda step: None)  # the test makes the next steps itself
+        llm.engine.step()
     loop, seen = llm.engine.loop, []
     for _ in range(6):
         plan = llm.engine.scheduler.schedule()

@@ -10,12 +10,13 @@ from graft.ops.layout import Batch, HostBatch
 
 
 def host_batch(plan: StepPlan, block_size: int) -> HostBatch:
-    """The next `counts[i]` tokens of requests[i], i = 0…n-1."""
+    """The next `counts[i]` tokens of requests[i], i = 0…n-1; 0 for one that only the device knows (Feed)."""
     found = HostBatch()
     for request, count in zip(plan.requests, plan.counts, strict=True):
         assert request.table is not None
-        first = request.computed
-        found.add(request.tokens[first : first + count], first, request.table.blocks, block_size)
+        first = request.fed
+        known = [0] if request.coming else request.tokens[first : first + count]
+        found.add(known, first, request.table.blocks, block_size)
     return found
 
 

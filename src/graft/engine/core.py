@@ -53,7 +53,10 @@ class Output:
 
 @dataclass(eq=False)  # a request is itself, whatever its tokens
 class Request:
-    """A prompt on its way. `computed` tokens are in the cache; the rest are fed in the next steps."""
+    """A prompt on its way. `computed` tokens are in the cache; the rest are fed in the next steps.
+
+    Steps that are launched and not yet known count in `fed` and `length`, so that the next can be planned.
+    """
 
     prompt: list[int]
     params: SamplingParams
@@ -64,6 +67,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     table: Table | None = None  # while it runs
     computed: int = 0
+    feeding: int = 0  # tokens that steps in flight bring into the cache
+    coming: int = 0  # tokens that steps in flight choose
     read: int = 0  # new tokens that `stream` has been fed
     whole_text: bool = False  # nothing more will come
     cached: int | None = None  # prompt tokens found in the cache when it was first admitted
@@ -89,9 +94,24 @@ class Request:
         return len(self.prompt) + self.params.max_tokens - 1
 
     @property
+    def fed(self) -> int:
+        """Tokens in the cache when everything in flight has landed."""
+        return self.computed + self.feeding
+
+    @property
+    def length(self) -> int:
+        """Its tokens when everything in flight has landed."""
+        return len(self.tokens) + self.coming
+
+    @property
+    def ending(self) -> bool:
+        """The last token that it may have is in flight."""
+        return self.coming > 0 and self.length - len(self.prompt) >= self.params.max_tokens
+
+    @property
     def decoding(self) -> bool:
         """All but one of its tokens are in the cache, and at least one of them is its own."""
-        return self.computed == len(self.tokens) - 1 and len(self.tokens) > len(self.prompt)
+        return self.fed == self.length - 1 and self.length > len(self.prompt) and not self.ending
 
     @property
     def family(self) -> list[Request]:

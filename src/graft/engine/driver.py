@@ -24,6 +24,7 @@ from queue import SimpleQueue
 import torch
 
 from graft.base.errors import EngineFailed, GraftError
+from graft.base.garbage import old_objects_frozen
 from graft.engine.core import Request
 from graft.engine.engine import Engine
 from graft.engine.watch import Watch
@@ -238,7 +239,7 @@ def work_off(job: Job | None, jobs: SimpleQueue[Job | None]) -> bool:
     shift, device = Shift(engine), engine.tensors[0].device
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own
-    with engine.lock:
+    with engine.lock, old_objects_frozen():
         while True:
             if job is None:
                 shift.fail(EngineFailed("the LLM was closed"))

@@ -19,11 +19,10 @@ class Due:
     state: Tensor | None  # of its generator
 
     @staticmethod
-    def of(request: Request, row: int, coming: int = 0) -> Due:
-        """`coming`: tokens that it gets from steps before this one."""
+    def of(request: Request, row: int) -> Due:
         generator = None if request.params.greedy else request.generator
         state = None if generator is None else generator.get_state()
-        return Due(request, row, len(request.tokens) + coming, state)
+        return Due(request, row, request.length, state)
 
     def restore(self) -> None:
         if self.request.generator is not None and self.state is not None:

@@ -17,7 +17,8 @@ from graft.base.errors import EngineFailed, EngineStuck, GraftError, LogitsError
 from graft.engine.batch import pack
 from graft.engine.core import FinishReason, Request, Stats
 from graft.engine.decode.choose import WIDE
-from graft.engine.decode.loop import Counts, DecodeLoop, InFlightStep
+from graft.engine.decode.in_flight import Feed, InFlightStep
+from graft.engine.decode.loop import Counts, DecodeLoop
 from graft.engine.due import Due
 from graft.engine.kv.manager import BlockManager
 from graft.engine.kv.tensors import copy_blocks
@@ -51,6 +52,7 @@ class Engine:
         self.end_tokens = end_tokens
         self.tokenizer = tokenizer
         self.loop = loop  # decodes by captures, a step ahead of the host; None: every step is `run`
+        self.pending: StepPlan | None = None  # made while a step was in flight, and not launched yet
         self.said = tuple(notes)
         self.stats = Stats()
         self.lock = threading.RLock()
@@ -70,54 +72,84 @@ class Engine:
             loop.follow_stream()
             if loop.in_flight:  # one step is on its way already
                 return self.take_stock(loop.in_flight[0], started)
-        plan = self.scheduler.schedule()
+        plan = self.next_plan()
         if not plan.requests:
             return self.nothing_to_do()
         due: list[Due] = []
-        step = None
         with self.undone_on_error(plan, due):
             copy_blocks(self.tensors, plan.copies)
-            capture = None if loop is None else loop.captured(plan)
-            if loop is not None and capture is not None and capture.kind != "logits":
-                step = loop.start(plan, capture)
-            else:
-                due += self.due(plan)
+            due += self.due(plan)
+            step = None if loop is None else loop.begin(plan, due, self.run)
+            if step is None:
+                capture = None if loop is None else loop.captured(plan)
                 logits = self.run(plan) if loop is None or capture is None else loop.logits(plan, capture)
-                self.advance(plan, due, self.choose(due, logits))  # logits: [n, vocab]
+                fed = zip(plan.requests, plan.counts, strict=True)
+                self.advance(fed, due, self.choose(due, logits))  # logits: [n, vocab]
         if step is not None:
             return self.take_stock(step, started)
         grown = [one.request for one in due if one.request.error is None]
         self.count(plan, grown, time.perf_counter() - started)
         return grown
 
-    def run(self, plan: StepPlan) -> Tensor:
-        """[n, vocab]."""
-        if self.loop is not None and (found := self.loop.packed.logits(plan)) is not None:
+    def run(self, plan: StepPlan, feed: Feed | None = None) -> Tensor:
+        """[n, vocab]. feed: tokens of it that only the device knows."""
+        if self.loop is not None and (found := self.loop.packed.logits(plan, feed)) is not None:
             return found
         batch = pack(plan, self.manager.block_size, self.tensors[0].device)
+        if feed is not None:
+            feed.into(batch.input_ids[0])
         (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, n, vocab]
         return logits[0]
+
+    def next_plan(self) -> StepPlan:
+        """The one that was made ahead and could not be launched then, without those who are gone since; or a new
+        one."""
+        plan, self.pending = self.pending, None
+        if plan is None:
+            return self.scheduler.schedule()
+        left = [(r, n) for r, n in zip(plan.requests, plan.counts, strict=True) if r.table is not None]
+        if not left:
+            copy_blocks(self.tensors, plan.copies)
+            return self.scheduler.schedule()
+        return replace(plan, requests=[r for r, _ in left], counts=[n for _, n in left])
+
+    def go_ahead(self, step: InFlightStep) -> None:
+        """Launches the step after `step`, or makes its plan, where that can be done before `step` is known."""
+        loop = self.loop
+        assert loop is not None
+        if loop.go_ahead(step) is not None or self.pending is not None:
+            return
+        if not self.scheduler.may_look_ahead():
+            return
+        plan = self.scheduler.schedule()
+        if not plan.requests:
+            return
+        due = self.due(plan)
+        self.pending = plan
+        with self.undone_on_error(plan, due):
+            ahead = loop.begin(plan, due, self.run, step) if not plan.copies else None
+        if ahead is not None:
+            self.pending = None
 
     def take_stock(self, step: InFlightStep, started: float) -> list[Request]:
         """Launches the step after `step`, where it can be launched unseen, and then looks at what `step` gave."""
         assert self.loop is not None
         with self.undone_on_error(step.plan, step.due):
-            self.loop.go_ahead(step)
+            self.go_ahead(step)
             tokens = step.tokens()  # waits
-            self.loop.in_flight.remove(step)
+            self.loop.land(step)
+            token_of = {one.request: tokens[step.index[one.request]] for one in step.due}
             for one in step.due:
-                if tokens[one.row] == WIDE:
+                if token_of[one.request] == WIDE:
+                    step.fed.pop(one.request)
                     self.loop.sample_on_host(one)
-            due = [one for one in step.due if tokens[one.row] != WIDE]
-            for one in due:
-                self.keep(one.request, 1)
-            for one in due:
-                token = tokens[one.row]
-                self.append_token(one.request, SampledToken(token, error=LogitsError() if token < 0 else None))
+            due = [one for one in step.due if token_of[one.request] != WIDE]
+            choices = [chosen(token_of[one.request]) for one in due]
+            self.advance(step.fed.items(), due, choices)
         grown = [one.request for one in due if one.request.error is None]
         # whoever comes back late finds the step done: what it took then is the device's time
         seconds = max(time.perf_counter() - started, step.seconds)
-        self.count(step.plan, grown, seconds, decoding=True)
+        self.count(step.plan, grown, seconds, decoding=step.capture is not None)
         return grown
 
     @contextmanager
@@ -127,9 +159,8 @@ class Engine:
             yield
         except BaseException as error:
             if self.loop is not None:
-                for step in reversed(self.loop.in_flight):
+                for step in self.loop.take_back():
                     self.undo(step.plan, step.due)
-                self.loop.in_flight = []
             self.undo(plan, due)
             if is_out_of_memory(error):
                 raise self.out_of_memory(plan) from error
@@ -139,7 +170,7 @@ class Engine:
         """Who gets a token: those all of whose tokens are in the cache after this step, and new samples of n > 1."""
         found = []
         for row, (request, count) in enumerate(zip(plan.requests, plan.counts, strict=True)):
-            if request.computed + count == len(request.tokens):
+            if request.fed + count == request.length:
                 found += [Due.of(one, row) for one in (request, *self.make_siblings(request))]
         return found
 
@@ -150,9 +181,9 @@ class Engine:
         some = logits if rows == list(range(len(logits))) else logits[rows]
         return sample(some, [one.request for one in due], self.end_tokens)
 
-    def advance(self, plan: StepPlan, due: list[Due], choices: list[SampledToken]) -> None:
+    def advance(self, fed: Iterable[tuple[Request, int]], due: list[Due], choices: list[SampledToken]) -> None:
         """Takes note of what is in the cache now, then of the new tokens."""
-        for request, count in zip(plan.requests, plan.counts, strict=True):
+        for request, count in fed:
             self.keep(request, count)
         for one in due:
             leader = one.request.leader
@@ -249,7 +280,7 @@ class Engine:
     def make_siblings(self, request: Request) -> list[Request]:
         """The other samples of n > 1: they begin when the prompt is in the cache, and share its blocks."""
         params = request.params
-        if request.leader is not None or len(request.tokens) > len(request.prompt):
+        if request.leader is not None or request.length > len(request.prompt):
             return []
         made = []
         for index in range(1, params.n):
@@ -320,3 +351,8 @@ class Engine:
             f" {device}, the key-value cache holds {size_text(self.cache_bytes)}. Lower kv_cache_memory,"
             " max_num_batched_tokens or max_num_seqs"
         )
+
+
+def chosen(token: int) -> SampledToken:
+    """What the device chose."""
+    return SampledToken(token, error=LogitsError() if token < 0 else None)

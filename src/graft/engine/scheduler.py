@@ -42,6 +42,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Request] = []  # both in order
         self.running: list[Request] = []
+        self.leaving: set[Request] = set()  # of the running, those whose last token is in flight
         self.preemptions = 0
         self.refused: tuple[Request, int] | None = None  # who did not get in, and the blocks there were
         self.clock = 0
@@ -64,6 +65,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         self.clock += 1
+        self.leaving = {request for request in self.running if request.ending}
         while self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
             if not self.admit(self.waiting[0]):
                 break
@@ -82,10 +84,10 @@ class Scheduler:
     def serve(self, request: Request, plan: StepPlan, kept: int = 0) -> None:
         """Puts the request's next tokens into the plan, leaving `kept`. Without memory for them it waits again."""
         assert request.table is not None
-        granted = min(len(request.tokens) - request.computed, max(plan.budget - kept, 0))
-        if not granted:
+        granted = min(request.length - request.fed, max(plan.budget - kept, 0))
+        if not granted or request.ending:
             return
-        copies = self.make_room(request, request.table, request.computed + granted)
+        copies = self.make_room(request, request.table, request.fed + granted)
         if copies is None:
             self.preempt(request)
             return
@@ -96,7 +98,7 @@ class Scheduler:
 
     def admit(self, request: Request) -> bool:
         """Lets a waiting request in, with room for all of its tokens; those in the cache are not computed again."""
-        while len(self.running) >= self.max_num_seqs:
+        while self.full:
             if not self.take_from_last(request):
                 return False
         if self.still_refused(request):
@@ -122,7 +124,24 @@ class Scheduler:
         first = self.waiting[0]
         if not self.running or first.order < self.running[-1].order:
             return False
-        return len(self.running) >= self.max_num_seqs or self.still_refused(first)
+        return self.full or self.still_refused(first)
+
+    @property
+    def full(self) -> bool:
+        return len(self.running) - len(self.leaving) >= self.max_num_seqs
+
+    def may_look_ahead(self) -> bool:
+        """Whether a step can be scheduled while another is in flight: nobody would have to give way, since what is
+        on the way for him cannot be called back."""
+        if self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
+            return False
+        needed = 0
+        for request in self.running:
+            assert request.table is not None
+            length = min(request.length, request.fed + self.max_num_batched_tokens)
+            if length > request.table.room and not request.ending:  # a block more where its last one is shared
+                needed += 1 + max(self.manager.blocks_for(length) - len(request.table.blocks), 0)
+        return needed <= self.manager.available
 
     def still_refused(self, request: Request) -> bool:
         """Nothing has become free for it since it was refused: looking a long prompt up takes milliseconds."""
@@ -155,6 +174,7 @@ class Scheduler:
         """A running request gives back its blocks."""
         assert request.table is not None
         self.running.remove(request)
+        self.leaving.discard(request)
         self.manager.close(request.table)
         request.table = None
 

@@ -10,10 +10,12 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+import torch
 
 from capture_cases import engine, run
 from graft.engine.decode import buffers as decode_buffers
 from graft.engine.decode.buffers import Buffers, StepBuffers
+from graft.engine.decode.in_flight import Feed
 from graft.engine.decode.loop import DecodeLoop
 from marks import short
 
@@ -25,7 +27,11 @@ class Late:
         self.tensor, self.queue = tensor, queue
 
     def __getitem__(self, index):
-        return Late(self.tensor[index], self.queue)
+        if not isinstance(index, torch.Tensor):
+            return Late(self.tensor[index], self.queue)  # a view
+        found = Late(torch.empty_like(index), self.queue)
+        self.queue.append(lambda: found.tensor.copy_(self.tensor[index]))
+        return found
 
     def copy_(self, source, non_blocking=False):
         source = source.tensor if isinstance(source, Late) else source
@@ -33,6 +39,18 @@ class Late:
 
     def tolist(self):
         return self.tensor.tolist()
+
+    @property
+    def device(self):
+        return self.tensor.device
+
+    def clamp_(self, min):
+        self.queue.append(lambda: self.tensor.clamp_(min=min))
+        return self
+
+    def index_copy_(self, dim, index, source):
+        source = source.tensor if isinstance(source, Late) else source
+        self.queue.append(lambda: self.tensor.index_copy_(dim, index, source))
 
 
 class Device:
@@ -55,7 +73,7 @@ class Device:
             play = step.capture.replay
             late = replace(step.capture, replay=lambda: self.queue.append(play))
             launch(replace_recording(step, late))
-            self.queue.append(step.slot)  # where it is done
+            self.queue.append(step.arrival)  # where it is done
             self.most = max(self.most, sum(isinstance(item, StepBuffers) for item in self.queue))
             return step
 
@@ -75,9 +93,14 @@ class Device:
         def after(*args):
             while self.queue:
                 self.work()
-            return call(*args)
+            return call(*(on_time(arg) for arg in args))
 
         return after
+
+
+def on_time(arg):
+    """Nothing is in the queue: what was gathered is there."""
+    return replace(arg, tokens=arg.tokens.tensor) if isinstance(arg, Feed) and isinstance(arg.tokens, Late) else arg
 
 
 def replace_recording(step, capture):

@@ -19,7 +19,11 @@ from graft.engine.options import EngineOptions
 def test_bucket_sizes():
     assert bucket_sizes(1) == (1,) and bucket_sizes(8) == (1, 2, 4, 8)
     assert bucket_sizes(21) == (1, 2, 4, 8, 16, 18, 20, 21) and bucket_sizes(20, [8, 3, 8]) == (3, 8)
-    assert bucket_sizes(1024)[-3:] == (896, 960, 1024) and bucket_sizes(600, [600]) == (600,)
+    assert (
+        bucket_sizes(100_000)[-1] == buckets.MOST_ROWS
+        and bucket_sizes(1024)[-3:] == (896, 960, 1024)
+        and bucket_sizes(600, [600]) == (600,)
+    )
     assert BatchSizes(bucket_sizes(21), 2).used == (1, 2, 4, 8, 16, 21)
     assert [bucket_for(n, (1, 2, 4)) for n in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, None]
 

@@ -219,7 +219,8 @@ def test_progress_is_told_in_the_callers_thread():
     llm.engine.graph = third_waits
     params = [graft.SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 3, 3)]
     llm.generate([[5], [6], [7]], params, progress=progress)
-    assert told == [("generating", done, 3, threading.main_thread()) for done in (0, 1)]
+    expected = [("generating", done, 3, threading.main_thread()) for done in (0, 1, 2)]
+    assert told in (expected[:2], expected), "the last two end in one step: the caller may wake between them"
 
 
 def test_the_thread_count_of_the_caller_holds():

@@ -7,23 +7,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-DECODE_PAYS, PROMPT_PAYS = (
-    64,
-    4,
-)  # steps: a smaller size saves a tenth of a step that decodes; a prompt's, launching it
+# steps: a smaller size saves a tenth of a step that decodes; a prompt's, launching it
+DECODE_PAYS, PROMPT_PAYS = 64, 4
+# a larger step keeps the device busy for longer than the host needs to launch it, and tables for 100,000 rows would
+# take gigabytes from the cache
+MOST_ROWS = 4096
 SHARES = 8  # sizes to each doubling, from 2 * SHARES rows on: a ninth of the rows is padding at most
 # below, the weights' bytes take the time of a step, and padding costs nothing
 
 
 def bucket_sizes(max_num_seqs: int, asked: Sequence[int] | None = None) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 18, 20, … max_num_seqs, or those asked for; smallest first."""
+    """1, 2, 4, 8, 16, 18, 20, … max_num_seqs or MOST_ROWS, or those asked for; smallest first."""
     if asked is not None:
         return tuple(sorted(set(asked)))
-    found = []
-    for power in (1 << i for i in range(max_num_seqs.bit_length())):
+    found, most = [], min(max_num_seqs, MOST_ROWS)
+    for power in (1 << i for i in range(most.bit_length())):
         step = power // SHARES if power >= 2 * SHARES else power
-        found += [size for size in range(power, 2 * power, step) if size < max_num_seqs]
-    return (*found, max_num_seqs)
+        found += [size for size in range(power, 2 * power, step) if size < most]
+    return (*found, most)
 
 
 @dataclass
@@ -45,11 +46,19 @@ class BatchSizes:
 
     def take(self, rows: int) -> int | None:
         """The size for a step of so many rows, or None."""
+        size = self.peek(rows)
         best = bucket_for(rows, self.every)
         if best is not None and best not in self.used:
             self.wanted[best] += 1
-            if self.wanted[best] >= self.pays:
+            if size == best:
                 self.used = tuple(sorted((*self.used, best)))
+        return size
+
+    def peek(self, rows: int) -> int | None:
+        """What `take` would give, which counts."""
+        best = bucket_for(rows, self.every)
+        if best is not None and best not in self.used and self.wanted[best] + 1 >= self.pays:
+            return best
         return bucket_for(rows, self.used)
 
 

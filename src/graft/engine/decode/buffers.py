@@ -11,42 +11,26 @@ import torch
 from torch import Tensor
 
 from graft.engine.core import Request
-from graft.engine.decode.choose import SamplingRows
+from graft.engine.decode.arrival import Arrival, host
+from graft.engine.decode.choose import LARGEST_K, SamplingRows
 from graft.ops.advance_rows.reference import NOTHING
 from graft.ops.layout import Batch, one_token_each
 
 # The lines of `state` [lines, rows], eight bytes each; the last three are float64.
 TOKENS, SEQ_LENS, LIVE, ENTRIES, BLOCKS, LINES_FILLED, TOP_K, TEMPERATURE, MIN_P, TOP_P = range(10)
 LINES = 10
-LARGEST_K = 1 << 40  # any larger top_k keeps as much, and more than 64 bits do not fit
 RING = 2  # steps on the way at once
 
 
-def host(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the host that the device copies from and to by itself."""
-    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
-
-
-class StepBuffers:
+class StepBuffers(Arrival):
     """What one step brings to the device and back. It is used again when that step has ended."""
 
     def __init__(self, tokens: Tensor, device: torch.device) -> None:
+        super().__init__(tokens, device)  # its line of the ring
         rows = tokens.shape[0]
-        self.tokens = tokens  # its line of the ring
         self.commands = host((2, rows), torch.int64, device)  # entries, blocks
         self.uniform = host((rows,), torch.float64, device)
         self.command_array, self.uniform_array = self.commands.numpy(), self.uniform.numpy()  # the same memory
-        timed = device.type == "cuda"
-        self.begin = torch.cuda.Event(enable_timing=True) if timed else None
-        self.done = torch.cuda.Event(enable_timing=True) if timed else None
-
-    def wait(self) -> None:
-        if self.done is not None:
-            self.done.synchronize()
-
-    def seconds(self) -> float:
-        """How long the step took on the device; 0 on a CPU, where the launch itself takes that time."""
-        return 0.0 if self.begin is None or self.done is None else self.begin.elapsed_time(self.done) / 1e3
 
 
 @dataclass(frozen=True)
@@ -139,8 +123,8 @@ class Buffers:
             # padding that is read and masked must not be another's: a NaN there would not be hidden
             tables[row, : len(blocks)], tables[row, len(blocks) :] = blocks, blocks[0]
             state[[TOKENS, SEQ_LENS, LIVE, TOP_K], row] = (
-                request.tokens[-1],
-                request.computed,
+                request.tokens[-1],  # or what the device knows better (Feed)
+                request.fed,
                 1,
                 min(params.top_k, LARGEST_K),
             )

@@ -6,7 +6,6 @@ advance ─▶ the model's graph ─▶ logits [B, vocab] ─▶ choose ─▶ t
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from graft.backends.capture import capture
 from graft.base.device_memory import is_out_of_memory
 from graft.base.errors import CaptureRefused
 from graft.base.files import Progress
+from graft.base.garbage import old_objects_frozen
 from graft.engine.decode.buckets import table_widths
 from graft.engine.decode.buffers import Buffers
 from graft.engine.decode.choose import Kind, choose
@@ -121,15 +121,14 @@ class CapturedSteps:
             return None
         started = time.perf_counter()
         self.buffers.fill([], len(self.buffers.block_tables))
-        gc.freeze()  # torch collects garbage before each capture, which goes through every object of the model
         try:
-            return make()
+            with old_objects_frozen():  # torch collects garbage before each capture
+                return make()
         except (CaptureRefused, *launch_failures()) as error:
             reason = "no memory was left" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
             self.problem = f"capturing {what} failed: {reason}"
             return None
         finally:
-            gc.unfreeze()
             self.seconds += time.perf_counter() - started
 
     def body(self, key: Key) -> Callable[[], Tensor]:

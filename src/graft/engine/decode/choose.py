@@ -6,12 +6,15 @@ cannot be sampled here: the row's token is WIDE, and the host has it computed ag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from graft.engine.core import Request
 from graft.engine.params import SamplingParams
 from graft.engine.sampling.distribution import HEAD, invert, rows_at_once
 from graft.ops.argmax_rows.op import argmax_into
@@ -19,6 +22,7 @@ from graft.ops.argmax_rows.op import argmax_into
 # greedy: the largest logit. sampled: temperature and min_p. cut: top_k and top_p too, which need the heaviest tokens
 # in order. logits: nothing is chosen on the device.
 Kind = Literal["greedy", "sampled", "cut", "logits"]
+LARGEST_K = 1 << 40  # any larger top_k keeps as much, and more than 64 bits do not fit
 WIDE = -2  # as a token; -1 is a row without a finite largest value
 
 
@@ -36,6 +40,31 @@ class SamplingRows:
         return SamplingRows(
             *(t[first:last] for t in (self.temperature, self.min_p, self.top_p, self.top_k, self.uniform))
         )
+
+
+def uniform_numbers(requests: Sequence[Request]) -> list[float]:
+    """What their tokens are sampled with, from the generator of each; a greedy one needs none."""
+    return [
+        0.0 if r.params.greedy else torch.rand((), dtype=torch.float64, generator=r.generator).item()
+        for r in requests
+    ]
+
+
+def settings_of(requests: Sequence[Request], device: torch.device) -> SamplingRows:
+    """With fresh numbers."""
+    each = [r.params for r in requests]
+    numbers = np.array(
+        [[p.temperature for p in each], [p.min_p for p in each], [p.top_p for p in each], uniform_numbers(requests)]
+    )
+    temperature, min_p, top_p, uniform = sent(numbers, device)
+    (top_k,) = sent(np.array([[min(p.top_k, LARGEST_K) for p in each]]), device)
+    return SamplingRows(temperature, min_p, top_p, top_k, uniform)
+
+
+def sent(values: np.ndarray, device: torch.device) -> tuple[Tensor, ...]:
+    """[n, 1] on the device for each line of values [lines, n], in one copy that nobody waits for."""
+    found = torch.from_numpy(values)[..., None]
+    return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True).unbind()
 
 
 def host_reason(params: SamplingParams, new_tokens: int) -> str | None:
@@ -60,10 +89,10 @@ def kind_of(params: SamplingParams, new_tokens: int) -> Kind:
     return "cut" if params.top_k > 0 or params.top_p < 1 else "sampled"
 
 
-def choose(kind: Kind, tokens: Tensor, logits: Tensor, settings: SamplingRows) -> None:
-    """Writes the tokens [B] of logits [B, vocab]."""
+def choose(kind: Kind, tokens: Tensor, logits: Tensor, settings: SamplingRows | None) -> None:
+    """Writes the tokens [B] of logits [B, vocab]. A greedy kind needs no settings."""
     argmax_into(tokens, logits)
-    if kind == "greedy":
+    if kind == "greedy" or settings is None:
         return
     rows = rows_at_once(logits.shape[-1])
     for first in range(0, len(tokens), rows):

@@ -1,64 +1,55 @@
-"""Decoding without waiting: the device runs one step ahead of what the host knows.
+"""Steps without waiting: the device runs one step ahead of what the host knows.
 
     step()     launch t, launch t+1, wait for t, take stock of t
     step()     launch t+2,           wait for t+1, take stock of t+1        …
 
+Where the same requests go on decoding, the device has all it needs (`go_ahead`). Any other step, one with prompts in
+it too, is scheduled as if the step in flight were known, and the tokens that it feeds are taken from where the device
+has them (`begin`).
+
 A step that is launched before the one ahead of it is known may feed a request that has ended. Its token is thrown
 away. What it wrote lies behind all that was committed, so in a block that is not stored and that no other table has:
 the manager gives such a block to others as a free one, and their steps run behind this one on the same stream.
-Everything but going on with the same requests (an arrival, a lack of memory, parameters that need logits on the host)
-waits until nothing is on the way.
+A lack of memory, a capture that has to be made, parameters that need logits on the host: these wait until nothing is
+in flight.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from graft.engine.core import Request
+from graft.engine.decode.arrival import Arrival, host
 from graft.engine.decode.buckets import BatchSizes, bucket_for
 from graft.engine.decode.buffers import Buffers, StepBuffers
 from graft.engine.decode.capture import CapturedStep, CapturedSteps
-from graft.engine.decode.choose import Kind, host_reason, kind_of
+from graft.engine.decode.choose import Kind, choose, host_reason, kind_of, settings_of, uniform_numbers
+from graft.engine.decode.in_flight import Feed, InFlightStep
 from graft.engine.decode.packed import PackedSteps
 from graft.engine.due import Due
 from graft.engine.sampling.distribution import HEAD
 from graft.engine.scheduler import Scheduler, StepPlan
 from graft.ops.advance_rows.reference import LEAVE, NOTHING
+from graft.ops.layout import on_host
 
+Run = Callable[[StepPlan, Feed | None], Tensor]  # [n, vocab] of a step
 RANK: dict[Kind, int] = {"greedy": 0, "sampled": 1, "cut": 2, "logits": 3}  # each can do what those before it can
 
 
-@dataclass(eq=False)
-class InFlightStep:
-    """A step on its way: who is due a token from it, and where the tokens will be."""
+def decodes(plan: StepPlan) -> bool:
+    """A token of every request, and nothing else."""
+    return all(r.decoding for r in plan.requests) and all(count == 1 for count in plan.counts)
 
-    plan: StepPlan
-    due: list[Due]
-    slot: StepBuffers
-    capture: CapturedStep
-    launching: float = 0.0  # seconds of the host
 
-    def tokens(self) -> list[int]:
-        """[rows]; waits for the step."""
-        self.slot.wait()
-        return self.slot.tokens[: self.capture.rows].tolist()
-
-    def drop(self, request: Request) -> None:
-        """Its token is not wanted: the request is as if this step had never been."""
-        for one in self.due:
-            if one.request is request:
-                one.restore()
-        self.due = [one for one in self.due if one.request is not request]
-
-    @property
-    def seconds(self) -> float:
-        """On the device; on a CPU the launch is the step."""
-        return self.slot.seconds() or self.launching
+def longest_of(requests: Sequence[Request]) -> int:
+    """Tokens in the cache of the longest of them, when each has fed one more."""
+    return max(r.fed for r in requests) + 1
 
 
 @dataclass
@@ -66,7 +57,7 @@ class Counts:
     """Since the engine was last idle."""
 
     replays: int = 0  # decode steps that a capture ran
-    ahead: int = 0  # of these, launched before the step ahead of them was known
+    ahead: int = 0  # steps launched before the step ahead of them was known
     misses: int = 0  # decode steps without a capture
     host_sampled: int = 0  # tokens whose nucleus was wider than a CUDA graph can sample from
 
@@ -107,7 +98,7 @@ class DecodeLoop:
 
     def captured(self, plan: StepPlan) -> CapturedStep | None:
         """The one for this plan, if it decodes a token of every request and there is one."""
-        if not all(r.decoding for r in plan.requests) or any(count != 1 for count in plan.counts):
+        if not decodes(plan):
             return None
         rows = self.sizes.take(len(plan.requests))
         if rows is None:
@@ -117,7 +108,7 @@ class DecodeLoop:
             self.miss(f"requests of more than {self.buffers.longest} tokens are decoded without a CUDA graph")
             return None
         kind = self.kind(plan.requests)
-        key = self.captures.key(rows, max(r.computed for r in plan.requests) + 1, kind)
+        key = self.captures.key(rows, longest_of(plan.requests), kind)
         before = key in self.captures.made
         found = self.captures.get(key)
         if found is None:
@@ -126,10 +117,10 @@ class DecodeLoop:
             self.note(f"captured when first needed: a {kind} step of {rows} rows")
         return found
 
-    def kind(self, requests: Sequence[Request], coming: int = 0) -> Kind:
+    def kind(self, requests: Sequence[Request]) -> Kind:
         kinds: list[Kind] = ["greedy"]
         for request in requests:
-            new = len(request.tokens) - len(request.prompt) + coming
+            new = request.length - len(request.prompt)
             kinds.append("logits" if request in self.wide else kind_of(request.params, new))
         return max(kinds, key=RANK.__getitem__)
 
@@ -145,25 +136,62 @@ class DecodeLoop:
         assert logits is not None
         return logits[: len(plan.requests)]
 
-    def start(self, plan: StepPlan, capture: CapturedStep) -> InFlightStep:
+    def begin(
+        self, plan: StepPlan, due: list[Due], run: Run, after: InFlightStep | None = None
+    ) -> InFlightStep | None:
+        """Launches the step if the device chooses its tokens, behind `after` if that is in flight still. `run` gives
+        the logits of a step that is no capture. None: the host has to choose, or nothing may be in flight."""
+        if len(due) > len({one.row for one in due}):
+            return None  # samples of n > 1 begin with what the host knows of the first
+        feed = None if after is None else after.feed(plan.requests)
+        if after is not None and self.must_capture(plan):
+            return None
+        capture = self.captured(plan)
+        kind = self.kind([one.request for one in due]) if capture is None else capture.kind
+        if kind == "logits":
+            return None
+        if after is not None:
+            self.counts.ahead += 1
+        if capture is not None:
+            return self.start(plan, due, capture, feed)
+        return self.launch_run(plan, due, kind, lambda: run(plan, feed))
+
+    def must_capture(self, plan: StepPlan) -> bool:
+        """Whether the step would be captured now. That runs it, on the memory of what is in flight."""
+        if self.captures.problem is not None:
+            return False
+        if not decodes(plan):
+            return self.packed.must_capture(plan)
+        rows = self.sizes.peek(len(plan.requests))
+        if rows is None:
+            return self.packed.must_capture(plan)
+        longest = min(longest_of(plan.requests), self.buffers.longest)
+        return self.captures.key(rows, longest, self.kind(plan.requests)) not in self.captures.made
+
+    def start(self, plan: StepPlan, due: list[Due], capture: CapturedStep, feed: Feed | None = None) -> InFlightStep:
         """Launches a step with these requests in the first rows."""
         tables = [list(r.table.blocks) for r in plan.requests if r.table is not None]
         self.layout = DeviceRows([*plan.requests], tables)
         self.buffers.fill(plan.requests, capture.rows, self.launched)
-        due = [Due.of(request, row) for row, request in enumerate(plan.requests)]
-        return self.launch(InFlightStep(plan, due, self.next_slot(), capture))
+        if feed is not None:
+            feed.into(self.buffers.tokens)
+        return self.launch(self.step_of(plan, due, self.next_slot(), capture))
+
+    def step_of(self, plan: StepPlan, due: list[Due], slot: StepBuffers, capture: CapturedStep) -> InFlightStep:
+        return InFlightStep(plan, due, self.buffers.tokens, slot, {one.request: one.row for one in due}, capture)
 
     def go_ahead(self, step: InFlightStep) -> InFlightStep | None:
         """Launches the step after `step` with those who may go on, if that is all that the next step would do."""
-        staying = [one for one in step.due if self.stays(one)]
-        if not staying or len(self.scheduler.running) != len(step.due) or not self.scheduler.closed:
+        staying = [one for one in step.due if not one.request.ending]
+        if step.capture is None or not staying:
+            return None
+        if len(self.scheduler.running) != len(step.due) or not self.scheduler.closed:
             return None
         rows = self.sizes.take(len(staying))
         if rows is None or rows != bucket_for(max(one.row for one in staying) + 1, self.sizes.used):
             return None  # fewer rows would do
-        kind = self.kind([one.request for one in staying], 1)
-        longest = max(one.request.computed for one in staying) + 2
-        capture = self.captures.made.get(self.captures.key(rows, longest, kind))
+        going_on = [one.request for one in staying]
+        capture = self.captures.made.get(self.captures.key(rows, longest_of(going_on), self.kind(going_on)))
         if capture is None or capture.kind == "logits":
             return None
         commands = self.commands(staying)
@@ -173,15 +201,10 @@ class DecodeLoop:
         if commands:
             self.tell(slot, commands)
         self.scheduler.clock += 1
-        plan = StepPlan(0, [one.request for one in staying], [1] * len(staying))
-        due = [Due.of(one.request, one.row, coming=1) for one in staying]
+        plan = StepPlan(0, going_on, [1] * len(going_on))
+        due = [Due.of(one.request, one.row) for one in staying]
         self.counts.ahead += 1
-        return self.launch(InFlightStep(plan, due, slot, capture))
-
-    def stays(self, one: Due) -> bool:
-        """Whether the request may go on after the token it is due."""
-        new = len(one.request.tokens) + 1 - len(one.request.prompt)
-        return new < one.request.params.max_tokens
+        return self.launch(self.step_of(plan, due, slot, capture))
 
     def commands(self, staying: Sequence[Due]) -> dict[int, tuple[int, int]] | None:
         """Row → (entry, block) where what the device knows is no longer so. None: too much has changed for that, or
@@ -190,7 +213,7 @@ class DecodeLoop:
         for one in staying:
             table = one.request.table
             assert table is not None
-            copies = self.manager.grow(table, one.request.computed + 2)
+            copies = self.manager.grow(table, one.request.fed + 1)
             if copies is None:
                 return None
             assert not copies, "a decoding request writes behind what is committed, where nothing is shared"
@@ -219,33 +242,68 @@ class DecodeLoop:
         self.buffers.commands.copy_(slot.commands, non_blocking=True)
 
     def launch(self, step: InFlightStep) -> InFlightStep:
-        started = time.perf_counter()
-        self.in_flight.append(step)  # before random numbers are taken: whoever takes it back restores the generators
-        slot = step.slot
-        if step.capture.kind != "greedy":
-            for one in step.due:
-                if not one.request.params.greedy:
-                    sampled = torch.rand((), dtype=torch.float64, generator=one.request.generator)
-                    slot.uniform_array[one.row] = sampled.item()
-            self.buffers.uniform.copy_(slot.uniform, non_blocking=True)
-        if slot.begin is not None and slot.done is not None:
-            self.stream = torch.cuda.current_stream(self.buffers.state.device)
-            slot.begin.record(self.stream)
-            step.capture.replay()
-            slot.done.record(self.stream)
-        else:
-            step.capture.replay()
+        """A replay."""
+        capture, slot = step.capture, step.arrival
+        assert capture is not None and isinstance(slot, StepBuffers)
+        with self.taking_off(step):
+            if capture.kind != "greedy":
+                requests = [one.request for one in step.due]
+                slot.uniform_array[[one.row for one in step.due]] = uniform_numbers(requests)
+                self.buffers.uniform.copy_(slot.uniform, non_blocking=True)
+            capture.replay()
         self.launched += 1
         self.counts.replays += 1
-        step.launching = time.perf_counter() - started
         return step
+
+    def launch_run(self, plan: StepPlan, due: list[Due], kind: Kind, run: Callable[[], Tensor]) -> InFlightStep:
+        """Any other step: its logits are chosen from on the device. run: [n, vocab]."""
+        device = self.buffers.state.device
+        chosen = torch.empty(len(due), dtype=torch.int64, device=device)
+        arrival = Arrival(host((len(due),), torch.int64, device), device)
+        step = InFlightStep(plan, due, chosen, arrival, {one.request: i for i, one in enumerate(due)})
+        with self.taking_off(step):
+            logits = run()
+            if due:
+                rows = [one.row for one in due]
+                if rows != list(range(len(logits))):
+                    logits = logits[on_host(rows, device).to(device, non_blocking=True)]
+                requests = [one.request for one in due]
+                choose(kind, chosen, logits, None if kind == "greedy" else settings_of(requests, device))
+                arrival.tokens.copy_(chosen, non_blocking=True)
+        return step
+
+    @contextmanager
+    def taking_off(self, step: InFlightStep) -> Iterator[None]:
+        """In the list before random numbers are taken: whoever takes the step back restores the generators. Counted
+        when it is launched: until then its inputs are made of what came before."""
+        started, arrival = time.perf_counter(), step.arrival
+        self.in_flight.append(step)
+        if arrival.begin is not None:
+            self.stream = torch.cuda.current_stream(self.buffers.state.device)
+            arrival.begin.record(self.stream)
+        yield
+        if arrival.done is not None:
+            arrival.done.record(self.stream)
+        step.take_off()
+        step.launching = time.perf_counter() - started
+
+    def land(self, step: InFlightStep) -> None:
+        self.in_flight.remove(step)
+        step.land()
+
+    def take_back(self) -> Iterator[InFlightStep]:
+        """Everything that is in flight, last first."""
+        while self.in_flight:
+            step = self.in_flight[-1]
+            self.land(step)
+            yield step
 
     def forget(self, request: Request) -> None:
         """The request has ended: what is still on the way for it is thrown away."""
         self.wide.discard(request)
         for step in reversed(self.in_flight):
             step.drop(request)
-        self.in_flight = [step for step in self.in_flight if step.due]
+        self.in_flight = [step for step in self.in_flight if step.fed]
 
     def sample_on_host(self, one: Due) -> None:
         """The request's nucleus is too wide for a capture: the host samples its tokens from here on, this one too."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from graft.engine.batch import host_batch
 from graft.engine.decode.buckets import PROMPT_PAYS, BatchSizes
 from graft.engine.decode.buffers import Buffers
+from graft.engine.decode.in_flight import Feed
 from graft.engine.scheduler import StepPlan
 from graft.ops.layout import Batch, HostBatch, on_host, views
 
@@ -71,8 +72,14 @@ class PackedSteps:
         self.out: Tensor | None = None  # [rows, vocab]
         self.made: dict[int, PackedStep] = {}
 
-    def logits(self, plan: StepPlan) -> Tensor | None:
-        """[n, vocab] of a step, in memory that the next one overwrites; None: it has to be launched."""
+    def must_capture(self, plan: StepPlan) -> bool:
+        """Whether the step would be captured now, which nothing may be in flight for."""
+        size = self.sizes.peek(sum(plan.counts))
+        return size is not None and size not in self.made
+
+    def logits(self, plan: StepPlan, feed: Feed | None = None) -> Tensor | None:
+        """[n, vocab] of a step, in memory that the next one overwrites; None: it has to be launched.
+        feed: what only the device knows of its tokens."""
         size = self.sizes.take(sum(plan.counts))
         if size is None or len(plan.counts) > self.requests:
             return None
@@ -87,6 +94,8 @@ class PackedSteps:
         self.block_tables[: len(blocks), :longest] = blocks
         if self.device.type == "cpu":  # references take sizes from the host, kernels from the device
             step.batch.lens_cpu.copy_(padded.host_lens())
+        if feed is not None:
+            feed.into(step.batch.input_ids[0])
         step.replay()
         assert self.out is not None
         return self.out[: len(plan.counts)]
