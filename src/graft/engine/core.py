@@ -152,7 +152,7 @@ class Stats:
     decode_seconds: float = 0.0
     decode_tokens: int = 0
     replayed_steps: int = 0  # decode steps that were one replay of a capture
-    steps_ahead: int = 0  # of these, launched before the tokens of the step ahead were known
+    steps_ahead: int = 0  # steps launched before the tokens of the step ahead of them were known
     bucket_misses: int = 0  # decode steps for which there was no capture, where captures are on
     host_sampled_tokens: int = 0  # tokens whose nucleus was too wide for a CUDA graph and that the host sampled
 
