@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from graft.models.registry import families
-from marks import thin_out
+from marks import FULL, thin_out
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,27 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined
     transformers.utils.logging.disable_progress_bar()
+    if not FULL:
+        sweep_tiles()
     transformers.utils.logging.set_verbosity_error()
+
+
+def sweep_tiles() -> None:
+    """Numeric checks of the short run sweep the sizes beside tiles, not all up to 130: half the time of `graft check`.
+    What holds that every one is tried asks for `every_size`."""
+    from graft.passes.numeric import sizes
+
+    sizes.SWEEP = [n for n in sizes.SWEEP if n < 5 or any(abs(n - tile) < 2 for tile in (8, 16, 32, 64, 128))]
+
+
+@pytest.fixture(scope="module")
+def every_size() -> Iterator[None]:
+    """Numeric checks sweep as they do for users."""
+    from graft.passes.numeric import sizes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizes, "SWEEP", range(1, sizes.SWEPT + 1))
+        yield
 
 
 @cache

@@ -104,16 +104,25 @@ def refuse(patch: Any, name: str, place: str) -> None:
     patch.setattr(transform, "rewrites", lambda self: [check(rewrite) for rewrite in rewrites(self)])
 
 
+GRAPHS: dict[Any, Any] = {}
+TRIED: dict[Any, dict[str, Any]] = {}
+
+
 def capture_once(patch: Any) -> None:
-    """Tests check one tiny model many times; its graph is captured for the first of them."""
+    """Tests check one tiny model many times: its graph is captured for the first of them, and pairs of equal pieces
+    are tried for the first of them, as equal layers are within a check. A planted defect makes another pair."""
     from graft.workbench.check import trial
 
-    capture, known = trial.captured_decoder, {}
+    capture, trials = trial.captured_decoder, trial.MatchTrials
 
     def captured(model: Any, progress: Any = None) -> Any:
         key = model.config.model_type, model.config.num_hidden_layers, next(model.parameters()).dtype, model.device
-        if key not in known:
-            known[key] = capture(model, progress)
-        return known[key]
+        if key not in GRAPHS:
+            GRAPHS[key] = capture(model, progress)
+        return GRAPHS[key]
+
+    def tried(sides: Any, most: int | None, not_kept: Any) -> Any:
+        return trials(sides, most, not_kept, TRIED.setdefault((most, *not_kept.items()), {}))
 
     patch.setattr(trial, "captured_decoder", captured)
+    patch.setattr(trial, "MatchTrials", tried)

@@ -358,8 +358,8 @@ def test_stop_strings_and_streams(monkeypatch):
 
 def test_time_is_the_devices_where_the_host_comes_late(monkeypatch):
     """A caller who was away finds the step done: the call takes no time, the step did."""
-    monkeypatch.setattr(StepBuffers, "seconds", lambda self: 2.0)
+    monkeypatch.setattr(StepBuffers, "seconds", lambda self: 1e6)  # no host takes as long
     llm = engine("llama", True, max_num_seqs=2)
     llm.generate([[5, 6]], greedy(11))
-    assert 20 <= llm.stats.decode_seconds < 40 and llm.stats.decode_tokens == 10
-    assert llm.stats.prefill_seconds < 2
+    assert 10e6 <= llm.stats.decode_seconds < 11e6 and llm.stats.decode_tokens == 10
+    assert llm.stats.prefill_seconds < 1e6

@@ -32,6 +32,7 @@ from graft.passes.registry import TransformRegistry
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16)
+pytestmark = pytest.mark.usefixtures("every_size")
 
 
 class Gated(nn.Module):

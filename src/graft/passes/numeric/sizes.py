@@ -20,6 +20,7 @@ from graft.ir.nodes import leaves, val
 Sizes = Mapping[str, int]  # what each symbol stands for; one that is missing is as in the example
 RECORDED: Sizes = {}
 SWEPT = 130  # two tiles of 64, and two more
+SWEEP: Sequence[int] = range(1, SWEPT + 1)
 SWEPT_OTHERS = 40  # of sizes before the last in a shape: sequences, where the last is tokens
 ABOVE_TILES, LARGE = 257, 521  # primes: no tile divides them; 256 is the largest tile of any kernel here
 
@@ -72,7 +73,7 @@ def needed_sizes(upper: Mapping[str, int]) -> list[Sizes]:
 
 def further_sizes(upper: Mapping[str, int]) -> list[Sizes]:
     """In the order of what they are worth: a prime above any tile and a large number, then every one up to SWEPT."""
-    counts = [65, ABOVE_TILES, LARGE, *range(1, SWEPT + 1)]
+    counts = [65, ABOVE_TILES, LARGE, *SWEEP]
     last = list(upper)[-1:]
     ordered = [
         dict.fromkeys(upper, 1) | {name: count}
