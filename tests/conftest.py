@@ -74,8 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def sweep_tiles() -> None:
-    """Numeric checks of the short run sweep the sizes beside tiles, not all up to 130: half the time of `graft check`.
-    What holds that every one is tried asks for `every_size`."""
+    """Numeric checks of the short run sweep the sizes beside tiles, not all up to 130: `graft check` takes half the
+    time. What holds that every one is tried asks for `every_size`."""
     from graft.passes.numeric import sizes
 
     sizes.SWEEP = [n for n in sizes.SWEEP if n < 5 or any(abs(n - tile) < 2 for tile in (8, 16, 32, 64, 128))]

@@ -53,26 +53,15 @@ def site(tmp_path_factory):
 
 def test_an_installed_package_goes_through_every_verb(site, tmp_path):
     small = ["--dtype", "float32"]
+    run = ["run", "-m", MODEL, "--token-ids", "5,6,7", "--max-tokens", "2", "--json"]
     verbs = {
         "transforms": ["transforms", "--json"],
         "config": ["config", "--json"],
         "ops": ["ops", OP, "--json"],
         "models": ["models", "--json"],
         "explain": ["explain", MODEL, NAME, "--verify", "--json", *small],
-        "run": ["run", "-m", MODEL, "--token-ids", "5,6,7", "--max-tokens", "2", "--json", "--backend", "eager", *ON],
-        "native": [
-            "run",
-            "-m",
-            MODEL,
-            "--token-ids",
-            "5,6,7",
-            "--max-tokens",
-            "2",
-            "--json",
-            "--backend",
-            "native",
-            *ON,
-        ],
+        "run": [*run, "--backend", "eager", *ON],
+        "native": [*run, "--backend", "native", *ON],
         "dump": ["dump", MODEL, "-o", "run", "--weights", "--json", *small, *ON],
         "diff": ["diff", "run", "--transform", NAME, "--json"],
         "repro": ["repro", "run", "--match", f"{NAME}:1", "-o", "repro.py", "--json"],

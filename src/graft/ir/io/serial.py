@@ -51,7 +51,14 @@ def graph_to_json(gm: GraphModule, *, exact: bool = False) -> str:
         data |= {"symbols": encode_symbols(gm.graph), "nesting": encode_nesting(gm.graph)}
     if writer is not None and not any(is_mutating(node) for node in gm.graph.nodes):
         data["alike"] = writer.alike(copied_storages(gm.graph, writer))
-    return json.dumps(data, indent=0)
+    return json_text(data)
+
+
+def json_text(data: Mapping[str, Any]) -> str:
+    """A node a line. json's encoder in C takes no indent: the whole indented takes five times as long."""
+    nodes = ",\n".join(map(json.dumps, data["nodes"]))
+    others = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items() if key != "nodes"]
+    return "{" + ",\n".join([*others, f'"nodes": [\n{nodes}\n]']) + "}"
 
 
 def copied_storages(graph: Graph, writer: ValueWriter) -> set[int]:
