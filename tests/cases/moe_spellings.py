@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-D, H, E, K = 16, 24, 4, 2  # width, width of an expert, experts, experts a token
+D, H, E, K = 16, 24, 3, 2  # width, width of an expert, experts, experts a token
 
 
 def softmax_topk(logits: Tensor, k: int = K) -> tuple[Tensor, Tensor]:

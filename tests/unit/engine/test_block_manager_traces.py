@@ -12,15 +12,15 @@ from graft.base.errors import CacheCorrupt
 from graft.engine.kv.events import EventQueue
 from graft.engine.kv.hashing import CachedBlock, block_hash
 from graft.engine.kv.manager import BlockManager
-from marks import examples
+from marks import examples, short
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", short(range(24), *range(10)))
 def test_random_traces_hold_the_model(seed):
     random_trace(seed)
 
 
-@pytest.mark.parametrize("seed", range(100, 120))
+@pytest.mark.parametrize("seed", short(range(100, 120), *range(100, 110)))
 def test_random_traces_with_a_bad_hash_hold_the_model(seed):
     random_trace(seed, hash_block=bits(seed % 5))
 
