@@ -102,8 +102,8 @@ FAULTS = [
     ),
     fault(
         "memory/inductor_fix/outputs.py",
-        "if inputs and outputs.is_apart(place):",
-        "if inputs and outputs.is_apart(place) is None:",
+        "if inputs and outputs.is_apart(position):",
+        "if inputs and outputs.is_apart(position) is None:",
         "unit/memory/test_functionalization.py::test_traps_with_the_copies_they_need",
     ),
     fault(
