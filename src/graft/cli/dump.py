@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets, TrustRemoteCode
-
-if TYPE_CHECKING:
-    from graft.passes.config import PipelineConfig
 
 
 def dump(
@@ -24,7 +21,10 @@ def dump(
     ] = False,
     fold: Annotated[bool, typer.Option("--fold", help="Show equal layers once in the text.")] = False,
     native: Annotated[
-        bool, typer.Option("--native", help="The C++ of the native backend: native.cpp, or printed without a folder.")
+        bool, typer.Option("--native", help="The graphs of the native backend, and its C++: native.cpp, or printed without a folder.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check every match numerically: run it beside what it replaced.")
     ] = False,
     dtype: DType = "auto",
     config: ConfigFile = None,
@@ -35,36 +35,29 @@ def dump(
 ) -> None:
     """Capture and transform a model, and write the graph after every step as text and JSON."""
     from graft.base.errors import UsageError
-    from graft.base.files import write_whole
     from graft.cli.show import out, print_pipeline, progress_bar
     from graft.passes.config import load_config
     from graft.workbench.dump import dump_model
+    from graft.workbench.native import NATIVE, native_source
 
     if output is None and not native:
         raise UsageError("dump writes into a folder: name it with --output DIR; --native alone prints the C++")
-    settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))
-    source = native_text(model, settings, dtype, trust_remote_code) if native else None
-    if output is None:
-        print(json.dumps({"model": model, "native": source}) if as_json else source)
-        return
+    given = [*(sets or ()), *(["verify=matches"] if verify else [])]
+    settings = load_config(config, sets=given, plugins=tuple(plugins or ()))
     with progress_bar() as progress:
+        if output is None:
+            source = native_source(model, settings, dtype, progress, trust_remote_code=trust_remote_code)
+            print(json.dumps({"model": model, "native": source}) if as_json else source)
+            return
         report = dump_model(
-            model, output, settings, dtype, progress, weights=weights, fold=fold, trust_remote_code=trust_remote_code
-        )
-    if source is not None:
-        write_whole(output / "native.cpp", source)
+            model, output, settings, dtype, progress, weights=weights, fold=fold, native=native,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
     if as_json:
         print(report.to_json())
         return
     print_pipeline(report)
     out.print(f"{len(list(output.glob('*.txt'))) - 1} graphs in {output}", markup=False)
-    if source is not None:
-        out.print(f"the native step in {output / 'native.cpp'}", markup=False)
+    if native:
+        out.print(f"the native step in {output / NATIVE}", markup=False)
 
-
-def native_text(model: str, settings: PipelineConfig, dtype: str, trusted: bool) -> str:
-    from graft.cli.show import progress_bar
-    from graft.workbench.native import native_source
-
-    with progress_bar() as progress:
-        return native_source(model, settings, dtype, progress, trust_remote_code=trusted)

@@ -75,16 +75,24 @@ def print_pipeline(report: Report) -> None:
 
 
 def pipeline_table(report: Report) -> Table:
-    table = Table(title=f"Pipeline of {report.model}", title_justify="left")
-    for name in ("stage", "transform", "status"):
-        table.add_column(name, no_wrap=True)
-    for name in ("matches", "nodes", "seconds"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = headed_table(
+        "stage", "transform", "status", "matches >", "nodes >", "seconds >", title=f"Pipeline of {report.model}"
+    )
     for record in report.transforms.values():
         nodes = f"{record.nodes_before} → {record.nodes_after}" if record.nodes_before else ""
         seconds = f"{record.seconds:.3f}" if record.nodes_before else ""
         matches = str(len(record.matches)) if record.nodes_before else ""
         table.add_row(record.stage, record.name, record.status, matches, nodes, seconds)
+    return table
+
+
+def headed_table(*heads: str, title: str | None = None) -> Table:
+    """Columns with white between them, so that 80 characters hold a row; in a narrower terminal cells fold, and no
+    head is cut. `>` behind a head: numbers, on the right."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for head in heads:
+        name = head.removesuffix(" >")
+        table.add_column(name, justify="right" if name != head else "left", overflow="fold", min_width=len(name))
     return table
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
+from torch.fx import GraphModule
+
 from graft.base.errors import GraftError
 from graft.base.files import Progress
-from graft.ir.facts import LayerPath, homes, read_graph
+from graft.ir.facts import Item, homes, read_graph
 from graft.passes.dumps import MANIFEST
 from graft.passes.registry import TransformRegistry, load_all
 from graft.passes.report import TransformRecord
@@ -20,11 +22,17 @@ from graft.workbench.diff_text import StyledLine, graph_lines, summary
 from graft.workbench.discover.candidates import Discovery
 from graft.workbench.discover.sources import discover_run
 from graft.workbench.layers import fold
+from graft.workbench.report.code import generated, op_kernels
+from graft.workbench.report.headline import Headline, headline
 from graft.workbench.report.kernel_file import KernelFile, find_kernels
+from graft.workbench.report.merged import add_merged
 from graft.workbench.report.packing import StringTable
 from graft.workbench.report.parts import pack_step
 from graft.workbench.report.records import MatchRow, MissRow, match_rows, miss_rows
 from graft.workbench.report.scenes import scenes
+from graft.workbench.report.sides import SideRow, side_rows
+from graft.workbench.report.sizes import SizeNames, size_names
+from graft.workbench.report.sources import SourceLines
 from graft.workbench.runs import StoredRun, StoredStep, open_run
 
 
@@ -39,6 +47,7 @@ class TransformView:
     summary: str = ""
     lines: list[StyledLine] = field(default_factory=list)
     drawings: list[dict[str, Any]] = field(default_factory=list)
+    sides: list[list[SideRow]] = field(default_factory=list)  # before and after, a list for each drawing
 
     @property
     def ran(self) -> bool:
@@ -47,13 +56,17 @@ class TransformView:
 
 @dataclass(frozen=True)
 class ReportData:
-    """`graphs` is for the browser: steps, drawings of changes by transform, and the texts they refer to."""
+    """`graphs` is for the browser: steps, drawings of changes by transform, and the texts they refer to; `code` too:
+    the model's Python, generated C++, kernels of ops."""
 
     run: StoredRun
     head: dict[str, str]
+    headline: Headline
     counts: dict[str, int]
     transforms: list[TransformView]
     graphs: dict[str, Any]
+    code: dict[str, Any]
+    sizes: SizeNames
     discovery: Discovery | None
     no_candidates: str  # why there is no discovery
     kernels: KernelFile | None
@@ -61,12 +74,17 @@ class ReportData:
 
 @dataclass(frozen=True)
 class Graphs:
-    """The steps that changed the graph, packed, and what each of them changed."""
+    """The steps that changed the graph, packed, and what each of them changed; the first and the last graph."""
 
     steps: list[dict[str, Any]]
     diffs: dict[str, GraphDiff]
     nodes: tuple[int, int]
     layers: int
+    ends: tuple[GraphModule, GraphModule]
+    sizes: SizeNames
+    merged: dict[str, tuple[str, ...]]
+    lines: SourceLines
+    ops: set[str]
 
 
 def collect(folder: str | Path, kernels: Path | None = None, progress: Progress | None = None) -> ReportData:
@@ -82,42 +100,56 @@ def collect(folder: str | Path, kernels: Path | None = None, progress: Progress 
     if progress:
         progress("comparing layers", 0, 1)
     load_all()
-    views = [view(record, graphs.diffs.get(name), strings) for name, record in run.report.transforms.items()]
+    records = run.report.transforms.values()
+    views = [view(record, graphs.diffs.get(record.name), strings, graphs) for record in records]
     counts = {
         "layers": graphs.layers,
         "nodes captured": graphs.nodes[0],
         "nodes at the end": graphs.nodes[1],
-        "transforms applied": sum(record.status == "applied" for record in run.report.transforms.values()),
-        "matches": sum(len(record.matches) for record in run.report.transforms.values()),
-        "near misses": sum(len(record.near_misses) for record in run.report.transforms.values()),
+        "transforms applied": sum(record.status == "applied" for record in records),
+        "matches": sum(len(record.matches) for record in records),
+        "near misses": sum(len(record.near_misses) for record in records),
     }
     packed = {
         "strings": strings.table,
         "steps": graphs.steps,
         "diffs": {one.record.name: one.drawings for one in views if one.drawings},
+        "sizes": graphs.sizes.meanings,
     }
-    return ReportData(run, head_of(run), counts, views, packed, discovery, why, times)
+    code = {"sources": graphs.lines.pack(), "generated": generated(run.folder), "ops": op_kernels(graphs.ops)}
+    first = headline(*graphs.ends, records, times)
+    return ReportData(run, head_of(run), first, counts, views, packed, code, graphs.sizes, discovery, why, times)
 
 
 def read_steps(run: StoredRun, strings: StringTable, progress: Progress | None) -> Graphs:
     """Steps whose file is that of the step before them changed nothing and are not read."""
-    packed: list[dict[str, Any]] = []
+    steps = list(changed_steps(run))
+    modules: list[GraphModule] = []
+    read: list[list[Item]] = []
     diffs: dict[str, GraphDiff] = {}
-    nodes: list[int] = []
-    layers: set[LayerPath] = set()
-    last = None
-    for number, step in enumerate(changed_steps(run)):
+    merged: dict[str, tuple[str, ...]] = {}
+    lines = SourceLines()
+    for number, step in enumerate(steps):
         if progress:
-            progress(f"reading {step.stem.name}", number, len(run.steps))
+            progress(f"reading {step.stem.name}", number, len(steps))
         gm = step.graph()
-        if last is not None:
-            diffs[step.transform] = diff_graphs(last.graph, gm.graph)
         items = read_graph(gm.graph)
-        nodes.append(len(items))
-        layers |= {layer for layer in homes(items) if layer is not None}
-        packed.append({"name": step.transform, "stage": step.stage, **pack_step(items, strings)})
-        last = gm
-    return Graphs(packed, diffs, (nodes[0], nodes[-1]), len(layers))
+        lines.read(gm.graph)
+        if modules:
+            diffs[step.transform] = diff_graphs(modules[-1].graph, gm.graph)
+            if step.transform in run.report.transforms:
+                add_merged(merged, run.report.transforms[step.transform], read[-1], items)
+        modules = [*modules[:1], gm]  # the first and the one before
+        read.append(items)
+    sizes = size_names(read)
+    layers = {layer for items in read for layer in homes(items) if layer is not None}
+    ops = {item.op for items in read for item in items}
+    packed = [
+        {"name": step.transform, "stage": step.stage, **pack_step(sizes.items(items), strings, merged)}
+        for step, items in zip(steps, read, strict=True)
+    ]
+    nodes, ends = (len(read[0]), len(read[-1])), (modules[0], modules[-1])
+    return Graphs(packed, diffs, nodes, len(layers), ends, sizes, merged, lines, ops)
 
 
 def changed_steps(run: StoredRun) -> Iterator[StoredStep]:
@@ -129,13 +161,15 @@ def changed_steps(run: StoredRun) -> Iterator[StoredStep]:
         before = content
 
 
-def view(record: TransformRecord, diff: GraphDiff | None, strings: StringTable) -> TransformView:
+def view(record: TransformRecord, diff: GraphDiff | None, strings: StringTable, graphs: Graphs) -> TransformView:
     doc = (getdoc(TransformRegistry.get(record.name)) or "") if record.name in TransformRegistry.names() else ""
     matches, misses = match_rows(record), miss_rows(record)
     if not diff:
         return TransformView(record, doc, matches, misses)
-    drawings = scenes(diff, fold(diff), strings)
-    return TransformView(record, doc, matches, misses, summary(diff), graph_lines(diff), drawings)
+    folded, sizes = fold(diff), graphs.sizes
+    drawings = scenes(diff, folded, strings, sizes, graphs.merged)
+    lines = [replace(line, text=sizes.text(line.text)) for line in graph_lines(diff)]
+    return TransformView(record, doc, matches, misses, summary(diff), lines, drawings, side_rows(diff, folded, sizes))
 
 
 def candidates(run: StoredRun) -> tuple[Discovery | None, str]:

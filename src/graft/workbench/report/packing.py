@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from graft.ir.facts import SYMBOL, Item, LayerPath, general, shared
+from graft.ir.facts import Item, LayerPath, general, shared
 
 HUB = 8  # a value with more readers is a named port on each of them: its edges would cross the whole drawing
 
@@ -24,12 +24,16 @@ class StringTable:
         return number
 
 
-def pack_item(item: Item, strings: StringTable, layer: LayerPath | None = None) -> list[Any]:
-    """[name, op, value, module, source, made by, literals]; all but the name by number. The module of a weight is
-    that of its target, and the number of the layer stands as `*`."""
+def pack_item(
+    item: Item, strings: StringTable, layer: LayerPath | None = None, parts: Sequence[str] = ()
+) -> list[Any]:
+    """[name, op, value, module, source, made by, literals, parts]; all but the name by number. The module of a weight
+    is that of its target, and the number of the layer stands as `*`. parts: of a merged weight, or of the one that a
+    call reads."""
     literals = ", ".join(f"{slot}={text}" for slot, text in item.literals)
     module = item.target if item.op == "weight" else item.module
-    fields = (item.op, item.value, general(module, layer), item.source, item.made_by, literals)
+    merged = " + ".join(general(part, layer) for part in parts)
+    fields = (item.op, item.value, general(module, layer), item.source, item.made_by, literals, merged)
     return [item.name, *map(strings, fields)]
 
 
@@ -53,5 +57,5 @@ class Readers:
 
 
 def port_name(item: Item) -> str:
-    """A size is known by its symbol (`s70`), all else by its name."""
-    return item.value if SYMBOL.fullmatch(item.value) else item.name
+    """A size is known by what it counts (`tokens`), all else by its name."""
+    return item.value if item.value and "[" not in item.value and item.op != "output" else item.name

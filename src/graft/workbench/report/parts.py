@@ -12,6 +12,7 @@ from typing import Any
 from graft.ir.facts import Item, LayerPath, homes, layer_of
 from graft.ir.folding import equal_layers
 from graft.workbench.layers import ranges
+from graft.workbench.report.merged import Parts, parts_of
 from graft.workbench.report.packing import Readers, StringTable, pack_item, port_name
 
 RUNS = 12  # boxes of one stack; where layers alternate more often, equal ones share a box wherever they stand
@@ -38,7 +39,7 @@ class Box:
     inputs: dict[str, None] = field(default_factory=dict)
 
 
-def pack_step(items: list[Item], strings: StringTable) -> dict[str, Any]:
+def pack_step(items: list[Item], strings: StringTable, merged: Parts | None = None) -> dict[str, Any]:
     """One graph: parts with their nodes, boxes with their edges, and a sentence on its layers."""
     same, home = equal_layers(items), homes(items)
     readers = Readers(items)
@@ -55,29 +56,50 @@ def pack_step(items: list[Item], strings: StringTable) -> dict[str, Any]:
         parts.setdefault(key, DrawnGroup(title, layer)).members.append(item)
     for layer in sorted(same, key=lambda one: (one.stack, one.index)):
         parts[same[layer]].copies.append(layer)
-    packed = [pack_part(part, items, members, keys, readers, strings) for part in parts.values()]
+    packed = [pack_part(part, items, members, keys, readers, strings, merged or {}) for part in parts.values()]
     boxes, edges = overview(items, keys, parts, same, readers)
     return {"nodes": len(items), "parts": packed, "boxes": boxes, "edges": edges, "said": said(same, members)}
 
 
 def part_keys(items: list[Item], home: list[LayerPath | None], readers: Readers) -> list[Any]:
-    """The layer of a node, or its module with whether it stands before, between or behind the layers."""
-    inside = [index for index, layer in enumerate(home) if layer is not None and items[index].op != "weight"]
-    first, last = (inside[0], inside[-1]) if inside else (len(items), -1)
+    """The layer of a node, or its module with which visit of the module it belongs to: a module whose nodes stand
+    before and behind those of others is several parts, so that no arrow between two goes both ways."""
     keys: list[Any] = list(home)
-    for item in reversed(items):  # a weight is with its first reader, which stands below it
-        if keys[item.index] is not None:
-            continue
+    visits: dict[str, int] = {}
+    reads: dict[Any, set[Any]] = {}  # what each part reads, over drawn edges
+    for item in items:
         if item.op in ("input", "output"):
             keys[item.index] = ("inputs" if item.op == "input" else "output", 0)
+        if item.op in ("weight", "input"):
             continue
-        reader = keys[readers.of[item.index][0]] if item.op == "weight" and readers.of[item.index] else None
-        if reader is not None and not isinstance(reader, LayerPath):
-            keys[item.index] = reader
-        else:
-            module = item.site.rpartition(".")[0] if item.op == "weight" else item.module
-            keys[item.index] = (module or "the model itself", (item.index > first) + (item.index > last))
+        sources = {keys[i] for _, i in item.inputs if items[i].op not in ("weight", "input") and i not in readers.ports}
+        if keys[item.index] is None:
+            module = item.module or "the model itself"
+            key = (module, visits.setdefault(module, 0))
+            if any(reaches(source, key, reads) for source in sources - {key}):
+                visits[module] += 1
+                key = (module, visits[module])
+            keys[item.index] = key
+        reads.setdefault(keys[item.index], set()).update(sources - {keys[item.index]})
+    for item in reversed(items):  # a weight is with its first reader, which stands below it
+        if keys[item.index] is None:
+            reader = keys[readers.of[item.index][0]] if readers.of[item.index] else None
+            module = item.site.rpartition(".")[0] or "the model itself"
+            keys[item.index] = (module, 0) if reader is None or isinstance(reader, LayerPath) else reader
     return keys
+
+
+def reaches(key: Any, wanted: Any, reads: dict[Any, set[Any]]) -> bool:
+    """Whether `key` reads, over others, what `wanted` computes."""
+    seen, left = set(), [key]
+    while left:
+        found = left.pop()
+        if found == wanted:
+            return True
+        if found not in seen:
+            seen.add(found)
+            left += reads.get(found, ())
+    return False
 
 
 def module_title(module: str) -> str:
@@ -94,6 +116,7 @@ def pack_part(
     keys: list[Any],
     readers: Readers,
     strings: StringTable,
+    merged: Parts,
 ) -> dict[str, Any]:
     """nodes: packed, with inputs as [slot, position, …], where -1, -2, … are the entries of `outer`; and whether
     the value is read elsewhere. copies: [number, names, names of outer values] of each equal layer."""
@@ -108,7 +131,8 @@ def pack_part(
             inputs += [strings(slot), ranks[index] if index in ranks else -len(outer)]
         elsewhere = int(any(reader not in ranks for reader in readers.of[item.index]))
         port = int(item.index in readers.ports)
-        nodes.append([*pack_item(item, strings, part.layer), inputs, elsewhere, port])
+        own = parts_of(item, items, merged)
+        nodes.append([*pack_item(item, strings, part.layer, own), inputs, elsewhere, port])
     copies = []
     for layer in part.copies:
         own = {item.index for item in members[layer]}

@@ -10,7 +10,9 @@ from graft.ir.facts import Item, LayerPath, homes
 from graft.workbench.diff import GraphDiff
 from graft.workbench.diff_text import change_text, layers_text
 from graft.workbench.layers import Folded
+from graft.workbench.report.merged import Parts, parts_of
 from graft.workbench.report.packing import Readers, StringTable, pack_item, port_name
+from graft.workbench.report.sizes import SizeNames
 
 KINDS = {"removed": 1, "added": 2, "rewired": 3, "literal": 4, "metadata": 4}
 SAME, REMOVED, ADDED = 0, 1, 2
@@ -27,17 +29,20 @@ class Both:
     homes: list[LayerPath | None]
     edges: dict[tuple[int, int], int]
     source_kinds: list[int]
+    parts: list[tuple[str, ...]]  # of merged weights and their readers
 
 
-def both_graphs(diff: GraphDiff) -> Both:
+def both_graphs(diff: GraphDiff, sizes: SizeNames, merged: Parts) -> Both:
     number: dict[int, int] = {old: new for new, old in enumerate(diff.partners) if old is not None}
-    items, layers = list(diff.after), homes(diff.after)
+    items, layers = sizes.items(diff.after), homes(diff.after)
+    parts = [parts_of(item, diff.after, merged) for item in diff.after]
     before_homes, after, before = homes(diff.before), Readers(diff.after), Readers(diff.before)
     source_kinds = [after.kind(item) for item in diff.after]
     for item in diff.before:
         if item.index not in number:
             number[item.index] = len(items)
-            items.append(item)
+            items.append(sizes.item(item))
+            parts.append(parts_of(item, diff.before, merged))
             layers.append(before_homes[item.index])
             source_kinds.append(before.kind(item))
     kinds: dict[int, int] = {}
@@ -46,17 +51,23 @@ def both_graphs(diff: GraphDiff) -> Both:
         at = change.after.index if change.after is not None else number[change.node.index]
         kinds[at] = min(KINDS[change.kind], kinds.get(at, 4))
         if change.details:
-            notes.setdefault(at, []).append(change_text(change).strip())
+            notes.setdefault(at, []).append(sizes.text(change_text(change).strip()))
     new = {(index, item.index) for item in diff.after for _, index in item.inputs}
     old = {(number[index], number[item.index]) for item in diff.before for _, index in item.inputs}
     edges = {edge: SAME if edge in old else ADDED for edge in sorted(new)}
     edges |= {edge: REMOVED for edge in sorted(old - new)}
-    return Both(items, kinds, notes, layers, edges, source_kinds)
+    return Both(items, kinds, notes, layers, edges, source_kinds, parts)
 
 
-def scenes(diff: GraphDiff, folded: Folded, strings: StringTable) -> list[dict[str, Any]]:
+def scenes(
+    diff: GraphDiff,
+    folded: Folded,
+    strings: StringTable,
+    sizes: SizeNames | None = None,
+    merged: Parts | None = None,
+) -> list[dict[str, Any]]:
     """One drawing for each group of layers with equal changes, and one of what changed outside the layers."""
-    both = both_graphs(diff)
+    both = both_graphs(diff, sizes or SizeNames(), merged or {})
     several = len({group.stack for group in folded.layers}) > 1
     found = []
     for group in folded.layers:
@@ -96,7 +107,7 @@ def scene(
     if len(ranks) > LARGEST:
         return {"title": title, "large": len(ranks)}
     nodes = [
-        [*pack_item(both.items[i], strings, layer), both.kinds.get(i, 0), "\n".join(both.notes.get(i, ()))]
+        [*pack_item(both.items[i], strings, layer, both.parts[i]), both.kinds.get(i, 0), "\n".join(both.notes.get(i, ()))]
         for i in ranks
     ]
     edges = [[ranks[a], ranks[b], kind] for (a, b), kind in both.edges.items() if a in ranks and b in ranks]
