@@ -21,8 +21,8 @@ PACKAGE = files("graft.workbench.report")
 STYLES = ("base.css", "parts.css", "print.css")
 # in order: each file may use what those before it define
 SCRIPTS = (
-    *("data.js", "theme.js", "scene.js", "layout.js", "draw.js", "layers.js"),
-    *("transforms.js", "search.js", "keys.js", "print.js", "main.js"),
+    *("data.js", "theme.js", "scene.js", "layout.js", "viewport.js", "minimap.js", "draw.js", "highlight.js", "code.js"),
+    *("layers.js", "transforms.js", "search.js", "keys.js", "print.js", "main.js"),
 )
 VENDOR = ("cytoscape.min.js", "dagre.min.js")
 
@@ -65,6 +65,9 @@ def render(data: ReportData) -> str:
         scripts=[Markup(script) for script in scripts],
         policy=policy(scripts),
         graphs=Markup(safe_json(data.graphs)),
+        code=Markup(safe_json(data.code)),
+        less=less,
+        size=size,
         docs=Markup(safe_json({view.record.name: view.doc.split("\n")[0] for view in data.transforms})),
     )
 
@@ -78,6 +81,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     env.filters |= {"seconds": seconds, "share": share, "number": number, "capitalize_first": capitalize_first}
+    env.filters |= {"percent": percent}
     return env
 
 
@@ -109,6 +113,31 @@ def share(value: float, whole: float) -> str:
 
 def number(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
+
+
+def size(*values: float) -> str:
+    """`4.54 GB`, `2.31 kB → 1.02 kB` in one unit, with as many digits as tell the values apart."""
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if max(values) >= u), (1, "B"))
+    digits = 2 if unit > 1 else 0
+    while digits < 4 and unit > 1 and len({f"{v / unit:.{digits}f}" for v in values}) < len(set(values)):
+        digits += 1
+    return f"{' → '.join(f'{value / unit:,.{digits}f}' for value in values)} {name}"
+
+
+def less(before: float, after: float) -> str:
+    """`71 % fewer`, `0.1 % more`, `as many`."""
+    if before == after or not before:
+        return "as many"
+    change = 100 * abs(before - after) / before
+    return f"{change:.{0 if change >= 1 else 2}f} % {'fewer' if after < before else 'more'}"
+
+
+def percent(part: int, whole: int) -> str:
+    """Whole only where all are: 321 of 322 is 99.7 %."""
+    if not whole:
+        return "none to check"
+    exact = 100 * part / whole
+    return f"{exact:.0f} %" if exact in (0, 100) or 1 <= exact <= 99 else f"{exact:.1f} %"
 
 
 def capitalize_first(text: str) -> str:

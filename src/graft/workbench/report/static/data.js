@@ -3,6 +3,7 @@
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const graphs = read('graphs');
 const docs = read('docs');
+const code = read('code-data');
 const byId = (id) => document.getElementById(id);
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 
@@ -18,12 +19,16 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-// [name, op, value, module, source, made by, literals] with the layer's number where `*` stands.
+// What stands behind the eight texts of a packed node, in a part of a step and in a drawing of changes.
+const INPUTS = 8, ELSEWHERE = 9, PORT = 10, CHANGE = 8, NOTE = 9;
+
+// [name, op, value, module, source, made by, literals, parts] with the layer's number where `*` stands.
 function unpack(packed, layer) {
-  const [op, value, module, source, madeBy, literals] = packed.slice(1, 7).map((number) => graphs.strings[number]);
+  const [op, value, module, source, madeBy, literals, parts] = packed.slice(1, 8).map((number) => graphs.strings[number]);
+  const named = (text) => (layer === null || layer === undefined ? text : text.replaceAll('*', layer));
   return {
     name: packed[0], op, value: value.replaceAll('@meta', ''), general: module, source, madeBy, literals,
-    module: layer === null || layer === undefined ? module : module.replace('*', layer),
+    module: named(module), parts: parts ? named(parts).split(' + ') : [],
   };
 }
 
@@ -32,21 +37,21 @@ function openPart(step, number, index) {
   const part = step.parts[number];
   const copy = part.copies.find((one) => one[0] === index);
   const layer = part.layer ? (copy ? copy[0] : part.layer[1]) : null;
-  const outer = part.outer.map(([name, kind, from, port], place) => {
-    const own = copy ? copy[2][place] : name;
+  const outer = part.outer.map(([name, kind, from, port], position) => {
+    const own = copy ? copy[2][position] : name;
     return {name: own, port: own === name ? graphs.strings[port] : own, kind, from: copy && own !== name ? above(graphs.strings[from], part.layer[1], layer) : graphs.strings[from]};
   });
-  const nodes = part.nodes.map((packed, place) => {
+  const nodes = part.nodes.map((packed, position) => {
     const node = unpack(packed, layer);
-    if (copy) node.name = copy[1][place];
-    const inputs = packed[7];
+    if (copy) node.name = copy[1][position];
+    const inputs = packed[INPUTS];
     node.inputs = [];
     for (let at = 0; at < inputs.length; at += 2) {
       const to = inputs[at + 1];
-      node.inputs.push({slot: graphs.strings[inputs[at]], place: to, outer: to < 0 ? outer[-1 - to] : null});
+      node.inputs.push({slot: graphs.strings[inputs[at]], position: to, outer: to < 0 ? outer[-1 - to] : null});
     }
-    node.elsewhere = Boolean(packed[8]);
-    node.hub = Boolean(packed[9]);
+    node.elsewhere = Boolean(packed[ELSEWHERE]);
+    node.hub = Boolean(packed[PORT]);
     return node;
   });
   return {number, layer, title: layer === null ? part.title : `layer ${layer}`, nodes, outer};
@@ -64,7 +69,7 @@ function* nodesOf(step) {
     const first = part.layer ? part.layer[1] : null;
     for (const layer of [first, ...part.copies.map((copy) => copy[0])]) {
       const opened = openPart(step, number, layer);
-      for (const [place, node] of opened.nodes.entries()) yield {node, number, layer, place};
+      for (const [position, node] of opened.nodes.entries()) yield {node, number, layer, position};
     }
   }
 }

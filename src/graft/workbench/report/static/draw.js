@@ -1,9 +1,10 @@
-// Draws a scene into an element with cytoscape. The drawing has its natural size, and the element around it scrolls:
-// a wheel never gets caught. Colour is never alone: removed nodes are cut and dashed, rewired ones have two lines.
+// Draws a scene into an element with cytoscape. Colour is never alone: removed nodes are cut and dashed, rewired ones
+// have two lines.
 
 const drawings = new Map(); // element → what it shows
 
-function draw(holder, scene, {onNode, label, zoom = 1, least = 0.7} = {}) {
+// least: the smallest zoom that can be read; a larger drawing opens at its top and has a minimap.
+function draw(holder, scene, {onNode, label, least = 0.62} = {}) {
   drawings.get(holder)?.cy.destroy();
   drawings.delete(holder);
   if (!scene.nodes.length) {
@@ -11,29 +12,32 @@ function draw(holder, scene, {onNode, label, zoom = 1, least = 0.7} = {}) {
     return null;
   }
   const size = layout(scene, holder.clientWidth / 0.85);
-  holder.replaceChildren();
   const inner = element('div', {class: 'canvas', role: 'img', 'aria-label': label ?? 'graph'});
-  holder.append(inner);
-  const fit = Math.min(1, Math.max(least, (holder.clientWidth - 2) / size.width)) * zoom;
-  inner.style.width = `${Math.ceil(size.width * fit)}px`;
-  inner.style.height = `${Math.ceil(size.height * fit)}px`;
+  holder.replaceChildren(inner);
+  if (holder.dataset.grows) holder.style.height = `${Math.ceil(Math.min(size.height * Math.min(1, holder.clientWidth / size.width), innerHeight * 0.7)) + 8}px`;
   const cy = cytoscape({
     container: inner, elements: elements(scene), style: styles(), layout: {name: 'preset'},
-    zoom: fit, pan: {x: 0, y: 0}, minZoom: fit, maxZoom: fit,
-    userZoomingEnabled: false, userPanningEnabled: false, boxSelectionEnabled: false, autoungrabify: true,
+    minZoom: 0.02, maxZoom: CLOSEST,
+    userZoomingEnabled: false, boxSelectionEnabled: false, autoungrabify: true,
   });
+  const known = {cy, holder, scene, size, least, options: {onNode, label, least}};
+  drawings.set(holder, known);
   cy.on('tap', 'node.body', (event) => onNode?.(event.target.data('node')));
   cy.on('mouseover', 'node.body', () => (inner.style.cursor = 'pointer'));
   cy.on('mouseout', 'node.body', () => (inner.style.cursor = ''));
-  const first = scene.nodes.reduce((top, node) => (node.y < top.y ? node : top), scene.nodes[0]);
-  holder.scrollTo({left: first.x * fit - holder.clientWidth / 2, top: 0, behavior: 'instant'});
-  drawings.set(holder, {cy, scene, options: {onNode, label, zoom, least}, fit});
+  cy.on('dragpan', () => keepInside(known));
+  startViewport(holder);
+  openView(known);
+  startMinimap(known);
   return cy;
 }
 
-function redraw(holder, change = {}) {
+function redraw(holder) {
   const known = drawings.get(holder);
-  if (known && holder.clientWidth) draw(holder, known.scene, {...known.options, ...change});
+  if (!known || !holder.clientWidth) return;
+  const chosen = known.cy.$(':selected').map((node) => node.id());
+  const cy = draw(holder, known.scene, known.options);
+  for (const id of chosen) cy.$id(id).select();
 }
 
 function elements(scene) {
@@ -51,10 +55,10 @@ function elements(scene) {
     node.chips.forEach((chip, number) => found.push(...chipElements(node, chip, number)));
   }
   for (const [number, edge] of scene.edges.entries()) {
-    const turn = edge.points && !isFree(edge, at, scene.nodes) ? bends(edge.points, at.get(edge.a), at.get(edge.b)) : null;
+    const bend = edge.points && !isFree(edge, at, scene.nodes) ? bends(edge.points, at.get(edge.a), at.get(edge.b)) : null;
     found.push({
-      data: {id: `e${number}`, source: edge.a, target: edge.b, ...(turn ?? {})},
-      classes: `${changeClass(edge.change)} ${turn ? 'bent' : ''}`,
+      data: {id: `e${number}`, source: edge.a, target: edge.b, ...(bend ?? {})},
+      classes: `${changeClass(edge.change)} ${bend ? 'bent' : ''}`,
     });
   }
   return found;
@@ -98,7 +102,7 @@ function styles() {
         'background-color': surface, 'border-width': 1, 'border-color': line, 'corner-radius': 6,
       },
     },
-    tint('plain'), tint('move'), tint('product'), tint('attention'), tint('fused'), tint('layer'), tint('edge'),
+    tint('plain'), tint('move'), tint('matmul'), tint('attention'), tint('fused'), tint('layer'), tint('edge'),
     {selector: 'node.pill', style: {'background-color': surface, 'border-style': 'dotted', 'border-color': muted, color: muted, 'corner-radius': 11, 'font-size': 10.5}},
     {selector: 'node.stack', style: {ghost: 'yes', 'ghost-offset-x': 4, 'ghost-offset-y': 4, 'ghost-opacity': 0.35}},
     {

@@ -1,6 +1,6 @@
 // The layer graph: an overview on the left, one open layer or module on the right.
 
-const open = {step: 0, box: 0, layer: null};
+const open = {step: 0, box: 0, layer: null, part: null};
 
 function startLayers() {
   const select = byId('step');
@@ -11,13 +11,6 @@ function startLayers() {
   select.addEventListener('change', () => showStep(Number(select.value)));
   byId('layer-before').addEventListener('click', () => moveLayer(-1));
   byId('layer-after').addEventListener('click', () => moveLayer(1));
-  for (const button of all('[data-zoom]')) {
-    button.addEventListener('click', () => {
-      const holder = button.dataset.for ? byId(button.dataset.for) : button.closest('article').querySelector('.drawing');
-      const zoom = (drawings.get(holder)?.options.zoom ?? 1) * Number(button.dataset.zoom);
-      redraw(holder, {zoom: Math.min(2, Math.max(0.4, zoom))});
-    });
-  }
   showStep(graphs.steps.length - 1);
 }
 
@@ -36,7 +29,7 @@ function showBox(number, layer = null) {
   open.box = number;
   open.layer = layers.length ? (layer ?? layers[0]) : null;
   draw(byId('overview'), overviewScene(step, number), {
-    label: `Overview: ${step.said}`, onNode: (node) => showBox(node.box), least: 0.6, zoom: drawings.get(byId('overview'))?.options.zoom,
+    label: `Overview: ${step.said}`, onNode: (node) => showBox(node.box),
   });
   showPart();
 }
@@ -49,51 +42,60 @@ function showPart(chosen = null) {
   const times = equal > 1 ? ` · one of ${equal} equal layers` : '';
   byId('part-title').textContent = opened.layer === null ? title : `${opened.title}${times}`;
   for (const id of ['layer-before', 'layer-after']) byId(id).hidden = allLayers(step).length < 2;
-  const holder = byId('inside');
-  const scene = partScene(opened);
-  const cy = draw(holder, scene, {
+  open.part = opened;
+  draw(byId('inside'), partScene(opened), {
     label: `${opened.title}: ${opened.nodes.length} nodes, as text below`,
-    onNode: (node) => node.item && showNode(opened, node.item), zoom: drawings.get(holder)?.options.zoom,
+    onNode: (node) => node.item && chooseNode(opened, node.item),
   });
   listNodes(opened);
   byId('node').hidden = true;
-  if (chosen !== null) selectNode(cy, holder, opened, chosen);
+  if (chosen !== null) selectNodes(opened, [chosen]);
+  else showCode(null);
 }
 
-function selectNode(cy, holder, opened, place) {
-  showNode(opened, opened.nodes[place]);
-  const found = cy.$id(`n${place}`);
-  if (!found.length) return;
-  found.select();
-  const at = found.renderedPosition();
-  holder.scrollTo({left: at.x - holder.clientWidth / 2, top: at.y - holder.clientHeight / 2});
+// Facts on a node above, the code that made it and that runs it beside.
+function chooseNode(opened, node) {
+  showNode(opened, node);
+  showCode(node);
 }
 
-const allLayers = (step) => step.boxes.flatMap((box, place) => box[2].map((layer) => ({place, layer})));
+// Marks nodes of the open part, by their positions, and shows the first.
+function selectNodes(opened, positions) {
+  const known = drawings.get(byId('inside'));
+  chooseNode(opened, opened.nodes[positions[0]]);
+  if (!known) return;
+  known.cy.$(':selected').unselect();
+  const found = positions.map((position) => known.cy.$id(`n${position}`)).filter((node) => node.length);
+  for (const node of found) node.select();
+  if (found.length) centreOn(known, found[0].position());
+}
+
+const allLayers = (step) => step.boxes.flatMap((box, position) => box[2].map((layer) => ({position, layer})));
 
 function moveLayer(by) {
   const layers = allLayers(graphs.steps[open.step]);
-  const at = layers.findIndex((one) => one.place === open.box && one.layer === open.layer);
+  const at = layers.findIndex((one) => one.position === open.box && one.layer === open.layer);
   const next = layers[(at + by + layers.length) % layers.length];
-  if (next) showBox(next.place, next.layer);
+  if (next) showBox(next.position, next.layer);
 }
 
 // Opens the part that a node of the current step is in.
-function showPlace({number, layer, place}) {
+function showSite({number, layer, position}) {
   const step = graphs.steps[open.step];
   const box = step.boxes.findIndex((one) => (layer === null ? one[0] === number : one[0] === number && one[2].includes(layer)));
   showBox(box, layer);
-  showPart(place);
+  showPart(position);
   byId('layers').scrollIntoView({block: 'start'});
   byId('inside').focus({preventScroll: true});
 }
 
 function showNode(opened, node) {
   const panel = byId('node');
-  const readers = opened.nodes.filter((one) => one.inputs.some((input) => opened.nodes[input.place] === node));
+  const readers = opened.nodes.filter((one) => one.inputs.some((input) => opened.nodes[input.position] === node));
   const facts = [
-    ['op', node.op], ['value', node.value], ['module', node.module], ['source', node.source], ['made by', node.madeBy],
-    ['reads', node.inputs.map((input) => `${input.slot} %${(input.outer ?? opened.nodes[input.place]).name}`).join(', ')],
+    ['op', node.op], ['value', node.value], ['module', node.module], ['merged from', node.parts.join(', ')],
+    ['source', node.source], ['made by', node.madeBy],
+    ['reads', node.inputs.map((input) => `${input.slot} %${(input.outer ?? opened.nodes[input.position]).name}`).join(', ')],
     ['literals', node.literals],
     ['read by', readers.map((one) => `%${one.name}`).concat(node.elsewhere ? ['nodes elsewhere'] : []).join(', ')],
   ];
@@ -110,7 +112,7 @@ function factList(facts) {
 // The same nodes as text: what a screen reader reads and a person copies.
 function listNodes(opened) {
   byId('nodes').textContent = opened.nodes.map((node) => {
-    const inputs = node.inputs.map((input) => `${input.slot}=%${(input.outer ?? opened.nodes[input.place]).name}`);
+    const inputs = node.inputs.map((input) => `${input.slot}=%${(input.outer ?? opened.nodes[input.position]).name}`);
     const call = node.op === 'weight' ? `self.${node.module}`
       : node.op === 'input' ? 'input' : `${node.op}(${[...inputs, node.literals].filter(Boolean).join(', ')})`;
     const origin = [node.op === 'weight' ? '' : node.module, node.source, node.madeBy].filter(Boolean).join(' | ');

@@ -9,16 +9,30 @@ function textWidth(text, font) {
 }
 
 const MARGIN = 6;
-const shorten = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
+const LINE = 14.5; // height of a line of text
+
+// Long texts stand on several lines, broken where a name ends; none is cut.
+function wrapped(text, length) {
+  const lines = [''];
+  for (const piece of text.split(/(?<=[\s,.+·/])/)) {
+    if (lines.at(-1) && (lines.at(-1) + piece).trimEnd().length > length) lines.push('');
+    lines.push(...(lines.pop() + piece).match(new RegExp(`.{1,${2 * length}}`, 'gs')) ?? ['']);
+  }
+  return lines.map((line) => line.trim()).filter(Boolean).join('\n');
+}
+
+// Several results stand below each other: `(bf16[…], bf16[…])`.
+const resultLines = (value) => value.replace(/^\((.*\].*)\)$/s, '$1').split(/(?<=\](?:@\w+)?), /).map((one) => wrapped(one, 44)).join('\n');
+const widest = (text, font) => Math.max(...text.split('\n').map((line) => textWidth(line, font)));
 
 // Sets the sizes of a node and its chips. The chips stand in one column on the left.
 function measure(node) {
-  node.label = shorten(node.label, 40);
-  node.sub = shorten(node.sub, 34);
-  node.width = Math.max(44, Math.ceil(Math.max(textWidth(node.label, 'label'), textWidth(node.sub, 'sub'))) + 22);
-  node.height = node.pill ? 22 : node.sub ? 38 : 28;
+  node.label = wrapped(node.label, 40);
+  node.sub = resultLines(node.sub);
+  const lines = node.label.split('\n').length + (node.sub ? node.sub.split('\n').length : 0);
+  node.width = Math.max(44, Math.ceil(Math.max(widest(node.label, 'label'), widest(node.sub, 'sub'))) + 22);
+  node.height = node.pill ? 8 + lines * LINE : 10 + lines * LINE;
   for (const chip of node.chips) {
-    chip.text = shorten(chip.text, 30);
     chip.width = Math.ceil(textWidth(MARKS[chip.change] + chip.text, 'chip')) + 12;
   }
   node.chipWidth = node.chips.length ? Math.max(...node.chips.map((chip) => chip.width)) + 12 : 0;
@@ -74,7 +88,7 @@ function layoutPiece(nodes, edges) {
   const own = edges.filter((edge) => graph.hasNode(edge.a));
   for (const edge of own) graph.setEdge(edge.a, edge.b, {});
   dagre.layout(graph);
-  for (const node of nodes) place(node, graph.node(node.id));
+  for (const node of nodes) setPosition(node, graph.node(node.id));
   for (const edge of own) edge.points = graph.edge(edge.a, edge.b).points;
   const {width, height} = graph.graph();
   return {nodes, edges: own, width, height: height + (grouped ? 12 : 0), top: grouped ? 12 : 0};
@@ -90,7 +104,7 @@ function shift({nodes, edges, top}, dx, dy) {
 }
 
 // dagre's box holds chips and body; the chips stand on its left.
-function place(node, {x, y}) {
+function setPosition(node, {x, y}) {
   node.x = x + (node.chipWidth - node.right) / 2;
   node.y = y;
   const left = x - node.boxWidth / 2;

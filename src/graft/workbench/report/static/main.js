@@ -5,6 +5,8 @@ startTransforms();
 startSearch();
 startKeys();
 startPrint();
+startZoomButtons();
+startCode();
 themeListeners.push(() => [...drawings.keys()].forEach((holder) => redraw(holder)));
 
 // The tables are there to be read before anything is drawn.

@@ -6,9 +6,9 @@ function beforePrint() {
   themeOnScreen = document.documentElement.getAttribute('data-theme');
   document.documentElement.setAttribute('data-theme', 'light');
   for (const details of all('details:not(.text)')) details.open = true;
-  for (const [holder, {cy, fit}] of drawings) {
+  for (const [holder, {cy}] of drawings) {
     cy.style(styles());
-    const source = cy.png({full: true, scale: 2 * fit, bg: colour('surface')});
+    const source = cy.png({full: true, scale: 1.6, bg: colour('surface')});
     holder.append(element('img', {class: 'printed', src: source, alt: holder.querySelector('.canvas').getAttribute('aria-label')}));
   }
 }

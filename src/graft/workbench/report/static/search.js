@@ -35,8 +35,8 @@ function buildIndex() {
   }
   for (const found of nodesOf(graphs.steps[open.step])) {
     const {node} = found;
-    const key = `%${node.name} ${node.op} ${node.module} ${node.source} ${node.madeBy}`.toLowerCase();
-    index.push({kind: 'node', text: `%${node.name}`, more: `${node.op} ${node.module}`, key, go: () => { closeTransform(); showPlace(found); }});
+    const key = `%${node.name} ${node.op} ${node.module} ${node.source} ${node.madeBy} ${node.parts.join(' ')}`.toLowerCase();
+    index.push({kind: 'node', text: `%${node.name}`, more: `${node.op} ${node.module}`, key, go: () => { closeTransform(); showSite(found); }});
   }
   return index;
 }

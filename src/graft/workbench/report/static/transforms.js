@@ -51,7 +51,7 @@ function openTransform(name) {
     button.setAttribute('aria-expanded', String(button.dataset.open === name));
   }
   opened = name;
-  byId('drawer-place').textContent = `transform ${rows().findIndex((row) => row.dataset.transform === name) + 1} of ${rows().length}`;
+  byId('drawer-position').textContent = `transform ${rows().findIndex((row) => row.dataset.transform === name) + 1} of ${rows().length}`;
   byId('drawer').scrollTop = 0;
   article.querySelector('h2').focus({preventScroll: true});
   rows().find((row) => row.dataset.transform === name)?.scrollIntoView({block: 'nearest'});
@@ -85,34 +85,50 @@ function stepTransform(by) {
 function startDiff(article) {
   for (const control of all('[data-view], [data-whole], [data-drawing]', article)) {
     control.addEventListener(control.tagName === 'BUTTON' ? 'click' : 'change', () => {
-      if (control.dataset.view) {
-        for (const other of all('[data-view]', article)) other.setAttribute('aria-pressed', String(other === control));
-      }
+      if (control.dataset.view) press(control, all('[data-view]', article));
       drawDiff(article);
+    });
+  }
+  for (const control of all('[data-text]', article)) {
+    control.addEventListener('click', () => {
+      press(control, all('[data-text]', article));
+      for (const sides of all('.sides', article)) sides.hidden = control.dataset.text !== 'sides';
+      article.querySelector('.diff').hidden = control.dataset.text === 'sides';
     });
   }
 }
 
+function press(control, others) {
+  for (const other of others) other.setAttribute('aria-pressed', String(other === control));
+}
+
 function drawDiff(article) {
-  const holder = article.querySelector('.drawing');
+  const [holder, second] = all('.drawing', article);
   const chosen = Number(article.querySelector('[data-drawing]')?.value ?? 0);
   const drawing = graphs.diffs[article.dataset.transform][chosen];
-  const note = article.querySelector('.node-note');
-  note.textContent = '';
+  article.querySelector('.node-note').textContent = '';
+  const view = article.querySelector('[data-view][aria-pressed="true"]').dataset.view;
+  const beside = view === 'beside' && !drawing.large;
+  second.hidden = !beside;
   if (drawing.large) {
     drawings.get(holder)?.cy.destroy();
     drawings.delete(holder);
+    holder.style.height = '';
     holder.replaceChildren(element('p', {class: 'empty'}, `${drawing.large} nodes are too many for one drawing; the text below has what changed.`));
     return;
   }
-  const view = article.querySelector('[data-view][aria-pressed="true"]').dataset.view;
+  drawSide(article, holder, drawing, beside ? 'before' : view);
+  if (beside) drawSide(article, second, drawing, 'after');
+}
+
+function drawSide(article, holder, drawing, view) {
   const whole = article.querySelector('[data-whole]').checked;
   draw(holder, diffScene(drawing, view, whole), {
-    label: `${drawing.title}, ${view}; as text below`, least: 0.6,
+    label: `${drawing.title}, ${view}; as text below`,
     onNode: (node) => {
       if (!node.item) return;
       const {name, op, value, module, source, note: changed} = node.item;
-      note.textContent = [`%${name}`, op, value, module, source].filter(Boolean).join(' · ') + (changed ? `\n${changed}` : '');
+      article.querySelector('.node-note').textContent = [`%${name}`, op, value, module, source].filter(Boolean).join(' · ') + (changed ? `\n${changed}` : '');
     },
   });
 }
