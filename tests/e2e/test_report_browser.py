@@ -88,7 +88,7 @@ def test_a_click_on_a_transform_shows_its_diff(page, decoder):
     article = "document.querySelector('#drawer article:not([hidden])')"
     assert page.evaluate(f"{article}.dataset.transform") == "fuse_rms_norm"
     text = page.evaluate(f"{article}.innerText")
-    for part in ("Before and after", "layers 0–5 × 6", "+ %rms_norm_default", "Matches", "Near misses", "13"):
+    for part in ("Before and after", "layers 0–5 × 6", "%rms_norm_default", "Matches", "Near misses", "13"):
         assert part in text
     box = page.evaluate(f"{article}.querySelector('.canvas').getBoundingClientRect().toJSON()")
     assert box["width"] > 300 and box["height"] > 200

@@ -22,6 +22,7 @@ from graft.workbench.report.scenes import LARGEST
 from graft.workbench.runs import open_run
 from report_cases import Stack, dump_stack
 
+INPUTS, CHANGE, NOTE = 8, 8, 9  # behind the eight texts of a packed node, as in data.js
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -44,7 +45,7 @@ def unpacked(step):
         first = [None, [node[0] for node in part["nodes"]], [outer[0] for outer in part["outer"]]]
         for _, names, outer in (first, *part["copies"]):
             for site, node in enumerate(part["nodes"]):
-                reads = node[7][1::2]
+                reads = node[INPUTS][1::2]
                 found[names[site]] = sorted(names[at] if at >= 0 else outer[-1 - at] for at in reads)
     return found
 
@@ -108,14 +109,14 @@ def test_a_transform_has_its_diff_as_text_and_as_drawings(data):
     strings = data.graphs["strings"]
     kinds = {}
     for node in drawing["nodes"]:
-        kinds.setdefault(node[7], []).append(strings[node[1]])
+        kinds.setdefault(node[CHANGE], []).append(strings[node[1]])
     assert kinds[2] == ["graft.rms_norm"]
     assert sorted(kinds[1]) == sorted(
         ["aten.pow.Tensor_Scalar", "aten.mean.dim", "aten.add.Tensor", "aten.rsqrt", *["aten.mul.Tensor"] * 2]
     )
     assert kinds[3] == ["aten.linear"]
-    rewired = next(node for node in drawing["nodes"] if node[7] == 3)
-    assert "→ %rms_norm_default" in rewired[8]
+    rewired = next(node for node in drawing["nodes"] if node[CHANGE] == 3)
+    assert "→ %rms_norm_default" in rewired[NOTE]
     added = [edge for edge in drawing["edges"] if edge[2] == 2]
     removed = [edge for edge in drawing["edges"] if edge[2] == 1]
     assert added and removed and not {tuple(e[:2]) for e in added} & {tuple(e[:2]) for e in removed}
