@@ -20,6 +20,10 @@ def report(
         Path | None,
         typer.Option(help="What graft bench --kernels --json printed. [RUN/kernels.json]", metavar="FILE"),
     ] = None,
+    code: Annotated[
+        Path | None,
+        typer.Option(help="What Inductor generated for the last graph. [RUN/inductor.py]", metavar="FILE"),
+    ] = None,
     plugins: Plugins = None,
     as_json: Json = False,
 ) -> None:
@@ -30,7 +34,7 @@ def report(
 
     load_all(tuple(plugins or ()))
     with progress_bar() as progress:
-        data = write_report(run, output, kernels, progress)
+        data = write_report(run, output, kernels, progress, code)
     size = output.stat().st_size
     if as_json:
         print(json.dumps({"file": str(output), "bytes": size, **data.head, "counts": data.counts}))

@@ -87,11 +87,14 @@ class Graphs:
     ops: set[str]
 
 
-def collect(folder: str | Path, kernels: Path | None = None, progress: Progress | None = None) -> ReportData:
+def collect(
+    folder: str | Path, kernels: Path | None = None, progress: Progress | None = None, code: Path | None = None
+) -> ReportData:
     """kernels: what `graft bench --kernels --json` printed; without it, kernels.json in the folder, where there is
-    one."""
+    one. code: what Inductor generated for the last graph; without it, inductor.py in the folder."""
     run = open_run(folder)
     times = find_kernels(run.folder, kernels)
+    written = generated(run.folder, code)
     strings = StringTable()
     graphs = read_steps(run, strings, progress)
     if progress:
@@ -116,9 +119,9 @@ def collect(folder: str | Path, kernels: Path | None = None, progress: Progress 
         "diffs": {one.record.name: one.drawings for one in views if one.drawings},
         "sizes": graphs.sizes.meanings,
     }
-    code = {"sources": graphs.lines.pack(), "generated": generated(run.folder), "ops": op_kernels(graphs.ops)}
+    beside = {"sources": graphs.lines.pack(), "generated": written, "ops": op_kernels(graphs.ops)}
     first = headline(*graphs.ends, records, times)
-    return ReportData(run, head_of(run), first, counts, views, packed, code, graphs.sizes, discovery, why, times)
+    return ReportData(run, head_of(run), first, counts, views, packed, beside, graphs.sizes, discovery, why, times)
 
 
 def read_steps(run: StoredRun, strings: StringTable, progress: Progress | None) -> Graphs:

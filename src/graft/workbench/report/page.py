@@ -28,14 +28,18 @@ VENDOR = ("cytoscape.min.js", "dagre.min.js")
 
 
 def write_report(
-    run: str | Path, output: Path, kernels: Path | None = None, progress: Progress | None = None
+    run: str | Path,
+    output: Path,
+    kernels: Path | None = None,
+    progress: Progress | None = None,
+    code: Path | None = None,
 ) -> ReportData:
     """Writes the report of a run folder to `output`: whole, or not at all."""
     if output.is_dir():
         raise ReportError(f"{output} is a folder; name a file: -o {output / 'report.html'}")
     if not output.absolute().parent.is_dir():
         raise ReportError(f"{output.absolute().parent} does not exist; make the folder first, or choose another file")
-    data = collect(run, kernels, progress)
+    data = collect(run, kernels, progress, code)
     if progress:
         progress("writing the page", 0, 1)
     write_page(output, render(data))
@@ -116,7 +120,7 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def size(*values: float) -> str:
-    """`4.54 GB`, `2.31 kB → 1.02 kB` in one unit, with as many digits as tell the values apart."""
+    """`4.54 GB`, `2.31 → 1.02 kB` in one unit, with as many digits as tell the values apart."""
     unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if max(values) >= u), (1, "B"))
     digits = 2 if unit > 1 else 0
     while digits < 4 and unit > 1 and len({f"{v / unit:.{digits}f}" for v in values}) < len(set(values)):

@@ -6,8 +6,8 @@ let shownNode = null;
 
 const TABS = {
   python: {title: 'Python', blocks: pythonBlocks, none: 'The run holds no line of the model\'s Python for these nodes.'},
-  triton: {title: 'Triton', blocks: (node) => kernelBlocks(node, 'Triton'), none: 'It has no Triton kernel: torch runs it with its own.'},
-  cpp: {title: 'C++', blocks: cppBlocks, none: 'It has no C++ of its own.'},
+  triton: {title: 'Triton', blocks: (node) => machineBlocks(node, 'Triton'), none: 'It has no Triton kernel: torch runs it with its own.'},
+  cpp: {title: 'C++', blocks: (node) => machineBlocks(node, 'C++'), none: 'It has no C++ of its own.'},
 };
 
 function startCode() {
@@ -23,7 +23,7 @@ function showTab(name) {
   showCode(shownNode);
 }
 
-// node: of the open part, or null for none. Blocks: {title, note, first, text, chosen: [first, last], go: line → positions}.
+// node: of the open part, or null for none. Blocks: {title, note, first, text, chosen: [[first, last], …], go: line → positions}.
 function showCode(node) {
   shownNode = node;
   const {blocks, none} = TABS[tab];
@@ -40,7 +40,7 @@ function codeBlock({title, note, first, text, chosen, go}) {
   text.split('\n').forEach((line, at) => {
     const number = first + at;
     const sites = go?.(number) ?? [];
-    const inside = chosen && number >= chosen[0] && number <= chosen[1];
+    const inside = chosen?.some(([from, to]) => number >= from && number <= to);
     const made = element('span', {
       class: `line${inside ? ' chosen' : ''}${sites.length ? ' linked' : ''}`, 'data-line': number,
       ...(sites.length ? {role: 'button', tabindex: '0', onclick: () => goTo(sites), title: `${sites.length} node${sites.length > 1 ? 's' : ''}`} : {}),
@@ -83,7 +83,7 @@ function pythonBlocks(node) {
   const [file, line] = (node?.source ?? '').split(':');
   const files = code.sources.filter((one) => (node ? one.file === file : true));
   return files.flatMap((one) => one.blocks.map(([first, text]) => ({
-    title: `${one.path}:${first}`, note: one.note, first, text, chosen: node ? [Number(line), Number(line)] : null,
+    title: `${one.path}:${first}`, note: one.note, first, text, chosen: node ? [[Number(line), Number(line)]] : null,
     go: (number) => (one.lines.includes(number) ? sitesOf((other) => other.source === `${one.file}:${number}`) : []),
   })));
 }
@@ -93,15 +93,23 @@ function kernelBlocks(node, title) {
   return kernels.map(({file, text}) => ({title: file, note: `runs ${node.op}`, first: 1, text, chosen: null}));
 }
 
-// The generated step whole, where there is one, with the lines of the node marked; then the op's kernels.
-function cppBlocks(node) {
-  const kernels = kernelBlocks(node, 'C++');
-  if (!code.generated) return kernels;
-  const {file, text, nodes} = code.generated;
+// What was generated whole, where there is some, with the lines of the node marked; and the op's kernels. What has the
+// node comes first.
+function machineBlocks(node, title) {
   const last = open.step === graphs.steps.length - 1;
-  const by = new Map(Object.entries(nodes).map(([name, lines]) => [lines[0], name]));
-  const go = (number) => (last && by.has(number) ? sitesOf((other) => other.name === by.get(number)) : []);
-  const note = last ? 'generated for the last graph' : 'generated for the last graph, not for this one';
-  const whole = {title: file, note, first: 1, text, chosen: (last && node && nodes[node.name]) || null, go};
-  return node && !nodes[node.name] && kernels.length ? [...kernels, whole] : [whole, ...kernels];
+  const whole = code.generated.filter((one) => one.title === title).map(({file, text, nodes}) => ({
+    title: file, note: `generated for the last graph${last ? '' : ', not for this one'}`, first: 1, text,
+    chosen: (last && node && nodes[node.name]) || null, go: last ? linesOf(nodes) : null,
+  }));
+  const kernels = kernelBlocks(node, title);
+  return whole.some((block) => block.chosen) ? [...whole, ...kernels] : [...kernels, ...whole];
+}
+
+// The nodes behind a line that begins the code of some.
+function linesOf(nodes) {
+  const begins = new Map();
+  for (const [name, spans] of Object.entries(nodes)) {
+    for (const [first] of spans) begins.set(first, [...(begins.get(first) ?? []), name]);
+  }
+  return (number) => (begins.has(number) ? sitesOf((other) => begins.get(number).includes(other.name)) : []);
 }
