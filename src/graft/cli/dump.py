@@ -21,7 +21,10 @@ def dump(
     ] = False,
     fold: Annotated[bool, typer.Option("--fold", help="Show equal layers once in the text.")] = False,
     native: Annotated[
-        bool, typer.Option("--native", help="The graphs of the native backend, and its C++: native.cpp, or printed without a folder.")
+        bool,
+        typer.Option(
+            "--native", help="The graphs of the native backend, and its C++: native.cpp, or printed without a folder."
+        ),
     ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check every match numerically: run it beside what it replaced.")
@@ -60,4 +63,3 @@ def dump(
     out.print(f"{len(list(output.glob('*.txt'))) - 1} graphs in {output}", markup=False)
     if native:
         out.print(f"the native step in {output / NATIVE}", markup=False)
-

@@ -14,7 +14,6 @@ from graft.passes.pipeline import run_pipeline
 from graft.passes.report import Report
 from graft.workbench.model import captured
 
-
 NATIVE = "native.cpp"  # in a folder of dumps: the C++ of its last graph
 
 

@@ -1,4 +1,4 @@
-"""What a report puts first and beside the graph: launches, bytes and checks; two sides of a change; sources and code."""
+"""What a report puts first and beside the graph: launches, bytes, checks; two sides of a change; sources and code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import linecache
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,7 +123,9 @@ def test_every_node_is_on_its_side_once(kinds):
     assert [row.right for row in made if row.right] == [row.right for row in rows if row.right]
     folded = folded_rows(made)
     shown = sum(row.kind != "gap" for row in folded) + sum(row.count for row in folded)
-    assert shown == len(made) and [r for r in folded if r.kind not in ("gap", "same")] == [r for r in made if r.kind != "same"]
+    assert shown == len(made) and [r for r in folded if r.kind not in ("gap", "same")] == [
+        r for r in made if r.kind != "same"
+    ]
     for number, row in enumerate(made):
         near = any(one.kind != "same" for one in made[max(0, number - AROUND) : number + AROUND + 1])
         assert (row in folded) == near
@@ -149,13 +152,8 @@ def test_the_functions_that_nodes_come_from_are_there_whole(data):
 
 
 def traced(path, line, text):
-    class Node:
-        meta = {"stack_trace": f'File "{path}", line {line}, in forward\n    {text}'}
-
-    class Graph:
-        nodes = (Node(),)
-
-    return Graph()
+    trace = f'File "{path}", line {line}, in forward\n    {text}'
+    return SimpleNamespace(nodes=[SimpleNamespace(meta={"stack_trace": trace})])
 
 
 def read(path, line, text):
@@ -227,7 +225,7 @@ def test_the_lines_of_generated_cpp_are_those_of_its_nodes(tmp_path):
     assert found["nodes"]["linear_3"] == [[8, 12]] and found["text"] == NATIVE_STEP and found["title"] == "C++"
 
 
-TRITON = '''\
+TRITON = """\
 async_compile = AsyncCompile()
 
 
@@ -249,7 +247,7 @@ def call(args):
     # Topologically Sorted Source Nodes: [silu, mul_14], Original ATen: [aten.silu, aten.mul]
     triton_poi_fused_mul_silu_0.run(buf0, 4, stream=stream0)
     del buf0
-'''
+"""
 
 
 def test_the_lines_of_inductors_triton_are_those_of_its_source_nodes(tmp_path):

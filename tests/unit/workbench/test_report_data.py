@@ -24,6 +24,7 @@ from report_cases import Stack, dump_stack
 
 INPUTS, CHANGE, NOTE = 8, 8, 9  # behind the eight texts of a packed node, as in data.js
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return dump_stack(tmp_path_factory.mktemp("stack"))

@@ -1,4 +1,4 @@
-"""What a report calls things: sizes by what they count, merged weights by all their names, parts without false arrows."""
+"""What a report calls things: sizes by what they count, merged weights by all names; parts without false arrows."""
 
 from __future__ import annotations
 
@@ -149,7 +149,9 @@ def test_no_two_parts_read_each_other(calls):
     step = pack_step(items, StringTable())
     edges = {tuple(edge) for edge in step["edges"]}
     order: dict[int, int] = {}
-    while free := [n for n in range(len(step["boxes"])) if n not in order and all(a in order for a, b in edges if b == n)]:
+    while free := [
+        n for n in range(len(step["boxes"])) if n not in order and all(a in order for a, b in edges if b == n)
+    ]:
         order |= dict.fromkeys(free, len(order))
     assert len(order) == len(step["boxes"]), "a circle"
     part_of = {node[0]: n for n, part in enumerate(step["parts"]) for node in part["nodes"]}

@@ -1,4 +1,4 @@
-"""Code that runs a node: what was generated for the last graph, C++ or Triton, and the kernels that graft's ops have."""
+"""Code that runs a node: what was generated for the last graph, C++ or Triton, and the kernels of graft's ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from graft.workbench.native import NATIVE
 
 INDUCTOR = "inductor.py"  # in a folder of dumps: what Inductor wrote for its last graph
 STEP = re.compile(r"^  // (\d+): %(\w+)")  # emit.py writes it above the code of a node
-SOURCE_NODES = re.compile(r"^\s*# Topologically Sorted Source Nodes: \[([^\]]*)\]")  # Inductor above a kernel or its call
+SOURCE_NODES = re.compile(
+    r"^\s*# Topologically Sorted Source Nodes: \[([^\]]*)\]"
+)  # Inductor above a kernel or its call
 
 
 def generated(folder: Path, given: Path | None = None) -> list[dict[str, Any]]:
@@ -48,7 +50,9 @@ def source_nodes(lines: list[str]) -> dict[str, list[list[int]]]:
         named = SOURCE_NODES.match(line)
         if named is None:
             continue
-        last = next((n for n in range(number + 1, len(lines) + 1) if not lines[n - 1].lstrip().startswith("#")), number)
+        last = next(
+            (n for n in range(number + 1, len(lines) + 1) if not lines[n - 1].lstrip().startswith("#")), number
+        )
         if lines[last - 1].count("'''") == 1:  # the source of a kernel is one string
             last = next((n for n in range(last + 1, len(lines) + 1) if "'''" in lines[n - 1]), last)
         for name in filter(None, named[1].split(", ")):
@@ -96,7 +100,9 @@ def kernel_texts(name: str) -> list[dict[str, str]]:
 
 def triton_texts(home: Path) -> list[dict[str, str]]:
     found = ((file, jitted(file.read_text())) for file in sorted(home.rglob("*.py")))
-    return [{"title": "Triton", "file": f"{home.name}/{f.relative_to(home)}", "text": text} for f, text in found if text]
+    return [
+        {"title": "Triton", "file": f"{home.name}/{f.relative_to(home)}", "text": text} for f, text in found if text
+    ]
 
 
 def cpp_texts(home: Path) -> list[dict[str, str]]:

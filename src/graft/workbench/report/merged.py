@@ -13,16 +13,20 @@ Parts = Mapping[str, tuple[str, ...]]  # by target
 def add_merged(
     parts: dict[str, tuple[str, ...]], record: TransformRecord, before: Sequence[Item], after: Sequence[Item]
 ) -> None:
-    """`qkv_proj.weight` is q_proj.weight, k_proj.weight and v_proj.weight: what the replaced calls read in its slot."""
+    """`qkv_proj.weight` is q_proj.weight, k_proj.weight and v_proj.weight: what the replaced calls read there."""
     old = {item.name: item for item in before}
     new = {item.name: item for item in after}
     for match in record.matches:
         made = [new[name] for name in match.made if name in new and new[name].op == "weight"]
         replaced = [old[name] for name in match.replaced if name in old]
         for weight in made:
-            slots = {s for item in after_readers(weight, match.made, new) for s, i in item.inputs if i == weight.index}
+            slots = {
+                s for item in after_readers(weight, match.made, new) for s, i in item.inputs if i == weight.index
+            }
             read = [before[i] for item in replaced for slot, i in item.inputs if slot in slots]
-            names = dict.fromkeys(item.target for item in read if item.op == "weight" and item.target != weight.target)
+            names = dict.fromkeys(
+                item.target for item in read if item.op == "weight" and item.target != weight.target
+            )
             whole = tuple(dict.fromkeys(part for name in names for part in parts.get(name, (name,))))
             if len(whole) > 1:
                 parts[weight.target] = whole

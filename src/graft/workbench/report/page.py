@@ -21,7 +21,17 @@ PACKAGE = files("graft.workbench.report")
 STYLES = ("base.css", "parts.css", "print.css")
 # in order: each file may use what those before it define
 SCRIPTS = (
-    *("data.js", "theme.js", "scene.js", "layout.js", "viewport.js", "minimap.js", "draw.js", "highlight.js", "code.js"),
+    *(
+        "data.js",
+        "theme.js",
+        "scene.js",
+        "layout.js",
+        "viewport.js",
+        "minimap.js",
+        "draw.js",
+        "highlight.js",
+        "code.js",
+    ),
     *("layers.js", "transforms.js", "search.js", "keys.js", "print.js", "main.js"),
 )
 VENDOR = ("cytoscape.min.js", "dagre.min.js")

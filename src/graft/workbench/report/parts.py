@@ -72,7 +72,9 @@ def part_keys(items: list[Item], home: list[LayerPath | None], readers: Readers)
             keys[item.index] = ("inputs" if item.op == "input" else "output", 0)
         if item.op in ("weight", "input"):
             continue
-        sources = {keys[i] for _, i in item.inputs if items[i].op not in ("weight", "input") and i not in readers.ports}
+        sources = {
+            keys[i] for _, i in item.inputs if items[i].op not in ("weight", "input") and i not in readers.ports
+        }
         if keys[item.index] is None:
             module = item.module or "the model itself"
             key = (module, visits.setdefault(module, 0))

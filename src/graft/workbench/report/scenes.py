@@ -107,7 +107,11 @@ def scene(
     if len(ranks) > LARGEST:
         return {"title": title, "large": len(ranks)}
     nodes = [
-        [*pack_item(both.items[i], strings, layer, both.parts[i]), both.kinds.get(i, 0), "\n".join(both.notes.get(i, ()))]
+        [
+            *pack_item(both.items[i], strings, layer, both.parts[i]),
+            both.kinds.get(i, 0),
+            "\n".join(both.notes.get(i, ())),
+        ]
         for i in ranks
     ]
     edges = [[ranks[a], ranks[b], kind] for (a, b), kind in both.edges.items() if a in ranks and b in ranks]
