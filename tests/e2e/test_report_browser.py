@@ -369,6 +369,10 @@ def test_labels_are_whole_and_in_words(page, decoder):
     assert "…" not in text and "bf16[batch, tokens, 4096]" in text and "linear · q_proj + k_proj + v_proj" in text
     assert "linear · gate_proj + up_proj" in text
     assert page.evaluate(r"!/[\[ ,]s\d+[,\]]/.test(" + repr(text.replace("\n", " ")) + ")")
+    again = f"{INSIDE}.nodes('.body').map((n) => n.data('label'))"
+    labels = page.evaluate(again)
+    page.press("t")
+    assert page.evaluate(again) == labels, "another theme has other labels"
     wide = page.evaluate(
         f"{INSIDE}.nodes('.body').filter((n) => n.boundingBox({{includeLabels: true}}).w > n.outerWidth() + 6).length"
     )
@@ -380,7 +384,8 @@ def test_code_and_nodes_show_each_other(page, decoder):
     page.scroll_to("#layers", "start")
     at = page.evaluate(
         "(() => { const c = document.querySelector('#inside .canvas'), b = c.getBoundingClientRect();"
-        " const p = c._cyreg.cy.nodes('.fused').filter((n) => n.data('node').item.op === 'graft.rope')[0].renderedPosition();"
+        " const rope = c._cyreg.cy.nodes('.fused').filter((n) => n.data('node').item.op === 'graft.rope')[0];"
+        " const p = rope.renderedPosition();"
         " return {x: b.x + p.x, y: b.y + p.y}; })()"
     )
     page.click_at(at["x"], at["y"])

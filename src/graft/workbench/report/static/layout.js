@@ -27,6 +27,7 @@ const widest = (text, font) => Math.max(...text.split('\n').map((line) => textWi
 
 // Sets the sizes of a node and its chips. The chips stand in one column on the left.
 function measure(node) {
+  if (node.width) return; // drawn before, in another theme or window
   node.label = wrapped(node.label, 40);
   node.sub = resultLines(node.sub);
   const lines = node.label.split('\n').length + (node.sub ? node.sub.split('\n').length : 0);
