@@ -23,6 +23,7 @@ from graft.workbench.report.code import generated, node_lines, op_kernels
 from graft.workbench.report.headline import checked_share, headline
 from graft.workbench.report.kernel_file import KernelFile
 from graft.workbench.report.page import less, percent, size
+from graft.workbench.report.records import match_rows
 from graft.workbench.report.sides import AROUND, SideRow, folded_rows, paired
 from graft.workbench.report.sources import SourceLines, enclosing
 from report_cases import Plain, dump_stack
@@ -76,6 +77,7 @@ def test_the_share_of_matches_that_are_checked_or_proved():
     ]
     share = checked_share(records)
     assert (share.matches, share.checked, share.proved, share.neither) == (4, 2, 1, ("one",))
+    assert [row.numeric_check for row in match_rows(records[1])] == ["1 proved"]
     assert checked_share([]).percent(0) == 0.0 and share.percent(share.checked) == 50.0
 
 
