@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from graft.ir.facts import Item, read_graph
 from graft.ir.trace import export_graph
 from graft.passes.report import MatchRecord, TransformRecord
-from graft.workbench.report import collect
+from graft.workbench.report import collect, render
 from graft.workbench.report.merged import add_merged, parts_of
 from graft.workbench.report.packing import Readers, StringTable, port_name
 from graft.workbench.report.parts import pack_step
@@ -44,6 +45,13 @@ def test_sizes_of_a_decoder_are_words(data):
     assert "[batch, tokens, " in told and not [s for s in data.sizes.names if f"[{s}," in told]
     last = data.graphs["steps"][-1]
     assert {"batch", "tokens"} <= {port for box in last["boxes"] for port in box[3]}
+
+
+def test_candidates_have_the_words_too(data):
+    text = render(data)
+    assert "batch = 1" in text and "tokens = 1 and 512" in text
+    shown = text[text.index('id="candidates"') : text.index('id="kernels"')]
+    assert not [symbol for symbol in data.sizes.names if re.search(rf"(?<![%\w]){symbol}\b", shown)]
 
 
 def test_sizes_of_another_module_are_those_of_its_inputs():
