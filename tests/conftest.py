@@ -40,6 +40,7 @@ os.environ["GRAFT_TEST_BUILDS"] = OWN_BUILDS or os.environ["GRAFT_TEST_BUILDS"]
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the CPU's instruction sets are not tried out in each process
 # native code is kept from run to run, also where a test has a cache of its own: its name has all that it depends on
 os.environ.setdefault("GRAFT_NATIVE_CACHE_DIR", os.path.expanduser("~/.cache/graft/native-tests"))
+os.environ["GRAFT_NO_CHECK_CACHE"] = "1"  # a check that a test asks for is made; test_stored_checks turns it on
 os.environ |= {"NO_COLOR": "1", "COLUMNS": "160"}  # what the commands print, whatever the terminal
 warnings.filterwarnings("ignore")
 

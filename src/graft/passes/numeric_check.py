@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,14 +22,15 @@ from graft.ir.canonical.normal_form import is_random
 from graft.ir.evaluate import Subprogram
 from graft.ir.nodes import leaves, val
 from graft.ir.verify import GraphSnapshot
-from graft.passes.numeric.activations import activations
+from graft.passes.numeric.activations import PromptActivations
 from graft.passes.numeric.compare import Difference, close, difference
-from graft.passes.numeric.execution import RUN_ERRORS, Execution, in_float64, tensors
+from graft.passes.numeric.execution import RUN_ERRORS, Execution, first_line, in_float64, tensors
 from graft.passes.numeric.inputs import PieceWeights, TrialInputs, WideInputs, same
-from graft.passes.numeric.kinds import kind_of, makes_weights
+from graft.passes.numeric.kinds import kind_of, makes_weights, weights_differ
 from graft.passes.numeric.layouts import RECORDED_LAYOUT
 from graft.passes.numeric.sides import Sides
 from graft.passes.numeric.sizes import RECORDED, SWEPT, open_sizes
+from graft.passes.numeric.stored import StoredChecks, pair_facts
 from graft.passes.numeric.trials import ACTIVATIONS, NumericTrial, further_trials, needed_trials
 from graft.passes.report import MatchRecord, NumericCheck
 
@@ -63,16 +65,29 @@ class MatchTrials:
     not_kept: Mapping[str, str] = field(default_factory=dict)
     known: dict[str, NumericCheck] = field(default_factory=dict)
 
+    @cached_property
+    def activations(self) -> PromptActivations:
+        return PromptActivations(self.sides)
+
+    @cached_property
+    def stored(self) -> StoredChecks:
+        return StoredChecks({"check": PairTrials, "activations": PromptActivations})
+
     def check(self, record: MatchRecord) -> NumericCheck:
         old, new = self.sides.pieces(record)
         if not old.outputs:
             raise NumericCheckError(f"the match at {record.anchor} replaced nothing that the graph reads")
         kind = kind_of(old, new)
         if kind not in self.known:
-            given = activations(self.sides, list(dict.fromkeys([*old.shared(), *new.shared()])))
-            self.known[kind] = PairTrials(old, new, record.anchor, self.most, given).all(self.not_kept)
-        elif makes_weights(old, new):
-            PairTrials(old, new, record.anchor, self.most).once()
+            given = self.activations.at(list(dict.fromkeys([*old.shared(), *new.shared()])))
+            trials = PairTrials(old, new, record.anchor, self.most, given, self.activations.lacking)
+            self.known[kind] = self.stored.result(
+                lambda: pair_facts(old, new, f"{kind} {trials.lacking}", self.most, self.not_kept, given),
+                lambda: trials.all(self.not_kept),
+            )
+        elif weights_differ(old, new):
+            once = PairTrials(old, new, record.anchor, self.most)
+            self.stored.result(lambda: pair_facts(old, new, f"{kind} once", self.most, {}, {}), once.once)
         return self.known[kind]
 
 
@@ -80,9 +95,16 @@ class PairTrials:
     """One pair of pieces, and what came of the trials so far."""
 
     def __init__(
-        self, old: Subprogram, new: Subprogram, anchor: str, most: int | None, given: Mapping[Node, Any] | None = None
+        self,
+        old: Subprogram,
+        new: Subprogram,
+        anchor: str,
+        most: int | None,
+        given: Mapping[Node, Any] | None = None,
+        lacking: str = "",
     ) -> None:
-        self.old, self.new, self.anchor = old, new, anchor
+        """given: activations of a prompt; lacking: why there are none, where there could be."""
+        self.old, self.new, self.anchor, self.lacking = old, new, anchor, lacking
         self.boundary = list(dict.fromkeys([*old.shared(), *new.shared()]))
         self.given = {n: given[n] for n in self.boundary if n in given} if given else {}
         self.own = own_dtype(self.boundary, old, new)
@@ -97,8 +119,9 @@ class PairTrials:
         self.tried: list[NumericTrial] = []
         self.work = 0
 
-    def once(self) -> None:
+    def once(self) -> NumericCheck:
         self.try_one(NumericTrial(dtype=self.own))
+        return self.result()
 
     def all(self, not_kept: Mapping[str, str] = KEPT) -> NumericCheck:
         for trial in needed_trials(self.own, self.upper):
@@ -108,6 +131,8 @@ class PairTrials:
                 self.try_one(trial)
         if self.given:
             self.try_one(NumericTrial(ACTIVATIONS, self.own))
+        elif self.lacking:
+            self.skip(NumericTrial(ACTIVATIONS, self.own), self.lacking)
         self.work = 0
         for trial in further_trials(self.own, self.upper):
             if self.work < WORK:
@@ -254,8 +279,3 @@ def some(trials: Sequence[NumericTrial]) -> str:
     """`random inputs (float16, …)` and how many more."""
     more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
     return f"{trials[0].text}{more}"
-
-
-def first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__

@@ -21,7 +21,8 @@ Status = Literal["applied", "no_match", "skipped", "disabled", "rolled_back"]
 class NumericCheck:
     """How far a replacement was from float64, and how far it may be, on the inputs where it came closest to that.
 
-    trials: how many ways it was tried. uncovered: what was not tried, or said nothing, and why.
+    trials: how many ways it was tried. uncovered: what was not tried, or said nothing, and why. origin: "from the
+    cache" for the result of an earlier run, or why this one could not be kept; '' for one that was made now.
     """
 
     error: float
@@ -29,6 +30,7 @@ class NumericCheck:
     inputs: str
     trials: int = 0
     uncovered: tuple[str, ...] = ()
+    origin: str = ""
 
     @property
     def share(self) -> float:
@@ -76,7 +78,9 @@ def checks_text(matches: Iterable[MatchRecord]) -> str:
     worst = max(checks, key=lambda check: check.share)
     share = f"worst {worst.error:.1e} of {worst.limit:.1e} allowed ({worst.inputs} inputs)"
     left = dict.fromkeys(text for check in checks for text in check.uncovered)
-    return f"{len(checks)} checked numerically, {share}" + (f"; not covered: {'; '.join(left)}" if left else "")
+    origins = ", ".join(dict.fromkeys(check.origin for check in checks if check.origin))
+    told = f"{len(checks)} checked numerically{f' ({origins})' if origins else ''}, {share}"
+    return told + (f"; not covered: {'; '.join(left)}" if left else "")
 
 
 @dataclass(frozen=True)

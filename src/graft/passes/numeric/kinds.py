@@ -1,8 +1,9 @@
 """What kind of match one is: equal layers make equal pairs of pieces, of which one is tried in full.
 
 Two pairs are of one kind when they call the same ops with the same literals on values of the same kinds, and read
-weights in the same pattern. Then they compute the same function of their inputs and weights, unless a weight was made
-by the transform itself (merged, packed): such a match is also run once by itself.
+weights in the same pattern. Then they compute the same function of their inputs and weights, unless one side reads a
+weight that the other does not: one that the transform made (merged, packed), or one that it left out because of its
+values (all ones, a causal mask). Such a match is also run once by itself.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ def text(given: Any, local: Mapping[Node, str]) -> str:
 def makes_weights(old: Subprogram, new: Subprogram) -> bool:
     """Whether the replacement reads weights that the original does not."""
     return not weights(new) <= weights(old)
+
+
+def weights_differ(old: Subprogram, new: Subprogram) -> bool:
+    """Whether one side reads weights that the other does not."""
+    return weights(new) != weights(old)
 
 
 def weights(piece: Subprogram) -> set[int]:
