@@ -58,6 +58,7 @@ def show(explanation: Explanation) -> None:
                 if match.numeric_check
                 else ""
             )
+            checked += f", proved: {match.proved}" if match.proved else ""
             form = f" as {match.pattern}" if match.pattern else ""
             out.print(f"  {site_text(match.site)}: {match.nodes} nodes{form}{checked}", markup=False, soft_wrap=True)
     if misses:

@@ -3,8 +3,9 @@
 Both run on the same inputs, at the sizes of a decode step and of a prompt, in every dtype, on strided tensors and on
 ordinary and extreme values (passes/numeric/trials.py). What was replaced also runs in float64, and how far it is from
 that itself says how far the replacement may be (compare.py). Inputs and weights are compared afterwards, and a second
-run must give the same. A match that fails takes its whole transform back. Equal layers are tried once (kinds.py);
-what could not be tried is told with the result.
+run must give the same. A match that fails takes its whole transform back. Equal layers are tried once (kinds.py), and
+not again in a later run (stored.py); what could not be tried is told with the result. What can be proved without
+running it is marked so (proofs.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from graft.passes.numeric.execution import RUN_ERRORS, Execution, first_line, in
 from graft.passes.numeric.inputs import PieceWeights, TrialInputs, WideInputs, same
 from graft.passes.numeric.kinds import kind_of, makes_weights, weights_differ
 from graft.passes.numeric.layouts import RECORDED_LAYOUT
+from graft.passes.numeric.proofs import proof_of
 from graft.passes.numeric.sides import Sides
 from graft.passes.numeric.sizes import RECORDED, SWEPT, open_sizes
 from graft.passes.numeric.stored import StoredChecks, pair_facts
@@ -53,7 +55,7 @@ def check_matches(
     sides = Sides.of(gm, before, records)
     sides.check_rewiring()
     checker = MatchTrials(sides, most, not_kept)
-    return tuple(r if r.numeric_check else replace(r, numeric_check=checker.check(r)) for r in records)
+    return tuple(r if r.numeric_check else checker.checked(r) for r in records)
 
 
 @dataclass
@@ -64,6 +66,7 @@ class MatchTrials:
     most: int | None = None
     not_kept: Mapping[str, str] = field(default_factory=dict)
     known: dict[str, NumericCheck] = field(default_factory=dict)
+    proofs: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def activations(self) -> PromptActivations:
@@ -72,6 +75,15 @@ class MatchTrials:
     @cached_property
     def stored(self) -> StoredChecks:
         return StoredChecks({"check": PairTrials, "activations": PromptActivations})
+
+    def checked(self, record: MatchRecord) -> MatchRecord:
+        """With its check, and with what was proved of it: what is proved is run, too."""
+        check = self.check(record)
+        old, new = self.sides.pieces(record)
+        kind = kind_of(old, new)
+        if kind not in self.proofs:
+            self.proofs[kind] = proof_of(old, new)
+        return replace(record, numeric_check=check, proved=self.proofs[kind])
 
     def check(self, record: MatchRecord) -> NumericCheck:
         old, new = self.sides.pieces(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -42,7 +43,8 @@ class NumericCheck:
 class MatchRecord:
     """One rewrite: where it was made, the nodes that it replaced and those that it made.
 
-    successors: the replaced nodes that others read, each with the node that they read now.
+    successors: the replaced nodes that others read, each with the node that they read now. proved: what was proved of
+    the rewrite without running it (passes/numeric/proofs.py), '' where nothing was.
     """
 
     anchor: str
@@ -54,6 +56,7 @@ class MatchRecord:
     note: str = ""  # what is worth knowing about this site
     successors: tuple[tuple[str, str], ...] = ()
     name: str = field(default="", kw_only=True)  # of the node in `anchor`
+    proved: str = field(default="", kw_only=True)
 
     @staticmethod
     def at(
@@ -71,16 +74,24 @@ class MatchRecord:
 
 
 def checks_text(matches: Iterable[MatchRecord]) -> str:
-    """`5 checked numerically, worst 2.6e-07 of 1.3e-06 allowed (random inputs)`; '' where none was."""
+    """`5 checked numerically, worst 2.6e-07 of 1.3e-06 allowed (random inputs); 5 proved: …`; '' where none was."""
+    matches = list(matches)
     checks = [match.numeric_check for match in matches if match.numeric_check is not None]
     if not checks:
-        return ""
+        return proofs_text(matches)
     worst = max(checks, key=lambda check: check.share)
     share = f"worst {worst.error:.1e} of {worst.limit:.1e} allowed ({worst.inputs} inputs)"
     left = dict.fromkeys(text for check in checks for text in check.uncovered)
     origins = ", ".join(dict.fromkeys(check.origin for check in checks if check.origin))
     told = f"{len(checks)} checked numerically{f' ({origins})' if origins else ''}, {share}"
+    told += f"; {proofs}" if (proofs := proofs_text(matches)) else ""
     return told + (f"; not covered: {'; '.join(left)}" if left else "")
+
+
+def proofs_text(matches: Iterable[MatchRecord]) -> str:
+    """`5 proved: the same operations in the same order`."""
+    counts = Counter(match.proved for match in matches if match.proved)
+    return "; ".join(f"{count} proved: {text}" for text, count in counts.items())
 
 
 @dataclass(frozen=True)
@@ -144,7 +155,7 @@ def read_match(entry: dict[str, Any]) -> MatchRecord:
     replaced, made = tuple(entry["replaced"]), tuple(entry["made"])
     successors = tuple((old, new) for old, new in entry["successors"])
     plain = (entry["anchor"], entry["module"], replaced, made, entry["pattern"], check, entry["note"], successors)
-    return MatchRecord(*plain, name=entry["name"])
+    return MatchRecord(*plain, name=entry["name"], proved=entry["proved"])
 
 
 def read_record(entry: dict[str, Any]) -> TransformRecord:

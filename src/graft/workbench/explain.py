@@ -37,6 +37,7 @@ class ExplainedMatch:
     pattern: str
     nodes: int
     numeric_check: NumericCheck | None
+    proved: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,9 @@ def only(config: PipelineConfig, names: Any) -> PipelineConfig:
 
 def describe(model: str, record: TransformRecord, sites: Mapping[str, ModelSite], note: str) -> Explanation:
     matches = tuple(
-        ExplainedMatch(match_site(match, sites), match.pattern, len(match.replaced), match.numeric_check)
+        ExplainedMatch(
+            match_site(match, sites), match.pattern, len(match.replaced), match.numeric_check, match.proved
+        )
         for match in record.matches
     )
     misses = tuple(

@@ -15,17 +15,21 @@ from graft.ir.evaluate import INPUT_KINDS, RecordedCall, Subprogram, fill
 from graft.ir.io.text import graph_text
 from graft.ir.nodes import calls, is_op
 from graft.ir.trace import export_graph
-from graft.passes.base import BaseTransform, Outcome, Stage, TransformConfig
+from graft.ir.verify import GraphSnapshot
+from graft.passes.base import BaseTransform, Context, Outcome, Stage, TransformConfig
 from graft.passes.config import PipelineConfig, load_config
 from graft.passes.library import fuse_swiglu
 from graft.passes.library.merge import linears as merge
 from graft.passes.library.norms import fuse_rms_norm
 from graft.passes.numeric.inputs import PieceWeights, TrialInputs
+from graft.passes.numeric.proofs import proof_of
+from graft.passes.numeric.sides import Sides
 from graft.passes.numeric.trials import NumericTrial
 from graft.passes.patterns import PatternTransform, Rewrite
 from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry
-from graft.passes.report import MatchRecord, Report
+from graft.passes.report import MatchRecord, Report, checks_text
+from graft.workbench.explain import explain_graph
 
 aten, ops = torch.ops.aten, torch.ops.graft
 
@@ -297,3 +301,51 @@ def test_what_follows_from_sizes_is_computed_and_not_made_up():
         and match.numeric_check is not None
         and match.numeric_check.error <= match.numeric_check.limit
     )
+
+
+# ── proofs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def commuted(gate: Tensor, up: Tensor) -> Tensor:
+    return up * F.silu(gate)
+
+
+def sigmoid_apart(gate: Tensor, up: Tensor) -> Tensor:
+    """The same number, rounded once more."""
+    return (gate * torch.sigmoid(gate)) * up
+
+
+PROOFS = {
+    "the same calls": (commuted, "the same operations in the same order"),
+    "an op": (lambda gate, up: ops.swiglu(gate, up), "the same operations in the same order, with graft::swiglu"),
+    "other calls": (sigmoid_apart, ""),
+}
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_what_is_proved_is_marked_and_run_all_the_same(name, planted):
+    replacement, text = PROOFS[name]
+    (match,) = planted(block_graph(), pattern_transform(fuse_swiglu.plain, replacement, GATED)).matches
+    assert match.proved.startswith(text) and bool(match.proved) == bool(text)
+    assert match.numeric_check.trials > 50
+    assert ("1 proved: " in checks_text([match])) == bool(text)
+
+
+def test_the_report_and_what_is_explained_hold_what_is_proved():
+    gm = block_graph()
+    config = load_config({"verify": "matches"})
+    explanation = explain_graph(gm, "fuse_swiglu", config, Context())
+    (match,) = explanation.matches
+    assert match.proved.endswith("with graft::swiglu by reference")
+    assert explanation.to_dict()["matches"][0]["proved"] == match.proved
+    report = run_pipeline(block_graph(), config)
+    assert '"proved": "the same operations' in report.to_json() and Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize("name", ["gate and up swapped", "another activation", "another eps", "an offset"])
+def test_a_wrong_op_is_not_proved(name, planted):
+    """The proof reads the op's reference: other arguments are another function."""
+    gm = block_graph()
+    before = GraphSnapshot.take(gm)
+    (match,) = planted(gm, pattern_transform(*WRONG[name]), verify="structure").matches
+    assert not proof_of(*Sides.of(gm, before, [match]).pieces(match))

@@ -165,7 +165,7 @@ def checked_match(trials: MatchTrials, match: MatchRecord, failed: list[WrongMat
     if match.numeric_check:
         return match
     try:
-        return replace(match, numeric_check=trials.check(match))
+        return trials.checked(match)
     except NumericCheckError as error:
         failed.append(WrongMatch(match.anchor, str(error)))
         return match

@@ -1,0 +1,1 @@
+"""Proofs that two pieces of a graph compute the same bits."""
