@@ -22,11 +22,12 @@ from graft.ir.subgraph import reached
 
 # How each kind of input differs from standard normal values. Small ones show what eps does, zeros and subnormal ones
 # divisions, large ones overflow; 1e15 squares to what float32 can still hold, 100 to what float16 can. Moderate and
-# spread ones (of every magnitude from 1e-3 to 1e3) reach where a function bends or saturates; one that is not a
-# number, or two that are infinite, must not be lost.
+# spread ones (of every magnitude from 1e-3 to 1e3) reach where a function bends or saturates, and so do rows with one
+# outlier, of which a norm makes nearly the root of its length; one that is not a number, or two that are infinite,
+# must not be lost.
 INPUT_KINDS = (
     *("random", "small", "zeros", "large", "subnormal"),
-    *("moderate", "negative", "spread", "one NaN", "infinite"),
+    *("moderate", "negative", "spread", "outliers", "one NaN", "infinite"),
 )
 
 DATA_SIZE = 5  # what a size is made up as that depends on data
@@ -80,6 +81,8 @@ def fill(sizes: Iterable[int], dtype: torch.dtype, kind: str, generator: torch.G
         return (10**exponents * normal.sign()).to(dtype)
     if kind == "negative":
         return (-2 * normal.abs()).to(dtype)
+    if kind == "outliers":
+        return with_outliers(normal).to(dtype)
     if kind in ("one NaN", "infinite"):
         return with_specials(normal, kind).to(dtype)
     factor = {
@@ -91,6 +94,16 @@ def fill(sizes: Iterable[int], dtype: torch.dtype, kind: str, generator: torch.G
         "subnormal": torch.finfo(dtype).tiny / 8,
     }[kind]
     return (normal * factor).to(dtype)
+
+
+def with_outliers(values: torch.Tensor) -> torch.Tensor:
+    """One in each row is 50 or more, each in another column: in every tensor of these sizes in the same, as sums of
+    two are to have one, too."""
+    if values.dim() and values.numel():
+        rows = values.view(-1, values.shape[-1])
+        at = torch.arange(len(rows)), 7 * torch.arange(len(rows)) % rows.shape[-1]
+        rows[at] = rows[at].sign() * 50 * (1 + rows[at].abs())
+    return values
 
 
 def with_specials(values: torch.Tensor, kind: str) -> torch.Tensor:

@@ -252,6 +252,34 @@ def test_input_kinds_are_what_they_say():
         assert 0 < values["subnormal"].abs().max() < info.tiny
         assert values["large"].abs().max() > 50 and values["large"].isfinite().all()
         assert values["small"].abs().max() < 0.01 < values["random"].abs().max()
+        rows = values["outliers"].abs().sort(-1).values
+        assert (rows[:, -1] >= 50).all() and (rows[:, -2] < 5).all()
+
+
+def test_a_norm_that_is_wrong_for_outliers_alone_is_found(planted):
+    """Rows of normal values give no result of more than some 3; one outlier gives nearly the root of the length."""
+
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32))
+
+        def forward(self, x, residual):
+            total = x + residual
+            return ops.rms_norm(total, self.weight, 1e-5), total
+
+    def before(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return ops.rms_norm(total, weight, eps), total
+
+    def wrong(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = ops.add_rms_norm(x, residual, weight, eps)
+        return torch.where(normed > 5, normed * 1.05, normed), total
+
+    shapes = {"x": "b s d", "residual": "b s d", "weight": "d"}
+    gm = export_graph(Norm(), (torch.randn(2, 3, 32), torch.randn(2, 3, 32)))
+    with pytest.raises(TransformError, match="outliers inputs"):
+        planted(gm, pattern_transform(before, wrong, shapes))
 
 
 def test_sizes_that_depend_on_data_are_made_up():
