@@ -94,6 +94,39 @@ def test_what_was_not_covered_is_in_the_report(planted_transform):
     assert match.numeric_check.uncovered == ("other sizes: the graph has none that is open",)
 
 
+class Decoder(nn.Module):
+    """Takes tokens, as a decoder before its cache does."""
+
+    def __init__(self, tokens):
+        super().__init__()
+        self.embed, self.gated = nn.Embedding(tokens, 8), Gated(torch.float32)
+
+    def forward(self, input_ids):
+        return self.gated(self.embed(input_ids))
+
+
+@pytest.mark.parametrize(("tokens", "told"), [(100, ""), (5, "the graph does not run on them (IndexError: index out")])
+def test_activations_that_a_graph_does_not_give_are_told(tokens, told, planted_transform):
+    gm = export_graph(Decoder(tokens), (torch.tensor([[1, 2, 3]]),), dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))
+    (match,) = planted_transform(gm, faulty("")).matches
+    uncovered = [text for text in match.numeric_check.uncovered if "activations of a prompt" in text]
+    assert bool(uncovered) == bool(told) and all(told in text for text in uncovered)
+
+
+def test_activations_of_a_graph_without_weights_or_with_other_inputs_are_told(planted_transform):
+    class Cached(Decoder):
+        def forward(self, input_ids, cache):
+            return self.gated(self.embed(input_ids) + cache)
+
+    with torch.device("meta"):
+        bare = export_graph(Decoder(100), (torch.zeros(1, 3, dtype=torch.int64),))
+    cached = export_graph(Cached(100), (torch.tensor([[1, 2, 3]]), torch.randn(1, 3, 8)))
+    for gm, told in ((bare, "the weights have no values"), (cached, "the graph also reads %cache")):
+        (match,) = planted_transform(gm, faulty("")).matches
+        TransformRegistry._known.pop("planted")
+        assert any("activations of a prompt" in text and told in text for text in match.numeric_check.uncovered)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name])
 def test_a_wrong_one_is_found_and_taken_back(fault, dtype, graphs, planted_transform):
