@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         return self.gated(self.embed(input_ids))
 
 
-@pytest.mark.parametrize(("tokens", "told"), [(100, ""), (5, "the graph does not run on them (IndexError: index out")])
+@pytest.mark.parametrize(("tokens", "told"), [(100, ""), (5, "the graph does not run on them (IndexError")])
 def test_activations_that_a_graph_does_not_give_are_told(tokens, told, planted_transform):
     gm = export_graph(Decoder(tokens), (torch.tensor([[1, 2, 3]]),), dynamic_shapes=({1: torch.export.Dim.DYNAMIC},))
     (match,) = planted_transform(gm, faulty("")).matches
