@@ -27,7 +27,7 @@ from graft.passes.numeric.activations import PromptActivations
 from graft.passes.numeric.compare import Difference, close, difference
 from graft.passes.numeric.execution import RUN_ERRORS, Execution, first_line, in_float64, tensors
 from graft.passes.numeric.inputs import PieceWeights, TrialInputs, WideInputs, same
-from graft.passes.numeric.kinds import kind_of, makes_weights, weights_differ
+from graft.passes.numeric.kinds import kind_of, rounds_weights, weights_differ
 from graft.passes.numeric.layouts import RECORDED_LAYOUT
 from graft.passes.numeric.proofs import proof_of
 from graft.passes.numeric.sides import Sides
@@ -125,7 +125,7 @@ class PairTrials:
         self.random = any(is_random(node) for node in (*old.program, *new.program))
         self.declared = old.written() | new.written()
         # a table in 16 bits is as good as it gets there, and not in float32
-        self.rounded = self.own in (torch.bfloat16, torch.float16) and makes_weights(old, new)
+        self.rounded = self.own in (torch.bfloat16, torch.float16) and rounds_weights(old, new)
         self.worst, self.worst_trial = Difference(), NumericTrial(dtype=self.own)
         self.skipped: dict[str, list[NumericTrial]] = {}
         self.tried: list[NumericTrial] = []

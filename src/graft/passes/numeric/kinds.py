@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
@@ -56,9 +57,13 @@ def text(given: Any, local: Mapping[Node, str]) -> str:
     return str(map_aggregate(given, lambda leaf: local[leaf] if isinstance(leaf, Node) else repr(leaf)))
 
 
-def makes_weights(old: Subprogram, new: Subprogram) -> bool:
-    """Whether the replacement reads weights that the original does not."""
-    return not weights(new) <= weights(old)
+def rounds_weights(old: Subprogram, new: Subprogram) -> bool:
+    """Whether the replacement reads a weight that the transform computed. One that was merged is no such: the
+    original's weights are views of it."""
+    known = weight_tensors(old)
+    memory = {tensor.untyped_storage()._cdata for tensor in known.values()}
+    made = (tensor for key, tensor in weight_tensors(new).items() if key not in known)
+    return any(tensor.untyped_storage()._cdata not in memory for tensor in made)
 
 
 def weights_differ(old: Subprogram, new: Subprogram) -> bool:
@@ -67,5 +72,11 @@ def weights_differ(old: Subprogram, new: Subprogram) -> bool:
 
 
 def weights(piece: Subprogram) -> set[int]:
-    attributes = (piece.calls[node] for node in piece.program if piece.boundary(node) is None)
-    return {id(piece.attributes(str(call.target))) for call in attributes if call.op == "get_attr"}
+    return set(weight_tensors(piece))
+
+
+def weight_tensors(piece: Subprogram) -> dict[int, Tensor]:
+    """By identity."""
+    calls = (piece.calls[node] for node in piece.program if piece.boundary(node) is None)
+    found = [piece.attributes(str(call.target)) for call in calls if call.op == "get_attr"]
+    return {id(one): one for one in found}
