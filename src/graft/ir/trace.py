@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graft.base.errors import CaptureError
@@ -133,12 +135,11 @@ def name_constants(gm: GraphModule, module: torch.nn.Module) -> None:
 def quiet(name: str) -> Iterator[None]:
     """Holds back a logger that prints a traceback for an error which is raised and reported anyway."""
     logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    disabled, logger.disabled = logger.disabled, True  # a level instead would empty the caches of all loggers
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.disabled = disabled
 
 
 def trace_function(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> GraphModule:
@@ -153,9 +154,20 @@ def trace_function(function: Callable[..., Any], examples: Sequence[torch.Tensor
 
 
 def raw_trace(function: Callable[..., Any], examples: Sequence[torch.Tensor]) -> GraphModule:
-    table = dict(current_level().decompositions)
-    with torch.no_grad(), quiet(FAKE_TENSOR):
-        return make_fx(function, decomposition_table=table, tracing_mode="fake", pre_dispatch=not table)(*examples)
+    """The same as `tracing_mode="fake"`, within a mode that is entered before: a fifth of the time less.
+
+    The graph's Python code is made when it is first run, which patterns never are.
+    """
+    table, lazy = dict(current_level().decompositions), _use_lazy_graph_module(True)
+    with torch.no_grad(), quiet(FAKE_TENSOR), lazy, FakeTensorMode(static_shapes=True) as mode:
+        traced = make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=not table)
+        return traced(*(abstract(example, mode) for example in examples))
+
+
+def abstract(example: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if example.is_meta:  # it is abstract already, and from_tensor takes four times as long
+        return FakeTensor(mode, example, example.device)
+    return mode.from_tensor(example, static_shapes=True)
 
 
 def fill_values(gm: GraphModule) -> None:

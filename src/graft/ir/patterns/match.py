@@ -20,7 +20,8 @@ from graft.ir.nodes import is_op, module_path, static_int, tensor_val, where
 from graft.ir.patterns.arguments import TensorSpec, arguments
 from graft.ir.patterns.attempt import Attempt, Refused, try_at
 from graft.ir.patterns.needs import Need, calls_and_reads, is_met, need_text, ops_of
-from graft.ir.patterns.pattern import Pattern, exact_pattern, leads_to, loose_pattern, outlines
+from graft.ir.patterns.outlines import guessed_pattern, has_flags, outlines
+from graft.ir.patterns.pattern import Pattern, exact_pattern, leads_to, loose_pattern
 from graft.ir.trace import current_level
 
 aten = torch.ops.aten
@@ -103,12 +104,22 @@ class Finder:
         rough = outlines(self.function, shapes)
         self.check_needs(rough)
         search = Search(graph)
+        left: list[list[Try]] = []
         for index, pattern in enumerate(rough):
             tries = [(node, try_at(pattern, node)) for node in search.anchors(pattern)]
-            if any(fitted for _, (_, fitted) in tries):
-                pattern = loose_pattern(self.function, shapes, index)
-                tries = [(n, try_at(pattern, n) if fitted else (a, False)) for n, (a, fitted) in tries]
-            self.sort_out(search, pattern, tries)
+            whole = [node for node, (tried, fitted) in tries if fitted and tried.find_results(pattern)]
+            for node in whole:
+                if node not in search.ends and not self.add_guessed(search, index, node):
+                    pattern = loose_pattern(self.function, shapes, index)
+                    self.sort_out(search, index, pattern, node, try_at(pattern, node))
+            left.append([(node, tried) for node, tried in tries if node not in whole])
+        for index, (pattern, tries) in enumerate(zip(rough, left, strict=True)):
+            for node, tried in tries:
+                if node not in search.taken and is_near(pattern, *tried, self.near):
+                    if tried[1] or has_flags(self.function):  # what is open in the outline may be what is wrong
+                        pattern = loose_pattern(self.function, shapes, index)
+                        tried = try_at(pattern, node)
+                    self.sort_out(search, index, pattern, node, tried)
         return search.results()
 
     def check_needs(self, variants: list[Pattern]) -> None:
@@ -121,22 +132,32 @@ class Finder:
                     f"pattern {pattern.name} is said to need {need_text(wrong[0])}, which it does not call"
                 )
 
-    def sort_out(self, search: Search, pattern: Pattern, tries: list[Try]) -> None:
-        """Confirms what fitted, and keeps what nearly did."""
-        for node, (attempt, fitted) in tries:
-            if node in search.ends:
-                continue  # a variant before this one fits
-            try:
-                match = self.confirm(pattern, attempt, node, search.taken, fitted)
-                check_writes(match, search.mutated)
-            except Refused as refused:
-                if is_near(pattern, attempt, fitted, self.near):
-                    whole = fitted and not attempt.refuted
-                    reached = pattern.size if whole else min(attempt.deepest, pattern.size - 1)
-                    miss = NearMiss.at(pattern.name, node, refused.node, refused.reason, reached, pattern.size)
-                    search.miss(node, miss, attempt.in_call)
-            else:
-                search.add(match, match.outputs if self.allow_readers else match.nodes)
+    def add_guessed(self, search: Search, index: int, node: Node) -> bool:
+        """Adds the match that the guessed captures lead to; False where they lead to none, right or not."""
+        pattern = guessed_pattern(self.function, tuple(self.shapes.items()), index)
+        attempt, fitted = try_at(pattern, node)
+        try:
+            self.add(search, self.confirm(pattern, attempt, node, search.taken, fitted))
+        except (Refused, PatternError):
+            return False
+        return True
+
+    def add(self, search: Search, match: Match) -> None:
+        check_writes(match, search.mutated)
+        search.add(match, match.outputs if self.allow_readers else match.nodes)
+
+    def sort_out(self, search: Search, index: int, pattern: Pattern, node: Node, tried: tuple[Attempt, bool]) -> None:
+        """Confirms what fitted, and keeps what nearly did: of two variants, the last that stopped within a call, or
+        else the first."""
+        attempt, fitted = tried
+        try:
+            self.add(search, self.confirm(pattern, attempt, node, search.taken, fitted))
+        except Refused as refused:
+            if is_near(pattern, attempt, fitted, self.near):
+                whole = fitted and not attempt.refuted
+                reached = pattern.size if whole else min(attempt.deepest, pattern.size - 1)
+                miss = NearMiss.at(pattern.name, node, refused.node, refused.reason, reached, pattern.size)
+                search.miss(node, miss, index if attempt.in_call else -1 - index)
 
     def confirm(self, loose: Pattern, attempt: Attempt, node: Node, taken: set[Node], fitted: bool) -> Match:
         """The exact pattern at the same anchor, then the readers of every inner value. Refused where it is none."""
@@ -199,7 +220,7 @@ class Search:
         self.matches: list[Match] = []
         self.taken: set[Node] = set()
         self.ends: set[Node] = set()  # the anchors of matches
-        self.misses: dict[Node, NearMiss] = {}
+        self.misses: dict[Node, tuple[NearMiss, int]] = {}
 
     def anchors(self, pattern: Pattern) -> list[Node]:
         return [node for node in self.order if is_anchor(pattern, node)]
@@ -210,17 +231,15 @@ class Search:
         self.ends.add(match.anchor)
         self.taken |= set(taken)
 
-    def miss(self, node: Node, miss: NearMiss, in_call: bool) -> None:
-        """Kept where no variant came further; of two, the one that stopped within a call did."""
-        before = self.misses.get(node)
-        further = 0 if before is None else miss.matched * before.size - before.matched * miss.size
-        if before is None or further > 0 or (further == 0 and in_call):
-            self.misses[node] = miss
+    def miss(self, node: Node, miss: NearMiss, precedence: int) -> None:
+        """Kept where no variant came further; of two that came as far, the one of the higher precedence."""
+        kept = self.misses.setdefault(node, (miss, precedence))
+        self.misses[node] = max(kept, (miss, precedence), key=lambda one: (one[0].matched / one[0].size, one[1]))
 
     def results(self) -> tuple[list[Match], list[NearMiss]]:
         matches = sorted(self.matches, key=lambda match: self.order[match.anchor])
         misses = sorted((node for node in self.misses if node not in self.taken), key=self.order.__getitem__)
-        return matches, [self.misses[node] for node in misses]
+        return matches, [self.misses[node][0] for node in misses]
 
 
 def check_inputs(match: Match) -> None:

@@ -8,7 +8,8 @@
 A pattern is traced twice, with other sizes and other literals. Where the two graphs differ, the value is a capture
 (it equals an argument in both) or follows from a size; both match anything at first. A match is then confirmed
 against the pattern traced with the very shapes, dtypes and literals that were found, where nothing is left open.
-What arguments there are is said in arguments.py beside this; the words that make a pattern several, in words.py.
+What arguments there are is said in arguments.py beside this; the words that make a pattern several, in words.py;
+how most graphs are searched with the first of the two traces alone, in outlines.py.
 """
 
 from __future__ import annotations
@@ -103,14 +104,8 @@ def cache_by_level(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache_by_level
-def loose_patterns(function: Callable[..., Any], shapes: ShapeItems) -> list[Pattern]:
-    """The variants with captures and open literals, from two traces that differ in every size and literal."""
-    return [loose_pattern(function, shapes, index) for index in range(len(example_traces(function, shapes, 0)))]
-
-
-@cache_by_level
 def loose_pattern(function: Callable[..., Any], shapes: ShapeItems, index: int) -> Pattern:
-    """One of them; where others are not asked for, the second trace is of that one alone."""
+    """A variant with captures and open literals, from two traces that differ in every size and literal."""
     first = example_traces(function, shapes, 0)[index]
     if not literal_names(function) and not has_numbers(first.graph):
         return replace(first, exact=False)  # nothing that sizes could have gone into
@@ -118,46 +113,11 @@ def loose_pattern(function: Callable[..., Any], shapes: ShapeItems, index: int) 
 
 
 def second_trace(function: Callable[..., Any], shapes: ShapeItems, index: int) -> Pattern:
-    """Flags and names need all variants at once (see outlines); a list is as long as its variant has it only then."""
-    if has_flags(function) or any(a.kind == "tensors" for a in arguments(function)):
+    """Of that variant alone; a list is as long as its variant has it only where all are traced."""
+    if any(a.kind == "tensors" for a in arguments(function)):
         return example_traces(function, shapes, 1)[index]
     path = example_traces(function, shapes, 0)[index].path
     return traced_example(function, shapes, 1, path)[0]
-
-
-@cache_by_level
-def outlines(function: Callable[..., Any], shapes: ShapeItems) -> list[Pattern]:
-    """The variants with every number open: half the price of loose ones, and enough to see that nothing fits.
-
-    Flags and names have defaults that the normal form leaves out, so there two traces are needed from the start.
-    """
-    if has_flags(function):
-        return loose_patterns(function, shapes)
-    return [opened(pattern) for pattern in example_traces(function, shapes, 0)]
-
-
-def has_flags(function: Callable[..., Any]) -> bool:
-    return any(a.kind in ("bool", "name") for a in arguments(function))
-
-
-def opened(pattern: Pattern) -> Pattern:
-    copy, copies = Graph(), {}
-    for node in pattern.graph.nodes:
-        copies[node] = copy.node_copy(node, copies.__getitem__)
-        copies[node].args = open_numbers(copies[node].args)
-        copies[node].kwargs = open_numbers(copies[node].kwargs)
-    inputs, outputs, effects = (
-        tuple(node and copies[node] for node in nodes) for nodes in (pattern.inputs, pattern.outputs, pattern.effects)
-    )
-    return replace(pattern, graph=copy, inputs=inputs, outputs=outputs, effects=effects, exact=False)
-
-
-def open_numbers(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(open_numbers(item) for item in value)
-    if isinstance(value, dict):
-        return {key: open_numbers(item) for key, item in value.items()}
-    return Open() if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 @cache_by_level

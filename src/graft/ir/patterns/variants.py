@@ -6,11 +6,12 @@ graph, which is then cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from graft.base.errors import PatternError
 from graft.ir.canonical.normal_form import canonicalize
@@ -18,6 +19,7 @@ from graft.ir.nodes import output_node, placeholders
 from graft.ir.patterns.words import Path, deciding
 from graft.ir.trace import raw_trace
 
+VARIANT = "variant"  # in the meta of a traced node, until it is cut
 MOST = 64  # variants of one pattern; each is looked for in every graph
 
 
@@ -40,7 +42,8 @@ def trace_variants(
                 return result
             if len(paths) > MOST:
                 raise PatternError(f"its words stand for more than {MOST} variants; make it two patterns")
-            results.append((result, torch.empty(0, device="meta")))  # its node says where the variant ends
+            results.append(result)
+            mark_calls(len(results) - 1)
         return results
 
     gm = raw_trace(run, examples)
@@ -50,13 +53,27 @@ def trace_variants(
     return list(zip(variants, paths, strict=True))
 
 
+def mark_calls(variant: int) -> None:
+    """What the trace at hand made since the last variant is of this one; what nobody reads, torch drops later."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    for node in reversed(mode.tracer.graph.nodes):
+        if VARIANT in node.meta or node.op == "placeholder":
+            break
+        node.meta[VARIANT] = variant
+
+
 def cut(gm: GraphModule) -> list[GraphModule]:
-    """The calls of each variant, between the ends of the one before it and its own, with all inputs."""
-    nodes = iter([node for node in gm.graph.nodes if node.op not in ("placeholder", "output")])
-    return [GraphModule(gm, piece(gm.graph, nodes, *variant)) for variant in output_node(gm.graph).args[0]]
+    """The calls of each variant, with all inputs."""
+    results = output_node(gm.graph).args[0]
+    made: list[list[Node]] = [[] for _ in results]
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            made[node.meta.pop(VARIANT)].append(node)
+    return [GraphModule(gm, piece(gm.graph, nodes, result)) for nodes, result in zip(made, results, strict=True)]
 
 
-def piece(whole: Graph, nodes: Iterator[Node], result: Any, end: Node) -> Graph:
+def piece(whole: Graph, nodes: Sequence[Node], result: Any) -> Graph:
     graph = Graph()
     copies = {node: graph.node_copy(node) for node in placeholders(whole)}
 
@@ -65,7 +82,7 @@ def piece(whole: Graph, nodes: Iterator[Node], result: Any, end: Node) -> Graph:
             copies[source] = graph.node_copy(source)
         return copies[source]
 
-    for node in iter(lambda: next(nodes), end):
+    for node in nodes:
         copies[node] = graph.node_copy(node, copied)
     graph.output(map_arg(result, copied))
     return graph
