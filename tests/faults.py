@@ -328,7 +328,7 @@ FAULTS = [
         "cli/interrupts.py",
         'if frame.f_code.co_filename.startswith("<frozen importlib"):',
         'if frame.f_code.co_filename.startswith("<frozen nothing"):',
-        "unit/base/test_interrupts.py::test_an_import_ends_before_the_interrupt_comes",
+        "unit/cli/test_interrupts.py::test_an_import_ends_before_the_interrupt_comes",
     ),
     # ── where the short run has fewer cases than the long one ──────────────────────────────────────────────────
     fault(  # one case of a kernel in 16 bits

@@ -107,7 +107,7 @@ def test_graft_events_tells_the_life_of_the_cache():
 @pytest.mark.parametrize("loads", short([True, False], False))
 def test_graft_chat_answers_lines_and_keeps_the_conversation(llm, monkeypatch, loads):
     if not loads:  # what the command loads itself is in 8 and 4 bits, as the file has it
-        monkeypatch.setattr("graft.cli.chat.load_llm", lambda *args, **options: llm)
+        monkeypatch.setattr("graft.cli.generate.chat.load_llm", lambda *args, **options: llm)
     asked = b"My name is Ada. Say hello.\n\nWhat is my name?\n/reset\nHi\n/exit\nnot read\n"
     told = graft_command("chat", "--max-tokens", "6", "--json", stdin=asked)
     assert told.exit_code == 0, told.output
@@ -117,7 +117,7 @@ def test_graft_chat_answers_lines_and_keeps_the_conversation(llm, monkeypatch, l
 
 
 def test_a_line_that_cannot_be_answered_is_told_and_chat_goes_on(llm, monkeypatch):
-    monkeypatch.setattr("graft.cli.chat.load_llm", lambda *args, **options: llm)
+    monkeypatch.setattr("graft.cli.generate.chat.load_llm", lambda *args, **options: llm)
     asked = b"caf\xe9\n/rest\n" + b"word " * 9000 + b"\nHi\n"
     told = graft_command("chat", "--max-tokens", "4", "--json", stdin=asked)
     first, second, answer = map(json.loads, told.stdout.splitlines())
@@ -128,13 +128,13 @@ def test_a_line_that_cannot_be_answered_is_told_and_chat_goes_on(llm, monkeypatc
 
 
 def test_input_that_is_no_text_ends_the_command(llm, monkeypatch):
-    monkeypatch.setattr("graft.cli.run.load_llm", lambda *args, **options: llm)
+    monkeypatch.setattr("graft.cli.generate.run.load_llm", lambda *args, **options: llm)
     refused = graft_command("run", "--max-tokens", "4", stdin=b"caf\xe9\n")
     assert refused.exit_code == 2 and "not valid text" in refused.stderr
 
 
 def test_one_wrong_prompt_among_others_is_told_and_the_exit_code_is_1(llm, monkeypatch):
-    monkeypatch.setattr("graft.cli.run.load_llm", lambda *args, **options: llm)
+    monkeypatch.setattr("graft.cli.generate.run.load_llm", lambda *args, **options: llm)
     args = ("run", "Hello", "", "--max-tokens", "3")
     told = graft_command(*args, "--json")
     assert told.exit_code == 1

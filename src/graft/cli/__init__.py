@@ -1,1 +1,1 @@
-"""The command line: one file for each verb. torch is imported inside commands only."""
+"""The command line: one file for each verb, in folders by what it is for. torch is imported inside commands only."""

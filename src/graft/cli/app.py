@@ -7,26 +7,26 @@ from typing import Annotated
 import typer
 
 from graft import __version__
-from graft.cli.bench import bench
-from graft.cli.chat import chat
-from graft.cli.check import check
-from graft.cli.compare import compare
-from graft.cli.config import config
-from graft.cli.diff import diff
-from graft.cli.discover import discover
-from graft.cli.dump import dump
-from graft.cli.events import events
-from graft.cli.explain import explain
-from graft.cli.export import export
+from graft.cli.author.check import check
+from graft.cli.author.compare import compare
+from graft.cli.author.discover import discover
+from graft.cli.author.new_transform import new_transform
+from graft.cli.author.repro import repro
+from graft.cli.generate.chat import chat
+from graft.cli.generate.events import events
+from graft.cli.generate.run import run
 from graft.cli.guard import guarded
-from graft.cli.models import models
-from graft.cli.new_transform import new_transform
-from graft.cli.ops import ops
-from graft.cli.report import report
-from graft.cli.repro import repro
-from graft.cli.run import run
-from graft.cli.transforms import transforms
-from graft.cli.tune import tune
+from graft.cli.inspect.config import config
+from graft.cli.inspect.diff import diff
+from graft.cli.inspect.dump import dump
+from graft.cli.inspect.explain import explain
+from graft.cli.inspect.export import export
+from graft.cli.inspect.models import models
+from graft.cli.inspect.ops import ops
+from graft.cli.inspect.report import report
+from graft.cli.inspect.transforms import transforms
+from graft.cli.measure.bench import bench
+from graft.cli.measure.tune import tune
 
 app = typer.Typer(
     name="graft",

@@ -32,7 +32,7 @@ from graft.bench.rows import Row
 from graft.bench.threads import checked_threads, use_threads
 from graft.bench.traffic import cache_bytes, weight_bytes
 from graft.cli.app import app
-from graft.cli.bench_show import show
+from graft.cli.measure.bench_show import show
 
 CPU = torch.device("cpu")
 PLAN = BenchPlan(batches=(2,), prompts=(8,), new=40, repeats=1, against=("llama.cpp", "openvino"))

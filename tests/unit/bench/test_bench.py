@@ -237,7 +237,7 @@ def test_the_command_prints_a_table_and_one_json_document(tmp_path, monkeypatch)
 
 
 def test_a_failure_stands_in_the_table_and_in_the_legend(tmp_path, capsys):
-    from graft.cli.bench_show import show
+    from graft.cli.measure.bench_show import show
 
     rows = (
         Row("graft", 1, 128, first_token_ms=5.0, token_ms=2.0, decode_tokens_per_s=500.0),
@@ -254,7 +254,7 @@ def test_the_table_fits_into_80_columns():
     """The widest numbers that an H200 gives; a terminal or a pipe of 80 columns cuts none of them."""
     from rich.console import Console
 
-    from graft.cli import bench_show
+    from graft.cli.measure import bench_show
 
     names = ("graft", *(f"hugging face {name}" for name in BASELINES))
     rows = tuple(
@@ -274,7 +274,7 @@ def test_the_table_fits_into_80_columns():
 
 
 def test_the_cache_has_room_for_what_is_measured_and_no_more():
-    from graft.cli.bench import cache_options
+    from graft.cli.measure.bench import cache_options
 
     model = engine().model
     need = cache_options(model, replace(SMALL, prompts=(12, 40)), None)["kv_cache_memory"]

@@ -210,7 +210,7 @@ def test_the_command_prints_a_table_or_json():
 
 
 def test_the_table_says_what_it_leaves_out(capsys):
-    from graft.cli.bench_show import MOST_KERNELS, show_kernels
+    from graft.cli.measure.bench_show import MOST_KERNELS, show_kernels
 
     step = kernel_times(engine(), Cell(1, 16), 2, ROOF)
     show_kernels(step, "tiny-llama")
@@ -221,7 +221,7 @@ def test_the_table_says_what_it_leaves_out(capsys):
 
 def test_the_kernel_table_fits_into_80_columns(monkeypatch):
     """The widest numbers of a step; long names are cut, numbers never."""
-    from graft.cli import bench_show
+    from graft.cli.measure import bench_show
 
     rows = tuple(
         KernelTime(f"a_kernel_with_a_name_of_sixty_letters_that_goes_on_and_on_{i}", "32×4×16", 1234, 12345.6, 1234.5,

@@ -17,8 +17,8 @@ from graft.base.errors import GraftError, NoGpu
 from graft.bench import tune as workbench
 from graft.bench.tune import KEPT, MARGIN, Failure, candidates, tune
 from graft.bench.tune_types import weight_bytes
-from graft.cli import tune as command
 from graft.cli.app import app
+from graft.cli.measure import tune as command
 from graft.engine.choices import choice_note, choice_notes, model_shapes
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import choose_kernel, overridden

@@ -165,7 +165,8 @@ def test_the_command_writes_a_file_and_says_its_size(folder, tmp_path):
 
 
 def test_help_needs_no_torch():
-    code = "import sys\nfrom graft.cli.report import report\nassert not {'torch', 'transformers'} & set(sys.modules)"
+    imports = "import sys\nfrom graft.cli.inspect.report import report\n"
+    code = imports + "assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graft.cli.bench import read_numbers
 from graft.cli.load import load_llm
+from graft.cli.measure.bench import read_numbers
 from graft.cli.options import Json, Model, Quantize, TrustRemoteCode
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def as_dict(found: Tuning, shapes: dict[Any, int]) -> dict[str, Any]:
 
 
 def show(found: Tuning, path: Path, model: str) -> None:
-    from graft.cli.bench_show import number, plain_table
+    from graft.cli.measure.bench_show import number, plain_table
     from graft.cli.show import out
     from graft.ops.fused_linear.kinds import count_text, how_text
 

@@ -112,7 +112,7 @@ def converse(llm: LLM, params: SamplingParams, start: Messages, as_json: bool) -
 def lines(as_json: bool) -> Iterator[bytes]:
     """What the user says, until the end of the input or Ctrl-C at the prompt."""
     from graft.base.files import cache_dir
-    from graft.cli.line_editing import can_edit, edited_lines, history
+    from graft.cli.generate.line_editing import can_edit, edited_lines, history
 
     if not as_json and can_edit():
         with history(cache_dir() / "chat_history"):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graft.cli.bench_load import DEFAULT_REQUESTS, Preset, Rate, Requests, Throughput, read_loads, under_load
 from graft.cli.load import load_llm
+from graft.cli.measure.bench_load import DEFAULT_REQUESTS, Preset, Rate, Requests, Throughput, read_loads, under_load
 from graft.cli.options import (
     DEFAULT_MODEL,
     Backend,
@@ -89,7 +89,7 @@ def bench(
     from graft.base.progress import CAPTURE
     from graft.bench.phases import PhaseClock
     from graft.bench.threads import use_threads
-    from graft.cli.bench_show import phase_lines
+    from graft.cli.measure.bench_show import phase_lines
     from graft.models.load import DTYPES, resolve_device, resolve_dtype
 
     target = resolve_device(device)
@@ -174,7 +174,7 @@ def measure(llm: Any, plan: BenchPlan, built: float, progress: Any, notes: dict[
 
 def report(result: Bench, plot: str | None, as_json: bool) -> None:
     from graft.bench.plot import write_plot
-    from graft.cli.bench_show import show
+    from graft.cli.measure.bench_show import show
 
     if as_json:
         print(result.to_json())
@@ -192,7 +192,7 @@ def table_of_kernels(llm: Any, plan: BenchPlan, notes: dict[str, Any], progress:
     from graft.bench.kernel_times import kernel_times
     from graft.bench.machine import facts
     from graft.bench.roofline import measure_roofline
-    from graft.cli.bench_show import show_kernels
+    from graft.cli.measure.bench_show import show_kernels
 
     module = llm.model.module
     device = llm.device

@@ -54,7 +54,7 @@ def under_load(model: str, loads: list[Load], preset: str | None, as_json: bool,
     from graft.bench.plan import known_context
     from graft.bench.published import PRESETS
     from graft.bench.throughput import measure_load
-    from graft.cli.bench_show import phase_lines, show_loads
+    from graft.cli.measure.bench_show import phase_lines, show_loads
 
     for load in loads:
         load.check_context(known_context(model))

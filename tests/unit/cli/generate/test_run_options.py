@@ -21,8 +21,8 @@ from capture_cases import engine as recording_engine
 from conftest import tiny
 from graft.base.errors import DiskFull, PromptTooLong, UsageError
 from graft.base.files import atomic_folder, write_failed
-from graft.cli import run as run_verb
 from graft.cli.app import app
+from graft.cli.generate import run as run_verb
 from graft.models.load import load_model
 from marks import examples
 
@@ -165,7 +165,7 @@ def test_version_and_completion():
 def test_chat_edits_lines_and_keeps_a_history(tmp_path):
     """Arrow keys move in the line; the next conversation has the lines of this one."""
     program = (
-        "import json, sys\nfrom graft.cli.chat import lines\n"
+        "import json, sys\nfrom graft.cli.generate.chat import lines\n"
         "for line in lines(False):\n    if line == b'end\\n':\n        break\n"
         "    print(json.dumps(line.decode()), file=sys.stderr, flush=True)\n"
     )

@@ -1,0 +1,1 @@
+"""Verbs that answer prompts: run, chat, events."""

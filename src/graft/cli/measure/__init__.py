@@ -1,0 +1,1 @@
+"""Verbs that take times: bench, tune."""
