@@ -37,6 +37,7 @@ class TransformRegistry:
         return sorted(cls._known)
 
 
+LIBRARY = "graft.passes.library"  # found by its name, as plugins are: its files import this one
 _loaded = False
 watch(TransformRegistry._known)
 
@@ -45,8 +46,7 @@ def load_library() -> None:
     """graft's own transforms."""
     global _loaded
     if not _loaded:
-        import graft.passes.library as library
-
+        library = importlib.import_module(LIBRARY)
         for module in pkgutil.walk_packages(library.__path__, f"{library.__name__}."):
             importlib.import_module(module.name)
         _loaded = True

@@ -1,4 +1,4 @@
-"""Weights stand in memory once: where the engine loaded the model, packed ones are given up in their old form."""
+"""Weights stand in memory once: where the engine loaded the model, packed ones are freed in their old form."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def held(llm: LLM) -> int:
 
 
 @pytest.mark.parametrize("family", short(["llama", "gpt2", "qwen3-moe"], "llama"))
-def test_packed_weights_are_given_up(family):
+def test_packed_weights_are_freed(family):
     llm, both = made(family), made(family, keep_weights=True)
     own = sum(parameter.nbytes for parameter in both.model.module.parameters())
     tables = sum(p.nbytes for name, p in both.graph_module.named_parameters() if name.endswith("_table"))
     bound = 1.15 * own + tables  # tiles pad rows to 16 and columns to 4; a tied head is the embedding's table, too
     assert held(llm) <= bound < held(both)
     assert any("the module's own were freed" in note for note in llm.report.notes)
-    assert not any("given up" in note for note in both.report.notes)
+    assert not any("own were freed" in note for note in both.report.notes)
     first, second = (engine.generate([[5, 6, 7]], GREEDY)[0].token_ids for engine in (llm, both))
     assert first == second and llm.engine.manager.root == both.engine.manager.root
     with pytest.raises(UsageError, match=r"quantized or packed.*keep_weights=True"):
@@ -51,7 +51,7 @@ def test_packed_weights_are_given_up(family):
 def test_what_an_eager_node_reads_stays():
     llm = made("llama", config={"kernels": {"fused_linear": "reference"}})
     assert len(llm.generate([[5, 6, 7]], GREEDY)[0].token_ids) == 6
-    assert not any("given up" in note for note in llm.report.notes)
+    assert not any("own were freed" in note for note in llm.report.notes)
 
 
 def test_a_tied_table_is_not_packed_where_the_head_is_eager():

@@ -87,16 +87,16 @@ def test_savings_are_medians_against_all_on_a_layer():
     assert [v.name for v in tool.variants([])] == ["all on"], "nothing is known yet"
 
 
-# ── floors ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── bounds ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_quantized_floors_count_weights_and_scales():
-    tool = script("floors")
+def test_quantized_bounds_count_weights_and_scales():
+    tool = script("roofline_bounds")
     assert tool.quantized(10, 256, "int4") == 10 * 128 + 2 * 10 * 2 and tool.quantized(10, 256, "int8") == 2600
     module = load_model("tiny-llama", dtype="bfloat16", device="meta").module
     assert tool.bytes_of(module, "bfloat16") == weight_bytes(module, 1)
     assert tool.bytes_of(module, "int8") < tool.bytes_of(module, "bfloat16")
-    row = tool.floors("tiny-llama", 100, 4.0)[0]
+    row = tool.bounds("tiny-llama", 100, 4.0)[0]
     assert row["floor_ms"] == pytest.approx((row["weight_gb"] + row["cache_gb"]) / 4.0)
 
 

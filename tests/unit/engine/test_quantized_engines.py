@@ -1,4 +1,4 @@
-"""Quantized weights in engines: tokens, memory that is given up, saved modules, reports, the command line."""
+"""Quantized weights in engines: tokens, memory that is freed, saved modules, reports, the command line."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_an_engine_that_loaded_the_model_gives_up_its_weights():
     for part in (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.up_proj, layer.mlp.down_proj):
         assert part.weight.is_meta and part.weight.shape == (part.out_features, part.in_features)
     assert module.lm_head.weight.is_meta and not module.model.embed_tokens.weight.is_meta
-    with pytest.raises(UsageError, match=r"given up when they were quantized.*keep_weights=True"):
+    with pytest.raises(UsageError, match=r"freed when they were quantized.*keep_weights=True"):
         module(torch.tensor([[1, 2]]))
     assert len(llm.generate([[1, 2]], graft.SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
@@ -154,7 +154,7 @@ def test_the_callers_module_keeps_its_weights(how):
 
 
 def test_a_roll_back_finds_the_old_weights(monkeypatch):
-    """With on_error: skip nothing is given up, so that the graph can go on with what it had."""
+    """With on_error: skip nothing is freed, so that the graph can go on with what it had."""
     monkeypatch.setitem(quantizing.QUANTIZERS, "int8", lambda w, *_: (w.to(torch.int8), torch.ones(w.shape[0])))
     settings = {"transforms": on(on_error="skip")["transforms"]}
     llm = graft.LLM("tiny-llama", dtype="float32", device="cpu", config=settings, backend="eager")

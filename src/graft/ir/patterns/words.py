@@ -112,7 +112,7 @@ def optional(part: Callable[[], Any], otherwise: Any = None) -> Any:
 def repeated(*lists: Sequence[Any]) -> Iterator[Any]:
     """A part for each item of arguments that are lists, as often as the graph has it: the longest that fits.
 
-        def products(x, weights: list[Tensor], biases: list[Tensor | None]):
+        def projections(x, weights: list[Tensor], biases: list[Tensor | None]):
             return tuple(F.linear(x, w, b) for w, b in repeated(weights, biases))
 
     Shapes say how often at most: {"weights": "n d *3", "biases": "n *3"}. The replacement gets lists as long as the

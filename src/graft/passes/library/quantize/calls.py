@@ -96,7 +96,7 @@ def weight_match(node: Node, format: str) -> Match:
 
 
 class Quantizing(RewriteRun):
-    """Weights one after another: each is given up, where it may be, before the next is made."""
+    """Weights one after another: each is freed, where it may be, before the next is made."""
 
     def __init__(self, gm: GraphModule, context: Context, on_error: str, skip: Sequence[str]) -> None:
         super().__init__(gm, context, Editor(gm, TRANSFORM))

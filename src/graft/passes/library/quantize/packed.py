@@ -63,7 +63,7 @@ class Use:
 
 
 class TiledWeights(Quantizing):
-    """Packs what can be packed, one weight after another; the old one is given up where the engine owns it."""
+    """Packs what can be packed, one weight after another; the old one is freed where the engine owns it."""
 
     def __init__(
         self, gm: GraphModule, context: Context, on_error: str, skip: Sequence[str], format_of: Callable[[str], str]

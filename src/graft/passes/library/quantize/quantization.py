@@ -186,7 +186,7 @@ def refuse_to_run(module: torch.nn.Module) -> None:
 
     def refuse(*_: Any) -> NoReturn:
         raise UsageError(
-            "the weights of this module were given up when they were quantized or packed; load the model with"
+            "the weights of this module were freed when they were quantized or packed; load the model with"
             " LLM(..., keep_weights=True) to use both"
         )
 

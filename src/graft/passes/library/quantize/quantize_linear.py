@@ -82,7 +82,7 @@ class QuantizeLinear(Rewriter):
     Only parameters that nothing else reads; a tied embedding, what `skip` names and experts stay as they are, each
     with its reason. The output head has 8 bits in every format (`head`). The weight of a norm goes into the GEMM's
     before that is rounded, and with it a sixth of the kernel's instructions. Layer by layer; where the engine loaded
-    the module itself, the old weight is given up as soon as the new one is there. Numerics: they change by design.
+    the module itself, the old weight is freed as soon as the new one is there. Numerics: they change by design.
     Each weight is checked to be the nearest number that its scale can give (weights/rounding.py), and the
     record says how far that is; GEMMs are summed in float32. With fp8 on a GPU that multiplies float8, steps of
     `fp8_from` tokens and more round each row of activations to float8 too, with a scale of its own (in the report).

@@ -1,6 +1,6 @@
 """The least time that a decode step of batch 1 can take: its bytes over the read bandwidth.
 
-python benchmarks/floors.py --bandwidth 4.62
+python benchmarks/roofline_bounds.py --bandwidth 4.62
 
 Computed from the models' shapes; nothing runs. Quantized rows have the linear layers of the decoder in that format
 (int4: groups of 128, a 16-bit scale each; int8 and fp8: a float32 scale a row) and the head in bfloat16.
@@ -37,7 +37,7 @@ def quantized(rows: int, columns: int, form: str) -> float:
     return rows * columns + 4 * rows
 
 
-def floors(model: str, context: int, bandwidth: float) -> list[dict[str, Any]]:
+def bounds(model: str, context: int, bandwidth: float) -> list[dict[str, Any]]:
     module = load_model(model, dtype="bfloat16", device="meta").module
     cache = cache_bytes(module, context)
     rows = []
@@ -45,7 +45,7 @@ def floors(model: str, context: int, bandwidth: float) -> list[dict[str, Any]]:
         weights = bytes_of(module, form)
         seconds = (weights + cache) / (bandwidth * 1e12)
         rows.append({"model": model, "format": form, "context": context, "weight_gb": weights / 1e9,
-                     "cache_gb": cache / 1e9, "floor_ms": 1e3 * seconds, "tokens_per_s": 1 / seconds})  # fmt: skip
+                     "cache_gb": cache / 1e9, "bound_ms": 1e3 * seconds, "tokens_per_s": 1 / seconds})  # fmt: skip
     return rows
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.62, help="TB/s read; 4.62 was measured on an H200")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of a table")
     args = parser.parse_args()
-    rows = [row for model in args.models for row in floors(model, args.context, args.bandwidth)]
+    rows = [row for model in args.models for row in bounds(model, args.context, args.bandwidth)]
     if args.json:
         print(json.dumps({"setup": vars(args), "rows": rows}))
         return
