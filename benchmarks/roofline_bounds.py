@@ -62,9 +62,9 @@ def main() -> None:
     if args.json:
         print(json.dumps({"setup": vars(args), "rows": rows}))
         return
-    print(f"{'model':14} {'weights':9} {'GB':>7} {'cache GB':>9} {'floor ms':>9} {'tok/s':>7}")
+    print(f"{'model':14} {'weights':9} {'GB':>7} {'cache GB':>9} {'bound ms':>9} {'tok/s':>7}")
     for r in rows:
-        print(f"{r['model']:14} {r['format']:9} {r['weight_gb']:7.3f} {r['cache_gb']:9.4f} {r['floor_ms']:9.3f}"
+        print(f"{r['model']:14} {r['format']:9} {r['weight_gb']:7.3f} {r['cache_gb']:9.4f} {r['bound_ms']:9.3f}"
               f" {r['tokens_per_s']:7.0f}")  # fmt: skip
 
 

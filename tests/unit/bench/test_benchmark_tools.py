@@ -97,7 +97,7 @@ def test_quantized_bounds_count_weights_and_scales():
     assert tool.bytes_of(module, "bfloat16") == weight_bytes(module, 1)
     assert tool.bytes_of(module, "int8") < tool.bytes_of(module, "bfloat16")
     row = tool.bounds("tiny-llama", 100, 4.0)[0]
-    assert row["floor_ms"] == pytest.approx((row["weight_gb"] + row["cache_gb"]) / 4.0)
+    assert row["bound_ms"] == pytest.approx((row["weight_gb"] + row["cache_gb"]) / 4.0)
 
 
 # ── the native backend's targets ─────────────────────────────────────────────────────────────────────────────────

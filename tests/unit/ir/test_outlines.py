@@ -43,6 +43,18 @@ def test_where_nothing_comes_near_one_trace_is_all(traces):
     assert (matches, misses) == ([], []) and traces == ["norm"]
 
 
+def test_a_cast_beside_a_flag_is_a_cast():
+    def norm(x: Tensor, weight: Tensor, eps: float, cast_last: bool) -> Tensor:
+        return ops.rms_norm(x.float(), weight, eps, 0.0, cast_last).to(torch.bfloat16)
+
+    def body(x, w):
+        return ops.rms_norm(x.float(), w, 1e-3, 0.0, True).bfloat16()
+
+    shapes, inputs = {"x": "b s d", "weight": "d : float32"}, (INPUTS[0].bfloat16(), INPUTS[1])
+    matches, _ = find(norm, shapes, body, inputs=inputs)
+    assert [match.literals for match in matches] == [{"eps": 1e-3, "cast_last": True}]
+
+
 def twice(x: Tensor, weight: Tensor, eps: float, cast_last: bool) -> Tensor:
     """The first flag has the argument's name and its made-up value, and is none of it."""
     return ops.rms_norm(ops.rms_norm(x, weight, eps, 0.0, False), weight, eps, 0.0, cast_last)
@@ -53,7 +65,7 @@ def inverted(x: Tensor, weight: Tensor, eps: float, cast_last: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", [twice, inverted])
-@settings(max_examples=8)
+@settings(max_examples=8, deadline=None)
 @given(first=st.booleans(), second=st.booleans(), eps=st.sampled_from((1e-3, 0.3713, 0.7129)))
 def test_a_wrong_guess_finds_what_two_traces_find(pattern, first, second, eps):
     def body(x, w):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from graft.ir.canonical.rules import op_argument_names, op_defaults
@@ -63,8 +64,8 @@ def opened(pattern: Pattern, flags: bool, opening: Opening) -> Pattern:
     copy, copies = Graph(), {}
     for node in pattern.graph.nodes:
         copies[node] = copied = copy.node_copy(node, copies.__getitem__)
-        if node.target is operator.getitem:
-            continue  # which result of a call it is follows from no size
+        if node.target in (operator.getitem, torch.ops.aten.to.dtype):
+            continue  # which result of a call it is follows from no size, and a cast has no literals
         args, names = whole_arguments(copied) if flags else copied.args, op_argument_names(node.target)
         pairs = zip(args, (*names, *[""] * len(args)), strict=False)
         copied.args = tuple(open_literal(value, flags, opening, name) for value, name in pairs)
