@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from graft.base.errors import GraftError
 from graft.bench.kernel_times import KernelTime, StepTimes
 from graft.ir.nodes import is_op, is_weight
-from graft.passes.report import MatchRecord, TransformRecord
+from graft.passes.report import TransformRecord
 from graft.workbench.discover.calls import LOOKUPS, is_call, is_free
 from graft.workbench.discover.savings import cost, sizes_for
 from graft.workbench.discover.values import restore_values
@@ -75,11 +75,6 @@ def token_cost(gm: GraphModule) -> TokenCost:
 
 def checked_share(records: Iterable[TransformRecord]) -> CheckedShare:
     pairs = [(record.name, match) for record in records for match in record.matches]
-    neither = dict.fromkeys(name for name, match in pairs if match.numeric_check is None and not is_proved(match))
+    neither = dict.fromkeys(name for name, match in pairs if match.numeric_check is None and not match.proved)
     checked = sum(match.numeric_check is not None for _, match in pairs)
-    return CheckedShare(len(pairs), checked, sum(is_proved(match) for _, match in pairs), tuple(neither))
-
-
-def is_proved(match: MatchRecord) -> bool:
-    """Whether its two sides were proved equal; records without the mark are of a graft that proved nothing."""
-    return bool(getattr(match, "proved", False))
+    return CheckedShare(len(pairs), checked, sum(bool(match.proved) for _, match in pairs), tuple(neither))

@@ -10,7 +10,6 @@ from graft.ir.facts import LayerPath, general, layer_of
 from graft.ir.patterns.match import NearMiss
 from graft.passes.report import MatchRecord, TransformRecord, checks_text
 from graft.workbench.diff_runs import folded
-from graft.workbench.report.headline import is_proved
 
 
 @dataclass(frozen=True)
@@ -58,16 +57,10 @@ def match_rows(record: TransformRecord) -> list[MatchRow]:
                 first.made,
                 first.anchor,
                 first.note,
-                check_texts(group),
+                checks_text(group),
             )
         )
     return rows
-
-
-def check_texts(group: list[MatchRecord]) -> str:
-    """How these matches were checked, and how many were proved."""
-    proved = sum(map(is_proved, group))
-    return "; ".join(filter(None, (checks_text(group), f"{proved} proved" if proved else "")))
 
 
 def miss_rows(record: TransformRecord) -> list[MissRow]:
