@@ -81,7 +81,7 @@ class Engine:
             due += self.due(plan)
             step = None if loop is None else loop.begin(plan, due, self.run)
             if step is None:
-                capture = None if loop is None else loop.captured(plan)
+                capture = None if loop is None else loop.captured(plan, "logits")
                 logits = self.run(plan) if loop is None or capture is None else loop.logits(plan, capture)
                 fed = zip(plan.requests, plan.counts, strict=True)
                 self.advance(fed, due, self.choose(due, logits))  # logits: [n, vocab]

@@ -265,6 +265,12 @@ def test_a_batch_without_a_recording_is_counted_and_told():
     )
 
 
+def test_a_miss_whose_tokens_the_host_chooses_is_counted_once():
+    llm = engine("llama", True, max_num_seqs=4, cudagraph_capture_sizes=[1, 2])
+    llm.generate(prompts((5, 9, 17)), greedy(8, logprobs=1))
+    assert llm.stats.bucket_misses == 7 and llm.stats.replayed_steps == 0 and llm.stats.steps == 8
+
+
 def test_a_recording_that_fails_is_told_and_decoding_goes_on(monkeypatch):
     def refuse(self, key):
         raise RuntimeError("no such thing")

@@ -96,7 +96,7 @@ class DecodeLoop:
         self.wide: set[Request] = set()  # whose nuclei are sampled on the host
         self.stream: torch.cuda.Stream | None = None  # of the last launch
 
-    def captured(self, plan: StepPlan) -> CapturedStep | None:
+    def captured(self, plan: StepPlan, kind: Kind) -> CapturedStep | None:
         """The one for this plan, if it decodes a token of every request and there is one."""
         if not decodes(plan):
             return None
@@ -107,7 +107,6 @@ class DecodeLoop:
         if any(r.most_tokens > self.buffers.longest for r in plan.requests):
             self.miss(f"requests of more than {self.buffers.longest} tokens are decoded without a CUDA graph")
             return None
-        kind = self.kind(plan.requests)
         key = self.captures.key(rows, longest_of(plan.requests), kind)
         before = key in self.captures.made
         found = self.captures.get(key)
@@ -141,22 +140,19 @@ class DecodeLoop:
     ) -> InFlightStep | None:
         """Launches the step if the device chooses its tokens, behind `after` if that is in flight still. `run` gives
         the logits of a step that is no capture. None: the host has to choose, or nothing may be in flight."""
-        if len(due) > len({one.row for one in due}):
+        kind = self.kind([one.request for one in due])
+        if kind == "logits" or len(due) > len({one.row for one in due}):
             return None  # samples of n > 1 begin with what the host knows of the first
+        if after is not None and self.must_capture(plan, kind):
+            return None
         feed = None if after is None else after.feed(plan.requests)
-        if after is not None and self.must_capture(plan):
-            return None
-        capture = self.captured(plan)
-        kind = self.kind([one.request for one in due]) if capture is None else capture.kind
-        if kind == "logits":
-            return None
-        if after is not None:
-            self.counts.ahead += 1
+        capture = self.captured(plan, kind)
+        self.counts.ahead += after is not None
         if capture is not None:
             return self.start(plan, due, capture, feed)
         return self.launch_run(plan, due, kind, lambda: run(plan, feed))
 
-    def must_capture(self, plan: StepPlan) -> bool:
+    def must_capture(self, plan: StepPlan, kind: Kind) -> bool:
         """Whether the step would be captured now. That runs it, on the memory of what is in flight."""
         if self.captures.problem is not None:
             return False
@@ -166,7 +162,7 @@ class DecodeLoop:
         if rows is None:
             return self.packed.must_capture(plan)
         longest = min(longest_of(plan.requests), self.buffers.longest)
-        return self.captures.key(rows, longest, self.kind(plan.requests)) not in self.captures.made
+        return self.captures.key(rows, longest, kind) not in self.captures.made
 
     def start(self, plan: StepPlan, due: list[Due], capture: CapturedStep, feed: Feed | None = None) -> InFlightStep:
         """Launches a step with these requests in the first rows."""
