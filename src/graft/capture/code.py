@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from graft.base.bytecode import cell_value, code_text, names_in
+
 FOLLOWED = "transformers"
 OWN = "graft"  # its sources are hashed as files
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device, torch.layout)
@@ -115,7 +117,7 @@ class Description:
             return f"property[{self.member(function.fget)}, {self.member(function.fset)}]"
         if isinstance(function, types.FunctionType):
             origin = self.origin(function.__globals__.get("__name__", ""), function.__qualname__)
-            return f"{origin} {self.code_text(function.__code__)}"
+            return f"{origin} {code_text(function.__code__, self.text)}"
         return self.text(member) if type(member) in PLAIN else type(member).__qualname__
 
     def function_body(self, function: types.FunctionType) -> str:
@@ -123,7 +125,7 @@ class Description:
         cells = [cell_value(cell) for cell in function.__closure__ or ()]
         parts = [
             f"function {home}.{function.__qualname__}{self.origin(home, function.__qualname__)}",
-            self.code_text(function.__code__),
+            code_text(function.__code__, self.text),
             self.text([function.__defaults__, function.__kwdefaults__, cells]),
         ]
         if package_of(home) == FOLLOWED:
@@ -148,14 +150,6 @@ class Description:
                 found.append(f"{name}={self.text(value)}")
         return str(found)
 
-    def code_text(self, code: types.CodeType) -> str:
-        consts = [
-            self.code_text(const) if isinstance(const, types.CodeType) else self.text(const)
-            for const in code.co_consts
-        ]
-        shape = (code.co_argcount, code.co_kwonlyargcount, code.co_flags, code.co_varnames, code.co_freevars)
-        return f"code({code.co_code.hex()} {code.co_names} {shape} {consts})"
-
     def origin(self, module: str, name: str) -> str:
         """The version of the package that it is from."""
         package = package_of(module)
@@ -172,20 +166,6 @@ class Description:
 def is_code(thing: Any) -> bool:
     known = (types.FunctionType, type, functools.partial, property, functools.cached_property)
     return isinstance(thing, known) or isinstance(getattr(thing, "__wrapped__", None), types.FunctionType)
-
-
-def cell_value(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return "empty"
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from names_in(const)
 
 
 def leaves(module: types.ModuleType, names: list[str]) -> list[str]:

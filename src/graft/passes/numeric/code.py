@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from graft.base.bytecode import cell_value, code_text, names_in
+
 # the versions of these are in the key (stored.py)
 LIBRARIES = frozenset({"torch", "triton", "numpy", "sympy", "transformers", "functorch", "torchgen", "__future__"})
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device, torch.layout)
@@ -96,7 +98,7 @@ class CodeText:
         head = f"function {home}.{function.__qualname__} {cells} {known}"
         if not is_followed(home):
             return head
-        return f"{head} {self.code_text(function.__code__)} {self.globals_text(function)}"
+        return f"{head} {code_text(function.__code__, constant_text)} {self.globals_text(function)}"
 
     def class_body(self, cls: type) -> str:
         head = f"class {cls.__module__}.{cls.__qualname__}"
@@ -118,11 +120,6 @@ class CodeText:
             elif value is not self:
                 found.append(f"{name}={self.text(value)}")
         return str(found)
-
-    def code_text(self, code: types.CodeType) -> str:
-        consts = [self.code_text(c) if isinstance(c, types.CodeType) else constant_text(c) for c in code.co_consts]
-        shape = (code.co_argcount, code.co_kwonlyargcount, code.co_flags, code.co_varnames, code.co_freevars)
-        return f"code({code.co_code.hex()} {code.co_names} {shape} {consts})"
 
 
 def is_counted(thing: Any) -> bool:
@@ -148,20 +145,6 @@ def is_followed(module: str) -> bool:
 
 def constant_text(value: Any) -> str:
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
-
-
-def cell_value(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return "empty"
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from names_in(const)
 
 
 def imports_in(function: types.FunctionType) -> Iterator[str]:
