@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PATIENCE = 30.0  # seconds until a page must have done what it was asked; only a hang takes as long
 LIMIT = 60.0  # seconds for one answer, on a machine that does other things too
 
 
@@ -179,3 +180,17 @@ def high_pipe() -> tuple[int, int]:
     for number in pair:
         os.close(number)
     return moved
+
+
+def until(page, script):
+    end = time.monotonic() + PATIENCE
+    while not (found := page.evaluate(script)):
+        assert time.monotonic() < end, f"never true: {script}"
+        time.sleep(0.02)
+    return found
+
+
+def open_page(page, file, **size):
+    seconds = page.open(file.as_uri(), **size)
+    drawn = float(until(page, "document.documentElement.dataset.ready")) / 1e3
+    return seconds, drawn
