@@ -16,10 +16,12 @@ from graft.base.files import Progress
 from graft.bench.tune_types import Result, weight_bytes
 from graft.ops.fused_linear.choice import look_up, overridden, shipped_table
 from graft.ops.fused_linear.kinds import (
+    INTEGERS,
     BalancedGemm,
     Gemm,
     How,
     Int4Gemm,
+    IntegerGemm,
     LinearShape,
     Matvec,
     count_text,
@@ -108,7 +110,10 @@ def candidates(shape: LinearShape, tokens: int, units: int = 132) -> Iterator[Ho
     if tokens == 1 and shape.format != "int4":
         return
     block = padded_tokens(tokens)
-    tiles = ((128, 2), (128, 3)) if shape.format == "int4" else ((64, 4), (64, 6), (128, 3))
+    if shape.format in INTEGERS:
+        yield from integer_gemms(shape, tokens, units)
+        return
+    tiles = ((64, 4), (64, 6), (128, 3))
     for rows in (32, 64):
         for splits in (1, 2, 4):
             if splits == 1 or shape.n // rows * splits <= 9 * units:  # more programs fill no gap
@@ -123,6 +128,20 @@ def candidates(shape: LinearShape, tokens: int, units: int = 132) -> Iterator[Ho
     yield Gemm(64, block, depth, 1, 4, stages)
     if shape.norm:
         yield Gemm(64, block, depth, 1, 4, stages, norm_inside=True)
+
+
+def integer_gemms(shape: LinearShape, tokens: int, units: int) -> Iterator[IntegerGemm]:
+    """Blocks of 64 rows; of many tokens also of 128."""
+    block = min(max(8, 1 << (tokens - 1).bit_length()), 64)
+    few, int4 = block <= 32, shape.format == "int4"
+    depths = ((128, 2), (128, 3)) if int4 else ((256, 4),) if few else ((128, 3), (128, 4))
+    blocks = [(64, block, 4)] if tokens <= 64 else [(64, 64, 4), (64, 128, 4), (128, 64, 8)]
+    for rows, most, warps in blocks:
+        for splits in (1, 2, 4):
+            if splits == 1 or shape.n // rows * splits * -(-tokens // most) <= 9 * units:
+                for depth, stages in depths:
+                    for early in (0, 4) if few else (0,):
+                        yield IntegerGemm(rows, most, depth, splits, warps, stages, early)
 
 
 def balanced_shares(shape: LinearShape, block: int, units: int) -> Iterator[BalancedGemm]:

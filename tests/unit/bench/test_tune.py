@@ -22,7 +22,7 @@ from graft.cli.measure import tune as command
 from graft.engine.choices import choice_note, choice_notes, model_shapes
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import choose_kernel, overridden
-from graft.ops.fused_linear.kinds import Gemm, LinearShape, Matvec, how_problem
+from graft.ops.fused_linear.kinds import Gemm, IntegerGemm, LinearShape, Matvec, how_problem
 from graft.ops.fused_linear.tables import TunedEntry, read_table, write_table
 from graft.ops.ran import OpKernels, Ran
 from graft.weights.packing import pack_int4
@@ -144,7 +144,7 @@ def test_candidates_are_distinct_and_can_run(format, tokens):
         assert len(ways) == len(set(ways)) and None in ways
         assert all(how_problem(how, shape, tokens) is None for how in ways)
         assert all(how.tokens >= tokens for how in ways if isinstance(how, Gemm))
-        assert any(isinstance(how, Gemm) for how in ways) or (tokens == 1 and format != "int4")
+        assert any(isinstance(how, Gemm | IntegerGemm) for how in ways) or (tokens == 1 and format != "int4")
 
 
 def test_bytes_of_weights_and_scales():
@@ -294,6 +294,7 @@ def test_ops_shows_choices_below_the_kernels():
     assert {row["kernel"] for row in rows if "choices" in row} == {
         "matvec",
         "int4_gemm",
+        "integer_gemm",
         "balanced_gemm",
         "gemm",
         "library",

@@ -18,11 +18,13 @@ from graft.ops.cases import tolerance
 from graft.ops.fused_linear import op
 from graft.ops.fused_linear.cases import LinearCase, make
 from graft.ops.fused_linear.choice import Gemm, Matvec
-from graft.ops.fused_linear.kinds import BalancedGemm, Int4Gemm
+from graft.ops.fused_linear.kinds import BalancedGemm, Int4Gemm, IntegerGemm
 from graft.ops.fused_linear.op import int4_gemm_call_problem
 from graft.ops.fused_linear.reference import fused_linear
+from graft.ops.fused_linear.round_rows import FINER, round_rows
 from graft.ops.launch import ring
 from graft.ops.selection import problem_of
+from graft.weights.packing import unpack_bytes
 from marks import FULL, examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -180,6 +182,79 @@ def test_what_cannot_be_read_by_16_bytes_goes_another_way():
         halves = arguments(shape, torch.float16)
         assert "not torch.float16" in problem_of(SPEC.kernel("int4_gemm"), SPEC.call(*halves))
     assert agrees(lambda call: kernels.launch_gemm(call, kernels.default_gemm(call)), halves, torch.float16, 1024)
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(
+    SHAPES,
+    st.integers(1, 20),
+    st.sampled_from(["int8", "int4"]),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.sampled_from([(64, 16, 1), (32, 8, 2)]),
+    st.booleans(),
+)
+def test_integers_agree_with_float64(shape, tokens, weight, dtype, sizes, normed):
+    """More tokens than a block has, depths that fill no step, splits without a step of their own."""
+    rows, block, splits = sizes
+    shape = replace(shape, rows=tokens, weight=weight, norm="" if normed else shape.norm, normed=normed)
+    how = IntegerGemm(rows, block, 128, splits)
+    assert agrees(lambda call: kernels.run_as(call, how), arguments(shape, dtype), dtype, shape.k)
+    assert not ring(torch.device(DEVICE)).zeros.any()
+
+
+@pytest.mark.parametrize("weight", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda call: call._replace(x=call.x.flip(0)),
+        lambda call: call._replace(x=call.x.roll(1, 1)),
+        lambda call: call._replace(residual=call.residual.flip(-1)),
+        lambda call: call._replace(weight=call.weight.roll(1, 1)),
+        lambda call: call._replace(scale=call.scale.roll(1, 0)),
+        lambda call: call._replace(normed=False),
+        lambda call: call._replace(bias=call.bias.roll(1)),
+    ],
+)
+def test_what_integers_have_slightly_wrong_is_caught(wrong, weight):
+    shape = LinearCase(3, 20, 512, weight=weight, bias=True, normed=True, residual=True)
+    args = list(arguments(shape, torch.bfloat16))
+    args[0] = args[0] * 3  # else its root mean square is 1
+    how = IntegerGemm(32, 8, 128, 2)
+    assert agrees(lambda call: kernels.run_as(call, how), args, torch.bfloat16, shape.k)
+    assert not agrees(lambda call: kernels.run_as(wrong(call), how), args, torch.bfloat16, shape.k)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")  # numpy's, of NaN as int8
+def test_a_row_in_two_rows_of_int8_has_15_bits():
+    """Of its largest magnitude; a row of zeros stays one, and one with NaN or infinity gives no number."""
+    x = torch.randn(6, 200, device=DEVICE) * torch.tensor([1e-30, 1e-3, 1.0, 1e4, 0.0, 1.0], device=DEVICE)[:, None]
+    x[5, 7], x[2, 3] = torch.nan, 700.0
+    x = x.to(torch.bfloat16)
+    weight = torch.zeros(64, 256, dtype=torch.int8, device=DEVICE)
+    q, scale = round_rows(kernels.LinearCall(x, weight, scale=torch.ones(64, device=DEVICE)), 256)
+    coarse, fine = unpack_plain(q[:, 0]), unpack_plain(q[:, 1])
+    back = (coarse.double() + fine.double() / FINER) * scale.double()[:, None]
+    error = (back - x.double()).abs().amax(1)
+    assert (error[:4] <= x[:4].double().abs().amax(1) * 2**-15).all() and error[4] == 0
+    assert scale[5].isnan()
+    coarsely = coarse.double() * scale.double()[:, None]
+    assert ((coarsely - x.double()).abs().amax(1)[1:4] > x[1:4].double().abs().amax(1) * 2**-9).all()
+
+
+def unpack_plain(q):
+    """Out of the order of 8-bit weights, of which the sign bit is not turned over here."""
+    return unpack_bytes(q.contiguous().view(torch.float8_e4m3fn), 200).view(torch.int8)
+
+
+def test_of_float32_more_than_15_bits_are_kept():
+    shape = LinearCase(3, 20, 512, weight="int8")
+    with mock.patch.object(op, "needs_triton", lambda *_: None):
+        assert "keeps 15 bits" in problem_of(SPEC.kernel("integer_gemm"), SPEC.call(*arguments(shape, torch.float32)))
+        call = SPEC.call(*arguments(shape, torch.bfloat16))
+        assert problem_of(SPEC.kernel("integer_gemm"), call) is None
+        plain = replace(shape, weight="plain")
+        problem = problem_of(SPEC.kernel("integer_gemm"), SPEC.call(*arguments(plain, torch.bfloat16)))
+        assert "int8 and int4 weights" in problem
 
 
 @settings(max_examples=examples(15), deadline=None)

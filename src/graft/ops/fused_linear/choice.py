@@ -16,7 +16,17 @@ from pathlib import Path
 import torch
 
 from graft.base.files import cache_dir
-from graft.ops.fused_linear.kinds import Gemm, How, LinearShape, Matvec, count_text, how_problem, how_text, kind_of
+from graft.ops.fused_linear.kinds import (
+    INTEGERS,
+    Gemm,
+    How,
+    LinearShape,
+    Matvec,
+    count_text,
+    how_problem,
+    how_text,
+    kind_of,
+)
 from graft.ops.fused_linear.tables import Table, TunedEntry, merge, read_table
 from graft.ops.launch import device_name
 from graft.ops.spec import Pick
@@ -52,10 +62,11 @@ def picks(
 
 
 def picks_of(how: How, format: str) -> tuple[Pick, ...]:
-    """Behind a measured kernel, which may not fit how a call's tensors lie, comes the tensor-core kernel with sizes
+    """Behind a measured kernel, which may not fit how a call's tensors lie, come the tensor-core kernels with sizes
     that fit every call."""
     kind = kind_of(how, format)
-    return (Pick("gemm"),) if kind == "default" else (Pick(kind, how), Pick("gemm"))
+    usual = (Pick("integer_gemm"), Pick("gemm")) if format in INTEGERS else (Pick("gemm"),)
+    return usual if kind == "default" else (Pick(kind, how), *usual)
 
 
 def shape_of(rows: int, k: int, dtype: torch.dtype, gated: bool, norm: bool) -> LinearShape:

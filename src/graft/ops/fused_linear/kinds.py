@@ -57,17 +57,32 @@ class Int4Gemm:
     registers: int = 0
 
 
-How = (
-    Matvec | Gemm | BalancedGemm | Int4Gemm | None
-)  # None: torch's own GEMM, or for quantized weights the default Gemm
-KINDS: dict[str, type[Matvec] | type[Gemm] | type[BalancedGemm] | type[Int4Gemm]] = {
+@dataclass(frozen=True)
+class IntegerGemm:
+    """int8 and int4 weights times rows of x in two rows of int8, a block of rows and tokens a program; `depth` of
+    int8 at a time, of int4 a span. The rest as for Gemm; a norm goes before, into the rounding of x."""
+
+    rows: int = 64
+    tokens: int = 64
+    depth: int = 128
+    splits: int = 1
+    warps: int = 4
+    stages: int = 3
+    early: int = 0
+
+
+# None: torch's own GEMM, or for quantized weights the default of a tensor-core kernel
+How = Matvec | Gemm | BalancedGemm | Int4Gemm | IntegerGemm | None
+KINDS: dict[str, type[Matvec] | type[Gemm] | type[BalancedGemm] | type[Int4Gemm] | type[IntegerGemm]] = {
     "matvec": Matvec,
     "gemm": Gemm,
     "balanced_gemm": BalancedGemm,
     "int4_gemm": Int4Gemm,
+    "integer_gemm": IntegerGemm,
 }
 EXTRAS = ("early", "norm_inside", "each", "registers")  # not shown where they have their defaults
 WEIGHTS = ("plain", "int8", "fp8", "int4")
+INTEGERS = ("int8", "int4")
 MOST_INT4_GEMM_TOKENS = 8  # columns of its instruction
 INT4_GEMM_DEPTH = 1024  # weights of a row, whose scales are 16 bytes
 MOST_MATVEC_TOKENS = 4  # each has an accumulator of its own; beyond that tensor cores are faster
@@ -134,6 +149,8 @@ def how_problem(how: How, shape: LinearShape, tokens: int) -> str | None:
         )
     if isinstance(how, Int4Gemm):
         return int4_gemm_problem(how, shape, tokens)
+    if isinstance(how, IntegerGemm):
+        return None if shape.format in INTEGERS else f"integer_gemm takes int8 and int4 weights, not {shape.format}"
     if not isinstance(how, Matvec):
         return None
     if tokens > MOST_MATVEC_TOKENS:

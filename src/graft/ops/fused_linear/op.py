@@ -18,6 +18,7 @@ from graft.ops.fused_linear.kinds import (
     BalancedGemm,
     Gemm,
     Int4Gemm,
+    IntegerGemm,
     LinearShape,
     Matvec,
     how_problem,
@@ -117,6 +118,14 @@ def int4_gemm_call_problem(call: Call) -> str | None:
     return exact_problem(call)
 
 
+def integer_gemm_problem(call: Call) -> str | None:
+    if call.weight.dtype not in (torch.int8, PACKED):
+        return f"it multiplies with int8 and int4 weights, not {call.weight.dtype}"
+    if call.x.dtype not in (torch.bfloat16, torch.float16):
+        return f"of x it keeps 15 bits, and {call.x.dtype} has more"
+    return gpu_problem(call)
+
+
 def balanced_gemm_problem(call: Call) -> str | None:
     return gpu_problem(call) if call.scale is None else "it takes plain weights"
 
@@ -157,6 +166,11 @@ def run_int4_gemm(*args: Any, how: Int4Gemm = INT4_GEMM) -> Tensor:
     return ours.with_rows(lambda call: ours.launch_int4_gemm(call, how), *args)
 
 
+def run_integer_gemm(*args: Any, how: IntegerGemm | None = None) -> Tensor:
+    ours = launches()
+    return ours.with_rows(lambda call: ours.launch_integer_gemm(call, how or ours.default_integer_gemm(call)), *args)
+
+
 def run_balanced_gemm(*args: Any, how: BalancedGemm = BALANCED_GEMM) -> Tensor:
     ours = launches()
     return ours.with_rows(lambda call: ours.launch_balanced_gemm(call, how), *args)
@@ -189,6 +203,7 @@ define(
             Kernel("scaled_mm", "existing", scaled_problem, run_scaled, varies=scaled_call_problem),
             Kernel("matvec", "triton", matvec_problem, run_matvec, varies=matvec_call_problem),
             Kernel("int4_gemm", "triton", int4_gemm_problem, run_int4_gemm, varies=int4_gemm_call_problem),
+            Kernel("integer_gemm", "triton", integer_gemm_problem, run_integer_gemm, varies=exact_problem),
             Kernel("balanced_gemm", "triton", balanced_gemm_problem, run_balanced_gemm, varies=exact_problem),
             Kernel("gemm", "triton", gpu_problem, run_gemm, varies=exact_problem),
             Kernel("library", "existing", gpu_problem, run_library, varies=exact_problem),

@@ -1,7 +1,10 @@
-"""Rows of activations as float8, each with a scale of its own, in the order of packed weights (packing.py).
+"""Rows of activations as float8, or as two rows of int8 each, with a scale, for GEMMs of quantized weights.
 
 One program a row: norm (as graft::rms_norm rounds it), largest magnitude, division. A sum over the depth does not ask
-for an order, so what is multiplied with packed weights is written in theirs.
+for an order, so what is multiplied with 8-bit weights is written in theirs (packing.py).
+
+    float8:  x ≈ q * scale                               [tokens, width]
+    int8:    x ≈ (coarse + fine / 254) * scale           [tokens, 2, width]
 """
 
 from __future__ import annotations
@@ -15,20 +18,22 @@ from torch import Tensor
 
 from graft.ops.launch import pdl_supported
 from graft.weights.packing import RUN
-from graft.weights.quantize import FP8, FP8_TOP, least_scale
+from graft.weights.quantize import FP8, FP8_TOP, INT8_TOP, least_scale
 
 if TYPE_CHECKING:
     from graft.ops.fused_linear.triton import LinearCall
 
-RUN_8 = tl.constexpr(RUN)
-TOP, LEAST = tl.constexpr(FP8_TOP), tl.constexpr(least_scale(torch.float32))
+FINER = 254  # fine steps in a coarse one: half of it is 127, the largest int8
+RUN_8, FINER_STEPS = tl.constexpr(RUN), tl.constexpr(FINER)
+TOP, TOP_INT8, LEAST = tl.constexpr(FP8_TOP), tl.constexpr(INT8_TOP), tl.constexpr(least_scale(torch.float32))
 
 
 @triton.jit
-def load_run(norm, d, PART: tl.constexpr, HALF: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Of every span of two runs the one that PART names: where it lies, and the norm's weights for it. [HALF]."""
+def load_run(norm, d, PART: tl.constexpr, HALF: tl.constexpr, WEIGHTED: tl.constexpr, WORDS: tl.constexpr):
+    """Of every span of two runs the one that PART names, or of the row its first or second half: where it lies, and
+    the norm's weights for it. [HALF]."""
     i = tl.arange(0, HALF)
-    cols = i // RUN_8 * (2 * RUN_8) + PART * RUN_8 + i % RUN_8
+    cols = i // RUN_8 * (2 * RUN_8) + PART * RUN_8 + i % RUN_8 if WORDS else PART * HALF + i
     weight = tl.load(norm + cols, mask=cols < d, other=0.0).to(tl.float32) if WEIGHTED else 1.0
     return cols, weight
 
@@ -46,14 +51,32 @@ def to_fp8(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def nearest(x):
+    """The nearest whole number, ties to even, of less than 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def store_rounded(out, row, positions, q, width, INT8: tl.constexpr, EXACT: tl.constexpr):
+    mask = positions < width
+    if INT8:
+        coarse = nearest(q)
+        tl.store(out + row * 2 * width + positions, coarse.to(tl.int8), mask=mask)
+        fine = nearest((q - coarse) * FINER_STEPS)
+        tl.store(out + (row * 2 + 1) * width + positions, fine.to(tl.int8), mask=mask)
+    else:
+        tl.store(out + row * width + positions, to_fp8(q, EXACT), mask=mask)
+
+
+@triton.jit
 def round_rows_kernel(
     x, norm, out, scales, stride_row, d, width, eps, offset,
-    NORM: tl.constexpr, WEIGHTED: tl.constexpr, CAST_LAST: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr,
-    PDL: tl.constexpr,
+    NORM: tl.constexpr, WEIGHTED: tl.constexpr, CAST_LAST: tl.constexpr, HALF: tl.constexpr, INT8: tl.constexpr,
+    WORDS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    cols_0, weight_0 = load_run(norm, d, 0, HALF, WEIGHTED)
-    cols_1, weight_1 = load_run(norm, d, 1, HALF, WEIGHTED)
+    cols_0, weight_0 = load_run(norm, d, 0, HALF, WEIGHTED, WORDS)
+    cols_1, weight_1 = load_run(norm, d, 1, HALF, WEIGHTED, WORDS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -71,25 +94,32 @@ def round_rows_kernel(
             part_1 = weight_1 * part_1.to(dtype).to(tl.float32)
         part_0, part_1 = part_0.to(dtype).to(tl.float32), part_1.to(dtype).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(part_0), axis=0), tl.max(tl.abs(part_1), axis=0))
-    scale = tl.maximum(largest / TOP, LEAST)
+    scale = tl.maximum(largest / (TOP_INT8 if INT8 else TOP), LEAST)
     broken = tl.max(((part_0 != part_0) | (part_1 != part_1)).to(tl.int32), axis=0)  # a maximum passes over NaN
     scale = tl.where(broken > 0, float("nan"), scale)
-    q = tl.interleave(part_0 / scale, part_1 / scale)  # the order of words, [2 * HALF]
-    positions = tl.arange(0, 2 * HALF)
-    tl.store(out + row * width + positions, to_fp8(q, EXACT), mask=positions < width)
+    part_0, part_1 = part_0 / scale, part_1 / scale
+    if WORDS:
+        store_rounded(out, row, tl.arange(0, 2 * HALF), tl.interleave(part_0, part_1), width, INT8, EXACT)
+    else:
+        store_rounded(out, row, cols_0, part_0, width, INT8, EXACT)
+        store_rounded(out, row, cols_1, part_1, width, INT8, EXACT)
     tl.store(scales + row, scale)
 
 
 def round_rows(call: LinearCall, width: int) -> tuple[Tensor, Tensor]:
-    """x [tokens, k], normed where the call says so → float8 [tokens, width], zeros beyond k, and scales [tokens]."""
+    """x [tokens, k], normed where the call says so, zeros beyond k, and scales [tokens]: for float8 weights as float8
+    [tokens, width], for others as int8 [tokens, 2, width]."""
     tokens, k = call.x.shape
-    out = torch.empty((tokens, width), dtype=FP8, device=call.x.device)
+    fp8 = call.kind == "fp8"
+    size = (tokens, width) if fp8 else (tokens, 2, width)
+    out = torch.empty(size, dtype=FP8 if fp8 else torch.int8, device=call.x.device)
     scales = torch.empty(tokens, dtype=torch.float32, device=call.x.device)
     half = triton.next_power_of_2(width) // 2
     pdl = pdl_supported(call.x.device)
     round_rows_kernel[(tokens,)](
         call.x, call.x if call.norm is None else call.norm, out, scales, call.x.stride(0), k, width, call.eps,
         call.offset, NORM=call.divided, WEIGHTED=call.norm is not None, CAST_LAST=call.cast_last, HALF=half,
-        EXACT=not call.x.is_cuda, PDL=pdl, num_warps=4 if half <= 1024 else 8 if half <= 4096 else 16, launch_pdl=pdl,
+        INT8=not fp8, WORDS=call.by_row, EXACT=not call.x.is_cuda, PDL=pdl,
+        num_warps=4 if half <= 1024 else 8 if half <= 4096 else 16, launch_pdl=pdl,
     )  # fmt: skip
     return out, scales
