@@ -92,11 +92,15 @@ class Tuning:
 
     @property
     def table(self) -> Table:
-        table: Table = {}
-        for trial in self.trials:
-            entry = TunedEntry(trial.best, trial.times[trial.best], self.device, trial.measured)
-            table.setdefault(trial.shape, {})[trial.tokens] = entry
-        return table
+        return table_of(self.trials, self.device)
+
+
+def table_of(trials: Sequence[TunedShape], device: str) -> Table:
+    table: Table = {}
+    for trial in trials:
+        entry = TunedEntry(trial.best, trial.times[trial.best], device, trial.measured)
+        table.setdefault(trial.shape, {})[trial.tokens] = entry
+    return table
 
 
 def candidates(shape: LinearShape, tokens: int, units: int = 132) -> Iterator[How]:
@@ -162,8 +166,10 @@ def tune(
     timer: Timer | None = None,
     step: StepTimer | None = None,
     in_step: Sequence[int] = (),
+    keep: Callable[[Table], None] | None = None,
 ) -> Tuning:
-    """step, in_step: how a decode step is timed, and for which of the counts; the shapes are then all that it has."""
+    """step, in_step: how a decode step is timed, and for which of the counts; the shapes are then all that it has.
+    keep: gets each choice as it is made, so that an interrupted run loses one."""
     from graft.ops.launch import device_name
 
     if timer is None:
@@ -179,6 +185,8 @@ def tune(
         if progress:
             progress(f"{shape.key()}, {count_text(tokens)}", done, len(work))
         trial, failed = measure(shape, tokens, units, timer)
+        if keep and trial:
+            keep(table_of(trial, device_name(device)))
         trials += trial
         failures += failed
     if not trials:

@@ -70,6 +70,19 @@ def test_what_does_not_run_is_told_and_not_chosen():
     assert found.table[DOWN][1].how == Matvec(2, 8)
 
 
+def test_an_interrupted_run_keeps_what_it_has():
+    kept = []
+
+    def interrupted(shape, tokens, ways):
+        if shape == UP:
+            raise KeyboardInterrupt
+        return clock({Matvec(2, 8): 3.0})(shape, tokens, ways)
+
+    with pytest.raises(KeyboardInterrupt):
+        tune([DOWN, UP], [1], CPU, timer=interrupted, keep=kept.append)
+    assert kept == [{DOWN: {1: TunedEntry(Matvec(2, 8), 3.0, "cpu")}}]
+
+
 def test_a_shape_that_nothing_runs_gets_no_entry_and_none_at_all_is_an_error():
     def only_up(shape, tokens, ways):
         return ["no memory" if shape == DOWN else 5.0 for _ in ways]
@@ -245,9 +258,9 @@ def pretend(monkeypatch, quantized):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "my gpu")
     monkeypatch.setattr(command, "load_llm", lambda *args, **options: quantized)
 
-    def measure(llm, shapes, counts, device, in_place, progress):
+    def measure(llm, shapes, counts, device, in_place, progress, keep):
         timer = clock({Matvec(2, 8): 3.0, Matvec(1, 4): "OutOfResources"})
-        return tune(shapes, counts, CPU, progress, timer=timer)
+        return tune(shapes, counts, CPU, progress, timer=timer, keep=keep)
 
     monkeypatch.setattr(command, "measure", measure)
 

@@ -61,7 +61,7 @@ def tune(
         shapes = model_shapes(llm.graph_module)
         if not shapes:
             raise UsageError(f"{model} has no call of graft::fused_linear to tune; `graft explain {model}` says why")
-        found = measure(llm, list(shapes), counts, device, in_place, progress)
+        found = measure(llm, list(shapes), counts, device, in_place, progress, lambda table: write_table(table, path))
     write_table(found.table, path)
     forget()
     report(found, shapes, path, model, as_json)
@@ -77,13 +77,13 @@ def read_counts(text: str) -> tuple[int, ...]:
 
 
 def measure(
-    llm: LLM, shapes: list[Any], counts: tuple[int, ...], device: Any, in_place: bool, progress: Any
+    llm: LLM, shapes: list[Any], counts: tuple[int, ...], device: Any, in_place: bool, progress: Any, keep: Any
 ) -> Tuning:
     from graft.bench.tune import tune as run
     from graft.bench.tune_timers import DecodeTimer
 
     in_step = sorted({1, counts[-1]} & set(counts)) if in_place else []
-    return run(shapes, counts, device, progress, step=DecodeTimer(llm), in_step=in_step)
+    return run(shapes, counts, device, progress, step=DecodeTimer(llm), in_step=in_step, keep=keep)
 
 
 def report(found: Tuning, shapes: dict[Any, int], path: Path, model: str, as_json: bool) -> None:
