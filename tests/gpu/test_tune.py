@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import graft
-from graft.bench.tune import candidates, tune
+from graft.bench.tune.search import candidates, tune
 from graft.cli.app import app
 from graft.engine.choices import model_shapes
 from graft.ops.fused_linear import choice
@@ -55,7 +55,7 @@ def off(given, expected):
 def test_every_candidate_computes_the_product(shape, tokens):
     from triton.runtime.errors import OutOfResources
 
-    from graft.bench.tune_timers import make_calls
+    from graft.bench.tune.timers import make_calls
     from graft.ops.fused_linear.triton import run_as
 
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def test_what_is_measured_is_looked_up():
 
 
 def test_a_candidate_that_needs_too_much_is_told():
-    from graft.bench.tune_timers import KernelTimer
+    from graft.bench.tune.timers import KernelTimer
 
     large = Gemm(256, 128, 256, 1, 4, 8)  # more shared memory than any GPU has
     fits, told = KernelTimer(device())(SHAPES[0], 128, [Gemm(64, 128, 64, 1, 4, 2), large])
@@ -103,7 +103,7 @@ def test_a_candidate_that_needs_too_much_is_told():
 
 def test_an_override_changes_the_kernels_of_a_recorded_step(monkeypatch):
     """DecodeTimer records anew, so the kernels that the table names are launched."""
-    from graft.bench.tune_timers import DecodeTimer
+    from graft.bench.tune.timers import DecodeTimer
     from graft.ops.fused_linear import triton as launches
 
     llm = graft.LLM("tiny-llama", dtype="bfloat16", device="cuda", enforce_eager=True, kv_cache_memory="64MiB")

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 import graft
 from conftest import tiny
 from graft.base.errors import GraftError, NoGpu
-from graft.bench import tune as workbench
-from graft.bench.tune import KEPT, MARGIN, Failure, candidates, tune
-from graft.bench.tune_types import weight_bytes
+from graft.bench.tune import search as workbench
+from graft.bench.tune.results import weight_bytes
+from graft.bench.tune.search import KEPT, MARGIN, Failure, candidates, tune
 from graft.cli.app import app
 from graft.cli.measure import tune as command
 from graft.engine.choices import choice_note, choice_notes, model_shapes
@@ -219,7 +219,7 @@ def test_the_report_tells_where_choices_come_from(quantized):
 
 
 def test_a_step_that_is_not_recorded_gives_no_time(quantized):
-    from graft.bench.tune_timers import DecodeTimer
+    from graft.bench.tune.timers import DecodeTimer
 
     assert DecodeTimer(quantized)(2) == (
         "no decode step was a capture: decode: no CUDA graphs, because the model is on cpu"

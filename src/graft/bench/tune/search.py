@@ -13,7 +13,7 @@ import torch
 
 from graft.base.errors import GraftError, NoGpu
 from graft.base.files import Progress
-from graft.bench.tune_types import Result, weight_bytes
+from graft.bench.tune.results import Result, weight_bytes
 from graft.ops.fused_linear.choice import look_up, overridden, shipped_table
 from graft.ops.fused_linear.kinds import (
     INTEGERS,
@@ -175,7 +175,7 @@ def tune(
     if timer is None:
         if device.type != "cuda":
             raise NoGpu("tuning")
-        from graft.bench.tune_timers import KernelTimer
+        from graft.bench.tune.timers import KernelTimer
 
         timer = KernelTimer(device)
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graft.base.errors import OutOfMemory
 from graft.base.timers import graph_seconds
-from graft.bench.tune_types import Result, weight_bytes
+from graft.bench.tune.results import Result, weight_bytes
 from graft.engine.build import build_engine
 from graft.engine.kv.tensors import LayerShape, bytes_per_block
 from graft.engine.llm import LLM

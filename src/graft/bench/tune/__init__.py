@@ -1,0 +1,1 @@
+"""Which kernel is fastest for the linear layers of a model on the GPU at hand."""
