@@ -89,7 +89,7 @@ def check_memory(
 
 def write_problem(tensor: torch.Tensor) -> str | None:
     if not elements_are_apart(tensor):
-        return "is expanded or overlaps itself: several of its elements are one place in memory"
+        return "is expanded or overlaps itself: several of its elements share one address"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in torch.inference_mode(), which forbids writes outside of it"
     return None

@@ -29,7 +29,7 @@ MOST_VALUES = 4
 
 @dataclass(frozen=True)
 class FloatInput:
-    """One float as Dynamo knows it: its symbol in the graph, its place in the user's program, its value now."""
+    """One float as Dynamo knows it: its symbol in the graph, its source in the user's program, its value now."""
 
     symbol: str
     source: str

@@ -65,7 +65,7 @@ def keep_sizes(backend: str, gm: GraphModule) -> str | None:
         custom = call.target.namespace not in ("aten", "prims", "graft")
         if custom and storage_root(argument) is not argument and outlives_call(storage_root(argument)):
             return (
-                f"{where(call)} is a custom op that writes through a view; Inductor mistakes its place if sizes vary"
+                f"{where(call)} is a custom op that writes through a view; Inductor mistakes its offset if sizes vary"
             )
     return None
 

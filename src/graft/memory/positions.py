@@ -1,4 +1,4 @@
-"""Where in a cache a graph writes, and whether that place exists: checked before anything is written.
+"""Where in a cache a graph writes, and whether that position exists: checked before anything is written.
 
 Eager notices a position beyond the cache late or never: `cache[:, :, p : p + 1] = x` writes nothing when p is the
 length of the cache, and `index_copy_` fails after the caches of earlier layers are written. So what computes the
@@ -90,7 +90,7 @@ def written_dims(gm: GraphModule) -> dict[Node, set[int]]:
 
 @dataclass(frozen=True)
 class Check:
-    """One place of one write: what to say, and how to read the values that the small graph gives."""
+    """One position of one write: what to say, and how to read the values that the small graph gives."""
 
     where: str
     name: str
@@ -142,7 +142,7 @@ class PositionChecks:
 
 
 def position_checks(gm: GraphModule, names: dict[Node, str]) -> PositionChecks:
-    """Reads the places of every write into state, except those that are proven by fixed sizes."""
+    """Reads the positions of every write into state, except those that are proven by fixed sizes."""
     found: dict[tuple[Any, ...], tuple[WritePosition, Check]] = {}
     unchecked: list[str] = []
     needed: set[Node] = set()

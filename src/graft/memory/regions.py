@@ -64,7 +64,7 @@ def covers(a: StorageRegion | None, b: StorageRegion | None) -> bool:
 def apart_on_grid(a: StorageRegion, b: StorageRegion) -> bool:
     """Reads both as boxes in one grid whose strides divide each other: [b, l, s, h][:, 0] and [:, 1] are apart in l.
 
-    An element's place on such a grid is unique, as the digits of a number are, so boxes that are apart in one dim
+    An element's position on such a grid is unique, as the digits of a number are, so boxes that are apart in one dim
     share no element.
     """
     strides = sorted({stride for stride, _ in a.steps + b.steps} | {1}, reverse=True)
@@ -93,5 +93,5 @@ def box(region: StorageRegion, strides: list[int]) -> list[tuple[int, int]] | No
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal sizes, strides and offset, symbolic ones too: every element is at the same place of its storage."""
+    """Equal sizes, strides and offset, symbolic ones too: every element is at the same offset of its storage."""
     return same_sizes((*a.shape, *a.stride(), a.storage_offset()), (*b.shape, *b.stride(), b.storage_offset()))

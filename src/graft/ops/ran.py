@@ -32,7 +32,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class OpKernels:
-    """What runs an op in the places of a graph, as text or by field."""
+    """What runs an op at the sites of a graph, as text or by field."""
 
     ran: tuple[Ran, ...]
 

@@ -26,7 +26,7 @@ Problem = Callable[[Call], str | None]
 class Kernel:
     """One way to run an op.
 
-    problem: why it cannot run such calls, or None; it reads what all calls of one place in a graph have in common,
+    problem: why it cannot run such calls, or None; it reads what all calls of one site in a graph have in common,
     such as dtypes and devices. varies: the same for what each call tells anew: sizes, layouts, values.
     """
 

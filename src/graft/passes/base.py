@@ -72,11 +72,11 @@ class BaseTransform:
     """What the pipeline runs: it times, checks, records and rolls back.
 
     Subclass PatternTransform (passes/patterns.py) or Rewriter (passes/rewriter.py); `apply` itself is for a
-    change of the whole graph, which has no places: a schedule.
+    change of the whole graph, which has no sites: a schedule.
     """
 
     name: ClassVar[str]
-    reads_decomposed: ClassVar[bool] = False  # whether it finds its place where Inductor has taken ops apart
+    reads_decomposed: ClassVar[bool] = False  # whether it finds what it wants where Inductor has taken ops apart
     uncheckable: ClassVar[str] = ""  # why its matches cannot be run beside what they replaced, if so
     # kinds of inputs (ir/evaluate.py) on which the replacement gives something else on purpose, each with the reason
     not_kept: ClassVar[Mapping[str, str]] = {}

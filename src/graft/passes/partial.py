@@ -1,4 +1,4 @@
-"""A transform with some of its matches: the graph after it, in which the other places are as they were before.
+"""A transform with some of its matches: the graph after it, in which the other sites are as they were before.
 
 It needs nothing of the transform itself: the editor noted what took the place of what, and the matches own that. So
 a wrong match can be searched for by halves, in any transform, of plugins too.
@@ -28,7 +28,7 @@ from graft.passes.report import MatchRecord
 def with_matches(
     gm: GraphModule, before: GraphSnapshot, records: Sequence[MatchRecord], kept: Collection[int], uses: Uses
 ) -> GraphModule:
-    """Another module: `gm` with `records[i]` for i in `kept`, the other places as in `before`. `gm` stays as it is.
+    """Another module: `gm` with `records[i]` for i in `kept`, the other sites as in `before`. `gm` stays as it is.
 
     uses: the memory that the graph touched before the transform. What cannot be put together (a write would come
     before its read, a match that rests on another) is a VerificationError or a NumericCheckError.

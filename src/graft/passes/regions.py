@@ -1,9 +1,10 @@
 """Connected regions of nodes that can become one call each, grown in graph order.
 
-A region may have several results. What makes it legal is a place to stand: after everything that it reads and before
-everyone outside who reads from it. Where there is such a place, no path can leave the region and come back, since it
-would have to run backward in the graph; so regions are convex by construction, and nothing else has to move. Growing
-by one node looks at the region's own edges alone, and regions are limited in size: the cost is linear in the graph.
+A region may have several results. What makes it legal is a position: after everything that it reads and before
+everyone outside who reads from it. Where there is such a position, no path can leave the region and come back, since
+it would have to run backward in the graph; so regions are convex by construction, and nothing else has to move.
+Growing by one node looks at the region's own edges alone, and regions are limited in size: the cost is linear in the
+graph.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Grower:
         self.inputs_end = max((i for n, i in self.order.items() if n.op == "placeholder"), default=-1)
         writes = [(node, argument) for node in self.graph.nodes for argument in mutated_args(node)]
         self.aliases = Aliases(self.graph, within=[argument for _, argument in writes])
-        self.writes: dict[int, list[int]] = {}  # memory → places of its writers
+        self.writes: dict[int, list[int]] = {}  # memory → positions of its writers
         for node, argument in writes:
             self.writes.setdefault(id(self.aliases.group(argument)), []).append(self.order[node])
 
@@ -70,7 +71,7 @@ class Grower:
         return sorted(found, key=lambda region: region.position)
 
     def add(self, node: Node) -> None:
-        """Joins `node` with as many of the regions that it reads as there is a place for."""
+        """Joins `node` with as many of the regions that it reads as there is a position for."""
         current = self.region[node] = FusibleRegion([node], self.order[node])
         read = [self.region[a] for a in node.all_input_nodes if self.keys.get(a) == self.keys[node]]
         for region in sorted(dict.fromkeys(read), key=lambda r: r.position, reverse=True):
@@ -112,7 +113,7 @@ class Grower:
                 problem = self.write_problem(joined, position)
                 if problem is None:
                     return position
-        return problem or "no place is left between its inputs and its readers"
+        return problem or "no position is left between its inputs and its readers"
 
     def write_problem(self, joined: FusibleRegion, position: float) -> str | None:
         """An input that is written in place must be read at `position` as it was where the node stood."""

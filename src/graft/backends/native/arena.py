@@ -20,7 +20,7 @@ from graft.backends.native.program import (
 )
 
 SHARED = "shared"  # the field of memory that all threads of a step fill together; the next step to use it waits
-Memory = tuple[str, int, int]  # a kind of memory, first and last place in it
+Memory = tuple[str, int, int]  # a kind of memory, first and last offset in it
 
 
 def lay_out(

@@ -25,7 +25,7 @@ def must(holds: bool, claim: str) -> None:
 
 
 def audit_blocks(manager: BlockManager) -> None:
-    """Each block is in one place, and is counted as often as it is in a table."""
+    """Each block is in one state, and is counted as often as it is in a table."""
     counted = Counter(block for table in manager.tables for block in table.blocks)
     free, unused = set(manager.free), set(manager.unused)
     must(len(free) == len(manager.free), "a block is free twice")
@@ -34,7 +34,7 @@ def audit_blocks(manager: BlockManager) -> None:
         must(refs == counted[block], f"block {block} has {refs} references, but is in {counted[block]} tables")
         must(
             (block in free) + (block in unused) + (refs > 0) == 1,
-            f"block {block} is not in one place: free {block in free}, unused {block in unused}, {refs} references",
+            f"block {block} is not in one state: free {block in free}, unused {block in unused}, {refs} references",
         )
         must(block not in free or entry is None, f"free block {block} is stored")
         must(block not in unused or manager.unused[block] is entry, f"unused block {block} is not stored as itself")

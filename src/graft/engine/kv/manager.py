@@ -1,6 +1,6 @@
 """Which block of the cache belongs to whom: tables, prefix reuse, copy-on-write, eviction.
 
-A block is in one of three places: free (holds nothing), used (in at least one table), or unused (in no table, but
+A block is in one of three states: free (holds nothing), used (in at least one table), or unused (in no table, but
 stored: found by its content). Allocation takes a free block, and if there is none the one that was unused longest.
 A table's stored blocks are a chain of entries from the root, so the parent of a used entry is used, and `close` lets
 go of a table's blocks from the last to the first: children are unused before their parents and evicted before them.

@@ -30,7 +30,7 @@ Try = tuple[Node, tuple[Attempt, bool]]
 
 @dataclass(frozen=True)
 class Match:
-    """One place where a pattern fits: what its arguments are, the nodes inside, and the nodes it returns.
+    """One site where a pattern fits: what its arguments are, the nodes inside, and the nodes it returns.
 
     literals: numbers, flags and names; what is None here; and the choices of the pattern's words. unread: which of
     the pattern's results its variant leaves out; `outputs` are the others. path: how the words were decided.

@@ -311,9 +311,10 @@ def keep_order(nodes: list[Any]) -> list[Any]:
     """Scheduler nodes, before they are fused, that stay behind the writes and reads they have to stay behind.
 
     To fuse two loops of different ranges (`[2, 2, 8, 4]` and `[128]`), Inductor's C++ backend computes a node's loops
-    anew, and with them what the node reads: before 2.13 it forgets what came from elsewhere, its place after readers
-    of the memory that it overwrites (WeakDep, StarDep), and by which name the last writer left a value. The node is
-    then moved up freely: `y = x + 1; c[:3].add_(1); c[1:].mul_(2); return y, c[:3] * c[1:]` multiplies too early.
+    anew, and with them what the node reads: before 2.13 it forgets what came from elsewhere, its position after
+    readers of the memory that it overwrites (WeakDep, StarDep), and by which name the last writer left a value. The
+    node is then moved up freely: `y = x + 1; c[:3].add_(1); c[1:].mul_(2); return y, c[:3] * c[1:]` multiplies too
+    early.
     """
     for node in (leaf for group in nodes for leaf in group.get_nodes()):
         anew = getattr(node, "recompute_size_and_body", None)

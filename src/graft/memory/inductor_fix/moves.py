@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def is_pure(node: Node) -> bool:
-    """Depends on its arguments alone and changes nothing, so that its place in a functional graph is free."""
+    """Depends on its arguments alone and changes nothing, so that its position in a functional graph is free."""
     if node.op != "call_function" or is_mutating(node) or node.is_impure():
         return False
     if isinstance(node.target, OpOverload):

@@ -25,7 +25,7 @@ Recommendation = Literal["use_existing_kernel", "needs_triton_fallback", "defer"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One structure that a graph repeats. `pieces` are its places, the one with the most results first."""
+    """One structure that a graph repeats. `pieces` are its sites, the one with the most results first."""
 
     id: str
     kind: Kind

@@ -129,7 +129,7 @@ def risks(candidate: Candidate) -> list[str]:
         found.append("dropout: it must stay away in training")
     shapes = {abstract_text(val(one.nodes[-1])) for one in candidate.pieces}
     if len(shapes) > 1:
-        found.append(f"{len(shapes)} different sizes among its places")
+        found.append(f"{len(shapes)} different sizes among its sites")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Candidates timed on a device: one place as it is now, by the kernel that exists, and a copy of what must be moved.
+"""Candidates timed on a device: one site as it is now, by the kernel that exists, and a copy of what must be moved.
 
 The copy reads and writes as many bytes as one kernel for the site would: no kernel for it is much faster. On a GPU
 calls are replayed as one CUDA graph, several in a row, so that launches cost what they cost in a decode step.
@@ -23,14 +23,14 @@ from graft.workbench.discover.candidates import Candidate, Discovery
 from graft.workbench.discover.lookup import look_in_graft
 from graft.workbench.discover.savings import SymbolValues, fused_bytes, sizes_for
 
-MOST_BYTES = 4 << 30  # of the inputs of one place
+MOST_BYTES = 4 << 30  # of the inputs of one site
 IN_A_ROW, REPEATS = 8, 7
 FAILURES = launch_failures()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Microseconds of one place at one count of tokens; or `problem`, why there are none."""
+    """Microseconds of one site at one count of tokens; or `problem`, why there are none."""
 
     tokens: int
     device: str
@@ -75,7 +75,7 @@ def measure(found: Discovery, device: torch.device, progress: Progress | None = 
 
 
 def timed(candidate: Candidate, tokens: int, device: torch.device) -> Measured:
-    """One place, its sizes as in the estimate."""
+    """One site, its sizes as in the estimate."""
     piece, gm = candidate.pieces[0], candidate.subgraph()
     sizes = sizes_for(piece.nodes[0].graph, tokens)
     empty = Measured(tokens, str(device), sites=candidate.count)

@@ -40,7 +40,7 @@ def machine_of(bandwidth_gb_s: float | None = None, launch_us: float | None = No
 
 @dataclass(frozen=True)
 class Estimate:
-    """All places of a candidate together, for one count of tokens in a step."""
+    """All sites of a candidate together, for one count of tokens in a step."""
 
     tokens: int
     launches_now: int

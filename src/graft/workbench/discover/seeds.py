@@ -26,7 +26,7 @@ WALKS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class FoundWalk:
-    """One place that a walk of the library takes: its nodes, the ops it puts there, and how often they launch."""
+    """One site that a walk of the library takes: its nodes, the ops it puts there, and how often they launch."""
 
     transform: str
     kind: Kind
