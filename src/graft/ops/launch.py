@@ -17,6 +17,7 @@ from functools import cache
 
 import torch
 
+FLOAT8_CAPABILITY = (8, 9)
 RING = 1 << 16  # counters of a stream; calls take them in turn
 
 
@@ -57,6 +58,17 @@ def pdl_problem(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:
         return f"compute capability {major}.{minor} has no programmatic dependent launch; 9.0 and above do"
+    return None
+
+
+@cache
+def float8_missing(device: torch.device) -> str | None:
+    """Why Triton has no float8 (e4m3) numbers on this device, or None."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < FLOAT8_CAPABILITY:
+        return f"compute capability {major}.{minor} has no float8 (e4m3) numbers; 8.9 and above have"
     return None
 
 

@@ -53,7 +53,7 @@ def cached_attention_sdpa(
 def attend_prompt(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, total: int, scale: float) -> Tensor:
     """The last tokens of a sequence of `total`: q [1, h, new, d] → [1, h, new, d]."""
     new = q.shape[2]
-    keys, values = (gather(cache, table, total) for cache in (k_cache, v_cache))
+    keys, values = (gather(cache, table, total, q.dtype) for cache in (k_cache, v_cache))
     groups = q.shape[1] // keys.shape[1]
     grouped = groups > 1 and q.element_size() == 2  # in float32 grouped heads would go to the slow MATH kernel
     if groups > 1 and not grouped:

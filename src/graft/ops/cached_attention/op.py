@@ -9,8 +9,9 @@ from torch import Tensor
 
 from graft.ops.cached_attention.reference import cached_attention
 from graft.ops.call import Call
-from graft.ops.launch import capturing
+from graft.ops.launch import capturing, float8_missing
 from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
+from graft.weights.quantize import FP8
 
 # Tokens of a prompt from which torch's kernel, with keys gathered first, is quicker than graft's. bfloat16 on an
 # H200: 152 to 234 against 241 to 249 TFLOP/s for 2,048 tokens, 492 against 368 for 8,192, about 317 behind a prefix
@@ -28,13 +29,23 @@ def fake(
 
 def triton_problem(call: Call) -> str | None:
     q, k_cache, v_cache = call.q, call.k_cache, call.v_cache
-    if not q.dtype == k_cache.dtype == v_cache.dtype or q.dtype is torch.float64:
-        return f"queries are {q.dtype} and the cache is {k_cache.dtype}; it takes 16 and 32 bits, all alike"
-    return needs_triton(q, k_cache, v_cache)
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, FP8) or q.dtype is torch.float64:
+        return (
+            f"queries are {q.dtype} and the cache is {k_cache.dtype}; it takes 16 and 32 bits, all alike, and float8"
+            " caches"
+        )
+    return needs_triton(q, k_cache, v_cache) or float8_problem(k_cache)
+
+
+def float8_problem(cache: Tensor) -> str | None:
+    """Why kernels on its device cannot read or write this cache, or None."""
+    return float8_missing(cache.device) if cache.dtype is FP8 else None
 
 
 def caches_problem(call: Call) -> str | None:
     k_cache, v_cache = call.k_cache, call.v_cache
+    if k_cache.dtype is FP8 and not k_cache.is_contiguous():
+        return "a float8 cache must be contiguous: scales lie behind its rows"
     if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride(-1) != 1:
         return "the caches must have equal shapes and strides, the last one 1"
     return None

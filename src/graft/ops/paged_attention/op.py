@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from graft.ops.cached_attention.op import native_problem
+from graft.ops.cached_attention.op import float8_problem, native_problem
 from graft.ops.call import Call
 from graft.ops.paged_attention.reference import paged_attention
 from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
+from graft.weights.quantize import FP8
 
 
 def fake(
@@ -22,11 +23,11 @@ def fake(
 
 def triton_problem(call: Call) -> str | None:
     q, k, v, k_cache, v_cache = call.q, call.k, call.v, call.k_cache, call.v_cache
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, FP8):
         return f"queries are {q.dtype} and the cache is {k_cache.dtype}"
     if k.shape[-1] != v.shape[-1]:
         return "keys and values differ in head size"
-    return needs_triton(q, k, v, k_cache, v_cache)
+    return needs_triton(q, k, v, k_cache, v_cache) or float8_problem(k_cache)
 
 
 def run_triton(*args: Any) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graft.ops.cached_attention.reference import attend
+from graft.ops.paged_cache import block_of, raw, write
 
 
 def paged_attention(
@@ -13,7 +14,7 @@ def paged_attention(
     block_tables: Tensor, cu_seqlens: Tensor, seq_lens: Tensor, lens_cpu: Tensor, scale: float,  # noqa: ARG001
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """q: [1, h, T, d]; k, v: [1, kv, T, d]; caches: [blocks, block, kv, d], written at their slots → [1, T, h, d]."""
+    """q: [1, h, T, d]; k, v: [1, kv, T, d]; caches (ops/paged_cache.py) are written at their slots → [1, T, h, d]."""
     store(k, v, k_cache, v_cache, slot_mapping)
     return attend(q, k_cache, v_cache, block_tables, seq_lens, lens_cpu, scale, window, softcap, sinks, (k, v))
 
@@ -25,15 +26,15 @@ def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: 
 
 def clear_new_blocks(k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """A block whose first place is written is new. What others left in it may be NaN, which a mask does not hide."""
-    size = k_cache.shape[1]
+    size = block_of(k_cache)
     new = [slot // size for slot in slot_mapping.tolist() if slot % size == 0]
     if new:
         blocks = torch.tensor(new, device=slot_mapping.device)
         for cache in (k_cache, v_cache):
-            cache.index_fill_(0, blocks, 0)
+            raw(cache).index_fill_(0, blocks, 0)
 
 
 def write_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Stores the new keys and values at their slots (slot = block * block_size + position in the block)."""
+    """Stores the new keys and values at their slots."""
     for new, cache in ((k, k_cache), (v, v_cache)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new[0].transpose(0, 1))  # [T, kv, d]
+        write(cache, slot_mapping, new[0].transpose(0, 1))  # [T, kv, d]

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graft.ops.cached_attention.op import native_problem
+from graft.ops.cached_attention.op import float8_problem, native_problem
 from graft.ops.call import Call
 from graft.ops.rope.op import layout_problem
 from graft.ops.rope_kv_write.reference import rope_kv_write
 from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
+from graft.weights.quantize import FP8
 
 
 def fake(
@@ -29,14 +30,18 @@ def triton_problem(call: Call) -> str | None:
 
 def dtype_problem(call: Call) -> str | None:
     q, k, v, k_cache, v_cache = call.q, call.k, call.v, call.k_cache, call.v_cache
-    dtypes = {t.dtype for t in (q, k, v, k_cache, v_cache, call.q_norm, call.k_norm) if t is not None}
-    if len(dtypes) > 1:
+    caches = {k_cache.dtype, v_cache.dtype} - {FP8}
+    dtypes = {t.dtype for t in (q, k, v, call.q_norm, call.k_norm) if t is not None} | caches
+    if len(dtypes) > 1 or k_cache.dtype != v_cache.dtype:
         return f"heads, caches and norms differ in dtype: {', '.join(sorted(map(str, dtypes)))}"
-    return needs_triton(q, k, v, call.cos, call.sin, k_cache, v_cache, call.slot_mapping)
+    missing = needs_triton(q, k, v, call.cos, call.sin, k_cache, v_cache, call.slot_mapping)
+    return missing or float8_problem(k_cache)
 
 
 def heads_problem(call: Call) -> str | None:
     k, v, k_cache, v_cache, cos, sin = call.k, call.v, call.k_cache, call.v_cache, call.cos, call.sin
+    if k_cache.dtype is FP8 and not k_cache.is_contiguous():
+        return "a float8 cache must be contiguous: scales lie behind its rows"
     if k.stride(-1) != 1 or v.stride(-1) != 1 or k_cache.stride(-1) != 1 or k_cache.stride() != v_cache.stride():
         return "keys, values and caches must have unit last stride, and the caches equal strides"
     # a batch whose size is a symbol is one row of packed tokens

@@ -11,8 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.ops.cached_attention.tiles.triton import scale_of
 from graft.ops.launch import pdl_supported
+from graft.ops.paged_cache import block_of
 from graft.ops.rope.triton import rotate_pairs
+from graft.ops.triton_float8 import divided, larger, scales_for
 
 FEW = 1024  # heads of all tokens: up to here one head a program, all of them at once (8 programs an SM)
 
@@ -30,12 +33,12 @@ def normed(h, scale, weight, cols, mask, offset, dtype: tl.constexpr, CAST_LAST:
 
 @triton.jit
 def turn_heads(
-    source, target, s_source, s_target, head, heads, cos, sin, weight, eps, offset,
+    source, target, scale_at, s_source, s_target, head, heads, cos, sin, weight, eps, offset,
     d: tl.constexpr, r: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, ROUND: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM: tl.constexpr, CAST_LAST: tl.constexpr,
+    BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, CAST_LAST: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The heads `head` [heads, 1] of one token: normed, rotated and stored."""
-    dtype = target.dtype.element_ty
+    """The heads `head` [heads, 1] of one token: normed, rotated and stored; in float8 with their scales, which are BLOCK apart."""
+    dtype = source.dtype.element_ty
     cols = tl.arange(0, HALF)[None, :]
     rotating = cols < r // 2
     mask = (head < heads) & rotating
@@ -57,9 +60,15 @@ def turn_heads(
         second = normed(second, scale, weight, two, rotating, offset, dtype, CAST_LAST)
         tail = normed(tail, scale, weight, rest, passing, offset, dtype, CAST_LAST)
     first, second = rotate_pairs(first, second, cos, sin, one, two, rotating, dtype, ROUND)
-    tl.store(target + one, first.to(dtype), mask=mask)
-    tl.store(target + two, second.to(dtype), mask=mask)
-    tl.store(target + rest, tail.to(dtype), mask=(head < heads) & passing)
+    first, second, tail = first.to(dtype), second.to(dtype), tail.to(dtype)
+    if target.dtype.element_ty == tl.float8e4nv:
+        scales = larger(larger(scales_for(first), scales_for(second)), scales_for(tail))
+        first, second = divided(first, scales, EXACT), divided(second, scales, EXACT)
+        tail = divided(tail, scales, EXACT)
+        tl.store(scale_at + head * BLOCK, scales, mask=head < heads)
+    tl.store(target + one, first, mask=mask)
+    tl.store(target + two, second, mask=mask)
+    tl.store(target + rest, tail, mask=(head < heads) & passing)
 
 
 @triton.jit
@@ -68,7 +77,7 @@ def rope_kv_write_kernel(
     sq_h, sq_t, sk_h, sk_t, sv_h, sv_t, so_h, so_t, sc_t, ss_t, s_block, s_token, s_head,
     d: tl.constexpr, r: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, ROUND: tl.constexpr, INTERLEAVED: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
-    CAST_LAST: tl.constexpr, PDL: tl.constexpr,
+    CAST_LAST: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -83,19 +92,26 @@ def rope_kv_write_kernel(
     some = tl.arange(0, HEADS)[:, None]
     if part < parts_q:
         turn_heads(
-            q + token * sq_t, out + token * so_t, sq_h, so_h, part * HEADS + some, h, cos, sin, q_norm, eps, offset,
-            d, r, HALF, REST, ROUND, INTERLEAVED, NORM_Q, CAST_LAST,
+            q + token * sq_t, out + token * so_t, out, sq_h, so_h, part * HEADS + some, h, cos, sin, q_norm, eps,
+            offset, d, r, HALF, REST, ROUND, BLOCK, INTERLEAVED, NORM_Q, CAST_LAST, EXACT,
         )  # fmt: skip
     else:
-        position = slot // BLOCK * s_block + slot % BLOCK * s_token
+        block, inside = slot // BLOCK, slot % BLOCK
+        position = block * s_block + inside * s_token
         head = (part - parts_q) * HEADS + some
         cols = tl.arange(0, D)[None, :]
         mask = (head < kv) & (cols < d)
         values = tl.load(v + token * sv_t + head * sv_h + cols, mask=mask, other=0.0)
+        k_scale = scale_of(k_cache, block, inside, 0, s_block, s_token, BLOCK)
         turn_heads(
-            k + token * sk_t, k_cache + position, sk_h, s_head, head, kv, cos, sin, k_norm, eps, offset,
-            d, r, HALF, REST, ROUND, INTERLEAVED, NORM_K, CAST_LAST,
+            k + token * sk_t, k_cache + position, k_scale, sk_h, s_head, head, kv, cos, sin, k_norm, eps,
+            offset, d, r, HALF, REST, ROUND, BLOCK, INTERLEAVED, NORM_K, CAST_LAST, EXACT,
         )  # fmt: skip
+        if v_cache.dtype.element_ty == tl.float8e4nv:
+            scales = scales_for(values)
+            v_scale = scale_of(v_cache, block, inside, 0, s_block, s_token, BLOCK)
+            tl.store(v_scale + head * BLOCK, scales, mask=head < kv)
+            values = divided(values, scales, EXACT)
         tl.store(v_cache + position + head * s_head + cols, values, mask=mask)
 
 
@@ -117,9 +133,9 @@ def rope_kv_write_triton(
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), v.stride(1), v.stride(2), out.stride(1), out.stride(2),
         cos.stride(2), sin.stride(2), *k_cache.stride()[:3],
         d=d, r=r, HEADS=some, HALF=half, REST=triton.next_power_of_2(max(d - r, 1)),
-        D=triton.next_power_of_2(d), BLOCK=k_cache.shape[1],
+        D=triton.next_power_of_2(d), BLOCK=block_of(k_cache),
         ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype, INTERLEAVED=interleaved,
-        NORM_Q=q_norm is not None, NORM_K=k_norm is not None, CAST_LAST=cast_last, PDL=pdl,
+        NORM_Q=q_norm is not None, NORM_K=k_norm is not None, CAST_LAST=cast_last, PDL=pdl, EXACT=not q.is_cuda,
         num_warps=max(1, some * half // 256), launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -29,10 +29,15 @@ from graft.ops.cached_attention.tiles.triton import (
     absorb,
     blocks_of,
     inside_blocks,
+    load_scales,
     logits,
+    operand,
+    scale_of,
     seen_of,
+    settled,
 )
 from graft.ops.launch import counters, pdl_supported, processors
+from graft.ops.paged_cache import block_of
 
 PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way; two fill an SM's share of bandwidth
 FEW_PROGRAMS = 16  # sequences times key-value heads: with so few, a lean kernel
@@ -54,7 +59,7 @@ def split_kv_kernel(
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """ROTATES: as in the early kernel."""
     if PDL:
@@ -70,7 +75,12 @@ def split_kv_kernel(
     end = tl.minimum(start + chunk, length)
     table = block_tables + row * s_table
     block = blocks_of(table, start + tl.arange(0, TILE), length, BLOCK, WIDE)
-    newest = newest_of(table, length, s_block, s_token, BLOCK) + kv * s_head
+    newest, new_block, new_inside = newest_of(table, length, s_block, s_token, BLOCK)
+    newest += kv * s_head
+    new_scales = (
+        scale_of(k_cache, new_block, new_inside, kv, s_block, s_token, BLOCK),
+        scale_of(v_cache, new_block, new_inside, kv, s_block, s_token, BLOCK),
+    )
     here = (end == length) & (length > 0)  # the newest token is in this part
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -80,23 +90,26 @@ def split_kv_kernel(
     q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
     source = q + head[:, None] * sq_h + row * sq_t
     own = (k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t)
-    queries = take_queries(source, q_mask, own, d, D, ROTATES, ROUND)
-    new = load_new(own, k_cache + newest, v_cache + newest, d, D, ROTATES)
+    queries = operand(take_queries(source, q_mask, own, d, D, ROTATES, ROUND), k_cache)
+    new = load_new(own, k_cache + newest, v_cache + newest, new_scales, d, D, ROTATES)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result = tl.zeros([GROUP_PAD, D], tl.float32)
     for at in range(start, tl.minimum(end, length - 1), TILE):
         position = at + tl.arange(0, TILE)
         seen = seen_of(position, first, length - 1, HAS_WINDOW)
-        base = block * s_block + inside_blocks(at, BLOCK, TILE) * s_token + kv * s_head
+        inside = inside_blocks(at, BLOCK, TILE)
+        base = block * s_block + inside * s_token + kv * s_head
+        k_scales, v_scales = load_scales(k_cache, v_cache, block, inside, seen, kv, s_block, s_token, BLOCK)
         # a tile ahead: keys are not asked for through two waits
         block = blocks_of(table, position + TILE, length, BLOCK, WIDE)
         keys, values = load_tile(k_cache, v_cache, base, seen, d, D)
-        scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [group, tile]
+        scores = logits(queries, keys, k_scales, scale, softcap, HAS_SOFTCAP)  # [group, tile]
         scores = tl.where(seen[None, :], scores, -float("inf"))
-        best, total, result = absorb(scores, values, best, total, result)
+        best, total, result = absorb(scores, values, v_scales, best, total, result, queries.dtype)
+    result = settled(result, k_cache)
     if here:
-        key, value = keep_new(new, k_cache + newest, v_cache + newest, d, D, ROTATES, ROUND)
+        key, value = keep_new(new, k_cache + newest, v_cache + newest, new_scales, d, D, ROTATES, ROUND, EXACT)
         best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
     leave(
         best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,
@@ -116,7 +129,8 @@ def split_kv(
     is written on the way; else that has been done.
     """
     _, h, n, d = q.shape
-    kv, room = k_cache.shape[2], block_tables.shape[1] * k_cache.shape[1]
+    kv, block = k_cache.shape[2], block_of(k_cache)
+    room = block_tables.shape[1] * block
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty((1, n, h, d), dtype=q.dtype, device=q.device) if out is None else out
     wide = max(16, triton.next_power_of_2(d))
@@ -141,10 +155,10 @@ def split_kv(
         q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0), *strides,
         scale, window or 0, softcap or 1.0, h, d=d, D=wide, TILE=tile, SPLITS=splits,
         GROUP=h // kv, GROUP_FEW=triton.next_power_of_2(h // kv), GROUP_PAD=max(16, triton.next_power_of_2(h // kv)),
-        BLOCK=k_cache.shape[1], HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+        BLOCK=block, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None, ROTATES=rotation is not None,
         ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype, WIDE=k_cache.numel() >= 1 << 31, PDL=pdl,
-        launch_pdl=pdl, **options,
+        EXACT=not q.is_cuda, launch_pdl=pdl, **options,
     )  # fmt: skip
     return out
 

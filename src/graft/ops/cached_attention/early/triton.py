@@ -19,8 +19,12 @@ from graft.ops.cached_attention.tiles.triton import (
     absorb,
     blocks_of,
     inside_blocks,
+    load_scales,
     logits,
+    operand,
+    scale_of,
     seen_of,
+    settled,
 )
 
 
@@ -31,7 +35,7 @@ def early_kernel(
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The first tile is on its way before the wait, all but the newest key and value: those alone may be written by
     the kernel ahead. ROTATES: queries and the newest key are rotated here, and that key and its value are written
@@ -49,11 +53,17 @@ def early_kernel(
     end = tl.minimum(start + chunk, length)
     table = block_tables + row * s_table
     position = start + tl.arange(0, TILE)
-    base = blocks_of(table, position, length, BLOCK, WIDE) * s_block
-    base += inside_blocks(start, BLOCK, TILE) * s_token + kv * s_head
+    block, inside = blocks_of(table, position, length, BLOCK, WIDE), inside_blocks(start, BLOCK, TILE)
+    base = block * s_block + inside * s_token + kv * s_head
     old = seen_of(position, first, length - 1, HAS_WINDOW)
     keys, values = load_tile(k_cache, v_cache, base, old, d, D)
-    newest = newest_of(table, length, s_block, s_token, BLOCK) + kv * s_head
+    k_scales, v_scales = load_scales(k_cache, v_cache, block, inside, old, kv, s_block, s_token, BLOCK)
+    newest, new_block, new_inside = newest_of(table, length, s_block, s_token, BLOCK)
+    newest += kv * s_head
+    new_scales = (
+        scale_of(k_cache, new_block, new_inside, kv, s_block, s_token, BLOCK),
+        scale_of(v_cache, new_block, new_inside, kv, s_block, s_token, BLOCK),
+    )
     here = (end == length) & (length > 0)  # the newest token is in this part
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -63,24 +73,26 @@ def early_kernel(
     q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
     source = q + head[:, None] * sq_h + row * sq_t
     own = (k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t)
-    queries = take_queries(source, q_mask, own, d, D, ROTATES, ROUND)
-    new = load_new(own, k_cache + newest, v_cache + newest, d, D, ROTATES)
+    queries = operand(take_queries(source, q_mask, own, d, D, ROTATES, ROUND), k_cache)
+    new = load_new(own, k_cache + newest, v_cache + newest, new_scales, d, D, ROTATES)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result = tl.zeros([GROUP_PAD, D], tl.float32)
-    scores = tl.where(old[None, :], logits(queries, keys, scale, softcap, HAS_SOFTCAP), -float("inf"))
-    best, total, result = absorb(scores, values, best, total, result)
+    scores = tl.where(old[None, :], logits(queries, keys, k_scales, scale, softcap, HAS_SOFTCAP), -float("inf"))
+    best, total, result = absorb(scores, values, v_scales, best, total, result, queries.dtype)
     for at in range(start + TILE, end, TILE):
         position = at + tl.arange(0, TILE)
-        base = blocks_of(table, position, length, BLOCK, WIDE) * s_block
-        base += inside_blocks(at, BLOCK, TILE) * s_token + kv * s_head
+        block, inside = blocks_of(table, position, length, BLOCK, WIDE), inside_blocks(at, BLOCK, TILE)
+        base = block * s_block + inside * s_token + kv * s_head
         old = position < tl.minimum(end, length - 1)
         keys, values = load_tile(k_cache, v_cache, base, old, d, D)
-        scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [group, tile]
+        k_scales, v_scales = load_scales(k_cache, v_cache, block, inside, old, kv, s_block, s_token, BLOCK)
+        scores = logits(queries, keys, k_scales, scale, softcap, HAS_SOFTCAP)  # [group, tile]
         scores = tl.where(old[None, :], scores, -float("inf"))
-        best, total, result = absorb(scores, values, best, total, result)
+        best, total, result = absorb(scores, values, v_scales, best, total, result, queries.dtype)
+    result = settled(result, k_cache)
     if here:
-        key, value = keep_new(new, k_cache + newest, v_cache + newest, d, D, ROTATES, ROUND)
+        key, value = keep_new(new, k_cache + newest, v_cache + newest, new_scales, d, D, ROTATES, ROUND, EXACT)
         best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
     leave(
         best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,

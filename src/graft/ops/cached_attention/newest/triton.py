@@ -6,13 +6,15 @@ import triton
 import triton.language as tl
 
 from graft.ops.cached_attention.tiles.triton import capped
+from graft.ops.triton_float8 import divided, scales_for
 
 
 @triton.jit
 def newest_of(table, length, s_block, s_token, BLOCK: tl.constexpr):
-    """Where the first head of the newest token lies in the cache."""
+    """Where the first head of the newest token lies in the cache, its block, and its position in that."""
     position = tl.maximum(length - 1, 0)
-    return tl.load(table + position // BLOCK).to(tl.int64) * s_block + (position % BLOCK) * s_token
+    block, inside = tl.load(table + position // BLOCK).to(tl.int64), position % BLOCK
+    return block * s_block + inside * s_token, block, inside
 
 
 @triton.jit
@@ -45,28 +47,53 @@ def take_queries(q, q_mask, own, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.c
 
 
 @triton.jit
-def load_new(own, key_position, value_position, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr):
-    """The newest key and value [d] as they lie in memory: nothing is computed yet, so that nothing waits for them."""
+def load_new(own, key_position, value_position, scales, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr):
+    """The newest key and value [d] as they lie in memory, and their scales: nothing is computed yet, so that nothing
+    waits for them."""
     dims = tl.arange(0, D)
     if ROTATES:
-        return load_head(own[0], own[2], own[3], dims, dims < d, d), tl.load(own[1] + dims, mask=dims < d, other=0.0)
+        value = tl.load(own[1] + dims, mask=dims < d, other=0.0)
+        return load_head(own[0], own[2], own[3], dims, dims < d, d), value, 1.0, 1.0
     else:
         key = tl.load(key_position + dims, mask=dims < d, other=0.0)
-        return (key, key, key, key), tl.load(value_position + dims, mask=dims < d, other=0.0)
+        value = tl.load(value_position + dims, mask=dims < d, other=0.0)
+        if key.dtype == tl.float8e4nv:
+            return (key, key, key, key), value, tl.load(scales[0]), tl.load(scales[1])
+        else:
+            return (key, key, key, key), value, 1.0, 1.0
+
+
+@triton.jit
+def keep_scaled(head, position, scale, d: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr):
+    """A head [d] rounded to float8 and written with its scale → as it is read from then on."""
+    dims = tl.arange(0, D)[None, :]
+    scales = scales_for(head[None, :])
+    rounded = divided(head[None, :], scales, EXACT)
+    tl.store(position + dims, rounded, mask=dims < d)
+    tl.store(scale + tl.zeros([1, 1], tl.int32), scales)
+    return tl.reshape(rounded.to(tl.float32) * scales, [D])
 
 
 @triton.jit
 def keep_new(
-    new, key_position, value_position, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr
-):
+    new, key_position, value_position, scales, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr,
+    ROUND: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     """The newest key and value [d], rotated and written into the cache if they are not there yet."""
-    key = new[0][0]
+    FLOAT8: tl.constexpr = key_position.dtype.element_ty == tl.float8e4nv
+    key, value = new[0][0], new[1]
     if ROTATES:
         dims = tl.arange(0, D)
-        key = rotate(new[0], dims, d, key_position.dtype.element_ty, ROUND)
-        tl.store(key_position + dims, key, mask=dims < d)
-        tl.store(value_position + dims, new[1], mask=dims < d)
-    return key, new[1]
+        key = rotate(new[0], dims, d, key.dtype, ROUND)
+        if FLOAT8:
+            key = keep_scaled(key, key_position, scales[0], d, D, EXACT)
+            value = keep_scaled(value, value_position, scales[1], d, D, EXACT)
+        else:
+            tl.store(key_position + dims, key, mask=dims < d)
+            tl.store(value_position + dims, value, mask=dims < d)
+    elif FLOAT8:
+        key, value = key.to(tl.float32) * new[2], value.to(tl.float32) * new[3]
+    return key, value
 
 
 @triton.jit

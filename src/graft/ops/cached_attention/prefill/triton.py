@@ -11,7 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graft.ops.cached_attention.tiles.triton import LOG2E, LOWEST, UNALIGNED, UNSPECIAL, absorb, blocks_of, logits
+from graft.ops.cached_attention.tiles.triton import (
+    LOG2E,
+    LOWEST,
+    UNALIGNED,
+    UNSPECIAL,
+    absorb,
+    blocks_of,
+    load_scales,
+    logits,
+    operand,
+    settled,
+)
+from graft.ops.paged_cache import block_of
 
 
 @triton.jit
@@ -42,18 +54,20 @@ def visit(
     dims = tl.arange(0, D)
     key_position = at + tl.arange(0, TILE)
     held = key_position < end  # the cache holds nothing of this sequence beyond
-    base = block * s_block + (key_position % BLOCK) * s_token + kv * s_head
+    inside = key_position % BLOCK
+    base = block * s_block + inside * s_token + kv * s_head
+    k_scales, v_scales = load_scales(k_cache, v_cache, block, inside, held, kv, s_block, s_token, BLOCK)
     block = blocks_of(table, key_position + TILE, end, BLOCK, True)  # a tile ahead
     mask = held[:, None] & (dims[None, :] < d)
     keys = tl.load(k_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)  # [tile, d]
     values = tl.load(v_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)
-    scores = logits(queries, keys, scale, softcap, HAS_SOFTCAP)  # [m, tile]
+    scores = logits(queries, keys, k_scales, scale, softcap, HAS_SOFTCAP)  # [m, tile]
     if MASKED:
         seen = key_position[None, :] <= position[:, None]
         if HAS_WINDOW:
             seen = seen & (key_position[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, -float("inf"))
-    best, total, result = absorb(scores, values, best, total, result)
+    best, total, result = absorb(scores, values, v_scales, best, total, result, queries.dtype)
     return block, best, total, result
 
 
@@ -80,6 +94,7 @@ def prefill_kernel(
     dims = tl.arange(0, D)
     q_mask = real[:, None] & (dims[None, :] < d)
     queries = tl.load(q + head[:, None] * sq_h + token[:, None] * sq_t + dims[None, :], mask=q_mask, other=0.0)
+    queries = operand(queries, k_cache)
     best = tl.full([TOKENS * GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([TOKENS * GROUP_PAD], tl.float32)
     if HAS_SINKS:
@@ -105,7 +120,7 @@ def prefill_kernel(
             at, block, queries, position, table, k_cache, v_cache, kv, s_block, s_token, s_head,
             scale, window, softcap, end, best, total, result, d, D, BLOCK, TILE, True, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
-    result = result / tl.where(total > 0, total, 1.0)[:, None]
+    result = settled(result, k_cache) / tl.where(total > 0, total, 1.0)[:, None]
     target = out + token[:, None] * heads * d + head[:, None] * d + dims[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
 
@@ -127,7 +142,7 @@ def prefill(
         q, k_cache, v_cache, out, block_tables, cu_seqlens, seq_lens, q if sinks is None else sinks,
         q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0),
         scale, window or 0, softcap or 1.0, h, n,
-        d=d, GROUP=h // kv, GROUP_PAD=group, D=wide, BLOCK=k_cache.shape[1], TOKENS=some,
+        d=d, GROUP=h // kv, GROUP_PAD=group, D=wide, BLOCK=block_of(k_cache), TOKENS=some,
         TILE=max(16, min(64, tile_bytes // (wide * q.element_size()))),
         HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
         num_warps=8, num_stages=3 if narrow else 2,

@@ -2,6 +2,12 @@
 
 Exponentials are to base 2: scores carry a factor of log2(e). A row that has seen nothing yet has LOWEST as its
 maximum and not -inf, whose difference with itself is no number.
+
+Of a float8 cache (ops/paged_cache.py) every key and value has a scale. Scores are multiplied by those of the keys and
+weights by those of the values, which is the same as scaling the tiles, at a hundredth of the multiplications. Tiles
+become float16 on their way to the tensor cores, which is exact and one conversion for two numbers; to bfloat16 it is
+five. So queries of 16 bits are float16 as well (one above 65,504 makes an infinity, which the engine tells). Weights
+times scales would leave float16's range below, hence the factor of UNIT until `settled`.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ LOWEST = tl.constexpr(-1.0e30)
 # A table grows with the context and the layout is passed in slices: neither may compile a kernel anew in mid-decode.
 UNSPECIAL = ["s_table", "window"]
 UNALIGNED = ["block_tables", "seq_lens"]
+UNIT = tl.constexpr(256.0)
 
 
 @triton.jit
@@ -34,6 +41,41 @@ def inside_blocks(at, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def scale_of(cache, block, inside, kv, s_block, s_token, BLOCK: tl.constexpr):
+    """Where the scales of a head's tokens are: [kv, BLOCK] behind the rows of a float8 block."""
+    behind = (cache + block * s_block + BLOCK * s_token).to(tl.pointer_type(tl.float32), bitcast=True)
+    return behind + kv * BLOCK + inside
+
+
+@triton.jit
+def load_scales(k_cache, v_cache, block, inside, seen, kv, s_block, s_token, BLOCK: tl.constexpr):
+    """Those of a tile's keys and values [tile] each; 1 where the cache is not float8."""
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        keys = tl.load(scale_of(k_cache, block, inside, kv, s_block, s_token, BLOCK), mask=seen, other=0.0)
+        return keys, tl.load(scale_of(v_cache, block, inside, kv, s_block, s_token, BLOCK), mask=seen, other=0.0)
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
+def operand(x, cache):
+    """Queries as they are multiplied with this cache's keys."""
+    if cache.dtype.element_ty == tl.float8e4nv and x.dtype != tl.float32:
+        return x.to(tl.float16)
+    else:
+        return x
+
+
+@triton.jit
+def settled(result, cache):
+    """Weighted values without the factor that tiles of a float8 cache bring."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        return result * (1.0 / UNIT)
+    else:
+        return result
+
+
+@triton.jit
 def seen_of(position, first, end, HAS_WINDOW: tl.constexpr):
     """Which positions a query sees: from `first` on, if there is a window, and below `end`."""
     seen = position < end
@@ -43,9 +85,12 @@ def seen_of(position, first, end, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def logits(queries, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """[m, d] x [tile, d] → [m, tile], times log2(e)."""
-    return capped(tl.dot(queries, tl.trans(keys), input_precision="ieee"), scale, softcap, HAS_SOFTCAP)
+def logits(queries, keys, scales, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """[m, d] x [tile, d] → [m, tile], times log2(e). scales: of the keys."""
+    scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+    if keys.dtype == tl.float8e4nv:
+        scores *= scales[None, :]
+    return capped(scores, scale, softcap, HAS_SOFTCAP)
 
 
 @triton.jit
@@ -58,11 +103,14 @@ def capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def absorb(scores, values, best, total, result):
-    """The running maximum [m], sum [m] and weighted values [m, d] after one more tile."""
+def absorb(scores, values, scales, best, total, result, dtype: tl.constexpr):
+    """The running maximum [m], sum [m] and weighted values [m, d] after one more tile. scales: of the values;
+    dtype: of the queries, in which they are multiplied."""
     higher = tl.maximum(best, tl.max(scores, axis=1))
     weights = tl.exp2(scores - higher[:, None])
     shrink = tl.exp2(best - higher)
     total = total * shrink + tl.sum(weights, axis=1)
-    result = tl.dot(weights.to(values.dtype), values, result * shrink[:, None], input_precision="ieee")
+    if values.dtype == tl.float8e4nv:
+        weights *= (scales * UNIT)[None, :]
+    result = tl.dot(weights.to(dtype), values.to(dtype), result * shrink[:, None], input_precision="ieee")
     return higher, total, result
