@@ -64,8 +64,10 @@ def pdl_problem(device: torch.device) -> str | None:
 @cache
 def float8_missing(device: torch.device) -> str | None:
     """Why Triton has no float8 (e4m3) numbers on this device, or None."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda":
         return None
+    if torch.version.hip is not None:
+        return "float8 (e4m3) is converted by instructions of CUDA devices"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < FLOAT8_CAPABILITY:
         return f"compute capability {major}.{minor} has no float8 (e4m3) numbers; 8.9 and above have"

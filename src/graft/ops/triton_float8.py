@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graft.ops.cached_attention.tiles.triton import INTERPRETED
 from graft.ops.fused_linear.round_rows import LEAST, TOP, to_fp8
 
 
@@ -24,5 +25,5 @@ def larger(a, b):
 
 
 @triton.jit
-def divided(heads, scales, EXACT: tl.constexpr):
-    return to_fp8(heads.to(tl.float32) / scales, EXACT)
+def divided(heads, scales):
+    return to_fp8(heads.to(tl.float32) / scales, INTERPRETED)

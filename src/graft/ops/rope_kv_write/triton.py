@@ -35,7 +35,7 @@ def normed(h, scale, weight, cols, mask, offset, dtype: tl.constexpr, CAST_LAST:
 def turn_heads(
     source, target, scale_at, s_source, s_target, head, heads, cos, sin, weight, eps, offset,
     d: tl.constexpr, r: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, ROUND: tl.constexpr,
-    BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, CAST_LAST: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, CAST_LAST: tl.constexpr,
 ):  # fmt: skip
     """The heads `head` [heads, 1] of one token: normed, rotated and stored; in float8 with their scales, which are BLOCK apart."""
     dtype = source.dtype.element_ty
@@ -63,8 +63,8 @@ def turn_heads(
     first, second, tail = first.to(dtype), second.to(dtype), tail.to(dtype)
     if target.dtype.element_ty == tl.float8e4nv:
         scales = larger(larger(scales_for(first), scales_for(second)), scales_for(tail))
-        first, second = divided(first, scales, EXACT), divided(second, scales, EXACT)
-        tail = divided(tail, scales, EXACT)
+        first, second = divided(first, scales), divided(second, scales)
+        tail = divided(tail, scales)
         tl.store(scale_at + head * BLOCK, scales, mask=head < heads)
     tl.store(target + one, first, mask=mask)
     tl.store(target + two, second, mask=mask)
@@ -77,7 +77,7 @@ def rope_kv_write_kernel(
     sq_h, sq_t, sk_h, sk_t, sv_h, sv_t, so_h, so_t, sc_t, ss_t, s_block, s_token, s_head,
     d: tl.constexpr, r: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, ROUND: tl.constexpr, INTERLEAVED: tl.constexpr, NORM_Q: tl.constexpr, NORM_K: tl.constexpr,
-    CAST_LAST: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
+    CAST_LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -93,7 +93,7 @@ def rope_kv_write_kernel(
     if part < parts_q:
         turn_heads(
             q + token * sq_t, out + token * so_t, out, sq_h, so_h, part * HEADS + some, h, cos, sin, q_norm, eps,
-            offset, d, r, HALF, REST, ROUND, BLOCK, INTERLEAVED, NORM_Q, CAST_LAST, EXACT,
+            offset, d, r, HALF, REST, ROUND, BLOCK, INTERLEAVED, NORM_Q, CAST_LAST,
         )  # fmt: skip
     else:
         block, inside = slot // BLOCK, slot % BLOCK
@@ -105,13 +105,13 @@ def rope_kv_write_kernel(
         k_scale = scale_of(k_cache, block, inside, 0, s_block, s_token, BLOCK)
         turn_heads(
             k + token * sk_t, k_cache + position, k_scale, sk_h, s_head, head, kv, cos, sin, k_norm, eps,
-            offset, d, r, HALF, REST, ROUND, BLOCK, INTERLEAVED, NORM_K, CAST_LAST, EXACT,
+            offset, d, r, HALF, REST, ROUND, BLOCK, INTERLEAVED, NORM_K, CAST_LAST,
         )  # fmt: skip
         if v_cache.dtype.element_ty == tl.float8e4nv:
             scales = scales_for(values)
             v_scale = scale_of(v_cache, block, inside, 0, s_block, s_token, BLOCK)
             tl.store(v_scale + head * BLOCK, scales, mask=head < kv)
-            values = divided(values, scales, EXACT)
+            values = divided(values, scales)
         tl.store(v_cache + position + head * s_head + cols, values, mask=mask)
 
 
@@ -135,7 +135,7 @@ def rope_kv_write_triton(
         d=d, r=r, HEADS=some, HALF=half, REST=triton.next_power_of_2(max(d - r, 1)),
         D=triton.next_power_of_2(d), BLOCK=block_of(k_cache),
         ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype, INTERLEAVED=interleaved,
-        NORM_Q=q_norm is not None, NORM_K=k_norm is not None, CAST_LAST=cast_last, PDL=pdl, EXACT=not q.is_cuda,
+        NORM_Q=q_norm is not None, NORM_K=k_norm is not None, CAST_LAST=cast_last, PDL=pdl,
         num_warps=max(1, some * half // 256), launch_pdl=pdl,
     )  # fmt: skip
     return out

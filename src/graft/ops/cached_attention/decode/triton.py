@@ -31,6 +31,7 @@ from graft.ops.cached_attention.tiles.triton import (
     inside_blocks,
     load_scales,
     logits,
+    no_values,
     operand,
     scale_of,
     seen_of,
@@ -38,6 +39,7 @@ from graft.ops.cached_attention.tiles.triton import (
 )
 from graft.ops.launch import counters, pdl_supported, processors
 from graft.ops.paged_cache import block_of
+from graft.weights.quantize import FP8
 
 PROGRAMS_PER_SM = 2  # a program keeps two tiles of keys and values on their way; two fill an SM's share of bandwidth
 FEW_PROGRAMS = 16  # sequences times key-value heads: with so few, a lean kernel
@@ -59,7 +61,7 @@ def split_kv_kernel(
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROTATES: as in the early kernel."""
     if PDL:
@@ -94,7 +96,7 @@ def split_kv_kernel(
     new = load_new(own, k_cache + newest, v_cache + newest, new_scales, d, D, ROTATES)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
-    result = tl.zeros([GROUP_PAD, D], tl.float32)
+    result, second = no_values(v_cache, GROUP_PAD, D)
     for at in range(start, tl.minimum(end, length - 1), TILE):
         position = at + tl.arange(0, TILE)
         seen = seen_of(position, first, length - 1, HAS_WINDOW)
@@ -106,10 +108,10 @@ def split_kv_kernel(
         keys, values = load_tile(k_cache, v_cache, base, seen, d, D)
         scores = logits(queries, keys, k_scales, scale, softcap, HAS_SOFTCAP)  # [group, tile]
         scores = tl.where(seen[None, :], scores, -float("inf"))
-        best, total, result = absorb(scores, values, v_scales, best, total, result, queries.dtype)
-    result = settled(result, k_cache)
+        best, total, result, second = absorb(scores, values, v_scales, best, total, result, second, queries.dtype)
+    result = settled(result, second, v_cache)
     if here:
-        key, value = keep_new(new, k_cache + newest, v_cache + newest, new_scales, d, D, ROTATES, ROUND, EXACT)
+        key, value = keep_new(new, k_cache + newest, v_cache + newest, new_scales, d, D, ROTATES, ROUND)
         best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
     leave(
         best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,
@@ -141,9 +143,12 @@ def split_kv(
         options: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
     else:
         few, many = n * kv <= FEW_PROGRAMS, n * kv > MANY_PROGRAMS
-        tile = max(16, min(32 if few or many else 64, TILE_BYTES // (wide * q.element_size())))
+        twice = 1 + (k_cache.dtype is FP8)  # of half the bytes: as many are on their way
+        most = twice * TILE_BYTES // (wide * q.element_size())
+        tile = max(16, min(twice * (32 if few or many else 64), most))
         splits = splits or split_count(n, kv, q.device)
-        options = {"LEAST": LEAST_TILES, "num_warps": 2 if many else 4, "num_stages": 2 if few else 3}
+        least = LEAST_TILES // twice
+        options = {"LEAST": least, "num_warps": 2 if many else 4, "num_stages": 2 if few else 3}
     k, v, cos, sin = rotation or (q, q, q, q)
     strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
     partial = torch.empty((n, h, splits, d) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
@@ -158,7 +163,7 @@ def split_kv(
         BLOCK=block, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None, ROTATES=rotation is not None,
         ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype, WIDE=k_cache.numel() >= 1 << 31, PDL=pdl,
-        EXACT=not q.is_cuda, launch_pdl=pdl, **options,
+        launch_pdl=pdl, **options,
     )  # fmt: skip
     return out
 

@@ -21,6 +21,7 @@ from graft.ops.cached_attention.tiles.triton import (
     inside_blocks,
     load_scales,
     logits,
+    no_values,
     operand,
     scale_of,
     seen_of,
@@ -35,7 +36,7 @@ def early_kernel(
     d: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr, EXACT: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first tile is on its way before the wait, all but the newest key and value: those alone may be written by
     the kernel ahead. ROTATES: queries and the newest key are rotated here, and that key and its value are written
@@ -77,9 +78,9 @@ def early_kernel(
     new = load_new(own, k_cache + newest, v_cache + newest, new_scales, d, D, ROTATES)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
-    result = tl.zeros([GROUP_PAD, D], tl.float32)
+    result, second = no_values(v_cache, GROUP_PAD, D)
     scores = tl.where(old[None, :], logits(queries, keys, k_scales, scale, softcap, HAS_SOFTCAP), -float("inf"))
-    best, total, result = absorb(scores, values, v_scales, best, total, result, queries.dtype)
+    best, total, result, second = absorb(scores, values, v_scales, best, total, result, second, queries.dtype)
     for at in range(start + TILE, end, TILE):
         position = at + tl.arange(0, TILE)
         block, inside = blocks_of(table, position, length, BLOCK, WIDE), inside_blocks(at, BLOCK, TILE)
@@ -89,10 +90,10 @@ def early_kernel(
         k_scales, v_scales = load_scales(k_cache, v_cache, block, inside, old, kv, s_block, s_token, BLOCK)
         scores = logits(queries, keys, k_scales, scale, softcap, HAS_SOFTCAP)  # [group, tile]
         scores = tl.where(old[None, :], scores, -float("inf"))
-        best, total, result = absorb(scores, values, v_scales, best, total, result, queries.dtype)
-    result = settled(result, k_cache)
+        best, total, result, second = absorb(scores, values, v_scales, best, total, result, second, queries.dtype)
+    result = settled(result, second, v_cache)
     if here:
-        key, value = keep_new(new, k_cache + newest, v_cache + newest, new_scales, d, D, ROTATES, ROUND, EXACT)
+        key, value = keep_new(new, k_cache + newest, v_cache + newest, new_scales, d, D, ROTATES, ROUND)
         best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
     leave(
         best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,

@@ -64,11 +64,11 @@ def load_new(own, key_position, value_position, scales, d: tl.constexpr, D: tl.c
 
 
 @triton.jit
-def keep_scaled(head, position, scale, d: tl.constexpr, D: tl.constexpr, EXACT: tl.constexpr):
+def keep_scaled(head, position, scale, d: tl.constexpr, D: tl.constexpr):
     """A head [d] rounded to float8 and written with its scale → as it is read from then on."""
     dims = tl.arange(0, D)[None, :]
     scales = scales_for(head[None, :])
-    rounded = divided(head[None, :], scales, EXACT)
+    rounded = divided(head[None, :], scales)
     tl.store(position + dims, rounded, mask=dims < d)
     tl.store(scale + tl.zeros([1, 1], tl.int32), scales)
     return tl.reshape(rounded.to(tl.float32) * scales, [D])
@@ -77,7 +77,7 @@ def keep_scaled(head, position, scale, d: tl.constexpr, D: tl.constexpr, EXACT: 
 @triton.jit
 def keep_new(
     new, key_position, value_position, scales, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr,
-    ROUND: tl.constexpr, EXACT: tl.constexpr,
+    ROUND: tl.constexpr,
 ):  # fmt: skip
     """The newest key and value [d], rotated and written into the cache if they are not there yet."""
     FLOAT8: tl.constexpr = key_position.dtype.element_ty == tl.float8e4nv
@@ -86,8 +86,8 @@ def keep_new(
         dims = tl.arange(0, D)
         key = rotate(new[0], dims, d, key.dtype, ROUND)
         if FLOAT8:
-            key = keep_scaled(key, key_position, scales[0], d, D, EXACT)
-            value = keep_scaled(value, value_position, scales[1], d, D, EXACT)
+            key = keep_scaled(key, key_position, scales[0], d, D)
+            value = keep_scaled(value, value_position, scales[1], d, D)
         else:
             tl.store(key_position + dims, key, mask=dims < d)
             tl.store(value_position + dims, value, mask=dims < d)

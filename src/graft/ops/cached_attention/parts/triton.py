@@ -27,13 +27,23 @@ def part_of(length, window, SPLITS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.
 
 @triton.jit
 def load_tile(k_cache, v_cache, base, seen, d: tl.constexpr, D: tl.constexpr):
-    """Keys and values [tile, d] at these places of the cache; 0 where they are not seen."""
+    """Keys and values [tile, d] at these positions of the cache; 0 where they are not seen. Float8 values come in
+    pairs, [tile, d / 2]: the tokens of a tile are transposed on their way to the tensor cores, 16 bits at a time."""
     dims = tl.arange(0, D)
     mask = seen[:, None]
     if d < D:
         mask = mask & (dims[None, :] < d)
     at = base[:, None] + dims[None, :]
-    return tl.load(k_cache + at, mask=mask, other=0.0), tl.load(v_cache + at, mask=mask, other=0.0)
+    keys = tl.load(k_cache + at, mask=mask, other=0.0)
+    if v_cache.dtype.element_ty == tl.float8e4nv:
+        pairs = tl.arange(0, D // 2)
+        mask = seen[:, None]
+        if d < D:
+            mask = mask & (pairs[None, :] < d // 2)
+        source = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+        return keys, tl.load(source + (base // 2)[:, None] + pairs[None, :], mask=mask, other=0)
+    else:
+        return keys, tl.load(v_cache + at, mask=mask, other=0.0)
 
 
 @triton.jit

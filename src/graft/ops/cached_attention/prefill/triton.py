@@ -15,13 +15,13 @@ from graft.ops.cached_attention.tiles.triton import (
     LOG2E,
     LOWEST,
     UNALIGNED,
+    UNIT,
     UNSPECIAL,
     absorb,
     blocks_of,
     load_scales,
     logits,
     operand,
-    settled,
 )
 from graft.ops.paged_cache import block_of
 
@@ -67,7 +67,7 @@ def visit(
         if HAS_WINDOW:
             seen = seen & (key_position[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, -float("inf"))
-    best, total, result = absorb(scores, values, v_scales, best, total, result, queries.dtype)
+    best, total, result, _ = absorb(scores, values, v_scales, best, total, result, 0.0, queries.dtype)
     return block, best, total, result
 
 
@@ -120,7 +120,9 @@ def prefill_kernel(
             at, block, queries, position, table, k_cache, v_cache, kv, s_block, s_token, s_head,
             scale, window, softcap, end, best, total, result, d, D, BLOCK, TILE, True, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
-    result = settled(result, k_cache) / tl.where(total > 0, total, 1.0)[:, None]
+    if v_cache.dtype.element_ty == tl.float8e4nv:
+        result *= 1.0 / UNIT
+    result = result / tl.where(total > 0, total, 1.0)[:, None]
     target = out + token[:, None] * heads * d + head[:, None] * d + dims[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
 
