@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from graft.backends.lowered import Lowered
-from graft.base.errors import DiskFull, NativeFailed, NoCompiler, UnknownBackend, UsageError
+from graft.base.errors import CacheNotNative, DiskFull, NativeFailed, NoCompiler, UnknownBackend, UsageError
 from graft.ir.effects import storage_root, written_args
 from graft.ir.nodes import outlives_call, where
 
@@ -23,12 +23,17 @@ def check_name(backend: str) -> None:
 
 
 def decoder_backend(
-    backend: str, device: torch.device, dtype: torch.dtype, formats: Collection[str] = ()
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    formats: Collection[str] = (),
+    cache: torch.dtype | None = None,
 ) -> tuple[str, tuple[str, ...]]:
     """What a decoder of the engine is lowered to, and why, for the report: `auto` is native on a CPU with a compiler.
 
     It is known before the pipeline, which fuses for the backend. Other modules keep eager as their `auto`: the native
-    backend takes the engine's packed tokens alone. formats: of quantized weights.
+    backend takes the engine's packed tokens alone. formats: of quantized weights; cache: where it is not the model's
+    dtype.
     """
     check_name(backend)
     if backend == "cuda_graph":
@@ -36,10 +41,14 @@ def decoder_backend(
             "backend='cuda_graph' is for graft.compile: the engine captures its own CUDA graphs, one a batch size,"
             " sampling inside, and would have to do without them; leave out backend, or use 'eager'"
         )
+    if backend == "native" and cache is not None:
+        raise CacheNotNative
     if backend != "auto":
         return backend, ()
     if device.type != "cpu":
         return "eager", ()
+    if cache is not None:
+        return "eager", (f"backend: eager, because native kernels have no {cache} key-value cache",)
     if "fp8" in formats:
         return "eager", ("backend: eager, because native kernels have no fp8 weights; int8 and int4 they have",)
     if dtype not in NATIVE:

@@ -141,7 +141,7 @@ def work_of(run: BenchRun, cell: Cell, engine: BenchEngine, ours: bool) -> CellW
     flops = prompt_flops(module, cell.batch, cell.prompt)
     if isinstance(engine, Peer):
         return CellWork(engine.step_bytes(cell.batch, tokens), flops)
-    read = step_bytes(module, cell.batch, tokens)
+    read = step_bytes(module, cell.batch, tokens, run.llm.engine.tensors[0] if ours else None)
     quantized = graph_weight_bytes(run.llm.graph_module) if ours else None
     return CellWork(read if quantized is None else read - weight_bytes(module, cell.batch) + quantized, flops)
 

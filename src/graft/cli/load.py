@@ -50,7 +50,7 @@ def load_llm(
     engine_options({name: value for name, value in options.items() if name in EngineOptions.__dataclass_fields__})
     loaded = load_decoder(
         model, dtype=dtype, device=device, backend=options.get("backend", "auto"), quantize=quantize,
-        trust_remote_code=trust_remote_code, progress=progress,
+        kv_cache_dtype=options.get("kv_cache_dtype", "auto"), trust_remote_code=trust_remote_code, progress=progress,
     )  # fmt: skip
     tell_notes(loaded.notes)
     settings = settings_for(loaded, config, quantize, **given)

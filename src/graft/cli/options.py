@@ -47,6 +47,13 @@ Stop = Annotated[list[str] | None, typer.Option(help="End the text before this s
 CacheMemory = Annotated[
     str | None, typer.Option(help="Size of the key-value cache: 2GiB. From free memory if left out.", metavar="SIZE")
 ]
+CacheDtype = Annotated[
+    str,
+    typer.Option(
+        help="Keys and values in the cache: auto (the model's dtype) or fp8, half of the bytes of 16 bits.",
+        metavar="auto|fp8",
+    ),
+]
 Quantize = Annotated[
     str | None,
     typer.Option(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from graft.base.device_memory import cache_size, is_out_of_memory, size_text
@@ -19,6 +21,7 @@ from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block
 from graft.engine.options import EngineOptions
 from graft.engine.scheduler import Scheduler
 from graft.models.load import LoadedModel
+from graft.weights.quantize import FP8
 
 
 def build_engine(
@@ -75,9 +78,17 @@ def build_engine(
     )
     tokens = found.blocks * block_size
     note = f"key-value cache: {found.blocks} blocks of {block_size} tokens, {size_text(found.bytes)} ({found.reason})"
+    if layers and layers[0].dtype is FP8:
+        each, own = (bytes_per_block(some, block_size) // block_size for some in (layers, wide(layers, model)))
+        note += f"; float8_e4m3fn with a scale a token and head, {each:,} bytes a token and not {own:,}"
     if tokens < model.context:
         note += f"; the model's context of {model.context} does not fit"
     return engine, note
+
+
+def wide(layers: Sequence[LayerShape], model: LoadedModel) -> list[LayerShape]:
+    """The same in the model's dtype."""
+    return [replace(layer, dtype=model.module.dtype) for layer in layers]
 
 
 def end_tokens(model: LoadedModel) -> frozenset[int]:
@@ -89,13 +100,16 @@ def end_tokens(model: LoadedModel) -> frozenset[int]:
     return frozenset()
 
 
-def fingerprint(model: LoadedModel, weights: Module) -> str:
-    """What the cache's content depends on beside the tokens: configuration, dtype and weights (a few of each).
+def fingerprint(model: LoadedModel, weights: Module, cache_dtype: torch.dtype | None = None) -> str:
+    """What the cache's content depends on beside the tokens: configuration, dtype and weights (a few of each), and
+    the cache's dtype where it is not theirs.
 
     The weights are those that the graph reads, quantized or not; the module may have freed its own.
     """
     digest = blake2b(digest_size=16)
     digest.update(model.module.config.to_json_string().encode())
+    if cache_dtype is not None:
+        digest.update(f"cache {cache_dtype}".encode())
     for name, weight in weights.named_parameters():
         some = weight.detach().flatten()[:8].float().cpu()
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} {some.tolist()}".encode())

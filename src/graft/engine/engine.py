@@ -37,7 +37,7 @@ class Engine:
     def __init__(
         self,
         graph: Callable[..., Any],
-        tensors: Sequence[Tensor],  # [blocks, block_size, kv_heads, head_dim] each
+        tensors: Sequence[Tensor],  # [blocks, rows, kv_heads, head_dim] each (ops/paged_cache.py)
         scheduler: Scheduler,
         *,
         end_tokens: frozenset[int] = frozenset(),

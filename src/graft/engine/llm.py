@@ -10,6 +10,7 @@ from typing import Any
 from graft.base.errors import UsageError, near
 from graft.base.files import Progress
 from graft.engine.build import build_engine
+from graft.engine.cache_error import cache_error_text
 from graft.engine.choices import choice_notes
 from graft.engine.frontend import Frontend
 from graft.engine.kv.events import Event
@@ -17,6 +18,7 @@ from graft.engine.options import EngineOptions
 from graft.engine.self_check import self_check
 from graft.engine.stages import (
     Config,
+    cache_dtype_of,
     capture,
     load_decoder,
     lower,
@@ -60,15 +62,25 @@ class LLM(Frontend):
         quantize_sets(quantize)  # a wrong format is told before the model is loaded
         loaded = given or load_decoder(
             model,  # pyrefly: ignore
-            dtype=dtype, device=device, backend=backend, quantize=quantize, trust_remote_code=trust_remote_code,
-            progress=progress,
+            dtype=dtype, device=device, backend=backend, quantize=quantize, kv_cache_dtype=sizes.kv_cache_dtype,
+            trust_remote_code=trust_remote_code, progress=progress,
         )  # fmt: skip
         loaded = replace(loaded, context=sizes.context(loaded.context))
         settings = settings_for(loaded, config, quantize)
-        target = target_of(loaded, settings, backend)
+        cache = cache_dtype_of(sizes.kv_cache_dtype, next(loaded.module.parameters()).device)
+        target = target_of(loaded, settings, backend, cache)
         keep = (given is not None if keep_weights is None else keep_weights) and loaded.lazy is None
         captured = capture(loaded, progress)
-        made = transform(loaded, captured, settings, target, keep_weights=keep, dump_dir=dump_dir, progress=progress)
+        made = transform(
+            loaded,
+            captured,
+            settings,
+            target,
+            keep_weights=keep,
+            cache_dtype=cache,
+            dump_dir=dump_dir,
+            progress=progress,
+        )
         lowered = lower(loaded, made, settings, target, keep_weights=keep)
         self.engine, self.size = build_engine(
             lowered.call, loaded, made.layers, made.block_size, sizes, made.graph_module, backend=lowered.backend,
@@ -76,6 +88,8 @@ class LLM(Frontend):
         )  # fmt: skip
         quantized = bool(weight_formats(settings))
         checked = self_check(self.engine, loaded, made.layer_names, quantized=quantized, wanted=sizes.self_check)
+        if cache is not None and sizes.self_check:
+            checked += f"; {cache_error_text(self.engine, loaded, lowered.backend)}"
         if keep_weights and loaded.floats is not None:
             loaded = replace(loaded, module=loaded.floats(), lazy=None, floats=None)
         self.model, self.device, self.backend = loaded, target.device, lowered.backend

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from graft.base.device_memory import GIB, parse_size
-from graft.base.errors import UsageError
+from graft.base.errors import UsageError, near
 
 LARGE_GPU = 40 * GIB  # memory; activations of 8,192 tokens of an 8B model take about one
 MANY_TOKENS, FEW_TOKENS = 8192, 2048
+CACHE_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """Names as in vLLM; kv_cache_memory and max_events are graft's own.
 
+    kv_cache_dtype: "auto", the model's own, or "fp8": keys and values in one byte each, e4m3, with a scale for every
+    token and head (ops/paged_cache.py).
     kv_cache_memory: bytes, or text like "2GiB"; None takes what is free, with a margin.
     max_model_len: tokens of a request, prompt and answer; None: all that the model was made for.
     max_num_seqs: requests that run at once.
@@ -29,6 +32,7 @@ class EngineOptions:
     self_check: at load, decode steps are compared with a full pass over the same tokens.
     """
 
+    kv_cache_dtype: str = "auto"
     kv_cache_memory: int | str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -48,6 +52,9 @@ class EngineOptions:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise UsageError(f"{name} must be True or False, but is {value!r}")
+        if self.kv_cache_dtype not in CACHE_DTYPES:
+            asked = self.kv_cache_dtype
+            raise UsageError(f"unknown kv_cache_dtype {asked!r}{near(str(asked), CACHE_DTYPES)}")
         if self.cudagraph_capture_sizes is not None:
             object.__setattr__(self, "cudagraph_capture_sizes", self.capture_sizes(self.cudagraph_capture_sizes))
         if self.kv_cache_memory is not None:

@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 
 from graft.backends.lowered import Lowered
 from graft.backends.select import decoder_backend, lower_decoder
-from graft.base.errors import UsageError
+from graft.base.errors import NoFloat8, UsageError
 from graft.base.files import Progress
 from graft.base.progress import LOWERING, TRANSFORMS, Doing
 from graft.capture.cache import captured_decoder
@@ -29,6 +29,7 @@ from graft.engine.build import fingerprint
 from graft.engine.kv.tensors import LayerShape
 from graft.ir.edit import attribute
 from graft.models.load import LoadedModel, load_model, resolve_device
+from graft.ops.launch import float8_missing
 from graft.ops.layout import check_graph
 from graft.passes.base import Context
 from graft.passes.config import DEFAULTS, ConfigLayer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
@@ -36,6 +37,7 @@ from graft.passes.library.quantize.quantization import Saving, release
 from graft.passes.pipeline import run_pipeline
 from graft.passes.report import Report
 from graft.weights.lazy import LazyWeights
+from graft.weights.quantize import FP8
 
 Config = str | Path | Mapping[str, Any] | PipelineConfig | None
 
@@ -77,11 +79,12 @@ def load_decoder(
     device: str = "auto",
     backend: str = "auto",
     quantize: str | None = None,
+    kv_cache_dtype: str = "auto",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """A GGUF file's weights stay in its blocks where the native backend reads them so, and nobody asks for floats."""
-    as_stored = quantize is None and dtype == "auto"
+    as_stored = quantize is None and dtype == kv_cache_dtype == "auto"
     blocks = decoder_backend(backend, resolve_device(device), torch.float32)[0] == "native" and as_stored
     return load_model(
         model, dtype=dtype, device=device, progress=progress, in_blocks=blocks, trust_remote_code=trust_remote_code
@@ -108,10 +111,25 @@ def settings_for(
     return settings
 
 
-def target_of(model: LoadedModel, settings: PipelineConfig, backend: str) -> Target:
+def target_of(model: LoadedModel, settings: PipelineConfig, backend: str, cache: torch.dtype | None = None) -> Target:
+    """cache: the dtype that was asked for its keys and values."""
     device = next(model.module.parameters()).device
-    chosen, why = decoder_backend(backend, device, model.module.dtype, weight_formats(settings))
+    chosen, why = decoder_backend(backend, device, model.module.dtype, weight_formats(settings), cache)
     return Target(device, chosen, backend, why)
+
+
+def cache_dtype_of(asked: str, device: torch.device) -> torch.dtype | None:
+    """`auto` → None, as keys and values are computed; `fp8` → float8, where the device has it."""
+    if asked == "auto":
+        return None
+    try:
+        torch.ones(1, device=device).to(FP8).float()
+        missing = float8_missing(device)
+    except (RuntimeError, NotImplementedError) as error:
+        missing = f"torch {torch.__version__} has no float8 numbers there ({error})"
+    if missing is not None:
+        raise NoFloat8(device, missing)
+    return FP8
 
 
 def capture(model: LoadedModel, progress: Progress | None = None) -> CapturedDecoder:
@@ -125,13 +143,18 @@ def transform(
     target: Target,
     *,
     keep_weights: bool,
+    cache_dtype: torch.dtype | None = None,
     dump_dir: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Transformed:
-    """Runs the pipeline over the captured graph, which is changed. keep_weights: the module keeps its own."""
+    """Runs the pipeline over the captured graph, which is changed. keep_weights: the module keeps its own.
+    cache_dtype: of keys and values in the cache; None: as they are computed."""
     gm, lazy = captured.graph_module, model.lazy
     owned = None if keep_weights else model.module
-    context = Context(route="decoder", backend=target.backend, context_length=model.context, owned=owned, lazy=lazy)
+    context = Context(
+        route="decoder", backend=target.backend, context_length=model.context, owned=owned, lazy=lazy,
+        kv_cache_dtype=cache_dtype,
+    )  # fmt: skip
     if settings.verify == "matches":
         context.notes += filled(lazy, gm, "verify: matches computes with them")
     report = run_pipeline(
@@ -145,7 +168,7 @@ def transform(
         layers=tuple(LayerShape(c.kv_heads, c.head_dim, c.dtype) for c in context.outputs["kv_cache"]),
         layer_names=context.outputs["kv_cache_layers"],
         block_size=context.block_size,
-        content=fingerprint(model, gm),
+        content=fingerprint(model, gm, cache_dtype),
         quantized=context.outputs.get("quantized"),
         notes=tuple(notes),
     )

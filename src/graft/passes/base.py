@@ -43,6 +43,7 @@ class Context:
     backend: what the graph is lowered to afterwards: the native one fuses on a CPU what others fuse on a GPU.
     owned: the module whose weights may be freed once the graph has others; None where it is somebody else's.
     lazy: weights that still lie in their file, and have shapes alone in the module.
+    kv_cache_dtype: of the caches that the decoder gets; None: that of their keys.
     shared: what several graphs of one module have in common, so that a second capture does not make it again.
     """
 
@@ -55,6 +56,7 @@ class Context:
     notes: list[str] = field(default_factory=list)  # for the report
     owned: torch.nn.Module | None = None
     lazy: LazyWeights | None = None
+    kv_cache_dtype: torch.dtype | None = None
     shared: dict[Any, Any] | None = None
 
 

@@ -142,9 +142,7 @@ def test_decoding_agrees_with_float64_over_the_same_cache(old, group, d, options
 
 @settings(max_examples=examples(8), deadline=None)
 @given(
-    layout=st.lists(
-        st.tuples(st.sampled_from([1, 2, 16, 20]), st.sampled_from([0, 1, 50])), min_size=1, max_size=3
-    ),
+    layout=st.lists(st.tuples(st.sampled_from([1, 2, 16, 20]), st.sampled_from([0, 1, 50])), min_size=1, max_size=3),
     d=st.sampled_from([16, 24]),
     options=OPTIONS,
 )

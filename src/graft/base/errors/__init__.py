@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graft.base.errors.backends import (
+    CacheNotNative,
     CannotLoad,
     CaptureRefused,
     CompilerFailed,
@@ -10,6 +11,7 @@ from graft.base.errors.backends import (
     KernelUnavailable,
     NativeFailed,
     NoCompiler,
+    NoFloat8,
     NoGpu,
     NothingNative,
     Recompiled,
@@ -74,6 +76,7 @@ __all__ = [
     "BrokenPlugin",
     "CacheCorrupt",
     "CacheMisuse",
+    "CacheNotNative",
     "CannotLoad",
     "CaptureError",
     "CaptureRefused",
@@ -98,6 +101,7 @@ __all__ = [
     "LogitsError",
     "NativeFailed",
     "NoCompiler",
+    "NoFloat8",
     "NoGpu",
     "NotText",
     "NothingNative",

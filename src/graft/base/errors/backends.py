@@ -23,6 +23,19 @@ class NoCompiler(UsageError):
         )
 
 
+class NoFloat8(UsageError):
+    def __init__(self, device: object, why: str) -> None:
+        super().__init__(f"kv_cache_dtype='fp8' cannot be had on {device}: {why}; leave it out, or use 'auto'")
+
+
+class CacheNotNative(UsageError):
+    def __init__(self) -> None:
+        super().__init__(
+            "kv_cache_dtype='fp8' is not supported by the native kernels, which read and write 16 and 32 bits; leave"
+            " out backend='native' (eager runs it then), or leave out kv_cache_dtype"
+        )
+
+
 class NativeFailed(GraftError):
     """The native backend cannot serve; where nobody asked for it by name, eager does."""
 

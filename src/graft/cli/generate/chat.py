@@ -14,6 +14,7 @@ from graft.cli.load import load_llm, sampling_params
 from graft.cli.options import (
     DEFAULT_MODEL,
     Backend,
+    CacheDtype,
     CacheMemory,
     ConfigFile,
     Device,
@@ -62,6 +63,7 @@ def chat(
     sets: Sets = None,
     quantize: Quantize = None,
     kv_cache_memory: CacheMemory = None,
+    kv_cache_dtype: CacheDtype = "auto",
     max_model_len: MaxModelLen = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line for each answer, and nothing else.")] = False,
@@ -76,7 +78,8 @@ def chat(
     with progress_bar() as progress:
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, quantize=quantize, backend=backend,
-            kv_cache_memory=kv_cache_memory, max_model_len=max_model_len, trust_remote_code=trust_remote_code,
+            kv_cache_memory=kv_cache_memory, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
     start: Messages = [{"role": "system", "content": system}] if system else []
     llm.chat_prompt([*start, {"role": "user", "content": "hi"}])  # a model that cannot chat says so now

@@ -14,6 +14,7 @@ from graft.cli.options import (
     DEFAULT_MODEL,
     Answers,
     Backend,
+    CacheDtype,
     CacheMemory,
     ConfigFile,
     Device,
@@ -74,6 +75,7 @@ def run(
         bool, typer.Option(help="Check every match numerically: run it beside what it replaced.")
     ] = False,
     kv_cache_memory: CacheMemory = None,
+    kv_cache_dtype: CacheDtype = "auto",
     max_model_len: MaxModelLen = None,
     trust_remote_code: TrustRemoteCode = False,
     dump: Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")] = None,
@@ -93,7 +95,7 @@ def run(
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
             dump_dir=dump, quantize=quantize, keep_weights=compare, kv_cache_memory=kv_cache_memory,
-            max_model_len=max_model_len, trust_remote_code=trust_remote_code,
+            kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code,
         )  # fmt: skip
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
         live = not as_json and len(asked) == n == 1 and logprobs is None and llm.tokenizer is not None

@@ -14,6 +14,7 @@ from graft.cli.measure.bench_load import DEFAULT_REQUESTS, Preset, Rate, Request
 from graft.cli.options import (
     DEFAULT_MODEL,
     Backend,
+    CacheDtype,
     CacheMemory,
     ConfigFile,
     Device,
@@ -81,6 +82,7 @@ def bench(
     plugins: Plugins = None,
     quantize: Quantize = None,
     kv_cache_memory: CacheMemory = None,
+    kv_cache_dtype: CacheDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     plot: Annotated[str | None, typer.Option(help="Also draw it: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: Json = False,
@@ -95,7 +97,7 @@ def bench(
     target = resolve_device(device)
     given: dict[str, Any] = {
         "dtype": dtype, "device": device, "config": config, "sets": sets, "plugins": plugins, "backend": backend,
-        "quantize": quantize, "trust_remote_code": trust_remote_code,
+        "quantize": quantize, "trust_remote_code": trust_remote_code, "kv_cache_dtype": kv_cache_dtype,
     }  # fmt: skip
     if throughput or preset:
         loads = read_loads(throughput, preset, requests or DEFAULT_REQUESTS[target.type], rate)

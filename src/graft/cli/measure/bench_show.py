@@ -106,7 +106,8 @@ def legend(result: Bench) -> str:
 def show_loads(setup: dict[str, Any], rows: Sequence[LoadRow], published: Published | None) -> None:
     """A row a load, and below the table what does not fit into one."""
     weights = f", {setup['quantize']} weights" if setup["quantize"] else ""
-    table = plain_table(f"{setup['model']}, {setup['dtype']}{weights}, {setup['device_name']}, under load")
+    cache = ", float8 cache" if setup["kv_cache_dtype"].startswith("float8") else ""
+    table = plain_table(f"{setup['model']}, {setup['dtype']}{weights}{cache}, {setup['device_name']}, under load")
     table.add_column("ISL/OSL", no_wrap=True)
     columns = ["requests", "tok/s", "req/s", "TTFT p50", "p99", "ITL p50", "p99", "prompts", "batch", "cache"]
     for name in (*columns, *(["published"] if published else [])):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graft.engine.kv.manager import Copy
+from graft.ops.paged_cache import raw, rows_of
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,19 @@ class LayerShape:
     head_dim: int
     dtype: torch.dtype
 
+    def block(self, size: int) -> tuple[int, int, int]:
+        """Of keys, or of values, of so many tokens."""
+        return rows_of(size, self.head_dim, self.dtype), self.kv_heads, self.head_dim
+
 
 def bytes_per_block(layers: Sequence[LayerShape], block_size: int) -> int:
-    return block_size * sum(2 * s.kv_heads * s.head_dim * s.dtype.itemsize for s in layers)
+    return sum(2 * prod(layer.block(block_size)) * layer.dtype.itemsize for layer in layers)
 
 
 def allocate(layers: Sequence[LayerShape], blocks: int, block_size: int, device: torch.device) -> list[Tensor]:
-    """Two tensors [blocks, block_size, kv_heads, head_dim] a layer: keys, values. All zero: a position that is masked
-    is still multiplied by 0, which must not meet a NaN."""
-    shapes = [((blocks, block_size, layer.kv_heads, layer.head_dim), layer.dtype) for layer in layers for _ in "kv"]
+    """Two tensors [blocks, rows, kv_heads, head_dim] a layer: keys, values (ops/paged_cache.py). All zero: a position
+    that is masked is still multiplied by 0, which must not meet a NaN."""
+    shapes = [((blocks, *layer.block(block_size)), layer.dtype) for layer in layers for _ in "kv"]
     make = lazy_zeros if device.type == "cpu" else lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)
     return [make(shape, dtype) for shape, dtype in shapes]
 
@@ -45,5 +50,5 @@ def copy_blocks(tensors: Sequence[Tensor], copies: Sequence[Copy]) -> None:
         return
     sources = torch.tensor([copy.source for copy in copies], device=tensors[0].device)
     targets = torch.tensor([copy.target for copy in copies], device=tensors[0].device)
-    for tensor in tensors:
+    for tensor in map(raw, tensors):
         tensor.index_copy_(0, targets, tensor.index_select(0, sources))

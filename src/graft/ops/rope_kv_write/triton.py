@@ -15,7 +15,7 @@ from graft.ops.cached_attention.tiles.triton import scale_of
 from graft.ops.launch import pdl_supported
 from graft.ops.paged_cache import block_of
 from graft.ops.rope.triton import rotate_pairs
-from graft.ops.triton_float8 import divided, larger, scales_for
+from graft.ops.cached_attention.float8.triton import divided, larger, scales_for
 
 FEW = 1024  # heads of all tokens: up to here one head a program, all of them at once (8 programs an SM)
 
@@ -37,7 +37,8 @@ def turn_heads(
     d: tl.constexpr, r: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, ROUND: tl.constexpr,
     BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, CAST_LAST: tl.constexpr,
 ):  # fmt: skip
-    """The heads `head` [heads, 1] of one token: normed, rotated and stored; in float8 with their scales, which are BLOCK apart."""
+    """The heads `head` [heads, 1] of one token: normed, rotated and stored; in float8 with their scales, which are
+    BLOCK apart."""
     dtype = source.dtype.element_ty
     cols = tl.arange(0, HALF)[None, :]
     rotating = cols < r // 2

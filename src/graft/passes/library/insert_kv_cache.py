@@ -14,6 +14,7 @@ from graft.ir.edit import Editor, fake_mode
 from graft.ir.nodes import calls, is_op, module_path, tensor_of, where
 from graft.ir.patterns.match import Match
 from graft.ops.layout import PAGED, cache_blocks, cache_names, declare
+from graft.ops.paged_cache import rows_of
 from graft.passes.base import Context
 from graft.passes.patterns import PatternRun, PatternTransform, Rewrite
 from graft.passes.registry import TransformRegistry
@@ -24,7 +25,7 @@ ATTENTION = ops.attention.default
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one attention layer keeps: two tensors of [blocks, block_size, kv_heads, head_dim]."""
+    """What one attention layer keeps: two tensors of [blocks, rows, kv_heads, head_dim] (ops/paged_cache.py)."""
 
     kv_heads: int
     head_dim: int
@@ -61,9 +62,11 @@ def add_caches(run: CacheRun, match: Match) -> dict[str, Node]:
     keys, layer = tensor_of(match.tensors["k"]), match.anchor
     if not run.layers:
         run.shared, run.blocks = declare(run.editor, layer, PAGED), cache_blocks(layer)
-    spec = LayerCache(keys.shape[1], keys.shape[-1], match.literals["window"], keys.dtype)
+    dtype = run.context.kv_cache_dtype or keys.dtype
+    spec = LayerCache(keys.shape[1], keys.shape[-1], match.literals["window"], dtype)
     with fake_mode(layer):
-        size = (run.blocks, run.context.block_size, spec.kv_heads, spec.head_dim)
+        rows = rows_of(run.context.block_size, spec.head_dim, dtype)
+        size = (run.blocks, rows, spec.kv_heads, spec.head_dim)
         example = torch.empty(size, dtype=spec.dtype, device=tensor_of(layer).device)
     names = cache_names(len(run.layers))
     run.layers[layer] = spec
@@ -99,7 +102,8 @@ class InsertKVCache(PatternTransform):
                                         %block_tables, %cu_seqlens, %seq_lens, %lens_cpu, scale, window, softcap,
                                         sinks)
 
-    New inputs: the layout of the batch (ops/layout.py), and two caches a layer that are written in place.
+    New inputs: the layout of the batch (ops/layout.py), and two caches a layer that are written in place, in the
+    dtype of the keys, or in float8 (context.kv_cache_dtype): keys and values are rounded to 3 bits behind the first.
     Numerics: the same attention; sums may run in another order. A mask other than causal with a window cannot be kept
     over packed tokens and is refused.
     """

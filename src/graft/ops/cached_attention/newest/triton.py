@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from graft.ops.cached_attention.tiles.triton import capped
-from graft.ops.triton_float8 import divided, scales_for
+from graft.ops.cached_attention.float8.triton import divided, scales_for
 
 
 @triton.jit
