@@ -46,7 +46,7 @@ def cache_bytes(module: nn.Module, tokens: float, cache: Tensor | None = None) -
 
 
 def cache_bytes_per_token(module: nn.Module, cache: Tensor | None = None) -> int:
-    """Keys and values of one token in one layer, in the model's dtype, or, if `cache` is so, in float8 with scales."""
+    """Keys and values of one token in one layer, in the model's dtype, or in float8 with scales."""
     config: Any = module.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if cache is not None and cache.dtype is FP8:

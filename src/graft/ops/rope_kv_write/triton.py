@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.ops.cached_attention.float8.triton import divided, larger, scales_for
 from graft.ops.cached_attention.tiles.triton import scale_of
 from graft.ops.launch import pdl_supported
 from graft.ops.paged_cache import block_of
 from graft.ops.rope.triton import rotate_pairs
-from graft.ops.cached_attention.float8.triton import divided, larger, scales_for
 
 FEW = 1024  # heads of all tokens: up to here one head a program, all of them at once (8 programs an SM)
 

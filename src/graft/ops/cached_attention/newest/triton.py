@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graft.ops.cached_attention.tiles.triton import capped
 from graft.ops.cached_attention.float8.triton import divided, scales_for
+from graft.ops.cached_attention.tiles.triton import capped
 
 
 @triton.jit
