@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from float8_cases import everything, float8_cache, poison
 from graft.ops import OPS, choose
 from graft.ops.cached_attention import op as reading
 from graft.ops.cached_attention.decode.triton import split_kv
@@ -17,7 +18,7 @@ from graft.ops.cached_attention.existing import cached_attention_sdpa
 from graft.ops.cached_attention.triton import cached_attention_triton
 from graft.ops.paged_attention.triton import paged_attention_triton
 from graft.ops.paged_batches import make
-from graft.ops.paged_cache import block_of, raw, read, rows_of, scales_of, to_float8, write
+from graft.ops.paged_cache import block_of, raw, rows_of, scales_of, to_float8, write
 from graft.ops.rope_attention import op as whole
 from graft.ops.rope_kv_write import op as writing
 from graft.ops.rope_kv_write import triton as rope_kv_write
@@ -40,19 +41,6 @@ def any_device(monkeypatch):
         monkeypatch.setattr(module, "needs_triton", lambda *_: None)
 
 
-def float8_cache(cache):
-    """[blocks, block, kv, d] in float32 → the same in float8."""
-    blocks, block, kv, d = cache.shape
-    made = torch.zeros((blocks, rows_of(block, d, FP8), kv, d), dtype=torch.uint8, device=cache.device).view(FP8)
-    write(made, torch.arange(blocks * block, device=cache.device), cache.flatten(0, 1))
-    return made
-
-
-def everything(cache, dtype=torch.float32):
-    """All tokens of a cache, [blocks, block, kv, d]."""
-    return read(cache, torch.arange(cache.shape[0], device=cache.device), dtype)
-
-
 def batch(new, old, h, kv, d, options=PLAIN, dtype=torch.float32):
     """Arguments of cached_attention over float8 caches, and what it must give: float64 over what those hold."""
     g = torch.Generator().manual_seed(0)
@@ -63,17 +51,6 @@ def batch(new, old, h, kv, d, options=PLAIN, dtype=torch.float32):
     expected = OPS["cached_attention"].reference(q.double(), *caches, *wide)
     poison(caches, rest[1], rest[3])
     return (q, *caches, *rest), expected
-
-
-def poison(caches, tables, lengths):
-    """NaN, as number and as scale, wherever there is no token of a sequence."""
-    owned = torch.zeros(caches[0].shape[0], block_of(caches[0]), dtype=torch.bool, device=DEVICE)
-    for table, length in zip(tables.tolist(), lengths.tolist(), strict=True):
-        for position in range(length):
-            owned[table[position // 16], position % 16] = True
-    for cache in caches:
-        raw(cache)[:, :16][~owned] = 0x7F
-        scales_of(cache).transpose(1, 2)[~owned] = torch.nan
 
 
 def split(args, **options):

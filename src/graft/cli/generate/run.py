@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from graft.engine.llm import LLM
     from graft.engine.params import SamplingParams
 
+Verify = Annotated[bool, typer.Option(help="Check every match numerically: run it beside what it replaced.")]
+
 
 def run(
     prompts: Annotated[list[str] | None, typer.Argument(help="What to complete; standard input if left out.")] = None,
@@ -71,9 +73,7 @@ def run(
     sets: Sets = None,
     plugins: Plugins = None,
     quantize: Quantize = None,
-    verify: Annotated[
-        bool, typer.Option(help="Check every match numerically: run it beside what it replaced.")
-    ] = False,
+    verify: Verify = False,
     kv_cache_memory: CacheMemory = None,
     kv_cache_dtype: CacheDtype = "auto",
     max_model_len: MaxModelLen = None,

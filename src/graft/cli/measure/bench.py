@@ -116,8 +116,7 @@ def bench(
         built = clock.since(CAPTURE)
         notes = {"command": shlex.join(["graft", *sys.argv[1:]]), "build_phases": clock.phases()}
         if kernels:
-            table_of_kernels(llm, plan, notes, progress, as_json)
-            return
+            return table_of_kernels(llm, plan, notes, progress, as_json)
         result = measure(llm, plan, built, progress, notes, model)
     report(result, plot, as_json)
 
