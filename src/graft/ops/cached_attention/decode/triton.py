@@ -29,11 +29,9 @@ from graft.ops.cached_attention.tiles.triton import (
     absorb,
     blocks_of,
     inside_blocks,
-    load_scales,
     logits,
     no_values,
     operand,
-    scale_of,
     seen_of,
     settled,
 )
@@ -76,13 +74,9 @@ def split_kv_kernel(
     start = begin + split * chunk
     end = tl.minimum(start + chunk, length)
     table = block_tables + row * s_table
+    caches = (k_cache, v_cache, s_block, s_token, s_head)
     block = blocks_of(table, start + tl.arange(0, TILE), length, BLOCK, WIDE)
-    newest, new_block, new_inside = newest_of(table, length, s_block, s_token, BLOCK)
-    newest += kv * s_head
-    new_scales = (
-        scale_of(k_cache, new_block, new_inside, kv, s_block, s_token, BLOCK),
-        scale_of(v_cache, new_block, new_inside, kv, s_block, s_token, BLOCK),
-    )
+    newest = newest_of(caches, table, length, kv, BLOCK)
     here = (end == length) & (length > 0)  # the newest token is in this part
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -93,7 +87,7 @@ def split_kv_kernel(
     source = q + head[:, None] * sq_h + row * sq_t
     own = (k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t)
     queries = operand(take_queries(source, q_mask, own, d, D, ROTATES, ROUND), k_cache)
-    new = load_new(own, k_cache + newest, v_cache + newest, new_scales, d, D, ROTATES)
+    new = load_new(own, newest, d, D, ROTATES)
     best = tl.full([GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result, second = no_values(v_cache, GROUP_PAD, D)
@@ -101,17 +95,16 @@ def split_kv_kernel(
         position = at + tl.arange(0, TILE)
         seen = seen_of(position, first, length - 1, HAS_WINDOW)
         inside = inside_blocks(at, BLOCK, TILE)
-        base = block * s_block + inside * s_token + kv * s_head
-        k_scales, v_scales = load_scales(k_cache, v_cache, block, inside, seen, kv, s_block, s_token, BLOCK)
         # a tile ahead: keys are not asked for through two waits
-        block = blocks_of(table, position + TILE, length, BLOCK, WIDE)
-        keys, values = load_tile(k_cache, v_cache, base, seen, d, D)
+        following = blocks_of(table, position + TILE, length, BLOCK, WIDE)
+        keys, values, k_scales, v_scales = load_tile(caches, block, inside, seen, kv, d, D, BLOCK)
+        block = following
         scores = logits(queries, keys, k_scales, scale, softcap, HAS_SOFTCAP)  # [group, tile]
         scores = tl.where(seen[None, :], scores, -float("inf"))
         best, total, result, second = absorb(scores, values, v_scales, best, total, result, second, queries.dtype)
     result = settled(result, second, v_cache)
     if here:
-        key, value = keep_new(new, k_cache + newest, v_cache + newest, new_scales, d, D, ROTATES, ROUND)
+        key, value = keep_new(new, newest, d, D, ROTATES, ROUND)
         best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
     leave(
         best, total, result, partial, stats, out, counters, sinks, row, kv, split, used, heads,

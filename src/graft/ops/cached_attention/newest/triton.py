@@ -6,15 +6,18 @@ import triton
 import triton.language as tl
 
 from graft.ops.cached_attention.float8.triton import divided, scales_for
-from graft.ops.cached_attention.tiles.triton import capped
+from graft.ops.cached_attention.tiles.triton import capped, scale_of
 
 
 @triton.jit
-def newest_of(table, length, s_block, s_token, BLOCK: tl.constexpr):
-    """Where the first head of the newest token lies in the cache, its block, and its position in that."""
+def newest_of(caches, table, length, kv, BLOCK: tl.constexpr):
+    """Where a head of the newest token lies: its key, its value, and their scales in a float8 cache."""
+    k_cache, v_cache, s_block, s_token, s_head = caches
     position = tl.maximum(length - 1, 0)
     block, inside = tl.load(table + position // BLOCK).to(tl.int64), position % BLOCK
-    return block * s_block + inside * s_token, block, inside
+    at = block * s_block + inside * s_token + kv * s_head
+    k_scale = scale_of(k_cache, block, inside, kv, s_block, s_token, BLOCK)
+    return k_cache + at, v_cache + at, k_scale, scale_of(v_cache, block, inside, kv, s_block, s_token, BLOCK)
 
 
 @triton.jit
@@ -47,7 +50,7 @@ def take_queries(q, q_mask, own, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.c
 
 
 @triton.jit
-def load_new(own, key_position, value_position, scales, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr):
+def load_new(own, newest, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr):
     """The newest key and value [d] as they lie in memory, and their scales: nothing is computed yet, so that nothing
     waits for them."""
     dims = tl.arange(0, D)
@@ -55,10 +58,10 @@ def load_new(own, key_position, value_position, scales, d: tl.constexpr, D: tl.c
         value = tl.load(own[1] + dims, mask=dims < d, other=0.0)
         return load_head(own[0], own[2], own[3], dims, dims < d, d), value, 1.0, 1.0
     else:
-        key = tl.load(key_position + dims, mask=dims < d, other=0.0)
-        value = tl.load(value_position + dims, mask=dims < d, other=0.0)
+        key = tl.load(newest[0] + dims, mask=dims < d, other=0.0)
+        value = tl.load(newest[1] + dims, mask=dims < d, other=0.0)
         if key.dtype == tl.float8e4nv:
-            return (key, key, key, key), value, tl.load(scales[0]), tl.load(scales[1])
+            return (key, key, key, key), value, tl.load(newest[2]), tl.load(newest[3])
         else:
             return (key, key, key, key), value, 1.0, 1.0
 
@@ -75,22 +78,19 @@ def keep_scaled(head, position, scale, d: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def keep_new(
-    new, key_position, value_position, scales, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr,
-    ROUND: tl.constexpr,
-):  # fmt: skip
+def keep_new(new, newest, d: tl.constexpr, D: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr):
     """The newest key and value [d], rotated and written into the cache if they are not there yet."""
-    FLOAT8: tl.constexpr = key_position.dtype.element_ty == tl.float8e4nv
+    FLOAT8: tl.constexpr = newest[0].dtype.element_ty == tl.float8e4nv
     key, value = new[0][0], new[1]
     if ROTATES:
         dims = tl.arange(0, D)
         key = rotate(new[0], dims, d, key.dtype, ROUND)
         if FLOAT8:
-            key = keep_scaled(key, key_position, scales[0], d, D)
-            value = keep_scaled(value, value_position, scales[1], d, D)
+            key = keep_scaled(key, newest[0], newest[2], d, D)
+            value = keep_scaled(value, newest[1], newest[3], d, D)
         else:
-            tl.store(key_position + dims, key, mask=dims < d)
-            tl.store(value_position + dims, value, mask=dims < d)
+            tl.store(newest[0] + dims, key, mask=dims < d)
+            tl.store(newest[1] + dims, value, mask=dims < d)
     elif FLOAT8:
         key, value = key.to(tl.float32) * new[2], value.to(tl.float32) * new[3]
     return key, value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graft.ops.cached_attention.tiles.triton import LOG2E, LOWEST
+from graft.ops.cached_attention.tiles.triton import LOG2E, LOWEST, load_scales
 
 
 @triton.jit
@@ -26,24 +26,28 @@ def part_of(length, window, SPLITS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.
 
 
 @triton.jit
-def load_tile(k_cache, v_cache, base, seen, d: tl.constexpr, D: tl.constexpr):
-    """Keys and values [tile, d] at these positions of the cache; 0 where they are not seen. Float8 values come in
-    pairs, [tile, d / 2]: the tokens of a tile are transposed on their way to the tensor cores, 16 bits at a time."""
+def load_tile(caches, block, inside, seen, kv, d: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys and values [tile, d] at these positions of the cache, 0 where they are not seen, and their scales. Float8
+    values come in pairs, [tile, d / 2]: the tokens of a tile are transposed on their way to the tensor cores, 16 bits
+    at a time. caches: keys, values, and the strides of a block, a token and a head."""
+    k_cache, v_cache, s_block, s_token, s_head = caches
+    base = block * s_block + inside * s_token + kv * s_head
+    k_scales, v_scales = load_scales(k_cache, v_cache, block, inside, seen, kv, s_block, s_token, BLOCK)
+    keys = load_rows(k_cache, base, seen, d, D)
+    if v_cache.dtype.element_ty == tl.float8e4nv:
+        pairs = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+        return keys, load_rows(pairs, base // 2, seen, d // 2, D // 2), k_scales, v_scales
+    else:
+        return keys, load_rows(v_cache, base, seen, d, D), k_scales, v_scales
+
+
+@triton.jit
+def load_rows(cache, base, seen, d: tl.constexpr, D: tl.constexpr):
     dims = tl.arange(0, D)
     mask = seen[:, None]
     if d < D:
         mask = mask & (dims[None, :] < d)
-    at = base[:, None] + dims[None, :]
-    keys = tl.load(k_cache + at, mask=mask, other=0.0)
-    if v_cache.dtype.element_ty == tl.float8e4nv:
-        pairs = tl.arange(0, D // 2)
-        mask = seen[:, None]
-        if d < D:
-            mask = mask & (pairs[None, :] < d // 2)
-        source = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
-        return keys, tl.load(source + (base // 2)[:, None] + pairs[None, :], mask=mask, other=0)
-    else:
-        return keys, tl.load(v_cache + at, mask=mask, other=0.0)
+    return tl.load(cache + base[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
