@@ -132,7 +132,7 @@ def test_prompts_agree_with_float64_over_the_same_cache(layout, d, options):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_every_kernel_takes_the_scales_into_account(dtype):
     """And a wrong one, which leaves out those of the keys or of the values, is caught."""
-    tolerance = 4e-3 if dtype is torch.float16 else 2e-5
+    tolerance = 1e-2 if dtype is torch.float16 else 2e-5  # float16: keys are rounded twice, and scores reach 20
     kernels = [lambda a: split(a, early=False), lambda a: split(a, early=True), lambda a: cached_attention_sdpa(*a)]
     for new, old, runs in (((1, 1), (40, 20), kernels), ((20, 3), (0, 40), [lambda a: cached_attention_triton(*a)])):
         args, expected = batch(new, old, 4, 2, 16, dtype=dtype)

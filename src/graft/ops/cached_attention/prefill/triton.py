@@ -15,13 +15,14 @@ from graft.ops.cached_attention.tiles.triton import (
     LOG2E,
     LOWEST,
     UNALIGNED,
-    UNIT,
     UNSPECIAL,
+    WIDENED,
     absorb,
     blocks_of,
     load_scales,
     logits,
     operand,
+    widened,
 )
 from graft.ops.paged_cache import block_of
 
@@ -61,13 +62,14 @@ def visit(
     mask = held[:, None] & (dims[None, :] < d)
     keys = tl.load(k_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)  # [tile, d]
     values = tl.load(v_cache + base[:, None] + dims[None, :], mask=mask, other=0.0)
-    scores = logits(queries, keys, k_scales, scale, softcap, HAS_SOFTCAP)  # [m, tile]
+    keys, values = widened(keys, k_scales, queries.dtype), widened(values, v_scales, queries.dtype)
+    scores = logits(queries, keys, 1.0, scale, softcap, HAS_SOFTCAP)  # [m, tile]
     if MASKED:
         seen = key_position[None, :] <= position[:, None]
         if HAS_WINDOW:
             seen = seen & (key_position[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, -float("inf"))
-    best, total, result, _ = absorb(scores, values, v_scales, best, total, result, 0.0, queries.dtype)
+    best, total, result, _ = absorb(scores, values, 1.0, best, total, result, 0.0, queries.dtype)
     return block, best, total, result
 
 
@@ -95,6 +97,8 @@ def prefill_kernel(
     q_mask = real[:, None] & (dims[None, :] < d)
     queries = tl.load(q + head[:, None] * sq_h + token[:, None] * sq_t + dims[None, :], mask=q_mask, other=0.0)
     queries = operand(queries, k_cache)
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        scale /= WIDENED
     best = tl.full([TOKENS * GROUP_PAD], LOWEST, tl.float32)
     total = tl.zeros([TOKENS * GROUP_PAD], tl.float32)
     if HAS_SINKS:
@@ -121,7 +125,7 @@ def prefill_kernel(
             scale, window, softcap, end, best, total, result, d, D, BLOCK, TILE, True, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
     if v_cache.dtype.element_ty == tl.float8e4nv:
-        result *= 1.0 / UNIT
+        result *= 1.0 / WIDENED
     result = result / tl.where(total > 0, total, 1.0)[:, None]
     target = out + token[:, None] * heads * d + head[:, None] * d + dims[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)

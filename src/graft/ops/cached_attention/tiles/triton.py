@@ -3,11 +3,13 @@
 Exponentials are to base 2: scores carry a factor of log2(e). A row that has seen nothing yet has LOWEST as its
 maximum and not -inf, whose difference with itself is no number.
 
-Of a float8 cache (ops/paged_cache.py) every key and value has a scale. Scores are multiplied by those of the keys and
-weights by those of the values, which is the same as scaling the tiles, at a hundredth of the multiplications. Tiles
-become float16 on their way to the tensor cores, which is exact and one conversion for two numbers; to bfloat16 it is
-five. So queries of 16 bits are float16 as well (one above 65,504 makes an infinity, which the engine tells). Weights
-times scales would leave float16's range below, hence the factor of UNIT until `settled`.
+Of a float8 cache (ops/paged_cache.py) every key and value has a scale. Tiles become float16 on their way to the
+tensor cores, which is exact and one conversion for two numbers; to bfloat16 it is five. So queries of 16 bits are
+float16 as well (one above 65,504 makes an infinity, which the engine tells). Where queries are few, scores are
+multiplied by the scales of the keys and weights by those of the values, an eighth of the multiplications that the
+tiles would take; where they are many, the tiles are (`widened`): as many, and each thread loads two scales instead of
+sixteen. Numbers below 6e-5 would lose digits in float16, hence factors: UNIT until `settled`, WIDENED (keys and values
+up to 4,094).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ LOWEST = tl.constexpr(-1.0e30)
 UNSPECIAL = ["s_table", "window"]
 UNALIGNED = ["block_tables", "seq_lens"]
 UNIT = tl.constexpr(256.0)
+WIDENED = tl.constexpr(16.0)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -87,6 +90,15 @@ def pairs_of(values, dtype: tl.constexpr):
 
 
 @triton.jit
+def widened(tile, scales, dtype: tl.constexpr):
+    """Float8 keys or values [tile, d] with their scales, WIDENED times as large; others as they are."""
+    if tile.dtype == tl.float8e4nv:
+        return tile.to(dtype) * (scales * WIDENED).to(dtype)[:, None]
+    else:
+        return tile
+
+
+@triton.jit
 def no_values(cache, ROWS: tl.constexpr, D: tl.constexpr):
     """The weighted values before the first tile; of values in pairs those of the first and of the second of each."""
     if cache.dtype.element_ty == tl.float8e4nv:
@@ -146,7 +158,5 @@ def absorb(scores, values, scales, best, total, result, second, dtype: tl.conste
         result = tl.dot(weights, first, result, input_precision="ieee")
         second = tl.dot(weights, other, second * shrink[:, None], input_precision="ieee")
     else:
-        if values.dtype == tl.float8e4nv:
-            weights *= (scales * UNIT)[None, :]
         result = tl.dot(weights.to(dtype), values.to(dtype), result, input_precision="ieee")
     return higher, total, result, second
