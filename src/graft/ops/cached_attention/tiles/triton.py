@@ -7,9 +7,9 @@ Of a float8 cache (ops/paged_cache.py) every key and value has a scale. Tiles be
 tensor cores, which is exact and one conversion for two numbers; to bfloat16 it is five. So queries of 16 bits are
 float16 as well (one above 65,504 makes an infinity, which the engine tells). Where queries are few, scores are
 multiplied by the scales of the keys and weights by those of the values, an eighth of the multiplications that the
-tiles would take; where they are many, the tiles are (`widened`): as many, and each thread loads two scales instead of
-sixteen. Numbers below 6e-5 would lose digits in float16, hence factors: UNIT until `settled`, WIDENED (keys and values
-up to 4,094).
+tiles would take; where they are many, the tiles are (`widened`): as many, and each thread loads two scales instead
+of sixteen. Numbers below 6e-5 would lose digits in float16, hence factors: UNIT until `settled`, WIDENED (keys and
+values up to 4,094).
 """
 
 from __future__ import annotations
