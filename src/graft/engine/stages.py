@@ -39,6 +39,9 @@ from graft.passes.report import Report
 from graft.weights.lazy import LazyWeights
 from graft.weights.quantize import FP8
 
+# four of 16 cases of tests/gpu/test_float8_on_gpu.py were out of bounds on an H200, by a kernel not found yet
+UNVERIFIED = "its kernels have not passed their tests on a GPU yet"
+
 Config = str | Path | Mapping[str, Any] | PipelineConfig | None
 
 
@@ -119,7 +122,7 @@ def target_of(model: LoadedModel, settings: PipelineConfig, backend: str, cache:
 
 
 def cache_dtype_of(asked: str, device: torch.device) -> torch.dtype | None:
-    """`auto` → None, as keys and values are computed; `fp8` → float8, where the device has it."""
+    """`auto` → None, as keys and values are computed; `fp8` → float8, where the device has it and kernels are known to be right."""
     if asked == "auto":
         return None
     try:
@@ -129,6 +132,8 @@ def cache_dtype_of(asked: str, device: torch.device) -> torch.dtype | None:
         missing = f"torch {torch.__version__} has no float8 numbers there ({error})"
     if missing is not None:
         raise NoFloat8(device, missing)
+    if device.type == "cuda":
+        raise NoFloat8(device, UNVERIFIED)
     return FP8
 
 
