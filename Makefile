@@ -15,6 +15,7 @@ PROMPT ?= The capital of France is
 
 run: $(READY)
 	$(BIN)/graft run "$(PROMPT)" --table --compare
+	@echo "serve it: $(BIN)/graft serve smollm2-135m, then http://127.0.0.1:8000/v1 speaks OpenAI's API (docs/serve.md)"
 
 # one process a core, each with one thread: most tests are many small calls; one order of sets, so that a run repeats
 TESTS := PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
@@ -65,7 +66,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt hatchling editables
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev,serve]"
 	touch $(READY)
 
 $(VENV)/.docs: $(READY) docs/constraints.txt

@@ -15,6 +15,7 @@ from graft.cli.author.repro import repro
 from graft.cli.generate.chat import chat
 from graft.cli.generate.events import events
 from graft.cli.generate.run import run
+from graft.cli.generate.serve import serve
 from graft.cli.guard import guarded
 from graft.cli.inspect.config import config
 from graft.cli.inspect.diff import diff
@@ -53,6 +54,7 @@ def options(
 VERBS = (
     run,
     chat,
+    serve,
     bench,
     events,
     transforms,

@@ -174,7 +174,7 @@ class Shift:
     def step(self) -> None:
         grown = self.engine.step()
         for request in grown:
-            for watch in self.watches.get(request, ()):
+            for watch in self.watches.get(request.leader or request, ()):
                 if watch.each_token:
                     self.tell(watch)
         for request in self.engine.ended:

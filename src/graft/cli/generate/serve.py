@@ -1,0 +1,91 @@
+"""`graft serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from graft.cli.options import (
+    DEFAULT_MODEL,
+    Backend,
+    CacheMemory,
+    ConfigFile,
+    Device,
+    DType,
+    MaxModelLen,
+    Model,
+    Plugins,
+    Quantize,
+    Sets,
+    TrustRemoteCode,
+)
+
+Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every interface.")]
+Port = Annotated[int, typer.Option(help="0 takes a free one.")]
+ServedNames = Annotated[
+    list[str] | None, typer.Option(help="What clients call the model. Repeatable; the first is in answers.")
+]
+ApiKey = Annotated[
+    list[str] | None, typer.Option(help="Ask for this key. Repeatable; GRAFT_API_KEY keeps it out of `ps`.")
+]
+ApiKeyFile = Annotated[
+    str | None, typer.Option(help="Keys, one a line; read again when the file changes.", metavar="FILE")
+]
+MaxNumSeqs = Annotated[int, typer.Option(help="Requests that run at once.")]
+MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens of one step; longer prompts are fed in chunks.")]
+MaxQueued = Annotated[int, typer.Option(help="Answers that may wait beside those that run; more are a 429.")]
+MaxBody = Annotated[int, typer.Option(help="Bytes of a request; more are a 413.", metavar="BYTES")]
+Drain = Annotated[float, typer.Option(help="Time for open requests after SIGTERM.", metavar="SECONDS")]
+SlowReader = Annotated[float, typer.Option(help="Cut off who reads nothing for so long.", metavar="SECONDS")]
+Stall = Annotated[
+    float, typer.Option(help="/health is 503 when a busy engine makes no step for so long.", metavar="SECONDS")
+]
+Restart = Annotated[bool, typer.Option("--restart", help="Start an engine process that died again.")]
+PrefixCaching = Annotated[bool, typer.Option(help="Prompts that begin alike share the cache.")]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Decode without CUDA graphs.")]
+JsonLogs = Annotated[bool, typer.Option("--json", help="Log lines as JSON objects on standard output.")]
+
+
+def serve(
+    model: Model = DEFAULT_MODEL,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    served_model_name: ServedNames = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 256,
+    max_num_batched_tokens: MaxBatchedTokens = None,
+    max_queued_requests: MaxQueued = 1024,
+    max_body_size: MaxBody = 4_194_304,
+    drain_timeout: Drain = 30.0,
+    slow_client_timeout: SlowReader = 60.0,
+    stall_timeout: Stall = 300.0,
+    restart: Restart = False,
+    enable_prefix_caching: PrefixCaching = True,
+    enforce_eager: EnforceEager = False,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    backend: Backend = "auto",
+    config: ConfigFile = None,
+    sets: Sets = None,
+    plugins: Plugins = None,
+    quantize: Quantize = None,
+    kv_cache_memory: CacheMemory = None,
+    trust_remote_code: TrustRemoteCode = False,
+    json_logs: JsonLogs = False,
+) -> None:
+    """Serve a model over HTTP as OpenAI's API has it: chat, completions, streams, metrics."""
+    given = dict(locals())
+    from graft.base.errors import ExtraMissing
+    from graft.cli.waiting import end_waiting
+    from graft.serve.options import options_from
+
+    options = options_from(given)
+    try:
+        from graft.serve.run import serve as serve_until_told
+    except ModuleNotFoundError as error:
+        raise ExtraMissing("graft serve", "serve", error.name or "starlette") from error
+    end_waiting()
+    raise typer.Exit(serve_until_told(options))

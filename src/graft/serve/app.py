@@ -1,0 +1,131 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route, Router
+
+from graft import __version__
+from graft.serve.generation import Generation, from_chat, from_completion
+from graft.serve.guard import Guard
+from graft.serve.http import EventStream, json_response, read_body, while_connected
+from graft.serve.protocol import requests, values
+from graft.serve.state import ServerState
+
+Handler = Callable[[ServerState, HttpRequest], Awaitable[Response]]
+
+
+async def chat_completions(state: ServerState, http: HttpRequest) -> Response:
+    body = await json_body(state, http)
+    text, model = state.loaded
+    asked = requests.chat(body, state.options.names)
+    return await respond(state, http, await from_chat(asked, text, model, http.state.request_id))
+
+
+async def completions(state: ServerState, http: HttpRequest) -> Response:
+    body = await json_body(state, http)
+    text, model = state.loaded
+    asked = requests.completion(body, state.options.names, model.vocabulary)
+    return await respond(state, http, await from_completion(asked, text, model, http.state.request_id))
+
+
+async def respond(state: ServerState, http: HttpRequest, made: Generation) -> Response:
+    """Whoever leaves (the client, the task) ends the engine's work; the guard does that when the response is over."""
+    ticket = made.enter(state.link)
+    http.state.generation = made
+    if made.asked.stream:
+        return EventStream(made.events(ticket), state.options.slow_client_timeout)
+    return Response(await while_connected(made.answer(ticket), http.receive), media_type="application/json")
+
+
+async def models(state: ServerState, _: HttpRequest) -> Response:
+    return json_response({"object": "list", "data": [card(state, name) for name in state.options.names]})
+
+
+async def model(state: ServerState, http: HttpRequest) -> Response:
+    return json_response(card(state, requests.served_name({"model": http.path_params["name"]}, state.options.names)))
+
+
+def card(state: ServerState, name: str) -> dict[str, Any]:
+    _, served = state.loaded
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "graft",
+        "root": served.name,
+        "parent": None,
+        "max_model_len": served.context,
+    }
+
+
+async def tokenize(state: ServerState, http: HttpRequest) -> Response:
+    """vLLM's: a prompt, or a conversation."""
+    body = await json_body(state, http)
+    text, served = state.loaded
+    requests.served_name(body, state.options.names)
+    if body.get("messages") is not None:
+        messages, options = requests.messages(body["messages"]), requests.template_options(body)
+        generation = values.boolean(body, "add_generation_prompt", True)
+        ids = await text.chat(messages, generation=generation, options=options)
+    else:
+        special = values.boolean(body, "add_special_tokens", True)
+        ids = await text.encode(values.text(body.get("prompt"), "prompt"), special)
+    told: dict[str, Any] = {"count": len(ids), "max_model_len": served.context, "tokens": ids, "token_strs": None}
+    if values.boolean(body, "return_token_strs"):
+        told["token_strs"] = [text.piece(token) for token in ids]
+    return json_response(told)
+
+
+async def detokenize(state: ServerState, http: HttpRequest) -> Response:
+    body = await json_body(state, http)
+    text, served = state.loaded
+    requests.served_name(body, state.options.names)
+    ids = values.token_ids(body.get("tokens"), "tokens", served.vocabulary)
+    return json_response({"prompt": text.decode(ids, skip_special_tokens=False)})
+
+
+async def health(state: ServerState, _: HttpRequest) -> Response:
+    alive, told = state.health()
+    return json_response(told, 200 if alive else 503)
+
+
+async def ready(state: ServerState, _: HttpRequest) -> Response:
+    return json_response({"ready": state.ready}, 200 if state.ready else 503)
+
+
+async def version(_state: ServerState, _: HttpRequest) -> Response:
+    return json_response({"version": __version__})
+
+
+async def metrics(state: ServerState, _: HttpRequest) -> Response:
+    text = state.metrics.text(state.options.names[0], state.link.load, state.log.lost)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def json_body(state: ServerState, http: HttpRequest) -> dict[str, Any]:
+    return values.parse_json(await read_body(http, state.options.max_body_size))
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{name:path}", model),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("GET", "/health", health),
+    ("GET", "/ready", ready),
+    ("GET", "/version", version),
+    ("GET", "/metrics", metrics),
+)
+
+
+def make_app(state: ServerState) -> Guard:
+    routes = [Route(path, partial(handler, state), methods=[method]) for method, path, handler in ROUTES]
+    return Guard(Router(routes, redirect_slashes=False), state)

@@ -1,0 +1,116 @@
+"""What every HTTP request needs: a bounded body, errors in OpenAI's shape, and work that ends with its client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from graft.base.errors import EngineGone, GraftError, HttpRefused, UsageError
+from graft.serve.protocol import answers
+
+T = TypeVar("T")
+# what comes with an error; of a body that is too large, nothing more is read
+HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 413: {"Connection": "close"}}
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+class SlowClient(Exception):
+    """The client took none of what was sent to it for too long."""
+
+
+def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(answers.encode(value), status, headers, "application/json")
+
+
+def status_of(error: GraftError) -> int:
+    if isinstance(error, (HttpRefused, EngineGone)):
+        return error.status
+    return 400 if isinstance(error, UsageError) else 500
+
+
+def error_value(error: GraftError) -> dict[str, object]:
+    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    return answers.error_body(str(error), status_of(error), param, code)
+
+
+def error_response(error: GraftError) -> Response:
+    status = status_of(error)
+    return json_response(error_value(error), status, HEADERS.get(status))
+
+
+async def read_body(request: HttpRequest, most: int) -> bytes:
+    """The body; 413 as soon as it is known to be too large."""
+    refused = HttpRefused(f"the body may have {most} bytes (--max-body-size)", status=413, code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > most:
+        raise refused
+    found = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        found += message.get("body", b"")
+        if len(found) > most:
+            raise refused
+        if not message.get("more_body", False):
+            return bytes(found)
+
+
+async def disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(work: Awaitable[T], receive: Receive) -> T:
+    """The result of `work`, which is cancelled when the client goes away."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events. What goes wrong after the first byte is the last event; then the stream ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes], slow: float) -> None:
+        super().__init__(None, 200, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.events, self.slow = events, slow
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        await while_connected(self.send_all(send), receive)
+
+    async def send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self.events) as events:
+            try:
+                async for piece in events:
+                    await self.send_piece(send, piece)
+            except GraftError as error:
+                await self.send_piece(send, answers.event(error_value(error)))
+        await send({"type": "http.response.body", "body": b""})
+
+    async def send_piece(self, send: Send, piece: bytes) -> None:
+        try:
+            async with asyncio.timeout(self.slow):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except TimeoutError as error:
+            raise SlowClient from error

@@ -1,0 +1,230 @@
+"""The HTTP process's end of the socket: starts the engine process, hands requests over, and hands out what comes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+from graft.base.errors import EngineGone, GraftError, Overloaded
+from graft.engine.params import SamplingParams
+from graft.serve.metrics import Metrics
+from graft.serve.options import ModelOptions
+from graft.serve.wire import LENGTH, AnswerRow, EngineLoad, Message, ServedModel, frame
+
+WORKER = "graft.serve.worker"
+PATIENCE = 5.0  # seconds that an engine process has to end by itself
+
+
+@dataclass(eq=False)
+class Ticket:
+    """What one HTTP request waits for: the answers to its prompts. follow: it wants every token, not only the end."""
+
+    numbers: dict[int, int]  # of the engine's requests -> index of the prompt
+    samples: int  # of each prompt
+    follow: bool
+    started: float = field(default_factory=time.monotonic)
+    rows: list[tuple[int, AnswerRow]] = field(default_factory=list)  # (index of the prompt, row), not yet read
+    bell: asyncio.Event = field(default_factory=asyncio.Event)
+    error: GraftError | None = None
+    left: int = 0  # answers that have not ended
+    last: dict[tuple[int, int], float] = field(default_factory=dict)  # when an answer's newest tokens came
+    first_token: float | None = None  # seconds
+    lengths: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.numbers) * self.samples
+
+    async def read(self, seconds: float | None = None) -> list[tuple[int, AnswerRow]]:
+        """All that has come; waits for something to come, or for so long. Raises what ended the engine."""
+        if not self.bell.is_set():
+            try:
+                async with asyncio.timeout(seconds):
+                    await self.bell.wait()
+            except TimeoutError:
+                return []
+        self.bell.clear()
+        if self.error is not None:
+            raise self.error
+        rows, self.rows = self.rows, []
+        return rows
+
+
+class EngineLink:
+    """One engine process. `model` is there once it has loaded; `gone` says why it takes no requests."""
+
+    def __init__(self, options: ModelOptions, metrics: Metrics, most_waiting: int, tell: Callable[..., None]) -> None:
+        self.options, self.metrics, self.most_waiting, self.tell = options, metrics, most_waiting, tell
+        self.model: ServedModel | None = None
+        self.gone: str | None = "the model is being loaded"
+        self.failed: tuple[str, int] | None = None  # why it could not load, and the exit code
+        self.load = EngineLoad()
+        self.stepped = time.monotonic()  # when it was last seen to make a step, or to have nothing to do
+        self.tickets: dict[int, Ticket] = {}  # by the engine's request
+        self.numbers = itertools.count(1)
+        self.process: asyncio.subprocess.Process | None = None
+        self.writer: asyncio.StreamWriter | None = None
+
+    @property
+    def open(self) -> int:
+        """Answers that have not ended."""
+        return sum(ticket.left for ticket in {id(ticket): ticket for ticket in self.tickets.values()}.values())
+
+    async def run(self, ready: Callable[[], None]) -> str:
+        """Starts a process and serves it until it ends; how it ended. ready: called when it has loaded."""
+        ours, theirs = socket.socketpair()
+        command = (sys.executable, "-m", WORKER, str(theirs.fileno()))
+        with theirs:
+            self.process = process = await asyncio.create_subprocess_exec(
+                *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, stdout=2,
+                start_new_session=True,  # Ctrl-C is for the HTTP process
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            )  # fmt: skip
+        try:
+            await self.converse(ours, ready)
+        finally:
+            how = ended(await self.end(process))
+        self.gone = f"the engine process {how}"
+        self.drop_all(EngineGone(f"{self.gone}; the answer is lost"))
+        return how
+
+    async def converse(self, connection: socket.socket, ready: Callable[[], None]) -> None:
+        """Until the other side is gone."""
+        reader, self.writer = await asyncio.open_connection(sock=connection)
+        self.writer.write(frame({"load": asdict(self.options)}))
+        while True:
+            try:
+                head = await reader.readexactly(LENGTH.size)
+                body = await reader.readexactly(LENGTH.unpack(head)[0])
+            except (asyncio.IncompleteReadError, OSError):
+                return
+            self.take(json.loads(body), ready)
+
+    def take(self, message: Message, ready: Callable[[], None]) -> None:
+        if "load" in message:
+            self.note_load(EngineLoad(**message["load"]))
+        now = time.monotonic()
+        for given in message.get("rows", ()):
+            self.deliver(AnswerRow.parse(given), now)
+        for word in ("progress", "note"):
+            if word in message:
+                self.tell(word, what=message[word])
+        if "failed" in message:
+            self.failed = message["failed"], message["exit"]
+        if "ready" in message:
+            self.model, self.gone, self.stepped = ServedModel(**message["ready"]), None, now
+            ready()
+
+    def note_load(self, load: EngineLoad) -> None:
+        if load.steps != self.load.steps or not load.running + load.waiting:
+            self.stepped = time.monotonic()
+        self.load = load
+
+    def submit(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, follow: bool) -> Ticket:
+        """All before the same step. Refuses where too many wait."""
+        if self.gone is not None or self.writer is None or self.model is None:
+            raise EngineGone(f"{self.gone}; try again later")
+        samples = params[0].n
+        asked, most = len(prompts) * samples, self.model.max_num_seqs + self.most_waiting
+        if self.open + asked > most:
+            raise Overloaded(asked, self.open, most)
+        ticket = Ticket({next(self.numbers): index for index in range(len(prompts))}, samples, follow)
+        self.tickets |= dict.fromkeys(ticket.numbers, ticket)
+        each = zip(ticket.numbers, prompts, params, strict=True)
+        self.writer.write(
+            frame({"submit": [{"id": n, "prompt": list(ids), "params": asdict(p)} for n, ids, p in each]})
+        )
+        for ids in prompts:
+            self.metrics.prompt_length.observe(len(ids))
+            self.metrics.prompt_tokens += len(ids)
+        return ticket
+
+    def deliver(self, row: AnswerRow, now: float) -> None:
+        ticket = self.tickets.get(row.id)
+        if ticket is None:
+            return  # aborted meanwhile
+        answer, known = (row.id, row.sample), self.metrics
+        if row.tokens:
+            if (before := ticket.last.get(answer)) is not None:
+                known.between_tokens.observe((now - before) / len(row.tokens), len(row.tokens))
+            elif ticket.first_token is None:
+                ticket.first_token = now - ticket.started
+                known.first_token.observe(ticket.first_token)
+            ticket.last[answer] = now
+            ticket.lengths[answer] = ticket.lengths.get(answer, 0) + len(row.tokens)
+            known.generation_tokens += len(row.tokens)
+        ticket.rows.append((ticket.numbers[row.id], row))
+        if row.finish_reason is not None:
+            self.count_end(ticket, row, now)
+        if ticket.follow or not ticket.left or row.finish_reason == "error":
+            ticket.bell.set()
+
+    def count_end(self, ticket: Ticket, row: AnswerRow, now: float) -> None:
+        known, length = self.metrics, ticket.lengths.get((row.id, row.sample), 0)
+        known.finish(row.finish_reason or "")
+        known.answer_length.observe(length)
+        known.whole.observe(now - ticket.started)
+        if length > 1 and ticket.first_token is not None:
+            known.per_token.observe((now - ticket.started - ticket.first_token) / (length - 1))
+        ticket.left -= 1
+        if not ticket.left:
+            self.forget(ticket)
+
+    def forget(self, ticket: Ticket) -> None:
+        for number in ticket.numbers:
+            self.tickets.pop(number, None)
+
+    def close(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more: what of it has not ended is aborted, after the engine's present step."""
+        numbers = [number for number in ticket.numbers if number in self.tickets]
+        self.forget(ticket)
+        if numbers and ticket.left:
+            for _ in range(ticket.left):
+                self.metrics.finish("abort")
+            if self.writer is not None and self.gone is None:
+                self.writer.write(frame({"abort": numbers}))
+
+    def drop_all(self, error: GraftError) -> None:
+        """Every open request ends with the error."""
+        for ticket in set(self.tickets.values()):
+            ticket.error = error
+            ticket.bell.set()
+            for _ in range(ticket.left):
+                self.metrics.finish("error")
+            self.forget(ticket)
+        self.load = EngineLoad()
+
+    def abort_all(self, error: GraftError) -> None:
+        for ticket in set(self.tickets.values()):
+            ticket.error = error
+            ticket.bell.set()
+
+    async def stop(self) -> None:
+        """Closes the socket, by which the process ends; kills it where it does not."""
+        self.gone = "the server is shutting down"
+        if self.writer is not None:
+            self.writer.close()
+        if self.process is not None:
+            if self.model is None and self.process.returncode is None:
+                self.process.kill()  # while it loads it reads nothing
+            await self.end(self.process)
+
+    async def end(self, process: asyncio.subprocess.Process) -> int:
+        try:
+            return await asyncio.wait_for(process.wait(), PATIENCE)
+        except TimeoutError:
+            process.kill()
+            return await process.wait()
+
+
+def ended(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit status {code}"

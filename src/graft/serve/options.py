@@ -1,0 +1,86 @@
+"""What a server is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graft.base.errors import UsageError
+
+MIB = 1 << 20
+LISTS = ("served_model_name", "api_key", "sets", "plugins")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What the engine process loads, as `graft run` takes it; `engine` are fields of EngineOptions."""
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    backend: str = "auto"
+    config: str | None = None
+    sets: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
+    quantize: str | None = None
+    trust_remote_code: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Names as in vLLM where it has them; times in seconds.
+
+    served_model_name: what clients call the model; the first is used in answers.
+    max_queued_requests: answers that may wait beside those that run (max_num_seqs); one more is a 429.
+    max_body_size: bytes of a request.
+    drain_timeout: how long open requests may go on after SIGTERM.
+    slow_client_timeout: how long a client may take none of what is sent to it.
+    stall_timeout: an engine that has work and makes no step for so long is told by /health as 503.
+    restart: a dead engine process is started again.
+    """
+
+    load: ModelOptions
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    max_queued_requests: int = 1024
+    max_body_size: int = 4 * MIB
+    drain_timeout: float = 30.0
+    slow_client_timeout: float = 60.0
+    stall_timeout: float = 300.0
+    restart: bool = False
+    json_logs: bool = False
+
+    def __post_init__(self) -> None:
+        least = {"max_queued_requests": 0, "max_body_size": 1, "drain_timeout": 0, "port": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least {bound}, but is {getattr(self, name)}")
+        for name in ("slow_client_timeout", "stall_timeout"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"--{name.replace('_', '-')} must be more than 0, but is {getattr(self, name)}")
+        if self.port > 65_535:
+            raise UsageError(f"--port must be at most 65535, but is {self.port}")
+        if not all(self.names):
+            raise UsageError("a --served-model-name is empty")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call the model: the folder's or file's own name where none was given."""
+        return self.served_model_name or (Path(self.load.model).name or self.load.model,)
+
+
+def options_from(given: Mapping[str, Any]) -> ServeOptions:
+    """From the options of the command, by name: of the server, of what it loads, and the rest of its engine. Lists
+    become tuples."""
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    values |= {name: values[name] or () for name in LISTS}
+    own = {name: values[name] for name in ServeOptions.__dataclass_fields__ if name in values}
+    loads = {name: values[name] for name in ModelOptions.__dataclass_fields__ if name in values}
+    engine = {name: value for name, value in values.items() if name not in own | loads}
+    return ServeOptions(ModelOptions(**loads, engine=engine), **own)

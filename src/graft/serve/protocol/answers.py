@@ -1,0 +1,129 @@
+"""Answers, chunks and errors in OpenAI's shape; `stop_reason` is vLLM's addition."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graft.serve.protocol.choices import Choice, Piece, Pieces
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot write
+KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "internal_error", 503: "service_unavailable"}
+
+
+def encode(value: object) -> bytes:
+    """UTF-8; half of a surrogate pair, which a client may have sent, stays an escape."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
+
+
+def event(value: object) -> bytes:
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = KINDS.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What every chunk of an answer repeats. chat: of /v1/chat/completions, or of /v1/completions."""
+
+    id: str
+    created: int
+    model: str
+    chat: bool
+
+    def body(self, choices: Sequence[Mapping[str, Any]], *, chunk: bool) -> dict[str, Any]:
+        kind = "chat.completion" + (".chunk" if chunk else "") if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def usage(prompt: int, choices: Iterable[Choice]) -> dict[str, Any]:
+    """prompt: tokens of all prompts. Those found in the cache are counted once a prompt."""
+    each = list(choices)
+    new, cached = sum(one.tokens for one in each), sum(one.cached for one in each if not one.index % one.params.n)
+    details = {"cached_tokens": cached}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": details,
+    }
+
+
+def ending(piece: Piece) -> dict[str, Any]:
+    return {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+
+
+def text_choice(choice: Choice, piece: Piece, tokens: Pieces, before: str = "") -> dict[str, Any]:
+    """Of /v1/completions, whole or a chunk. before: the prompt, where it is echoed."""
+    likely = text_logprobs(choice, piece, tokens)
+    return {"index": choice.index, "text": before + piece.text, "logprobs": likely, **ending(piece)}
+
+
+def chat_choice(choice: Choice, tokens: Pieces) -> dict[str, Any]:
+    piece = choice.whole()
+    message = {"role": "assistant", "content": piece.text, "refusal": None}
+    likely = chat_logprobs(piece, tokens)
+    return {"index": choice.index, "message": message, "logprobs": likely, **ending(piece)}
+
+
+def chat_chunk(choice: Choice, piece: Piece, tokens: Pieces) -> dict[str, Any]:
+    delta: dict[str, Any] = {} if choice.begun else {"role": "assistant", "content": ""}
+    if piece.text:
+        delta["content"] = piece.text
+    choice.begun = True
+    return {"index": choice.index, "delta": delta, "logprobs": chat_logprobs(piece, tokens), **ending(piece)}
+
+
+def says_something(choice: Choice, piece: Piece) -> bool:
+    """Text may be held back, as the beginning of a stop string or of a character; logprobs are not."""
+    return bool(piece.text or piece.logprobs or piece.finish_reason or not choice.begun)
+
+
+def text_logprobs(choice: Choice, piece: Piece, tokens: Pieces) -> dict[str, Any] | None:
+    if piece.logprobs is None:
+        return None
+    shown, offsets = [tokens.piece(token) for token in piece.tokens], []
+    for text in shown:
+        offsets.append(choice.offset)
+        choice.offset += len(text)
+    return {
+        "tokens": shown,
+        "token_logprobs": [bounded(one.logprob) for one in piece.logprobs],
+        "top_logprobs": [by_text(one.top, tokens) for one in piece.logprobs],
+        "text_offset": offsets,
+    }
+
+
+def by_text(top: Sequence[tuple[int, float]], tokens: Pieces) -> dict[str, float]:
+    """Likeliest first; of tokens with the same text, the likeliest."""
+    found: dict[str, float] = {}
+    for token, logprob in top:
+        found.setdefault(tokens.piece(token), bounded(logprob))
+    return found
+
+
+def chat_logprobs(piece: Piece, tokens: Pieces) -> dict[str, Any] | None:
+    if piece.logprobs is None:
+        return None
+    pairs = zip(piece.tokens, piece.logprobs, strict=True)
+    content = [
+        {**likely(token, one.logprob, tokens), "top_logprobs": [likely(t, p, tokens) for t, p in one.top]}
+        for token, one in pairs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def likely(token: int, logprob: float, tokens: Pieces) -> dict[str, Any]:
+    text = tokens.piece(token)
+    return {"token": text, "logprob": bounded(logprob), "bytes": list(text.encode())}
+
+
+def bounded(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,75 @@
+"""An answer as its tokens come: text that is certain, logprobs, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from graft.engine.params import SamplingParams
+from graft.engine.text.detokenize import TextStream
+from graft.serve.wire import AnswerRow, TokenLogprobs
+
+
+class Pieces(Protocol):
+    """As much of a tokenizer as answers need."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def piece(self, token: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What came at once."""
+
+    text: str
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(eq=False)
+class Choice:
+    """One sample of one prompt. stream: None where the model has no tokenizer."""
+
+    index: int
+    params: SamplingParams
+    stream: TextStream | None
+    tokens: int = 0
+    cached: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+    begun: bool = False  # its first chunk was sent
+    offset: int = 0  # characters of tokens so far, for logprobs
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.pieces) and self.pieces[-1].finish_reason is not None
+
+    def take(self, row: AnswerRow) -> Piece:
+        """The same text as Request.read_text: the token that ended the answer is no part of it, unless asked for."""
+        self.tokens += len(row.tokens)
+        self.cached = row.cached
+        by_token = row.finish_reason == "stop" and not isinstance(row.stop_reason, str)
+        shown = row.tokens[:-1] if by_token and not self.params.include_stop_str_in_output else row.tokens
+        text = ""
+        if self.stream is not None:
+            text = "".join(map(self.stream.feed, shown))
+            if row.finish_reason is not None:
+                text += self.stream.finish()
+        piece = Piece(text, row.tokens, row.logprobs, row.finish_reason, row.stop_reason)
+        self.pieces.append(piece)
+        return piece
+
+    def whole(self) -> Piece:
+        """All of it, after its end."""
+        last, logprobs = self.pieces[-1], None
+        if last.logprobs is not None:
+            logprobs = [one for piece in self.pieces for one in piece.logprobs or ()]
+        return Piece(
+            "".join(piece.text for piece in self.pieces),
+            [token for piece in self.pieces for token in piece.tokens],
+            logprobs,
+            last.finish_reason,
+            last.stop_reason,
+        )

@@ -1,0 +1,167 @@
+"""What a client asks for, as OpenAI's completions and chat completions have it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from graft.base.errors import HttpRefused
+from graft.engine.params import MOST_LOGPROBS, SamplingParams
+from graft.serve.protocol.sampling import chat_logprobs, sampling, token_bound
+from graft.serve.protocol.values import Json, boolean, mapping, text, token_ids, whole, wrong
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+KEPT = ("name", "tool_call_id")  # of a message, for templates that show them
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "conversations", "chat_template"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What chat and completions have in common."""
+
+    model: str
+    params: SamplingParams
+    stream: bool = False
+    include_usage: bool = False
+    usage_in_chunks: bool = False
+
+
+@dataclass(frozen=True)
+class AskedCompletion(Asked):
+    prompts: Sequence[str | list[int]] = ()
+    echo: bool = False
+
+
+@dataclass(frozen=True)
+class AskedChat(Asked):
+    messages: Sequence[Mapping[str, Any]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    generation_prompt: bool = True
+
+
+def served_name(body: Json, names: Sequence[str]) -> str:
+    """The model's name as the client knows it; it may be left out."""
+    name = body.get("model")
+    if name is None:
+        return names[0]
+    if text(name, "model") not in names:
+        known = ", ".join(names)
+        raise HttpRefused(
+            f"there is no model {name!r} here; known: {known}", param="model", status=404, code="model_not_found"
+        )
+    return name
+
+
+def streaming(body: Json) -> dict[str, bool]:
+    stream, options = boolean(body, "stream"), mapping(body, "stream_options")
+    if options and not stream:
+        raise HttpRefused("stream_options needs stream: true", param="stream_options")
+    usage, each = boolean(options, "include_usage"), boolean(options, "continuous_usage_stats")
+    return {"stream": stream, "include_usage": usage, "usage_in_chunks": usage and each}
+
+
+def completion(body: Json, names: Sequence[str], vocabulary: int) -> AskedCompletion:
+    name = served_name(body, names)
+    most = token_bound(body, "max_tokens") or DEFAULT_MAX_TOKENS
+    logprobs, echo = whole(body, "logprobs", 0, MOST_LOGPROBS), boolean(body, "echo")
+    if echo and logprobs is not None:
+        raise HttpRefused("echo with logprobs: logprobs of the prompt are not supported", param="echo")
+    params = sampling(body, most, logprobs)
+    given = prompts(body.get("prompt"), vocabulary)
+    return AskedCompletion(name, params, **streaming(body), prompts=given, echo=echo)
+
+
+def prompts(given: object, vocabulary: int) -> list[str | list[int]]:
+    """A string, a list of token ids, or a list of either."""
+    if isinstance(given, str):
+        return [text(given, "prompt")]
+    if not isinstance(given, list) or not given:
+        raise wrong("prompt", "a string, a list of token ids, or a list of either", given)
+    if isinstance(given[0], int):
+        return [token_ids(given, "prompt", vocabulary)]
+    return [text(one, "prompt") if isinstance(one, str) else token_ids(one, "prompt", vocabulary) for one in given]
+
+
+def chat(body: Json, names: Sequence[str]) -> AskedChat:
+    name = served_name(body, names)
+    most = token_bound(body, "max_completion_tokens", "max_tokens")
+    if boolean(body, "echo"):
+        raise HttpRefused("echo: only completions have it", param="echo", code="unsupported_parameter")
+    params = sampling(body, most, chat_logprobs(body))
+    return AskedChat(
+        name,
+        params,
+        **streaming(body),
+        messages=messages(body.get("messages")),
+        template_options=template_options(body),
+        generation_prompt=boolean(body, "add_generation_prompt", True),
+    )
+
+
+def template_options(body: Json) -> Json:
+    given = mapping(body, "chat_template_kwargs")
+    if taken := sorted(RESERVED & set(given)):
+        raise HttpRefused(f"chat_template_kwargs may not have {taken[0]!r}", param="chat_template_kwargs")
+    return given
+
+
+def messages(given: object) -> list[dict[str, Any]]:
+    if not isinstance(given, list) or not given:
+        raise wrong("messages", "a list of at least one message", given)
+    return [message(one, f"messages[{index}]") for index, one in enumerate(given)]
+
+
+def message(given: object, where: str) -> dict[str, Any]:
+    """As templates take it: developer is system, parts are one text, the arguments of tool calls are objects."""
+    if not isinstance(given, Mapping):
+        raise wrong(where, "an object", given)
+    role = given.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong(f"{where}.role", f"one of {', '.join(ROLES)}", role)
+    made: dict[str, Any] = {"role": ROLES[role]}
+    calls = given.get("tool_calls")
+    if given.get("content") is None and role == "assistant":
+        made["content"] = ""
+    else:
+        made["content"] = content(given.get("content"), f"{where}.content")
+    if calls:
+        made["tool_calls"] = [tool_call(one, f"{where}.tool_calls") for one in as_list(calls, f"{where}.tool_calls")]
+    return made | {name: text(given[name], f"{where}.{name}") for name in KEPT if given.get(name) is not None}
+
+
+def as_list(given: object, where: str) -> list[Any]:
+    if not isinstance(given, list):
+        raise wrong(where, "a list", given)
+    return given
+
+
+def content(given: object, where: str) -> str:
+    """Text, or parts of text, which are joined by a line break as in vLLM."""
+    if isinstance(given, str):
+        return text(given, where)
+    if not isinstance(given, list):
+        raise wrong(where, "a string or a list of parts", given)
+    texts = []
+    for part in given:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            raise HttpRefused(f"{where}: only parts of type 'text' are supported, not {kind!r:.40}", param=where)
+        texts.append(text(part.get("text"), where))
+    return "\n".join(texts)
+
+
+def tool_call(given: object, where: str) -> dict[str, Any]:
+    """One that the assistant made earlier."""
+    called = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(called, Mapping):
+        raise wrong(where, "a list of objects with a function", given)
+    arguments = called.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(text(arguments, where) or "{}")
+        except (ValueError, RecursionError) as error:
+            raise HttpRefused(f"{where}: arguments are not valid JSON: {error}", param=where) from error
+    return {**given, "function": {**called, "arguments": arguments}}

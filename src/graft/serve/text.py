@@ -1,0 +1,87 @@
+"""Between text and tokens, in the HTTP process: what graft.LLM does with the model's tokenizer, without torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+
+from graft.base.errors import HttpRefused, TokenizerRefused
+from graft.serve.protocol import values
+from graft.serve.wire import ServedModel
+
+SHORT = 4096  # characters that are encoded in the event loop: about a millisecond
+
+
+class ServedText:
+    """The tokenizer of the served model. Encoding equals LLM.encode and LLM.chat_prompt; the probes hold that."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
+        self.tokenizer: Tokenizer | None = None
+        if model.tokenizer is not None:
+            self.tokenizer = Tokenizer.from_str(model.tokenizer)
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            self.check(model.probes)
+        if model.chat_template is not None:
+            import transformers.utils.chat_template_utils  # noqa: F401  now, and not with the first conversation
+
+    def check(self, probes: Sequence[tuple[str, list[int], str]]) -> None:
+        for text, ids, again in probes:
+            if self.ids(text) != ids or self.decode(ids) != again:
+                raise TokenizerRefused(self.model.name, f"as a tokenizer.json it gives other tokens for {text!r}")
+
+    @property
+    def known(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise HttpRefused(f"{self.model.name} has no tokenizer: give a prompt as token ids", param="prompt")
+        return self.tokenizer
+
+    def ids(self, text: str, special: bool = True) -> list[int]:
+        return self.known.encode(text, add_special_tokens=special).ids
+
+    async def encode(self, text: str, special: bool = True) -> list[int]:
+        """A long text in a thread of its own: other requests go on."""
+        if len(text) <= SHORT:
+            return self.ids(text, special)
+        return await asyncio.to_thread(self.ids, text, special)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, **_: Any) -> str:
+        """As the Detokenizer calls it."""
+        return self.known.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def piece(self, token: int) -> str:
+        """One token as text, for logprobs; part of a character is shown as U+FFFD."""
+        return self.known.decode([token], skip_special_tokens=False) if self.tokenizer is not None else str(token)
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, generation: bool, options: Mapping[str, Any]
+    ) -> list[int]:
+        """The conversation in the model's chat template, which runs in jinja2's sandbox. options: variables of the
+        template, such as enable_thinking."""
+        text = await asyncio.to_thread(self.render, messages, generation, options)
+        return await self.encode(values.text(text, "messages"), special=False)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], generation: bool, options: Mapping[str, Any]) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if self.model.chat_template is None:
+            raise HttpRefused(
+                f"{self.model.name} has no chat template; use /v1/completions with the prompt as it is",
+                param="messages",
+            )
+        try:
+            variables: Any = {**self.model.special_tokens, **options, "add_generation_prompt": generation}
+            conversation = [dict(message) for message in messages]
+            rendered, _ = render_jinja_template([conversation], chat_template=self.model.chat_template, **variables)
+        except TemplateError as error:  # a template may refuse what it does not know: "roles must alternate"
+            why = f"the chat template of {self.model.name} refuses the conversation: {error}"
+            raise HttpRefused(why, param="messages") from error
+        except Exception as error:  # a model's own program, over whatever a client sent
+            why = f"the chat template of {self.model.name} cannot render the conversation: {error}"
+            raise HttpRefused(why, param="messages") from error
+        return rendered[0]

@@ -1,0 +1,97 @@
+"""What the HTTP process and the engine process say to each other: JSON in frames, each behind its length.
+
+to the engine     {"load": {…}}                          once, first
+                  {"submit": [{id, prompt, params}, …]}  all before the same step
+                  {"abort": [id, …]}
+from the engine   {"progress": "words"}                  while it loads
+                  {"ready": {…}} or {"failed": "why"}    once
+                  {"rows": [[…], …], "load": {…}}        after a step, and each second
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+LENGTH = struct.Struct("!I")
+Message = Mapping[str, Any]
+
+
+def frame(message: Message) -> bytes:
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return LENGTH.pack(len(body)) + body
+
+
+def messages(connection: socket.socket) -> Iterator[Message]:
+    """What comes, until the other side is gone. Blocks."""
+    with connection.makefile("rb") as file:
+        while len(head := file.read(LENGTH.size)) == LENGTH.size:
+            (size,) = LENGTH.unpack(head)
+            body = file.read(size)
+            if len(body) < size:
+                return
+            yield json.loads(body)
+
+
+class TokenLogprobs(NamedTuple):
+    """Of a token that was chosen: its own logprob, and [token, logprob] of the likeliest."""
+
+    logprob: float
+    top: Sequence[tuple[int, float]]
+
+
+class AnswerRow(NamedTuple):
+    """What a sample of a request has come to since the last row of it."""
+
+    id: int
+    sample: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    cached: int  # tokens of the prompt that were found in the cache
+    error: str | None
+
+    @classmethod
+    def parse(cls, given: list[Any]) -> AnswerRow:
+        row = cls(*given)
+        return row if row.logprobs is None else row._replace(logprobs=[TokenLogprobs(*one) for one in row.logprobs])
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """How the engine stands: for /metrics and /health. Counts are since it began."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks: int = 1
+    used_blocks: int = 0
+    prefix_queries: int = 0  # tokens
+    prefix_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the HTTP process has to know of the model. tokenizer: the text of a tokenizer.json; None: token ids alone.
+
+    probes: [text, ids, text again], as the engine's own tokenizer has them.
+    """
+
+    name: str
+    context: int
+    vocabulary: int
+    cache_tokens: int
+    max_num_seqs: int
+    tokenizer: str | None
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    probes: Sequence[tuple[str, list[int], str]]

@@ -1,0 +1,197 @@
+"""The engine process: an LLM, its driver thread, one thread that reads what is asked and one that sends what came.
+
+`python -m graft.serve.worker FD`: FD is its end of a socket pair. When the other end is closed, however the HTTP
+process ended, it ends. What the driver's steps give is sent by a thread of its own, all that has come since the last
+frame together, so that a step never waits for a socket.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import asdict, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from graft.base.errors import GraftError
+from graft.base.progress import phase_of
+from graft.engine.core import Request
+from graft.engine.llm import LLM, engine_options
+from graft.engine.params import SamplingParams
+from graft.engine.stages import load_decoder, settings_for
+from graft.engine.watch import Watch
+from graft.serve.options import ModelOptions
+from graft.serve.probes import served_model
+from graft.serve.wire import AnswerRow, EngineLoad, Message, TokenLogprobs, frame, messages
+
+HEARTBEAT = 1.0  # seconds after which an idle engine says that it is there
+BROKEN = 3  # exit status after a step that left the engine unfit
+
+
+class Outbox:
+    """What is to be sent. A request that has news is in it once, however many tokens it got since."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.news: SimpleQueue[SentRequest] = SimpleQueue()
+        self.lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        with self.lock:
+            self.connection.sendall(frame(message))
+
+    def due(self) -> list[SentRequest]:
+        """Those with news; waits for the first of them."""
+        found = []
+        try:
+            found.append(self.news.get(timeout=HEARTBEAT))
+            while True:
+                found.append(self.news.get_nowait())
+        except Empty:
+            return found
+
+
+class SentRequest(Watch):
+    """A request and how much of it was sent. The driver rings; the sender reads."""
+
+    def __init__(self, number: int, request: Request, outbox: Outbox) -> None:
+        super().__init__([request], each_token=True)
+        self.number, self.request, self.outbox = number, request, outbox
+        self.sent: dict[int, int] = {}  # tokens of each sample
+        self.over: set[int] = set()  # samples whose end was told
+
+    def ring(self) -> None:
+        self.outbox.news.put(self)
+
+    def rows(self) -> list[AnswerRow]:
+        self.told = False  # before looking: what changes from here on rings again
+        family = enumerate(self.request.family)
+        found = [self.row(index, one) for index, one in family if index not in self.over]
+        return [row for row in found if row.tokens or row.finish_reason]
+
+    def row(self, index: int, one: Request) -> AnswerRow:
+        with one.lock:
+            start, sent = len(one.prompt), self.sent.get(index, 0)
+            tokens, reason, given = one.tokens[start + sent :], one.finish_reason, one.logprobs[sent:]
+        self.sent[index] = sent + len(tokens)
+        if reason is not None:
+            self.over.add(index)
+        likely = None
+        if (count := one.params.logprobs) is not None:
+            likely = [
+                TokenLogprobs(each[token].logprob, [(t, p.logprob) for t, p in each.items()][:count])
+                for token, each in zip(tokens, given, strict=True)
+            ]
+        error = None if one.error is None else str(one.error)
+        return AnswerRow(self.number, index, tokens, likely, reason, one.stop_reason, one.cached or 0, error)
+
+
+class Worker:
+    def __init__(self, llm: LLM, outbox: Outbox) -> None:
+        self.llm, self.outbox = llm, outbox
+        self.open: dict[int, SentRequest] = {}
+        self.preemptions = 0
+
+    def take(self, message: Message) -> None:
+        """In the reading thread."""
+        for asked in message.get("submit", ()):
+            try:
+                request = self.llm.request(asked["prompt"], SamplingParams(**asked["params"]), 0)
+            except GraftError as error:
+                row = AnswerRow(asked["id"], 0, [], None, "error", None, 0, str(error))
+                self.outbox.send({"rows": [row]})
+                continue
+            sent = SentRequest(asked["id"], request, self.outbox)
+            self.open[sent.number] = sent
+            self.llm.driver.enter([request], sent)
+        if "abort" in message:
+            found = [self.open.get(number) for number in message["abort"]]
+            self.llm.abort(*(sent.request for sent in found if sent is not None))
+
+    def send_forever(self) -> None:
+        """In the sending thread."""
+        try:
+            while True:
+                rows = [row for sent in self.outbox.due() for row in self.rows_of(sent)]
+                self.outbox.send({"rows": rows, "load": self.load().to_json()})
+                if self.llm.engine.broken is not None:
+                    print(f"graft: the engine is lost: {self.llm.engine.broken}", file=sys.stderr, flush=True)
+                    os._exit(BROKEN)
+        except OSError:
+            os._exit(0)  # the HTTP process is gone
+
+    def rows_of(self, sent: SentRequest) -> list[AnswerRow]:
+        rows = sent.rows()
+        if all(one.finish_reason is not None for one in sent.request.family):
+            ended = self.open.pop(sent.number, None)
+            self.preemptions += sum(one.preemptions for one in sent.request.family) if ended is not None else 0
+        return rows
+
+    def load(self) -> EngineLoad:
+        engine, manager = self.llm.engine, self.llm.engine.manager
+        return EngineLoad(
+            running=len(engine.scheduler.running),
+            waiting=len(engine.scheduler.waiting),
+            blocks=manager.blocks,
+            used_blocks=manager.blocks - manager.available,
+            prefix_queries=manager.asked_tokens,
+            prefix_hits=manager.reused_tokens,
+            preemptions=self.preemptions,
+            steps=engine.scheduler.clock,
+        )
+
+
+def load_model(options: ModelOptions, outbox: Outbox) -> LLM:
+    """As `graft run` loads it; each phase is told once."""
+    told: list[str] = []
+
+    def progress(what: str, _done: int, _total: int) -> None:
+        if (phase := phase_of(what)) not in told:
+            told.append(phase)
+            outbox.send({"progress": phase})
+
+    engine_options(options.engine)  # a wrong size is told before the model is loaded
+    loaded = load_decoder(
+        options.model, dtype=options.dtype, device=options.device, backend=options.backend,
+        quantize=options.quantize, trust_remote_code=options.trust_remote_code, progress=progress,
+    )  # fmt: skip
+    settings = settings_for(loaded, options.config, options.quantize, sets=options.sets, plugins=options.plugins)
+    for note in loaded.notes:
+        outbox.send({"note": note})
+    return LLM(
+        loaded, config=settings, progress=progress, keep_weights=False, backend=options.backend, **options.engine
+    )
+
+
+def run(connection: socket.socket) -> None:
+    outbox, asked = Outbox(connection), messages(connection)
+    first = next(asked, None)
+    if first is None:
+        return
+    given: Any = {**first["load"]}
+    options = replace(ModelOptions(**given), sets=tuple(given["sets"]), plugins=tuple(given["plugins"]))
+    try:
+        llm = load_model(options, outbox)
+        outbox.send({"ready": asdict(served_model(llm))})
+    except GraftError as error:
+        outbox.send({"failed": str(error), "exit": error.exit_code})
+        return
+    except Exception as error:  # noqa: BLE001  the HTTP process tells it
+        traceback.print_exc()
+        outbox.send({"failed": f"{type(error).__name__}: {error}", "exit": 1})
+        return
+    worker = Worker(llm, outbox)
+    threading.Thread(target=worker.send_forever, name="graft-sender", daemon=True).start()
+    for message in asked:
+        worker.take(message)
+    os._exit(0)  # in the middle of a step, too: nobody is left to read it
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or an init system: the HTTP process drains first
+        signal.signal(number, signal.SIG_IGN)
+    run(socket.socket(fileno=int(sys.argv[1])))

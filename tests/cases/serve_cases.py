@@ -1,0 +1,110 @@
+"""Servers in processes of their own, and the tokenizer of the models that they serve."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+STUBBED = """
+import sys
+from graft.serve import link
+link.WORKER = "stub_engine"
+from graft.__main__ import main
+main()
+"""
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog",
+    "Hello, world! naïve café 你好 🙂",
+    "one two three, four five",
+)
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PATIENCE = 120.0  # seconds: a bound for a busy machine, never waited for otherwise
+
+
+@cache
+def tokenizer_json() -> str:
+    """Bytes, and a few pairs of them; three special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(CORPUS, trainer)
+    return made.to_str()
+
+
+def poll(found: Callable[[], Any]) -> Any:
+    """What `found` gives once that is true; it is asked again and again, long enough for any machine."""
+    end = time.monotonic() + PATIENCE
+    while not (result := found()):
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+    return result
+
+
+class Served:
+    """A server's process."""
+
+    def __init__(self, *arguments: Any, stub: bool = True, errors: Any = None, **environment: str) -> None:
+        start = ["-c", STUBBED] if stub else ["-m", "graft"]
+        paths = os.pathsep.join([str(Path(__file__).parent), str(source()), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [sys.executable, *start, "serve", *map(str, arguments), "--port", "0"],
+            stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PYTHONPATH": paths, **environment},
+        )  # fmt: skip
+
+    @property
+    def url(self) -> str:
+        """Waits until it is ready."""
+        if not hasattr(self, "found"):
+            assert self.process.stdout is not None
+            line = self.process.stdout.readline()
+            assert "ready at" in line, f"not ready: {line!r}, exit status {self.process.poll()}"
+            self.found = line.split("ready at ")[1].split("/v1")[0]
+        return self.found
+
+    @property
+    def engine(self) -> int:
+        """The number of the engine's process."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return int(children.split()[0])
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def ended(self) -> int:
+        return self.process.wait(PATIENCE)
+
+
+def source() -> Path:
+    import graft
+
+    return Path(graft.__file__).parents[1]
+
+
+@contextmanager
+def serving(*arguments: Any, **options: Any) -> Iterator[Served]:
+    server = Served(*arguments, **options)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+        if server.process.stdout is not None:
+            server.process.stdout.close()

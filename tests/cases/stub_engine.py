@@ -1,0 +1,80 @@
+"""An engine process without a model, which does as its prompts say: for tests of everything round the engine.
+
+An answer counts on from the last token of its prompt. A prompt that begins with HANG has none until it is aborted,
+with DIE ends the process, with SLOW has a token every 20 ms; a model of the name `refused` cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict
+
+from graft.serve.wire import AnswerRow, EngineLoad, ServedModel, TokenLogprobs, frame, messages
+from serve_cases import tokenizer_json
+
+DIE, HANG, SLOW = 3, 4, 5
+CONTEXT, VOCABULARY = 64, 300
+
+
+class Stub:
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.lock, self.steps = connection, threading.Lock(), 0
+        self.open: dict[int, dict] = {}
+
+    def send(self, **message) -> None:
+        self.connection.sendall(frame(message))
+
+    def read(self) -> None:
+        asked = messages(self.connection)
+        options = next(asked)["load"]
+        if options["model"] == "refused":
+            self.send(failed="no such model; known: none", exit=2)
+            os._exit(0)
+        served = ServedModel(
+            "stub", CONTEXT, VOCABULARY, 1000, options["engine"]["max_num_seqs"], tokenizer_json(), None, {}, ()
+        )
+        self.send(progress="stubbing")
+        self.send(ready=asdict(served))
+        threading.Thread(target=self.step_forever, daemon=True).start()
+        for message in asked:
+            with self.lock:
+                self.open |= {one["id"]: {**one, "sent": 0} for one in message.get("submit", ())}
+                for number in message.get("abort", ()):
+                    self.open.pop(number, None)
+        os._exit(0)
+
+    def step_forever(self) -> None:
+        told = None
+        while True:
+            with self.lock:
+                rows = [row for number in list(self.open) for row in self.rows(number)]
+                self.steps += bool(rows)
+                load = EngineLoad(running=len(self.open), blocks=100, used_blocks=len(self.open), steps=self.steps)
+            if rows or load != told:
+                self.send(rows=rows, load=load.to_json())
+            told = load
+            time.sleep(0.002)
+
+    def rows(self, number: int) -> list[AnswerRow]:
+        one = self.open[number]
+        prompt, params, sent = one["prompt"], one["params"], one["sent"]
+        if prompt[0] == DIE:
+            os._exit(9)
+        if prompt[0] == HANG or (prompt[0] == SLOW and time.monotonic() < one.get("next", 0)):
+            return []
+        one["sent"], one["next"] = sent + 1, time.monotonic() + 0.02
+        token = (prompt[-1] + 1 + sent) % VOCABULARY
+        reason = "length" if sent + 1 == params["max_tokens"] else None
+        if reason is not None:
+            del self.open[number]
+        top = params["logprobs"]
+        likely = None if top is None else [TokenLogprobs(-0.5, [(token, -0.5), (7, float("-1e30"))][:top])]
+        return [AnswerRow(number, sample, [token], likely, reason, None, 0, None) for sample in range(params["n"])]
+
+
+if __name__ == "__main__":
+    Stub(socket.socket(fileno=int(sys.argv[1]))).read()
