@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -89,6 +91,25 @@ class Served:
 
     def ended(self) -> int:
         return self.process.wait(PATIENCE)
+
+
+def http_client(url: str, **options: Any) -> Any:
+    """One for many requests; certificates, which take a tenth of a second to load, are of no use here."""
+    import httpx
+
+    limits = httpx.Limits(max_connections=64, max_keepalive_connections=64)
+    return httpx.Client(base_url=url, timeout=PATIENCE, verify=False, limits=limits, **options)
+
+
+@contextmanager
+def sent(url: str, body: dict[str, Any]) -> Iterator[None]:
+    """A completion that is asked for, by a client that leaves at the end of the block without reading."""
+    host, port = url.removeprefix("http://").split(":")
+    text = json.dumps(body)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall((head + text).encode())
+        yield
 
 
 def source() -> Path:

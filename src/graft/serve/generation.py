@@ -56,11 +56,21 @@ class Generation:
             for prompt, row in await ticket.read():
                 self.take(prompt, row)
         each = [self.choices[index] for index in sorted(self.choices)]
-        if self.envelope.chat:
-            made = [answers.chat_choice(choice, self.text) for choice in each]
-        else:
-            made = [answers.text_choice(one, one.whole(), self.text, self.echo(one)) for one in each]
+        made = [self.finished(choice) for choice in each]
         return answers.encode({**self.envelope.body(made, chunk=False), "usage": self.usage()})
+
+    def finished(self, choice: Choice) -> dict[str, object]:
+        piece = choice.whole()
+        if self.envelope.chat:
+            return answers.chat_choice(choice, piece, self.text) | self.ids(choice, piece)
+        return answers.text_choice(choice, piece, self.text, self.echo(choice)) | self.ids(choice, piece)
+
+    def ids(self, choice: Choice, piece: Piece) -> dict[str, object]:
+        """Of the answer or the chunk, and of the prompt once."""
+        if not self.asked.return_token_ids:
+            return {}
+        prompt = None if choice.begun else self.prompts[choice.index // choice.params.n]
+        return {"token_ids": list(piece.tokens), "prompt_token_ids": prompt}
 
     async def events(self, ticket: Ticket) -> AsyncGenerator[bytes]:
         """Server-sent events: all that came at once is one piece."""
@@ -70,7 +80,7 @@ class Generation:
                 yield answers.PING
             for prompt, row in rows:
                 choice, piece = self.take(prompt, row)
-                if answers.says_something(choice, piece):
+                if answers.says_something(choice, piece) or self.asked.return_token_ids:
                     made.append(answers.event(self.chunk(choice, piece)))
             if made:
                 yield b"".join(made)
@@ -84,7 +94,8 @@ class Generation:
             made = answers.chat_chunk(choice, piece, self.text)
         else:
             made = answers.text_choice(choice, piece, self.text, "" if choice.begun else self.echo(choice))
-            choice.begun = True
+        made |= self.ids(choice, piece)
+        choice.begun = True
         body = self.envelope.body([made], chunk=True)
         if self.asked.include_usage:  # null in all chunks but the last, unless each is to have it
             body["usage"] = self.usage() if self.asked.usage_in_chunks else None

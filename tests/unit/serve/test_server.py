@@ -8,17 +8,14 @@ import signal
 import socket
 import subprocess
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graft.base.errors import UsageError
 from graft.serve.run import listening
-from serve_cases import PATIENCE, poll, serving
+from serve_cases import http_client, poll, sent, serving
 from stub_engine import CONTEXT, DIE, HANG, SLOW
-
-TIME = httpx.Timeout(PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +26,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def client(server):
-    with httpx.Client(base_url=server.url, timeout=TIME) as found:
+    with http_client(server.url) as found:
         yield found
 
 
@@ -104,11 +101,7 @@ def test_metrics_have_the_names_that_dashboards_read(client):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_ends_its_request(server, client, stream):
     """The one that waits for a whole answer as well as the one that reads it in pieces."""
-    host, port = server.url.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": [HANG], "stream": stream}).encode()
-    with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
+    with sent(server.url, {"prompt": [HANG], "stream": stream}):
         poll(lambda: running(client) == 1)
     poll(lambda: running(client) == 0)
     assert 'finished_reason="abort"' in client.get("/metrics").text
@@ -153,13 +146,13 @@ def test_limits_and_keys(tmp_path):
     keys.write_text("# ours\nfirst\n")
     limits = ("--max-num-seqs", 2, "--max-queued-requests", 1, "--max-body-size", 300)
     with serving("stub", *limits, "--api-key-file", keys, GRAFT_API_KEY="other") as server:
-        plain = httpx.Client(base_url=server.url, timeout=TIME)
+        plain = http_client(server.url)
         refused = complete(plain, "hi")
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
         assert plain.get("/health").status_code == 200
         assert complete(plain, "hi", headers=None).status_code == 401
         assert plain.get("/v1/models", headers={"Authorization": "Bearer other"}).status_code == 200
-        client = httpx.Client(base_url=server.url, timeout=TIME, headers={"Authorization": "Bearer first"})
+        client = http_client(server.url, headers={"Authorization": "Bearer first"})
         assert complete(client, "x" * 300).status_code == 413
         assert client.post("/v1/completions", content=iter([b"x" * 200] * 3)).status_code == 413
         too_long = complete(client, "x y " * 40)
@@ -190,7 +183,7 @@ def stream_of(client, prompt, **more):
 
 
 def test_a_drain_lets_answers_end():
-    with serving("stub") as server, httpx.Client(base_url=server.url, timeout=TIME) as client:
+    with serving("stub") as server, http_client(server.url) as client:
         with stream_of(client, [SLOW, 9]) as answer:
             lines = answer.iter_lines()
             first = next(lines)
@@ -204,7 +197,7 @@ def test_a_drain_lets_answers_end():
 
 
 def test_a_drain_ends_in_time_and_tells_the_rest():
-    with serving("stub", "--drain-timeout", 0.1) as server, httpx.Client(base_url=server.url, timeout=TIME) as client:
+    with serving("stub", "--drain-timeout", 0.1) as server, http_client(server.url) as client:
         with stream_of(client, [HANG]) as answer:
             server.signal()
             found, done = chunks(answer.iter_lines())
@@ -213,7 +206,7 @@ def test_a_drain_ends_in_time_and_tells_the_rest():
 
 
 def test_a_second_signal_ends_at_once():
-    with serving("stub") as server, httpx.Client(base_url=server.url, timeout=TIME) as client:
+    with serving("stub") as server, http_client(server.url) as client:
         with stream_of(client, [HANG]):
             engine = server.engine
             server.signal()
@@ -224,7 +217,7 @@ def test_a_second_signal_ends_at_once():
 
 
 def test_an_engine_that_dies_is_told_to_everyone():
-    with serving("stub") as server, httpx.Client(base_url=server.url, timeout=TIME) as client:
+    with serving("stub") as server, http_client(server.url) as client:
         with stream_of(client, [HANG]) as answer:
             died = complete(client, [DIE])
             assert died.status_code == 503 and "exit status 9" in died.json()["error"]["message"]
@@ -238,7 +231,7 @@ def test_an_engine_that_dies_is_told_to_everyone():
 
 
 def test_an_engine_that_dies_is_started_again_where_asked():
-    with serving("stub", "--restart") as server, httpx.Client(base_url=server.url, timeout=TIME) as client:
+    with serving("stub", "--restart") as server, http_client(server.url) as client:
         before = server.engine
         os.kill(before, signal.SIGKILL)
         poll(lambda: client.get("/health").json()["status"] != "ready")
@@ -263,7 +256,7 @@ def test_lines_for_programs():
     with serving("stub", "--json") as server:
         lines = (json.loads(line) for line in server.process.stdout)
         url = next(line["url"] for line in lines if line["event"] == "ready")
-        with httpx.Client(base_url=url, timeout=TIME) as client:
+        with http_client(url) as client:
             complete(client, "secret words")
         line = next(line for line in lines if line["event"] == "request")
         assert line["status"] == 200 and line["tokens"] == 4 and line["finish"] == "length"

@@ -66,8 +66,7 @@ def text_choice(choice: Choice, piece: Piece, tokens: Pieces, before: str = "") 
     return {"index": choice.index, "text": before + piece.text, "logprobs": likely, **ending(piece)}
 
 
-def chat_choice(choice: Choice, tokens: Pieces) -> dict[str, Any]:
-    piece = choice.whole()
+def chat_choice(choice: Choice, piece: Piece, tokens: Pieces) -> dict[str, Any]:
     message = {"role": "assistant", "content": piece.text, "refusal": None}
     likely = chat_logprobs(piece, tokens)
     return {"index": choice.index, "message": message, "logprobs": likely, **ending(piece)}
@@ -77,7 +76,6 @@ def chat_chunk(choice: Choice, piece: Piece, tokens: Pieces) -> dict[str, Any]:
     delta: dict[str, Any] = {} if choice.begun else {"role": "assistant", "content": ""}
     if piece.text:
         delta["content"] = piece.text
-    choice.begun = True
     return {"index": choice.index, "delta": delta, "logprobs": chat_logprobs(piece, tokens), **ending(piece)}
 
 

@@ -27,6 +27,7 @@ class Asked:
     stream: bool = False
     include_usage: bool = False
     usage_in_chunks: bool = False
+    return_token_ids: bool = False  # vLLM's: beside the text
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def streaming(body: Json) -> dict[str, bool]:
     if options and not stream:
         raise HttpRefused("stream_options needs stream: true", param="stream_options")
     usage, each = boolean(options, "include_usage"), boolean(options, "continuous_usage_stats")
-    return {"stream": stream, "include_usage": usage, "usage_in_chunks": usage and each}
+    ids = boolean(body, "return_token_ids")
+    return {"stream": stream, "include_usage": usage, "usage_in_chunks": usage and each, "return_token_ids": ids}
 
 
 def completion(body: Json, names: Sequence[str], vocabulary: int) -> AskedCompletion:

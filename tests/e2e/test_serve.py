@@ -1,0 +1,195 @@
+"""A real server over a real engine: what clients get is what LLM.generate gives."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import graft
+from serve_cases import PATIENCE, TEMPLATE, http_client, poll, sent, serving, tokenizer_json
+
+USER = [{"role": "user", "content": "the quick brown fox"}]
+PROMPTS = ["the quick brown", "Hello, 你好 🙂 ", "naïve café and the lazy dog jumps over"]
+
+
+def checkpoint(folder):
+    """A tiny Llama with random weights and a tokenizer that knows bytes."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, initializer_range=0.4,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer_json()), eos_token="<|im_end|>", chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("served") / "tiny-served")
+
+
+@pytest.fixture(scope="module")
+def server(folder, llm):  # the model is captured once
+    """Asked to end while it answers, it answers, and ends well."""
+    size = ("--dtype", "float32", "--backend", "eager", "--max-num-seqs", 8, "--kv-cache-memory", "4MiB")
+    with serving(folder, *size, stub=False, OMP_NUM_THREADS="1") as found:
+        yield found
+        with http_client(found.url) as plain, plain.stream("POST", "/v1/completions", json=long(64)) as answer:
+            found.signal()
+            lines = [line for line in answer.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]" and json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert found.ended() == 0
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return graft.LLM(folder, dtype="float32", device="cpu", backend="eager", max_num_seqs=8, kv_cache_memory="4MiB")
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def plain(server):
+    with http_client(server.url) as found:
+        yield found
+
+
+def long(tokens, **more):
+    return {"prompt": [9, 8, 7], "max_tokens": tokens, "ignore_eos": True, "stream": True, **more}
+
+
+def strict(answer):
+    """openai's types are never checked unless one asks for it."""
+    type(answer).model_validate(answer.model_dump(), strict=True)
+    return answer
+
+
+CASES = [
+    {"temperature": 0, "max_tokens": 24},
+    {"temperature": 0.9, "seed": 5, "max_tokens": 20, "top_p": 0.9, "n": 3},
+    {"temperature": 1.5, "seed": 6, "max_tokens": 30, "top_k": 20, "min_p": 0.01, "ignore_eos": True},
+    {"temperature": 0, "max_tokens": 40, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logprobs": 3},
+    {"temperature": 0.7, "seed": 1, "max_tokens": 40, "stop": ["e", "q"], "frequency_penalty": 0.2},
+    {"temperature": 0.7, "seed": 2, "max_tokens": 40, "stop": ["a"], "include_stop_str_in_output": True},
+    {"temperature": 0, "max_tokens": 12, "stop_token_ids": list(range(40, 160)), "min_tokens": 3},
+]
+
+
+def choices_of(output):
+    return [output, *output.alternatives]
+
+
+def streamed(plain, body):
+    """The choices of a stream put together: text, tokens, logprobs and the one finish reason of each."""
+    found = {}
+    with plain.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                for one in json.loads(line[6:])["choices"]:
+                    text, ids, ends = found.setdefault(one["index"], ([], [], []))
+                    text.append(one["text"])
+                    ids += one["token_ids"]
+                    ends += [one["finish_reason"]] if one["finish_reason"] else []
+    return {index: ("".join(text), ids, ends) for index, (text, ids, ends) in found.items()}
+
+
+def test_all_at_once_whole_and_streamed_are_the_tokens_of_generate(llm, plain):
+    """21 requests share batches; each has the tokens and the text that it has alone."""
+    bodies = [{"prompt": prompt, "return_token_ids": True, **case} for prompt in PROMPTS for case in CASES]
+    with ThreadPoolExecutor(16) as pool:
+        wholes = pool.map(lambda body: plain.post("/v1/completions", json=body), bodies)
+        streams = pool.map(lambda body: streamed(plain, body), bodies)
+        wholes, streams = list(wholes), list(streams)
+    for body, whole, stream in zip(bodies, wholes, streams, strict=True):
+        params = {name: value for name, value in body.items() if name not in ("prompt", "return_token_ids")}
+        (expected,) = llm.generate([body["prompt"]], graft.SamplingParams(**params))
+        answer = whole.json()
+        assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+        for index, one in enumerate(choices_of(expected)):
+            found = answer["choices"][index]
+            assert found["token_ids"] == one.token_ids and found["text"] == one.text, body
+            assert (found["finish_reason"], found["stop_reason"]) == (one.finish_reason, one.stop_reason)
+            assert stream[index] == (one.text, one.token_ids, [one.finish_reason]), body
+            if one.logprobs is not None:
+                given = [each[token].logprob for each, token in zip(one.logprobs, one.token_ids, strict=True)]
+                assert found["logprobs"]["token_logprobs"] == pytest.approx(given, abs=1e-4)
+                assert all(len(top) <= 3 for top in found["logprobs"]["top_logprobs"])
+
+
+def test_chat_by_openais_client(client, llm):
+    (expected,) = llm.generate([llm.chat_prompt(USER)], graft.SamplingParams(max_tokens=20))
+    asked = {"model": "tiny-served", "messages": USER, "temperature": 0, "max_completion_tokens": 20}
+    answer = strict(client.chat.completions.create(**asked, logprobs=True, top_logprobs=2))
+    assert answer.choices[0].message.content == expected.text and answer.choices[0].message.role == "assistant"
+    assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens == len(expected.token_ids)
+    assert all(len(one.top_logprobs) == 2 for one in answer.choices[0].logprobs.content)
+    options = {"include_usage": True}
+    chunks = [strict(one) for one in client.chat.completions.create(**asked, stream=True, stream_options=options)]
+    assert (
+        chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage.total_tokens == answer.usage.total_tokens
+    )
+    assert "".join(one.choices[0].delta.content or "" for one in chunks[:-1]) == expected.text
+    parts = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    plain = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    (expected,) = llm.generate([llm.chat_prompt(plain)], graft.SamplingParams(max_tokens=4))
+    answer = client.chat.completions.create(model="tiny-served", messages=parts, temperature=0, max_tokens=4)
+    assert answer.choices[0].message.content == expected.text
+
+
+def test_completions_models_and_errors_by_openais_client(client, llm):
+    (expected,) = llm.generate(["one two"], graft.SamplingParams(max_tokens=16))
+    asked = {"model": "tiny-served", "prompt": "one two", "temperature": 0}
+    answer = strict(client.completions.create(**asked, logprobs=1, extra_body={"top_k": 5}))
+    assert answer.choices[0].text == expected.text  # 16 tokens, if none are asked for
+    assert "".join(one.choices[0].text for one in client.completions.create(**asked, stream=True)) == expected.text
+    assert [model.id for model in client.models.list()] == ["tiny-served"]
+    assert strict(client.models.retrieve("tiny-served")).id == "tiny-served"
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature") as refused:
+        client.completions.create(model="tiny-served", prompt="x", temperature=-1)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="tool calls"):
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        client.chat.completions.create(model="tiny-served", messages=USER, tools=[tool])
+
+
+def test_tokens_are_those_of_the_engine(llm, plain):
+    for text in (*PROMPTS, "", "<|im_start|>user\n \u00e9\u0301 \ufffd"):
+        found = plain.post("/tokenize", json={"prompt": text}).json()
+        assert found["tokens"] == llm.encode(text)
+    found = plain.post("/tokenize", json={"messages": USER}).json()
+    assert found["tokens"] == llm.chat_prompt(USER)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_goes_away_gives_back_its_blocks(plain, server, stream):
+    """A socket that is closed, in the middle of an answer."""
+    used = 'vllm:kv_cache_usage_perc{model_name="tiny-served"} '
+
+    def usage():
+        return float(plain.get("/metrics").text.split(used)[1].split()[0])
+
+    with sent(server.url, long(500, stream=stream)):
+        poll(lambda: usage() > 0)
+    poll(lambda: usage() == 0)
+    text = plain.get("/metrics").text
+    assert 'finished_reason="abort"' in text
