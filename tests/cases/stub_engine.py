@@ -1,7 +1,8 @@
 """An engine process without a model, which does as its prompts say: for tests of everything round the engine.
 
 An answer counts on from the last token of its prompt. A prompt that begins with HANG has none until it is aborted,
-with DIE ends the process, with SLOW has a token every 20 ms; a model of the name `refused` cannot be loaded.
+with DIE ends the process, with SLOW has a token every 20 ms; a model of the name `refused` cannot be loaded, and
+`other-tokens` says of its tokenizer what is not so; `chat` has a chat template.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from dataclasses import asdict
 
 from graft.serve.wire import AnswerRow, EngineLoad, ServedModel, TokenLogprobs, frame, messages
-from serve_cases import tokenizer_json
+from serve_cases import TEMPLATE, tokenizer_json
 
 DIE, HANG, SLOW = 3, 4, 5
 CONTEXT, VOCABULARY = 64, 300
@@ -35,8 +36,10 @@ class Stub:
             self.send(failed="no such model; known: none", exit=2)
             os._exit(0)
         served = ServedModel(
-            "stub", CONTEXT, VOCABULARY, 1000, options["engine"]["max_num_seqs"], tokenizer_json(), None, {}, ()
-        )
+            "stub", CONTEXT, VOCABULARY, 1000, options["engine"]["max_num_seqs"], tokenizer_json(),
+            TEMPLATE if options["model"] == "chat" else None, {},
+            [("hi", [1], "hi")] if options["model"] == "other-tokens" else (),
+        )  # fmt: skip
         self.send(progress="stubbing")
         self.send(ready=asdict(served))
         threading.Thread(target=self.step_forever, daemon=True).start()

@@ -14,6 +14,7 @@ from graft import __version__
 from graft.serve.generation import Generation, from_chat, from_completion
 from graft.serve.guard import Guard
 from graft.serve.http import EventStream, json_response, read_body, while_connected
+from graft.serve.pages import page
 from graft.serve.protocol import requests, values
 from graft.serve.state import ServerState
 
@@ -108,11 +109,17 @@ async def metrics(state: ServerState, _: HttpRequest) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+async def chat_page(_state: ServerState, _: HttpRequest) -> Response:
+    text, headers = page("chat")
+    return Response(text, headers=headers, media_type="text/html")
+
+
 async def json_body(state: ServerState, http: HttpRequest) -> dict[str, Any]:
     return values.parse_json(await read_body(http, state.options.max_body_size))
 
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/", chat_page),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
     ("POST", "/v1/completions", completions),

@@ -20,6 +20,10 @@ from graft.serve.options import ModelOptions
 from graft.serve.wire import LENGTH, AnswerRow, EngineLoad, Message, ServedModel, frame
 
 WORKER = "graft.serve.worker"
+# libraries neither ask the network nor draw bars of their own
+QUIET = {
+    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error",
+}  # fmt: skip
 PATIENCE = 5.0  # seconds that an engine process has to end by itself
 
 
@@ -85,7 +89,7 @@ class EngineLink:
             self.process = process = await asyncio.create_subprocess_exec(
                 *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, stdout=2,
                 start_new_session=True,  # Ctrl-C is for the HTTP process
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+                env={**QUIET, **os.environ},
             )  # fmt: skip
         try:
             await self.converse(ours, ready)

@@ -113,7 +113,7 @@ class Serving:
             while ticket.left or ticket.rows:
                 await ticket.read()
         except GraftError as error:
-            self.link.failed = str(error), 1
+            self.link.failed, self.link.model = (str(error), error.exit_code), None
             await self.link.stop()
             return
         self.state.warm = True

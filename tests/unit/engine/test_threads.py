@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ import graft
 from capture_cases import engine as recording_engine
 from capture_cases import random_params
 from graft.base.errors import EngineFailed, PromptTooLong, UsageError
+from graft.engine.core import Request
+from graft.engine.driver import Shift
+from graft.engine.watch import ThreadWatch
 from marks import examples
 from thread_cases import GREEDY, LONG, PATIENCE, Gate, Numbers, empty, engine, prompts
 
@@ -235,3 +239,15 @@ def test_the_thread_count_of_the_caller_holds():
     finally:
         torch.set_num_threads(before)
     assert seen == [2, 1, 3]
+
+
+def test_a_caller_is_told_of_every_sample_of_its_request():
+    """Also after the first of them has ended: a stream of n > 1 would wait for all others to end."""
+    leader = Request([5], graft.SamplingParams(n=2, temperature=1.0), finish_reason="length")
+    sibling = Request([5], leader.params, leader=leader)
+    leader.siblings.append(sibling)
+    watch = ThreadWatch([leader], each_token=True)
+    shift = Shift(SimpleNamespace(step=lambda: [sibling], ended=[]))
+    shift.watches[leader] = [watch]
+    shift.step()
+    assert watch.told

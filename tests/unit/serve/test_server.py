@@ -240,11 +240,25 @@ def test_an_engine_that_dies_is_started_again_where_asked():
         assert "graft:engine_restarts_total" in client.get("/metrics").text
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_program():
-    with serving("refused", errors=subprocess.PIPE) as server:
-        assert server.ended() == 2
-        assert "no such model" in server.process.stderr.read()
+@pytest.mark.parametrize(
+    ("model", "code", "why"), [("refused", 2, "no such model"), ("other-tokens", 1, "other tokens for 'hi'")]
+)
+def test_a_model_that_cannot_be_served_ends_the_program(model, code, why):
+    with serving(model, errors=subprocess.PIPE) as server:
+        assert server.ended() == code
+        assert why in server.process.stderr.read()
         server.process.stderr.close()
+
+
+def test_a_client_that_reads_nothing_is_cut_off():
+    """What the sockets hold is full after some megabytes."""
+    wide = {"prompt": [[9]] * 80, "n": 3, "stream": True, "max_tokens": 60, "logprobs": 2}
+    options = ("--slow-client-timeout", 0.2, "--max-num-seqs", 1000)
+    with serving("stub", *options) as server, http_client(server.url) as client:
+        with sent(server.url, wide):
+            poll(lambda: 'graft:slow_clients_total{model_name="stub"} 1' in client.get("/metrics").text)
+            assert running(client) == 0
+        assert complete(client, [1]).status_code == 200
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded():

@@ -1,0 +1,106 @@
+"""What HTTP costs: the same requests by LLM.generate and by a server's streams, in turn, in one run.
+
+python benchmarks/serve.py smollm2-135m --streams 1 8 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import graft
+from graft.cli.show import quiet_libraries
+
+
+async def streamed(host: str, port: int, body: bytes) -> tuple[float, int]:
+    """Seconds to the first event, and how many there were. Bytes alone are looked at: the client has a core, too."""
+    reader, writer = await asyncio.open_connection(host, port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    started = time.perf_counter()
+    writer.write(head.encode() + body)
+    first, events = 0.0, 0
+    while piece := await reader.read(65_536):
+        if found := piece.count(b"data: {"):
+            first = first or time.perf_counter() - started
+            events += found
+    writer.close()
+    return first, events
+
+
+async def all_at_once(host: str, port: int, bodies: Sequence[bytes]) -> list[tuple[float, int]]:
+    return await asyncio.gather(*(streamed(host, port, body) for body in bodies))
+
+
+def new_prompts(count: int, length: int, rng: random.Random) -> list[list[int]]:
+    return [[rng.randrange(100, 20_000) for _ in range(length)] for _ in range(count)]
+
+
+def by_generate(llm: graft.LLM, prompts: list[list[int]], tokens: int) -> float:
+    params = graft.SamplingParams(max_tokens=tokens, ignore_eos=True)
+    started = time.perf_counter()
+    found = llm.generate(prompts, params)
+    assert all(len(one.token_ids) == tokens for one in found)
+    return time.perf_counter() - started
+
+
+def by_http(address: tuple[str, int], prompts: list[list[int]], tokens: int) -> tuple[float, list[float]]:
+    asked: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    bodies = [json.dumps({**asked, "prompt": prompt}).encode() for prompt in prompts]
+    started = time.perf_counter()
+    found = asyncio.run(all_at_once(*address, bodies))
+    return time.perf_counter() - started, [first for first, _ in found]
+
+
+def first_piece(llm: graft.LLM, prompt: list[int]) -> float:
+    started = time.perf_counter()
+    for _ in llm.stream(prompt, graft.SamplingParams(max_tokens=2, ignore_eos=True)):
+        return time.perf_counter() - started
+    raise AssertionError("no text came")
+
+
+def measure(llm: graft.LLM, address: tuple[str, int], streams: int, rounds: int, tokens: int, length: int) -> None:
+    rng, ratios, speeds = random.Random(streams), [], []
+    for _ in range(rounds):
+        own = by_generate(llm, new_prompts(streams, length, rng), tokens)
+        http, _ = by_http(address, new_prompts(streams, length, rng), tokens)
+        ratios.append(own / http)
+        speeds.append(streams * tokens / http)
+    shown = f"{statistics.median(ratios):.3f} of LLM.generate's throughput ({min(ratios):.3f} to {max(ratios):.3f})"
+    print(f"{streams:>3} streams: {statistics.median(speeds):8.1f} tokens/s, {shown}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default="smollm2-135m")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=32)
+    given = parser.parse_args()
+    quiet_libraries()
+    llm = graft.LLM(given.model)
+    command = [sys.executable, "-m", "graft", "serve", given.model, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL) as server:
+        assert server.stdout is not None
+        host, port = server.stdout.readline().split("http://")[1].split("/")[0].split(":")
+        address = (host, int(port))
+        rng, later = random.Random(0), []
+        for _ in range(3 * given.rounds):
+            own = first_piece(llm, new_prompts(1, given.prompt, rng)[0])
+            later.append(by_http(address, new_prompts(1, given.prompt, rng), 2)[1][0] - own)
+        print(f"first token, one request: {1e3 * statistics.median(later):+.1f} ms by HTTP (median of {len(later)})")
+        for streams in given.streams:
+            measure(llm, address, streams, given.rounds, given.tokens, given.prompt)
+        server.terminate()
+
+
+if __name__ == "__main__":
+    main()
