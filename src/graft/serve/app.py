@@ -40,7 +40,7 @@ async def respond(state: ServerState, http: HttpRequest, made: Generation) -> Re
     ticket = made.enter(state.link)
     http.state.generation = made
     if made.asked.stream:
-        return EventStream(made.events(ticket), state.options.slow_client_timeout)
+        return EventStream(made.events(ticket), ticket.bell, state.options.slow_client_timeout)
     return Response(await while_connected(made.answer(ticket), http.receive), media_type="application/json")
 
 

@@ -19,8 +19,6 @@ from graft.serve.protocol.sampling import fitted
 from graft.serve.text import ServedText
 from graft.serve.wire import AnswerRow, ServedModel
 
-PING_AFTER = 15.0  # seconds without a token, after which a comment keeps proxies from closing the connection
-
 
 @dataclass(eq=False)
 class Generation:
@@ -75,13 +73,13 @@ class Generation:
     async def events(self, ticket: Ticket) -> AsyncGenerator[bytes]:
         """Server-sent events: all that came at once is one piece."""
         while ticket.left or ticket.rows:
-            made, rows = [], await ticket.read(PING_AFTER)
+            made, rows = [], await ticket.read()
             if not rows:
-                yield answers.PING
+                yield answers.PING  # somebody rang who had nothing to say: see EventStream
             for prompt, row in rows:
                 choice, piece = self.take(prompt, row)
                 if answers.says_something(choice, piece) or self.asked.return_token_ids:
-                    made.append(answers.event(self.chunk(choice, piece)))
+                    made.append(self.chunk(choice, piece))
             if made:
                 yield b"".join(made)
         last = b""
@@ -89,17 +87,16 @@ class Generation:
             last = answers.event({**self.envelope.body([], chunk=True), "usage": self.usage()})
         yield last + answers.DONE
 
-    def chunk(self, choice: Choice, piece: Piece) -> dict[str, object]:
+    def chunk(self, choice: Choice, piece: Piece) -> bytes:
         if self.envelope.chat:
             made = answers.chat_chunk(choice, piece, self.text)
         else:
             made = answers.text_choice(choice, piece, self.text, "" if choice.begun else self.echo(choice))
         made |= self.ids(choice, piece)
         choice.begun = True
-        body = self.envelope.body([made], chunk=True)
-        if self.asked.include_usage:  # null in all chunks but the last, unless each is to have it
-            body["usage"] = self.usage() if self.asked.usage_in_chunks else None
-        return body
+        if not self.asked.include_usage:
+            return self.envelope.chunk(made)
+        return self.envelope.chunk(made, self.usage() if self.asked.usage_in_chunks else None)
 
     def echo(self, choice: Choice) -> str:
         return self.before[choice.index // choice.params.n] if self.before else ""

@@ -15,6 +15,7 @@ from graft.base.errors import EngineGone, GraftError, HttpRefused, UsageError
 from graft.serve.protocol import answers
 
 T = TypeVar("T")
+PING_AFTER = 15.0  # seconds without a token, after which a comment keeps proxies from closing the connection
 # what comes with an error; of a body that is too large, nothing more is read
 HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 413: {"Connection": "close"}}
 
@@ -70,33 +71,40 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def while_connected(work: Awaitable[T], receive: Receive) -> T:
-    """The result of `work`, which is cancelled when the client goes away."""
+async def while_connected(work: Awaitable[T], receive: Receive, *others: Awaitable[None]) -> T:
+    """The result of `work`, which is cancelled when the client goes away, or another of these raises."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(disconnected(receive))
+    beside = [asyncio.ensure_future(one) for one in (disconnected(receive), *others)]
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
+        done, _ = await asyncio.wait((task, *beside), return_when=asyncio.FIRST_COMPLETED)
+        if task in done:
             return task.result()
+        for one in done:
+            one.result()
         raise ClientGone
     finally:
-        for one in (task, gone):
+        for one in (task, *beside):
             one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, *beside, return_exceptions=True)
 
 
 class EventStream(Response):
-    """Server-sent events. What goes wrong after the first byte is the last event; then the stream ends."""
+    """Server-sent events. What goes wrong after the first byte is the last event; then the stream ends.
+
+    bell: rung when nothing was sent for long, so that `events` gives something, for proxies' sake. slow: seconds
+    after which a client that takes nothing is given up; it may be twice as long, since one timer watches all pieces.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], slow: float) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], bell: asyncio.Event, slow: float) -> None:
         super().__init__(None, 200, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.events, self.slow = events, slow
+        self.events, self.bell, self.slow = events, bell, slow
+        self.pieces, self.sending = 0, False
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        await while_connected(self.send_all(send), receive)
+        await while_connected(self.send_all(send), receive, self.watch_client(), self.ping())
 
     async def send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -109,8 +117,20 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def send_piece(self, send: Send, piece: bytes) -> None:
-        try:
-            async with asyncio.timeout(self.slow):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except TimeoutError as error:
-            raise SlowClient from error
+        self.pieces, self.sending = self.pieces + 1, True
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        self.sending = False
+
+    async def watch_client(self) -> None:
+        seen = -1
+        while not (self.sending and seen == self.pieces):
+            seen = self.pieces
+            await asyncio.sleep(self.slow)
+        raise SlowClient
+
+    async def ping(self) -> None:
+        while True:
+            seen = self.pieces
+            await asyncio.sleep(PING_AFTER)
+            if seen == self.pieces:
+                self.bell.set()

@@ -46,14 +46,9 @@ class Ticket:
     def __post_init__(self) -> None:
         self.left = len(self.numbers) * self.samples
 
-    async def read(self, seconds: float | None = None) -> list[tuple[int, AnswerRow]]:
-        """All that has come; waits for something to come, or for so long. Raises what ended the engine."""
-        if not self.bell.is_set():
-            try:
-                async with asyncio.timeout(seconds):
-                    await self.bell.wait()
-            except TimeoutError:
-                return []
+    async def read(self) -> list[tuple[int, AnswerRow]]:
+        """All that has come since; waits for the bell. Raises what ended the engine."""
+        await self.bell.wait()
         self.bell.clear()
         if self.error is not None:
             raise self.error

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from graft.serve.protocol.choices import Choice, Piece, Pieces
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot write
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "internal_error", 503: "service_unavailable"}
 
 
 def encode(value: object) -> bytes:
     """UTF-8; half of a surrogate pair, which a client may have sent, stays an escape."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
+    return ENCODER.encode(value).encode(errors="backslashreplace")
 
 
 def event(value: object) -> bytes:
@@ -41,6 +43,16 @@ class Envelope:
     def body(self, choices: Sequence[Mapping[str, Any]], *, chunk: bool) -> dict[str, Any]:
         kind = "chat.completion" + (".chunk" if chunk else "") if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    @cached_property
+    def head(self) -> bytes:
+        """What every chunk begins with, up to its choice: written once for thousands of them."""
+        return event(self.body([], chunk=True)).removesuffix(b"]}\n\n")
+
+    def chunk(self, choice: Mapping[str, Any], *usage: Mapping[str, Any] | None) -> bytes:
+        """An event of one choice. usage: null in all chunks but the last, unless each is to have it."""
+        rest = b'],"usage":' + encode(usage[0]) if usage else b"]"
+        return self.head + encode(choice) + rest + b"}\n\n"
 
 
 def usage(prompt: int, choices: Iterable[Choice]) -> dict[str, Any]:
