@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import pytest
@@ -170,6 +174,48 @@ def test_completions_models_and_errors_by_openais_client(client, llm):
     with pytest.raises(openai.BadRequestError, match="tool calls"):
         tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
         client.chat.completions.create(model="tiny-served", messages=USER, tools=[tool])
+
+
+def test_responses_by_openais_client(client, llm):
+    told = [{"role": "system", "content": "be brief"}, *USER]
+    (expected,) = llm.generate([llm.chat_prompt(told)], graft.SamplingParams(max_tokens=20))
+    asked = {"model": "tiny-served", "input": USER, "instructions": "be brief"}
+    asked |= {"temperature": 0, "max_output_tokens": 20}
+    answer = strict(client.responses.create(**asked))
+    assert answer.output_text == expected.text and answer.usage.output_tokens == len(expected.token_ids)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    events = [strict(event) for event in client.responses.create(**asked, stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected.text
+    kinds = [event.type.removeprefix("response.") for event in events if not event.type.endswith(".delta")]
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.done", "content_part.done",
+        "output_item.done", "incomplete",
+    ]  # fmt: skip
+    assert events[-1].response.output_text == expected.text
+    stopped = {"stop_token_ids": list(range(40, 300)), "include_stop_str_in_output": True}
+    with client.responses.stream(**asked, extra_body=stopped) as stream:  # the helper that puts the events together
+        found = stream.get_final_response()
+    assert found.status == "completed" and expected.text.startswith(found.output_text)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model="tiny-served", input="hi", previous_response_id="resp_1")
+
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "serve.md"
+
+
+@pytest.mark.parametrize("language", ["sh", "python"])
+def test_the_examples_of_the_documentation_run(server, capsys, language):
+    blocks = re.findall(rf"```{language}\n(.*?)```", EXAMPLES.read_text(), re.S)
+    assert blocks
+    for block in blocks:
+        text = block.replace("http://127.0.0.1:8000", server.url).replace("smollm2-135m", "tiny-served")
+        if language == "python":
+            exec(compile(text, "docs/serve.md", "exec"), {})
+            assert capsys.readouterr().out.strip()
+        elif shutil.which("curl"):
+            done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
+            assert '"choices":[{"index":0' in done.stdout, done.stdout
 
 
 def test_tokens_are_those_of_the_engine(llm, plain):

@@ -11,11 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 
 from graft import __version__
-from graft.serve.generation import Generation, from_chat, from_completion
+from graft.serve.generation import Generation, from_chat, from_completion, from_response
 from graft.serve.guard import Guard
 from graft.serve.http import EventStream, json_response, read_body, while_connected
 from graft.serve.pages import page
 from graft.serve.protocol import requests, values
+from graft.serve.protocol.responses import response
 from graft.serve.state import ServerState
 
 Handler = Callable[[ServerState, HttpRequest], Awaitable[Response]]
@@ -35,11 +36,18 @@ async def completions(state: ServerState, http: HttpRequest) -> Response:
     return await respond(state, http, await from_completion(asked, text, model, http.state.request_id))
 
 
+async def responses(state: ServerState, http: HttpRequest) -> Response:
+    body = await json_body(state, http)
+    text, model = state.loaded
+    asked = response(body, state.options.names)
+    return await respond(state, http, await from_response(asked, text, model, http.state.request_id, body))
+
+
 async def respond(state: ServerState, http: HttpRequest, made: Generation) -> Response:
     """Whoever leaves (the client, the task) ends the engine's work; the guard does that when the response is over."""
     ticket = made.enter(state.link)
     http.state.generation = made
-    if made.asked.stream:
+    if made.stream:
         return EventStream(made.events(ticket), ticket.bell, state.options.slow_client_timeout)
     return Response(await while_connected(made.answer(ticket), http.receive), media_type="application/json")
 
@@ -124,6 +132,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models/{name:path}", model),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/responses", responses),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("GET", "/health", health),

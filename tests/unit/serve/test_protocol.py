@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from graft.base.errors import HttpRefused
 from graft.engine.params import SamplingParams
 from graft.engine.text.detokenize import TextStream
-from graft.serve.protocol import answers, requests, values
+from graft.serve.protocol import answers, requests, responses, values
 from graft.serve.protocol.choices import Choice
 from graft.serve.protocol.sampling import REFUSED, UNBOUNDED, fitted
 from graft.serve.text import ServedText
@@ -127,6 +127,42 @@ def test_what_is_wrong_is_named(body, param):
 )  # fmt: skip
 def test_what_is_wrong_in_a_chat_is_named(body, param):
     error = refused(lambda: chat(**body))
+    assert (error.status, error.param) == (400, param)
+
+
+def respond(**body):
+    return responses.response({"input": "hi", **body}, NAMES)
+
+
+def test_a_response_is_asked_for_as_a_conversation():
+    asked = respond(instructions="be brief", max_output_tokens=5, temperature=0, stream=True, store=True)
+    assert asked.messages == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert asked.params.max_tokens == 5 and asked.stream and asked.params.greedy
+    parts = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}]
+    items = [{"role": "developer", "content": "x"}, {"type": "message", "role": "assistant", "content": parts}]
+    assert [one["content"] for one in respond(input=items).messages] == ["x", "a\nb"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [1]}, "input[0]"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"text": 1}, "text"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"n": 2}, "n"),
+        ({"instructions": 5}, "instructions"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)
+def test_what_is_wrong_in_a_response_is_named(body, param):
+    error = refused(lambda: respond(**body))
     assert (error.status, error.param) == (400, param)
 
 

@@ -115,7 +115,7 @@ JSON = st.recursive(
 FIELDS = """model prompt messages max_tokens max_completion_tokens temperature top_p top_k min_p n seed stop stream
     stream_options logprobs top_logprobs echo best_of suffix logit_bias presence_penalty frequency_penalty
     repetition_penalty stop_token_ids min_tokens ignore_eos tools tool_choice response_format chat_template_kwargs
-    tokens add_special_tokens user""".split()  # noqa: SIM905
+    tokens add_special_tokens user input instructions max_output_tokens text""".split()  # noqa: SIM905
 BODIES = st.binary(max_size=20) | st.builds(
     lambda base, more: json.dumps(base | more).encode(),
     st.sampled_from([{}, {"prompt": "hi"}, {"prompt": [1, 2], "stream": True}, {"messages": [{"role": "user"}]}]),
@@ -123,7 +123,10 @@ BODIES = st.binary(max_size=20) | st.builds(
 )
 
 
-@given(body=BODIES, path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]))
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+
+
+@given(body=BODIES, path=st.sampled_from(PATHS))
 def test_no_body_is_our_fault(client, body, path):
     answer = client.post(path, content=body)
     assert answer.status_code in (200, 400, 404), answer.text

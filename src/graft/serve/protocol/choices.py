@@ -36,15 +36,17 @@ class Choice:
     index: int
     params: SamplingParams
     stream: TextStream | None
+    keep: bool = True  # all of its pieces, for `whole`
     tokens: int = 0
     cached: int = 0
+    last: Piece | None = None
     pieces: list[Piece] = field(default_factory=list)
     begun: bool = False  # its first chunk was sent
     offset: int = 0  # characters of tokens so far, for logprobs
 
     @property
     def ended(self) -> bool:
-        return bool(self.pieces) and self.pieces[-1].finish_reason is not None
+        return self.last is not None and self.last.finish_reason is not None
 
     def take(self, row: AnswerRow) -> Piece:
         """The same text as Request.read_text: the token that ended the answer is no part of it, unless asked for."""
@@ -57,8 +59,9 @@ class Choice:
             text = "".join(map(self.stream.feed, shown))
             if row.finish_reason is not None:
                 text += self.stream.finish()
-        piece = Piece(text, row.tokens, row.logprobs, row.finish_reason, row.stop_reason)
-        self.pieces.append(piece)
+        self.last = piece = Piece(text, row.tokens, row.logprobs, row.finish_reason, row.stop_reason)
+        if self.keep:
+            self.pieces.append(piece)
         return piece
 
     def whole(self) -> Piece:
