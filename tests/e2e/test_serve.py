@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -16,10 +18,16 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import graft
+from marks import FULL
 from serve_cases import PATIENCE, TEMPLATE, http_client, poll, sent, serving, tokenizer_json
+from serve_soak import Soak
 
 USER = [{"role": "user", "content": "the quick brown fox"}]
 PROMPTS = ["the quick brown", "Hello, 你好 🙂 ", "naïve café and the lazy dog jumps over"]
+
+
+USED = 'vllm:kv_cache_usage_perc{model_name="tiny-served"}'
+IDLE = {"status": "ready", "seconds_since_step": 0, "running": 0, "waiting": 0}
 
 
 def checkpoint(folder):
@@ -226,13 +234,43 @@ def test_tokens_are_those_of_the_engine(llm, plain):
     assert found["tokens"] == llm.chat_prompt(USER)
 
 
+def resident(number):
+    """MiB of a process."""
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{number}/status").read_text())[1]) / 1024
+
+
+def test_soak(llm, server, plain):
+    """Whatever clients do, the others have the right tokens, and in the end nothing is left of anybody."""
+    rng = random.Random(0)
+    params = [
+        {"max_tokens": rng.randint(1, 60), "temperature": rng.choice([0, 0.8]), "seed": number, "ignore_eos": True}
+        for number in range(16)
+    ]
+    prompts = [[rng.randrange(3, 300) for _ in range(rng.randint(1, 100))] for _ in params]
+    outputs = llm.generate(prompts, [graft.SamplingParams(**one) for one in params])
+    bodies = [{"prompt": p, "return_token_ids": True, **more} for p, more in zip(prompts, params, strict=True)]
+    expected = [(body, output.token_ids) for body, output in zip(bodies, outputs, strict=True)]
+    host, port = server.url.removeprefix("http://").split(":")
+    soak = Soak(host, int(port), expected, rng)
+    sizes = []
+    for _ in range(2):
+        asyncio.run(soak.run(5000 if FULL else 75, 24))
+        sizes.append([resident(number) for number in (server.process.pid, server.engine)])
+    assert all(after < before + 16 for before, after in zip(*sizes, strict=True)), f"memory grows: {sizes} MiB"
+    assert not soak.wrong, soak.wrong[:3]
+    assert soak.seen["whole: 200"] and soak.seen["streamed: 200"] and soak.seen["left a stream"], soak.seen
+    assert not [kind for kind in soak.seen if "50" in kind], soak.seen
+    poll(lambda: plain.get("/health").json() | {"seconds_since_step": 0} == IDLE)
+    assert USED + " 0\n" in plain.get("/metrics").text
+    print(dict(soak.seen), sizes)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_goes_away_gives_back_its_blocks(plain, server, stream):
     """A socket that is closed, in the middle of an answer."""
-    used = 'vllm:kv_cache_usage_perc{model_name="tiny-served"} '
 
     def usage():
-        return float(plain.get("/metrics").text.split(used)[1].split()[0])
+        return float(plain.get("/metrics").text.split(USED)[1].split()[0])
 
     with sent(server.url, long(500, stream=stream)):
         poll(lambda: usage() > 0)

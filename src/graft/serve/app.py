@@ -123,7 +123,7 @@ async def chat_page(_state: ServerState, _: HttpRequest) -> Response:
 
 
 async def json_body(state: ServerState, http: HttpRequest) -> dict[str, Any]:
-    return values.parse_json(await read_body(http, state.options.max_body_size))
+    return values.parse_json(await read_body(http, state.options.max_body_size, state.options.slow_client_timeout))
 
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (

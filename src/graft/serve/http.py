@@ -16,7 +16,8 @@ from graft.serve.protocol import answers
 
 T = TypeVar("T")
 PING_AFTER = 15.0  # seconds without a token, after which a comment keeps proxies from closing the connection
-# what comes with an error; of a body that is too large, nothing more is read
+DISCARDED = 64 << 20  # bytes of a body that is too large which are read before the answer
+# what comes with an error; of a body that is too large, nothing more is read after it
 HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 413: {"Connection": "close"}}
 
 
@@ -48,22 +49,35 @@ def error_response(error: GraftError) -> Response:
     return json_response(error_value(error), status, HEADERS.get(status))
 
 
-async def read_body(request: HttpRequest, most: int) -> bytes:
-    """The body; 413 as soon as it is known to be too large."""
+async def read_body(request: HttpRequest, most: int, seconds: float) -> bytes:
+    """The body. Of one that is too large the rest is read and thrown away, up to a bound: a client that still sends
+    when the connection is closed never sees the answer."""
     refused = HttpRefused(f"the body may have {most} bytes (--max-body-size)", status=413, code="body_too_large")
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > most:
+    if length.isdecimal() and int(length[:20]) > most + DISCARDED:
         raise refused
-    found = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            found, size = await received(request, most)
+    except TimeoutError as error:
+        raise HttpRefused(f"the body did not come within {seconds:g} seconds", status=408) from error
+    if size > most:
+        raise refused
+    return found
+
+
+async def received(request: HttpRequest, most: int) -> tuple[bytes, int]:
+    """The body, or a part of one that is longer than `most`; and how long it is, or was until we had enough of it."""
+    found, size = bytearray(), 0
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        found += message.get("body", b"")
-        if len(found) > most:
-            raise refused
-        if not message.get("more_body", False):
-            return bytes(found)
+        size += len(message.get("body", b""))
+        if size <= most:
+            found += message.get("body", b"")
+        if not message.get("more_body", False) or size > most + DISCARDED:
+            return bytes(found), size
 
 
 async def disconnected(receive: Receive) -> None:

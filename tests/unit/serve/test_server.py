@@ -253,11 +253,18 @@ def test_a_model_that_cannot_be_served_ends_the_program(model, code, why):
         server.process.stderr.close()
 
 
-def test_a_client_that_reads_nothing_is_cut_off():
+def test_a_client_that_sends_or_reads_nothing_is_cut_off():
     """What the sockets hold is full after some megabytes."""
     wide = {"prompt": [[9]] * 80, "n": 3, "stream": True, "max_tokens": 60, "logprobs": 2}
     options = ("--slow-client-timeout", 0.2, "--max-num-seqs", 1000)
     with serving("stub", *options) as server, http_client(server.url) as client:
+
+        def never_ends():
+            yield b"{"
+            poll(lambda: 'status="408"' in client.get("/metrics").text)
+
+        with http_client(server.url) as other:
+            assert other.post("/v1/completions", content=never_ends()).status_code == 408
         with sent(server.url, wide):
             poll(lambda: 'graft:slow_clients_total{model_name="stub"} 1' in client.get("/metrics").text)
             assert running(client) == 0
