@@ -1,8 +1,9 @@
 """An engine process without a model, which does as its prompts say: for tests of everything round the engine.
 
-An answer counts on from the last token of its prompt. A prompt that begins with HANG has none until it is aborted,
-with DIE ends the process, with SLOW has a token every 20 ms; a model of the name `refused` cannot be loaded, and
-`other-tokens` says of its tokenizer what is not so; `chat` has a chat template.
+An answer counts on from the last token of its prompt. By its first token a prompt asks for more: with HANG it is never
+begun, with PAUSE it has one token and no other, with DIE it ends the process, with SLOW it has a token every 20 ms. A
+model of the name `refused` cannot be loaded, `other-tokens` says of its tokenizer what is not so, and `chat` has a chat
+template.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import asdict
 from graft.serve.wire import AnswerRow, EngineLoad, ServedModel, TokenLogprobs, frame, messages
 from serve_cases import TEMPLATE, tokenizer_json
 
-DIE, HANG, SLOW = 3, 4, 5
+DIE, HANG, SLOW, PAUSE = 3, 4, 5, 6
 CONTEXT, VOCABULARY = 64, 300
 
 
@@ -48,6 +49,9 @@ class Stub:
                 self.open |= {one["id"]: {**one, "sent": 0} for one in message.get("submit", ())}
                 for number in message.get("abort", ()):
                     self.open.pop(number, None)
+                late = [n for n in message.get("expire", ()) if n in self.open and self.open[n]["prompt"][0] == HANG]
+            for number in late:
+                self.send(rows=[AnswerRow(number, 0, [], None, "abort", None, 0, None)])
         os._exit(0)
 
     def step_forever(self) -> None:
@@ -67,7 +71,11 @@ class Stub:
         prompt, params, sent = one["prompt"], one["params"], one["sent"]
         if prompt[0] == DIE:
             os._exit(9)
-        if prompt[0] == HANG or (prompt[0] == SLOW and time.monotonic() < one.get("next", 0)):
+        if (
+            prompt[0] == HANG
+            or (prompt[0] == PAUSE and sent)
+            or (prompt[0] == SLOW and time.monotonic() < one.get("next", 0))
+        ):
             return []
         one["sent"], one["next"] = sent + 1, time.monotonic() + 0.02
         token = (prompt[-1] + 1 + sent) % VOCABULARY

@@ -76,14 +76,17 @@ class Generation:
 
     async def events(self, ticket: Ticket) -> AsyncGenerator[bytes]:
         """Server-sent events: all that came at once is one piece."""
-        if first := self.format.begin():
-            yield first
+        first: bytes | None = None
         while ticket.left or ticket.rows:
             rows = await ticket.read()
             if not rows:
                 yield answers.PING  # somebody rang who had nothing to say: see EventStream
             pairs = [self.take(prompt, row) for prompt, row in rows]
-            if made := b"".join(self.format.chunk(choice, piece, self.choices) for choice, piece in pairs):
+            made = b"".join(self.format.chunk(choice, piece, self.choices) for choice, piece in pairs)
+            if first is None and rows:
+                first = self.format.begin()
+                made = first + made
+            if made:
                 yield made
         yield self.format.end(self.choices)
 

@@ -103,7 +103,8 @@ async def while_connected(work: Awaitable[T], receive: Receive, *others: Awaitab
 
 
 class EventStream(Response):
-    """Server-sent events. What goes wrong after the first byte is the last event; then the stream ends.
+    """Server-sent events. The response begins with the first of them: what goes wrong before is an error with its own
+    status, what goes wrong later is the last event.
 
     bell: rung when nothing was sent for long, so that `events` gives something, for proxies' sake. slow: seconds
     after which a client that takes nothing is given up; it may be twice as long, since one timer watches all pieces.
@@ -121,8 +122,10 @@ class EventStream(Response):
         await while_connected(self.send_all(send), receive, self.watch_client(), self.ping())
 
     async def send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with aclosing(self.events) as events:
+            first = await anext(events)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self.send_piece(send, first)
             try:
                 async for piece in events:
                     await self.send_piece(send, piece)

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from graft.base.errors import EngineGone, GraftError, Overloaded
+from graft.base.errors import EngineGone, GraftError, Overloaded, QueueTimeout
 from graft.engine.params import SamplingParams
 from graft.serve.metrics import Metrics
-from graft.serve.options import ModelOptions
+from graft.serve.options import ServeOptions
 from graft.serve.wire import LENGTH, AnswerRow, EngineLoad, Message, ServedModel, frame
 
 WORKER = "graft.serve.worker"
@@ -38,6 +38,8 @@ class Ticket:
     rows: list[tuple[int, AnswerRow]] = field(default_factory=list)  # (index of the prompt, row), not yet read
     bell: asyncio.Event = field(default_factory=asyncio.Event)
     error: GraftError | None = None
+    timer: asyncio.TimerHandle | None = None  # runs until its first token
+    expired: bool = False  # the timer has run out
     left: int = 0  # answers that have not ended
     last: dict[tuple[int, int], float] = field(default_factory=dict)  # when an answer's newest tokens came
     first_token: float | None = None  # seconds
@@ -59,8 +61,8 @@ class Ticket:
 class EngineLink:
     """One engine process. `model` is there once it has loaded; `gone` says why it takes no requests."""
 
-    def __init__(self, options: ModelOptions, metrics: Metrics, most_waiting: int, tell: Callable[..., None]) -> None:
-        self.options, self.metrics, self.most_waiting, self.tell = options, metrics, most_waiting, tell
+    def __init__(self, options: ServeOptions, metrics: Metrics, tell: Callable[..., None]) -> None:
+        self.options, self.metrics, self.tell = options, metrics, tell
         self.model: ServedModel | None = None
         self.gone: str | None = "the model is being loaded"
         self.failed: tuple[str, int] | None = None  # why it could not load, and the exit code
@@ -97,7 +99,7 @@ class EngineLink:
     async def converse(self, connection: socket.socket, ready: Callable[[], None]) -> None:
         """Until the other side is gone."""
         reader, self.writer = await asyncio.open_connection(sock=connection)
-        self.writer.write(frame({"load": asdict(self.options)}))
+        self.writer.write(frame({"load": asdict(self.options.load)}))
         while True:
             try:
                 head = await reader.readexactly(LENGTH.size)
@@ -131,7 +133,7 @@ class EngineLink:
         if self.gone is not None or self.writer is None or self.model is None:
             raise EngineGone(f"{self.gone}; try again later")
         samples = params[0].n
-        asked, most = len(prompts) * samples, self.model.max_num_seqs + self.most_waiting
+        asked, most = len(prompts) * samples, self.model.max_num_seqs + self.options.max_queued_requests
         if self.open + asked > most:
             raise Overloaded(asked, self.open, most)
         ticket = Ticket({next(self.numbers): index for index in range(len(prompts))}, samples, follow)
@@ -140,15 +142,28 @@ class EngineLink:
         self.writer.write(
             frame({"submit": [{"id": n, "prompt": list(ids), "params": asdict(p)} for n, ids, p in each]})
         )
+        if self.options.max_queue_time:
+            later = asyncio.get_running_loop().call_later
+            ticket.timer = later(self.options.max_queue_time, self.expire, ticket)
         for ids in prompts:
             self.metrics.prompt_length.observe(len(ids))
             self.metrics.prompt_tokens += len(ids)
         return ticket
 
+    def expire(self, ticket: Ticket) -> None:
+        """Whether a request has been begun, the engine knows: it aborts those that have not."""
+        if self.writer is not None and self.gone is None:
+            ticket.expired = True
+            self.writer.write(frame({"expire": list(ticket.numbers)}))
+
     def deliver(self, row: AnswerRow, now: float) -> None:
         ticket = self.tickets.get(row.id)
         if ticket is None:
             return  # aborted meanwhile
+        if row.finish_reason == "abort" and ticket.expired:
+            ticket.error = QueueTimeout(self.options.max_queue_time)
+            ticket.bell.set()
+            return
         answer, known = (row.id, row.sample), self.metrics
         if row.tokens:
             if (before := ticket.last.get(answer)) is not None:
@@ -156,6 +171,8 @@ class EngineLink:
             elif ticket.first_token is None:
                 ticket.first_token = now - ticket.started
                 known.first_token.observe(ticket.first_token)
+                if ticket.timer is not None:
+                    ticket.timer.cancel()
             ticket.last[answer] = now
             ticket.lengths[answer] = ticket.lengths.get(answer, 0) + len(row.tokens)
             known.generation_tokens += len(row.tokens)
@@ -177,6 +194,8 @@ class EngineLink:
             self.forget(ticket)
 
     def forget(self, ticket: Ticket) -> None:
+        if ticket.timer is not None:
+            ticket.timer.cancel()
         for number in ticket.numbers:
             self.tickets.pop(number, None)
 

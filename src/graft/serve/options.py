@@ -35,6 +35,7 @@ class ServeOptions:
 
     served_model_name: what clients call the model; the first is used in answers.
     max_queued_requests: answers that may wait beside those that run (max_num_seqs); one more is a 429.
+    max_queue_time: how long a request may wait before it is begun; longer is a 429. 0: for ever.
     max_body_size: bytes of a request.
     drain_timeout: how long open requests may go on after SIGTERM.
     slow_client_timeout: how long a client may take none of what is sent to it.
@@ -49,6 +50,7 @@ class ServeOptions:
     api_key: tuple[str, ...] = ()
     api_key_file: str | None = None
     max_queued_requests: int = 1024
+    max_queue_time: float = 0.0
     max_body_size: int = 4 * MIB
     drain_timeout: float = 30.0
     slow_client_timeout: float = 60.0
@@ -57,7 +59,7 @@ class ServeOptions:
     json_logs: bool = False
 
     def __post_init__(self) -> None:
-        least = {"max_queued_requests": 0, "max_body_size": 1, "drain_timeout": 0, "port": 0}
+        least = {"max_queued_requests": 0, "max_queue_time": 0, "max_body_size": 1, "drain_timeout": 0, "port": 0}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least {bound}, but is {getattr(self, name)}")

@@ -47,7 +47,7 @@ class Serving:
 
     def __init__(self, options: ServeOptions) -> None:
         self.options, metrics, log = options, Metrics(), ServerLog(options.json_logs)
-        link = EngineLink(options.load, metrics, options.max_queued_requests, log)
+        link = EngineLink(options, metrics, log)
         self.state = ServerState(options, link, metrics, ApiKeys(options.api_key, options.api_key_file), log)
         self.log, self.link = log, link
         self.socket = listening(options.host, options.port)

@@ -2,7 +2,7 @@
 
 to the engine     {"load": {…}}                          once, first
                   {"submit": [{id, prompt, params}, …]}  all before the same step
-                  {"abort": [id, …]}
+                      {"abort": [id, …]}, {"expire": [id, …]}
 from the engine   {"progress": "words"}                  while it loads
                   {"ready": {…}} or {"failed": "why"}    once
                   {"rows": [[…], …], "load": {…}}        after a step, and each second

@@ -111,9 +111,10 @@ class Worker:
             sent = SentRequest(asked["id"], request, self.outbox)
             self.open[sent.number] = sent
             self.llm.driver.enter([request], sent)
-        if "abort" in message:
-            found = [self.open.get(number) for number in message["abort"]]
-            self.llm.abort(*(sent.request for sent in found if sent is not None))
+        found = [self.open.get(number) for number in message.get("abort", ())]
+        late = [self.open.get(number) for number in message.get("expire", ())]
+        found += [sent for sent in late if sent is not None and sent.request.cached is None]  # it was never admitted
+        self.llm.abort(*(sent.request for sent in found if sent is not None))
 
     def send_forever(self) -> None:
         """In the sending thread."""

@@ -65,6 +65,7 @@ from graft.base.errors.serve import (
     HttpRefused,
     ModelNotLoaded,
     Overloaded,
+    QueueTimeout,
     TokenizerRefused,
 )
 from graft.base.errors.workbench import (
@@ -129,6 +130,7 @@ __all__ = [
     "ProfileError",
     "PromptTooLong",
     "QuantizationError",
+    "QueueTimeout",
     "ReadOnlyInput",
     "Recompiled",
     "ReplacedBuffer",

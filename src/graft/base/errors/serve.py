@@ -30,6 +30,17 @@ class Overloaded(HttpRefused):
         )
 
 
+class QueueTimeout(HttpRefused):
+    """429: the request waited for too long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"the request waited for {seconds:g} seconds and was not begun; try again later (--max-queue-time)",
+            status=429,
+            code="queue_timeout",
+        )
+
+
 class EngineGone(GraftError):
     """503: the engine process is loading, has died, or the server is shutting down; the message says which."""
 

@@ -35,6 +35,9 @@ ApiKeyFile = Annotated[
 MaxNumSeqs = Annotated[int, typer.Option(help="Requests that run at once.")]
 MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens of one step; longer prompts are fed in chunks.")]
 MaxQueued = Annotated[int, typer.Option(help="Answers that may wait beside those that run; more are a 429.")]
+MaxWait = Annotated[
+    float, typer.Option(help="A request that waits for longer is a 429; 0: never.", metavar="SECONDS")
+]
 MaxBody = Annotated[int, typer.Option(help="Bytes of a request; more are a 413.", metavar="BYTES")]
 Drain = Annotated[float, typer.Option(help="Time for open requests after SIGTERM.", metavar="SECONDS")]
 SlowReader = Annotated[float, typer.Option(help="Cut off who reads nothing for so long.", metavar="SECONDS")]
@@ -58,6 +61,7 @@ def serve(
     max_num_seqs: MaxNumSeqs = 256,
     max_num_batched_tokens: MaxBatchedTokens = None,
     max_queued_requests: MaxQueued = 1024,
+    max_queue_time: MaxWait = 0.0,
     max_body_size: MaxBody = 4_194_304,
     drain_timeout: Drain = 30.0,
     slow_client_timeout: SlowReader = 60.0,
