@@ -1,9 +1,9 @@
 """An engine process without a model, which does as its prompts say: for tests of everything round the engine.
 
-An answer counts on from the last token of its prompt. By its first token a prompt asks for more: with HANG it is never
-begun, with PAUSE it has one token and no other, with DIE it ends the process, with SLOW it has a token every 20 ms. A
-model of the name `refused` cannot be loaded, `other-tokens` says of its tokenizer what is not so, and `chat` has a chat
-template.
+An answer counts on from the last token of its prompt. By its first token a prompt asks for more: with HANG it is
+never begun, with PAUSE it has one token and no other, with DIE it ends the process, with SLOW it has a token every
+20 ms. A model of the name `refused` cannot be loaded, `other-tokens` says of its tokenizer what is not so, and `chat`
+has a chat template.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_help_does_not_import_torch():
         "import sys\nfrom typer.testing import CliRunner\nfrom graft.cli.app import app\n"
         "result = CliRunner().invoke(app, ['--help'])\n"
         "assert result.exit_code == 0 and 'transforms' in result.output\n"
-        "for verb in ('run', 'chat', 'bench', 'events', 'dump', 'diff', 'models', 'config', 'transforms',"
+        "for verb in ('run', 'chat', 'serve', 'bench', 'events', 'dump', 'diff', 'models', 'config', 'transforms',"
         " 'new-transform'):\n"
         "    assert CliRunner().invoke(app, [verb, '--help']).exit_code == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\nimport graft\nassert 'torch' not in sys.modules\n"

@@ -6,13 +6,16 @@ import io
 import json
 import re
 import socket
+import sys
 import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from graft.base.errors import TokenizerRefused, UsageError
+from graft.cli.app import app
 from graft.serve.keys import ApiKeys
 from graft.serve.logs import ServerLog
 from graft.serve.metrics import Histogram, Metrics
@@ -124,3 +127,10 @@ def test_options():
     found = options_from({**flat, "max_num_seqs": 3})
     assert found == ServeOptions(ModelOptions("m", engine={"max_num_seqs": 3}), port=1, api_key=("k",))
     assert json.loads(json.dumps(found.load.engine)) == found.load.engine  # it goes over the socket
+
+
+def test_without_the_extra_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "graft.serve.run", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if it were not installed
+    result = CliRunner().invoke(app, ["serve", "tiny-llama"])
+    assert result.exit_code == 2 and "pip install 'graft[serve]'" in result.stderr
