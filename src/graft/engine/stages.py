@@ -122,7 +122,7 @@ def target_of(model: LoadedModel, settings: PipelineConfig, backend: str, cache:
 
 
 def cache_dtype_of(asked: str, device: torch.device) -> torch.dtype | None:
-    """`auto` → None, as keys and values are computed; `fp8` → float8, where the device has it and kernels are known to be right."""
+    """`auto` → None, as keys and values are computed; `fp8` → float8, where device and kernels can be relied on."""
     if asked == "auto":
         return None
     try:
