@@ -8,18 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from graft.api.call_form import CallForm
 from graft.api.checks import BufferCheck
+from graft.api.gradients import check_mode, refuse_inputs, requiring, run_honoured
 from graft.api.save import save_compiled
 from graft.api.variant import Variant, VariantSettings, build_variant
 from graft.backends.replay import Replays
 from graft.backends.select import keep_sizes
 from graft.base.errors import CaptureError, GuardFailed, ReplacedBuffer, UsageError
-from graft.capture.dynamic import flat, in_order
+from graft.capture.dynamic import flat, in_order, input_names
 from graft.capture.function import as_module
 from graft.capture.module import capture_module
 from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack, release
@@ -57,7 +58,7 @@ class CompiledModule(torch.nn.Module):
         self.settings = settings
         self.initial = dict(initial)
         self.form = form
-        self._outside = torch.compiler.disable(self.run)
+        self._outside = torch.compiler.disable(self.call)
         self._source: tuple[torch.nn.Module, Any] | None = None  # the module and its dynamic_shapes; a tuple, so that
         self._caches: list[Any] = []  # it is not registered as a submodule
         self._sources: BufferCheck | None = None  # the state that is shared with the module stays the same tensors
@@ -72,6 +73,18 @@ class CompiledModule(torch.nn.Module):
     @property
     def aliases(self) -> tuple[Alias, ...]:
         return tuple(dict.fromkeys(alias for variant in self.variants for alias in variant.aliases))
+
+    @property
+    def samples(self) -> bool:
+        """Whether a graph of it samples random numbers."""
+        return any(variant.samples for variant in self.variants)
+
+    @property
+    def source(self) -> torch.nn.Module:
+        """The module that it was made from."""
+        if self._source is None:
+            raise UsageError("a loaded module does not have the module that it was made from")
+        return self._source[0]
 
     @property
     def backend(self) -> str:
@@ -109,12 +122,18 @@ class CompiledModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self._outside(args, kwargs)  # a graph break: what runs here checks its inputs, in Python
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.run(args, kwargs)
-        return self.run(args, kwargs)
+        return self.call(args, kwargs)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return self.run(args, kwargs)
+        if self.settings.grad == "honour":
+            return run_honoured(self, args, kwargs)
+        with torch.no_grad():
+            return self.run(args, kwargs, detached=True)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool = False) -> Any:
+        """`detached`: the caller has gradients on, and results carry none."""
         caches, fresh = [], []
         if self.cache_count:
             caches = find_caches((args, kwargs))
@@ -125,6 +144,8 @@ class CompiledModule(torch.nn.Module):
             values = flat(args, kwargs)
             if torch.compiler.is_exporting():  # traces graft's ops, not their kernels
                 return self.traced(args, kwargs, values)
+            if detached:
+                self.meet_gradients(values)
             if self._sources is not None:
                 self._sources()
             variant = self.choose(args, kwargs, values)
@@ -145,6 +166,17 @@ class CompiledModule(torch.nn.Module):
         if isinstance(found, UsageError):
             raise found
         return found.graph_module(*args, **kwargs)
+
+    def meet_gradients(self, values: list[Any]) -> None:
+        names = self.variants[0].names
+        if self.settings.grad == "refuse":
+            refuse_inputs(values, names)
+        for name in requiring(values, names):
+            note = f"gradients of the input {name} are dropped, as asked"
+            if note not in self.report.notes:
+                self.variants[0] = replace(
+                    self.variants[0], report=replace(self.report, notes=(*self.report.notes, note))
+                )
 
     def prepare(self, caches: list[Any]) -> list[Any]:
         """Allocates caches that have no tensors yet; the layers that got some."""
@@ -244,6 +276,7 @@ def compile(
     backend: str = "auto",
     reuse_outputs: bool = False,
     dump_dir: str | Path | None = None,
+    grad: Literal["refuse", "honour", "drop"] = "refuse",
 ) -> CompiledModule:
     """Captures `module`, or a function, with example inputs, transforms the graph and lowers it.
 
@@ -251,11 +284,16 @@ def compile(
     that the caller passes and the program writes at a position is free as well, where the program allows it, unless
     its entry is `{}`.
     `reuse_outputs` (cuda_graph only): results stay in the graph's own memory, which the next call overwrites.
+    `grad`: what becomes of an input that requires gradients where they are on. "refuse": an error; "honour": results
+    carry gradients, and backward runs the module once more with autograd; "drop": results are detached, with a note.
     """
+    check_mode(grad, backend)
     loaded = config if isinstance(config, PipelineConfig) else load_config(config)
-    settings = VariantSettings(loaded, backend, reuse_outputs, dump_dir)
+    settings = VariantSettings(loaded, backend, reuse_outputs, dump_dir, grad)
     module = as_module(module)
     args, kwargs = tuple(args), in_order(module, kwargs or {})
+    if grad == "refuse" and torch.is_grad_enabled():
+        refuse_inputs(flat(args, kwargs), input_names(module, args, kwargs))
     caches = find_caches((args, kwargs))
     initialize(module, args, kwargs, caches)
     packed = pack(args, caches), pack(kwargs, caches)

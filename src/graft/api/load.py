@@ -20,8 +20,14 @@ def load_compiled(path: str | Path) -> CompiledModule:
     load_all()  # a graph may call ops of plugins
     artifact = read_artifact(path)
     config = load_config({"kernels": dict(artifact.kernels)} if artifact.kernels else None)
-    settings = VariantSettings(config, artifact.backend, artifact.extra["reuse_outputs"])
-    variants = [load_graph(saved, settings, artifact.notes) for saved in artifact.graphs]
+    grad, notes = artifact.extra.get("grad", "refuse"), artifact.notes
+    if grad == "honour":
+        grad, notes = (
+            "refuse",
+            (*notes, "gradients: refused, since a loaded module has no program for backward to run"),
+        )
+    settings = VariantSettings(config, artifact.backend, artifact.extra["reuse_outputs"], grad=grad)
+    variants = [load_graph(saved, settings, notes) for saved in artifact.graphs]
     initial = {name: Initial(value) for name, value in artifact.initial.items()}
     compiled = CompiledModule(variants, CallForm.from_data(artifact.extra["form"]), initial, settings)
     compiled.cache_count = artifact.extra["caches"]

@@ -24,6 +24,7 @@ def save_compiled(compiled: CompiledModule, path: str | Path, *, overwrite: bool
             "form": compiled.form.to_data(),
             "caches": compiled.cache_count,
             "reuse_outputs": compiled.settings.reuse_outputs,
+            "grad": compiled.settings.grad,
         },
     )
     write_artifact(path, artifact, overwrite=overwrite)

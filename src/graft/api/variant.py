@@ -11,9 +11,11 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from graft.api.checks import BufferCheck, MemoryCheck
+from graft.api.gradients import gradient_notes, refuse_unhonoured, trainable
 from graft.api.profile import DeviceMeasure
 from graft.backends import lower
 from graft.capture.module import CapturedModule
+from graft.ir.canonical.normal_form import is_random
 from graft.ir.io.pytrees import nesting, unflatten
 from graft.ir.nodes import placeholders
 from graft.ir.program.signature import Signature
@@ -35,6 +37,7 @@ class VariantSettings:
     backend: str
     reuse_outputs: bool = False
     dump_dir: str | Path | None = None
+    grad: str = "refuse"
     shared: dict[Any, Any] = field(default_factory=dict)  # what the transforms make once for all variants
 
 
@@ -58,6 +61,11 @@ class Variant:
         """Which inputs the graph writes."""
         owners = {write.owner for write in state_writes(self.graph_module)}
         return [index for index, node in enumerate(placeholders(self.graph_module.graph)) if node in owners]
+
+    @cached_property
+    def samples(self) -> bool:
+        """Whether the graph samples random numbers."""
+        return any(map(is_random, self.graph_module.graph.nodes))
 
     @cached_property
     def buffers(self) -> BufferCheck:
@@ -92,8 +100,13 @@ def build_variant(
     """The pipeline over a captured graph, then the backend. `inputs`: flat ones, to measure it with."""
     gm = captured.graph_module
     context = Context(route="module", shared=settings.shared, measure=DeviceMeasure(tuple(inputs)))
+    training = trainable(gm)
     report = run_pipeline(gm, settings.config, context, model=model, dump_dir=settings.dump_dir)
-    return lower_variant(gm, captured.signature, report, settings, captured.returned, captured.notes)
+    notes = (*captured.notes, *gradient_notes(settings.grad, list(training)))
+    variant = lower_variant(gm, captured.signature, report, settings, captured.returned, notes)
+    if settings.grad == "honour":
+        refuse_unhonoured(gm, training, variant.backend)
+    return variant
 
 
 def lower_variant(

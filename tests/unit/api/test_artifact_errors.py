@@ -133,7 +133,7 @@ def test_paths_that_are_no_saved_module(tmp_path):
 
 
 def test_another_torch_is_a_note_in_the_report(saved):
-    assert graft.load(saved).report.notes == ()
+    assert not any("torch" in note for note in graft.load(saved).report.notes)
     edit_manifest(saved, versions={"graft": "0.1.0", "torch": "2.0.1", "python": "3.11"})
     loaded = graft.load(saved)
     assert [n for n in loaded.report.notes if n.startswith("saved with torch 2.0.1, loaded with")]

@@ -18,7 +18,14 @@ from graft.base.errors.backends import (
     TooManyThreads,
 )
 from graft.base.errors.base import GraftError, UsageError, near
-from graft.base.errors.calls import GuardFailed, PositionError, ReadOnlyInput, ReplacedBuffer, SharedMemoryError
+from graft.base.errors.calls import (
+    GradientsRefused,
+    GuardFailed,
+    PositionError,
+    ReadOnlyInput,
+    ReplacedBuffer,
+    SharedMemoryError,
+)
 from graft.base.errors.engine import (
     CacheCorrupt,
     CacheMisuse,
@@ -103,6 +110,7 @@ __all__ = [
     "EventOrder",
     "ExportRefused",
     "ExtraMissing",
+    "GradientsRefused",
     "GraftError",
     "GraphRefused",
     "GuardFailed",

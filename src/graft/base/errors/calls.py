@@ -37,3 +37,7 @@ class ReplacedBuffer(UsageError):
 class ReadOnlyInput(UsageError):
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name} is written by the program but {problem}; nothing was written. Pass {name}.clone()")
+
+
+class GradientsRefused(UsageError):
+    """Gradients are asked for that the results would not carry, or not rightly. Nothing ran."""

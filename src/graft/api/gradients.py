@@ -1,0 +1,210 @@
+"""What a compiled module does where its caller has gradients on: `graft.compile(…, grad=…)`.
+
+    refuse   an input that requires gradients is an error, before anything runs
+    drop     results are detached, and the report says whose gradients were dropped
+    honour   the transformed graph runs forward; backward runs the module itself once more, with autograd
+
+Parameters require gradients in every module that nobody froze, so they are no sign that somebody trains: unless
+honoured they are noted in the report, and `backward()` on a result raises, as results have no gradient function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from graft.base.errors import GradientsRefused, UsageError
+from graft.ir.canonical.normal_form import is_random
+from graft.ir.nodes import where
+from graft.ir.storage import storage_id
+from graft.memory.writes import state_writes
+
+if TYPE_CHECKING:
+    from graft.api.compile import CompiledModule
+
+MODES = ("refuse", "honour", "drop")
+HONOURED_ON = ("auto", "eager", "inductor")
+MOST_NAMED = 3
+ADVICE = (
+    "call it within torch.no_grad(), pass x.detach(), or compile with grad='honour' (backward by autograd of the"
+    " module) or grad='drop'"
+)
+
+
+def check_mode(grad: str, backend: str) -> None:
+    if grad not in MODES:
+        raise UsageError(f"grad must be one of {', '.join(map(repr, MODES))}, but is {grad!r}")
+    if grad == "honour" and backend not in HONOURED_ON:
+        raise UsageError(f"grad='honour' is for the backends eager and inductor; {backend!r} keeps no gradients")
+
+
+def state_of(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def trainable(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that require gradients. Of a captured graph: those that it uses."""
+    return {name: tensor for name, tensor in state_of(module).items() if tensor.requires_grad}
+
+
+def listed(names: Sequence[str]) -> str:
+    rest = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def gradient_notes(grad: str, names: Sequence[str]) -> tuple[str, ...]:
+    """For the report: what becomes of the gradients of the state that the graph uses."""
+    if grad == "honour":
+        return ("gradients: backward runs the module itself once more, with autograd",)
+    if not names:
+        return ()
+    asked = "as asked" if grad == "drop" else "grad='honour' gives them"
+    verb = "requires" if len(names) == 1 else "require"
+    return (f"gradients: results carry none, though {listed(names)} {verb} them; {asked}",)
+
+
+def requiring(values: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """The inputs that require gradients."""
+    found = zip(values, names, strict=False)
+    return [name for value, name in found if isinstance(value, Tensor) and value.requires_grad]
+
+
+def refuse_inputs(values: Sequence[Any], names: Sequence[str]) -> None:
+    found = requiring(values, names)
+    if found:
+        raise GradientsRefused(
+            f"{listed(found)} require{'s' * (len(found) == 1)} gradients, and the results of a compiled module carry"
+            f" none; {ADVICE}"
+        )
+
+
+def refuse_unhonoured(gm: GraphModule, before: Mapping[str, Tensor], backend: str) -> None:
+    """Raises for a transformed graph whose gradients a second run of the module would not give.
+
+    `before`: what required gradients in the graph as it was captured.
+    """
+    for write in state_writes(gm):
+        raise GradientsRefused(
+            f"grad='honour' runs the program a second time, and {where(write.node)} writes {write.owner.name}, which"
+            " would then be written twice; compile with grad='drop', or take the state out of what is trained"
+        )
+    for node in gm.graph.nodes:
+        if is_random(node) and (backend != "eager" or node.kwargs.get("generator") is not None):
+            raise GradientsRefused(
+                f"grad='honour' runs the program a second time, and {where(node)} would sample other numbers then;"
+                " use backend='eager' and torch's own generator, or module.eval()"
+            )
+    kept = {storage_id(tensor) for tensor in state_of(gm).values()}
+    lost = [name for name, tensor in before.items() if storage_id(tensor) not in kept]
+    if lost:
+        raise GradientsRefused(
+            f"grad='honour': a transform made another tensor of {listed(lost)}, which would not follow when it is"
+            " trained; turn that transform off (compiled.report says which), or requires_grad_(False)"
+        )
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of torch's own generators, so that a second run samples the same numbers."""
+
+    host: Tensor
+    devices: Mapping[int, Tensor]
+
+    @staticmethod
+    def now(tensors: Sequence[Tensor]) -> RandomState:
+        devices = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
+        return RandomState(torch.get_rng_state(), {index: torch.cuda.get_rng_state(index) for index in devices})
+
+    def put(self) -> None:
+        torch.set_rng_state(self.host)
+        for index, state in self.devices.items():
+            torch.cuda.set_rng_state(state, index)
+
+
+@dataclass
+class HonouredCall:
+    """One call: how it runs forward, what it is called with, and the module that backward runs."""
+
+    run: Callable[[], Any]
+    module: torch.nn.Module
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    inputs: list[Tensor]  # the tensors among the arguments, each once
+    random: RandomState | None
+    spec: Any = None
+    returned: dict[int, Tensor] = field(default_factory=dict)  # results that are inputs themselves
+
+    def reference(self, inputs: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+        """The results of the module itself, and the tensors in place of the inputs, on which they depend."""
+        fresh = {
+            id(old): t.detach().requires_grad_(t.requires_grad) for old, t in zip(self.inputs, inputs, strict=True)
+        }
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: fresh[id(t)], self.arguments)
+        devices = list(self.random.devices) if self.random is not None else []
+        with torch.random.fork_rng(devices) if self.random is not None else nullcontext():
+            if self.random is not None:
+                self.random.put()
+            return pytree.tree_leaves(self.module(*args, **kwargs)), list(fresh.values())
+
+
+class FusedForward(torch.autograd.Function):
+    """Forward: the transformed graph. Backward: autograd through the module, run once more on the saved inputs.
+
+    Inputs and state are saved, so that autograd itself raises when one was written in between.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: HonouredCall, *tensors: Tensor) -> Any:  # pyrefly: ignore
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        results, call.spec = pytree.tree_flatten(call.run())
+        given = {id(t) for t in tensors}
+        call.returned = {index: t for index, t in enumerate(results) if id(t) in given}
+        own = [t for t in results if isinstance(t, Tensor)]
+        ctx.mark_non_differentiable(*(t for t in own if not (t.is_floating_point() or t.is_complex())))
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyrefly: ignore
+        call: HonouredCall = ctx.call
+        tensors = ctx.saved_tensors
+        with torch.enable_grad():
+            results, inputs = call.reference(tensors[: len(call.inputs)])
+        wanted = [t for t in (*inputs, *tensors[len(inputs) :]) if t.requires_grad]
+        reached = [
+            (result, grad)
+            for result, grad in zip(results, grads, strict=True)
+            if grad is not None and isinstance(result, Tensor) and result.requires_grad
+        ]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if reached and wanted:
+            outputs, given = zip(*reached, strict=True)
+            found = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+        order = iter(found)
+        return (None, *(next(order) if t.requires_grad else None for t in tensors))
+
+
+def run_honoured(compiled: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call whose results carry gradients, if any input or any parameter requires them."""
+    module = compiled.source
+    args, kwargs = compiled.form.apply(args, kwargs)
+    inputs = list({id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values())
+    state = list(state_of(module).values())
+    run = partial(compiled.run, args, kwargs)
+    if not any(t.requires_grad for t in (*inputs, *state)):
+        return run()
+    random = RandomState.now([*inputs, *state]) if compiled.samples else None
+    call = HonouredCall(run, module, (args, kwargs), inputs, random)
+    results = FusedForward.apply(call, *inputs, *state)
+    # where a result is an input itself, autograd makes another object of it
+    return pytree.tree_unflatten([call.returned.get(index, t) for index, t in enumerate(results)], call.spec)
