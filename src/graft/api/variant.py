@@ -22,6 +22,7 @@ from graft.ir.program.signature import Signature
 from graft.memory.alias_map import Alias, state_records
 from graft.memory.initial import written_buffers
 from graft.memory.positions import PositionChecks, position_checks
+from graft.memory.uninitialised import uninitialised_notes
 from graft.memory.writes import state_writes
 from graft.passes.base import Context
 from graft.passes.config import PipelineConfig
@@ -100,9 +101,9 @@ def build_variant(
     """The pipeline over a captured graph, then the backend. `inputs`: flat ones, to measure it with."""
     gm = captured.graph_module
     context = Context(route="module", shared=settings.shared, measure=DeviceMeasure(tuple(inputs)))
-    training = trainable(gm)
+    training, unwritten = trainable(gm), uninitialised_notes(gm)
     report = run_pipeline(gm, settings.config, context, model=model, dump_dir=settings.dump_dir)
-    notes = (*captured.notes, *gradient_notes(settings.grad, list(training)))
+    notes = (*captured.notes, *unwritten, *gradient_notes(settings.grad, list(training)))
     variant = lower_variant(gm, captured.signature, report, settings, captured.returned, notes)
     if settings.grad == "honour":
         refuse_unhonoured(gm, training, variant.backend)

@@ -62,6 +62,8 @@ def refuse_call(node: Node) -> None:
         return
     if getattr(node.target, "namespace", "") == "higher_order":
         raise refusal(node, f"is the higher-order op {node.target}, and what its graphs write cannot be seen")
+    if node.kwargs.get("generator") is not None:
+        raise refusal(node, "samples from a generator of its own, whose state a replay does not advance")
     if node.meta.get("unbacked_bindings") or is_op(node, *ASKS) or reads_back(node):
         raise refusal(
             node, f"({node.target}) needs a value of a tensor on the host, which a replay does not wait for"

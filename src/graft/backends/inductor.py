@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule
 from graft.backends.eager import ran_here
 from graft.backends.lowered import Lowered
 from graft.base.errors import Recompiled, UsageError
+from graft.ir.canonical.normal_form import is_random
 from graft.ir.edit import second_module
 from graft.ir.effects import mutated_roots
 from graft.ir.nodes import leaves, placeholders, val
@@ -41,6 +42,8 @@ def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) ->
         drop_streams(gm.graph)
         gm.recompile()
         notes.append("inductor: it orders its kernels itself, on one stream; the stream ops are left out")
+    if not torch._inductor.config.fallback_random and any(map(is_random, gm.graph.nodes)):
+        notes.append("inductor: it samples other random numbers than eager for the same seed")
     compiled = torch.compile(gm, dynamic=has_symbols(gm.graph), options=inductor_settings())
     return Lowered(with_right_artifacts(compiled, gm), "inductor", ran_here(gm), tuple(notes))
 

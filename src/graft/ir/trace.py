@@ -20,6 +20,7 @@ from graft.ir.canonical.normal_form import canonicalize, drop_unused_state
 from graft.ir.constants import KeepConstants
 from graft.ir.edit import attach_state, attribute, fake_mode
 from graft.ir.program.assignments import assignments_as_writes
+from graft.ir.program.generators import generators_kept, refuse_new_generators
 from graft.ir.program.indexing import TensorPositions
 from graft.ir.program.results import keep_results_apart, result_objects
 from graft.ir.storage import identity
@@ -79,6 +80,7 @@ def export_graph(
             KeepConstants(),
             assignments_as_writes(module),
             quiet(FAKE_TENSOR),
+            generators_kept(module, (args, kwargs or {})) as generators,
         ):
             program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
     except CaptureError:
@@ -87,7 +89,9 @@ def export_graph(
         raise CaptureError(
             f"torch.export could not capture {type(module).__name__}: {type(error).__name__}: {error}"
         ) from error
-    return program_graph(program, module)
+    gm = program_graph(program, module)
+    refuse_new_generators(gm, generators)
+    return gm
 
 
 def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module | None = None) -> GraphModule:

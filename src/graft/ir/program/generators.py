@@ -1,0 +1,171 @@
+"""Random number generators while a program is traced: a graph samples from them, and cannot seed them.
+
+    torch.manual_seed(3); y = x + torch.rand(2)          the trace seeds the process once, the graph never
+    g = torch.Generator().manual_seed(3)                 begins anew at every call, and never in a graph
+    x + random.random()                                  one number for ever
+
+All of that is refused with the line. A generator that the module, the function or an argument holds is sampled from
+as in eager. The trace leaves every generator as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from graft.base.errors import CaptureError
+from graft.ir.edit import attribute
+from graft.ir.snapshot import ModuleSnapshot
+
+STATE = frozenset({"manual_seed", "seed", "set_state", "get_state", "initial_seed", "set_offset", "get_offset"})
+# between whoever wants the state of a generator and the generator
+BETWEEN = frozenset(
+    {
+        *(__name__, "contextlib", "torch.random", "torch.cuda", "torch.cuda.random", "torch.utils._contextlib"),
+        *("torch._compile", "torch._dynamo.eval_frame"),  # around torch.manual_seed once Dynamo is loaded
+    }
+)
+UNCHANGED = ("getstate", "setstate", "get_state", "set_state")  # Dynamo keeps the state with them
+MARK = 0x6F5E_1D2C_3B4A  # a seed that no program uses, to see whether it seeds a generator
+ADVICE = "seed before the call"
+
+
+class WatchedGenerator:
+    """Stands for torch's own generator where torch's functions look it up; touching its state is refused."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        if name in STATE:
+            caller = asker()
+            if not is_torch(caller):
+                raise CaptureError(
+                    f"forward uses the state of torch's random number generator ({name}, {line_of(caller)}), which a"
+                    f" graph does not carry: the trace would do so once, and no call after it; {ADVICE}"
+                )
+        return getattr(self._generator, name)
+
+
+def unwatched(generator: Any) -> torch.Generator:
+    return generator._generator if isinstance(generator, WatchedGenerator) else generator
+
+
+def put_generators(host: Any, devices: Any) -> None:
+    """Where torch's functions look up torch's own generators."""
+    torch.random.default_generator, torch.cuda.default_generators = host, devices
+
+
+def pointer(generator: Any) -> int:
+    """One generator has several Python objects."""
+    return generator._cdata
+
+
+def asker() -> FrameType | None:
+    """Who wants the state, past torch's own functions for it."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in BETWEEN:
+        frame = frame.f_back
+    return frame
+
+
+def line_of(frame: FrameType | None) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "no Python line"
+
+
+def is_torch(frame: FrameType | None) -> bool:
+    """Dynamo and checkpointing keep the state and put it back, which changes nothing."""
+    return frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+
+
+@contextmanager
+def generators_kept(module: torch.nn.Module, arguments: Any) -> Iterator[list[torch.Generator]]:
+    """Within it, `module` is traced; gives the generators that it and its arguments hold.
+
+    Raises CaptureError, at once or at its end, when the program seeds one or samples with Python's or numpy's.
+    """
+    snapshot = ModuleSnapshot()
+    snapshot.add_module(module)
+    snapshot.add("arguments", list(arguments))
+    held = [value for value in snapshot.seen.values() if isinstance(value, torch.Generator)]
+    states = [generator.get_state() for generator in held]
+    own = unwatched(torch.random.default_generator)
+    devices = tuple(map(unwatched, torch.cuda.default_generators))
+    seed = own.initial_seed()
+    try:
+        for generator in held:
+            generator.manual_seed(MARK)
+        watched = WatchedGenerator(own), tuple(map(WatchedGenerator, devices))
+        put_generators(*watched)
+        with host_samples_refused():
+            yield held
+    finally:
+        put_generators(own, devices)
+        seeded = [generator for generator in held if generator.initial_seed() != MARK]
+        for generator, state in zip(held, states, strict=True):
+            generator.set_state(state)
+    if seeded or own.initial_seed() != seed:
+        raise CaptureError(f"forward seeds a random number generator, which a graph would do never; {ADVICE}")
+
+
+def host_generators() -> Iterator[tuple[Any, str, Any]]:
+    """(Python module, name, function) of what samples from the generators of Python and numpy."""
+    for module, own, name in (("random", "_inst", "Python's random"), ("numpy.random", "_rand", "numpy.random")):
+        found = sys.modules.get(module)
+        holder = sys.modules.get("numpy.random.mtrand") if module == "numpy.random" else found
+        generator = getattr(holder, own, None)
+        for key, value in list(vars(found).items()) if found is not None and generator is not None else ():
+            if getattr(value, "__self__", None) is generator and key not in UNCHANGED:
+                yield found, key, refusing(value, name)
+
+
+def refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function`, refused to the program that is traced; torch and other threads may call it."""
+    thread = threading.get_ident()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        if threading.get_ident() == thread and not is_torch(caller):
+            raise CaptureError(
+                f"forward samples from {name} ({line_of(caller)}), and a graph would hold that one number for ever;"
+                " sample with torch, or pass the number as an argument"
+            )
+        return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def host_samples_refused() -> Iterator[None]:
+    changes = [(module, name, vars(module)[name], call) for module, name, call in host_generators()]
+    for module, name, _, call in changes:
+        setattr(module, name, call)
+    try:
+        yield
+    finally:
+        for module, name, before, _ in changes:
+            setattr(module, name, before)
+
+
+def refuse_new_generators(gm: GraphModule, held: list[torch.Generator]) -> None:
+    """Raises for a generator in the graph that nobody holds: the program makes it, seeded anew at every call."""
+    known = set(map(pointer, (*held, torch.default_generator, *torch.cuda.default_generators)))
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            value = attribute(gm, str(node.target))
+            if isinstance(value, torch.Generator) and pointer(value) not in known:
+                raise CaptureError(
+                    "forward samples from a torch.Generator that it makes itself, or that neither the module nor an"
+                    " argument holds; a graph would go on with one where the program begins anew. Make it an"
+                    " attribute of the module, or pass it"
+                )

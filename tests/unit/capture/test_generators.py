@@ -1,0 +1,132 @@
+"""Random number generators in a program: sampled from as in eager, or refused; never seeded just once."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import manual_seed, nn
+
+import graft
+from graft.base.errors import CaptureError, CaptureRefused
+
+GENERATOR = torch.Generator()
+
+
+def seeds(x):
+    torch.manual_seed(3)
+    return x + torch.rand(3)
+
+
+def seeds_by_another_name(x):
+    manual_seed(3)
+    return x + torch.rand(3)
+
+
+def puts_back(x):
+    state = torch.get_rng_state()
+    first = torch.rand(3)
+    torch.set_rng_state(state)
+    return x + first - torch.rand(3)
+
+
+def forks(x):
+    with torch.random.fork_rng():
+        return x + torch.rand(3)
+
+
+def reads_the_seed(x):
+    return x + torch.initial_seed()
+
+
+def makes_one(x):
+    return x + torch.rand(3, generator=torch.Generator().manual_seed(1))
+
+
+def seeds_its_own(x):
+    GENERATOR.manual_seed(1)
+    return x + torch.rand(3, generator=GENERATOR)
+
+
+def python(x):
+    return x + random.random()
+
+
+def numpy(x):
+    return x + np.random.rand()
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        (seeds, r"manual_seed, test_generators.py:\d+.*seed before the call"),
+        (seeds_by_another_name, r"manual_seed, test_generators.py:\d+"),
+        (puts_back, r"get_state, test_generators.py:\d+"),
+        (forks, r"get_state, test_generators.py:\d+"),
+        (reads_the_seed, r"initial_seed, test_generators.py:\d+"),
+        (makes_one, "samples from a torch.Generator that it makes itself"),
+        (seeds_its_own, "seeds a random number generator"),
+        (python, r"samples from Python's random \(test_generators.py:\d+\)"),
+        (numpy, r"samples from numpy.random \(test_generators.py:\d+\)"),
+    ],
+)
+def test_what_a_graph_would_do_once_is_refused(program, problem):
+    GENERATOR.manual_seed(1)  # seeding it so again would change nothing that could be seen
+    before = torch.get_rng_state(), GENERATOR.get_state(), random.getstate(), np.random.get_state()[1].tolist()
+    with pytest.raises(CaptureError, match=problem):
+        graft.compile(program, (torch.zeros(3),))
+    after = torch.get_rng_state(), GENERATOR.get_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1]) and before[2:] == after[2:]
+    assert type(torch.random.default_generator) is torch.Generator and random.random() != random.random()
+
+
+def test_the_generator_object_of_torch_is_not_seeded_either():
+    torch.manual_seed(5)
+
+    def program(x):
+        torch.default_generator.manual_seed(6)
+        return x + torch.rand(3)
+
+    with pytest.raises(CaptureError, match="seeds a random number generator"):
+        graft.compile(program, (torch.zeros(3),))
+
+
+class Held(nn.Module):
+    def __init__(self, held):
+        super().__init__()
+        self.held = {"list": [held]}
+
+    def forward(self, x, generator=None):
+        own = torch.rand(3, generator=self.held["list"][0])
+        return x + own * torch.randn(3, generator=generator) + torch.rand_like(x)
+
+
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**31), calls=st.integers(1, 3))
+def test_a_generator_that_is_held_or_passed_is_sampled_from_as_in_eager(seed, calls):
+    held, passed, x = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1), torch.zeros(3)
+    module = Held(held)
+
+    def run(program):
+        torch.manual_seed(seed)
+        held.manual_seed(seed)
+        passed.manual_seed(seed + 1)
+        return [program(x, passed) for _ in range(calls)]
+
+    compiled = graft.compile(module, (x, passed))
+    assert all(map(torch.equal, run(compiled), run(module)))
+    assert not torch.equal(*map(torch.stack, (run(compiled), [module(x, passed) for _ in range(calls)])))
+
+
+def test_a_capture_that_would_not_advance_it_is_refused():
+    with pytest.raises(CaptureRefused, match="samples from a generator of its own"):
+        graft.compile(Held(torch.Generator()), (torch.zeros(3),), backend="cuda_graph")
+
+
+def test_inductor_says_that_it_samples_other_numbers():
+    compiled = graft.compile(lambda x: x + torch.rand(3), (torch.zeros(3),), backend="inductor")
+    assert "inductor: it samples other random numbers than eager for the same seed" in compiled.report.notes
