@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from graft.base.errors import UsageError
+from graft.capture.containers import CallContainers
 from graft.capture.dynamic import conform, structure
 
+NO_CONTAINERS: Mapping[str, Any] = {"args": (), "kwargs": {}}  # of modules that were saved before there were any
 PLAIN = (type(None), bool, int, float, str)
 
 
@@ -24,20 +26,29 @@ class CallForm:
     parameters: tuple[str, ...] = ()  # what forward takes by position
     defaults: Mapping[str, Any] = field(default_factory=dict)
     nesting: tuple[Any, ...] = ()  # of each argument; None for one value
+    containers: CallContainers = field(default_factory=CallContainers)  # objects among the arguments
 
     @staticmethod
-    def of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallForm:
+    def of(
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        containers: CallContainers | None = None,
+    ) -> CallForm:
+        """`args` and `kwargs` hold plain containers, into which `containers` are taken apart."""
         known = inspect.signature(module.forward).parameters.values()
         ordered = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = tuple(p.name for p in known if p.kind in ordered)
         defaults = {p.name: p.default for p in known if isinstance(p.default, PLAIN)}
         nesting = tuple(structure(value) for value in (*args, *kwargs.values()))
-        return CallForm(len(args), tuple(kwargs), parameters, defaults, nesting)
+        return CallForm(len(args), tuple(kwargs), parameters, defaults, nesting, containers or CallContainers())
 
     def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same arguments in this form; raises UsageError for others."""
         if len(args) != self.positional or tuple(kwargs) != self.keywords:
             args, kwargs = self.rearranged(args, kwargs)
+        if self.containers:
+            args, kwargs = self.containers.take_apart(args, kwargs)
         values = (*args, *kwargs.values())
         if any(self.nesting) or any(isinstance(value, (list, tuple, dict)) for value in values):
             names = (
@@ -75,9 +86,10 @@ class CallForm:
         return name in self.defaults and type(value) is type(self.defaults[name]) and value == self.defaults[name]
 
     def to_data(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(replace(self, containers=CallContainers())) | {"containers": self.containers.to_data()}
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> CallForm:
         lists = {name: tuple(data[name]) for name in ("keywords", "parameters", "nesting")}
-        return CallForm(data["positional"], defaults=data["defaults"], **lists)
+        containers = CallContainers.from_data(data.get("containers", NO_CONTAINERS))
+        return CallForm(data["positional"], defaults=data["defaults"], containers=containers, **lists)

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.export import ExportedProgram
 
 from graft.api.call_form import CallForm
 from graft.api.checks import BufferCheck
 from graft.api.gradients import check_mode, refuse_inputs, requiring, run_honoured
+from graft.api.program import capture_program
 from graft.api.save import save_compiled
 from graft.api.variant import Variant, VariantSettings, build_variant
 from graft.backends.replay import Replays
 from graft.backends.select import keep_sizes
 from graft.base.errors import CaptureError, GuardFailed, ReplacedBuffer, UsageError
+from graft.capture.containers import put_together, take_call_apart
 from graft.capture.dynamic import flat, in_order, input_names
 from graft.capture.function import as_module
 from graft.capture.module import capture_module
@@ -38,7 +41,8 @@ MOST_KINDS = 1024  # combinations of sizes that are remembered as checked
 def kind(value: Any) -> Any:
     """All of an input that decides which graph is right for it."""
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.device, value.shape, value.is_contiguous()
+        strided = value.layout is torch.strided
+        return value.dtype, value.device, value.shape, value.is_contiguous() if strided else value.layout
     return type(value), value
 
 
@@ -165,7 +169,7 @@ class CompiledModule(torch.nn.Module):
             raise UsageError(f"{found}; call the compiled module with such sizes before it is traced")
         if isinstance(found, UsageError):
             raise found
-        return found.graph_module(*args, **kwargs)
+        return put_together(found.graph_module(*args, **kwargs), found.results)
 
     def meet_gradients(self, values: list[Any]) -> None:
         names = self.variants[0].names
@@ -220,7 +224,8 @@ class CompiledModule(torch.nn.Module):
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: GuardFailed) -> Variant:
         if self._source is None:
             raise UsageError(
-                f"{why}; a loaded module cannot be captured again. Call it with such sizes before saving"
+                f"{why}; a loaded module or an exported program cannot be captured again. Call it with such sizes"
+                " before saving, or compile the module"
             )
         if len(self.variants) == MOST_VARIANTS:
             raise UsageError(f"{why}, and {MOST_VARIANTS} variants are captured already; make the size static")
@@ -232,6 +237,7 @@ class CompiledModule(torch.nn.Module):
                     args,
                     kwargs,
                     dynamic_shapes,
+                    containers=self.form.containers,
                     caches=self._caches,
                     branch=True,
                     keep_sizes=partial(keep_sizes, self.settings.backend),
@@ -266,8 +272,22 @@ class CompiledModule(torch.nn.Module):
         save_compiled(self, path, overwrite=overwrite)
 
 
+def compile_program(
+    program: ExportedProgram,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    settings: VariantSettings,
+) -> CompiledModule:
+    if settings.grad == "honour":
+        raise UsageError("grad='honour' runs the module backward, which an ExportedProgram does not have; compile it")
+    found = capture_program(program, args, kwargs, dynamic_shapes)
+    variant = build_variant(found.captured, settings, program.graph_module.__class__.__name__, found.inputs)
+    return CompiledModule([variant], found.form, initial_values(variant.graph_module), settings)
+
+
 def compile(
-    module: torch.nn.Module | Callable[..., Any],
+    module: torch.nn.Module | Callable[..., Any] | ExportedProgram,
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     *,
@@ -280,6 +300,8 @@ def compile(
 ) -> CompiledModule:
     """Captures `module`, or a function, with example inputs, transforms the graph and lowers it.
 
+    An ExportedProgram is captured already: it needs no example inputs, and its sizes are those it was exported with.
+
     Sizes are fixed to the example's unless `dynamic_shapes` (as for torch.export) frees them. The length of a cache
     that the caller passes and the program writes at a position is free as well, where the program allows it, unless
     its entry is `{}`.
@@ -290,16 +312,25 @@ def compile(
     check_mode(grad, backend)
     loaded = config if isinstance(config, PipelineConfig) else load_config(config)
     settings = VariantSettings(loaded, backend, reuse_outputs, dump_dir, grad)
+    if isinstance(module, ExportedProgram):
+        return compile_program(module, tuple(args), kwargs or {}, dynamic_shapes, settings)
     module = as_module(module)
-    args, kwargs = tuple(args), in_order(module, kwargs or {})
+    args, kwargs, containers = take_call_apart(tuple(args), in_order(module, kwargs or {}))
     if grad == "refuse" and torch.is_grad_enabled():
         refuse_inputs(flat(args, kwargs), input_names(module, args, kwargs))
     caches = find_caches((args, kwargs))
     initialize(module, args, kwargs, caches)
     packed = pack(args, caches), pack(kwargs, caches)
-    captured = capture_module(module, *packed, dynamic_shapes, caches=caches, keep_sizes=partial(keep_sizes, backend))
+    captured = capture_module(
+        module,
+        *packed,
+        dynamic_shapes,
+        containers=containers,
+        caches=caches,
+        keep_sizes=partial(keep_sizes, backend),
+    )
     variant = build_variant(captured, settings, type(module).__name__, flat(*packed))
-    form = CallForm.of(module, *packed)
+    form = CallForm.of(module, *packed, containers)
     compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
     if variant.backend != "cuda_graph":  # which looks up its buffers at every call
         compiled._sources = BufferCheck(module)

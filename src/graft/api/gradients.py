@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from graft.base.errors import GradientsRefused, UsageError
+from graft.capture.containers import CallContainers, Container, put_together, take_apart
 from graft.ir.canonical.normal_form import is_random
 from graft.ir.nodes import where
 from graft.ir.storage import storage_id
@@ -136,10 +137,12 @@ class HonouredCall:
 
     run: Callable[[], Any]
     module: torch.nn.Module
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]  # plain
+    containers: CallContainers  # what they are taken apart from
     inputs: list[Tensor]  # the tensors among the arguments, each once
     random: RandomState | None
     spec: Any = None
+    template: Container | None = None
     returned: dict[int, Tensor] = field(default_factory=dict)  # results that are inputs themselves
 
     def reference(self, inputs: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
@@ -147,12 +150,14 @@ class HonouredCall:
         fresh = {
             id(old): t.detach().requires_grad_(t.requires_grad) for old, t in zip(self.inputs, inputs, strict=True)
         }
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: fresh[id(t)], self.arguments)
+        plain = pytree.tree_map_only(Tensor, lambda t: fresh[id(t)], self.arguments)
+        args, kwargs = self.containers.put_together(*plain) if self.containers else plain
         devices = list(self.random.devices) if self.random is not None else []
         with torch.random.fork_rng(devices) if self.random is not None else nullcontext():
             if self.random is not None:
                 self.random.put()
-            return pytree.tree_leaves(self.module(*args, **kwargs)), list(fresh.values())
+            result, _ = take_apart(self.module(*args, **kwargs), results=True)
+            return pytree.tree_leaves(result), list(fresh.values())
 
 
 class FusedForward(torch.autograd.Function):
@@ -166,7 +171,8 @@ class FusedForward(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        results, call.spec = pytree.tree_flatten(call.run())
+        result, call.template = take_apart(call.run(), results=True)
+        results, call.spec = pytree.tree_flatten(result)
         given = {id(t) for t in tensors}
         call.returned = {index: t for index, t in enumerate(results) if id(t) in given}
         own = [t for t in results if isinstance(t, Tensor)]
@@ -196,15 +202,16 @@ class FusedForward(torch.autograd.Function):
 
 def run_honoured(compiled: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call whose results carry gradients, if any input or any parameter requires them."""
-    module = compiled.source
-    args, kwargs = compiled.form.apply(args, kwargs)
-    inputs = list({id(t): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values())
-    state = list(state_of(module).values())
     run = partial(compiled.run, args, kwargs)
+    module, containers = compiled.source, compiled.form.containers
+    plain = compiled.form.apply(args, kwargs)
+    inputs = list({id(t): t for t in pytree.tree_leaves(plain) if isinstance(t, Tensor)}.values())
+    state = list(state_of(module).values())
     if not any(t.requires_grad for t in (*inputs, *state)):
         return run()
     random = RandomState.now([*inputs, *state]) if compiled.samples else None
-    call = HonouredCall(run, module, (args, kwargs), inputs, random)
+    call = HonouredCall(run, module, plain, containers, inputs, random)
     results = FusedForward.apply(call, *inputs, *state)
     # where a result is an input itself, autograd makes another object of it
-    return pytree.tree_unflatten([call.returned.get(index, t) for index, t in enumerate(results)], call.spec)
+    plain_results = [call.returned.get(index, t) for index, t in enumerate(results)]
+    return put_together(pytree.tree_unflatten(plain_results, call.spec), call.template)

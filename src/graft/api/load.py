@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from graft.api.artifact import SavedGraph, read_artifact
+from graft.api.artifact import Artifact, SavedGraph, read_artifact
 from graft.api.call_form import CallForm
 from graft.api.compile import CompiledModule
 from graft.api.variant import Variant, VariantSettings, lower_variant
+from graft.base.errors import ArtifactError, DumpError
+from graft.capture.containers import Container
 from graft.memory.initial import Initial
 from graft.passes.config import load_config
 from graft.passes.registry import load_all
@@ -19,6 +21,13 @@ def load_compiled(path: str | Path) -> CompiledModule:
     """The module of `compiled.save(path)`, going on from the state at that time, with the same report and aliases."""
     load_all()  # a graph may call ops of plugins
     artifact = read_artifact(path)
+    try:
+        return compiled_of(artifact)
+    except DumpError as error:
+        raise ArtifactError(path, f"cannot be loaded: {error}") from error
+
+
+def compiled_of(artifact: Artifact) -> CompiledModule:
     config = load_config({"kernels": dict(artifact.kernels)} if artifact.kernels else None)
     grad, notes = artifact.extra.get("grad", "refuse"), artifact.notes
     if grad == "honour":
@@ -43,7 +52,8 @@ def load_graph(saved: SavedGraph, settings: VariantSettings, notes: tuple[str, .
     changed = {op: kernel for op, kernel in kernels.items() if before.kernels.get(op, kernel) != kernel}
     moved = [f"{op} was saved running {before.kernels[op]}; here it runs {kernel}" for op, kernel in changed.items()]
     every = tuple(dict.fromkeys((*before.notes, *variant.report.notes, *notes, *moved)))
-    return replace(variant, report=replace(variant.report, notes=every))
+    results = Container.from_data(saved.extra.get("results"))
+    return replace(variant, report=replace(variant.report, notes=every), results=results)
 
 
 load = load_compiled  # graft.load

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from graft.api.artifact import Artifact, SavedGraph, write_artifact
 from graft.api.variant import Variant
+from graft.base.errors import ArtifactError, DumpError
 
 if TYPE_CHECKING:
     from graft.api.compile import CompiledModule
@@ -15,7 +16,15 @@ if TYPE_CHECKING:
 
 def save_compiled(compiled: CompiledModule, path: str | Path, *, overwrite: bool = False) -> None:
     """State is saved as it is now, together with the initial values that reset brings back."""
-    artifact = Artifact(
+    try:
+        artifact = to_artifact(compiled)
+    except DumpError as error:
+        raise ArtifactError(path, f"cannot be written: {error}") from error
+    write_artifact(path, artifact, overwrite=overwrite)
+
+
+def to_artifact(compiled: CompiledModule) -> Artifact:
+    return Artifact(
         tuple(saved_graph(variant) for variant in compiled.variants),
         compiled.backend,
         compiled.settings.config.kernels,
@@ -27,10 +36,10 @@ def save_compiled(compiled: CompiledModule, path: str | Path, *, overwrite: bool
             "grad": compiled.settings.grad,
         },
     )
-    write_artifact(path, artifact, overwrite=overwrite)
 
 
 def saved_graph(variant: Variant) -> SavedGraph:
     aliases = tuple(astuple(alias) for alias in variant.aliases)
-    extra = {"returned": None if variant.returned is None else [list(position) for position in variant.returned]}
+    returned = None if variant.returned is None else [list(position) for position in variant.returned]
+    extra = {"returned": returned, "results": variant.results and variant.results.to_data()}
     return SavedGraph(variant.graph_module, variant.signature, aliases, variant.report.to_json(), extra)

@@ -14,6 +14,7 @@ from graft.api.checks import BufferCheck, MemoryCheck
 from graft.api.gradients import gradient_notes, refuse_unhonoured, trainable
 from graft.api.profile import DeviceMeasure
 from graft.backends import lower
+from graft.capture.containers import Container, put_together
 from graft.capture.module import CapturedModule
 from graft.ir.canonical.normal_form import is_random
 from graft.ir.io.pytrees import nesting, unflatten
@@ -52,6 +53,7 @@ class Variant:
     aliases: tuple[Alias, ...]
     positions: PositionChecks
     returned: tuple[tuple[str, int], ...] | None = None  # where the result held which StaticCache, if it takes any
+    results: Container | None = None  # how the result is put together, if it holds objects
 
     @property
     def names(self) -> list[str]:
@@ -83,8 +85,14 @@ class Variant:
     def run(self, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`values` are what is in `args` and `kwargs`. A graph with StaticCaches takes those two as they are."""
         if self.plain is not None:
-            return self.plain(values)
-        return self.call(args, kwargs) if self.returned is not None else self.call(*args, **kwargs)
+            result = self.plain(values)
+        else:
+            result = self.call(args, kwargs) if self.returned is not None else self.call(*args, **kwargs)
+        if self.results is None:
+            return result
+        if self.returned is not None:  # beside the counters of caches
+            return put_together(result[0], self.results), result[1]
+        return put_together(result, self.results)
 
     def check(self, values: Sequence[Any]) -> None:
         """Raises before anything is written when the call would write where it cannot."""
@@ -107,7 +115,7 @@ def build_variant(
     variant = lower_variant(gm, captured.signature, report, settings, captured.returned, notes)
     if settings.grad == "honour":
         refuse_unhonoured(gm, training, variant.backend)
-    return variant
+    return replace(variant, results=captured.results)
 
 
 def lower_variant(

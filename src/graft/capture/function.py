@@ -24,8 +24,6 @@ def as_module(program: Any) -> torch.nn.Module:
     """The module itself, or one that calls the function. Raises UsageError for what cannot be called."""
     if isinstance(program, torch.nn.Module):
         return program
-    if isinstance(program, torch.export.ExportedProgram):
-        raise UsageError("an ExportedProgram is captured already; compile program.module() with example inputs")
     if not callable(program):
         raise UsageError(f"a module or a function can be compiled, not a {type(program).__name__}")
     name = getattr(program, "__name__", type(program).__name__)

@@ -12,6 +12,7 @@ from torch.export import Dim
 from torch.fx import GraphModule, Node
 
 from graft.base.errors import CaptureError
+from graft.capture.containers import CallContainers, Container, plain_containers
 from graft.capture.dynamic import (
     Spec,
     apart,
@@ -41,9 +42,25 @@ class CapturedModule:
     signature: Signature
     returned: tuple[tuple[str, int], ...] | None = None  # where the result held which cache, if it takes any
     notes: tuple[str, ...] = ()
+    results: Container | None = None  # how the result is put together, if it holds objects
 
 
 def capture_module(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any = None,
+    *,
+    containers: CallContainers | None = None,
+    **settings: Any,
+) -> CapturedModule:
+    """`capture_plain` for arguments in which objects (`containers`) are taken apart."""
+    with plain_containers(module, containers or CallContainers(), kwargs) as taken:
+        captured = capture_plain(module, args, kwargs, dynamic_shapes, **settings)
+    return replace(captured, results=taken.template)
+
+
+def capture_plain(
     module: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

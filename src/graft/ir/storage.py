@@ -22,6 +22,8 @@ def share_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Two names with one of these are one tensor."""
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)  # sparse: several tensors make one, and it has no strides
     location = storage_id(tensor), tensor.storage_offset()
     return (*location, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 

@@ -98,8 +98,7 @@ def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module
     """The canonical graph of an exported program, decomposed or not; writes that it keeps apart become `copy_`."""
     exported = program.module()
     gm = GraphModule(exported, exported.graph)  # drops export's call hooks, keeps its pytree code
-    if module is not None:
-        name_constants(gm, module)
+    name_constants(gm, exported if module is None else module)
     for name, buffer in list(gm.named_buffers(remove_duplicate=False)):
         attach_state(gm, name, buffer, persistent=name in program.state_dict)
     fill_values(gm)
@@ -175,10 +174,12 @@ def abstract(example: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def fill_values(gm: GraphModule) -> None:
-    """Gives attribute nodes the abstract value that export leaves out for some of them."""
+    """Gives nodes the abstract value that export leaves out: of some attributes, and of the writes that it adds."""
     mode = next((m for n in gm.graph.nodes if (m := fake_mode(n)) is not None), None)
     for node in gm.graph.nodes:
         if node.op == "get_attr" and "val" not in node.meta:
             value = attribute(gm, str(node.target))
             if isinstance(value, torch.Tensor):
                 node.meta["val"] = mode.from_tensor(value, static_shapes=True) if mode else value
+        if node.target is torch.ops.aten.copy_.default and "val" not in node.meta:
+            node.meta["val"] = node.args[0].meta["val"]

@@ -300,7 +300,7 @@ def test_every_variant_is_saved_and_they_share_one_state(tmp_path):
         Branches().eval(), (torch.randn(3, 4),), dynamic_shapes={"x": {0: torch.export.Dim.DYNAMIC}}
     )
     unseen.save(tmp_path / "unseen")
-    with pytest.raises(UsageError, match="a loaded module cannot be captured again"):
+    with pytest.raises(UsageError, match="a loaded module or an exported program cannot be captured again"):
         graft.load(tmp_path / "unseen")(torch.randn(1, 4))
 
 

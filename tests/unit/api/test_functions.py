@@ -123,10 +123,9 @@ def test_other_callables():
         graft.compile("relu", (X,))
 
 
-def test_an_exported_program_is_refused_with_what_to_do():
+def test_an_exported_program_is_taken_as_it_is_and_as_a_module():
     program = torch.export.export(nn.Linear(3, 3), (X,))
-    with pytest.raises(UsageError, match=r"program\.module\(\)"):
-        graft.compile(program, (X,))
+    assert torch.equal(graft.compile(program, (X,))(X), program.module()(X))
     assert torch.equal(graft.compile(program.module(), (X,))(X), program.module()(X))
 
 

@@ -75,6 +75,7 @@ class Leaf:
     value: Any = None
     symbolic: bool = False  # `value` is an expression over symbols
     contiguous: bool | None = None  # whether it was, where the program has asked
+    layout: str = "strided"
     counts: bool = False  # changes from call to call: another value takes another way, and is no mistake
 
     @property
@@ -181,6 +182,8 @@ def kind_problem(leaf: Leaf, dtype: torch.dtype | None, value: Any) -> str | Non
         return f"is {type(value).__name__}, but was a tensor"
     if value.dtype != dtype or str(value.device) != leaf.device:
         return f"is {value.dtype} on {value.device}, but was torch.{leaf.dtype} on {leaf.device}"
+    if str(value.layout) != f"torch.{leaf.layout}":
+        return f"is {value.layout}, but was torch.{leaf.layout}"
     sizes = [size for size in leaf.shape if isinstance(size, int)]
     fixed = [size for size, known in zip(value.shape, leaf.shape, strict=False) if isinstance(known, int)]
     if value.dim() != len(leaf.shape) or sizes != fixed:
@@ -270,7 +273,8 @@ def guards_over(symbols: set[str], guards: Iterable[str]) -> Iterable[str]:
 def read_leaf(name: str, recorded: Any, given: Any) -> Leaf:
     if isinstance(given, torch.Tensor):
         shape = tuple(number if (number := static_int(s)) is not None else str(s) for s in recorded.shape)
-        return Leaf(name, str(given.dtype).removeprefix("torch."), str(given.device), shape)
+        layout = str(given.layout).removeprefix("torch.")
+        return Leaf(name, str(given.dtype).removeprefix("torch."), str(given.device), shape, layout=layout)
     if isinstance(recorded, torch.SymInt) and static_int(recorded) is None:
         return Leaf(name, value=str(recorded), symbolic=True)
     return Leaf(name, value=given)
