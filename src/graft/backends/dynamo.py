@@ -19,6 +19,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from graft.backends.inductor import python_dispatcher
 from graft.base.errors import CaptureError, GraphRefused
+from graft.ir.branches import graphs_of, is_control_flow
 from graft.ir.canonical.normal_form import canonicalize
 from graft.ir.checks import METADATA, is_check
 from graft.ir.edit import attribute
@@ -26,7 +27,7 @@ from graft.ir.effects import mutated_roots, storage_root
 from graft.ir.nodes import OpOverload, is_op, placeholders, tensor_val, where
 from graft.ir.program.results import keep_results_apart, result_objects
 from graft.ir.storage import storage_id
-from graft.ir.trace import fill_values, quiet
+from graft.ir.trace import canonicalize_inside, fill_values, quiet
 from graft.memory.regions import same_layout
 
 aten = torch.ops.aten
@@ -61,8 +62,10 @@ def trace_dynamo(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
         node._rename(short_name(source.name))
         node.target = node.name
         node.meta = {**source.meta, "val": node.meta["val"], "weight": is_state(source, value)}
-    for node in traced.graph.nodes:
-        shorten_module_names(node)
+    canonicalize_inside(traced)
+    for _, graph in graphs_of(traced.graph):
+        for node in graph.nodes:
+            shorten_module_names(node)
     traced.recompile()
     return traced
 
@@ -123,6 +126,10 @@ def refuse_modes(graph: Graph, inputs: Sequence[Any]) -> None:
             " torch.inference_mode(), or freeze its parameters"
         )
     for node in graph.nodes:
+        inner = getattr(graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(inner, GraphModule) and all(map(is_control_flow, node.users)):
+            refuse_modes(inner.graph, ())
+            continue
         if node.op in ("get_attr", "call_module"):
             raise GraphRefused(f"{where(node)} is a tensor or a subgraph of the graph itself ({node.target})")
         if node.meta.get("unbacked_bindings"):
@@ -133,7 +140,7 @@ def refuse_modes(graph: Graph, inputs: Sequence[Any]) -> None:
 
 def refuse_target(node: Node, needs_grad: bool) -> None:
     target = node.target
-    if getattr(target, "namespace", "") == "higher_order":
+    if getattr(target, "namespace", "") == "higher_order" and not is_control_flow(node):
         raise GraphRefused(f"{where(node)} is the higher-order op {target}")
     if target is ENTER_AUTOCAST and (node.args[2] if len(node.args) > 2 else True):
         raise GraphRefused(f"{where(node)} opens an autocast region; its casts are not in the graph")
@@ -192,8 +199,11 @@ def hand_back(gm: GraphModule, transformed: GraphModule) -> GraphModule:
     for node, source in zip(placeholders(transformed.graph), placeholders(gm.graph), strict=True):
         node._dynamo_source = getattr(source, "_dynamo_source", None)
     for node in transformed.graph.nodes:
-        if node.op == "get_attr":  # constants; as buffers they would need a source in the user's program
-            object.__setattr__(gm, str(node.target), attribute(transformed, str(node.target)))
+        value = attribute(transformed, str(node.target)) if node.op == "get_attr" else None
+        if isinstance(value, GraphModule):
+            gm.add_module(str(node.target), value)
+        elif value is not None:  # constants; as buffers they would need a source in the user's program
+            object.__setattr__(gm, str(node.target), value)
     gm.graph = transformed.graph
     gm.recompile()
     return gm

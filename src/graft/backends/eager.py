@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.backends.lowered import Lowered
 from graft.backends.streams import bind_streams, placements
+from graft.ir.branches import graphs_of, inner_graphs
 from graft.ir.nodes import OpOverload, arg_values, val
 from graft.ops import OPS, bind
 from graft.ops.call import EAGER, Asker, Call
@@ -17,8 +18,20 @@ from graft.ops.spec import OpSpec
 
 
 def lower_eager(gm: GraphModule, named: Mapping[str, str] | None = None) -> Lowered:
+    bound, kernels = bind_all(gm, named)
+    return Lowered(bound, "eager", gathered(kernels))
+
+
+def bind_all(gm: GraphModule, named: Mapping[str, str] | None = None) -> tuple[GraphModule, list[tuple[str, Ran]]]:
+    """The graph with its kernels, and the graphs inside of it with theirs."""
     graph, kernels = bind_kernels(gm, named)
-    return Lowered(GraphModule(gm, graph, class_name="EagerGraph"), "eager", gathered(kernels))
+    bound = GraphModule(gm, graph, class_name="EagerGraph")
+    for path, inner in inner_graphs(gm).items():
+        if "." not in path:
+            lowered, ran = bind_all(inner, named)
+            setattr(bound, path, lowered)
+            kernels += ran
+    return bound, kernels
 
 
 def by_eager(node: Node) -> Asker:  # noqa: ARG001
@@ -59,5 +72,6 @@ def call_of(node: Node, spec: OpSpec, asker: Asker = EAGER) -> Call:
 
 def ran_here(gm: GraphModule) -> dict[str, OpKernels]:
     """What runs each op where torch calls it: nothing is bound, `choose` is asked at every call."""
-    sites = ((node, spec) for node in gm.graph.nodes if (spec := spec_of(node)) is not None)
+    nodes = [node for _, graph in graphs_of(gm.graph) for node in graph.nodes]
+    sites = ((node, spec) for node in nodes if (spec := spec_of(node)) is not None)
     return gathered((f"graft::{spec.name}", bind(spec, call_of(node, spec)).ran) for node, spec in sites)

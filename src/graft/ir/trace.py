@@ -16,6 +16,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graft.base.errors import CaptureError
+from graft.ir.branches import inner_graphs, mark_weights, name_nodes
 from graft.ir.canonical.normal_form import canonicalize, drop_unused_state
 from graft.ir.constants import KeepConstants
 from graft.ir.edit import attach_state, attribute, fake_mode
@@ -106,8 +107,20 @@ def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module
     canonicalize(gm)
     keep_results_apart(gm.graph, objects)
     drop_unused_state(gm)
+    canonicalize_inside(gm)
     gm.recompile()
     return gm
+
+
+def canonicalize_inside(gm: GraphModule) -> None:
+    """The graphs that control flow calls, in normal form, with their nodes named after them."""
+    mark_weights(gm)
+    for path, inner in inner_graphs(gm).items():
+        objects = result_objects(inner.graph)
+        canonicalize(inner)
+        keep_results_apart(inner.graph, objects)
+        name_nodes(path, inner.graph)
+        inner.recompile()
 
 
 def name_constants(gm: GraphModule, module: torch.nn.Module) -> None:

@@ -20,6 +20,7 @@ from graft.ir.verify import GraphSnapshot, verify
 from graft.memory.verify import Uses, check_memory
 from graft.passes.accounting import check_accounted
 from graft.passes.base import BaseTransform, Context, Outcome, Stage, TransformConfig
+from graft.passes.branches import run_inside
 from graft.passes.config import PipelineConfig, Verify
 from graft.passes.dumps import DumpWriter
 from graft.passes.numeric_check import check_matches
@@ -88,6 +89,13 @@ def run_pipeline(
         with no_collection():
             transform = TransformRegistry.get(name)(settings)
             records[name] = run_one(gm, transform, settings, context, config.verify, observe)
+            records[name] = run_inside(
+                gm,
+                records[name],
+                lambda inner, name=name, settings=settings: run_one(
+                    inner, TransformRegistry.get(name)(settings), settings, context, config.verify, observe
+                ),
+            )
         log.info(records[name].summary)
         if settings.enabled:
             dumps.write(settings.stage.value, name, gm)

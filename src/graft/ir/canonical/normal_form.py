@@ -179,11 +179,26 @@ def drop_dead(gm: GraphModule) -> None:
 def drop_unused_state(gm: GraphModule) -> None:
     """Takes away parameters, buffers and submodules that no node reads."""
     used = {str(node.target) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")}
+    graphs = {name for name in used if isinstance(module_at(gm, name), GraphModule)}
     for owner_name, owner in list(gm.named_modules()):
+        if any(f"{owner_name}.".startswith(f"{name}.") for name in graphs):
+            continue  # the graphs that control flow calls, with all that they hold
         for leaf in [*owner._parameters, *owner._buffers]:
             if f"{owner_name}.{leaf}".lstrip(".") not in used:
                 delattr(owner, leaf)
-    gm.delete_all_unused_submodules()
+    for name in [name for name, _ in gm.named_modules() if name]:
+        inside = any(f"{name}.".startswith(f"{graph}.") for graph in graphs)
+        holds = any(f"{target}.".startswith(f"{name}.") for target in used)
+        if not inside and not holds:
+            gm.delete_submodule(name)
+
+
+def module_at(gm: GraphModule, name: str) -> Any:
+    """The submodule of that name, or None where it is none."""
+    found: Any = gm
+    for part in name.split("."):
+        found = found._modules.get(part) if isinstance(found, torch.nn.Module) else None
+    return found
 
 
 def dead_write(node: Node) -> bool:

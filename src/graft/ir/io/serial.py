@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graft.base.errors import DumpError
+from graft.ir.branches import CONTROL_FLOW, inner_graphs, is_control_flow
 from graft.ir.edit import attach_state, attribute
 from graft.ir.effects import alias_sources, is_maybe_view, is_mutating
 from graft.ir.io.literals import decode_literal, encode_literal
@@ -26,6 +27,8 @@ from graft.ir.io.values import ValueReader, ValueWriter, encode_symbols
 from graft.ir.nodes import OpOverload, tensor_val, val, where
 
 FORMAT = 2
+HELD = "graphs_inside"  # of a module that is being built: the graphs of control flow, by path
+HIGHER_ORDER = "torch.ops.higher_order."
 KEPT_META = ("stack_trace", "made_by")
 # All that a stored graph may call besides ops: what symbolic numbers are computed with.
 FUNCTIONS: Mapping[str, Any] = {
@@ -47,6 +50,11 @@ def graph_to_json(gm: GraphModule, *, exact: bool = False) -> str:
     state = {name: encode_tensor(t, True) for name, t in persistent.items()}
     state |= {n: encode_tensor(t, False) for n, t in gm.named_buffers(remove_duplicate=False) if n not in state}
     data: dict[str, Any] = {"format": FORMAT, "nodes": nodes, "state": state}
+    inside = {
+        path: [encode_node(node, writer) for node in inner.graph.nodes] for path, inner in inner_graphs(gm).items()
+    }
+    if inside:
+        data["graphs"] = inside
     if exact:
         data |= {"symbols": encode_symbols(gm.graph), "nesting": encode_nesting(gm.graph)}
     if writer is not None and not any(is_mutating(node) for node in gm.graph.nodes):
@@ -102,11 +110,13 @@ def check_storable(node: Node) -> None:
     if node.op in ("call_module", "call_method"):
         raise DumpError(f"{where(node)} is a {node.op}, which cannot be stored; capture the module with graft first")
     target = encode_target(node.target)
-    known = node.op != "call_function" or isinstance(node.target, OpOverload) or plain_function(target) is not None
+    called = isinstance(node.target, OpOverload) or is_control_flow(node) or plain_function(target) is not None
+    known = node.op != "call_function" or called
     if not known:
         raise DumpError(f"{where(node)} calls {target}, which is neither an op nor an operator")
     module = node.graph.owning_module
-    if node.op == "get_attr" and not isinstance(attribute(module, target), torch.Tensor):
+    inside = node.op == "get_attr" and bool(node.users) and all(map(is_control_flow, node.users))
+    if node.op == "get_attr" and not inside and not isinstance(attribute(module, target), torch.Tensor):
         raise DumpError(f"{where(node)} reads self.{target}, which is not a tensor, so it cannot be stored")
 
 
@@ -115,6 +125,8 @@ def encode_target(target: Any) -> str:
         return target
     if isinstance(target, OpOverload):
         return f"torch.ops.{target}"
+    if getattr(target, "namespace", "") == "higher_order":
+        return f"{HIGHER_ORDER}{target.__name__}"
     return f"{getattr(target, '__module__', type(target).__module__)}.{getattr(target, '__name__', target)}"
 
 
@@ -143,8 +155,21 @@ def graph_from_json(text: str, state: Mapping[str, torch.Tensor] | None = None) 
     for name, spec in data["state"].items():
         attach(root, name, spec, (state or {}).get(name))
     reader = ValueReader(data["symbols"], data.get("alike", ())) if "symbols" in data else None
+    for path, entries in sorted(data.get("graphs", {}).items(), reverse=True):  # the innermost first
+        attach_graph(root, path, entries, reader)
+    graph = decode_graph(data["nodes"], reader, root)
+    if "nesting" in data:
+        graph.set_codegen(decode_nesting(data["nesting"]))
+    gm = GraphModule(root, graph)
+    # GraphModule takes over what nodes read alone, and registers every buffer as persistent
+    for name, spec in data["state"].items():
+        attach_state(gm, name, attribute(root, name), persistent=spec["persistent"])
+    return gm
+
+
+def decode_graph(entries: list[dict[str, Any]], reader: ValueReader | None, root: torch.nn.Module) -> Graph:
     graph, nodes = Graph(), {}
-    for entry in data["nodes"]:
+    for entry in entries:
         check_names(entry)
         node = graph.create_node(
             entry["op"],
@@ -159,18 +184,27 @@ def graph_from_json(text: str, state: Mapping[str, torch.Tensor] | None = None) 
         if reader is not None:
             restore_value(node, entry, reader, root)
         nodes[entry["name"]] = node
-    if "nesting" in data:
-        graph.set_codegen(decode_nesting(data["nesting"]))
-    gm = GraphModule(root, graph)
-    # GraphModule takes over what nodes read alone, and registers every buffer as persistent
-    for name, spec in data["state"].items():
-        attach_state(gm, name, attribute(root, name), persistent=spec["persistent"])
-    return gm
+    return graph
+
+
+def attach_graph(root: torch.nn.Module, path: str, entries: list[dict[str, Any]], reader: ValueReader | None) -> None:
+    """A graph that control flow calls, at its path in `root`."""
+    owner, _, leaf = path.rpartition(".")
+    holder = torch.nn.Module()
+    for name, child in getattr(root, HELD, {}).items():
+        if name.rpartition(".")[0] == path:
+            holder.add_module(name.rpartition(".")[2], child)
+    inner = GraphModule(holder, decode_graph(entries, reader, holder))
+    vars(root).setdefault(HELD, {})[path] = inner
+    if not owner:
+        root.add_module(leaf, inner)
 
 
 def restore_value(node: Node, entry: dict[str, Any], reader: ValueReader, root: torch.nn.Module) -> None:
     if node.op == "get_attr":
-        node.meta["val"] = reader.state(attribute(root, str(node.target)))
+        value = attribute(root, str(node.target))
+        if isinstance(value, torch.Tensor):
+            node.meta["val"] = reader.state(value)
     elif "val" in entry:
         node.meta["val"] = reader.decode(entry["val"])
 
@@ -191,6 +225,8 @@ def attach(root: torch.nn.Module, name: str, spec: dict[str, Any], given: torch.
 def decode_target(op: str, text: str) -> Any:
     if op != "call_function":
         return text
+    if text.startswith(HIGHER_ORDER) and text.removeprefix(HIGHER_ORDER) in CONTROL_FLOW:
+        return getattr(torch.ops.higher_order, text.removeprefix(HIGHER_ORDER))
     if not text.startswith("torch.ops."):
         function = plain_function(text)
         if function is None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from graft.ir.branches import graphs_of
 from graft.ir.nodes import OpOverload, module_path, source_line, val
 
 SHORT_DTYPES = {
@@ -27,8 +28,12 @@ SHORT_DTYPES = {
 
 
 def graph_text(graph: Graph, *, origin: bool = True) -> str:
-    """The whole graph; `origin=False` leaves out module paths, source lines and provenance."""
-    return "\n".join(node_text(node, origin=origin) for node in graph.nodes) + "\n"
+    """The whole graph, and those inside of it; `origin=False` leaves out module paths, source lines, provenance."""
+    parts = []
+    for path, part in graphs_of(graph):
+        lines = [node_text(node, origin=origin) for node in part.nodes]
+        parts.append("\n".join([f"# graph {path}", *lines] if path else lines) + "\n")
+    return "\n".join(parts)
 
 
 def node_text(node: Node, *, origin: bool = True) -> str:
@@ -59,6 +64,8 @@ def target_text(target: Any) -> str:
         return str(target).removesuffix(".default")
     if isinstance(target, str):
         return target
+    if getattr(target, "namespace", "") == "higher_order":
+        return f"higher_order.{target.__name__}"
     return f"{getattr(target, '__module__', '').lstrip('_')}.{getattr(target, '__name__', target)}"
 
 
