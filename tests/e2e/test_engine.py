@@ -94,6 +94,7 @@ def graft_command(*args: str, stdin: bytes = b"") -> Result:
     return CliRunner().invoke(app, list(args), input=stdin)
 
 
+@pytest.mark.exhaustive
 def test_graft_events_tells_the_life_of_the_cache():
     told = graft_command("events", "tiny-llama", "--json")
     assert told.exit_code == 0, told.output

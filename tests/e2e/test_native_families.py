@@ -24,6 +24,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return first + [output.token_ids for output in again]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", short(FAMILIES, "gemma-2", "qwen3-moe"))
 def test_greedy_tokens_are_those_of_the_eager_engine(family):
     native, eager = (

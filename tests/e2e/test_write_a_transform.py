@@ -45,6 +45,7 @@ def test_the_page_on_repro_and_exports_followed_word_for_word(tmp_path):
     assert {"swiglu.py", "trace.json", "graphs.json", "model.pt2"} <= {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.exhaustive
 def test_the_example_runs(tmp_path):
     done = python(EXAMPLE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -253,6 +253,7 @@ def test_through_inductor_to_the_generated_code():
     assert made.kernels  # what is left between them is Inductor's own
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", short(["llama", "gemma-2"], "gemma-2"))
 def test_all_of_inductors_fx_passes_run_on_the_fused_graph(family):
     """Its own post-grad passes come after graft's; what they leave is executed."""

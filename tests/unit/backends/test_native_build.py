@@ -56,6 +56,7 @@ def test_a_second_start_compiles_nothing(cache, counted):
     assert second.source.read_text() == TEXT
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_a_model_is_compiled_once(cache, counted):
     for _ in range(2):

@@ -35,6 +35,7 @@ def first_layer(source: str) -> str:
     return next(part for part in parts if part.startswith("  // ── model.layers.0 ")).rstrip()
 
 
+@pytest.mark.exhaustive
 def test_the_documented_layer_is_the_generated_one():
     shown = re.search(r"```cpp\n(.*?)\n```", DOC.read_text(), re.S)
     assert shown is not None and shown.group(1) == first_layer(printed())

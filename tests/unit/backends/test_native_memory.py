@@ -54,6 +54,7 @@ def test_what_an_eager_node_reads_stays():
     assert not any("own were freed" in note for note in llm.report.notes)
 
 
+@pytest.mark.exhaustive
 def test_a_tied_table_is_not_packed_where_the_head_is_eager():
     llm = made("smollm2", config={"kernels": {"fused_linear": "reference"}})
     assert llm.model.module.config.tie_word_embeddings

@@ -102,6 +102,7 @@ def regions(llm: LLM) -> list:
     return [n.target for n in llm.engine.graph.graph.nodes if type(n.target).__name__ == "RegionCall"]
 
 
+@pytest.mark.exhaustive
 def test_the_callers_module_keeps_its_weights():
     model = load_model("tiny-smollm2", dtype="float32", device="cpu")
     before = model.module(torch.tensor([IDS])).logits
@@ -129,6 +130,7 @@ def test_head_none_and_skip_leave_weights():
     assert "'lm_head'" in left and "'o_proj'" in left
 
 
+@pytest.mark.exhaustive
 def test_numbers_that_are_none_and_formats_that_are_not_there():
     model = load_model("tiny-llama", dtype="float32", device="cpu")
     with torch.no_grad():

@@ -78,6 +78,7 @@ def test_sixteen_bit_values_cross_the_borders(monkeypatch):
     assert (other - wanted).abs().max() > bound  # another prompt is told from this one
 
 
+@pytest.mark.exhaustive
 def test_nothing_to_lower_is_said(monkeypatch):
     for op in list(LOWERINGS):
         monkeypatch.delitem(LOWERINGS, op)
@@ -88,6 +89,7 @@ def test_nothing_to_lower_is_said(monkeypatch):
     assert any("backend: eager" in note and "there is no native kernel" in note for note in llm.report.notes)
 
 
+@pytest.mark.exhaustive
 def test_a_kernel_that_the_configuration_names_is_run():
     llm = built("llama", config={"kernels": {"rope_attention": "reference"}})
     assert tokens(llm) == eager_tokens("llama")

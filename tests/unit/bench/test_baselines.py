@@ -81,6 +81,7 @@ def pretend(monkeypatch, name: str, **functions) -> None:
 # ── not there ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.exhaustive
 def test_a_peer_that_is_not_installed_is_a_row_that_says_how_to_get_it(nothing_installed, growing_clock, capsys):
     result = bench(engine(), PLAN, roofline=ROOF, source="tiny.gguf")
     by = rows(result)

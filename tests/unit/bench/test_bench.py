@@ -157,6 +157,7 @@ def test_rows_for_every_batch_and_prompt_and_ratios_inside_a_cell(fakes):
     assert replace(result, rows=(other, *result.rows)).ratio(slow) == pytest.approx(30.0), "graft's row of that cell"
 
 
+@pytest.mark.exhaustive
 def test_no_baseline_is_begun_that_would_outlast_the_limit(fakes):
     """Its first calls took 1.6 s at batch 1; after 14 s of 15 they are not begun at batch 3, and the row says so."""
     result = bench(engine(), replace(SMALL, time_limit=15.0))

@@ -324,6 +324,7 @@ def test_a_constant_of_the_graph_is_not_stored(monkeypatch, folder):
     assert not folder.exists()
 
 
+@pytest.mark.exhaustive
 def test_the_engine_tells_where_its_graph_came_from():
     model = load_model("tiny-llama", dtype="float32", device="cpu")
     params = graft.SamplingParams(max_tokens=8, ignore_eos=True)

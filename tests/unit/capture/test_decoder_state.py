@@ -162,6 +162,7 @@ def test_decoding_without_the_state_is_found_by_its_numbers(kind, dtype, monkeyp
         LLM(model, backend="eager")
 
 
+@pytest.mark.exhaustive
 def test_the_check_can_be_turned_off():
     llm = LLM(tiny("llama"), backend="eager", self_check=False)
     assert "self-check: turned off (self_check=False)" in llm.report.notes

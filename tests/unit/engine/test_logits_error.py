@@ -34,6 +34,7 @@ def test_logits_error_is_relative():
     assert logits_error(exact * 1.5, exact) == pytest.approx(0.5)
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("backend", short(["eager", "native"], "eager"))
 def test_the_error_follows_the_format(backend):

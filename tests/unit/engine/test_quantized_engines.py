@@ -232,6 +232,7 @@ def test_the_report_counts_bytes_and_reads_back():
     assert any("on a CPU the weights are widened at every call" in note for note in others)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("verb", ["run", "bench"])
 def test_the_command_line_takes_a_format(verb, monkeypatch):
     looks = itertools.count()

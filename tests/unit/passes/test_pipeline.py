@@ -246,6 +246,7 @@ def qwen(tmp_path_factory):
     return gm, report, folder
 
 
+@pytest.mark.exhaustive
 def test_report_survives_json(qwen):
     _, report, _ = qwen
     assert Report.from_json(report.to_json()) == report

@@ -48,6 +48,7 @@ def transform(module, args, *names, dynamic_shapes=None):
     return gm, report, before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", short(["float32", "bfloat16"], "float32"))
 @pytest.mark.parametrize("family", short(FAMILIES, "llama", "gemma-2", "qwen3-moe"))  # others: golden graphs
 def test_expected_counts_on_every_family(family, dtype):

@@ -68,6 +68,7 @@ def test_loading_touches_no_weights_and_the_second_time_no_metadata(file, monkey
     assert all(not p.any() for p in model.module.parameters() if p.dim() == 2), "never written"
 
 
+@pytest.mark.exhaustive
 def test_the_dumped_step_reads_the_blocks(file):
     own = native_source(str(file), load_config())
     assert "linear<WeightQ4>" in own and "packed_embedding<WeightQ8>" in own and "linear<WeightF32>" not in own
@@ -107,6 +108,7 @@ def test_engines_read_the_blocks(file):
     assert llm.generate([IDS], SamplingParams(max_tokens=4, ignore_eos=True))[0].finish_reason == "length"
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_a_configuration_stands_above_the_default(file):
     off = {"transforms": {"quantize_linear": {"enabled": False}}}

@@ -88,6 +88,7 @@ def test_a_folder_of_each_precision_and_a_note_of_what_was_rounded(path):
     assert note.endswith("dequantised in float32, then rounded to bfloat16")
 
 
+@pytest.mark.exhaustive
 def test_the_engine_reports_it_and_computes_with_these_numbers(path):
     write_quantized(path, {}, "F32")
     llm = LLM(path, dtype="float32", backend="eager", device="cpu")

@@ -54,6 +54,7 @@ def test_a_good_transform_passes_every_point():
     assert "SUMMARY] matches=5" in report.checks[0].summary
 
 
+@pytest.mark.exhaustive
 def test_all_that_are_on_are_checked_in_their_order():
     report = checked("")
     names = [c.name for c in report.checks]
@@ -245,12 +246,14 @@ def run(tmp_path_factory, captured):
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_folder_of_dumps_is_checked_as_it_is(run):
     report = checked(model=str(run))
     assert verdicts(report) == dict.fromkeys(LIST, "pass") | {"ops": "skip"} and report.whole[0].verdict == "pass"
     assert len(checked("", model=str(run)).checks) > 15
 
 
+@pytest.mark.exhaustive
 def test_dumps_without_numeric_checks_or_weights_say_so(tmp_path):
     from graft.workbench.dump import dump_model
 

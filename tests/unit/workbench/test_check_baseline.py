@@ -86,6 +86,7 @@ def test_match_loss(saved, monkeypatch):
     assert "match loss" not in change(report, "fuse_rope").kinds
 
 
+@pytest.mark.exhaustive
 def test_match_gain(saved, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         refuse(patch, NAME, "layers.1.input_layernorm")
@@ -156,6 +157,7 @@ def test_several_classes_of_one_transform_are_all_told(saved, monkeypatch):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_transform_that_was_switched_off_lost_its_matches(saved):
     config = load_config(sets=["transforms.fuse_rope.enabled=false"])
     report = checked("fuse_rms_norm", config=config, baseline=saved)
@@ -168,6 +170,7 @@ def test_a_transform_that_was_switched_off_lost_its_matches(saved):
     assert "match loss" in change(report, "merge_qkv").kinds
 
 
+@pytest.mark.exhaustive
 def test_a_transform_that_is_gone_lost_its_matches(saved):
     gone = replace(CONFIG, transforms={n: s for n, s in CONFIG.transforms.items() if n != "fuse_swiglu"})
     gone = replace(gone, transforms={n: replace(s, before=()) for n, s in gone.transforms.items()})
@@ -250,6 +253,7 @@ def test_a_later_dump_into_the_folder_takes_the_results_away(saved, tmp_path):
 # ── baselines that cannot be compared with ──────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.exhaustive
 def test_a_baseline_of_another_model_or_dtype_is_refused(saved):
     with pytest.raises(BaselineMismatch, match="a run of tiny-llama, but tiny-qwen2 is checked; check that model"):
         checked(NAME, "tiny-qwen2", baseline=saved)

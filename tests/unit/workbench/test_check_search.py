@@ -132,6 +132,7 @@ def test_behind_a_change_on_purpose_the_bound_holds_too(monkeypatch):
     assert found.transform == "fuse_rope" and found.runs <= found.bound
 
 
+@pytest.mark.exhaustive
 def test_dumps_name_the_transform(monkeypatch, tmp_path):
     scale(monkeypatch, "fuse_rope", 1.1, at=[2])
     checked(save=tmp_path / "bad")

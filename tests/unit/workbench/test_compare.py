@@ -47,6 +47,7 @@ def test_drift_begins_at_the_module_whose_transform_is_wrong(monkeypatch):
     assert before and all(row.ratio <= DRIFT for row in before)
 
 
+@pytest.mark.exhaustive
 def test_the_command_prints_a_table_or_json_and_plots(tmp_path):
     picture = tmp_path / "drift.svg"
     call = ["compare", "tiny-gpt2", "--dtype", "float32", "--backend", "eager", "--new", "2"]

@@ -67,6 +67,7 @@ def graft(*args):
     return CliRunner().invoke(app, [*map(str, args)])
 
 
+@pytest.mark.exhaustive
 def test_from_a_model_dumps_or_a_file_of_candidates(tmp_path):
     """The same files whichever way it is named."""
     config = ("--dtype", "float32")

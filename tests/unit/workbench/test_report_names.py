@@ -34,6 +34,7 @@ def item(index, name, op, reads=(), module="", value="f32[2]@meta", **given):
     return Item(index, name, op, target, inputs, (), module, "", "", value, f"%{name}")
 
 
+@pytest.mark.exhaustive
 def test_sizes_of_a_decoder_are_words(data):
     assert data.sizes.names and set(data.sizes.names.values()) == {
         *("batch", "tokens", "logits", "seqs", "table_blocks", "cache_blocks")

@@ -134,6 +134,7 @@ def runs(tmp_path_factory):
     return [open_run(folder) for folder in folders]
 
 
+@pytest.mark.exhaustive
 def test_the_manifest_says_what_a_run_was_made_of(runs):
     manifest = runs[0].manifest
     assert (manifest.model, manifest.dtype, manifest.device, manifest.route) == (

@@ -66,6 +66,7 @@ def test_json_is_one_document(monkeypatch, tmp_path):
     assert any("numerics" in text for text in found["failures"])
 
 
+@pytest.mark.exhaustive
 def test_a_baseline_is_saved_and_compared_with(monkeypatch, tmp_path):
     out = graft(NAME, "--save-baseline", tmp_path / "kept").stdout
     assert f"compare with --baseline {tmp_path / 'kept'}" in out
@@ -115,6 +116,7 @@ def test_every_family_is_in_one_document(monkeypatch):
     assert found["ok"] and [report["model"] for report in found["models"]] == ["tiny-llama", "tiny-gpt2"]
 
 
+@pytest.mark.exhaustive
 def test_every_family_is_a_row(monkeypatch):
     some = {name: registry.families()[name] for name in ("llama", "gpt2")}
     monkeypatch.setattr(all_models, "families", lambda: some)
@@ -224,6 +226,7 @@ def plugin(tmp_path, monkeypatch):
     sys.modules.pop(name, None)
 
 
+@pytest.mark.exhaustive
 def test_a_plugin_is_checked_like_the_library(plugin):
     name, options = plugin
     capped = json.loads(graft(name, *options, "--model", "tiny-gemma-2", "--json").stdout)

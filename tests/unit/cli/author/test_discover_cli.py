@@ -50,6 +50,7 @@ def test_markdown_has_a_table_and_the_graph():
     assert "| gemm_epilogue | silu → mul | 2 |" in done.stdout and "```" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_folder_of_dumps_by_step(tmp_path):
     run = tmp_path / "run"
     dump_model("tiny-llama", run, load_config())
@@ -77,6 +78,7 @@ def test_bad_input_gets_one_line(args, code, told):
     assert done.exit_code == code and told in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_candidates_are_timed_where_a_device_is_named():
     """The spelled-out norm of a tiny model, on a CPU: calls, the kernel that exists, a copy."""
     off = ["--set", "transforms.fuse_rms_norm.enabled=false", "--set", "transforms.fuse_add_rms_norm.enabled=false"]

@@ -95,12 +95,14 @@ def test_every_layer_of_a_decoder(name, how, dtype):
         assert distance(gm(ids), module(ids)) > 0.02  # a wrong scale in one layer is seen
 
 
+@pytest.mark.exhaustive
 def test_a_decoder_captured_by_the_hook_has_attention_already():
     gm = graph_of(tiny("llama").module)
     record = run_pipeline(gm, load_config(), Context(route="decoder")).transforms["fuse_attention"]
     assert (record.status, record.reason) == ("no_match", "attention is graft::attention already")
 
 
+@pytest.mark.exhaustive
 def test_routers_beside_graft_attention_are_no_near_misses():
     gm = graph_of(tiny("qwen3-moe").module)
     record = run_pipeline(gm, load_config(), Context(route="decoder")).transforms["fuse_attention"]

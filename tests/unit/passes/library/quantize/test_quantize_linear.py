@@ -240,6 +240,7 @@ def test_formats_are_checked_before_anything_is_loaded():
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.exhaustive
 def test_a_model_without_weights_gets_shapes():
     model = load_model("tiny-llama", dtype="bfloat16", device="meta")
     gm = graph_of(model.module)

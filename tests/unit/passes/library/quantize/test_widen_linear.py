@@ -191,6 +191,7 @@ def test_a_graph_elsewhere_is_left_alone(slow_cpu):
     assert record.status == "skipped" and record.reason == "the tensors are on meta"
 
 
+@pytest.mark.exhaustive
 def test_the_engine_runs_every_linear_layer_widened(slow_cpu):
     """qkv, output, gate and up, down in each layer, and the head; the merges ran before. The tokens stay the same."""
     llm = graft.LLM("tiny-llama", dtype="bfloat16", device="cpu", backend="eager")

@@ -145,6 +145,7 @@ def test_it_is_skipped_where_no_kernel_does_it():
     assert order.index(BEFORE) < order.index(NAME)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "count"), short([("olmo-2", 2), ("smollm3", 3), ("cohere", 2), ("gpt2", 0)], ("olmo-2", 2))
 )
@@ -173,6 +174,7 @@ def other_way(q, k, v, cos, sin, *rest):
     return ops.rope_kv_write(q, k, v, cos, -sin, *rest)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", short(["llama", "qwen3", "gemma-3"], "qwen3"))
 def test_engine_tokens_stay_the_same(family):
     """Qwen 3 and Gemma 3 norm their heads; Gemma 3 has windows too."""

@@ -138,6 +138,7 @@ def test_it_is_skipped_where_no_kernel_does_it():
     assert order.index("insert_kv_cache") < order.index(NAME) < order.index("widen_linear")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "count"), short([("qwen3", 2), ("olmo-2", 2), ("smollm3", 3), ("gpt2", 0)], ("smollm3", 3))
 )
@@ -153,6 +154,7 @@ def test_every_layer_that_rotates_fuses(family, count):
         assert record.reason == "no attention of the graph reads rotated queries and keys"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", short(["llama", "gemma-3", "glm-4"], "glm-4"))
 def test_engine_tokens_stay_those_of_hugging_face(family):
     g = torch.Generator().manual_seed(0)

@@ -36,6 +36,7 @@ def tokens(model, monkeypatch, **options):
     return llm, [output.token_ids for output in llm.generate(PROMPTS, params)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "streams"), short([("tiny-cohere", 2), ("tiny-qwen3-moe", 4)], ("tiny-cohere", 2)))
 def test_decoders_on_streams_give_the_same_tokens(model, streams, monkeypatch):
     plain, expected = tokens(model, monkeypatch, enabled=False)
