@@ -32,6 +32,7 @@ from graft.backends.inductor import (
     static_inputs,
 )
 from graft.ir.canonical.normal_form import sweep
+from graft.ir.checks import drop_restated_metadata
 from graft.ir.nodes import placeholders
 from graft.ir.trace import DecompositionLevel, use_level
 from graft.passes.base import Context
@@ -97,7 +98,12 @@ def inductor_level() -> DecompositionLevel:
 
 
 def run_fusions(settings: PipelineConfig, graph: Graph) -> None:
-    """The pass: fuses on a canonical copy, then makes the same changes in `graph`."""
+    """The pass: fuses on a canonical copy, then makes the same changes in `graph`.
+
+    AOTInductor's graphs come from torch.export and restate dtype and device behind every cast, as a second reader of
+    it. That is recorded and true in the graph, in which sizes and dtypes do not change any more.
+    """
+    drop_restated_metadata(graph)
     copy = canonical_copy(graph)
     swept = {node.name for node in graph.nodes} - {node.name for node in copy.graph.nodes}
     records: dict[str, TransformRecord] = {}

@@ -36,6 +36,12 @@ def drop_proven_checks(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+def drop_restated_metadata(graph: Graph) -> None:
+    """Erases the checks that restate dtype, device and layout of a value; all others stay."""
+    for node in [node for node in graph.nodes if is_op(node, METADATA) and not node.users]:
+        graph.erase_node(node)
+
+
 def decided_by_data(graph: Graph) -> set[Node]:
     """Calls that read a number or a size off the values of a tensor, and all that is computed from them."""
     found: set[Node] = set()
