@@ -76,18 +76,17 @@ class Generation:
 
     async def events(self, ticket: Ticket) -> AsyncGenerator[bytes]:
         """Server-sent events: all that came at once is one piece."""
-        first: bytes | None = None
+        begun = False
         while ticket.left or ticket.rows:
             rows = await ticket.read()
             if not rows:
                 yield answers.PING  # somebody rang who had nothing to say: see EventStream
             pairs = [self.take(prompt, row) for prompt, row in rows]
-            made = b"".join(self.format.chunk(choice, piece, self.choices) for choice, piece in pairs)
-            if first is None and rows:
-                first = self.format.begin()
-                made = first + made
-            if made:
-                yield made
+            made = [] if begun or not rows else [self.format.begin()]  # before the chunks: events may be numbered
+            made += [self.format.chunk(choice, piece, self.choices) for choice, piece in pairs]
+            begun = begun or bool(rows)
+            if found := b"".join(made):
+                yield found
         yield self.format.end(self.choices)
 
     @property
