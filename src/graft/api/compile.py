@@ -68,6 +68,7 @@ class CompiledModule(torch.nn.Module):
         self._sources: BufferCheck | None = None  # the state that is shared with the module stays the same tensors
         self.cache_count = 0  # StaticCaches among the arguments
         self._known: dict[tuple[Any, ...], Variant] = {}  # kinds of inputs that were checked
+        self.frozen = False
 
     @property
     def report(self) -> Report:
@@ -227,6 +228,11 @@ class CompiledModule(torch.nn.Module):
                 f"{why}; a loaded module or an exported program cannot be captured again. Call it with such sizes"
                 " before saving, or compile the module"
             )
+        if self.frozen:
+            raise UsageError(
+                f"{why}, and the module is frozen with {len(self.variants)} variants; compiled.warm([…]) captures"
+                " others before compiled.freeze()"
+            )
         if len(self.variants) == MOST_VARIANTS:
             raise UsageError(f"{why}, and {MOST_VARIANTS} variants are captured already; make the size static")
         module, dynamic_shapes = self._source
@@ -245,6 +251,7 @@ class CompiledModule(torch.nn.Module):
         except CaptureError as error:
             raise UsageError(f"{why}, and the program cannot be captured for these inputs: {error}") from error
         variant = build_variant(captured, self.settings, self.report.model, flat(args, kwargs))
+        variant = replace(variant, made_by=str(why))
         self.variants.append(variant)
         self.variants[0] = replace(self.variants[0], report=self.joined_report(variant, why))
         self.initial |= initial_values(variant.graph_module, self.initial)
@@ -259,6 +266,22 @@ class CompiledModule(torch.nn.Module):
         known = {(record.input, record.kind, record.how) for record in first.state}
         state = [record for record in variant.report.state if (record.input, record.kind, record.how) not in known]
         return replace(first, notes=(*first.notes, note, *others), state=(*first.state, *state))
+
+    def freeze(self) -> None:
+        """From now on a call that takes another way through the program is an error; nothing is captured any more."""
+        self.frozen = True
+
+    @torch.no_grad()
+    def warm(self, calls: Sequence[tuple[Any, ...] | Mapping[str, Any]]) -> None:
+        """Captures what these calls need, each a tuple of arguments or a dict of keyword arguments; runs none."""
+        if self.cache_count:
+            raise UsageError(
+                "a module compiled with a StaticCache is warmed by calling it: caches set their own sizes"
+            )
+        for call in calls:
+            args, kwargs = ((), dict(call)) if isinstance(call, Mapping) else (tuple(call), {})
+            args, kwargs = self.form.apply(args, kwargs)
+            self.choose(args, kwargs, flat(args, kwargs))
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -53,7 +53,8 @@ def load_graph(saved: SavedGraph, settings: VariantSettings, notes: tuple[str, .
     moved = [f"{op} was saved running {before.kernels[op]}; here it runs {kernel}" for op, kernel in changed.items()]
     every = tuple(dict.fromkeys((*before.notes, *variant.report.notes, *notes, *moved)))
     results = Container.from_data(saved.extra.get("results"))
-    return replace(variant, report=replace(variant.report, notes=every), results=results)
+    made_by = saved.extra.get("made_by", "compile")
+    return replace(variant, report=replace(variant.report, notes=every), results=results, made_by=made_by)
 
 
 load = load_compiled  # graft.load

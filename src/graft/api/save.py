@@ -42,4 +42,5 @@ def saved_graph(variant: Variant) -> SavedGraph:
     aliases = tuple(astuple(alias) for alias in variant.aliases)
     returned = None if variant.returned is None else [list(position) for position in variant.returned]
     extra = {"returned": returned, "results": variant.results and variant.results.to_data()}
+    extra |= {"made_by": variant.made_by}
     return SavedGraph(variant.graph_module, variant.signature, aliases, variant.report.to_json(), extra)

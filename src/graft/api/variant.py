@@ -54,6 +54,7 @@ class Variant:
     positions: PositionChecks
     returned: tuple[tuple[str, int], ...] | None = None  # where the result held which StaticCache, if it takes any
     results: Container | None = None  # how the result is put together, if it holds objects
+    made_by: str = "compile"  # or the guard of another variant that a call did not meet
 
     @property
     def names(self) -> list[str]:

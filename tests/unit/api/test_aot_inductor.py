@@ -1,4 +1,4 @@
-"""graft's fusions in AOTInductor are those in torch.compile, although exported graphs restate the dtype of every cast."""
+"""graft's fusions in AOTInductor are those in torch.compile, although exported graphs restate every dtype."""
 
 from __future__ import annotations
 

@@ -204,3 +204,34 @@ OPS = (
     lambda x: x.view(x.shape[0], 3).squeeze(0).sum(-1),
     lambda x: x.flatten().view(-1, x.shape[0]) if x.shape[0] > 3 else x.t(),
 )
+
+
+class CountedBranches(nn.Module):
+    """Two ways by the size of x, and a buffer that every call writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x.sum() if x.shape[0] > 4 else x * 2
+
+
+def test_a_frozen_module_captures_nothing_more_and_a_warm_one_has_it_already(tmp_path):
+    sizes = {"x": {0: torch.export.Dim.DYNAMIC}}
+    module = CountedBranches()
+    compiled = graft.compile(module, (torch.ones(6),), dynamic_shapes=sizes)
+    compiled.freeze()
+    with pytest.raises(UsageError, match=r"dim 0 of x.*frozen with 1 variants"):
+        compiled(torch.ones(3))
+    assert float(module.calls) == 0 and compiled(torch.ones(7)) == 7
+    other = graft.compile(module, (torch.ones(6),), dynamic_shapes=sizes)
+    other.warm([(torch.ones(3),), {"x": torch.ones(8)}])
+    other.freeze()
+    assert float(module.calls) == 1  # the call above: warming runs nothing
+    assert [variant.made_by == "compile" for variant in other.variants] == [True, False]
+    assert "dim 0 of x" in other.variants[1].made_by
+    torch.testing.assert_close(other(torch.ones(3)), torch.full((3,), 2.0))
+    other.save(tmp_path / "saved")
+    assert [v.made_by for v in graft.load(tmp_path / "saved").variants] == [v.made_by for v in other.variants]
