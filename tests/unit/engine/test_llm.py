@@ -244,7 +244,7 @@ def test_a_wrong_request_does_not_stop_the_others():
 
 
 def test_unknown_options_are_errors():
-    with pytest.raises(UsageError, match="unknown option 'kv_cache_size' of LLM; did you mean .*'kv_cache_memory'"):
+    with pytest.raises(UsageError, match=r"unknown option 'kv_cache_size' of LLM; did you mean .*'kv_cache_memory'"):
         graft.LLM("tiny-llama", kv_cache_size=3)
     with pytest.raises(UsageError, match="max_num_seqs must be a whole number of at least 1, but is 0"):
         graft.LLM("tiny-llama", max_num_seqs=0)
