@@ -3,7 +3,7 @@
 An answer counts on from the last token of its prompt. By its first token a prompt asks for more: with HANG it is
 never begun, with PAUSE it has one token and no other, with DIE it ends the process, with SLOW it has a token every
 20 ms. A model of the name `refused` cannot be loaded, `other-tokens` says of its tokenizer what is not so, and `chat`
-has a chat template.
+has a chat template. The first request of a model of the name `first-fails` ends in an error.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class Stub:
         self.send(ready=asdict(served))
         threading.Thread(target=self.step_forever, daemon=True).start()
         for message in asked:
+            if options["model"] == "first-fails" and "submit" in message:
+                number = message["submit"][0]["id"]
+                self.send(rows=[AnswerRow(number, 0, [], None, "error", None, 0, "no kernel")], load={})
+                continue
             with self.lock:
                 self.open |= {one["id"]: {**one, "sent": 0} for one in message.get("submit", ())}
                 for number in message.get("abort", ()):

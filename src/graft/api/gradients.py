@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from graft.base.errors import GradientsRefused, UsageError
 from graft.capture.containers import CallContainers, Container, put_together, take_apart
+from graft.ir.branches import graphs_of
 from graft.ir.canonical.normal_form import is_random
 from graft.ir.nodes import where
 from graft.ir.storage import storage_id
@@ -98,8 +99,9 @@ def refuse_unhonoured(gm: GraphModule, before: Mapping[str, Tensor], backend: st
             f"grad='honour' runs the program a second time, and {where(write.node)} writes {write.owner.name}, which"
             " would then be written twice; compile with grad='drop', or take the state out of what is trained"
         )
-    for node in gm.graph.nodes:
-        if is_random(node) and (backend != "eager" or node.kwargs.get("generator") is not None):
+    for path, node in ((path, node) for path, graph in graphs_of(gm.graph) for node in graph.nodes):
+        # torch.cond itself runs a branch once more in backward, with other numbers
+        if is_random(node) and (backend != "eager" or path or node.kwargs.get("generator") is not None):
             raise GradientsRefused(
                 f"grad='honour' runs the program a second time, and {where(node)} would sample other numbers then;"
                 " use backend='eager' and torch's own generator, or module.eval()"

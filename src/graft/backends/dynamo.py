@@ -19,7 +19,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from graft.backends.inductor import python_dispatcher
 from graft.base.errors import CaptureError, GraphRefused
-from graft.ir.branches import graphs_of, is_control_flow
+from graft.ir.branches import graphs_of, is_control_flow, write_inside
 from graft.ir.canonical.normal_form import canonicalize
 from graft.ir.checks import METADATA, is_check
 from graft.ir.edit import attribute
@@ -55,6 +55,8 @@ def trace_dynamo(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
     drop_detach(traced.graph)
     refuse_calls(traced.graph, inputs)
     fill_values(traced)
+    if written := write_inside(traced):
+        raise GraphRefused(written)
     objects = result_objects(traced.graph)
     canonicalize(traced)
     keep_results_apart(traced.graph, objects)

@@ -10,6 +10,7 @@ from typing import Any
 from graft.base.errors import UsageError
 
 LARGEST = sys.float_info.max
+MOST_STOP_TOKENS = 1024  # every token is compared with each, in the step that all requests share
 MOST_STOPS = 16  # every character is compared with every stop string
 MOST_LOGPROBS = 20
 
@@ -113,6 +114,8 @@ def token_ids(ids: object) -> tuple[int, ...]:
     for number in numbers:
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
             raise wrong("stop_token_ids", number, "token ids, whole numbers of 0 or more")
+    if len(numbers) > MOST_STOP_TOKENS:
+        raise UsageError(f"stop_token_ids must be at most {MOST_STOP_TOKENS} ids, but are {len(numbers)}")
     return numbers
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from torch.fx import Graph, GraphModule, Node
 
 from graft.ir.edit import attribute
-from graft.ir.nodes import leaves, placeholders
+from graft.ir.effects import mutated_roots
+from graft.ir.nodes import leaves, placeholders, where
 
 # ops whose graphs are plain programs; those of flex_attention and associative_scan become parts of one kernel
 CONTROL_FLOW = ("cond", "while_loop", "scan", "map_impl", "invoke_subgraph")
@@ -42,6 +43,16 @@ def graphs_of(graph: Graph) -> Iterator[tuple[str, Graph]]:
     yield "", graph
     if isinstance(graph.owning_module, GraphModule):
         yield from ((path, inner.graph) for path, inner in inner_graphs(graph.owning_module).items())
+
+
+def write_inside(gm: GraphModule) -> str | None:
+    """Which call of an inner graph writes to what the graph around it owns, or None. Control flow has no schema that
+    says so: reads around it would be merged, and it would be dropped where nobody wants its result."""
+    for path, inner in inner_graphs(gm).items():
+        for root in mutated_roots(inner.graph):
+            if root.op in ("placeholder", "get_attr"):
+                return f"{path} writes to {root.name} ({where(root)}), which lives outside of that branch or body"
+    return None
 
 
 def name_nodes(path: str, graph: Graph) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graft.base.errors import CaptureError
-from graft.ir.branches import inner_graphs, mark_weights, name_nodes
+from graft.ir.branches import inner_graphs, mark_weights, name_nodes, write_inside
 from graft.ir.canonical.normal_form import canonicalize, drop_unused_state
 from graft.ir.constants import KeepConstants
 from graft.ir.edit import attach_state, attribute, fake_mode
@@ -103,6 +103,8 @@ def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module
     for name, buffer in list(gm.named_buffers(remove_duplicate=False)):
         attach_state(gm, name, buffer, persistent=name in program.state_dict)
     fill_values(gm)
+    if written := write_inside(gm):
+        raise CaptureError(f"{written}; return the new value from it, and write it after the call")
     objects = result_objects(gm.graph)
     canonicalize(gm)
     keep_results_apart(gm.graph, objects)

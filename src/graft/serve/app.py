@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -87,7 +88,7 @@ async def tokenize(state: ServerState, http: HttpRequest) -> Response:
         ids = await text.encode(values.text(body.get("prompt"), "prompt"), special)
     told: dict[str, Any] = {"count": len(ids), "max_model_len": served.context, "tokens": ids, "token_strs": None}
     if values.boolean(body, "return_token_strs"):
-        told["token_strs"] = [text.piece(token) for token in ids]
+        told["token_strs"] = await asyncio.to_thread(lambda: [text.piece(token) for token in ids])
     return json_response(told)
 
 
@@ -96,7 +97,7 @@ async def detokenize(state: ServerState, http: HttpRequest) -> Response:
     text, served = state.loaded
     requests.served_name(body, state.options.names)
     ids = values.token_ids(body.get("tokens"), "tokens", served.vocabulary)
-    return json_response({"prompt": text.decode(ids, skip_special_tokens=False)})
+    return json_response({"prompt": await asyncio.to_thread(text.decode, ids, skip_special_tokens=False)})
 
 
 async def health(state: ServerState, _: HttpRequest) -> Response:

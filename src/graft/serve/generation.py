@@ -101,7 +101,8 @@ def new_id() -> str:
 async def from_completion(
     asked: AskedCompletion, text: ServedText, model: ServedModel, request_id: str
 ) -> Generation:
-    prompts = [await text.encode(one) if isinstance(one, str) else one for one in asked.prompts]
+    encoded = iter(await text.encode_all([one for one in asked.prompts if isinstance(one, str)]))
+    prompts = [next(encoded) if isinstance(one, str) else one for one in asked.prompts]
     params = [fitted(asked.params, len(ids), model.context, model.cache_tokens) for ids in prompts]
     before = []
     if asked.echo:

@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from graft.base.errors import EngineGone, GraftError, ModelNotLoaded, UsageError
+from graft.base.errors import EngineFailed, EngineGone, GraftError, ModelNotLoaded, UsageError
 from graft.engine.params import SamplingParams
 from graft.serve.app import make_app
 from graft.serve.keys import ApiKeys
@@ -111,7 +111,11 @@ class Serving:
             params = SamplingParams(max_tokens=min(2, model.context - 1), ignore_eos=True)
             ticket = self.link.submit([[0]], [params], follow=False)
             while ticket.left or ticket.rows:
-                await ticket.read()
+                for _, row in await ticket.read():
+                    if row.error:
+                        raise EngineFailed(f"its first request failed: {row.error}")
+        except EngineGone:  # keep_engine sees that too, and tells it
+            return
         except GraftError as error:
             self.link.failed, self.link.model = (str(error), error.exit_code), None
             await self.link.stop()

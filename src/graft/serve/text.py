@@ -23,12 +23,18 @@ class ServedText:
         self.model = model
         self.tokenizer: Tokenizer | None = None
         if model.tokenizer is not None:
-            self.tokenizer = Tokenizer.from_str(model.tokenizer)
+            self.tokenizer = self.read(model.tokenizer)
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
             self.check(model.probes)
         if model.chat_template is not None:
             import transformers.utils.chat_template_utils  # noqa: F401  now, and not with the first conversation
+
+    def read(self, text: str) -> Tokenizer:
+        try:
+            return Tokenizer.from_str(text)
+        except Exception as error:  # the library raises no class of its own
+            raise TokenizerRefused(self.model.name, f"its tokenizer.json cannot be read ({error})") from error
 
     def check(self, probes: Sequence[tuple[str, list[int], str]]) -> None:
         for text, ids, again in probes:
@@ -45,10 +51,13 @@ class ServedText:
         return self.known.encode(text, add_special_tokens=special).ids
 
     async def encode(self, text: str, special: bool = True) -> list[int]:
-        """A long text in a thread of its own: other requests go on."""
-        if len(text) <= SHORT:
-            return self.ids(text, special)
-        return await asyncio.to_thread(self.ids, text, special)
+        return (await self.encode_all([text], special))[0]
+
+    async def encode_all(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
+        """Long ones, or many, in a thread of their own: other requests go on."""
+        if sum(map(len, texts)) <= SHORT:
+            return [self.ids(text, special) for text in texts]
+        return await asyncio.to_thread(lambda: [self.ids(text, special) for text in texts])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, **_: Any) -> str:
         """As the Detokenizer calls it."""

@@ -164,3 +164,19 @@ def test_results_that_are_inputs_stay_those_objects():
     assert same is x and view is not x
     (view.sum() + twice.sum()).backward()
     torch.testing.assert_close(x.grad, torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_samples_in_a_branch_are_refused(backend):
+    """torch.cond runs a branch once more in backward, with other numbers: gradients of another mask."""
+
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda a, w: F.dropout(a * w, 0.5, True), lambda a, w: a * w, (x, self.w))
+
+    with pytest.raises(GradientsRefused, match="would sample other numbers"):
+        graft.compile(Dropping(), (torch.ones(8),), grad="honour", backend=backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -130,3 +131,30 @@ def test_a_capture_that_would_not_advance_it_is_refused():
 def test_inductor_says_that_it_samples_other_numbers():
     compiled = graft.compile(lambda x: x + torch.rand(3), (torch.zeros(3),), backend="inductor")
     assert "inductor: it samples other random numbers than eager for the same seed" in compiled.report.notes
+
+
+def test_other_threads_seed_while_one_compiles():
+    problems, done = [], threading.Event()
+
+    def seed():
+        while not done.is_set():
+            try:
+                torch.manual_seed(1)
+            except CaptureError as error:
+                problems.append(error)
+                return
+
+    class Deep(nn.Module):
+        def forward(self, x):
+            for _ in range(20):
+                x = torch.relu(x @ x)
+            return x
+
+    other = threading.Thread(target=seed)
+    other.start()
+    try:
+        graft.compile(Deep(), (torch.randn(4, 4),))
+    finally:
+        done.set()
+        other.join()
+    assert not problems

@@ -13,7 +13,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.export import Dim
 
 import graft
-from graft.base.errors import CaptureRefused
+from graft.base.errors import CaptureError, CaptureRefused
 from graft.ir.branches import inner_graphs
 from graft.ir.io.serial import graph_from_json, graph_to_json
 from graft.ir.io.text import graph_text
@@ -78,6 +78,52 @@ def test_fusions_enter_the_graphs_and_a_saved_module_has_them(program, sizes, tm
         expected = module(value)
         torch.testing.assert_close(compiled(value), expected)
         torch.testing.assert_close(loaded(value), expected)
+
+
+class Writing(nn.Module):
+    """A branch writes to a buffer, with or without a result that somebody wants."""
+
+    def __init__(self, wanted):
+        super().__init__()
+        self.wanted = wanted
+        self.register_buffer("b", torch.zeros(3))
+
+    def forward(self, x):
+        def count(x):
+            self.b.add_(1)
+            return x + 1
+
+        before = (self.b + 1) * 2
+        result = torch.cond(x.sum() > 0, count, lambda x: x - 1, (x,))
+        return (before, (self.b + 1) * 3, *((result,) if self.wanted else ()))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_branch_that_writes_is_refused_or_left_to_inductor(wanted):
+    """Reads around it would be merged, and a call whose result nobody wants dropped."""
+    x = torch.ones(3)
+    with pytest.raises(CaptureError, match=r"true_graph_0 writes to b_b.*return the new value"):
+        graft.compile(Writing(wanted), (x,))
+    backend, module, eager = graft.Backend(), Writing(wanted), Writing(wanted)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="writes to"):
+            found = torch.compile(module, backend=backend)(x)
+        expected = eager(x)
+    for one, other in zip((*found, module.b), (*expected, eager.b), strict=True):
+        assert torch.equal(one, other)
+    assert any("writes to" in note for note in backend.reports[0].notes)
+
+
+def test_a_saved_branch_has_its_own_constants(tmp_path):
+    class Constant(nn.Module):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: x + torch.tensor([1.0, 2.0]), lambda x: x - 1, (x,))
+
+    module, x = Constant(), torch.ones(2)
+    graft.compile(module, (x,)).save(tmp_path / "saved")
+    loaded = graft.load(tmp_path / "saved")
+    for value in (x, -x):
+        assert torch.equal(loaded(value), module(value))
 
 
 @pytest.mark.parametrize("program", short([Cond, Nested, Loop], Cond))

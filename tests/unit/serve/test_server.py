@@ -251,7 +251,12 @@ def test_a_request_that_waits_too_long_is_refused(stream):
 
 
 @pytest.mark.parametrize(
-    ("model", "code", "why"), [("refused", 2, "no such model"), ("other-tokens", 1, "other tokens for 'hi'")]
+    ("model", "code", "why"),
+    [
+        ("refused", 2, "no such model"),
+        ("other-tokens", 1, "other tokens for 'hi'"),
+        ("first-fails", 1, "its first request failed: no kernel"),
+    ],
 )
 def test_a_model_that_cannot_be_served_ends_the_program(model, code, why):
     with serving(model, errors=subprocess.PIPE) as server:

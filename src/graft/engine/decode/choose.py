@@ -54,7 +54,8 @@ def settings_of(requests: Sequence[Request], device: torch.device) -> SamplingRo
     """With fresh numbers."""
     each = [r.params for r in requests]
     numbers = np.array(
-        [[p.temperature for p in each], [p.min_p for p in each], [p.top_p for p in each], uniform_numbers(requests)]
+        [[p.temperature for p in each], [p.min_p for p in each], [p.top_p for p in each], uniform_numbers(requests)],
+        dtype=np.float64,  # a whole number above 2^63 would make it an array of objects
     )
     temperature, min_p, top_p, uniform = sent(numbers, device)
     (top_k,) = sent(np.array([[min(p.top_k, LARGEST_K) for p in each]]), device)

@@ -190,7 +190,7 @@ def decode_graph(entries: list[dict[str, Any]], reader: ValueReader | None, root
 def attach_graph(root: torch.nn.Module, path: str, entries: list[dict[str, Any]], reader: ValueReader | None) -> None:
     """A graph that control flow calls, at its path in `root`."""
     owner, _, leaf = path.rpartition(".")
-    holder = torch.nn.Module()
+    holder = module_at(root, path)  # with the tensors that the graph owns itself
     for name, child in getattr(root, HELD, {}).items():
         if name.rpartition(".")[0] == path:
             holder.add_module(name.rpartition(".")[2], child)
@@ -198,6 +198,12 @@ def attach_graph(root: torch.nn.Module, path: str, entries: list[dict[str, Any]]
     vars(root).setdefault(HELD, {})[path] = inner
     if not owner:
         root.add_module(leaf, inner)
+
+
+def module_at(root: torch.nn.Module, path: str) -> torch.nn.Module:
+    """The module at `path` of `root`, or an empty one."""
+    known = dict(root.named_modules()).get(path)
+    return torch.nn.Module() if known is None else known
 
 
 def restore_value(node: Node, entry: dict[str, Any], reader: ValueReader, root: torch.nn.Module) -> None:

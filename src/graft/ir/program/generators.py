@@ -43,10 +43,12 @@ class WatchedGenerator:
     """Stands for torch's own generator where torch's functions look it up; touching its state is refused."""
 
     def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
+        self._generator, self._thread, self.seeded_elsewhere = generator, threading.get_ident(), False
 
     def __getattr__(self, name: str) -> Any:
-        if name in STATE:
+        if name in STATE and threading.get_ident() != self._thread:
+            self.seeded_elsewhere = True
+        elif name in STATE:
             caller = asker()
             if not is_torch(caller):
                 raise CaptureError(
@@ -101,10 +103,10 @@ def generators_kept(module: torch.nn.Module, arguments: Any) -> Iterator[list[to
     own = unwatched(torch.random.default_generator)
     devices = tuple(map(unwatched, torch.cuda.default_generators))
     seed = own.initial_seed()
+    watched = WatchedGenerator(own), tuple(map(WatchedGenerator, devices))
     try:
         for generator in held:
             generator.manual_seed(MARK)
-        watched = WatchedGenerator(own), tuple(map(WatchedGenerator, devices))
         put_generators(*watched)
         with host_samples_refused():
             yield held
@@ -113,7 +115,7 @@ def generators_kept(module: torch.nn.Module, arguments: Any) -> Iterator[list[to
         seeded = [generator for generator in held if generator.initial_seed() != MARK]
         for generator, state in zip(held, states, strict=True):
             generator.set_state(state)
-    if seeded or own.initial_seed() != seed:
+    if seeded or (own.initial_seed() != seed and not watched[0].seeded_elsewhere):
         raise CaptureError(f"forward seeds a random number generator, which a graph would do never; {ADVICE}")
 
 

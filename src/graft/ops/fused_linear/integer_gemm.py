@@ -142,7 +142,7 @@ def integer_gemm_kernel(
     own = weight + tl.minimum(row, n - 1).to(tl.int64)[:, None] * width
     depth = width * (4 if KIND == "int4" else 1)
     theirs = q + tl.minimum(pair, 2 * tokens - 1).to(tl.int64)[:, None] * depth + lane
-    up = n.to(tl.int64) * width
+    up = (block.to(tl.int64) * 0 + n) * width  # n is no tensor where it is 1
     first, end = split * blocks // SPLITS, (split + 1) * blocks // SPLITS
     if PDL:
         if EARLY > 0:

@@ -236,7 +236,7 @@ def default_integer_gemm(call: LinearCall) -> IntegerGemm:
     programs = triton.cdiv(call.rows, 64) * triton.cdiv(call.x.shape[0], tokens)
     splits = next((splits for splits in (1, 2) if programs * splits >= 192), 4)
     if call.kind != "int4":
-        return IntegerGemm(64, tokens, 256 if tokens == 16 else 128, splits, stages=4)
+        return IntegerGemm(64, tokens, 256 if tokens == 16 and not call.gated else 128, splits, stages=4)
     if call.x.shape[0] > 128:
         return IntegerGemm(64 if call.gated else 128, 64, warps=8, stages=2)
     return IntegerGemm(64, min(tokens, 32), splits=splits, stages=2)  # a stage has four tiles of tokens: two fit

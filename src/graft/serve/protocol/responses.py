@@ -67,13 +67,14 @@ def conversation(given: object) -> list[dict[str, Any]]:
 def item(given: object, where: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise wrong(where, "an object", given)
-    if given.get("type", "message") != "message" or given.get("role") not in ROLES:
+    role = given.get("role")
+    if given.get("type", "message") != "message" or not isinstance(role, str) or role not in ROLES:
         raise HttpRefused(f"{where}: only messages are supported, with a role of {', '.join(ROLES)}", param=where)
     parts = given.get("content")
     if isinstance(parts, list):
         known = [isinstance(part, Mapping) and part.get("type") in TEXTS for part in parts]
         parts = [{**part, "type": "text"} if fine else part for part, fine in zip(parts, known, strict=True)]
-    return message({"role": given["role"], "content": parts}, where)
+    return message({"role": role, "content": parts}, where)
 
 
 @dataclass(frozen=True)
