@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graft.engine.decode.choose import WIDE, SamplingRows, choose, kind_of
+from graft.engine.decode.choose import WIDE, SamplingRows, choose, kind_of, settings_of
 from graft.engine.params import SamplingParams
 from graft.engine.sampling.distribution import HEAD
 from graft.engine.sampling.sampling import make_generator, sample
@@ -167,3 +167,10 @@ def test_commands_and_padding():
     assert slots.tolist() == [160, 50, 396, 396] and seq_lens.tolist() == [5, 7, 1, 1]
     assert live.tolist() == [1, 1, 0, 0]
     assert block_tables[:, 0].tolist() == [10, 41, 99, 99] and block_tables[0, 1] == 40
+
+
+def test_a_temperature_may_be_any_whole_number():
+    """One above 2^63 made the array of a step one of objects, and the step of all requests failed."""
+    params = SamplingParams(temperature=10**26, seed=0)
+    request = SimpleNamespace(params=params, generator=make_generator(0))
+    assert settings_of([request], torch.device("cpu")).temperature.item() == 1e26

@@ -51,6 +51,7 @@ WRONG = [
     ("stop", ["x"] * (MOST_STOPS + 1), "stop must be at most 16 strings, but is 17 of them"),
     ("stop_token_ids", 5, "stop_token_ids must be a list of token ids, but is 5"),
     ("stop_token_ids", [-1], "whole numbers of 0 or more, but is -1"),
+    ("stop_token_ids", list(range(1025)), "at most 1024 ids, but are 1025"),
     ("stop_token_ids", [True], "but is True"),
     ("stop_token_ids", ["2"], r"but is '2' \(str\)"),
     ("stop_token_ids", [1.0], "but is 1.0"),

@@ -274,3 +274,8 @@ def test_any_bytes_are_a_body_or_refused(raw):
         assert isinstance(values.parse_json(raw), dict)
     except HttpRefused as error:
         assert error.status == 400
+
+
+def test_a_role_of_a_response_is_a_word():
+    with pytest.raises(HttpRefused, match="only messages are supported"):
+        responses.response({"input": [{"role": ["user"], "content": "x"}], "model": NAMES[0]}, NAMES)
