@@ -18,8 +18,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from graft.models.load import load_model
-from graft.ops.paged_cache import to_float8
-from graft.weights.quantize import FP8, FP8_TOP
+from graft.weights.quantize import FP8, FP8_TOP, rows_to_fp8
 
 DOCS = Path(__file__).parents[1] / "docs"
 TOKENS = 384
@@ -52,7 +51,7 @@ class Cache:
         elif self.scheme == "head":
             scale = self.largest[which, layer] / FP8_TOP
         else:
-            scale = to_float8(given)[1][..., None].double()
+            scale = rows_to_fp8(given.float())[1][..., None].double()
             scale = torch.exp2(torch.ceil(torch.log2(scale))) if self.scheme == "power" else scale
         return (given.double() / scale).clamp(-FP8_TOP, FP8_TOP).to(FP8).to(heads.dtype) * scale
 

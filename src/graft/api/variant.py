@@ -16,7 +16,7 @@ from graft.api.profile import DeviceMeasure
 from graft.backends import lower
 from graft.capture.containers import Container, put_together
 from graft.capture.module import CapturedModule
-from graft.ir.branches import graphs_of
+from graft.ir.branches import all_nodes
 from graft.ir.canonical.normal_form import is_random
 from graft.ir.io.pytrees import nesting, unflatten
 from graft.ir.nodes import placeholders
@@ -70,7 +70,7 @@ class Variant:
     @cached_property
     def samples(self) -> bool:
         """Whether the graph samples random numbers."""
-        return any(is_random(node) for _, graph in graphs_of(self.graph_module.graph) for node in graph.nodes)
+        return any(map(is_random, all_nodes(self.graph_module.graph)))
 
     @cached_property
     def buffers(self) -> BufferCheck:

@@ -19,7 +19,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from graft.backends.inductor import python_dispatcher
 from graft.base.errors import CaptureError, GraphRefused
-from graft.ir.branches import graphs_of, is_control_flow, write_inside
+from graft.ir.branches import all_nodes, is_control_flow, write_inside
 from graft.ir.canonical.normal_form import canonicalize
 from graft.ir.checks import METADATA, is_check
 from graft.ir.edit import attribute
@@ -65,9 +65,8 @@ def trace_dynamo(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
         node.target = node.name
         node.meta = {**source.meta, "val": node.meta["val"], "weight": is_state(source, value)}
     canonicalize_inside(traced)
-    for _, graph in graphs_of(traced.graph):
-        for node in graph.nodes:
-            shorten_module_names(node)
+    for node in all_nodes(traced.graph):
+        shorten_module_names(node)
     traced.recompile()
     return traced
 

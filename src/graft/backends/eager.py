@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.backends.lowered import Lowered
 from graft.backends.streams import bind_streams, placements
-from graft.ir.branches import graphs_of, inner_graphs
+from graft.ir.branches import all_nodes, inner_graphs
 from graft.ir.nodes import OpOverload, arg_values, val
 from graft.ops import OPS, bind
 from graft.ops.call import EAGER, Asker, Call
@@ -72,6 +72,5 @@ def call_of(node: Node, spec: OpSpec, asker: Asker = EAGER) -> Call:
 
 def ran_here(gm: GraphModule) -> dict[str, OpKernels]:
     """What runs each op where torch calls it: nothing is bound, `choose` is asked at every call."""
-    nodes = [node for _, graph in graphs_of(gm.graph) for node in graph.nodes]
-    sites = ((node, spec) for node in nodes if (spec := spec_of(node)) is not None)
+    sites = ((node, spec) for node in all_nodes(gm.graph) if (spec := spec_of(node)) is not None)
     return gathered((f"graft::{spec.name}", bind(spec, call_of(node, spec)).ran) for node, spec in sites)

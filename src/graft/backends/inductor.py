@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule
 from graft.backends.eager import ran_here
 from graft.backends.lowered import Lowered
 from graft.base.errors import Recompiled, UsageError
-from graft.ir.branches import graphs_of
+from graft.ir.branches import all_nodes
 from graft.ir.canonical.normal_form import is_random
 from graft.ir.edit import second_module
 from graft.ir.effects import mutated_roots
@@ -34,10 +34,6 @@ from graft.memory.inductor_fix.functionalization import inductor_options
 FUSION_PASS = "post_grad_custom_pre_pass"
 
 
-def samples(gm: GraphModule) -> bool:
-    return any(is_random(node) for _, graph in graphs_of(gm.graph) for node in graph.nodes)
-
-
 def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) -> Lowered:
     refuse_named_kernels(kernels)
     trust_instruction_sets()
@@ -47,7 +43,7 @@ def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) ->
         drop_streams(gm.graph)
         gm.recompile()
         notes.append("inductor: it orders its kernels itself, on one stream; the stream ops are left out")
-    if not torch._inductor.config.fallback_random and samples(gm):
+    if not torch._inductor.config.fallback_random and any(map(is_random, all_nodes(gm.graph))):
         notes.append("inductor: it samples other random numbers than eager for the same seed")
     compiled = torch.compile(gm, dynamic=has_symbols(gm.graph), options=inductor_settings())
     return Lowered(with_right_artifacts(compiled, gm), "inductor", ran_here(gm), tuple(notes))

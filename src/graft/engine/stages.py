@@ -37,7 +37,7 @@ from graft.passes.library.quantize.quantization import Saving, release
 from graft.passes.pipeline import run_pipeline
 from graft.passes.report import Report
 from graft.weights.lazy import LazyWeights
-from graft.weights.quantize import FP8
+from graft.weights.quantize import FP8, fp8_problem
 
 # four of 16 cases of tests/gpu/test_float8_on_gpu.py were out of bounds on an H200, by a kernel not found yet
 UNVERIFIED = "its kernels have not passed their tests on a GPU yet"
@@ -125,11 +125,7 @@ def cache_dtype_of(asked: str, device: torch.device) -> torch.dtype | None:
     """`auto` → None, as keys and values are computed; `fp8` → float8, where device and kernels can be relied on."""
     if asked == "auto":
         return None
-    try:
-        torch.ones(1, device=device).to(FP8).float()
-        missing = float8_missing(device)
-    except (RuntimeError, NotImplementedError) as error:
-        missing = f"torch {torch.__version__} has no float8 numbers there ({error})"
+    missing = fp8_problem(device) or float8_missing(device)
     if missing is not None:
         raise NoFloat8(device, missing)
     if device.type == "cuda":

@@ -45,6 +45,11 @@ def graphs_of(graph: Graph) -> Iterator[tuple[str, Graph]]:
         yield from ((path, inner.graph) for path, inner in inner_graphs(graph.owning_module).items())
 
 
+def all_nodes(graph: Graph) -> Iterator[Node]:
+    """Of the graph and of those inside of it."""
+    return (node for _, part in graphs_of(graph) for node in part.nodes)
+
+
 def write_inside(gm: GraphModule) -> str | None:
     """Which call of an inner graph writes to what the graph around it owns, or None. Control flow has no schema that
     says so: reads around it would be merged, and it would be dropped where nobody wants its result."""

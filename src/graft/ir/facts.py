@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from graft.ir.branches import graphs_of
+from graft.ir.branches import all_nodes
 from graft.ir.io.text import call_text, op_text, type_text, value_text
 from graft.ir.nodes import OpOverload, leaves, module_path, source_line
 
@@ -126,7 +126,7 @@ def own_shape(item: Item, layer: LayerPath | None) -> Hashable:
 
 def read_graph(graph: Graph) -> list[Item]:
     """The facts of a live graph, or of one that was loaded from a dump, and of the graphs inside of it."""
-    nodes = [node for _, part in graphs_of(graph) for node in part.nodes]
+    nodes = list(all_nodes(graph))
     numbers = {node: index for index, node in enumerate(nodes)}
     lines: dict[str, str] = {}  # equal layers have equal stack traces, and reading a line off one takes 30 µs
     return [read_node(node, numbers, lines) for node in nodes]

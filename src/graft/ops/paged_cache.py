@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graft.weights.quantize import FP8, FP8_TOP, least_scale
+from graft.weights.quantize import FP8, rows_to_fp8
 
 SCALE = torch.float32
 
@@ -38,16 +38,16 @@ def scales_of(cache: Tensor) -> Tensor:
     return behind[:, : kv * block].view(blocks, kv, block)
 
 
+def scattered(cache: Tensor) -> str | None:
+    """Why kernels, which find the scales behind the rows, cannot take this cache, or None."""
+    if cache.dtype is FP8 and not cache.is_contiguous():
+        return "a float8 cache must be contiguous: scales lie behind its rows"
+    return None
+
+
 def raw(cache: Tensor) -> Tensor:
     """The same memory in a dtype that can be indexed, filled and copied on every device."""
     return cache.view(torch.uint8) if cache.dtype is FP8 else cache
-
-
-def to_float8(heads: Tensor) -> tuple[Tensor, Tensor]:
-    """[…, d] → float8 […, d] and scales […]. A head with a NaN or an infinity is read back as NaN."""
-    wide = heads.float()
-    scales = (wide.abs().amax(-1) / FP8_TOP).clamp_min(least_scale(SCALE))
-    return (wide / scales[..., None]).clamp(-FP8_TOP, FP8_TOP).to(FP8), scales
 
 
 def write(cache: Tensor, slots: Tensor, heads: Tensor) -> None:
@@ -57,7 +57,7 @@ def write(cache: Tensor, slots: Tensor, heads: Tensor) -> None:
         return
     size = block_of(cache)
     blocks, inside = slots // size, slots % size
-    codes, scales = to_float8(heads)
+    codes, scales = rows_to_fp8(heads.float())
     raw(cache)[blocks, inside] = raw(codes)
     scales_of(cache)[blocks, :, inside] = scales
 

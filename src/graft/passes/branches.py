@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch.fx import GraphModule
 
 from graft.ir.branches import inner_graphs, name_nodes
-from graft.passes.report import MatchRecord, NearMiss, TransformRecord
+from graft.passes.report import MatchRecord, TransformRecord
 
 STATUS = ("applied", "rolled_back", "no_match", "skipped", "disabled")  # what is told of several
 
@@ -35,8 +35,7 @@ def renamed(record: TransformRecord, names: Mapping[str, str]) -> TransformRecor
         successors = tuple((before, names.get(after, after)) for before, after in old.successors)
         return replace(old, made=made, successors=successors)
 
-    misses: tuple[NearMiss, ...] = record.near_misses
-    return replace(record, matches=tuple(map(match, record.matches)), near_misses=misses)
+    return replace(record, matches=tuple(map(match, record.matches)))
 
 
 def joined(outer: TransformRecord, inner: TransformRecord, path: str) -> TransformRecord:

@@ -145,14 +145,25 @@ def row_scales(weight: Tensor) -> Tensor:
     return torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
 
 
-def check_fp8(device: torch.device) -> None:
-    """Raises where torch cannot turn numbers into float8 on this device."""
+def fp8_problem(device: torch.device) -> str | None:
+    """Why torch cannot turn numbers into float8 on this device, or None."""
     try:
         torch.ones(1, device=device).to(FP8).float()
     except (RuntimeError, NotImplementedError) as error:
-        raise QuantizationError(
-            f"torch {torch.__version__} has no float8 numbers on {device} ({error}); use int8"
-        ) from error
+        return f"torch {torch.__version__} has no float8 numbers on {device} ({error})"
+    return None
+
+
+def check_fp8(device: torch.device) -> None:
+    if problem := fp8_problem(device):
+        raise QuantizationError(f"{problem}; use int8")
+
+
+def rows_to_fp8(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """[…, d] in float32 or wider → float8 […, d] and scales […]: the largest magnitude is 448. A row with a NaN or an
+    infinity is read back as NaN."""
+    scales = (wide.abs().amax(-1) / FP8_TOP).clamp_min(least_scale(torch.float32))
+    return (wide / scales[..., None]).clamp(-FP8_TOP, FP8_TOP).to(FP8), scales
 
 
 QUANTIZERS: Mapping[str, Callable[..., tuple[Tensor, Tensor]]] = {

@@ -32,6 +32,11 @@ class Stopped(Exception):
     """Raised where Inductor would go on to generate code, which takes half a minute."""
 
 
+def compilations():
+    """Reports of graphs that were compiled here; the last of all may be of hits in Inductor's caches."""
+    return [report for report in graft.inductor_reports() if report.model != "cache"]
+
+
 def fused(compile_with):
     """How often each transform matched in a compilation that ends behind graft's pass."""
     options = graft.passes_for_inductor()
@@ -43,10 +48,10 @@ def fused(compile_with):
         graph.lint()
         raise Stopped
 
-    before = len(graft.inductor_reports())
+    before = len(compilations())
     with torch.no_grad(), without_caches(), pytest.raises(Exception, match="Stopped"):
         compile_with({**options, FUSION_PASS: CachedPass("stops", run)})
-    report = [r for r in graft.inductor_reports() if r.model != "cache"][before:][-1]
+    report = compilations()[before]
     return {name: len(record.matches) for name, record in report.transforms.items() if record.matches}
 
 

@@ -18,12 +18,12 @@ from graft.ops.cached_attention.existing import cached_attention_sdpa
 from graft.ops.cached_attention.triton import cached_attention_triton
 from graft.ops.paged_attention.triton import paged_attention_triton
 from graft.ops.paged_batches import make
-from graft.ops.paged_cache import block_of, raw, rows_of, scales_of, to_float8, write
+from graft.ops.paged_cache import block_of, raw, rows_of, scales_of, write
 from graft.ops.rope_attention import op as whole
 from graft.ops.rope_kv_write import op as writing
 from graft.ops.rope_kv_write import triton as rope_kv_write
 from graft.ops.rope_kv_write.cases import CASES as ROPE_CASES
-from graft.weights.quantize import FP8
+from graft.weights.quantize import FP8, rows_to_fp8
 from marks import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -232,6 +232,6 @@ def test_which_kernels_take_a_float8_cache_is_said(monkeypatch):
 
 def test_rounding_is_to_the_nearest():
     x = torch.tensor([[448.0, 1.0, 1.0624, 1.0626, -0.002, 27.9]])
-    codes, scales = to_float8(x)
+    codes, scales = rows_to_fp8(x.float())
     assert scales.tolist() == [1.0]
     assert codes.float().tolist() == [[448.0, 1.0, 1.0, 1.125, -0.001953125, 28.0]]

@@ -115,7 +115,7 @@ def candidates(shape: LinearShape, tokens: int, units: int = 132) -> Iterator[Ho
         return
     block = padded_tokens(tokens)
     if shape.format in INTEGERS:
-        yield from integer_gemms(shape, tokens, units)
+        yield from integer_gemms(shape, tokens, min(block, 64), units)
         return
     tiles = ((64, 4), (64, 6), (128, 3))
     for rows in (32, 64):
@@ -134,9 +134,8 @@ def candidates(shape: LinearShape, tokens: int, units: int = 132) -> Iterator[Ho
         yield Gemm(64, block, depth, 1, 4, stages, norm_inside=True)
 
 
-def integer_gemms(shape: LinearShape, tokens: int, units: int) -> Iterator[IntegerGemm]:
+def integer_gemms(shape: LinearShape, tokens: int, block: int, units: int) -> Iterator[IntegerGemm]:
     """Blocks of 64 rows; of many tokens also of 128."""
-    block = min(max(8, 1 << (tokens - 1).bit_length()), 64)
     few, int4 = block <= 32, shape.format == "int4"
     depths = ((128, 2), (128, 3)) if int4 else ((256, 4),) if few else ((128, 3), (128, 4))
     blocks = [(64, block, 4)] if tokens <= 64 else [(64, 64, 4), (64, 128, 4), (128, 64, 8)]

@@ -10,6 +10,7 @@ from torch import Tensor
 from graft.ops.cached_attention.reference import cached_attention
 from graft.ops.call import Call
 from graft.ops.launch import capturing, float8_missing
+from graft.ops.paged_cache import scattered
 from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 from graft.weights.quantize import FP8
 
@@ -44,8 +45,8 @@ def float8_problem(cache: Tensor) -> str | None:
 
 def caches_problem(call: Call) -> str | None:
     k_cache, v_cache = call.k_cache, call.v_cache
-    if k_cache.dtype is FP8 and not k_cache.is_contiguous():
-        return "a float8 cache must be contiguous: scales lie behind its rows"
+    if problem := scattered(k_cache):
+        return problem
     if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.stride(-1) != 1:
         return "the caches must have equal shapes and strides, the last one 1"
     return None

@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 
 from graft.ops.fused_linear.gemm import add_parts, fetch_ahead, finish
-from graft.ops.fused_linear.round_rows import FINER
-from graft.weights.packing import GROUP
+from graft.ops.fused_linear.round_rows import FINER_STEPS
+from graft.ops.fused_linear.widen import RUN_4
 
-FINER_STEPS = tl.constexpr(FINER)
-GROUP_4 = tl.constexpr(GROUP)
 FLIP = tl.constexpr("xor.b32 $0, $1, 0x80808080;")
 # Four words: one part of each in the upper half of a byte, with the sign bit turned over.
 UPPER = "lop3.b32 $0, t, 0xF0F0F0F0, 0x80808080, 0x6A; }"  # (t & F0…) ^ 80…
@@ -107,13 +105,13 @@ def sum_nibbles(
     y = tl.zeros([BN, BM], tl.float32)
     y_up = tl.zeros([BN, BM], tl.float32)
     for step in range(first, end):
-        w = tl.load(own + step * GROUP_4)
+        w = tl.load(own + step * RUN_4)
         v = w
         if GATED:
-            v = tl.load(own + up + step * GROUP_4)
+            v = tl.load(own + up + step * RUN_4)
         for part in tl.static_range(4):
             group = step * 4 + part
-            h = tl.trans(tl.load(theirs + group * GROUP_4))
+            h = tl.trans(tl.load(theirs + group * RUN_4))
             acc = tl.dot(upper_nibbles(w, part, FAST), h, out_dtype=tl.int32)
             y += group_sums(acc, scale, row, n, group, groups)
             if GATED:

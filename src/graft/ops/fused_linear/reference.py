@@ -9,7 +9,7 @@ from torch import Tensor
 from graft.ops.rms_norm.reference import rms_norm
 from graft.ops.swiglu.reference import swiglu
 from graft.weights.packing import dequantize
-from graft.weights.quantize import FP8, FP8_TOP, least_scale
+from graft.weights.quantize import rows_to_fp8
 
 
 def fused_linear(
@@ -49,5 +49,5 @@ def rounds(x: Tensor, fp8_from: int) -> bool:
 def fp8_rows(h: Tensor) -> Tensor:
     """Every row as float8 numbers times a scale, the largest magnitude being 448; in float32 or wider."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
-    scale = (wide.abs().amax(-1, keepdim=True) / FP8_TOP).clamp(min=least_scale(torch.float32))
-    return (wide / scale).clamp(-FP8_TOP, FP8_TOP).to(FP8).to(wide.dtype) * scale
+    codes, scales = rows_to_fp8(wide)
+    return codes.to(wide.dtype) * scales[..., None]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graft.ops.cached_attention.op import float8_problem, native_problem
 from graft.ops.call import Call
+from graft.ops.paged_cache import scattered
 from graft.ops.rope.op import layout_problem
 from graft.ops.rope_kv_write.reference import rope_kv_write
 from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
@@ -40,8 +41,8 @@ def dtype_problem(call: Call) -> str | None:
 
 def heads_problem(call: Call) -> str | None:
     k, v, k_cache, v_cache, cos, sin = call.k, call.v, call.k_cache, call.v_cache, call.cos, call.sin
-    if k_cache.dtype is FP8 and not k_cache.is_contiguous():
-        return "a float8 cache must be contiguous: scales lie behind its rows"
+    if problem := scattered(k_cache):
+        return problem
     if k.stride(-1) != 1 or v.stride(-1) != 1 or k_cache.stride(-1) != 1 or k_cache.stride() != v_cache.stride():
         return "keys, values and caches must have unit last stride, and the caches equal strides"
     # a batch whose size is a symbol is one row of packed tokens

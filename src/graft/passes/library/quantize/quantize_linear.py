@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from graft.base.errors import UsageError
 from graft.ir.nodes import is_op
 from graft.ir.patterns.match import Match, Refused
+from graft.ops.launch import FLOAT8_CAPABILITY
 from graft.passes.base import Context, TransformConfig
 from graft.passes.library.matvec.linears import device_of
 from graft.passes.library.quantize.calls import (
@@ -45,7 +46,6 @@ from graft.passes.report import MatchRecord
 from graft.passes.rewriter import Rewriter
 
 OUTPUT_HEAD = "lm_head"
-FP8_CAPABILITY = (8, 9)
 FP8_ROWS = 16  # torch's GEMM takes a multiple of it
 
 
@@ -203,7 +203,7 @@ def fp8_activations_problem(gm: GraphModule, tokens: int) -> str:
     if device is None:
         return "there is no GPU"
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < FP8_CAPABILITY:
+    if (major, minor) < FLOAT8_CAPABILITY:
         return f"compute capability {major}.{minor} does not multiply float8; 8.9 and above do"
     return ""
 
