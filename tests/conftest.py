@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from graft.models.registry import families
-from marks import FULL, thin_out
+from marks import FULL, keep_some, thin_out
 
 if TYPE_CHECKING:
     import torch
@@ -120,10 +120,16 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: a fifth of the time a worker waits, for a program it started or for a socket."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked exhaustive
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Matrices thinned out; the longest first, so that no worker is left alone with one at the end."""
     thin_out(items)
+    keep_some(items)
     longest = ("test_write_a_transform", "test_state_programs", "test_soak", "test_engine", "test_smollm2")
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
 

@@ -70,6 +70,21 @@ def thin_out(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.exhaustive)
 
 
+def keep_some(items: Sequence[pytest.Item]) -> None:
+    """Of a test marked `some(n)` the short run takes n of the cases it has left, spread over them."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some") and item.get_closest_marker("exhaustive") is None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("some")
+        count = min(marker.args[0], len(cases)) if marker else 0
+        kept = {index * len(cases) // count for index in range(count)}
+        for index, item in enumerate(cases):
+            if index not in kept:
+                item.add_marker(pytest.mark.exhaustive)
+
+
 def chosen_values(item: Any) -> set[Any]:
     """What each parametrize decorator gives this case: the names of its arguments, and which values."""
     given = item.callspec.params

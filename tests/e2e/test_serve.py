@@ -265,6 +265,7 @@ def test_soak(llm, server, plain):
     print(dict(soak.seen), sizes)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_goes_away_gives_back_its_blocks(plain, server, stream):
     """A socket that is closed, in the middle of an answer."""

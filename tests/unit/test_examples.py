@@ -18,6 +18,7 @@ def test_the_three_cases_of_aliased_io_have_an_example():
     assert [path.stem for path in EXAMPLES] == [f"aliased_io_{n}" for n in ("buffers", "kv_attention", "user_inputs")]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("backend", ["eager", "cuda_graph"])
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_run_and_copy_no_cache(path, backend, monkeypatch, capsys):
@@ -52,6 +53,7 @@ def test_the_life_of_the_cache_has_an_example(monkeypatch, capsys):
     assert "in_use False → True" in printed and "a reader of the events alone knows all" in printed
 
 
+@pytest.mark.exhaustive
 def test_streams_have_an_example(monkeypatch, capsys, tmp_path):
     path, trace = FOLDER / "multistream_overlap.py", tmp_path / "trace.json"
     monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))

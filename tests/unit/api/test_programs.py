@@ -92,6 +92,7 @@ def test_a_path_that_was_not_exported_is_refused():
     assert not isinstance(error.value, GuardFailed) and "3" in str(error.value)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("strict", [False, True])
 def test_hugging_face_programs_with_a_static_cache(strict, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

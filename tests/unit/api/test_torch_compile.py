@@ -221,6 +221,7 @@ def decode_steps(model, step):
     return torch.cat(logits), [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("inductor", short([False, True], False), ids=["graph", "inductor"])
 def test_decoding_with_a_static_cache(inductor):
     """index_copy_ into the caller's cache: same logits and same cache as eager."""

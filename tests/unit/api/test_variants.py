@@ -31,6 +31,7 @@ class Branches(nn.Module):
         return x * 2
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_each_branch_on_a_size_is_captured_when_it_is_met(backend):
     module, twin = Branches(), Branches()

@@ -190,6 +190,7 @@ def test_the_number_of_threads(monkeypatch):
             thread_count()
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_no_sum_depends_on_who_takes_a_chunk(monkeypatch):
     """Chunks go to whoever comes. How many threads there are divides attention in another way, which rounds."""

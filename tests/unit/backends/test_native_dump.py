@@ -41,6 +41,7 @@ def test_the_documented_layer_is_the_generated_one():
     assert shown is not None and shown.group(1) == first_layer(printed())
 
 
+@pytest.mark.exhaustive
 def test_names_of_the_graph_are_comments():
     source = printed()
     layer = first_layer(source)

@@ -36,6 +36,7 @@ def off(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left.double() - right.double()).norm() / right.double().norm())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "kind"),
     short([("smollm2", "int8"), ("llama", "int4"), ("gpt2", "int4"), ("gemma-2", "int8")], ("gpt2", "int4")),

@@ -39,6 +39,7 @@ def built(family: str, backend: str = "native", **options) -> LLM:
     return LLM(tiny(family, options.pop("dtype", "float32")), backend=backend, kv_cache_memory="8MiB", **options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "op", "count"),
     [
@@ -98,6 +99,7 @@ def test_a_kernel_that_the_configuration_names_is_run():
         built("llama", config={"kernels": {"rope_attention": "whole"}})
 
 
+@pytest.mark.exhaustive
 def test_a_token_that_the_model_lacks_is_an_error_and_the_step_goes_on():
     llm = built("llama")
     graph, tensors, inputs = llm.engine.graph, llm.engine.tensors, one_sequence(torch.tensor([5]))
@@ -148,6 +150,7 @@ def test_the_command_line_runs_it():
     assert len(document["outputs"][0]["token_ids"]) == 8
 
 
+@pytest.mark.exhaustive
 def test_engines_that_share_their_code_run_at_the_same_time():
     """Each thread has an engine of its own; both load the same shared object."""
     expected = eager_tokens("llama")

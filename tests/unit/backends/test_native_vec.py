@@ -112,6 +112,7 @@ def arithmetic(target, operation: int, a, b=None, c=None) -> np.ndarray:
     return out
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("target", every_target())
 def test_arithmetic(target):
     a, b, c = values(0), values(1), values(2)
@@ -209,6 +210,7 @@ RUN_HERE = [flags for isa, flags in RUN_HERE.items() if isa in {target.isa for t
 COMPILERS = [left_out(case) if case[1] in RUN_HERE else case for case in COMPILERS]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("compiler", "flags", "machine"),
     [left_out(c) if c[1] in RUN_HERE else c for c in COMPILERS],

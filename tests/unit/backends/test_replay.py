@@ -22,6 +22,7 @@ from graft.ir.trace import export_graph
 aten = torch.ops.aten
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_replays_equal_eager(case):
     case("cpu")

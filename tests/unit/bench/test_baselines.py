@@ -95,6 +95,7 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_how_to_get_it(nothing_i
     assert "batch 2, openvino not run: openvino is not installed" in printed and "failed" not in printed
 
 
+@pytest.mark.exhaustive
 def test_the_command_exits_with_0_without_any_peer(nothing_installed, growing_clock, monkeypatch):
     made = engine()
     monkeypatch.setattr("graft.engine.llm.LLM", lambda *_, **__: made)

@@ -159,6 +159,7 @@ def test_bytes_are_given_where_only_one_choice_of_weights_fits(grid, calls, expe
     assert weights_read(KernelTime("rope_kernel", grid, calls, 1.0, 1.0, 1.0, 1.0), LLAMA_8B) is None
 
 
+@pytest.mark.exhaustive
 def test_bytes_and_rates_of_a_table(monkeypatch):
     monkeypatch.setattr(kernel_bytes, "cache_bytes", lambda module, context, cache: 1e6 * context)
     weight, count = max(linear_weights(engine()).items(), key=lambda item: item[0].rows)
@@ -200,6 +201,7 @@ def test_a_native_step_by_kernel():
     assert region.stamps is None, "nobody asks any more"
 
 
+@pytest.mark.exhaustive
 def test_the_command_prints_a_table_or_json():
     small = ("bench", "tiny-llama", "--kernels", "--batch", "2", "--prompt", "16", "--new", "8")
     done = CliRunner().invoke(app, [*small, "--json"])

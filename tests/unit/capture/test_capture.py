@@ -28,6 +28,7 @@ def captured(family):
     return capture_decoder(tiny(family).module)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", short(FAMILIES, "llama", "gemma-2"))
 def test_captured_graph_equals_the_model_bit_for_bit(family):
     """On shapes that are not the example's, longer than the tiny models' windows, and one token."""

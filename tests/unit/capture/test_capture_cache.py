@@ -74,6 +74,7 @@ def test_equal_models_have_one_fingerprint():
     assert fingerprint(used) == before != known(), "running it changes nothing; the device is part of it"
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -165,6 +166,7 @@ def settings():
     }
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("change", settings().values(), ids=settings())
 def test_another_model_is_another_fingerprint(change):
     model = llama()

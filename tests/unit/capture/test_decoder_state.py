@@ -53,12 +53,14 @@ def loaded(kind: str, dtype: torch.dtype = torch.float32, **more) -> LoadedModel
     return LoadedModel(kind, tiny_decoder(kind, dtype, **more), None, None, CONTEXT)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_state_that_nobody_carries_is_refused_by_name(kind):
     with pytest.raises(UnsupportedState, match=re.escape(REFUSED[kind])):
         check_state(tiny_decoder(kind))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", CARRIED)
 def test_keys_and_values_are_carried(kind):
     kept = check_state(tiny_decoder(kind))
@@ -115,6 +117,7 @@ def test_the_engine_refuses_before_anything_is_captured(monkeypatch):
         LLM(loaded("lfm2"), backend="eager")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", short(["gemma3_text", "megatron-bert", "gpt_oss", "bart"], "gemma3_text"))
 def test_what_is_not_refused_generates_as_hugging_face_does(kind):
     """Of the property above the dear half: caches of every class that is carried."""

@@ -33,6 +33,7 @@ def graft(tmp_path, module: str, code: str, *args: str):
     )
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", IMPORTS)
 @pytest.mark.parametrize("module", ["typer", "torch"])  # before the verbs are there, and inside of one
 def test_while_something_is_imported(tmp_path, module, kind):

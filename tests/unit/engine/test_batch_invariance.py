@@ -52,6 +52,7 @@ def together(llm: graft.LLM, order=None) -> list[list[int]]:
     return [found[i].token_ids for i in range(len(given))]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", short(FAMILIES, "llama", "gemma-2"))
 def test_alone_or_together_in_any_order(family):
     llm = engine(family, enable_prefix_caching=False)

@@ -25,6 +25,7 @@ def greedy(tokens=24, **options):
     return graft.SamplingParams(max_tokens=tokens, ignore_eos=True, **options)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_tokens_equal_the_synchronous_engine(seed, plain):
@@ -144,6 +145,7 @@ def test_recording_writes_the_padding_block_alone():
     assert len(used) <= 6
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("at", ["graph", "append", "launch", "wait", "draw"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_a_step_that_fails_is_done_again(at, error, monkeypatch):

@@ -44,6 +44,7 @@ def test_logits_differ_by_what_rounding_explains(llm):
         assert cache_error(llm.engine, tokens, torch.float32)[0] > 2 * ROUNDING
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma-3", "mixtral"])
 def test_other_families_decode_as_a_full_pass_does(family):
     """Without rotation, with norms, with windows, with experts: the check at load raises where they do not."""
@@ -97,6 +98,7 @@ def test_a_block_is_copied_with_its_scales():
         assert torch.equal(read(tensor, torch.arange(6), torch.float32), old[[0, 1, 1, 3, 1, 0]])
 
 
+@pytest.mark.exhaustive
 def test_almost_twice_as_many_tokens_fit():
     """Of the 8B model: 128 numbers and a scale of 4 bytes a head, and half a row of each block that is not used."""
     wide, narrow = ([LayerShape(8, 128, dtype)] * 32 for dtype in (torch.bfloat16, FP8))
@@ -161,6 +163,7 @@ def test_native_kernels_and_devices_without_float8_refuse():
         graft.LLM(tiny("llama"), kv_cache_dtype="fp8")
 
 
+@pytest.mark.exhaustive
 def test_the_command_line_takes_it():
     run = ["run", "--model", "tiny-llama", "--token-ids", "5,6,7", "--max-tokens", "4", "--kv-cache-dtype"]
     found = CliRunner().invoke(app, [*run, "fp8", "--json"])

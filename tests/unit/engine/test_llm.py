@@ -51,6 +51,7 @@ def reference(family: str, prompt: list[int], new: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
 def test_greedy_tokens_equal_hugging_face_in_a_mixed_batch(family):
     """Prompts of different lengths together, longer than the sliding windows, decoded side by side."""

@@ -64,6 +64,7 @@ def test_what_is_wrong_in_decode_steps_alone_is_noticed():
     assert "e-07 of their norm" in note and note.endswith("; 5.0e-01 in decode steps")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", short(["mixtral", "qwen3-moe"], "qwen3-moe"))
 def test_experts_are_compared_too(family):
     llm = LLM(f"tiny-{family}", dtype="float32", device="cpu", backend="eager", kv_cache_memory="8MiB")

@@ -25,6 +25,7 @@ def test_the_numbers_of_tokens():
     assert token_sizes(20) == (16, 20) and token_sizes(15) == ()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", short(["llama", "gemma-2", "gpt2", "qwen3-moe"], "llama", "qwen3-moe"))
 def test_padded_steps_give_what_launched_ones_do(family):
     """Prompts in chunks beside sequences that decode; the requests come and go at different times."""

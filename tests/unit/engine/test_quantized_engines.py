@@ -31,6 +31,7 @@ from graft.weights.packing import dequantize
 from quantize_cases import FORMATS, MLP, compiled, on, only, reasons
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("family", ["gpt2", "qwen3-moe"])
 def test_tokens_of_tiny_families_run(family):
     llm = graft.LLM(
@@ -74,6 +75,7 @@ def test_the_engines_tokens_are_those_of_the_weights_that_the_stored_ones_stand_
     assert output.token_ids == expected[0, 4:].tolist()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kind", "heads"), [("int8", ("int8", "fp8", "none")), ("int4", ("int8",)), ("fp8", ("int8",))]
 )
@@ -111,6 +113,7 @@ def test_an_engine_that_loaded_the_model_gives_up_its_weights():
     assert len(llm.generate([[1, 2]], graft.SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
 
 
+@pytest.mark.exhaustive
 def test_weights_go_layer_by_layer(monkeypatch):
     """When a weight is quantized, the memory of all before it is gone, although the snapshot of the graph is held."""
     seen: list[StorageWeakRef] = []

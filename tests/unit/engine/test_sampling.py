@@ -70,6 +70,7 @@ def samples(logits: list[float], one, ends=frozenset()) -> Counter:
     return Counter(choice.token for choice in sample(rows, [one] * SAMPLES, ends))
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", READINGS)
 def test_frequencies_are_the_exact_probabilities(name):
     fields, wrong = READINGS[name]
@@ -97,6 +98,7 @@ PENALTIES = {
 }
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", PENALTIES)
 def test_penalties_give_the_exact_probabilities(name):
     fields, wrong_history, wrong_fields = PENALTIES[name]

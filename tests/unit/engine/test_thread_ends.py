@@ -17,6 +17,7 @@ from processes import run_python
 from thread_cases import GREEDY, LONG, PATIENCE, Gate, empty, engine
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_fails_reaches_every_caller_and_the_next_request_runs():
     llm = engine()
     expected = llm.generate([[5, 6]], GREEDY)[0].token_ids

@@ -25,6 +25,7 @@ from marks import examples
 from thread_cases import GREEDY, LONG, PATIENCE, Gate, Numbers, empty, engine, prompts
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("captured", [False, True])
 def test_eight_threads_get_the_tokens_of_one_after_another(captured):
     llm = recording_engine("llama", captured, max_num_seqs=6, max_num_batched_tokens=64)

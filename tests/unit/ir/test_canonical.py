@@ -161,6 +161,7 @@ def test_reads_around_a_write_are_not_merged():
         assert torch.equal(gm(X), expected(X))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
 def test_idempotent_on_every_family(family):
     gm = graph_of(tiny(family).module)
@@ -267,6 +268,7 @@ def test_signed_zeros_are_not_merged():
 INDEX = torch.tensor(1)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_index_add_at_a_0d_index(backend):
     """Inductor takes `index_add` apart into an `index_put` that it then refuses."""

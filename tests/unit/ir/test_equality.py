@@ -161,6 +161,7 @@ def test_the_same_operations_are_proved(name, fakes):
     prove(*EQUAL[name], fakes)
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_what_is_nearly_the_same_is_not_proved(name, fakes):
     with pytest.raises(NotProved):

@@ -32,6 +32,7 @@ class Write(nn.Module):
         return cache.sum()
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", POSITIONS)
 def test_0d_positions_write_as_eager_does(name):
     module, x = Write(name), torch.randn(2, 3, 4)

@@ -36,6 +36,7 @@ def inputs(length=16):
     return torch.zeros(1, 2, length, 4), torch.zeros(1, 2, length, 4), torch.ones(1, 2, 1, 4)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("backend", ["eager", "inductor", "cuda_graph"])
 def test_every_written_input_and_buffer_has_its_kind(backend):
     compiled = graft.compile(State(), inputs(), backend=backend)
@@ -162,6 +163,7 @@ def test_no_byte_of_an_aliased_cache_is_copied(aliased):
     assert cache[:, :, 5].all() and moved[:, :, 5].all() and compiled.cache[:, :, 5].all()
 
 
+@pytest.mark.exhaustive
 def test_compiled_kernels_allocate_no_cache():
     length = 4096
     cache, moved, x = inputs(length)

@@ -106,6 +106,7 @@ def trap(text: str) -> Program:
     return build("def program(p, q, r, index):\n    " + body.replace("; ", "\n    "))
 
 
+@pytest.mark.some(14)
 @pytest.mark.parametrize("name", TRAPS)
 def test_traps_with_the_copies_they_need(name):
     text, needed, stock_is_right = TRAPS[name]
@@ -131,6 +132,7 @@ def test_the_older_form_and_symbolic_sizes(v2, dynamic):
         assert check(compiled, "fixed", subject.function, subject.inputs()) is None, name
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_stacked_cache_is_written_in_place(dynamic):
     args = (torch.zeros(4, 2, 8, 3), torch.randn(2, 2, 3), torch.tensor([1, 5]))
@@ -234,6 +236,7 @@ REAL = [
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("fn", "inputs"), REAL, ids=lambda value: getattr(value, "__name__", ""))
 def test_compiled_code_is_right(fn, inputs):
     args = inputs()

@@ -254,6 +254,7 @@ def two_views(self, c, x):
 TRAPS |= {f.__name__: case(f, a(), b=a()) for f in (clone_and_original, two_views)}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_clones_views_and_old_values(backend):
     agree_all(TRAPS, backend)

@@ -73,9 +73,7 @@ def report(batch: list[Program], found: dict[int, str], backend: str) -> str:
     return f"{len(found)} of {len(batch)} differ; {problem}{note}\n{subject.text}"
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype"), short(CASES, ("eager", torch.float32), ("inductor", torch.int8)), ids=str
-)
+@pytest.mark.parametrize(("backend", "dtype"), short(CASES, ("eager", torch.float32)), ids=str)
 def test_programs_agree_with_eager(backend, dtype):
     subjects = collect(dtype, PROGRAMS[backend][dtype])
     with torch._inductor.config.patch({"cpp.simdlen": 1}):

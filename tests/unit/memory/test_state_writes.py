@@ -110,6 +110,7 @@ def mixed(form):
 OWNERS = {"caller": caller_owned, "module": module_owned, "mixed": mixed}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("owner", "backend"),
     short(product(OWNERS, BACKENDS), ("caller", "eager")),
@@ -118,6 +119,7 @@ def test_every_form_of_write(owner, backend):
     agree_all({name: OWNERS[owner](form) for name, form in FORMS.items()}, backend)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_caches_of_other_dtypes(dtype, backend):
@@ -137,6 +139,7 @@ def layouts():
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", short(BACKENDS, "eager"))
 def test_caches_that_are_not_contiguous(backend):
     """In the short run each layout with one form and each form with one layout."""

@@ -134,6 +134,7 @@ class Cache(nn.Module):
         kv[0].index_copy_(0, at, rows)  # graft knows this one, and would leave the length of the cache dynamic
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("asked", short([False, True], False))
 def test_a_stacked_cache_is_written_in_its_own_layer(asked):
     rows, at = torch.ones(1, 4), torch.tensor([2])

@@ -90,6 +90,7 @@ def test_split_kv_agrees_with_float64(old, group, d, options, splits, early):
     assert not launch.ring(args[0].device).zeros.any()  # left as they were found, for the next call
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("early", [False, True])
 def test_a_wrong_variant_of_split_kv_is_caught(early):
     """One key too many in a window, a scale that is off, a part that is left out: the tolerance tells."""
@@ -217,6 +218,7 @@ def test_which_kernel_takes_a_call_is_said():
             assert choose(spec, spec.call(q, k_cache, v_cache, *rest)).name == name, (new, old, dtype)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("few", [rope_kv_write.FEW, 0], ids=["few tokens", "many"])
 @pytest.mark.parametrize("case", ROPE_CASES, ids=lambda case: case.name)
 def test_the_cache_holds_what_the_reference_writes_and_nothing_else_changes(case, few):

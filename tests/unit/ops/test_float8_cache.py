@@ -129,6 +129,7 @@ def test_prompts_agree_with_float64_over_the_same_cache(layout, d, options):
     assert close(cached_attention_triton(*args), expected)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_every_kernel_takes_the_scales_into_account(dtype):
     """And a wrong one, which leaves out those of the keys or of the values, is caught."""
@@ -156,6 +157,7 @@ def test_small_values_do_not_leave_the_range_of_float16():
         assert (found - expected).norm() / expected.norm() < 4e-3
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("few", [rope_kv_write.FEW, 0], ids=["few tokens", "many"])
 @pytest.mark.parametrize("case", ROPE_CASES, ids=lambda case: case.name)
 def test_the_cache_holds_what_the_reference_writes_and_nothing_else_changes(case, few):
@@ -180,6 +182,7 @@ def same(new, right):
     torch.testing.assert_close(everything(new), everything(right), rtol=steps, atol=1e-3)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("new", "old"), [((1, 1), (40, 15)), ((7, 1, 3), (0, 33, 16))])
 def test_rotation_write_and_attention_in_one(new, old):
     """The kernel that does it all writes and gives what the steps do; scales of the new tokens left out are seen."""

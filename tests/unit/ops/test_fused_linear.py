@@ -154,6 +154,7 @@ QUANTIZED_WRONG = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("wrong", [*QUANTIZED_WRONG, lambda call: call._replace(scale=call.scale.roll(1, 1))])
 def test_what_narrow_has_slightly_wrong_is_caught(wrong):
     how, shape, args = right_narrow()
@@ -252,6 +253,7 @@ def test_torchs_own_product_agrees_with_float64(shape, int4, tokens):
     assert agrees(kernels.library, arguments(shape, torch.float32), torch.float32, shape.k)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -64,6 +64,7 @@ def test_the_kernels_give_what_the_reference_does(few, options, dtype, monkeypat
         assert agrees(scaled.launch_scaled, args, dtype), (tokens, k)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -126,6 +126,7 @@ def test_whatever_a_kernel_takes_it_computes(old, r, interleaved, norm, options)
     assert "steps" in ran
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("new", "old"), [((7,), (0,)), ((1, 6), (20, 3)), ((5, 9), (33, 0))])
 def test_prompts_take_the_two_kernels_that_it_replaces(new, old):
     args = batch(new, old, 4, 2, 16)
@@ -148,6 +149,7 @@ def test_16_bit_keys_are_rounded_as_the_reference_rounds_them(angles):
     assert not torch.equal(mine[5], theirs[5]), "a percent of a sine is seen"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("run", [op.run_whole, op.run_steps])
 def test_a_wrong_variant_is_caught(run):
     """Turned the other way, a scale that is off, values of another head, one key too many or too few."""

@@ -17,7 +17,7 @@ from graft.base.errors import CaptureError, CaptureRefused
 from graft.ir.branches import inner_graphs
 from graft.ir.io.serial import graph_from_json, graph_to_json
 from graft.ir.io.text import graph_text
-from marks import short
+from marks import examples, short
 
 
 def norm(x, w):
@@ -61,6 +61,7 @@ class Map(Weighted):
 PROGRAMS = {Cond: 2, Nested: 1, Loop: 1, Scan: 1, Map: 1}
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("sizes", [None, {"x": {0: Dim.DYNAMIC}}], ids=["static", "dynamic"])
 def test_fusions_enter_the_graphs_and_a_saved_module_has_them(program, sizes, tmp_path):
@@ -98,6 +99,7 @@ class Writing(nn.Module):
         return (before, (self.b + 1) * 3, *((result,) if self.wanted else ()))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_branch_that_writes_is_refused_or_left_to_inductor(wanted):
     """Reads around it would be merged, and a call whose result nobody wants dropped."""
@@ -172,7 +174,7 @@ def test_a_cuda_graph_says_why_not():
         graft.compile(Cond(), (torch.randn(4, 8),), backend="cuda_graph")
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(12))
 @given(depth=st.integers(1, 3), norms=st.lists(st.booleans(), min_size=3, max_size=3), sign=st.sampled_from([1, -1]))
 def test_any_nesting_computes_what_eager_computes(depth, norms, sign):
     class Deep(Weighted):

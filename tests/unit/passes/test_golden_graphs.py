@@ -38,5 +38,6 @@ def test_graph_and_report_are_the_stored_ones(family, route):
         )
 
 
+@pytest.mark.exhaustive
 def test_another_graph_is_told_apart():
     assert golden("llama", "eager") != path_of("llama", "cuda").read_text()

@@ -150,6 +150,7 @@ def test_a_wrong_replacement_is_skipped_where_errors_are(planted):
     assert record.status == "rolled_back" and "off by" in record.reason and graph_text(gm.graph) == before
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_merged_weights_in_the_wrong_order_are_caught(device, monkeypatch):
     """PieceWeights too: on the meta device they are made up by storage, so that views stay views."""
@@ -226,6 +227,7 @@ def test_matches_that_feed_each_other_are_checked_one_by_one():
         assert len(checks) == count and all(p.error <= p.limit for p in checks)
 
 
+@pytest.mark.exhaustive
 def test_transforms_that_cannot_be_checked_say_why_and_the_report_keeps_it():
     from conftest import FAMILIES
     from graft.capture.decoder import capture_decoder
@@ -370,6 +372,7 @@ def test_the_report_and_what_is_explained_hold_what_is_proved():
     assert '"proved": "the same operations' in report.to_json() and Report.from_json(report.to_json()) == report
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["gate and up swapped", "another activation", "another eps", "an offset"])
 def test_a_wrong_op_is_not_proved(name, planted):
     """The proof reads the op's reference: other arguments are another function."""

@@ -298,6 +298,7 @@ def test_damaged_dumps_are_told(tmp_path):
         graft.load_dump(tmp_path / "none.json")
 
 
+@pytest.mark.exhaustive
 def test_an_observer_sees_each_transform_that_matched_and_adds_to_its_record():
     seen = []
 

@@ -127,6 +127,7 @@ def test_activations_of_a_graph_without_weights_or_with_other_inputs_are_told(pl
         assert any("activations of a prompt" in text and told in text for text in match.numeric_check.uncovered)
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name])
 def test_a_wrong_one_is_found_and_taken_back(fault, dtype, graphs, planted_transform):

@@ -174,6 +174,7 @@ def test_a_merge_that_went_wrong_is_found_behind_one_that_is_stored(folder, monk
         run_pipeline(gated(), load_config({"verify": "matches"}))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", "flip"], ids=str)
 def test_a_damaged_entry_is_told_and_made_anew(folder, damage, caplog):
     planted(gated(), faulty)

@@ -63,6 +63,7 @@ def test_expected_counts_on_every_family(family, dtype):
         assert said, f"{record.name} did nothing and does not say why"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
 def test_transformed_graph_keeps_the_numbers(family):
     """Fusions and merges on a graph without cache: the logits stay those of Hugging Face."""
@@ -86,6 +87,7 @@ def given(rewrite, dtype, path):
     return tensors | literals(rewrite), found | matches[0].literals
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize(("name", "rewrite", "path"), firsts(PATTERNS, lambda p: p[0], 3), ids=IDS)
 def test_patterns_are_captured_as_models_are(name, rewrite, path):
     """Tracing a pattern directly gives the graph that torch.export gives."""
@@ -108,6 +110,7 @@ def test_patterns_are_captured_as_models_are(name, rewrite, path):
     assert structure(exported.graph) == structure(traced.graph)
 
 
+@pytest.mark.some(50)
 @pytest.mark.parametrize(
     ("name", "rewrite", "path", "dtype"),
     cross([name for name, *_ in PATTERNS], PATTERNS, [torch.bfloat16, torch.float32]),

@@ -239,6 +239,7 @@ def test_an_engine_that_dies_is_started_again_where_asked():
         assert complete(client, [1]).status_code == 200 and server.engine != before
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_request_that_waits_too_long_is_refused(stream):
     """One that has begun is not, however long it takes; a stream has not begun before its first token."""

@@ -139,6 +139,7 @@ def test_the_entry_point_has_the_modules_own_name():
     assert project["entry-points"]["pytest11"] == {PLUGIN: PLUGIN}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("ways", [("installed",), ("installed", "-p"), ("installed", "conftest"), ("-p", "conftest")])
 def test_it_is_registered_once_however_it_comes_in(pytester, ways, monkeypatch):
     """A stand-in for an installed graft: its metadata alone, beside the sources."""

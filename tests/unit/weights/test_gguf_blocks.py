@@ -81,6 +81,7 @@ def test_the_dumped_step_reads_what_is_asked_for(file):
     assert "linear<WeightQ8>" in eight and "linear<WeightQ4>" not in eight
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("file", short(["Q4_1", "Q4_K"], "Q4_1"), indirect=True)
 def test_engines_read_the_blocks(file):

@@ -53,6 +53,7 @@ def path(tmp_path, monkeypatch):
     return tmp_path / "small.gguf"
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_in_float32_are_the_packages_own(path, kind):
     write_quantized(path, {}, kind)

@@ -226,6 +226,7 @@ def test_metadata_that_is_lost_fails(monkeypatch, key, lost):
     assert "4 more" in line(report, "metadata").reason
 
 
+@pytest.mark.exhaustive
 def test_a_transform_that_raises_fails_and_the_rest_is_checked(monkeypatch):
     def fall(gm, outcome):
         raise ValueError("planted")
@@ -263,6 +264,7 @@ def test_dumps_without_numeric_checks_or_weights_say_so(tmp_path):
     assert "verify=matches" in line(report, "numerics").reason and report.whole[0].verdict == "skip"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("part", ["txt", "json"])
 def test_a_dump_that_shows_nothing_or_is_damaged_fails(run, tmp_path, part):
     folder = tmp_path / "run"

@@ -112,6 +112,7 @@ def test_metadata_that_was_lost_before_is_no_loss_since(tmp_path, monkeypatch):
     assert kinds(report) == {} and not report.ok  # the list says no all the same
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("factor", "dtype", "kind"),
     [
@@ -225,6 +226,7 @@ def test_dumps_with_weights_are_a_baseline_too(tmp_path):
     assert change(report).kinds == ("unchanged",) and change(report).drift == 0
 
 
+@pytest.mark.exhaustive
 def test_dumps_without_weights_compare_all_but_numbers(tmp_path, monkeypatch):
     dump_model("tiny-llama", tmp_path, CONFIG, "float32")
     refuse(monkeypatch, NAME, "model.norm")

@@ -60,6 +60,7 @@ def test_where_bad_does_not_stay_bad_a_boundary_is_found(middle):
     assert bad[found] and not bad[found - 1]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "matches", "number"),
     [
@@ -80,6 +81,7 @@ def test_a_wrong_match_is_found_within_the_bound(monkeypatch, name, matches, num
     assert found.match in report.whole[0].reason and report.whole[0].verdict == "fail" and not report.ok
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("fault", ["one token", "above 64 tokens"])
 def test_what_is_wrong_for_some_sizes_is_found_at_its_match(monkeypatch, fault):
     """In decode steps alone: a prompt of a few tokens shows nothing."""
@@ -90,6 +92,7 @@ def test_what_is_wrong_for_some_sizes_is_found_at_its_match(monkeypatch, fault):
     assert (report.bisection.transform, report.bisection.number) == ("fuse_swiglu", 2)
 
 
+@pytest.mark.exhaustive
 def test_of_several_wrong_places_the_first_is_named(monkeypatch):
     scale(monkeypatch, "fuse_swiglu", 1.1, at=[1])
     scale(monkeypatch, "fuse_rope", 1.2)
@@ -106,6 +109,7 @@ def test_a_deeper_model_takes_a_logarithm_of_runs(monkeypatch):
     assert found.runs <= found.bound == bound(14, 9) == 2 + 4 + 4
 
 
+@pytest.mark.exhaustive
 def test_in_16_bits_the_same_is_found(monkeypatch):
     scale(monkeypatch, "fuse_rms_norm", 1.1, at=[3])
     report = checked("fuse_rms_norm", dtype="bfloat16")
@@ -143,6 +147,7 @@ def test_dumps_name_the_transform(monkeypatch, tmp_path):
 # ── a transform with some of its matches ────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", short(CHOSEN, "fuse_rope", "merge_qkv"))
 def test_every_choice_of_matches_gives_the_same_results(trial, name):
     replay = TransformReplay(trial, name)

@@ -61,6 +61,7 @@ def test_the_command_prints_a_table_or_json_and_plots(tmp_path):
     assert {"prompt", "decode", "hf_prompt", "hf_decode", "node", "made_by", "ratio"} <= set(first)
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_compared_is_said():
     with pytest.raises(UsageError, match="too few to compare"):
         compare_modules(LLM(tiny("gpt2"), keep_weights=True, backend="eager"), [1, 2], 2)

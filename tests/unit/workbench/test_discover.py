@@ -309,6 +309,7 @@ def test_the_graph_stays_as_it_was():
     assert str(gm.graph) == before
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_disk_gives_the_same_candidates(switched_off, tmp_path):
     dump_model("tiny-llama", tmp_path / "run", load_config(OFF))
     found = discover_run(tmp_path / "run")

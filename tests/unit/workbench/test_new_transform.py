@@ -34,6 +34,7 @@ def run_ruff(folder, *args):
     )
 
 
+@pytest.mark.exhaustive
 def test_generated_files_are_formatted_and_lint_free(checkout, functions):
     pytest.importorskip("ruff", reason="ruff is not installed here")
     new_transform("fuse_plain", checkout, op=True)
@@ -143,6 +144,7 @@ def test_a_file_that_is_not_python_is_told(tmp_path):
         new_transform("fuse_mine", tmp_path, op=True, pattern=f"{tmp_path / 'bad.py'}:f")
 
 
+@pytest.mark.exhaustive
 def test_why_no_kernel_was_generated_is_told(tmp_path, functions):
     made = new_transform("fuse_mine", tmp_path / "p", op=True, pattern=f"{functions}:norm")
     assert made.no_kernel == "its tensors differ in shape"

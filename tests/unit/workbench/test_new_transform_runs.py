@@ -21,6 +21,7 @@ def run_pytest(folder, *args, path):
 # ── a plugin ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.exhaustive
 def test_plugins_pass_their_tests_as_generated(tmp_path, functions):
     """The worked example, an op made from a pattern with a kernel, and one whose replacement is there already."""
     folder, gated = tmp_path / "plugins", tmp_path / "functions" / "gated.py"

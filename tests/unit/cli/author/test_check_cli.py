@@ -46,6 +46,7 @@ def test_a_wrong_one_ends_with_1_and_says_where(monkeypatch):
     assert out.splitlines()[-1].startswith("2 failed")
 
 
+@pytest.mark.exhaustive
 def test_all_of_them_are_a_line_each(monkeypatch):
     drop_meta(monkeypatch, "fuse_swiglu")
     out = graft(code=1).stdout
@@ -101,6 +102,7 @@ def test_bad_requests_get_one_clear_line(tmp_path, args, code, text):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_a_baseline_of_another_model_is_a_usage_error(tmp_path):
     graft(NAME, "--save-baseline", tmp_path / "kept")
     done = graft(NAME, "--model", "tiny-qwen2", "--baseline", tmp_path / "kept", code=2)
@@ -139,6 +141,7 @@ def sections(text):
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+@pytest.mark.exhaustive
 def test_the_note_is_filled_in_from_the_run(tmp_path):
     graft(NAME, "--save-baseline", tmp_path / "kept")
     file = tmp_path / "note.md"

@@ -18,6 +18,7 @@ def call(*args):
     return CliRunner().invoke(app, ["discover", *args])
 
 
+@pytest.mark.exhaustive
 def test_text_names_assumptions_kernel_and_place():
     done = call("tiny-llama", *SWIGLU_OFF, "--top", "1")
     assert done.exit_code == 0
@@ -92,6 +93,7 @@ def test_candidates_are_timed_where_a_device_is_named():
     assert first["saving_us"] == pytest.approx(max(0, first["now_us"] - first["existing_us"]) * first["sites"])
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_timed_without_a_gpu_or_when_told():
     assert "a site takes" not in call("tiny-gpt2", "--measure", "none").output
     wrong = call("tiny-gpt2", "--measure", "tpu")

@@ -37,6 +37,7 @@ def names(record):
     return [match.pattern.split()[0] for match in record.matches]
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(("transform", "rewrite", "path"), firsts(PATTERNS, lambda p: p[0].name, 3), ids=IDS)
 def test_changed_patterns_are_refused_or_harmless(transform, rewrite, path):
     plain = assert_refused_or_harmless(transform, positive(rewrite, path=path))

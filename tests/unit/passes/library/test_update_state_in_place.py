@@ -91,6 +91,7 @@ FORMS = {
 }
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("where", ["input", "buffer", "assigned"])
 def test_every_form_writes_in_place(form, where):

@@ -132,6 +132,7 @@ TENSORS = {
 }
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("spelling", TENSORS, ids=lambda f: f.__name__)
 def test_masks_stay_tensors_and_closed_rows_stay_what_they_were(spelling):
     """A row that sees nothing is NaN after -inf, the mean after the lowest number, zero in torch's own attention."""

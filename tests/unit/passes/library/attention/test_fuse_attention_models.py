@@ -60,6 +60,7 @@ def distance(got, expected):
     return ((got.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "how", "dtype"),
     short(

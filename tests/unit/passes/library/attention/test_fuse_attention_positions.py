@@ -36,6 +36,7 @@ POSITIONAL = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("dynamic", "more"), [(True, 0), (True, 3), left_out((False, 0)), left_out((False, 3))])
 @pytest.mark.parametrize("kind", POSITIONAL)
 def test_masks_that_follow_from_sizes_are_proven_or_stay(kind, more, dynamic):
@@ -123,6 +124,7 @@ def doubled(x):
     return x + x
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("kind", FAR_OFF)
 @pytest.mark.parametrize("apart", [False, True])
 def test_masks_of_dynamic_sizes_are_right_at_every_size(kind, apart):

@@ -178,6 +178,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_refused_with_the_reason_and_stays(name):
     options, reason = REFUSED[name]

@@ -63,6 +63,7 @@ def two_ops_left(gm):
     assert not re.search("topk|one_hot|where|index_add|scatter|bmm|silu|assert", names), names
 
 
+@pytest.mark.some(4)
 @crossed("name", FUSED, [torch.float32, torch.bfloat16])
 def test_every_spelling_becomes_the_two_ops(name, dtype):
     module, x = FUSED[name]().to(dtype), tokens(dtype=dtype)
@@ -188,6 +189,7 @@ class SelectFirst(MixtralLoop):
     route = staticmethod(topk_softmax)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [PlusEquals, SeparateStacks, SelectFirst])
 def test_more_loops(make):
     module, x = make(), tokens()
@@ -311,6 +313,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("make", REFUSED)
 def test_what_is_another_mixture_stays_byte_for_byte_with_the_reason(make):
     module, x = make(), tokens()

@@ -61,6 +61,7 @@ PLAIN = {
 SPELLINGS = PLAIN | {f"{name}, in float32": widened(spelling) for name, spelling in PLAIN.items()}
 
 
+@pytest.mark.some(10)
 @crossed("name", SPELLINGS, [torch.float32, torch.bfloat16])
 def test_spellings_become_one_op_with_the_same_numbers(name, dtype):
     module, x = Norm(SPELLINGS[name]), torch.randn(2, 3, D, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -87,6 +87,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.some(10)
 @crossed("spelling", RMS, DTYPES)
 def test_rms_norm_fuses_to_the_same_bits(spelling, dtype):
     module, x = Norm(RMS[spelling], DTYPES[dtype]), data(2, 3, D, dtype=DTYPES[dtype])
@@ -247,6 +248,7 @@ LAYER = {
 }
 
 
+@pytest.mark.some(8)
 @crossed("spelling", LAYER, DTYPES)
 def test_layer_norm_fuses_to_the_same_bits(spelling, dtype):
     module, x = Norm(LAYER[spelling], DTYPES[dtype]), data(2, 3, D, dtype=DTYPES[dtype])

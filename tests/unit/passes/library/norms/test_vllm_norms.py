@@ -72,6 +72,7 @@ class Gemma(RMSNorm):
 WIDE, ROUNDED = {"cast": RMSNorm, "promoted": Promoted, "gemma": Gemma}, {"rounded first": RoundedFirst}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", [*WIDE, *ROUNDED])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_norm_of_a_block_fuses(kind, dtype):

@@ -258,6 +258,7 @@ def test_a_model_without_weights_gets_shapes():
         assert (scale.shape, scale.dtype) == (real[1].shape, real[1].dtype)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("capability", "tokens", "rounded", "told"),
     [

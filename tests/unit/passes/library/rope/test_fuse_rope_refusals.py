@@ -109,6 +109,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_rotation_is_refused_byte_for_byte(name):
     function, angle_shape, reason = REFUSED[name]

@@ -71,6 +71,7 @@ HUGGING_FACE = {
 }
 
 
+@pytest.mark.some(9)
 @crossed("name", HUGGING_FACE, DTYPES)
 def test_hugging_face_functions_fuse_bit_for_bit(name, dtype):
     function, r, wide, interleaved = HUGGING_FACE[name]
@@ -84,6 +85,7 @@ def test_hugging_face_functions_fuse_bit_for_bit(name, dtype):
     assert [node.args[3:] == (True,) for node in ropes(gm)] == [interleaved] * 2
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_dynamic_batch_and_length_fuse_too(name):
     """Sizes of reshapes are then computed in the graph."""
@@ -191,6 +193,7 @@ SPELLINGS = {
 }
 
 
+@pytest.mark.some(9)
 @crossed("name", SPELLINGS, DTYPES)
 def test_spellings_fuse_bit_for_bit(name, dtype):
     function, shape, angle_shape, interleaved = SPELLINGS[name]

@@ -175,6 +175,7 @@ MIXED = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("reason", MIXED)
 def test_what_is_not_of_each_position_by_itself_is_computed_as_before(reason):
     module = Rotary(MIXED[reason])

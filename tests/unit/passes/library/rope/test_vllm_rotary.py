@@ -50,6 +50,7 @@ def check_numbers(got, wanted, exact):
         assert (1.05 * one.double() - right).abs().max() > limit, "a wrong result would pass"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,6 +76,7 @@ def test_a_float32_table_beside_narrow_heads(dtype):
     assert all(torch.equal(a, b) for a, b in zip(gm(*args), module(*args), strict=True))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["plain", "norm"])
 def test_any_number_of_tokens(kind):
     module, tokens = KINDS[kind](), Dim("t", min=2, max=64)
