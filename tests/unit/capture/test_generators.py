@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 
 import numpy as np
@@ -158,3 +159,20 @@ def test_other_threads_seed_while_one_compiles():
         done.set()
         other.join()
     assert not problems
+
+
+def test_a_module_imported_while_one_is_traced_has_the_real_functions(tmp_path, monkeypatch):
+    text = "from random import choice\nfrom numpy.random import rand\nfrom torch.random import default_generator\n"
+    (tmp_path / "imported_meanwhile.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def program(x):
+        import imported_meanwhile  # noqa: F401
+
+        return x + 1
+
+    graft.compile(program, (torch.ones(3),))
+    imported = sys.modules.pop("imported_meanwhile")
+    assert imported.choice is random.choice and imported.rand is np.random.rand
+    assert imported.default_generator is torch.default_generator
+    assert imported.choice([3]) == 3

@@ -107,9 +107,10 @@ def generators_kept(module: torch.nn.Module, arguments: Any) -> Iterator[list[to
     try:
         for generator in held:
             generator.manual_seed(MARK)
-        put_generators(*watched)
-        with host_samples_refused():
-            yield held
+        with imports_put_right({id(watched[0]): own, id(watched[1]): devices}):
+            put_generators(*watched)
+            with host_samples_refused():
+                yield held
     finally:
         put_generators(own, devices)
         seeded = [generator for generator in held if generator.initial_seed() != MARK]
@@ -150,13 +151,27 @@ def refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 @contextmanager
 def host_samples_refused() -> Iterator[None]:
     changes = [(module, name, vars(module)[name], call) for module, name, call in host_generators()]
-    for module, name, _, call in changes:
-        setattr(module, name, call)
+    with imports_put_right({id(call): before for _, _, before, call in changes}):
+        for module, name, _, call in changes:
+            setattr(module, name, call)
+        try:
+            yield
+        finally:
+            for module, name, before, _ in changes:
+                setattr(module, name, before)
+
+
+@contextmanager
+def imports_put_right(real: dict[int, Any]) -> Iterator[None]:
+    """Modules that are imported within it hold what stands in meanwhile (800 are by a process's first torch.export):
+    `from random import choice` would keep the one that refuses. At the end they have the real ones, by id."""
+    before = set(sys.modules)
     try:
         yield
     finally:
-        for module, name, before, _ in changes:
-            setattr(module, name, before)
+        for name in set(sys.modules) - before:
+            names = getattr(sys.modules[name], "__dict__", {})
+            names.update({key: real[id(value)] for key, value in list(names.items()) if id(value) in real})
 
 
 def refuse_new_generators(gm: GraphModule, held: list[torch.Generator]) -> None:
