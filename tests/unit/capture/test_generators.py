@@ -15,6 +15,7 @@ from torch import manual_seed, nn
 
 import graft
 from graft.base.errors import CaptureError, CaptureRefused
+from graft.ir.program.host_samples import host_samples_refused
 
 GENERATOR = torch.Generator()
 
@@ -176,3 +177,39 @@ def test_a_module_imported_while_one_is_traced_has_the_real_functions(tmp_path, 
     assert imported.choice is random.choice and imported.rand is np.random.rand
     assert imported.default_generator is torch.default_generator
     assert imported.choice([3]) == 3
+
+
+def test_dynamo_does_not_take_what_stood_in_for_numpy_functions(monkeypatch):
+    """Its table has ids; those of functions that are freed again would be the ids of anything, a branch's lambda."""
+    from torch._dynamo import trace_rules
+
+    table = trace_rules._numpy_function_ids
+    monkeypatch.setattr(table, "function_ids", None)
+    monkeypatch.setattr(table, "function_names", None)
+    graft.compile(lambda x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)), (torch.ones(3),))
+    assert trace_rules.is_numpy(np.random.rand)
+    assert table() == set(table.lazy_initializer())
+
+
+def test_traces_of_two_threads_refuse_and_leave_nothing_behind():
+    real, inside, left, problems = (random.random, np.random.rand), threading.Barrier(2), threading.Event(), []
+
+    def trace(last):
+        with host_samples_refused():
+            inside.wait(60)
+            if last:
+                left.wait(60)
+            try:
+                random.random()
+            except CaptureError as error:
+                problems.append(str(error))
+        left.set()
+
+    threads = [threading.Thread(target=trace, args=(last,)) for last in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (random.random, np.random.rand) == real
+    assert len(problems) == 2 and all("samples from Python's random (test_generators.py:" in p for p in problems)
+    assert 0 <= random.random() < 1

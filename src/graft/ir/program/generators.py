@@ -10,12 +10,10 @@ as in eager. The trace leaves every generator as it was.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,6 +22,8 @@ from torch.fx import GraphModule
 
 from graft.base.errors import CaptureError
 from graft.ir.edit import attribute
+from graft.ir.program.callers import is_torch, line_of
+from graft.ir.program.host_samples import host_samples_refused, imports_put_right
 from graft.ir.snapshot import ModuleSnapshot
 
 STATE = frozenset({"manual_seed", "seed", "set_state", "get_state", "initial_seed", "set_offset", "get_offset"})
@@ -34,7 +34,6 @@ BETWEEN = frozenset(
         *("torch._compile", "torch._dynamo.eval_frame"),  # around torch.manual_seed once Dynamo is loaded
     }
 )
-UNCHANGED = ("getstate", "setstate", "get_state", "set_state")  # Dynamo keeps the state with them
 MARK = 0x6F5E_1D2C_3B4A  # a seed that no program uses, to see whether it seeds a generator
 ADVICE = "seed before the call"
 
@@ -80,15 +79,6 @@ def asker() -> FrameType | None:
     return frame
 
 
-def line_of(frame: FrameType | None) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "no Python line"
-
-
-def is_torch(frame: FrameType | None) -> bool:
-    """Dynamo and checkpointing keep the state and put it back, which changes nothing."""
-    return frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
-
-
 @contextmanager
 def generators_kept(module: torch.nn.Module, arguments: Any) -> Iterator[list[torch.Generator]]:
     """Within it, `module` is traced; gives the generators that it and its arguments hold.
@@ -118,60 +108,6 @@ def generators_kept(module: torch.nn.Module, arguments: Any) -> Iterator[list[to
             generator.set_state(state)
     if seeded or (own.initial_seed() != seed and not watched[0].seeded_elsewhere):
         raise CaptureError(f"forward seeds a random number generator, which a graph would do never; {ADVICE}")
-
-
-def host_generators() -> Iterator[tuple[Any, str, Any]]:
-    """(Python module, name, function) of what samples from the generators of Python and numpy."""
-    for module, own, name in (("random", "_inst", "Python's random"), ("numpy.random", "_rand", "numpy.random")):
-        found = sys.modules.get(module)
-        holder = sys.modules.get("numpy.random.mtrand") if module == "numpy.random" else found
-        generator = getattr(holder, own, None)
-        for key, value in list(vars(found).items()) if found is not None and generator is not None else ():
-            if getattr(value, "__self__", None) is generator and key not in UNCHANGED:
-                yield found, key, refusing(value, name)
-
-
-def refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function`, refused to the program that is traced; torch and other threads may call it."""
-    thread = threading.get_ident()
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1)
-        if threading.get_ident() == thread and not is_torch(caller):
-            raise CaptureError(
-                f"forward samples from {name} ({line_of(caller)}), and a graph would hold that one number for ever;"
-                " sample with torch, or pass the number as an argument"
-            )
-        return function(*args, **kwargs)
-
-    return call
-
-
-@contextmanager
-def host_samples_refused() -> Iterator[None]:
-    changes = [(module, name, vars(module)[name], call) for module, name, call in host_generators()]
-    with imports_put_right({id(call): before for _, _, before, call in changes}):
-        for module, name, _, call in changes:
-            setattr(module, name, call)
-        try:
-            yield
-        finally:
-            for module, name, before, _ in changes:
-                setattr(module, name, before)
-
-
-@contextmanager
-def imports_put_right(real: dict[int, Any]) -> Iterator[None]:
-    """Modules that are imported within it hold what stands in meanwhile (800 are by a process's first torch.export):
-    `from random import choice` would keep the one that refuses. At the end they have the real ones, by id."""
-    before = set(sys.modules)
-    try:
-        yield
-    finally:
-        for name in set(sys.modules) - before:
-            names = getattr(sys.modules[name], "__dict__", {})
-            names.update({key: real[id(value)] for key, value in list(names.items()) if id(value) in real})
 
 
 def refuse_new_generators(gm: GraphModule, held: list[torch.Generator]) -> None:
