@@ -120,6 +120,7 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_auto_num_workers() -> int:
     """One more than cores: a fifth of the time a worker waits, for a program it started or for a socket."""
     return (os.cpu_count() or 1) + 1
