@@ -43,6 +43,10 @@ class CallForm:
         nesting = tuple(structure(value) for value in (*args, *kwargs.values()))
         return CallForm(len(args), tuple(kwargs), parameters, defaults, nesting, containers or CallContainers())
 
+    def takes(self, name: str) -> bool:
+        """Whether the program has an argument of this name."""
+        return name in self.parameters or name in self.keywords
+
     def apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same arguments in this form; raises UsageError for others."""
         if len(args) != self.positional or tuple(kwargs) != self.keywords:

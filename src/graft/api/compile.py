@@ -16,12 +16,13 @@ from torch.export import ExportedProgram
 from graft.api.call_form import CallForm
 from graft.api.checks import BufferCheck
 from graft.api.gradients import check_mode, refuse_inputs, requiring, run_honoured
+from graft.api.preallocated import run_into
 from graft.api.program import capture_program
 from graft.api.save import save_compiled
 from graft.api.variant import Variant, VariantSettings, build_variant
 from graft.backends.replay import Replays
 from graft.backends.select import keep_sizes
-from graft.base.errors import CaptureError, GuardFailed, ReplacedBuffer, UsageError
+from graft.base.errors import CaptureError, GuardFailed, OutRefused, ReplacedBuffer, UsageError
 from graft.capture.containers import put_together, take_call_apart
 from graft.capture.dynamic import flat, in_order, input_names
 from graft.capture.function import as_module
@@ -29,6 +30,7 @@ from graft.capture.module import capture_module
 from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack, release
 from graft.memory.alias_map import Alias
 from graft.memory.initial import Initial, initial_values, written_buffers
+from graft.memory.io_table import IoTable
 from graft.passes.config import PipelineConfig, load_config
 from graft.passes.report import Report
 
@@ -78,6 +80,11 @@ class CompiledModule(torch.nn.Module):
     @property
     def aliases(self) -> tuple[Alias, ...]:
         return tuple(dict.fromkeys(alias for variant in self.variants for alias in variant.aliases))
+
+    @property
+    def signature(self) -> IoTable:
+        """Inputs, written state and results of the first variant: name, dtype, sizes, whose memory."""
+        return self.variants[0].table
 
     @property
     def samples(self) -> bool:
@@ -130,15 +137,18 @@ class CompiledModule(torch.nn.Module):
         return self.call(args, kwargs)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = kwargs.pop("out") if "out" in kwargs and not self.form.takes("out") else None
         if not torch.is_grad_enabled():
-            return self.run(args, kwargs)
+            return self.run(args, kwargs, out=out)
         if self.settings.grad == "honour":
+            if out is not None:
+                raise OutRefused("out", "holds no gradients, which grad='honour' gives; call it in torch.no_grad()")
             return run_honoured(self, args, kwargs)
         with torch.no_grad():
-            return self.run(args, kwargs, detached=True)
+            return self.run(args, kwargs, detached=True, out=out)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool = False) -> Any:
-        """`detached`: the caller has gradients on, and results carry none."""
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool = False, out: Any = None) -> Any:
+        """`detached`: the caller has gradients on, and results carry none. `out`: memory for the results."""
         caches, fresh = [], []
         if self.cache_count:
             caches = find_caches((args, kwargs))
@@ -158,6 +168,8 @@ class CompiledModule(torch.nn.Module):
         except UsageError:
             release(fresh)
             raise
+        if out is not None:
+            return run_into(variant, self.settings, values, out)
         result = variant.run(values, args, kwargs)
         return hand_back(result, caches, variant.returned) if caches else result
 
@@ -268,7 +280,7 @@ class CompiledModule(torch.nn.Module):
         return replace(first, notes=(*first.notes, note, *others), state=(*first.state, *state))
 
     def freeze(self) -> None:
-        """From now on a call that takes another way through the program is an error; nothing is captured any more."""
+        """From now on a call that takes another way through the program is an error; `warm` alone captures."""
         self.frozen = True
 
     @torch.no_grad()
@@ -278,10 +290,14 @@ class CompiledModule(torch.nn.Module):
             raise UsageError(
                 "a module compiled with a StaticCache is warmed by calling it: caches set their own sizes"
             )
-        for call in calls:
-            args, kwargs = ((), dict(call)) if isinstance(call, Mapping) else (tuple(call), {})
-            args, kwargs = self.form.apply(args, kwargs)
-            self.choose(args, kwargs, flat(args, kwargs))
+        frozen, self.frozen = self.frozen, False
+        try:
+            for call in calls:
+                args, kwargs = ((), dict(call)) if isinstance(call, Mapping) else (tuple(call), {})
+                args, kwargs = self.form.apply(args, kwargs)
+                self.choose(args, kwargs, flat(args, kwargs))
+        finally:
+            self.frozen = frozen
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -320,6 +336,7 @@ def compile(
     reuse_outputs: bool = False,
     dump_dir: str | Path | None = None,
     grad: Literal["refuse", "honour", "drop"] = "refuse",
+    stance: Literal["default", "error_on_new_variant"] = "default",
 ) -> CompiledModule:
     """Captures `module`, or a function, with example inputs, transforms the graph and lowers it.
 
@@ -331,8 +348,11 @@ def compile(
     `reuse_outputs` (cuda_graph only): results stay in the graph's own memory, which the next call overwrites.
     `grad`: what becomes of an input that requires gradients where they are on. "refuse": an error; "honour": results
     carry gradients, and backward runs the module once more with autograd; "drop": results are detached, with a note.
+    `stance="error_on_new_variant"`: as if `freeze()` were called at once; `warm` still captures.
     """
     check_mode(grad, backend)
+    if stance not in ("default", "error_on_new_variant"):
+        raise UsageError(f"stance must be 'default' or 'error_on_new_variant', but is {stance!r}")
     loaded = config if isinstance(config, PipelineConfig) else load_config(config)
     settings = VariantSettings(loaded, backend, reuse_outputs, dump_dir, grad)
     if isinstance(module, ExportedProgram):
@@ -357,5 +377,6 @@ def compile(
     compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
     if variant.backend != "cuda_graph":  # which looks up its buffers at every call
         compiled._sources = BufferCheck(module)
+    compiled.frozen = stance == "error_on_new_variant"
     compiled._source, compiled._caches, compiled.cache_count = (module, dynamic_shapes), caches, len(caches)
     return compiled

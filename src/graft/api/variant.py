@@ -18,11 +18,12 @@ from graft.capture.containers import Container, put_together
 from graft.capture.module import CapturedModule
 from graft.ir.branches import all_nodes
 from graft.ir.canonical.normal_form import is_random
-from graft.ir.io.pytrees import nesting, unflatten
+from graft.ir.io.pytrees import nesting, result_names, unflatten
 from graft.ir.nodes import placeholders
 from graft.ir.program.signature import Signature
 from graft.memory.alias_map import Alias, state_records
 from graft.memory.initial import written_buffers
+from graft.memory.io_table import IoNames, IoTable, io_table
 from graft.memory.positions import PositionChecks, position_checks
 from graft.memory.uninitialised import uninitialised_notes
 from graft.memory.writes import state_writes
@@ -56,10 +57,22 @@ class Variant:
     returned: tuple[tuple[str, int], ...] | None = None  # where the result held which StaticCache, if it takes any
     results: Container | None = None  # how the result is put together, if it holds objects
     made_by: str = "compile"  # or the guard of another variant that a call did not meet
+    filled: dict[Any, Any] = field(default_factory=dict, compare=False)  # graphs that fill `out=`, once asked for
 
     @property
     def names(self) -> list[str]:
         return [leaf.name for leaf in self.signature.leaves]
+
+    @cached_property
+    def table(self) -> IoTable:
+        """What the graph takes, keeps and gives."""
+        info = nesting(self.graph_module.graph)
+        spec = info.out_spec if info is not None else None
+        if spec is not None and self.returned is not None:  # beside the counters of caches
+            spec = spec.child(0)
+        inputs = dict(zip(placeholders(self.graph_module.graph), self.names, strict=True))
+        names = IoNames(inputs, result_names(spec) if spec is not None else [], self.signature.names)
+        return io_table(self.graph_module, names, self.aliases, self.signature.describe_sizes())
 
     @cached_property
     def written(self) -> list[int]:

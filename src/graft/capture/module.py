@@ -28,7 +28,7 @@ from graft.capture.static_cache import COUNTERS, PREFIX, WithCaches
 from graft.ir.nodes import leaves, placeholders, tensor_of
 from graft.ir.prefix import drop_prefix
 from graft.ir.program.indexing import TensorPositions
-from graft.ir.program.signature import Signature, fixed_size, guard_texts, read_signature
+from graft.ir.program.signature import SYMBOL, Leaf, Signature, fixed_size, guard_texts, read_signature
 from graft.ir.storage import storage_id
 from graft.ir.trace import export_graph
 from graft.memory.positions import written_dims
@@ -77,6 +77,7 @@ def capture_plain(
     """
     args, kwargs = apart((args, kwargs))
     specs = spread_call(module, args, kwargs, dynamic_shapes)
+    asked_specs = leaf_specs(specs, bound_arguments(module, args, kwargs))
     names = input_names(module, args, kwargs)
     call = CaptureCall(module, args, kwargs, names)
     if caches:
@@ -95,11 +96,30 @@ def capture_plain(
         replace(leaf, contiguous=asked.get(index), counts=bool(caches) and is_counter(leaf.name))
         for index, leaf in enumerate(signature.leaves)
     )
-    signature = replace(signature, leaves=known)
+    signature = replace(signature, leaves=known, names=dim_names(asked_specs, known))
     if isinstance(call.module, WithCaches):
         gm = drop_prefix(gm, PREFIX, copy.copy(gm.graph._codegen), type(module).__name__)
         return CapturedModule(gm, signature, call.module.results.returned, notes)
     return CapturedModule(gm, signature, None, notes)
+
+
+def leaf_specs(specs: Any, bound: Any) -> list[Spec]:
+    """The spec of each input, in the order of the graph's."""
+    found: list[Spec] = []
+    map_specs(specs, bound, lambda _, spec, __: found.append(spec))
+    return found
+
+
+def dim_names(specs: Sequence[Spec], known: Sequence[Leaf]) -> dict[str, str]:
+    """Symbol → the name of the Dim that it is for, where the caller gave one."""
+    found: dict[str, str] = {}
+    for spec, leaf in zip(specs, known, strict=True):
+        dims = spec if isinstance(spec, dict) else dict(enumerate(spec)) if isinstance(spec, (list, tuple)) else {}
+        for index, dim in dims.items():
+            symbol = str(leaf.shape[index]) if leaf.is_tensor and isinstance(dim, Dim) else ""
+            if SYMBOL.fullmatch(symbol):  # of a derived Dim it is an expression
+                found.setdefault(symbol, dim.__name__)
+    return found
 
 
 def counters_free(name: str, spec: Spec, value: Any) -> Spec:

@@ -21,6 +21,7 @@ from graft.base.errors.base import GraftError, UsageError, near
 from graft.base.errors.calls import (
     GradientsRefused,
     GuardFailed,
+    OutRefused,
     PositionError,
     ReadOnlyInput,
     ReplacedBuffer,
@@ -130,6 +131,7 @@ __all__ = [
     "OrderError",
     "OutOfCache",
     "OutOfMemory",
+    "OutRefused",
     "Overloaded",
     "PackingError",
     "PatternError",

@@ -41,3 +41,10 @@ class ReadOnlyInput(UsageError):
 
 class GradientsRefused(UsageError):
     """Gradients are asked for that the results would not carry, or not rightly. Nothing ran."""
+
+
+class OutRefused(UsageError):
+    """Tensors that the results cannot be written into. Nothing ran."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}; nothing ran. compiled.signature.results says what each result is")

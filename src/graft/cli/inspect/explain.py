@@ -1,4 +1,4 @@
-"""`graft explain`: where a transform matched, and why it did not elsewhere."""
+"""`graft explain`: where a transform matched, and why it did not elsewhere; inputs, state and results of a graph."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import typer
 from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets, TrustRemoteCode
 
 if TYPE_CHECKING:
+    from graft.passes.config import PipelineConfig
     from graft.workbench.explain import Explanation, ModelSite
 
 
 def explain(
-    model: Annotated[str, typer.Argument(help="Registry name, folder or .gguf file.")],
-    transform: Annotated[str, typer.Argument(help="The transform to explain.")],
+    model: Annotated[str, typer.Argument(help="Registry name, folder or .gguf file, or what compiled.save wrote.")],
+    transform: Annotated[
+        str | None, typer.Argument(help="The transform to explain; without one, inputs, state and results are shown.")
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Also check every match numerically.")] = False,
     dtype: DType = "auto",
     config: ConfigFile = None,
@@ -32,6 +35,9 @@ def explain(
 
     given = [*(sets or ()), *(["verify=matches"] if verify else [])]
     settings = load_config(config, sets=given, plugins=tuple(plugins or ()))
+    if transform is None:
+        show_io(model, settings, dtype, trust_remote_code=trust_remote_code, as_json=as_json)
+        return
     check_listed(transform, settings)  # told before the model is loaded
     with progress_bar() as progress:
         explanation = explain_model(model, transform, settings, dtype, progress, trust_remote_code=trust_remote_code)
@@ -39,6 +45,18 @@ def explain(
         print(json.dumps(explanation.to_dict()))
     else:
         show(explanation)
+
+
+def show_io(model: str, settings: PipelineConfig, dtype: str, *, trust_remote_code: bool, as_json: bool) -> None:
+    from graft.cli.show import out, progress_bar
+    from graft.workbench.io_of import io_of
+
+    with progress_bar() as progress:
+        table = io_of(model, settings, dtype, progress, trust_remote_code=trust_remote_code)
+    if as_json:
+        print(json.dumps(table.to_dict()))
+    else:
+        out.print(str(table), markup=False, highlight=False, soft_wrap=True)
 
 
 def show(explanation: Explanation) -> None:

@@ -26,6 +26,18 @@ def unflatten(values: Sequence[Any], spec: Any) -> Any:
     return pytree.tree_unflatten(values, spec)
 
 
+def result_names(spec: Any, root: str = "result") -> list[str]:
+    """`result`, or for each of several where it stands: `result[0]`, `result.logits`."""
+    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))
+    return [root + "".join(map(step, path)) for path, _ in paths]
+
+
+def step(key: Any) -> str:
+    if isinstance(key, pytree.SequenceKey):
+        return f"[{key.idx}]"
+    return f".{key.name if isinstance(key, pytree.GetAttrKey) else key.key}"
+
+
 def takes_keywords(spec: Any) -> bool:
     """`(args, kwargs)`, as torch.export nests inputs."""
     return spec.type is tuple and spec.num_children == 2 and spec.child(1).type is dict

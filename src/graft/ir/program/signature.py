@@ -95,11 +95,12 @@ class Signature:
     leaves: tuple[Leaf, ...]
     guards: tuple[str, ...] = ()
     ranges: dict[str, tuple[int, int | None]] = field(default_factory=dict)  # symbol -> smallest, largest
+    names: dict[str, str] = field(default_factory=dict)  # symbol -> the Dim that the caller gave for it
 
     def to_data(self) -> dict[str, Any]:
         """As JSON holds it."""
         leaves = [asdict(leaf) | {"value": encode_literal(leaf.value)} for leaf in self.leaves]
-        return {"leaves": leaves, "guards": list(self.guards), "ranges": dict(self.ranges)}
+        return {"leaves": leaves, "guards": list(self.guards), "ranges": dict(self.ranges), "names": dict(self.names)}
 
     @staticmethod
     def from_data(data: dict[str, Any]) -> Signature:
@@ -108,7 +109,7 @@ class Signature:
             for entry in data["leaves"]
         ]
         ranges = {symbol: (low, high) for symbol, (low, high) in data["ranges"].items()}
-        return Signature(tuple(leaves), tuple(data["guards"]), ranges)
+        return Signature(tuple(leaves), tuple(data["guards"]), ranges, data.get("names", {}))
 
     @cached_property
     def code(self) -> dict[str, Any]:
@@ -123,6 +124,10 @@ class Signature:
 
     def check(self, values: Sequence[Any]) -> None:
         """Raises UsageError for inputs that are none of the graph's, GuardFailed where another graph is needed."""
+        self.check_guards(self.bind(values))
+
+    def bind(self, values: Sequence[Any]) -> dict[str, int]:
+        """The sizes of a call by symbol; raises as `check` does, guards aside."""
         bound: dict[str, int] = {}
         dependent: list[tuple[str, str, int]] = []
         for leaf, dtype, value in zip(self.leaves, self.dtypes, values, strict=True):
@@ -144,7 +149,11 @@ class Signature:
                 raise GuardFailed(
                     f"{location} is {size}, but must be {expression} = {expected}, given the other inputs"
                 )
-        self.check_guards(bound)
+        return bound
+
+    def describe_sizes(self) -> dict[str, str]:
+        """Symbol → where a call binds it, and to what: `dim 0 of x, from 1 to 64`."""
+        return {symbol: f"{self.location(symbol)}, {range_text(*limits)}" for symbol, limits in self.ranges.items()}
 
     def check_guards(self, bound: dict[str, int]) -> None:
         for guard in self.guards:
@@ -152,7 +161,7 @@ class Signature:
                 raise GuardFailed(f"{self.explain(guard, bound)} does not hold")
         for symbol, (low, high) in self.ranges.items():
             if symbol in bound and (bound[symbol] < low or (high is not None and bound[symbol] > high)):
-                limits = f"from {low} to {high}" if high is not None else f"of at least {low}"
+                limits = range_text(low, high)
                 # torch captures for 2 and more where it does not look at 0 and 1: those need a graph of their own
                 error = GuardFailed if low == 2 and bound[symbol] in (0, 1) else UsageError
                 raise error(f"{self.location(symbol)} is {bound[symbol]}, but the graph is for sizes {limits}")
@@ -169,6 +178,10 @@ class Signature:
             if leaf.symbolic and leaf.value == symbol:
                 return leaf.name
         return symbol
+
+
+def range_text(low: int, high: int | None) -> str:
+    return f"from {low} to {high}" if high is not None else f"of at least {low}"
 
 
 def kind_problem(leaf: Leaf, dtype: torch.dtype | None, value: Any) -> str | None:
