@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from graft.api.call_form import CallForm
 from graft.api.checks import BufferCheck
+from graft.api.donation import as_names
 from graft.api.gradients import check_mode, refuse_inputs, requiring, run_honoured
 from graft.api.preallocated import run_into
 from graft.api.program import capture_program
@@ -336,6 +337,7 @@ def compile(
     reuse_outputs: bool = False,
     dump_dir: str | Path | None = None,
     grad: Literal["refuse", "honour", "drop"] = "refuse",
+    donate: Sequence[str] = (),
     stance: Literal["default", "error_on_new_variant"] = "default",
 ) -> CompiledModule:
     """Captures `module`, or a function, with example inputs, transforms the graph and lowers it.
@@ -348,13 +350,14 @@ def compile(
     `reuse_outputs` (cuda_graph only): results stay in the graph's own memory, which the next call overwrites.
     `grad`: what becomes of an input that requires gradients where they are on. "refuse": an error; "honour": results
     carry gradients, and backward runs the module once more with autograd; "drop": results are detached, with a note.
+    `donate`: inputs that the caller gives away; results are returned in their memory, or it is an error.
     `stance="error_on_new_variant"`: as if `freeze()` were called at once; `warm` still captures.
     """
     check_mode(grad, backend)
     if stance not in ("default", "error_on_new_variant"):
         raise UsageError(f"stance must be 'default' or 'error_on_new_variant', but is {stance!r}")
     loaded = config if isinstance(config, PipelineConfig) else load_config(config)
-    settings = VariantSettings(loaded, backend, reuse_outputs, dump_dir, grad)
+    settings = VariantSettings(loaded, backend, reuse_outputs, dump_dir, grad, as_names(donate))
     if isinstance(module, ExportedProgram):
         return compile_program(module, tuple(args), kwargs or {}, dynamic_shapes, settings)
     module = as_module(module)

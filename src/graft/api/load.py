@@ -35,7 +35,8 @@ def compiled_of(artifact: Artifact) -> CompiledModule:
             "refuse",
             (*notes, "gradients: refused, since a loaded module has no program for backward to run"),
         )
-    settings = VariantSettings(config, artifact.backend, artifact.extra["reuse_outputs"], grad=grad)
+    donate = tuple(artifact.extra.get("donate", ()))
+    settings = VariantSettings(config, artifact.backend, artifact.extra["reuse_outputs"], grad=grad, donate=donate)
     variants = [load_graph(saved, settings, notes) for saved in artifact.graphs]
     initial = {name: Initial(value) for name, value in artifact.initial.items()}
     compiled = CompiledModule(variants, CallForm.from_data(artifact.extra["form"]), initial, settings)

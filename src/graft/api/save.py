@@ -34,6 +34,7 @@ def to_artifact(compiled: CompiledModule) -> Artifact:
             "caches": compiled.cache_count,
             "reuse_outputs": compiled.settings.reuse_outputs,
             "grad": compiled.settings.grad,
+            "donate": list(compiled.settings.donate),
         },
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from graft.api.checks import BufferCheck, MemoryCheck
+from graft.api.donation import compute_in_place, donate, donated_names, refuse_copies
 from graft.api.gradients import gradient_notes, refuse_unhonoured, trainable
 from graft.api.profile import DeviceMeasure
 from graft.backends import lower
@@ -42,6 +43,7 @@ class VariantSettings:
     reuse_outputs: bool = False
     dump_dir: str | Path | None = None
     grad: str = "refuse"
+    donate: tuple[str, ...] = ()  # inputs, or containers of them, whose memory results may take over
     shared: dict[Any, Any] = field(default_factory=dict)  # what the transforms make once for all variants
 
 
@@ -57,11 +59,12 @@ class Variant:
     returned: tuple[tuple[str, int], ...] | None = None  # where the result held which StaticCache, if it takes any
     results: Container | None = None  # how the result is put together, if it holds objects
     made_by: str = "compile"  # or the guard of another variant that a call did not meet
+    donated: tuple[str, ...] = ()  # inputs that the graph writes although the program does not
     filled: dict[Any, Any] = field(default_factory=dict, compare=False)  # graphs that fill `out=`, once asked for
 
     @property
     def names(self) -> list[str]:
-        return [leaf.name for leaf in self.signature.leaves]
+        return self.signature.names_of_inputs
 
     @cached_property
     def table(self) -> IoTable:
@@ -91,7 +94,9 @@ class Variant:
 
     @cached_property
     def memory(self) -> MemoryCheck:
-        return MemoryCheck(self.names, self.written, list(written_buffers(self.graph_module).values()))
+        gm = self.graph_module
+        state = [*gm.parameters(), *gm.buffers()] if self.donated else list(written_buffers(gm).values())
+        return MemoryCheck(self.names, self.written, state)
 
     @cached_property
     def plain(self) -> Callable[[Sequence[Any]], Any] | None:
@@ -125,7 +130,9 @@ def build_variant(
     gm = captured.graph_module
     context = Context(route="module", shared=settings.shared, measure=DeviceMeasure(tuple(inputs)))
     training, unwritten = trainable(gm), uninitialised_notes(gm)
+    donate(gm, captured.signature.names_of_inputs, settings.donate)
     report = run_pipeline(gm, settings.config, context, model=model, dump_dir=settings.dump_dir)
+    compute_in_place(gm, captured.signature.names_of_inputs, settings.donate, settings.backend)
     notes = (*captured.notes, *unwritten, *gradient_notes(settings.grad, list(training)))
     variant = lower_variant(gm, captured.signature, report, settings, captured.returned, notes)
     if settings.grad == "honour":
@@ -144,11 +151,14 @@ def lower_variant(
     """A transformed graph on its backend, with its alias map and checks."""
     names = dict(zip(placeholders(gm.graph), (leaf.name for leaf in signature.leaves), strict=True))
     positions = position_checks(gm, names)
-    aliases, state = state_records(gm, names, missed_updates(report))
+    donated, missed = donated_names(list(names.values()), settings.donate), missed_updates(report)
+    aliases, state = state_records(gm, names, missed, donated)
+    refuse_copies(state, donated, missed)
     lowered = lower(gm, settings.backend, settings.config.kernels, reuse_outputs=settings.reuse_outputs)
     notes = (*report.notes, *notes, *positions.unchecked, *lowered.notes)
     report = replace(report, kernels=lowered.kernels, notes=notes, state=state)
-    return Variant(gm, signature, lowered.call, lowered.backend, report, aliases, positions, returned)
+    made = Variant(gm, signature, lowered.call, lowered.backend, report, aliases, positions, returned)
+    return replace(made, donated=tuple(donated))
 
 
 def plain_call(call: Callable[..., Any]) -> Callable[[Sequence[Any]], Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,11 +42,12 @@ class StateRecord:
 
 
 def state_records(
-    gm: GraphModule, names: Mapping[Node, str], misses: Mapping[str, str]
+    gm: GraphModule, names: Mapping[Node, str], misses: Mapping[str, str], donated: Collection[str] = ()
 ) -> tuple[tuple[Alias, ...], tuple[StateRecord, ...]]:
     """The alias map and the record of every written input and buffer, in the order of their first write.
 
     `misses`: node name → why its update could not be made in place (from update_state_in_place).
+    `donated`: inputs that the program itself does not write; their kind is `user`.
     """
     groups: dict[Node, list[Write]] = {}
     for write in state_writes(gm):
@@ -54,7 +55,8 @@ def state_records(
     aliases, records = [], []
     for owner, writes in groups.items():
         name = names.get(owner, str(owner.target))
-        kind: Kind = "kv_cache_update" if all(write.positional for write in writes) else "user"
+        positional = all(write.positional for write in writes) and name not in donated
+        kind: Kind = "kv_cache_update" if positional else "user"
         missed = next((reason for write in writes if (reason := misses.get(write.node.name))), "")
         reason = missed or copied_whole(writes)
         side: Literal["caller", "module"] = "module" if is_weight(owner) else "caller"

@@ -8,6 +8,7 @@ Numerics: bitwise; the same kernel writes the same values, if both tensors lie i
 
 from __future__ import annotations
 
+from collections.abc import Set
 from functools import cache
 from typing import Any
 
@@ -21,13 +22,14 @@ from graft.memory.aliases import Aliases
 aten = torch.ops.aten
 
 
-def write_through(graph: Graph) -> list[str]:
-    """Does so for every copy over a whole input that allows it; the names of the nodes that write there now."""
-    return [
-        write_direct(graph, node)
-        for node in list(graph.nodes)
-        if is_op(node, aten.copy_.default) and why_copied(graph, node) is None
-    ]
+def write_through(graph: Graph, inputs: Set[Node] | None = None) -> list[str]:
+    """Does so for every copy over a whole input that allows it; the names of the nodes that write there now.
+
+    inputs: those that are looked at; all of them where it is left out.
+    """
+    copies = [node for node in graph.nodes if is_op(node, aten.copy_.default)]
+    asked = [copy for copy in copies if inputs is None or copy.args[0] in inputs]
+    return [write_direct(graph, copy) for copy in asked if why_copied(graph, copy) is None]
 
 
 def write_direct(graph: Graph, copy: Node) -> str:

@@ -19,6 +19,7 @@ from graft.base.errors.backends import (
 )
 from graft.base.errors.base import GraftError, UsageError, near
 from graft.base.errors.calls import (
+    DonationRefused,
     GradientsRefused,
     GuardFailed,
     OutRefused,
@@ -102,6 +103,7 @@ __all__ = [
     "ConfigError",
     "DecodeMismatch",
     "DiskFull",
+    "DonationRefused",
     "DumpError",
     "DuplicateTransform",
     "EmptyPrompt",

@@ -48,3 +48,10 @@ class OutRefused(UsageError):
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name} {problem}; nothing ran. compiled.signature.results says what each result is")
+
+
+class DonationRefused(UsageError):
+    """Memory that a result cannot take over without somebody seeing another value."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} cannot be donated: {problem}")

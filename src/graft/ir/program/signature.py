@@ -111,6 +111,10 @@ class Signature:
         ranges = {symbol: (low, high) for symbol, (low, high) in data["ranges"].items()}
         return Signature(tuple(leaves), tuple(data["guards"]), ranges, data.get("names", {}))
 
+    @property
+    def names_of_inputs(self) -> list[str]:
+        return [leaf.name for leaf in self.leaves]
+
     @cached_property
     def code(self) -> dict[str, Any]:
         """Every expression, compiled."""
