@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graft.api.compile import CompiledModule, compile
+    from graft.api.functionalization import fix_functionalization, functionalization_reports
     from graft.api.inductor_passes import inductor_reports, passes_for_inductor
     from graft.api.load import load
     from graft.api.torch_compile import Backend, backend_reports
@@ -43,6 +44,8 @@ _HOMES = {
     "backend_reports": "graft.api.torch_compile",
     "passes_for_inductor": "graft.api.inductor_passes",
     "inductor_reports": "graft.api.inductor_passes",
+    "fix_functionalization": "graft.api.functionalization",
+    "functionalization_reports": "graft.api.functionalization",
     "GraftError": "graft.base.errors",
     "UsageError": "graft.base.errors",
     "BaseTransform": "graft.passes.base",
@@ -100,6 +103,8 @@ __all__ = [
     "compile",
     "define_op",
     "diff_graphs",
+    "fix_functionalization",
+    "functionalization_reports",
     "inductor_reports",
     "inline_buffers",
     "lift_buffers",

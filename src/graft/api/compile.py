@@ -15,8 +15,8 @@ from torch.export import ExportedProgram
 
 from graft.api.call_form import CallForm
 from graft.api.checks import BufferCheck
-from graft.api.donation import as_names
-from graft.api.gradients import check_mode, refuse_inputs, requiring, run_honoured
+from graft.api.gradients import refuse_inputs, requiring, run_honoured
+from graft.api.options import settings_of
 from graft.api.preallocated import run_into
 from graft.api.program import capture_program
 from graft.api.save import save_compiled
@@ -29,10 +29,11 @@ from graft.capture.dynamic import flat, in_order, input_names
 from graft.capture.function import as_module
 from graft.capture.module import capture_module
 from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack, release
+from graft.ir.trace import taken_apart, use_level
 from graft.memory.alias_map import Alias
 from graft.memory.initial import Initial, initial_values, written_buffers
 from graft.memory.io_table import IoTable
-from graft.passes.config import PipelineConfig, load_config
+from graft.passes.config import PipelineConfig
 from graft.passes.report import Report
 
 log = logging.getLogger("graft")
@@ -71,12 +72,12 @@ class CompiledModule(torch.nn.Module):
         self._sources: BufferCheck | None = None  # the state that is shared with the module stays the same tensors
         self.cache_count = 0  # StaticCaches among the arguments
         self._known: dict[tuple[Any, ...], Variant] = {}  # kinds of inputs that were checked
-        self.frozen = False
+        self.frozen = settings.frozen
 
     @property
     def report(self) -> Report:
         """The first variant's, with a note for each one that was captured later."""
-        return self.variants[0].report
+        return self.variants[0].report_now
 
     @property
     def aliases(self) -> tuple[Alias, ...]:
@@ -250,7 +251,7 @@ class CompiledModule(torch.nn.Module):
             raise UsageError(f"{why}, and {MOST_VARIANTS} variants are captured already; make the size static")
         module, dynamic_shapes = self._source
         try:
-            with CAPTURING:
+            with CAPTURING, use_level(self.settings.level):
                 captured = capture_module(
                     module,
                     args,
@@ -321,9 +322,37 @@ def compile_program(
 ) -> CompiledModule:
     if settings.grad == "honour":
         raise UsageError("grad='honour' runs the module backward, which an ExportedProgram does not have; compile it")
-    found = capture_program(program, args, kwargs, dynamic_shapes)
+    with use_level(settings.level):
+        found = capture_program(taken_apart(program), args, kwargs, dynamic_shapes)
     variant = build_variant(found.captured, settings, program.graph_module.__class__.__name__, found.inputs)
     return CompiledModule([variant], found.form, initial_values(variant.graph_module), settings)
+
+
+def compile_module(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    settings: VariantSettings,
+) -> CompiledModule:
+    args, kwargs, containers = take_call_apart(args, in_order(module, kwargs))
+    if settings.grad == "refuse" and torch.is_grad_enabled():
+        refuse_inputs(flat(args, kwargs), input_names(module, args, kwargs))
+    caches = find_caches((args, kwargs))
+    initialize(module, args, kwargs, caches)
+    packed = pack(args, caches), pack(kwargs, caches)
+    keep = partial(keep_sizes, settings.backend)
+    with use_level(settings.level):
+        captured = capture_module(
+            module, *packed, dynamic_shapes, containers=containers, caches=caches, keep_sizes=keep
+        )
+    variant = build_variant(captured, settings, type(module).__name__, flat(*packed))
+    form = CallForm.of(module, *packed, containers)
+    compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
+    if variant.backend != "cuda_graph":  # which looks up its buffers at every call
+        compiled._sources = BufferCheck(module)
+    compiled._source, compiled._caches, compiled.cache_count = (module, dynamic_shapes), caches, len(caches)
+    return compiled
 
 
 def compile(
@@ -338,6 +367,10 @@ def compile(
     dump_dir: str | Path | None = None,
     grad: Literal["refuse", "honour", "drop"] = "refuse",
     donate: Sequence[str] = (),
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    fullgraph: bool = True,
     stance: Literal["default", "error_on_new_variant"] = "default",
 ) -> CompiledModule:
     """Captures `module`, or a function, with example inputs, transforms the graph and lowers it.
@@ -351,35 +384,14 @@ def compile(
     `grad`: what becomes of an input that requires gradients where they are on. "refuse": an error; "honour": results
     carry gradients, and backward runs the module once more with autograd; "drop": results are detached, with a note.
     `donate`: inputs that the caller gives away; results are returned in their memory, or it is an error.
+    `mode`, `options`: Inductor's, as for torch.compile; they choose that backend.
+    `decompositions`: a table by which the program, and every pattern, is taken apart.
     `stance="error_on_new_variant"`: as if `freeze()` were called at once; `warm` still captures.
     """
-    check_mode(grad, backend)
-    if stance not in ("default", "error_on_new_variant"):
-        raise UsageError(f"stance must be 'default' or 'error_on_new_variant', but is {stance!r}")
-    loaded = config if isinstance(config, PipelineConfig) else load_config(config)
-    settings = VariantSettings(loaded, backend, reuse_outputs, dump_dir, grad, as_names(donate))
+    settings = settings_of(
+        config, backend, reuse_outputs=reuse_outputs, dump_dir=dump_dir, grad=grad, donate=donate, mode=mode,
+        options=options, decompositions=decompositions, fullgraph=fullgraph, stance=stance,
+    )  # fmt: skip
     if isinstance(module, ExportedProgram):
         return compile_program(module, tuple(args), kwargs or {}, dynamic_shapes, settings)
-    module = as_module(module)
-    args, kwargs, containers = take_call_apart(tuple(args), in_order(module, kwargs or {}))
-    if grad == "refuse" and torch.is_grad_enabled():
-        refuse_inputs(flat(args, kwargs), input_names(module, args, kwargs))
-    caches = find_caches((args, kwargs))
-    initialize(module, args, kwargs, caches)
-    packed = pack(args, caches), pack(kwargs, caches)
-    captured = capture_module(
-        module,
-        *packed,
-        dynamic_shapes,
-        containers=containers,
-        caches=caches,
-        keep_sizes=partial(keep_sizes, backend),
-    )
-    variant = build_variant(captured, settings, type(module).__name__, flat(*packed))
-    form = CallForm.of(module, *packed, containers)
-    compiled = CompiledModule([variant], form, initial_values(variant.graph_module), settings)
-    if variant.backend != "cuda_graph":  # which looks up its buffers at every call
-        compiled._sources = BufferCheck(module)
-    compiled.frozen = stance == "error_on_new_variant"
-    compiled._source, compiled._caches, compiled.cache_count = (module, dynamic_shapes), caches, len(caches)
-    return compiled
+    return compile_module(as_module(module), tuple(args), kwargs or {}, dynamic_shapes, settings)

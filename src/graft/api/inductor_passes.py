@@ -19,6 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 import graft
+from graft.backends import InductorSettings
 from graft.backends.dynamo import shorten_module_names
 from graft.backends.inductor import (
     FUSION_PASS,
@@ -26,7 +27,7 @@ from graft.backends.inductor import (
     apart_from_dynamo,
     cache_hits,
     decompositions,
-    inductor_settings,
+    inductor_patches,
     refuse_named_kernels,
     sort_graph,
     static_inputs,
@@ -37,6 +38,7 @@ from graft.ir.nodes import placeholders
 from graft.ir.trace import DecompositionLevel, use_level
 from graft.passes.base import Context
 from graft.passes.config import PipelineConfig, load_config
+from graft.passes.library.fix_functionalization import NAME as FIX
 from graft.passes.pipeline import order_transforms, run_one
 from graft.passes.registry import TransformRegistry
 from graft.passes.report import Report, TransformRecord
@@ -49,15 +51,20 @@ WALK = (
 )
 
 
-def passes_for_inductor(config: str | Path | Mapping[str, Any] | PipelineConfig | None = None) -> dict[str, Any]:
+def passes_for_inductor(
+    config: str | Path | Mapping[str, Any] | PipelineConfig | None = None, *, options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Options for torch.compile, or `inductor_configs` for AOTInductor. Inductor's caches stay on.
+
+    `options`: the caller's own for Inductor, in which custom passes run before graft's.
 
     Transforms that read such graphs run (patterns do); the others are reported as skipped. Reports:
     `graft.inductor_reports()`.
     """
     settings = config if isinstance(config, PipelineConfig) else load_config(config)
     refuse_named_kernels(settings.kernels)
-    return {**inductor_settings(), FUSION_PASS: CachedPass(pass_key(settings), partial(run_fusions, settings))}
+    asked = InductorSettings(options=options or {}, fix=settings.transforms[FIX].enabled)
+    return inductor_patches(asked, {FUSION_PASS: CachedPass(pass_key(settings), partial(run_fusions, settings))})
 
 
 def inductor_reports() -> list[Report]:

@@ -36,7 +36,9 @@ def compiled_of(artifact: Artifact) -> CompiledModule:
             (*notes, "gradients: refused, since a loaded module has no program for backward to run"),
         )
     donate = tuple(artifact.extra.get("donate", ()))
-    settings = VariantSettings(config, artifact.backend, artifact.extra["reuse_outputs"], grad=grad, donate=donate)
+    asked = {"mode": artifact.extra.get("mode"), "options": artifact.extra.get("options", {})}
+    reuse = artifact.extra["reuse_outputs"]
+    settings = VariantSettings(config, artifact.backend, reuse, grad=grad, donate=donate, **asked)
     variants = [load_graph(saved, settings, notes) for saved in artifact.graphs]
     initial = {name: Initial(value) for name, value in artifact.initial.items()}
     compiled = CompiledModule(variants, CallForm.from_data(artifact.extra["form"]), initial, settings)

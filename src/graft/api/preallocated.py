@@ -18,7 +18,7 @@ from torch.fx import CodeGen, Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from graft.api.checks import MemoryCheck
-from graft.backends import lower
+from graft.backends import InductorSettings, lower
 from graft.base.errors import OutRefused, UsageError
 from graft.capture.containers import put_together, take_apart
 from graft.ir.edit import second_module
@@ -26,6 +26,7 @@ from graft.ir.io.pytrees import nesting, result_names, unflatten
 from graft.ir.nodes import leaves, output_node, placeholders, static_int, tensor_of, tensor_val
 from graft.ir.program.signature import compile_expression
 from graft.memory.write_through import write_through
+from graft.passes.library.fix_functionalization import NAME as FIX
 
 if TYPE_CHECKING:
     from graft.api.variant import Variant, VariantSettings
@@ -112,7 +113,10 @@ def fill(
     if usual and variant.backend in DIRECT:
         write_through(gm.graph)
     gm.recompile()
-    lowered = lower(gm, variant.backend, settings.config.kernels, reuse_outputs=settings.reuse_outputs)
+    asked = InductorSettings(settings.mode, settings.options, settings.config.transforms[FIX].enabled)
+    lowered = lower(
+        gm, variant.backend, settings.config.kernels, reuse_outputs=settings.reuse_outputs, inductor=asked
+    )
     count = len(variant.names)
     memory = MemoryCheck(
         [*variant.names, *names], range(count, count + len(names)), [*gm.parameters(), *gm.buffers()]

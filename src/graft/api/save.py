@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graft.api.artifact import Artifact, SavedGraph, write_artifact
+from graft.api.call_form import PLAIN
 from graft.api.variant import Variant
 from graft.base.errors import ArtifactError, DumpError
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 def save_compiled(compiled: CompiledModule, path: str | Path, *, overwrite: bool = False) -> None:
     """State is saved as it is now, together with the initial values that reset brings back."""
+    code = [name for name, value in compiled.settings.options.items() if not isinstance(value, PLAIN)]
+    if code:
+        raise ArtifactError(path, f"cannot be written: options.{code[0]} is no plain value, and code is not saved")
     try:
         artifact = to_artifact(compiled)
     except DumpError as error:
@@ -35,6 +39,8 @@ def to_artifact(compiled: CompiledModule) -> Artifact:
             "reuse_outputs": compiled.settings.reuse_outputs,
             "grad": compiled.settings.grad,
             "donate": list(compiled.settings.donate),
+            "mode": compiled.settings.mode,
+            "options": dict(compiled.settings.options),
         },
     )
 
@@ -44,4 +50,4 @@ def saved_graph(variant: Variant) -> SavedGraph:
     returned = None if variant.returned is None else [list(position) for position in variant.returned]
     extra = {"returned": returned, "results": variant.results and variant.results.to_data()}
     extra |= {"made_by": variant.made_by}
-    return SavedGraph(variant.graph_module, variant.signature, aliases, variant.report.to_json(), extra)
+    return SavedGraph(variant.graph_module, variant.signature, aliases, variant.report_now.to_json(), extra)

@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 from torch.fx import GraphModule
 
+from graft.api.functionalization import OFF, FixRecorder
+from graft.backends import InductorSettings
 from graft.backends.dynamo import hand_back, refuse_modes, trace_dynamo
 from graft.backends.eager import lower_eager
 from graft.backends.float_inputs import Constants
@@ -30,11 +32,11 @@ from graft.backends.inductor import (
     refuse_named_kernels,
 )
 from graft.base.errors import GraftError, GraphRefused, UsageError
-from graft.memory.inductor_fix import functionalization as mutations
 from graft.passes.base import Context
 from graft.passes.config import PipelineConfig, load_config
+from graft.passes.library.fix_functionalization import NAME as FIX
 from graft.passes.pipeline import run_pipeline
-from graft.passes.report import Report
+from graft.passes.report import Report, TransformRecord
 
 Compiled = Callable[..., Any]
 
@@ -101,8 +103,9 @@ class Backend:
         if lowered is not None:
             self.reports.append(replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes)))
             return lowered.call
-        compiled, notes = with_notes(hand_back(gm, transformed), inputs, mode, options)
-        self.reports.append(replace(report, notes=(*report.notes, INDUCTOR_NOTE, *notes)))
+        compiled, notes, record = self.with_notes(hand_back(gm, transformed), inputs, mode, options, name)
+        records = {**report.transforms, FIX: record}
+        self.reports.append(replace(report, transforms=records, notes=(*report.notes, INDUCTOR_NOTE, *notes)))
         return compiled
 
     def transform(self, gm: GraphModule, inputs: Sequence[Any], name: str) -> tuple[GraphModule, Report]:
@@ -130,24 +133,35 @@ class Backend:
         if reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(f"graft: {name}: {note}", stacklevel=2)
-        compiled, notes = with_notes(gm, inputs, mode, options) if self.inductor else (gm.forward, ())
-        self.reports.append(Report(name, notes=(note, *notes)))
+        if not self.inductor:
+            self.reports.append(Report(name, notes=(note,)))
+            return gm.forward
+        compiled, notes, record = self.with_notes(gm, inputs, mode, options, name)
+        self.reports.append(Report(name, {FIX: record}, notes=(note, *notes)))
         return compiled
 
-
-def with_notes(
-    gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | None
-) -> tuple[Compiled, tuple[str, ...]]:
-    """The compiled graph, and what was written in place in it, or that a cache holds that knowledge."""
-    mutations.reports()  # what another compilation left
-    before = cache_hits()
-    compiled = compile_with_inductor(gm, inputs, mode, options)
-    lines = [line for fixed in mutations.reports() for line in fixed.lines()]
-    if cache_hits() > before:
-        lines.append(
-            "it came from Inductor's cache; what is written in place in it was told when it was first compiled"
-        )
-    return compiled, tuple(lines)
+    def with_notes(
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        mode: str | None,
+        options: Mapping[str, Any] | None,
+        name: str,
+    ) -> tuple[Compiled, tuple[str, ...], TransformRecord]:
+        """The compiled graph, and what was written in place in it, or that a cache holds that knowledge."""
+        if not self.config.transforms[FIX].enabled:
+            asked = InductorSettings(mode, options or {}, fix=False)
+            return compile_with_inductor(gm, inputs, asked), (OFF,), TransformRecord(FIX, "inductor", "disabled")
+        base = self.dump_dir or os.environ.get("GRAFT_DUMP_GRAPHS_DIR")
+        recorder = FixRecorder(Path(base) / name / "inductor" if base else None, self.config)
+        before = cache_hits()
+        compiled = compile_with_inductor(gm, inputs, InductorSettings(mode, options or {}, observer=recorder.key))
+        lines = [line for fixed in recorder.fixed for line in fixed.lines()]
+        if cache_hits() > before:
+            lines.append(
+                "it came from Inductor's cache; what is written in place in it was told when it was first compiled"
+            )
+        return compiled, tuple(lines), recorder.record
 
 
 @cache

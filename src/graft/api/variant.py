@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,9 +13,10 @@ from torch.fx import Graph, GraphModule
 
 from graft.api.checks import BufferCheck, MemoryCheck
 from graft.api.donation import compute_in_place, donate, donated_names, refuse_copies
+from graft.api.functionalization import OFF, FixRecorder
 from graft.api.gradients import gradient_notes, refuse_unhonoured, trainable
 from graft.api.profile import DeviceMeasure
-from graft.backends import lower
+from graft.backends import InductorSettings, lower
 from graft.capture.containers import Container, put_together
 from graft.capture.module import CapturedModule
 from graft.ir.branches import all_nodes
@@ -22,6 +24,7 @@ from graft.ir.canonical.normal_form import is_random
 from graft.ir.io.pytrees import nesting, result_names, unflatten
 from graft.ir.nodes import placeholders
 from graft.ir.program.signature import Signature
+from graft.ir.trace import EXPORT, DecompositionLevel, use_level
 from graft.memory.alias_map import Alias, state_records
 from graft.memory.initial import written_buffers
 from graft.memory.io_table import IoNames, IoTable, io_table
@@ -30,6 +33,7 @@ from graft.memory.uninitialised import uninitialised_notes
 from graft.memory.writes import state_writes
 from graft.passes.base import Context
 from graft.passes.config import PipelineConfig
+from graft.passes.library.fix_functionalization import NAME as FIX
 from graft.passes.pipeline import run_pipeline
 from graft.passes.report import Report
 
@@ -44,6 +48,10 @@ class VariantSettings:
     dump_dir: str | Path | None = None
     grad: str = "refuse"
     donate: tuple[str, ...] = ()  # inputs, or containers of them, whose memory results may take over
+    mode: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # Inductor's
+    level: DecompositionLevel = EXPORT  # how far programs and patterns are taken apart
+    frozen: bool = False  # nothing is captured but by `warm`
     shared: dict[Any, Any] = field(default_factory=dict)  # what the transforms make once for all variants
 
 
@@ -59,8 +67,16 @@ class Variant:
     returned: tuple[tuple[str, int], ...] | None = None  # where the result held which StaticCache, if it takes any
     results: Container | None = None  # how the result is put together, if it holds objects
     made_by: str = "compile"  # or the guard of another variant that a call did not meet
+    fix: FixRecorder | None = None  # on Inductor: what its pass does, when it compiles
     donated: tuple[str, ...] = ()  # inputs that the graph writes although the program does not
     filled: dict[Any, Any] = field(default_factory=dict, compare=False)  # graphs that fill `out=`, once asked for
+
+    @property
+    def report_now(self) -> Report:
+        """The report, with what was done since the graph was lowered."""
+        if self.fix is None:
+            return self.report
+        return replace(self.report, transforms={**self.report.transforms, FIX: self.fix.record})
 
     @property
     def names(self) -> list[str]:
@@ -131,7 +147,8 @@ def build_variant(
     context = Context(route="module", shared=settings.shared, measure=DeviceMeasure(tuple(inputs)))
     training, unwritten = trainable(gm), uninitialised_notes(gm)
     donate(gm, captured.signature.names_of_inputs, settings.donate)
-    report = run_pipeline(gm, settings.config, context, model=model, dump_dir=settings.dump_dir)
+    with use_level(settings.level):
+        report = run_pipeline(gm, settings.config, context, model=model, dump_dir=settings.dump_dir)
     compute_in_place(gm, captured.signature.names_of_inputs, settings.donate, settings.backend)
     notes = (*captured.notes, *unwritten, *gradient_notes(settings.grad, list(training)))
     variant = lower_variant(gm, captured.signature, report, settings, captured.returned, notes)
@@ -154,11 +171,28 @@ def lower_variant(
     donated, missed = donated_names(list(names.values()), settings.donate), missed_updates(report)
     aliases, state = state_records(gm, names, missed, donated)
     refuse_copies(state, donated, missed)
-    lowered = lower(gm, settings.backend, settings.config.kernels, reuse_outputs=settings.reuse_outputs)
+    fix, inductor, off = inductor_request(settings)
+    lowered = lower(
+        gm, settings.backend, settings.config.kernels, reuse_outputs=settings.reuse_outputs, inductor=inductor
+    )
+    notes = (*notes, *off)
     notes = (*report.notes, *notes, *positions.unchecked, *lowered.notes)
     report = replace(report, kernels=lowered.kernels, notes=notes, state=state)
     made = Variant(gm, signature, lowered.call, lowered.backend, report, aliases, positions, returned)
-    return replace(made, donated=tuple(donated))
+    return replace(made, donated=tuple(donated), fix=fix)
+
+
+def inductor_request(
+    settings: VariantSettings,
+) -> tuple[FixRecorder | None, InductorSettings | None, tuple[str, ...]]:
+    """What is asked of Inductor, who is told of its graphs, and notes for the report."""
+    if settings.backend != "inductor":
+        return None, None, ()
+    if not settings.config.transforms[FIX].enabled:
+        return None, InductorSettings(settings.mode, settings.options, fix=False), (OFF,)
+    base = settings.dump_dir or os.environ.get("GRAFT_DUMP_GRAPHS_DIR")
+    recorder = FixRecorder(Path(base) / "inductor" if base else None, settings.config)
+    return recorder, InductorSettings(settings.mode, settings.options, observer=recorder.key), ()
 
 
 def plain_call(call: Callable[..., Any]) -> Callable[[Sequence[Any]], Any] | None:

@@ -19,8 +19,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from graft.backends.eager import ran_here
-from graft.backends.lowered import Lowered
-from graft.base.errors import Recompiled, UsageError
+from graft.backends.lowered import InductorSettings, Lowered
+from graft.base.errors import Recompiled, UsageError, near
 from graft.ir.branches import all_nodes
 from graft.ir.canonical.normal_form import is_random
 from graft.ir.edit import second_module
@@ -34,8 +34,12 @@ from graft.memory.inductor_fix.functionalization import inductor_options
 FUSION_PASS = "post_grad_custom_pre_pass"
 
 
-def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) -> Lowered:
+def lower_inductor(
+    gm: GraphModule, kernels: Mapping[str, str] | None = None, settings: InductorSettings | None = None
+) -> Lowered:
     refuse_named_kernels(kernels)
+    settings = settings or InductorSettings()
+    patches = inductor_patches(settings)
     trust_instruction_sets()
     notes = [INDUCTOR_NOTE]
     if has_streams(gm.graph):
@@ -45,7 +49,7 @@ def lower_inductor(gm: GraphModule, kernels: Mapping[str, str] | None = None) ->
         notes.append("inductor: it orders its kernels itself, on one stream; the stream ops are left out")
     if not torch._inductor.config.fallback_random and any(map(is_random, all_nodes(gm.graph))):
         notes.append("inductor: it samples other random numbers than eager for the same seed")
-    compiled = torch.compile(gm, dynamic=has_symbols(gm.graph), options=inductor_settings())
+    compiled = torch.compile(gm, dynamic=has_symbols(gm.graph), options=patches)
     return Lowered(with_right_artifacts(compiled, gm), "inductor", ran_here(gm), tuple(notes))
 
 
@@ -105,23 +109,58 @@ def inductor_settings() -> dict[str, Any]:
     return inductor_options()
 
 
+def inductor_patches(settings: InductorSettings, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Inductor's options: the caller's mode and options, and graft's passes (`own` beside the fix) among his.
+
+    The caller's passes are those in his options, else those of torch._inductor.config. Where both have one, his runs
+    first, on the graph that he knows; the memory of a graph is recorded before anybody changes it.
+    """
+    from torch._inductor import list_mode_options, list_options
+
+    if settings.mode is not None and settings.mode not in list_mode_options():
+        known = ", ".join(map(repr, list_mode_options()))
+        raise UsageError(f"mode must be one of {known}, but is {settings.mode!r}")
+    for name in settings.options:
+        if name.replace("-", "_") not in list_options():
+            raise UsageError(f"options.{name} is not an option of Inductor{near(name, list_options())}")
+    given = {name.replace("-", "_"): value for name, value in settings.options.items()}
+    patches = {**(list_mode_options(settings.mode) if settings.mode else {}), **given}
+    for hook, ours in {**(inductor_options(settings.observer) if settings.fix else {}), **(own or {})}.items():
+        theirs = given.get(hook, getattr(torch._inductor.config, hook))
+        patches[hook] = ours if theirs is None else chained(hook, theirs, ours)
+    return patches
+
+
+def chained(hook: str, theirs: Any, ours: Any) -> Any:
+    passes = [*(theirs if isinstance(theirs, (list, tuple)) else [theirs]), ours]
+    return ChainedPass(passes if hook != "joint_custom_pre_pass" else [ours, *passes[:-1]])
+
+
+class ChainedPass(CustomGraphPass):
+    """Passes of one hook, one after the other. Inductor's caches know it where they know each of them."""
+
+    def __init__(self, passes: Sequence[Callable[[Any], Any]]) -> None:
+        self.passes = list(passes)
+
+    def __call__(self, graph: Any) -> Any:
+        for run in self.passes:
+            result = run(graph)
+            graph = graph if result is None else result  # scheduler nodes go in and out
+        return graph
+
+    def uuid(self) -> Any:
+        known = [run.uuid() if isinstance(run, CustomGraphPass) else None for run in self.passes]
+        return None if any(key is None for key in known) else repr(known)
+
+
 def compile_with_inductor(
-    gm: GraphModule,
-    inputs: Sequence[Any],
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    gm: GraphModule, inputs: Sequence[Any], settings: InductorSettings | None = None
 ) -> Callable[..., Any]:
     """Dynamo's own hand-over: guards, mutation, aliasing and dynamic sizes are Inductor's business."""
-    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    clash = sorted(set(options or {}) & set(inductor_settings()))
-    if clash:
-        raise UsageError(
-            f"options.{clash[0]} would take the place of graft's own pass, which keeps writes in place right"
-        )
     trust_instruction_sets()
-    patches = {**inductor_settings(), **(list_mode_options(mode) if mode else {}), **(options or {})}
+    patches = inductor_patches(settings or InductorSettings())
     with autograd_cache(inputs):
         compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
     return compiled

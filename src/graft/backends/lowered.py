@@ -1,4 +1,4 @@
-"""What a backend gives."""
+"""What a backend gives, and what may be asked of Inductor."""
 
 from __future__ import annotations
 
@@ -17,3 +17,16 @@ class Lowered:
     backend: str
     kernels: Mapping[str, OpKernels] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class InductorSettings:
+    """What a caller asks of Inductor, as torch.compile names it, and whether graft's fix of its writes is on.
+
+    observer: the key of who is told of each graph that the fix runs on (memory/inductor_fix).
+    """
+
+    mode: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fix: bool = True
+    observer: str = ""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule
 
-from graft.backends.lowered import Lowered
+from graft.backends.lowered import InductorSettings, Lowered
 from graft.base.errors import CacheNotNative, DiskFull, NativeFailed, NoCompiler, UnknownBackend, UsageError
 from graft.ir.effects import storage_root, written_args
 from graft.ir.nodes import outlives_call, where
@@ -105,11 +105,13 @@ def lower(
     *,
     reuse_outputs: bool = False,
     release: Callable[[str], None] | None = None,
+    inductor: InductorSettings | None = None,
 ) -> Lowered:
     """`kernels` names the kernel that an op must run; the others get the first that applies.
 
     `reuse_outputs` lets a CUDA graph return its own result buffers, which the next call overwrites. `release`
-    frees a weight of the module's own; the native backend calls it for those that it has packed.
+    frees a weight of the module's own; the native backend calls it for those that it has packed. `inductor`: what
+    is asked of that backend.
     """
     check_name(backend)
     if reuse_outputs and backend != "cuda_graph":
@@ -121,7 +123,7 @@ def lower(
     elif backend == "inductor":
         from graft.backends.inductor import lower_inductor
 
-        lowered = lower_inductor(gm, kernels)
+        lowered = lower_inductor(gm, kernels, inductor)
     elif backend == "native":
         from graft.backends.native.lower import lower_native
 

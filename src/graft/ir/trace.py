@@ -33,6 +33,7 @@ class DecompositionLevel:
 
     name: str
     decompositions: Mapping[Any, Callable[..., Any]] = field(default_factory=dict, compare=False)
+    composite: bool = False  # ops that torch composes of others (linear) are whole, if not in the table
 
     def keeps(self, op: Any) -> bool:
         """Whether calls of `op` are still there; other ops cannot be looked for."""
@@ -84,6 +85,7 @@ def export_graph(
             generators_kept(module, (args, kwargs or {})) as generators,
         ):
             program = torch.export.export(module, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
+            program = taken_apart(program)
     except CaptureError:
         raise
     except Exception as error:  # torch.export raises whatever the model raises; nothing is swallowed
@@ -93,6 +95,12 @@ def export_graph(
     gm = program_graph(program, module)
     refuse_new_generators(gm, generators)
     return gm
+
+
+def taken_apart(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program in the current level, where that is one of the caller's."""
+    level = current_level()
+    return program.run_decompositions(dict(level.decompositions)) if level.composite else program
 
 
 def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module | None = None) -> GraphModule:
@@ -176,9 +184,10 @@ def raw_trace(function: Callable[..., Any], examples: Sequence[torch.Tensor]) ->
 
     The graph's Python code is made when it is first run, which patterns never are.
     """
-    table, lazy = dict(current_level().decompositions), _use_lazy_graph_module(True)
+    level, lazy = current_level(), _use_lazy_graph_module(True)
+    table, whole = dict(level.decompositions), level.composite or not level.decompositions
     with torch.no_grad(), quiet(FAKE_TENSOR), lazy, FakeTensorMode(static_shapes=True) as mode:
-        traced = make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=not table)
+        traced = make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=whole)
         return traced(*(abstract(example, mode) for example in examples))
 
 

@@ -23,6 +23,7 @@ class Stage(StrEnum):
     FUSE = "fuse"
     STATE = "state"
     SCHEDULE = "schedule"
+    INDUCTOR = "inductor"  # not in graft's pipeline: on Inductor's own graph, while it compiles
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class BaseTransform:
 
     name: ClassVar[str]
     reads_decomposed: ClassVar[bool] = False  # whether it finds what it wants where Inductor has taken ops apart
+    on_inductor: ClassVar[bool] = False  # it runs on Inductor's graphs, in that stage alone
     uncheckable: ClassVar[str] = ""  # why its matches cannot be run beside what they replaced, if so
     # kinds of inputs (ir/evaluate.py) on which the replacement gives something else on purpose, each with the reason
     not_kept: ClassVar[Mapping[str, str]] = {}

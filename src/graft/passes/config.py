@@ -21,7 +21,7 @@ from graft.base.errors import BrokenPlugin, ConfigError, UnknownKey, UnknownTran
 from graft.base.plugins import STATE, Plugin, leave_out
 from graft.base.yaml_file import read_yaml
 from graft.ops import OPS
-from graft.passes.base import TransformConfig
+from graft.passes.base import Stage, TransformConfig
 from graft.passes.registry import TransformRegistry, load_all
 from graft.weights.quantize import QUANTIZERS
 
@@ -172,6 +172,12 @@ def build(layers: Sequence[ConfigLayer]) -> PipelineConfig:
     missing = [name for name, options in values.items() if "stage" not in options]
     if missing:
         raise ConfigError(f"transform {missing[0]} has no stage; add transforms.{missing[0]}.stage to your config")
+    for name, options in values.items():
+        if (options["stage"] is Stage.INDUCTOR) is not TransformRegistry.get(name).on_inductor:
+            raise ConfigError(
+                f"transforms.{name}.stage={options['stage'].value}: the stage inductor is for what runs on Inductor's"
+                " graphs, and nothing else runs there; graft.passes_for_inductor() takes patterns of any stage there"
+            )
     typed = {name: TransformRegistry.get(name).get_config_class()(**options) for name, options in values.items()}
     return PipelineConfig(typed, origins, verify, kernels)
 

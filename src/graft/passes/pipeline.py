@@ -34,12 +34,15 @@ Observer = Callable[[GraphModule, GraphSnapshot, BaseTransform, TransformRecord]
 
 
 def order_transforms(config: PipelineConfig) -> list[str]:
-    """By stage, then by `after` / `before`, then as listed. A cycle or a constraint across stages is an error."""
-    listed = list(config.transforms)
+    """By stage, then by `after` / `before`, then as listed. A cycle or a constraint across stages is an error.
+
+    What runs on Inductor's graphs is not among them.
+    """
+    listed = [name for name, settings in config.transforms.items() if settings.stage is not Stage.INDUCTOR]
     stages = list(Stage)
     position = {name: (stages.index(config.transforms[name].stage), listed.index(name)) for name in listed}
     earlier: dict[str, set[str]] = {name: set() for name in listed}
-    for name, settings in config.transforms.items():
+    for name, settings in ((name, config.transforms[name]) for name in listed):
         for kind, others in (("after", settings.after), ("before", settings.before)):
             for other in others:
                 TransformRegistry.get(other)

@@ -13,8 +13,9 @@ from graft.base.errors import UnknownTransform, UsageError
 from graft.base.files import Progress
 from graft.ir.nodes import module_path, source_line
 from graft.ir.patterns.match import NearMiss
-from graft.passes.base import Context
+from graft.passes.base import Context, Stage
 from graft.passes.config import PipelineConfig
+from graft.passes.library.fix_functionalization import NAME as FIX
 from graft.passes.pipeline import order_transforms, run_pipeline
 from graft.passes.registry import TransformRegistry, origin_of
 from graft.passes.report import MatchRecord, NumericCheck, TransformRecord
@@ -93,6 +94,9 @@ def explain_model(
     """Captures a model, runs the pipeline up to `transform`, and explains what that one did."""
     check_listed(transform, config)
     model, gm = captured(name, dtype, progress, trust_remote_code=trust_remote_code)
+    if config.transforms[transform].stage is Stage.INDUCTOR:
+        run_pipeline(gm, config, Context(route="decoder", context_length=model.context))
+        return explain_fix(gm, config, model.name)
     return explain_graph(gm, transform, config, Context(route="decoder", context_length=model.context), model.name)
 
 
@@ -123,6 +127,23 @@ def explain_graph(
     sites = {node.name: site_of(node) for node in gm.graph.nodes} | sites
     note = "it is off in this configuration; this is what it would do" if off else ""
     return describe(name, record, sites, note)
+
+
+def explain_fix(gm: GraphModule, config: PipelineConfig, name: str = "") -> Explanation:
+    """What fix_functionalization does where Inductor compiles this graph."""
+    from graft.workbench.post_grad import fix_on_post_grad  # Inductor, where it is used
+
+    off = not config.transforms[FIX].enabled
+    note = "it is off in this configuration; this is what it would do" if off else ""
+    record = fix_on_post_grad(gm, config).record
+    sites = {m.name: ModelSite(layer_of(m.module), m.module, source_in(m.anchor), m.name) for m in record.matches}
+    return describe(name, record, sites, note)
+
+
+def source_in(anchor: str) -> str:
+    """`%f (model.layers.0, model.py:268)` → `model.py:268`."""
+    found = re.search(r"(\S+\.py:\d+)\)$", anchor)
+    return found[1] if found else ""
 
 
 def only(config: PipelineConfig, names: Any) -> PipelineConfig:

@@ -281,7 +281,7 @@ def test_dumps_from_the_environment_and_again_into_the_same_folder(tmp_path, mon
     monkeypatch.setenv("GRAFT_DUMP_GRAPHS_DIR", str(tmp_path / "d"))
     for _ in range(2):
         run_pipeline(small_graph(), load_config())
-    enabled = [name for name, settings in load_config().transforms.items() if settings.enabled]
+    enabled = [name for name in order_transforms(load_config()) if load_config().transforms[name].enabled]
     assert len(list((tmp_path / "d").glob("0*.txt"))) == 1 + len(enabled)
 
 

@@ -26,6 +26,9 @@ def dump(
             "--native", help="The graphs of the native backend, and its C++: native.cpp, or printed without a folder."
         ),
     ] = False,
+    inductor: Annotated[
+        bool, typer.Option("--inductor", help="Also Inductor's graph around fix_functionalization: DIR/inductor.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check every match numerically: run it beside what it replaced.")
     ] = False,
@@ -54,12 +57,15 @@ def dump(
             return
         report = dump_model(
             model, output, settings, dtype, progress, weights=weights, fold=fold, native=native,
-            trust_remote_code=trust_remote_code,
+            inductor=inductor, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     if as_json:
         print(report.to_json())
         return
     print_pipeline(report)
     out.print(f"{len(list(output.glob('*.txt'))) - 1} graphs in {output}", markup=False)
+    if inductor:
+        graph = output / "inductor" / "graph_0"
+        out.print(f"graft diff {graph} --transform fix_functionalization shows what that one did", markup=False)
     if native:
         out.print(f"the native step in {output / NATIVE}", markup=False)

@@ -6,6 +6,7 @@ graph can be transformed and lowered like one that was just captured.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import operator
@@ -41,6 +42,10 @@ FUNCTIONS: Mapping[str, Any] = {
         "sym_max", "sym_min", "sym_int", "sym_float", "sym_not", "sym_ite", "sym_sqrt", "sym_sum",
     ) if hasattr(torch, name)},
 }  # fmt: skip
+# … and in Inductor's graphs: calls made functional, and what graft puts around writes
+FUNCTIONALIZED = ("auto_functionalized", "auto_functionalized_v2")
+INDUCTOR_HOME = "graft.memory.inductor_fix.functionalization"
+INDUCTOR_FUNCTIONS = ("settle", "start_of", "offset_of")
 
 
 def graph_to_json(gm: GraphModule, *, exact: bool = False) -> str:
@@ -138,6 +143,8 @@ def encode(value: Any) -> Any:
         return {"tuple": [encode(item) for item in value]}
     if isinstance(value, list):
         return [encode(item) for item in value]
+    if isinstance(value, OpOverload):
+        return {"op": encode_target(value)}
     if isinstance(value, slice):
         return {"slice": [encode(value.start), encode(value.stop), encode(value.step)]}
     return encode_literal(value)
@@ -231,7 +238,7 @@ def attach(root: torch.nn.Module, name: str, spec: dict[str, Any], given: torch.
 def decode_target(op: str, text: str) -> Any:
     if op != "call_function":
         return text
-    if text.startswith(HIGHER_ORDER) and text.removeprefix(HIGHER_ORDER) in CONTROL_FLOW:
+    if text.startswith(HIGHER_ORDER) and text.removeprefix(HIGHER_ORDER) in (*CONTROL_FLOW, *FUNCTIONALIZED):
         return getattr(torch.ops.higher_order, text.removeprefix(HIGHER_ORDER))
     if not text.startswith("torch.ops."):
         function = plain_function(text)
@@ -250,7 +257,10 @@ def decode_target(op: str, text: str) -> Any:
 
 
 def plain_function(text: str) -> Any:
-    """A function of Python or torch on symbolic numbers, by its name, or None."""
+    """A function of Python or torch on symbolic numbers, or one that graft puts into Inductor's graphs, or None."""
+    home, _, name = text.rpartition(".")
+    if home == INDUCTOR_HOME and name in INDUCTOR_FUNCTIONS:
+        return getattr(importlib.import_module(home), name)
     return FUNCTIONS.get(text) or FUNCTIONS.get(f"_{text}")
 
 
@@ -271,6 +281,8 @@ def decode(value: Any, nodes: dict[str, Node]) -> Any:
         (kind, content), *_ = value.items()
         if kind == "node":
             return nodes[content]
+        if kind == "op":
+            return decode_target("call_function", content)
         if kind in ("tuple", "slice"):
             return (tuple if kind == "tuple" else lambda items: slice(*items))([decode(i, nodes) for i in content])
     return decode_literal(value)

@@ -66,6 +66,8 @@ GROUPS, START = "graft_output_groups", "graft_start"
 
 # At module level: AOTInductor deep-copies pass objects, so a list on the object would stay empty.
 _REPORTS: list[FunctionalizationReport] = []
+# told of every graph, before it (None) and after it (the report), by the key that a pass has
+OBSERVERS: dict[str, Callable[[Graph, FunctionalizationReport | None], None]] = {}
 
 
 def fix_functionalization(graph: Graph) -> FunctionalizationReport:
@@ -347,8 +349,17 @@ class RecordMemory(SourcePass):
 
 
 class FixFunctionalization(SourcePass):
+    """`key`: of the observer that is told of each graph; a name, since copies of the pass must find it."""
+
+    def __init__(self, key: str = "") -> None:
+        self.key = key
+
     def __call__(self, graph: Graph) -> None:
-        _REPORTS.append(fix_functionalization(graph))
+        told = OBSERVERS.get(self.key, lambda _graph, _report: None)
+        told(graph, None)
+        report = fix_functionalization(graph)
+        _REPORTS.append(report)
+        told(graph, report)
 
 
 class KeepOrder(SourcePass):
@@ -356,9 +367,9 @@ class KeepOrder(SourcePass):
         return keep_order(graph)
 
 
-def inductor_options() -> dict[str, Any]:
-    """What `torch.compile(fn, options=…)` needs for the fix."""
-    options = {"joint_custom_pre_pass": RecordMemory(), "post_grad_custom_post_pass": FixFunctionalization()}
+def inductor_options(key: str = "") -> dict[str, Any]:
+    """What `torch.compile(fn, options=…)` needs for the fix. `key`: see OBSERVERS."""
+    options = {"joint_custom_pre_pass": RecordMemory(), "post_grad_custom_post_pass": FixFunctionalization(key)}
     return options | ({"_pre_fusion_custom_pass": KeepOrder()} if VERSION < (2, 13) else {})
 
 

@@ -178,7 +178,7 @@ def keep(work: GraphWork, node: Node, value: Node, reason: str, *, opaque: bool 
             node.args = (copied, *node.args[1:])
         else:
             node.replace_input_with(value, copied)
-        work.kept.append(KeptCopy(node.name, str(node.target), value.name, reason))
+        work.kept.append(KeptCopy.of(node.name, str(node.target), value, reason))
 
 
 def drop_self_copies(work: GraphWork) -> None:

@@ -68,7 +68,7 @@ def mend_removed_clones(work: GraphWork, outputs: OutputAliases) -> None:
             copied = work.copy(source, after_definition(source), any_layout=True)
             node.args = (owner, copied, *node.args[2:])
             reason = f"graph input %{stale[0].name} is overwritten before %{node.name} reads it"
-            work.kept.append(KeptCopy(node.name, str(node.target), source.name, reason))
+            work.kept.append(KeptCopy.of(node.name, str(node.target), source, reason))
         written.append(owner)
 
 
@@ -96,7 +96,7 @@ def return_copy(work: GraphWork, position: int, before: Node, reason: str) -> No
     """Output `position` returns a copy, taken above `before`."""
     output = output_node(work.graph)
     values = list(leaves(output.args[0]))
-    work.protected.append(KeptCopy(output.name, "output", values[position].name, reason))
+    work.protected.append(KeptCopy.of(output.name, "output", values[position], reason))
     values[position] = work.copy(values[position], before, any_layout=True)
     output.args = (tuple(values),)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch.fx import Node
+
+from graft.ir.nodes import static_int, tensor_val
+
 
 @dataclass(frozen=True)
 class KeptCopy:
@@ -13,6 +17,31 @@ class KeptCopy:
     op: str
     value: str  # what is copied
     reason: str
+    bytes: int | str = 0  # an expression where sizes are symbols
+
+    @property
+    def size(self) -> str:
+        return f"{self.bytes:,} bytes" if isinstance(self.bytes, int) else f"{self.bytes} bytes"
+
+    @staticmethod
+    def of(node: str, op: str, value: Node, reason: str) -> KeptCopy:
+        """Of `value`, as it is recorded in the graph."""
+        tensor = tensor_val(value)
+        size = tensor.numel() * tensor.itemsize if tensor is not None else 0
+        return KeptCopy(
+            node, op, value.name, reason, number if (number := static_int(size)) is not None else str(size)
+        )
+
+
+@dataclass(frozen=True)
+class RestoredCall:
+    """A functional call that writes in place again, where it stands in the model, and the node that does so."""
+
+    node: str
+    op: str
+    anchor: str
+    module: str
+    made: str
 
 
 @dataclass(frozen=True)
@@ -32,6 +61,7 @@ class FunctionalizationReport:
     protected: tuple[KeptCopy, ...] = ()  # returned values that are copied, because their memory is written later
     moved: tuple[MovedRead, ...] = ()
     left: tuple[tuple[str, str], ...] = ()  # calls left to Inductor, with the reason
+    calls: tuple[RestoredCall, ...] = ()  # those of `restored`
 
     def lines(self) -> list[str]:
         """One for each thing done."""

@@ -8,12 +8,12 @@ import torch
 from torch.fx import Node
 
 from graft.ir.edit import INHERITED
-from graft.ir.nodes import leaves, val
+from graft.ir.nodes import leaves, module_path, val, where
 from graft.memory.aliases import refresh_views
 from graft.memory.inductor_fix.inplace import InplacePlan, overlaps, plan_write, written_parts
 from graft.memory.inductor_fix.moves import insert, lift, lift_plan
 from graft.memory.inductor_fix.offsets import copied_stretch, view_arguments
-from graft.memory.inductor_fix.report import KeptCopy, MovedRead
+from graft.memory.inductor_fix.report import KeptCopy, MovedRead, RestoredCall
 from graft.memory.inductor_fix.work import FunctionalCall, GraphWork, View
 
 aten = torch.ops.aten
@@ -36,10 +36,11 @@ def restore(work: GraphWork, call: FunctionalCall) -> None:
         if copied is None:
             work.left.append((node.name, f"%{base.name} has symbolic strides; {plan}"))
             return
-        work.kept.append(KeptCopy(node.name, str(call.op), base.name, plan))
+        work.kept.append(KeptCopy.of(node.name, str(call.op), base, plan))
         bases.append(copied)
-    rewrite(work, call, bases)
-    work.restored.append(node.name)
+    name, anchor, module = node.name, where(node), module_path(node)
+    made = rewrite(work, call, bases)
+    work.restored.append(RestoredCall(name, str(call.op), anchor, module, made.name))
 
 
 def is_strided_view(leaf: object, index: int) -> bool:
@@ -63,7 +64,7 @@ def carry_out(work: GraphWork, call: FunctionalCall, index: int, plan: InplacePl
         for read in plan.detach:
             read.reader.replace_input_with(value, copied)
             target, reason = str(read.reader.target), f"%{node.name} overwrites it"
-            work.kept.append(KeptCopy(read.reader.name, target, value.name, reason))
+            work.kept.append(KeptCopy.of(read.reader.name, target, value, reason))
     if plan.protect_old is not None:
         work.protect(plan.protect_old, node, node, f"%{node.name} overwrites it")
     if plan.protect_new is not None:
@@ -71,7 +72,7 @@ def carry_out(work: GraphWork, call: FunctionalCall, index: int, plan: InplacePl
         work.protect(plan.protect_new, below, node, f"it is in graph input %{call.bases[index].name}, written later")
 
 
-def rewrite(work: GraphWork, call: FunctionalCall, bases: list[Node]) -> None:
+def rewrite(work: GraphWork, call: FunctionalCall, bases: list[Node]) -> Node:
     """The op itself on `bases`; who read a result reads the base."""
     node, graph = call.node, work.graph
     settled = [settled_base(work, call, index, base) for index, base in enumerate(bases)]
@@ -111,6 +112,7 @@ def rewrite(work: GraphWork, call: FunctionalCall, bases: list[Node]) -> None:
             adopt(work, user, new)
     work.aliases.forget(node)
     graph.erase_node(node)
+    return new
 
 
 def settled_base(work: GraphWork, call: FunctionalCall, index: int, base: Node) -> Node:
@@ -141,7 +143,7 @@ def unshared(work: GraphWork, call: FunctionalCall, bases: list[Node], value: No
             and overlaps(written_parts(call, index), value)
         ):
             reason = f"the op reads it while it overwrites %{base.name}"
-            work.kept.append(KeptCopy(call.node.name, str(call.op), value.name, reason))
+            work.kept.append(KeptCopy.of(call.node.name, str(call.op), value, reason))
             return work.copy(value, call.node, any_layout=True) or value
     return value
 

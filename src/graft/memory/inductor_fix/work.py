@@ -13,7 +13,7 @@ from torch.fx import Graph, Node, map_arg
 from graft.ir.nodes import is_op, output_node, tensor_val, val
 from graft.memory.aliases import Aliases
 from graft.memory.inductor_fix.moves import copy_node, lift, lift_plan, opaque_copy
-from graft.memory.inductor_fix.report import FunctionalizationReport, KeptCopy, MovedRead
+from graft.memory.inductor_fix.report import FunctionalizationReport, KeptCopy, MovedRead, RestoredCall
 from graft.memory.regions import same_layout
 
 aten = torch.ops.aten
@@ -81,16 +81,16 @@ class GraphWork:
     aliases: Aliases
     settle: Callable[[Any], Any]  # put in front of a write: who reads the old value later has it by then
     offset_of: Callable[..., Any]  # where a view starts, as a call in the graph (offsets.py)
-    restored: list[str] = field(default_factory=list)
+    restored: list[RestoredCall] = field(default_factory=list)
     kept: list[KeptCopy] = field(default_factory=list)
     protected: list[KeptCopy] = field(default_factory=list)
     moved: list[MovedRead] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
 
     def report(self) -> FunctionalizationReport:
-        return FunctionalizationReport(
-            tuple(self.restored), tuple(self.kept), tuple(self.protected), tuple(self.moved), tuple(self.left)
-        )
+        names = tuple(call.node for call in self.restored)
+        copies = tuple(self.kept), tuple(self.protected)
+        return FunctionalizationReport(names, *copies, tuple(self.moved), tuple(self.left), tuple(self.restored))
 
     def copy(self, value: Node, before: Node, *, any_layout: bool = False, opaque: bool = False) -> Node | None:
         first = before.prev
@@ -109,7 +109,7 @@ class GraphWork:
         lift(lift_plan([value], before)[0], before)
         copied = self.copy(value, before, any_layout=True)
         output_node(self.graph).replace_input_with(value, copied)
-        self.protected.append(KeptCopy(by.name, str(by.target), value.name, reason))
+        self.protected.append(KeptCopy.of(by.name, str(by.target), value, reason))
 
 
 def write_back(value: Node) -> Node | None:

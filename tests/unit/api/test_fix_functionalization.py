@@ -1,0 +1,122 @@
+"""fix_functionalization as a pass with a name: on and off, its record, near misses, dumps, diff and explain."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import graft
+from graft.backends.inductor import reset_compiler, without_caches
+from graft.base.errors import ConfigError
+from graft.passes.config import load_config
+from graft.passes.pipeline import order_transforms
+from graft.workbench.diff_text import graph_lines
+from graft.workbench.explain import explain_model
+
+NAME = "fix_functionalization"
+
+
+@torch.library.custom_op("r23::put_", mutates_args=("cache",))
+def put_(cache: torch.Tensor, rows: torch.Tensor, at: torch.Tensor) -> None:
+    cache.index_copy_(0, at, rows)
+
+
+put_.register_fake(lambda cache, rows, at: None)
+
+
+def update(cache, rows, at):
+    """Two writes: the second has to keep what it overwrites, since that is returned."""
+    torch.ops.r23.put_(cache, rows, at)
+    own = rows * 2
+    before = own + 0
+    kept = own.view(-1)
+    torch.ops.r23.put_(own, rows + 1, at)
+    return before, kept.sum(), own
+
+
+def returns_the_old(cache, rows, at):
+    new = cache.clone()
+    torch.ops.r23.put_(new, rows, at)
+    return new + cache, new
+
+
+def arguments():
+    return torch.zeros(8, 4), torch.randn(8, 4), torch.arange(8)
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    reset_compiler()
+    with without_caches(), torch.no_grad():
+        yield
+    reset_compiler()
+
+
+def test_stock_inductor_with_the_pass_alone(tmp_path):
+    cache, rows, at = arguments()
+    wanted, own = returns_the_old(cache.clone(), rows, at), cache.clone()
+    seen = len(graft.functionalization_reports())
+    got = torch.compile(returns_the_old, options=graft.fix_functionalization(dump_dir=tmp_path))(own, rows, at)
+    assert all(map(torch.equal, got, wanted)) and torch.equal(own, cache)
+    (report,) = graft.functionalization_reports()[seen:]
+    record = report.transforms[NAME]
+    assert record.status == "applied" and [match.pattern for match in record.matches] == ["r23.put_.default"]
+    assert "test_fix_functionalization.py" in record.matches[0].anchor
+    (miss,) = record.near_misses
+    assert "is copied (128 bytes)" in miss.reason and miss.name == record.matches[0].name
+    run = graft.open_run(tmp_path / "graph_0")
+    before, after = run.around(NAME)
+    assert "auto_functionalized_v2" in before.text() and "auto_functionalized_v2" not in after.text()
+    difference = graft.diff_graphs(before.graph().graph, after.graph().graph)
+    assert f"- %{record.matches[0].name}" in "\n".join(line.text for line in graph_lines(difference, unfold=True))
+    assert run.report.transforms[NAME].matches == record.matches
+
+
+def test_graft_compile_has_the_record_and_turns_it_off():
+    cache, rows, at = arguments()
+    compiled = graft.compile(update, (cache, rows, at), backend="inductor")
+    record = compiled.report.transforms[NAME]
+    assert record.status == "skipped" and "first call" in record.reason
+    own, wanted = cache.clone(), cache.clone()
+    expected, got = update(wanted, rows, at), compiled(own, rows, at)
+    assert all(map(torch.equal, got, expected)) and torch.equal(own, wanted)
+    record = compiled.report.transforms[NAME]
+    assert record.status == "applied" and len(record.matches) == 2 and record.nodes_before > 0
+    off = {"transforms": {NAME: {"enabled": False}}}
+    stock = graft.compile(update, (cache, rows, at), backend="inductor", config=off)
+    assert NAME not in stock.report.transforms and any(f"{NAME} is off" in note for note in stock.report.notes)
+    stock(cache.clone(), rows, at)
+
+
+def test_the_torch_compile_backend_has_the_record():
+    cache, rows, at = arguments()
+    backend = graft.Backend()
+    torch.compile(update, backend=backend)(cache.clone(), rows, at)
+    assert len(backend.reports[-1].transforms[NAME].matches) == 2
+    off = graft.Backend({"transforms": {NAME: {"enabled": False}}})
+    torch.compile(update, backend=off)(cache.clone(), rows, at)
+    assert off.reports[-1].transforms[NAME].status == "disabled"
+    assert any(f"{NAME} is off" in note for note in off.reports[-1].notes)
+
+
+def test_it_is_listed_and_not_in_grafts_own_pipeline():
+    assert NAME in load_config().transforms and NAME not in order_transforms(load_config())
+    for name, stage in ((NAME, "state"), ("fuse_rope", "inductor")):
+        with pytest.raises(ConfigError, match=rf"transforms.{name}.stage={stage}: the stage inductor"):
+            load_config({"transforms": {name: {"stage": stage}}})
+
+
+def test_explain_and_the_example_show_it_on_a_model(monkeypatch, capsys):
+    explained = explain_model("tiny-llama", NAME, load_config())
+    assert [match.site.layer for match in explained.matches] == [0, 1]
+    assert {match.pattern for match in explained.matches} == {"graft.paged_attention.default"}
+    path = Path(__file__).parents[3] / "examples" / "transform_before_after.py"
+    monkeypatch.setattr(sys, "argv", [str(path), "--transform", NAME])
+    runpy.run_path(str(path), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert f"{NAME} on tiny-llama" in printed and "- %auto_functionalized_v2" in printed
+    assert "+ %paged_attention_default" in printed
