@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graft.ops.spec import define as define_op
     from graft.ops.spec import native as native_kernel
     from graft.passes.base import BaseTransform, Context, Outcome, Stage, TransformConfig
+    from graft.passes.foreign import as_transform
     from graft.passes.patterns import PatternTransform, Rewrite
     from graft.passes.registry import TransformRegistry
     from graft.passes.report import Report
@@ -48,6 +49,7 @@ _HOMES = {
     "functionalization_reports": "graft.api.functionalization",
     "GraftError": "graft.base.errors",
     "UsageError": "graft.base.errors",
+    "as_transform": "graft.passes.foreign",
     "BaseTransform": "graft.passes.base",
     "Context": "graft.passes.base",
     "Outcome": "graft.passes.base",
@@ -99,6 +101,7 @@ __all__ = [
     "TransformConfig",
     "TransformRegistry",
     "UsageError",
+    "as_transform",
     "backend_reports",
     "compile",
     "define_op",

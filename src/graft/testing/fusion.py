@@ -21,8 +21,9 @@ from graft.base.plugins import adopt
 from graft.ir.io.text import graph_text, target_text
 from graft.ir.nodes import calls
 from graft.ir.trace import export_graph
-from graft.passes.base import Context
+from graft.passes.base import Context, Stage, TransformConfig
 from graft.passes.config import PipelineConfig, Verify, load_config
+from graft.passes.foreign import ForeignPass, name_of_pass
 from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry, load_all
 from graft.passes.report import Report, TransformRecord
@@ -89,6 +90,9 @@ def settings_for(transform: str, alongside: Sequence[str], config: Config, verif
             )
         adopt(TransformRegistry.get(name).__module__)
     settings = config if isinstance(config, PipelineConfig) else load_config(config)
+    if transform not in settings.transforms and issubclass(TransformRegistry.get(transform), ForeignPass):
+        own = {transform: TransformConfig(Stage.FUSE)}
+        settings = replace(settings, transforms={**settings.transforms, **own})
     unlisted = next((name for name in (transform, *alongside) if name not in settings.transforms), None)
     if unlisted is not None:
         raise UnknownTransform(
@@ -103,7 +107,7 @@ def settings_for(transform: str, alongside: Sequence[str], config: Config, verif
 def try_transform(
     module: Tried,
     args: tuple[Any, ...],
-    transform: str,
+    transform: str | Any,
     *,
     kwargs: Mapping[str, Any] | None = None,
     alongside: Sequence[str] = (),
@@ -114,8 +118,11 @@ def try_transform(
 ) -> Trial:
     """Captures `module` and runs one transform on it, with those named by `alongside`, in the pipeline's order.
 
+    transform: its name, or any pass (passes/foreign.py): a function of a graph, a PatternMatcherPass…
+
     verify: "matches" also runs every match beside what it replaced; "structure" checks the graph alone.
     """
+    transform = transform if isinstance(transform, str) else name_of_pass(transform)
     settings = settings_for(transform, alongside, config, verify)
     gm = export_graph(as_module(module), args, dict(kwargs or {}), dynamic_shapes)
     before = graph_text(gm.graph)
@@ -124,7 +131,7 @@ def try_transform(
 
 
 def assert_fuses(
-    module: Tried, args: tuple[Any, ...], transform: str, *, count: int | None = None, **options: Any
+    module: Tried, args: tuple[Any, ...], transform: str | Any, *, count: int | None = None, **options: Any
 ) -> Trial:
     """The transform matches `count` times (at least once where that is left out), and every match is
     checked numerically.
@@ -132,6 +139,7 @@ def assert_fuses(
     options: those of `try_transform`.
     """
     __tracebackhide__ = True
+    transform = transform if isinstance(transform, str) else name_of_pass(transform)
     expected = f"{transform} matches {name_of(module)} {'at least once' if count is None else times(count)}"
     try:
         trial = try_transform(module, args, transform, **options)
@@ -162,10 +170,11 @@ def why_of(error: TransformError) -> str:
 
 
 def assert_not_fuses(
-    module: Tried, args: tuple[Any, ...], transform: str, *, reason: str | None = None, **options: Any
+    module: Tried, args: tuple[Any, ...], transform: str | Any, *, reason: str | None = None, **options: Any
 ) -> Trial:
     """The transform leaves the module alone: no match, a reason (with `reason` in it), the graph as it was."""
     __tracebackhide__ = True
+    transform = transform if isinstance(transform, str) else name_of_pass(transform)
     expected = f"{transform} leaves {name_of(module)} alone"
     try:
         trial = try_transform(module, args, transform, **options)

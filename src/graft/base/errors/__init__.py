@@ -42,6 +42,7 @@ from graft.base.errors.files import ArtifactError, DiskFull, ProfileError, Table
 from graft.base.errors.graphs import (
     CaptureError,
     DecodeMismatch,
+    ForeignPassError,
     LiftError,
     NumericCheckError,
     PatternError,
@@ -113,6 +114,7 @@ __all__ = [
     "EventOrder",
     "ExportRefused",
     "ExtraMissing",
+    "ForeignPassError",
     "GradientsRefused",
     "GraftError",
     "GraphRefused",

@@ -52,6 +52,11 @@ class TransformError(GraftError):
         )
 
 
+class ForeignPassError(GraftError):
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"the pass {name} cannot run as a transform: {problem}")
+
+
 class ShapesUnknown(GraftError):
     def __init__(self, where: str) -> None:
         super().__init__(
