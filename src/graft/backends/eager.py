@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from torch.fx import Graph, GraphModule, Node, map_arg
 
 from graft.backends.lowered import Lowered
+from graft.backends.nvtx import NOTE, add_ranges, ranges_on
 from graft.backends.streams import bind_streams, placements
 from graft.ir.branches import all_nodes, inner_graphs
 from graft.ir.nodes import OpOverload, arg_values, val
@@ -19,7 +20,7 @@ from graft.ops.spec import OpSpec
 
 def lower_eager(gm: GraphModule, named: Mapping[str, str] | None = None) -> Lowered:
     bound, kernels = bind_all(gm, named)
-    return Lowered(bound, "eager", gathered(kernels))
+    return Lowered(bound, "eager", gathered(kernels), (NOTE,) if ranges_on() else ())
 
 
 def bind_all(gm: GraphModule, named: Mapping[str, str] | None = None) -> tuple[GraphModule, list[tuple[str, Ran]]]:
@@ -48,6 +49,7 @@ def bind_kernels(
     graph.set_codegen(copy.copy(gm.graph._codegen))
     named, kernels = named or {}, []
     placed = placements(graph)
+    original = {node.name: node for node in gm.graph.nodes}
     for node in graph.nodes:
         spec = spec_of(node)
         if spec is not None:
@@ -56,6 +58,8 @@ def bind_kernels(
             kernels.append((f"graft::{spec.name}", bound.ran))
     if placed:
         kernels.append(("graft::stream_switch", Ran((bind_streams(graph, placed),))))
+    if ranges_on():
+        add_ranges(graph, original)
     return graph, kernels
 
 

@@ -6,6 +6,22 @@ from typing import Annotated
 
 import typer
 
+
+def start_nvtx(asked: bool) -> bool:
+    if asked:
+        from graft.backends.nvtx import switch_on
+        from graft.base.errors import UsageError
+
+        try:
+            switch_on()
+        except UsageError as error:
+            raise typer.BadParameter(str(error)) from error
+    return asked
+
+
+Nvtx = Annotated[
+    bool, typer.Option("--nvtx", help="NVTX ranges by layer, transform and op, for nsys.", callback=start_nvtx)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on standard output.")]
 Sets = Annotated[
     list[str] | None,

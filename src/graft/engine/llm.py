@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from graft.engine.cache_error import cache_error_text
 from graft.engine.choices import choice_notes
 from graft.engine.frontend import Frontend
 from graft.engine.kv.events import Event
+from graft.engine.kv.subscription import EventSubscription
 from graft.engine.options import EngineOptions
 from graft.engine.self_check import self_check
 from graft.engine.stages import (
@@ -104,6 +105,16 @@ class LLM(Frontend):
         """What happened in the cache since the last call; waits up to `timeout` seconds for something to happen."""
         events = self.engine.manager.events
         return events.drain(timeout) if events is not None else []
+
+    def on_kv_cache_events(self, callback: Callable[[list[Event]], Any]) -> EventSubscription:
+        """Calls `callback(events)` from a thread of its own whenever something happens in the cache, until `close()`.
+
+        It begins with the present state. Those who poll get all events as well.
+        """
+        events = self.engine.manager.events
+        if events is None:
+            raise UsageError("this engine's cache tells of no events")
+        return EventSubscription(events, callback)
 
     @property
     def report(self) -> Report:

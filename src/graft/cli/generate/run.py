@@ -24,6 +24,7 @@ from graft.cli.options import (
     Logprobs,
     MaxModelLen,
     MinP,
+    Nvtx,
     Plugins,
     Presence,
     Quantize,
@@ -78,6 +79,7 @@ def run(
     kv_cache_dtype: CacheDtype = "auto",
     max_model_len: MaxModelLen = None,
     trust_remote_code: TrustRemoteCode = False,
+    nvtx: Nvtx = False,  # noqa: ARG001 (its callback does it)
     dump: Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:

@@ -21,6 +21,7 @@ from graft.cli.options import (
     DType,
     Json,
     Model,
+    Nvtx,
     Plugins,
     Quantize,
     Sets,
@@ -84,6 +85,7 @@ def bench(
     kv_cache_memory: CacheMemory = None,
     kv_cache_dtype: CacheDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    nvtx: Nvtx = False,  # noqa: ARG001 (its callback does it)
     plot: Annotated[str | None, typer.Option(help="Also draw it: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> None:
@@ -113,11 +115,10 @@ def bench(
             model, clock, **given, keep_weights=module_runs, max_num_seqs=max(max_num_seqs or 256, *plan.batches),
             options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory),
         )  # fmt: skip
-        built = clock.since(CAPTURE)
         notes = {"command": shlex.join(["graft", *sys.argv[1:]]), "build_phases": clock.phases()}
         if kernels:
             return table_of_kernels(llm, plan, notes, progress, as_json)
-        result = measure(llm, plan, built, progress, notes, model)
+        result = measure(llm, plan, clock.since(CAPTURE), progress, notes, model)
     report(result, plot, as_json)
 
 

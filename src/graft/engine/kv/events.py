@@ -147,11 +147,13 @@ class EventQueue:
     drain events are only counted: a queue that nobody reads costs next to nothing.
     """
 
-    def __init__(self, limit: int = 65536) -> None:
+    def __init__(self, limit: int = 65536, lock: Any = None) -> None:
+        """`lock`: of the queue that this one is a branch of."""
         if limit < 1:
             raise CacheMisuse(f"an event queue with a limit of {limit}; it must be at least 1")
         self.limit = limit
-        self.lock = threading.RLock()  # the manager holds it while it changes what is stored
+        self.lock = lock or threading.RLock()  # the manager holds it while it changes what is stored
+        self.branches: list[EventQueue] = []
         self.filled = threading.Condition(self.lock)
         self.snapshot: Callable[[], list[Record]] = list
         self.backlog: deque[tuple[float, Record]] = deque()
@@ -160,6 +162,7 @@ class EventQueue:
         self.first_id = 0  # of those that were not drained
         self.lost = False  # the backlog was dropped
         self.waiting = 0  # readers
+        self.woken = False  # readers wait no more
 
     def attach(self, snapshot: Callable[[], list[Record]]) -> None:
         """From now on the queue tells of the cache with this snapshot, beginning with `created`."""
@@ -168,8 +171,28 @@ class EventQueue:
             for make, content in snapshot():
                 self.put(make, content)
 
+    def branch(self) -> EventQueue:
+        """A second reader: it gets the present state, then every event, whoever drains this queue."""
+        with self.lock:
+            made = EventQueue(self.limit, self.lock)
+            made.attach(self.snapshot)
+            self.branches.append(made)
+            return made
+
+    def drop(self, branch: EventQueue) -> None:
+        with self.lock:
+            self.branches = [other for other in self.branches if other is not branch]
+
+    def wake(self) -> None:
+        """Whoever waits looks again."""
+        with self.lock:
+            self.woken = True
+            self.filled.notify_all()
+
     def put(self, make: Callable[..., Event], content: Sequence[Any]) -> None:
         with self.lock:
+            for branch in self.branches:
+                branch.put(make, content)
             self.next_id += 1
             if self.waiting:
                 self.filled.notify_all()
@@ -185,7 +208,9 @@ class EventQueue:
     def wait(self, timeout: float) -> None:
         self.waiting += 1
         try:
-            self.filled.wait_for(lambda: self.next_id > self.first_id, min(timeout, threading.TIMEOUT_MAX))
+            self.filled.wait_for(
+                lambda: self.woken or self.next_id > self.first_id, min(timeout, threading.TIMEOUT_MAX)
+            )
         finally:
             self.waiting -= 1
 
