@@ -7,6 +7,7 @@ $ graft diff dumps/graph_0 --transform fix_functionalization
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from itertools import count
@@ -16,6 +17,7 @@ from typing import Any
 from torch.fx import Graph
 
 from graft.backends import InductorSettings
+from graft.base.errors import DumpError
 from graft.ir.edit import second_module
 from graft.memory.inductor_fix.report import FunctionalizationReport
 from graft.passes.base import Context
@@ -24,6 +26,7 @@ from graft.passes.dumps import DumpWriter
 from graft.passes.library.fix_functionalization import NAME, record_of
 from graft.passes.report import Report, TransformRecord
 
+log = logging.getLogger("graft")
 POST_GRAD = "post_grad"  # the step before the pass: Inductor's graph when its own patterns have run
 LATER = "Inductor compiles at the first call; a graph from its caches has what was done when it was first compiled"
 OFF = (
@@ -66,8 +69,15 @@ class FixRecorder:
             self.dumps.finish(Report(name, {NAME: record}), self.config or load_config(), Context())
 
     def write(self, stage: str, name: str, graph: Graph) -> None:
-        if self.dumps.folder is not None and graph.owning_module is not None:
+        if self.dumps.folder is None or graph.owning_module is None:
+            return
+        try:
             self.dumps.write(stage, name, second_module(graph.owning_module))
+        except (
+            DumpError
+        ) as error:  # a graph of Inductor's may hold what graft's never do; it is compiled all the same
+            log.warning("Inductor's graph is not dumped: %s", error)
+            self.dumps = DumpWriter()
 
     @property
     def record(self) -> TransformRecord:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,19 @@ from graft.ir.canonical.normal_form import sweep
 from graft.ir.checks import drop_restated_metadata
 from graft.ir.nodes import placeholders
 from graft.ir.trace import DecompositionLevel, use_level
+from graft.memory.inductor_fix.functionalization import OBSERVERS
+from graft.memory.inductor_fix.report import FunctionalizationReport
 from graft.passes.base import Context
 from graft.passes.config import PipelineConfig, load_config
 from graft.passes.library.fix_functionalization import NAME as FIX
+from graft.passes.library.fix_functionalization import record_of
 from graft.passes.pipeline import order_transforms, run_one
 from graft.passes.registry import TransformRegistry
 from graft.passes.report import Report, TransformRecord
 
 # Reports stand in the module, not on the pass: AOTInductor runs a deep copy of the pass.
 _reports: list[Report] = []
+OBSERVER = "passes_for_inductor"
 WALK = (
     "it walks over linear and attention layers, which Inductor has taken apart before its post-grad passes run;"
     " graft.compile sees them whole"
@@ -63,8 +68,16 @@ def passes_for_inductor(
     """
     settings = config if isinstance(config, PipelineConfig) else load_config(config)
     refuse_named_kernels(settings.kernels)
-    asked = InductorSettings(options=options or {}, fix=settings.transforms[FIX].enabled)
+    OBSERVERS[OBSERVER] = record_fix
+    asked = InductorSettings(options=options or {}, fix=settings.transforms[FIX].enabled, observer=OBSERVER)
     return inductor_patches(asked, {FUSION_PASS: CachedPass(pass_key(settings), partial(run_fusions, settings))})
+
+
+def record_fix(graph: Graph, fixed: FunctionalizationReport | None) -> None:
+    """What fix_functionalization did goes into the report of its graph, on which the fusions ran just before."""
+    if fixed is not None and _reports:
+        record = record_of([fixed], nodes_after=len(graph.nodes))
+        _reports[-1] = replace(_reports[-1], transforms={**_reports[-1].transforms, FIX: record})
 
 
 def inductor_reports() -> list[Report]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.export import Dim
 
 import graft
 from graft.base.errors import DonationRefused, PositionError, SharedMemoryError, UsageError
@@ -86,6 +87,23 @@ def test_what_is_not_safe_is_refused_with_the_node(program, reason):
     with pytest.raises(DonationRefused, match="s cannot be donated") as refused:
         graft.compile(program, (torch.ones(4, 4), torch.ones(4, 4)), donate=("s",))
     assert reason in str(refused.value)
+
+
+def test_exported_programs_and_dynamic_sizes_are_donated_too():
+    class Step(torch.nn.Module):
+        def forward(self, x, cache, pos):
+            return step(x, cache, pos)
+
+    sizes = {"x": {0: Dim("batch")}, "cache": {0: Dim("batch"), 1: Dim("length")}, "pos": None}
+    program = torch.export.export(Step(), arguments(), dynamic_shapes=sizes)
+    for compiled in (
+        graft.compile(program, donate=("cache",)),
+        graft.compile(Step(), arguments(), dynamic_shapes=sizes, donate=("cache",)),
+    ):
+        x, cache, pos = torch.randn(3, 8), torch.randn(3, 5, 8), torch.tensor([4])
+        wanted = step(x, cache.clone(), pos)
+        total, new = compiled(x, cache, pos)
+        assert new is cache and torch.equal(cache, wanted[1]) and torch.equal(total, wanted[0])
 
 
 def test_names_that_are_none_and_memory_that_is_shared_are_refused():

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import graft
 from cache_model import Simulation, bits, random_trace, state_of, trace_step
 from graft.base.errors import CacheMisuse, EventOrder
 from graft.engine.kv import events as kv
@@ -421,3 +422,10 @@ def test_a_callback_may_close_its_own_subscription_and_a_slow_one_loses_history_
 
     holder.append(EventSubscription(queue, once))
     assert closed.wait(60)
+
+
+def test_an_engine_tells_by_callback():
+    llm, told = graft.LLM("tiny-llama", dtype="float32", device="cpu", backend="eager"), []
+    with llm.on_kv_cache_events(told.extend):
+        llm.generate([[3 + i for i in range(40)]], graft.SamplingParams(max_tokens=2))
+    assert kinds(told) == kinds(llm.kv_cache_events()) == ["created", "stored", "updated"]
