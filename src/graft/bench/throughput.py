@@ -7,14 +7,14 @@ that gave it. Prompts are random tokens, no two alike, so that nothing is found 
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from graft.base.errors import GraftError, PromptTooLong, UsageError
+from graft.base.errors import GraftError
 from graft.base.files import Progress
 from graft.base.timers import synchronize
+from graft.bench.load import Load, Spread, behind_text
 from graft.engine.core import Request
 from graft.engine.engine import Engine
 from graft.engine.llm import LLM
@@ -22,60 +22,6 @@ from graft.engine.params import SamplingParams
 
 WARM_UP = 16  # requests that go first and do not count: kernels are compiled and graphs captured for them
 WARM_NEW = 4
-PERCENTILES = (50, 90, 99)
-HEALTHY = 0.95  # of the asked rate
-
-
-@dataclass(frozen=True)
-class Load:
-    """`isl` tokens of a prompt, `osl` new ones; `rate`: requests a second, exponential gaps; None: all at once."""
-
-    isl: int
-    osl: int
-    requests: int
-    rate: float | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.isl, self.osl, self.requests) < 1:
-            raise UsageError(
-                f"--throughput: lengths and requests must be at least 1, not {self.name}, {self.requests}"
-            )
-        if self.rate is not None and not self.rate > 0:
-            raise UsageError(f"--rate must be more than 0 requests a second, but is {self.rate}")
-
-    @property
-    def name(self) -> str:
-        return f"{self.isl}/{self.osl}"
-
-    def check_context(self, context: int | None) -> None:
-        if context is not None and self.isl + self.osl > context:
-            raise PromptTooLong(self.isl, self.osl, context)
-
-    def arrivals(self) -> list[float]:
-        """Seconds after the beginning; the same in every run."""
-        if self.rate is None:
-            return [0.0] * self.requests
-        source, at, times = random.Random(0), 0.0, []
-        for _ in range(self.requests):
-            times.append(at)
-            at += source.expovariate(self.rate)
-        return times
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Milliseconds."""
-
-    p50: float
-    p90: float
-    p99: float
-
-    @staticmethod
-    def of(seconds: Sequence[float]) -> Spread | None:
-        if not seconds:
-            return None
-        cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 99
-        return Spread(*(1e3 * cuts[p - 1] for p in PERCENTILES))
 
 
 @dataclass(frozen=True)
@@ -189,9 +135,6 @@ def random_prompts(vocabulary: int, load: Load) -> Iterator[list[int]]:
 def row_of(engine: Engine, load: Load, log: Log, seconds: float) -> LoadRow:
     tokens, steps = load.requests * load.osl, len(log.decode_steps) + len(log.prompt_steps)
     reached = load.requests / seconds
-    behind = ""
-    if load.rate is not None and reached < HEALTHY * load.rate:
-        behind = f"{load.rate:g} requests/s were asked for and {reached:.2f} were kept up: lower --rate to that"
     return LoadRow(
         load,
         seconds,
@@ -209,5 +152,5 @@ def row_of(engine: Engine, load: Load, log: Log, seconds: float) -> LoadRow:
         100 * log.fullest,
         engine.stats.preemptions,
         engine.stats.bucket_misses,
-        behind,
+        behind_text(load.rate, reached),
     )

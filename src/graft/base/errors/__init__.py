@@ -76,6 +76,7 @@ from graft.base.errors.serve import (
     ModelNotLoaded,
     Overloaded,
     QueueTimeout,
+    ServerFailed,
     TokenizerRefused,
 )
 from graft.base.errors.workbench import (
@@ -151,6 +152,7 @@ __all__ = [
     "ReportError",
     "ReproRefused",
     "RunMismatch",
+    "ServerFailed",
     "ShapesUnknown",
     "SharedMemoryError",
     "StreamOrderError",

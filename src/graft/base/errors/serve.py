@@ -61,3 +61,10 @@ class TokenizerRefused(GraftError):
             f"graft serve cannot use the tokenizer of {model}: {why}; convert it to a tokenizer.json, or serve the"
             " model from a program of your own with graft.LLM"
         )
+
+
+class ServerFailed(GraftError):
+    """A server that is measured does not answer."""
+
+    def __init__(self, server: str, why: str) -> None:
+        super().__init__(f"the server at {server} cannot be measured: {why}")

@@ -11,6 +11,15 @@ import typer
 
 from graft.cli.load import load_llm
 from graft.cli.measure.bench_load import DEFAULT_REQUESTS, Preset, Rate, Requests, Throughput, read_loads, under_load
+from graft.cli.measure.bench_server import (
+    Clients,
+    Endpoint,
+    ExtraBody,
+    Serve,
+    ServerKey,
+    bench_server,
+    check_options,
+)
 from graft.cli.options import (
     DEFAULT_MODEL,
     Backend,
@@ -60,6 +69,7 @@ TimeLimit = Annotated[
 
 
 def bench(
+    ctx: typer.Context,
     model: Model = DEFAULT_MODEL,
     batch: Batches = None,
     prompt: Annotated[str, typer.Option(help="Tokens of each prompt; several with commas between them.")] = "128",
@@ -73,6 +83,11 @@ def bench(
     preset: Preset = None,
     requests: Requests = None,
     rate: Rate = None,
+    serve: Serve = None,
+    clients: Clients = None,
+    endpoint: Endpoint = "completions",
+    api_key: ServerKey = None,
+    extra_body: ExtraBody = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once. [256]")] = None,
     time_limit: TimeLimit = None,
     dtype: DType = "auto",
@@ -90,10 +105,12 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure latency and throughput over batch sizes, beside Hugging Face eager and torch.compile."""
-    from graft.base.progress import CAPTURE
-    from graft.bench.phases import PhaseClock
-    from graft.bench.threads import use_threads
-    from graft.cli.measure.bench_show import phase_lines
+    check_options(ctx, serve)
+    if serve is not None:
+        named = None if model == DEFAULT_MODEL else model
+        return bench_server(
+            serve, named, clients, rate, requests, prompt, new, endpoint, api_key, extra_body, plot, as_json
+        )
     from graft.models.load import DTYPES, resolve_device, resolve_dtype
 
     target = resolve_device(device)
@@ -108,11 +125,30 @@ def bench(
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
     check(model, plan, backend, plot, kernels)
     resolve_dtype(dtype, target, DTYPES["float32"])
+    bench_engine(model, plan, given, max_num_seqs or 256, kv_cache_memory, peers, kernels, plot, as_json)
+
+
+def bench_engine(
+    model: str,
+    plan: BenchPlan,
+    given: dict[str, Any],
+    max_num_seqs: int,
+    kv_cache_memory: str | None,
+    peers: bool,
+    kernels: bool,
+    plot: str | None,
+    as_json: bool,
+) -> None:
+    from graft.base.progress import CAPTURE
+    from graft.bench.phases import PhaseClock
+    from graft.bench.threads import use_threads
+    from graft.cli.measure.bench_show import phase_lines
+
     module_runs = bool({*plan.against} - {"llama.cpp"})  # all others run the Hugging Face module
     with use_threads(plan.threads), phase_lines(peers) as progress:
         clock = PhaseClock(progress)
         llm = load_llm(
-            model, clock, **given, keep_weights=module_runs, max_num_seqs=max(max_num_seqs or 256, *plan.batches),
+            model, clock, **given, keep_weights=module_runs, max_num_seqs=max(max_num_seqs, *plan.batches),
             options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory),
         )  # fmt: skip
         notes = {"command": shlex.join(["graft", *sys.argv[1:]]), "build_phases": clock.phases()}

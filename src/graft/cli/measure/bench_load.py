@@ -11,7 +11,7 @@ import typer
 from graft.cli.load import load_llm
 
 if TYPE_CHECKING:
-    from graft.bench.throughput import Load
+    from graft.bench.load import Load
 
 DEFAULT_REQUESTS = {"cuda": 1000, "cpu": 32, "meta": 32}
 Throughput = Annotated[
@@ -30,8 +30,8 @@ Preset = Annotated[str | None, typer.Option(help="Loads that others publish figu
 
 def read_loads(given: str | None, preset: str | None, requests: int, rate: float | None) -> list[Load]:
     from graft.base.errors import UsageError, near
+    from graft.bench.load import Load
     from graft.bench.published import PRESETS
-    from graft.bench.throughput import Load
 
     if preset is not None and preset not in PRESETS:
         raise UsageError(f"--preset: unknown name {preset!r}{near(preset, PRESETS)}")

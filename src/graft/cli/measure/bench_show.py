@@ -14,9 +14,10 @@ from graft.cli.show import err, out, progress_bar
 
 if TYPE_CHECKING:
     from graft.bench.kernel_times import StepTimes
+    from graft.bench.load import Spread
     from graft.bench.published import Published
     from graft.bench.rows import Bench, Row
-    from graft.bench.throughput import LoadRow, Spread
+    from graft.bench.throughput import LoadRow
 
 # twelve columns in 80 characters, so that a narrow terminal or a pipe cuts no number
 COLUMNS = ("first", "TF/s", "peak", "ms/tok", "tok/s", "GB/s", "roof", "ratio", "build", "same")

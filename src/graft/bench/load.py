@@ -1,0 +1,72 @@
+"""Loads and spreads of times, whoever is measured: an engine in this process, or a server."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graft.base.errors import PromptTooLong, UsageError
+
+PERCENTILES = (50, 90, 99)
+HEALTHY = 0.95  # of the asked rate
+
+
+@dataclass(frozen=True)
+class Load:
+    """`isl` tokens of a prompt, `osl` new ones; `rate`: requests a second, exponential gaps; None: all at once."""
+
+    isl: int
+    osl: int
+    requests: int
+    rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.isl, self.osl, self.requests) < 1:
+            raise UsageError(
+                f"--throughput: lengths and requests must be at least 1, not {self.name}, {self.requests}"
+            )
+        if self.rate is not None and not self.rate > 0:
+            raise UsageError(f"--rate must be more than 0 requests a second, but is {self.rate}")
+
+    @property
+    def name(self) -> str:
+        return f"{self.isl}/{self.osl}"
+
+    def check_context(self, context: int | None) -> None:
+        if context is not None and self.isl + self.osl > context:
+            raise PromptTooLong(self.isl, self.osl, context)
+
+    def arrivals(self) -> list[float]:
+        """Seconds after the beginning; the same in every run."""
+        if self.rate is None:
+            return [0.0] * self.requests
+        source, at, times = random.Random(0), 0.0, []
+        for _ in range(self.requests):
+            times.append(at)
+            at += source.expovariate(self.rate)
+        return times
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Milliseconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Spread | None:
+        if not seconds:
+            return None
+        cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 99
+        return Spread(*(1e3 * cuts[p - 1] for p in PERCENTILES))
+
+
+def behind_text(rate: float | None, reached: float) -> str:
+    """Why the asked rate of requests a second was not kept."""
+    if rate is None or reached >= HEALTHY * rate:
+        return ""
+    return f"{rate:g} requests/s were asked for and {reached:.2f} were kept up: lower --rate to that"
