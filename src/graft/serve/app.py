@@ -7,9 +7,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route, Router
+from starlette.types import ASGIApp
 
 from graft import __version__
 from graft.serve.generation import Generation, from_chat, from_completion, from_response
@@ -20,6 +22,7 @@ from graft.serve.protocol import requests, values
 from graft.serve.protocol.responses import response
 from graft.serve.state import ServerState
 
+PREFLIGHT = 600  # seconds that a browser may keep the answer to whether it may ask
 Handler = Callable[[ServerState, HttpRequest], Awaitable[Response]]
 
 
@@ -143,6 +146,13 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 )
 
 
-def make_app(state: ServerState) -> Guard:
+def make_app(state: ServerState) -> ASGIApp:
+    """Origins are looked at first: a browser asks without a key whether it may, and reads errors only with them."""
     routes = [Route(path, partial(handler, state), methods=[method]) for method, path, handler in ROUTES]
-    return Guard(Router(routes, redirect_slashes=False), state)
+    guard = Guard(Router(routes, redirect_slashes=False), state)
+    if not state.options.allowed_origins:
+        return guard
+    headers, exposed = ("Authorization", "Content-Type", "X-Request-Id"), ("X-Request-Id", "Retry-After")
+    return CORSMiddleware(
+        guard, state.options.allowed_origins, ("GET", "POST"), headers, expose_headers=exposed, max_age=PREFLIGHT
+    )

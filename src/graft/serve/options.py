@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,18 +11,20 @@ from typing import Any
 from graft.base.errors import UsageError
 
 MIB = 1 << 20
-LISTS = ("served_model_name", "api_key", "sets", "plugins")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")  # as a browser sends it: no path, no slash at its end
+LISTS = ("served_model_name", "api_key", "allowed_origins", "sets", "plugins")
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the engine process loads, as `graft run` takes it; `engine` are fields of EngineOptions."""
+    """What the engine process loads, as `graft run` takes it; `engine` are fields of EngineOptions. config: laid over
+    the pipeline's default.yaml."""
 
     model: str
     dtype: str = "auto"
     device: str = "auto"
     backend: str = "auto"
-    config: str | None = None
+    config: Mapping[str, Any] | None = None
     sets: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
     quantize: str | None = None
@@ -41,6 +44,8 @@ class ServeOptions:
     slow_client_timeout: how long a client may take none of what is sent to it.
     stall_timeout: an engine that has work and makes no step for so long is told by /health as 503.
     restart: a dead engine process is started again.
+    ssl_keyfile, ssl_certfile: PEM files, for https. The key may be in the file of the certificate.
+    allowed_origins: of pages in browsers that may ask (CORS); "*" is all, none is none but our own.
     """
 
     load: ModelOptions
@@ -56,6 +61,9 @@ class ServeOptions:
     slow_client_timeout: float = 60.0
     stall_timeout: float = 300.0
     restart: bool = False
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    allowed_origins: tuple[str, ...] = ()
     json_logs: bool = False
 
     def __post_init__(self) -> None:
@@ -68,6 +76,13 @@ class ServeOptions:
                 raise UsageError(f"--{name.replace('_', '-')} must be more than 0, but is {getattr(self, name)}")
         if self.port > 65_535:
             raise UsageError(f"--port must be at most 65535, but is {self.port}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise UsageError("--ssl-keyfile needs --ssl-certfile, the certificate of that key")
+        for origin in self.allowed_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise UsageError(
+                    f"--allowed-origins takes origins like https://chat.example.com, or *, not {origin!r}"
+                )
         if not all(self.names):
             raise UsageError("a --served-model-name is empty")
 
@@ -81,7 +96,7 @@ def options_from(given: Mapping[str, Any]) -> ServeOptions:
     """From the options of the command, by name: of the server, of what it loads, and the rest of its engine. Lists
     become tuples."""
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    values |= {name: values[name] or () for name in LISTS}
+    values |= {name: values[name] or () for name in LISTS if name in values}
     own = {name: values[name] for name in ServeOptions.__dataclass_fields__ if name in values}
     loads = {name: values[name] for name in ModelOptions.__dataclass_fields__ if name in values}
     engine = {name: value for name, value in values.items() if name not in own | loads}

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,8 +52,8 @@ class Serving:
         self.state = ServerState(options, link, metrics, ApiKeys(options.api_key, options.api_key_file), log)
         self.log, self.link = log, link
         self.socket = listening(options.host, options.port)
-        self.url = url_of(self.socket)
-        self.server = QuietServer(uvicorn.Config(make_app(self.state), **UVICORN))
+        self.url = url_of(self.socket, "http" if options.ssl_certfile is None else "https")
+        self.server = QuietServer(uvicorn.Config(make_app(self.state), **UVICORN, **tls(options)))
         self.over = asyncio.Event()  # set when the process is to end
         self.warming: asyncio.Task[None] | None = None
 
@@ -164,9 +165,27 @@ def listening(host: str, port: int) -> socket.socket:
     return found
 
 
-def url_of(bound: socket.socket) -> str:
+def tls(options: ServeOptions) -> dict[str, Any]:
+    """For uvicorn; files that are no certificate or no key of it are told before the model is loaded."""
+    cert, key = options.ssl_certfile, options.ssl_keyfile
+    if cert is None:
+        return {}
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=no_password)
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        files = f"--ssl-certfile {cert}" + ("" if key is None else f", --ssl-keyfile {key}")
+        raise UsageError(f"{files}: {error}") from error
+    return {"ssl_certfile": cert, "ssl_keyfile": key}
+
+
+def no_password() -> str:
+    """Without it OpenSSL would ask the terminal."""
+    raise ValueError("the key has a password; take it off (openssl pkey), and guard the file")
+
+
+def url_of(bound: socket.socket, scheme: str) -> str:
     host, port = bound.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def serve(options: ServeOptions) -> int:

@@ -9,8 +9,8 @@ import typer
 from graft.cli.options import (
     DEFAULT_MODEL,
     Backend,
+    CacheDtype,
     CacheMemory,
-    ConfigFile,
     Device,
     DType,
     MaxModelLen,
@@ -47,10 +47,24 @@ Stall = Annotated[
 Restart = Annotated[bool, typer.Option("--restart", help="Start an engine process that died again.")]
 PrefixCaching = Annotated[bool, typer.Option(help="Prompts that begin alike share the cache.")]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Decode without CUDA graphs.")]
+OptionsFile = Annotated[
+    str | None,
+    typer.Option(
+        "--config", help="YAML with these options by name, and what the pipeline takes. Command, environment"
+        " (GRAFT_SERVE_PORT), file: the first that has it.", metavar="FILE",
+    ),
+]  # fmt: skip
+KeyFile = Annotated[str | None, typer.Option(help="Private key, for https.", metavar="PEM")]
+CertFile = Annotated[str | None, typer.Option(help="Certificate, for https.", metavar="PEM")]
+Origins = Annotated[
+    list[str] | None,
+    typer.Option(help="Pages of this origin may ask from a browser (CORS); * is all. Repeatable.", metavar="ORIGIN"),
+]
 JsonLogs = Annotated[bool, typer.Option("--json", help="Log lines as JSON objects on standard output.")]
 
 
 def serve(
+    ctx: typer.Context,
     model: Model = DEFAULT_MODEL,
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -67,26 +81,31 @@ def serve(
     slow_client_timeout: SlowReader = 60.0,
     stall_timeout: Stall = 300.0,
     restart: Restart = False,
+    ssl_keyfile: KeyFile = None,
+    ssl_certfile: CertFile = None,
+    allowed_origins: Origins = None,
     enable_prefix_caching: PrefixCaching = True,
     enforce_eager: EnforceEager = False,
     dtype: DType = "auto",
     device: Device = "auto",
     backend: Backend = "auto",
-    config: ConfigFile = None,
+    config: OptionsFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
     quantize: Quantize = None,
     kv_cache_memory: CacheMemory = None,
+    kv_cache_dtype: CacheDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     json_logs: JsonLogs = False,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API has it: chat, completions, streams, metrics."""
-    given = dict(locals())
+    given = {name: value for name, value in locals().items() if name != "ctx"}
     from graft.base.errors import ExtraMissing
+    from graft.cli.generate.serve_sources import layered
     from graft.cli.waiting import end_waiting
     from graft.serve.options import options_from
 
-    options = options_from(given)
+    options = options_from(layered(ctx, given))
     try:
         from graft.serve.run import serve as serve_until_told
     except ModuleNotFoundError as error:
