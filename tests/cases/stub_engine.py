@@ -88,7 +88,12 @@ class Stub:
             del self.open[number]
         top = params["logprobs"]
         likely = None if top is None else [TokenLogprobs(-0.5, [(token, -0.5), (7, float("-1e30"))][:top])]
-        return [AnswerRow(number, sample, [token], likely, reason, None, 0, None) for sample in range(params["n"])]
+        scores = params["prompt_logprobs"] if not sent else None
+        told = None if scores is None else [TokenLogprobs(-p / 8, [(7, -0.25)][:scores], 2) for p in prompt[1:]]
+        return [
+            AnswerRow(number, sample, [token], likely, reason, None, 0, None, None if sample else told)
+            for sample in range(params["n"])
+        ]
 
 
 if __name__ == "__main__":

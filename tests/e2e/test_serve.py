@@ -97,6 +97,7 @@ CASES = [
     {"temperature": 0, "max_tokens": 40, "repetition_penalty": 1.3, "presence_penalty": 0.5, "logprobs": 3},
     {"temperature": 0.7, "seed": 1, "max_tokens": 40, "stop": ["e", "q"], "frequency_penalty": 0.2},
     {"temperature": 0.7, "seed": 2, "max_tokens": 40, "stop": ["a"], "include_stop_str_in_output": True},
+    {"temperature": 0, "max_tokens": 20, "logit_bias": {"70": 100, "5": -100}, "ignore_eos": True},
     {"temperature": 0, "max_tokens": 12, "stop_token_ids": list(range(40, 160)), "min_tokens": 3},
 ]
 
@@ -120,8 +121,21 @@ def streamed(plain, body):
     return {index: ("".join(text), ids, ends) for index, (text, ids, ends) in found.items()}
 
 
+def test_prompts_are_as_likely_as_in_process(llm, client):
+    """As lm-eval asks. The null of the first token is OpenAI's own, though not in its types."""
+    asked = {"echo": True, "logprobs": 2, "max_tokens": 0}
+    answer = client.completions.create(model="tiny-served", prompt=PROMPTS, **asked)
+    expected = llm.generate(PROMPTS, graft.SamplingParams(max_tokens=1, prompt_logprobs=2))
+    for one, choice in zip(expected, answer.choices, strict=True):
+        ids, scores = one.prompt_token_ids, one.prompt_logprobs
+        assert choice.logprobs.token_logprobs[0] is None and len(choice.logprobs.tokens) == len(ids)
+        own = [each[token].logprob for token, each in zip(ids[1:], scores[1:], strict=True)]
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
+        assert choice.text == PROMPTS[choice.index]
+
+
 def test_all_at_once_whole_and_streamed_are_the_tokens_of_generate(llm, plain):
-    """21 requests share batches; each has the tokens and the text that it has alone."""
+    """24 requests share batches; each has the tokens and the text that it has alone."""
     bodies = [{"prompt": prompt, "return_token_ids": True, **case} for prompt in PROMPTS for case in CASES]
     with ThreadPoolExecutor(16) as pool:
         wholes = pool.map(lambda body: plain.post("/v1/completions", json=body), bodies)
@@ -129,6 +143,8 @@ def test_all_at_once_whole_and_streamed_are_the_tokens_of_generate(llm, plain):
         wholes, streams = list(wholes), list(streams)
     for body, whole, stream in zip(bodies, wholes, streams, strict=True):
         params = {name: value for name, value in body.items() if name not in ("prompt", "return_token_ids")}
+        if bias := params.get("logit_bias"):
+            params["logit_bias"] = {int(token): value for token, value in bias.items()}
         (expected,) = llm.generate([body["prompt"]], graft.SamplingParams(**params))
         answer = whole.json()
         assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from graft.engine.scheduler import StepPlan
@@ -20,5 +22,8 @@ def host_batch(plan: StepPlan, block_size: int) -> HostBatch:
     return found
 
 
-def pack(plan: StepPlan, block_size: int, device: torch.device) -> Batch:
-    return layout.pack(host_batch(plan, block_size), device)
+def pack(plan: StepPlan, block_size: int, device: torch.device, scored: Sequence[int] = ()) -> Batch:
+    """scored: tokens whose logits are wanted beside those of the last of each request."""
+    found = host_batch(plan, block_size)
+    found.logits_indices += scored
+    return layout.pack(found, device)

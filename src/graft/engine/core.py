@@ -35,6 +35,7 @@ class Output:
     error: GraftError | None = None
     alternatives: tuple[Output, ...] = ()
     prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one a token of the prompt; None for the first
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain values; the error as its message."""
@@ -48,6 +49,8 @@ class Output:
             "error": None if self.error is None else str(self.error),
             "alternatives": [other.to_json() for other in self.alternatives],
             "prompt_token_ids": self.prompt_token_ids,
+            "prompt_logprobs": self.prompt_logprobs
+            and [each and {t: asdict(p) for t, p in each.items()} for each in self.prompt_logprobs],
         }
 
 
@@ -74,6 +77,7 @@ class Request:
     cached: int | None = None  # prompt tokens found in the cache when it was first admitted
     preemptions: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the prompt's tokens but the first
     leader: Request | None = None  # the first of the samples of n > 1, for the others
     siblings: list[Request] = field(default_factory=list)  # the others, for the first
     finish_reason: FinishReason | None = None
@@ -87,6 +91,12 @@ class Request:
     @property
     def new_tokens(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """It wants logprobs of its prompt, and has not got them all: every token of it must be computed."""
+        wanted = self.params.prompt_logprobs is not None and self.leader is None
+        return wanted and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
     def most_tokens(self) -> int:

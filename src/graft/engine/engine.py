@@ -25,6 +25,7 @@ from graft.engine.kv.tensors import copy_blocks
 from graft.engine.params import SamplingParams
 from graft.engine.sampling.sampling import SampledToken, make_generator, sample
 from graft.engine.scheduler import Scheduler, StepPlan
+from graft.engine.scoring import scored_prompts, take_scores
 from graft.engine.text.detokenize import TextStream
 
 
@@ -79,10 +80,15 @@ class Engine:
         with self.undone_on_error(plan, due):
             copy_blocks(self.tensors, plan.copies)
             due += self.due(plan)
-            step = None if loop is None else loop.begin(plan, due, self.run)
+            scored = scored_prompts(plan)
+            step = None if loop is None or scored else loop.begin(plan, due, self.run)
             if step is None:
-                capture = None if loop is None else loop.captured(plan, "logits")
-                logits = self.run(plan) if loop is None or capture is None else loop.logits(plan, capture)
+                capture = None if loop is None or scored else loop.captured(plan, "logits")
+                if loop is not None and capture is not None:
+                    logits = loop.logits(plan, capture)
+                else:
+                    logits = self.run(plan, scored=[index for one in scored for index in one.indices])
+                logits = take_scores(scored, logits)
                 fed = zip(plan.requests, plan.counts, strict=True)
                 self.advance(fed, due, self.choose(due, logits))  # logits: [n, vocab]
         if step is not None:
@@ -91,11 +97,12 @@ class Engine:
         self.count(plan, grown, time.perf_counter() - started)
         return grown
 
-    def run(self, plan: StepPlan, feed: Feed | None = None) -> Tensor:
-        """[n, vocab]. feed: tokens of it that only the device knows."""
-        if self.loop is not None and (found := self.loop.packed.logits(plan, feed)) is not None:
+    def run(self, plan: StepPlan, feed: Feed | None = None, scored: Sequence[int] = ()) -> Tensor:
+        """[n, vocab]. feed: tokens of it that only the device knows. scored: tokens of it with logits of their own,
+        which come behind, [n + len(scored), vocab]."""
+        if not scored and self.loop is not None and (found := self.loop.packed.logits(plan, feed)) is not None:
             return found
-        batch = pack(plan, self.manager.block_size, self.tensors[0].device)
+        batch = pack(plan, self.manager.block_size, self.tensors[0].device, scored)
         if feed is not None:
             feed.into(batch.input_ids[0])
         (logits,) = self.graph(*batch.inputs(), *self.tensors)  # [1, n, vocab]
@@ -127,7 +134,8 @@ class Engine:
         due = self.due(plan)
         self.pending = plan
         with self.undone_on_error(plan, due):
-            ahead = loop.begin(plan, due, self.run, step) if not plan.copies else None
+            alone = bool(plan.copies or scored_prompts(plan))  # it needs the host, and nothing in flight
+            ahead = None if alone else loop.begin(plan, due, self.run, step)
         if ahead is not None:
             self.pending = None
 

@@ -193,6 +193,10 @@ class Frontend:
         check_fits(ids, params, self.model.context)
         if params.stop and self.tokenizer is None:
             raise TokenizerMissing(self.model.name)
+        vocabulary = self.model.module.config.vocab_size
+        strange = next((token for token, _ in params.biases if token >= vocabulary), None)
+        if strange is not None:
+            raise UsageError(f"logit_bias: token id {strange} is outside the vocabulary of {vocabulary}")
         return self.engine.make(ids, params, priority=priority)
 
     def try_request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request | GraftError:
@@ -217,6 +221,7 @@ class Frontend:
             request.error,
             tuple(self.output(sibling) for sibling in request.siblings),
             request.prompt,
+            None if request.params.prompt_logprobs is None else [None, *(request.leader or request).prompt_logprobs],
         )
 
 

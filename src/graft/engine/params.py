@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ LARGEST = sys.float_info.max
 MOST_STOP_TOKENS = 1024  # every token is compared with each, in the step that all requests share
 MOST_STOPS = 16  # every character is compared with every stop string
 MOST_LOGPROBS = 20
+MOST_BIASES = 1024  # tokens
 
 # field: (kind, what is allowed, the same in words). Comparisons alone, so that NaN fails each of them.
 Rule = tuple[str, Callable[[Any], bool], str]
@@ -27,6 +28,11 @@ RULES: dict[str, Rule] = {
     "frequency_penalty": ("number", lambda v: -2 <= v <= 2, "from -2 to 2 (0 is off)"),
     "seed": ("whole number or None", lambda v: -(2**63) <= v < 2**64, "a whole number that fits into 64 bits"),
     "logprobs": (
+        "whole number or None",
+        lambda v: 0 <= v <= MOST_LOGPROBS,
+        f"from 0 to {MOST_LOGPROBS}, or None for off",
+    ),
+    "prompt_logprobs": (
         "whole number or None",
         lambda v: 0 <= v <= MOST_LOGPROBS,
         f"from 0 to {MOST_LOGPROBS}, or None for off",
@@ -51,7 +57,8 @@ class SamplingParams:
 
     temperature=0 is greedy, where top_k, top_p and min_p change nothing. Repetition counts the prompt and the new
     tokens, presence and frequency the new ones alone. `seed` makes sampling repeatable. `stop` and `stop_token_ids`
-    are tuples once made.
+    are tuples once made. logit_bias: token → what is added to its logit, from -100 (never) to 100; pairs once made.
+    prompt_logprobs: as logprobs, of the prompt's own tokens; its prompt is computed, not taken from the cache.
     """
 
     n: int = 1
@@ -70,6 +77,8 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -77,6 +86,7 @@ class SamplingParams:
             check(name, getattr(self, name), rule)
         object.__setattr__(self, "stop", stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
         if self.min_tokens > self.max_tokens:
             raise wrong("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.n > 1 and self.greedy:
@@ -85,6 +95,10 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        return tuple(self.logit_bias or ())  # pyrefly: ignore  # pairs, since it was made
 
     @property
     def penalised(self) -> bool:
@@ -117,6 +131,22 @@ def token_ids(ids: object) -> tuple[int, ...]:
     if len(numbers) > MOST_STOP_TOKENS:
         raise UsageError(f"stop_token_ids must be at most {MOST_STOP_TOKENS} ids, but are {len(numbers)}")
     return numbers
+
+
+def bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
+    if isinstance(given, Mapping):
+        given = tuple(given.items())
+    pairs = items("logit_bias", given, "token ids and numbers, such as {50256: -100}")
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise wrong("logit_bias", pair, "token ids and numbers, such as {50256: -100}")
+        token, bias = pair
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise wrong("logit_bias", token, "of token ids, whole numbers of 0 or more")
+        check("logit_bias", bias, ("number", lambda v: -100 <= v <= 100, "from -100 to 100"))
+    if len(pairs) > MOST_BIASES:
+        raise UsageError(f"logit_bias must be of at most {MOST_BIASES} tokens, but is of {len(pairs)}")
+    return tuple(dict(pairs).items())
 
 
 def items(name: str, value: object, words: str) -> tuple[Any, ...]:

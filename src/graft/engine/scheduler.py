@@ -10,6 +10,7 @@ from graft.engine.core import Request
 from graft.engine.kv.manager import BlockManager, Copy, Table
 
 PATIENCE = 1000  # steps by which a better priority goes ahead
+SCORED = 512  # tokens of prompts whose logits a step keeps: 256 MB of a vocabulary of 128 k, in float32
 
 
 @dataclass
@@ -20,6 +21,7 @@ class StepPlan:
     requests: list[Request] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    scorable: int = 0  # of these, tokens of prompts that are scored
 
     def decoding_first(self) -> StepPlan:
         """Single tokens side by side: attention takes a run of them in one call."""
@@ -69,7 +71,7 @@ class Scheduler:
         while self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
             if not self.admit(self.waiting[0]):
                 break
-        plan = StepPlan(self.max_num_batched_tokens)
+        plan = StepPlan(self.max_num_batched_tokens, scorable=SCORED)
         # kept for those that decode, but one token is left for the first in the order if that is a prompt
         kept = min(sum(request.decoding for request in self.running), self.max_num_batched_tokens - 1)
         for request in tuple(self.running):
@@ -85,6 +87,9 @@ class Scheduler:
         """Puts the request's next tokens into the plan, leaving `kept`. Without memory for them it waits again."""
         assert request.table is not None
         granted = min(request.length - request.fed, max(plan.budget - kept, 0))
+        if request.scores_prompt:
+            granted = min(granted, plan.scorable)
+            plan.scorable -= granted
         if not granted or request.ending:
             return
         copies = self.make_room(request, request.table, request.fed + granted)
@@ -103,7 +108,7 @@ class Scheduler:
                 return False
         if self.still_refused(request):
             return False
-        table = self.manager.open(request.tokens)
+        table = self.manager.open(request.tokens, reuse=not request.scores_prompt)
         if self.make_room(request, table, len(request.tokens)) is None:
             self.manager.close(table)
             self.refused = (request, self.manager.available)

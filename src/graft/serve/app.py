@@ -14,6 +14,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from graft import __version__
+from graft.base.errors import HttpRefused
 from graft.serve.generation import Generation, from_chat, from_completion, from_response
 from graft.serve.guard import Guard
 from graft.serve.http import EventStream, json_response, read_body, while_connected
@@ -103,6 +104,15 @@ async def detokenize(state: ServerState, http: HttpRequest) -> Response:
     return json_response({"prompt": await asyncio.to_thread(text.decode, ids, skip_special_tokens=False)})
 
 
+async def embeddings(state: ServerState, http: HttpRequest) -> Response:
+    requests.served_name(await json_body(state, http), state.options.names)
+    raise HttpRefused(
+        f"{state.options.names[0]} is a generating model: its graph gives logits alone, and no hidden state to be"
+        " pooled; there are no embeddings here",
+        code="unsupported_endpoint",
+    )
+
+
 async def health(state: ServerState, _: HttpRequest) -> Response:
     alive, told = state.health()
     return json_response(told, 200 if alive else 503)
@@ -137,6 +147,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/responses", responses),
+    ("POST", "/v1/embeddings", embeddings),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("GET", "/health", health),

@@ -18,10 +18,10 @@ from graft.serve.protocol.choices import Choice, Piece
 from graft.serve.protocol.completions import CompletionFormat
 from graft.serve.protocol.requests import AskedChat, AskedCompletion
 from graft.serve.protocol.responses import ResponseFormat
-from graft.serve.protocol.sampling import fitted
+from graft.serve.protocol.sampling import check_biases, fitted
 from graft.serve.protocol.values import Json
 from graft.serve.text import ServedText
-from graft.serve.wire import AnswerRow, ServedModel
+from graft.serve.wire import AnswerRow, ServedModel, TokenLogprobs
 
 
 class AnswerFormat(Protocol):
@@ -44,7 +44,9 @@ class Generation:
     stream: bool
     text: ServedText
     format: AnswerFormat
+    silent: bool = False  # nothing of what comes is shown
     found: dict[int, Choice] = field(default_factory=dict)
+    scores: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # of prompts
     ticket: Ticket | None = None
 
     @property
@@ -60,11 +62,15 @@ class Generation:
             raise EngineFailed(row.error)
         params = self.params[prompt]
         index = prompt * params.n + row.sample
+        if row.prompt_logprobs is not None:
+            self.scores[prompt] = row.prompt_logprobs
         choice = self.found.get(index)
         if choice is None:
             known = self.text.tokenizer is not None
             stream = TextStream(self.text, self.prompts[prompt], params) if known else None
-            choice = self.found[index] = Choice(index, params, stream, self.format.keeps)
+            choice = Choice(index, params, stream, self.format.keeps, silent=self.silent)
+            choice.prompt_logprobs = self.scores.get(prompt)  # in the first row of the first sample
+            self.found[index] = choice
         return choice, choice.take(row)
 
     async def answer(self, ticket: Ticket) -> bytes:
@@ -110,7 +116,9 @@ async def from_completion(
     if asked.params.stop:
         _ = text.known  # stop strings need a tokenizer
     envelope = Envelope(f"cmpl-{request_id}", int(time.time()), asked.model, chat=False)
-    return Generation(prompts, params, asked.stream, text, CompletionFormat(asked, envelope, prompts, text, before))
+    check_biases(asked.params, model.vocabulary)
+    made = CompletionFormat(asked, envelope, prompts, text, before)
+    return Generation(prompts, params, asked.stream, text, made, asked.silent)
 
 
 async def from_chat(asked: AskedChat, text: ServedText, model: ServedModel, request_id: str) -> Generation:
@@ -128,5 +136,6 @@ async def from_response(
 
 
 async def chat_prompt(asked: AskedChat, text: ServedText, model: ServedModel) -> tuple[list[int], SamplingParams]:
+    check_biases(asked.params, model.vocabulary)
     ids = await text.chat(asked.messages, generation=asked.generation_prompt, options=asked.template_options)
     return ids, fitted(asked.params, len(ids), model.context, model.cache_tokens)

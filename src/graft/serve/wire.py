@@ -38,10 +38,12 @@ def messages(connection: socket.socket) -> Iterator[Message]:
 
 
 class TokenLogprobs(NamedTuple):
-    """Of a token that was chosen: its own logprob, and [token, logprob] of the likeliest."""
+    """Of a token that was chosen, or is in the prompt: its own logprob, and [token, logprob] of the likeliest. rank:
+    how many are likelier, plus one; of the prompt alone."""
 
     logprob: float
     top: Sequence[tuple[int, float]]
+    rank: int = 0
 
 
 class AnswerRow(NamedTuple):
@@ -55,11 +57,16 @@ class AnswerRow(NamedTuple):
     stop_reason: int | str | None
     cached: int  # tokens of the prompt that were found in the cache
     error: str | None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of its tokens but the first; in the first row of sample 0
 
     @classmethod
     def parse(cls, given: list[Any]) -> AnswerRow:
         row = cls(*given)
-        return row if row.logprobs is None else row._replace(logprobs=[TokenLogprobs(*one) for one in row.logprobs])
+        lists = {name: getattr(row, name) for name in ("logprobs", "prompt_logprobs")}
+        parsed: dict[str, Any] = {
+            name: [TokenLogprobs(*one) for one in each] for name, each in lists.items() if each is not None
+        }
+        return row._replace(**parsed) if parsed else row
 
 
 @dataclass(frozen=True)

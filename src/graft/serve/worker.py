@@ -90,7 +90,18 @@ class SentRequest(Watch):
                 for token, each in zip(tokens, given, strict=True)
             ]
         error = None if one.error is None else str(one.error)
-        return AnswerRow(self.number, index, tokens, likely, reason, one.stop_reason, one.cached or 0, error)
+        prompt = self.prompt_logprobs() if not index and not sent and tokens else None
+        return AnswerRow(self.number, index, tokens, likely, reason, one.stop_reason, one.cached or 0, error, prompt)
+
+    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        asked, count = self.request, self.request.params.prompt_logprobs
+        if count is None:
+            return None
+        pairs = zip(asked.prompt[1:], asked.prompt_logprobs, strict=True)
+        return [
+            TokenLogprobs(each[token].logprob, [(t, p.logprob) for t, p in each.items()][:count], each[token].rank)
+            for token, each in pairs
+        ]
 
 
 class Worker:

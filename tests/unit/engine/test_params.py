@@ -20,7 +20,7 @@ NUMBERS = [
     "presence_penalty",
     "frequency_penalty",
 ]
-WHOLE = ["n", "top_k", "seed", "logprobs", "max_tokens", "min_tokens"]
+WHOLE = ["n", "top_k", "seed", "logprobs", "prompt_logprobs", "max_tokens", "min_tokens"]
 FLAGS = ["include_stop_str_in_output", "ignore_eos", "skip_special_tokens"]
 WRONG = [
     ("n", 0, "n must be at least 1, but is 0"),
@@ -43,6 +43,9 @@ WRONG = [
     ("seed", -(2**63) - 1, "fits into 64 bits"),
     ("logprobs", -1, "logprobs must be from 0 to 20, or None for off, but is -1"),
     ("logprobs", MOST_LOGPROBS + 1, "but is 21"),
+    ("prompt_logprobs", 21, "prompt_logprobs must be from 0 to 20, or None for off, but is 21"),
+    ("logit_bias", {1: 101}, "logit_bias must be from -100 to 100, but is 101"),
+    ("logit_bias", dict.fromkeys(range(1025), 1), "at most 1024 tokens, but is of 1025"),
     ("stop", "", "stop must be strings of at least one character, but is ''"),
     ("stop", ["a", ""], "at least one character"),
     ("stop", ["a", 3], r"but is 3"),
@@ -110,8 +113,8 @@ def test_fields_that_contradict_each_other():
 
 def test_every_field_has_a_rule():
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert names == set(RULES) | {"stop", "stop_token_ids"}
-    assert names == {*NUMBERS, *WHOLE, *FLAGS, "stop", "stop_token_ids"}, "each kind is tested above"
+    assert names == set(RULES) | {"stop", "stop_token_ids", "logit_bias"}
+    assert names == {*NUMBERS, *WHOLE, *FLAGS, "stop", "stop_token_ids", "logit_bias"}, "each kind is tested above"
 
 
 def test_defaults_are_greedy_and_frozen():

@@ -67,6 +67,42 @@ def test_several_prompts_and_echo(client):
     assert answers[0]["text"].startswith("hello") and answers[1]["text"].startswith("the quick")
 
 
+def test_how_likely_a_prompt_is(client):
+    """As lm-eval asks: the prompt's own logprobs, before those of the answer, or without one."""
+    asked = {"echo": True, "logprobs": 1, "temperature": 1, "n": 2}
+    whole = complete(client, [16, 24, 32], **asked).json()
+    streamed, done = chunks(complete(client, [16, 24, 32], **asked, stream=True).text.splitlines())
+    assert done
+    for index, choice in enumerate(whole["choices"]):
+        told = choice["logprobs"]
+        assert told["token_logprobs"] == [None, -3.0, -4.0, -0.5, -0.5, -0.5, -0.5]
+        assert told["top_logprobs"][0] is None and len(told["top_logprobs"]) == len(told["tokens"]) == 7
+        assert told["text_offset"] == [sum(map(len, told["tokens"][:at])) for at in range(7)]
+        assert choice["text"] == "".join(told["tokens"])
+        parts = [chunk["choices"][0] for chunk in streamed if chunk["choices"][0]["index"] == index]
+        assert [one for part in parts for one in part["logprobs"]["token_logprobs"]] == told["token_logprobs"]
+        assert [one for part in parts for one in part["logprobs"]["text_offset"]] == told["text_offset"]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+    alone = complete(client, [[16, 24, 32], [8, 16]], echo=True, logprobs=0, max_tokens=0).json()
+    assert [one["logprobs"]["token_logprobs"] for one in alone["choices"]] == [[None, -3.0, -4.0], [None, -2.0]]
+    assert alone["usage"]["completion_tokens"] == 0 and alone["choices"][0]["finish_reason"] == "length"
+    found = complete(client, [16, 24, 32], prompt_logprobs=1).json()["choices"][0]
+    assert found["logprobs"] is None and found["prompt_logprobs"][0] is None
+    seventh = {"logprob": -0.25, "rank": 1}
+    for token, told in zip((24, 32), found["prompt_logprobs"][1:], strict=True):
+        assert {k: v for k, v in told["7"].items() if k != "decoded_token"} == seventh
+        assert told[str(token)]["logprob"] == -token / 8 and told[str(token)]["rank"] == 2
+
+
+def test_what_the_model_cannot_do(client):
+    biased = complete(client, [1], logit_bias={"300": 1})
+    assert biased.status_code == 400 and "outside the vocabulary of 300" in biased.json()["error"]["message"]
+    assert complete(client, [1], logit_bias={"299": -100}).status_code == 200
+    none = client.post("/v1/embeddings", json={"input": "hi"})
+    assert none.status_code == 400 and none.json()["error"]["code"] == "unsupported_endpoint"
+    assert client.post("/v1/responses", json={"input": "hi", "prompt_logprobs": 1}).status_code == 400
+
+
 def test_tokens_there_and_back(client):
     found = client.post("/tokenize", json={"prompt": "naïve 你好", "return_token_strs": True}).json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) and found["max_model_len"] == CONTEXT
@@ -115,7 +151,7 @@ JSON = st.recursive(
 FIELDS = """model prompt messages max_tokens max_completion_tokens temperature top_p top_k min_p n seed stop stream
     stream_options logprobs top_logprobs echo best_of suffix logit_bias presence_penalty frequency_penalty
     repetition_penalty stop_token_ids min_tokens ignore_eos tools tool_choice response_format chat_template_kwargs
-    tokens add_special_tokens user input instructions max_output_tokens text""".split()  # noqa: SIM905
+    prompt_logprobs tokens add_special_tokens user input instructions max_output_tokens text""".split()  # noqa: SIM905
 BODIES = st.binary(max_size=20) | st.builds(
     lambda base, more: json.dumps(base | more).encode(),
     st.sampled_from([{}, {"prompt": "hi"}, {"prompt": [1, 2], "stream": True}, {"messages": [{"role": "user"}]}]),
@@ -123,7 +159,7 @@ BODIES = st.binary(max_size=20) | st.builds(
 )
 
 
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"]
 
 
 @given(body=BODIES, path=st.sampled_from(PATHS))

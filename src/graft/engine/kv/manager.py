@@ -90,15 +90,15 @@ class BlockManager:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def open(self, tokens: Sequence[int]) -> Table:
-        """A table for a new sequence, with the longest stored prefix of whole blocks.
+    def open(self, tokens: Sequence[int], reuse: bool = True) -> Table:
+        """A table for a new sequence, with the longest stored prefix of whole blocks, or (reuse=False) nothing.
 
         One token at least is left to run, because the next token comes from its logits.
         """
         with self.lock:
             chain: list[CachedBlock] = []
             size = self.block_size
-            for start in range(0, len(tokens) - size, size) if self.prefix_reuse else ():
+            for start in range(0, len(tokens) - size, size) if self.prefix_reuse and reuse else ():
                 _, entry = self.find(chain[-1] if chain else None, tuple(tokens[start : start + size]))
                 if entry is None:
                     break

@@ -1,4 +1,5 @@
-"""What changes logits before a token is chosen: penalties for tokens seen, and end tokens that come too early."""
+"""What changes logits before a token is chosen: penalties for tokens seen, biases, and end tokens that come too
+early."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from graft.engine.core import Request
 
 
 def edit_logits(logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[int]) -> Tensor:
-    """Penalties, then barred end tokens. logits: [n, vocab], returned as it is where nothing changes, else a copy."""
+    """Penalties, biases, barred end tokens. logits: [n, vocab], as they are where nothing changes, else a copy."""
     seen = [seen_tokens(request) if request.params.penalised else {} for request in requests]
     barred = [
         (row, token)
@@ -23,15 +24,24 @@ def edit_logits(logits: Tensor, requests: Sequence[Request], end_tokens: frozens
         for token in end_tokens.union(request.params.stop_token_ids or ())
         if token < logits.shape[-1]
     ]
-    if not any(seen) and not barred:
+    biased = [(row, *pair) for row, request in enumerate(requests) for pair in request.params.biases]
+    if not any(seen) and not barred and not biased:
         return logits
     edited = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     if any(seen):
         penalise(edited, seen, requests)
+    if biased:
+        bias(edited, biased)
     if barred:
         rows, tokens = torch.tensor(barred, device=edited.device).unbind(-1)
         edited[rows, tokens] = -math.inf
     return edited
+
+
+def bias(logits: Tensor, entries: Sequence[tuple[int, int, float]]) -> None:
+    """Adds to logits [n, vocab], in place. entries: row, token, how much; no token of a row twice."""
+    rows, tokens = torch.tensor([entry[:2] for entry in entries], device=logits.device).unbind(-1)
+    logits[rows, tokens] += torch.tensor([entry[2] for entry in entries], dtype=logits.dtype, device=logits.device)
 
 
 def seen_tokens(request: Request) -> dict[int, int]:

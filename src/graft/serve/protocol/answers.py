@@ -72,9 +72,12 @@ def ending(piece: Piece) -> dict[str, Any]:
     return {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
 
 
-def text_choice(choice: Choice, piece: Piece, tokens: Pieces, before: str = "") -> dict[str, Any]:
-    """Of /v1/completions, whole or a chunk. before: the prompt, where it is echoed."""
-    likely = text_logprobs(choice, piece, tokens)
+def text_choice(
+    choice: Choice, piece: Piece, tokens: Pieces, before: str = "", prompt: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Of /v1/completions, whole or a chunk. before: the prompt, where it is echoed; prompt: its tokens, where their
+    logprobs are wanted, too."""
+    likely = text_logprobs(choice, piece, tokens, prompt)
     return {"index": choice.index, "text": before + piece.text, "logprobs": likely, **ending(piece)}
 
 
@@ -96,19 +99,37 @@ def says_something(choice: Choice, piece: Piece) -> bool:
     return bool(piece.text or piece.logprobs or piece.finish_reason or not choice.begun)
 
 
-def text_logprobs(choice: Choice, piece: Piece, tokens: Pieces) -> dict[str, Any] | None:
+def text_logprobs(choice: Choice, piece: Piece, tokens: Pieces, prompt: Sequence[int]) -> dict[str, Any] | None:
+    """Nothing is known of a prompt's first token."""
     if piece.logprobs is None:
         return None
-    shown, offsets = [tokens.piece(token) for token in piece.tokens], []
+    first = [None] if prompt else []
+    scores = [*(choice.prompt_logprobs or ()), *piece.logprobs] if prompt else piece.logprobs
+    shown, offsets = [tokens.piece(token) for token in (*prompt, *piece.tokens)], []
     for text in shown:
         offsets.append(choice.offset)
         choice.offset += len(text)
     return {
         "tokens": shown,
-        "token_logprobs": [bounded(one.logprob) for one in piece.logprobs],
-        "top_logprobs": [by_text(one.top, tokens) for one in piece.logprobs],
+        "token_logprobs": [*first, *(bounded(one.logprob) for one in scores)],
+        "top_logprobs": [*first, *(by_text(one.top, tokens) for one in scores)],
         "text_offset": offsets,
     }
+
+
+def prompt_logprobs(choice: Choice, prompt: Sequence[int], tokens: Pieces) -> list[dict[str, Any] | None]:
+    """vLLM's: by token id; nothing of the first."""
+    found: list[dict[str, Any] | None] = [None]
+    for own, one in zip(prompt[1:], choice.prompt_logprobs or (), strict=True):
+        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(one.top, 1)}
+        ranked[own] = one.logprob, one.rank
+        found.append(
+            {
+                str(token): {"logprob": bounded(logprob), "rank": rank, "decoded_token": tokens.piece(token)}
+                for token, (logprob, rank) in ranked.items()
+            }
+        )
+    return found
 
 
 def by_text(top: Sequence[tuple[int, float]], tokens: Pieces) -> dict[str, float]:

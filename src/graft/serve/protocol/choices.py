@@ -43,6 +43,8 @@ class Choice:
     pieces: list[Piece] = field(default_factory=list)
     begun: bool = False  # its first chunk was sent
     offset: int = 0  # characters of tokens so far, for logprobs
+    silent: bool = False  # what comes is not shown: the prompt alone was asked for
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's tokens but the first
 
     @property
     def ended(self) -> bool:
@@ -50,6 +52,10 @@ class Choice:
 
     def take(self, row: AnswerRow) -> Piece:
         """The same text as Request.read_text: the token that ended the answer is no part of it, unless asked for."""
+        if self.silent:
+            reason = "length" if row.finish_reason == "stop" else row.finish_reason
+            none = None if row.logprobs is None else []
+            row = row._replace(tokens=[], logprobs=none, finish_reason=reason, stop_reason=None)
         self.tokens += len(row.tokens)
         self.cached = row.cached
         by_token = row.finish_reason == "stop" and not isinstance(row.stop_reason, str)

@@ -28,7 +28,8 @@ class CompletionFormat:
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         made = [self.choice(one, one.whole()) for one in choices]
-        return {**self.envelope.body(made, chunk=False), "usage": self.usage(choices)}
+        scores = self.scores(choices[0]) if self.envelope.chat else {}
+        return {**self.envelope.body(made, chunk=False), "usage": self.usage(choices), **scores}
 
     def begin(self) -> bytes:
         return b""
@@ -52,8 +53,11 @@ class CompletionFormat:
     def choice(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         if self.envelope.chat:
             return answers.chat_choice(choice, piece, self.tokens) | self.ids(choice, piece)
-        before = self.before[choice.index // choice.params.n] if self.before and not choice.begun else ""
-        return answers.text_choice(choice, piece, self.tokens, before) | self.ids(choice, piece)
+        prompt = choice.index // choice.params.n
+        before = self.before[prompt] if self.before and not choice.begun else ""
+        scored = self.prompts[prompt] if self.before and not choice.begun else ()
+        made = answers.text_choice(choice, piece, self.tokens, before, scored)
+        return made | self.ids(choice, piece) | self.scores(choice)
 
     def ids(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """Of the answer or the chunk, and of the prompt once."""
@@ -61,6 +65,12 @@ class CompletionFormat:
             return {}
         prompt = None if choice.begun else self.prompts[choice.index // choice.params.n]
         return {"token_ids": list(piece.tokens), "prompt_token_ids": prompt}
+
+    def scores(self, choice: Choice) -> dict[str, Any]:
+        if not self.asked.prompt_logprobs:
+            return {}
+        prompt = self.prompts[choice.index // choice.params.n]
+        return {"prompt_logprobs": answers.prompt_logprobs(choice, prompt, self.tokens)}
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return answers.usage(sum(map(len, self.prompts)), choices)

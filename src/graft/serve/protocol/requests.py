@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graft.base.errors import HttpRefused
 from graft.engine.params import MOST_LOGPROBS, SamplingParams
-from graft.serve.protocol.sampling import chat_logprobs, sampling, token_bound
+from graft.serve.protocol.sampling import UNBOUNDED, chat_logprobs, sampling, token_bound
 from graft.serve.protocol.values import Json, boolean, mapping, text, token_ids, whole, wrong
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
@@ -28,12 +28,14 @@ class Asked:
     include_usage: bool = False
     usage_in_chunks: bool = False
     return_token_ids: bool = False  # vLLM's: beside the text
+    prompt_logprobs: bool = False  # vLLM's: in a field of their own
 
 
 @dataclass(frozen=True)
 class AskedCompletion(Asked):
     prompts: Sequence[str | list[int]] = ()
     echo: bool = False
+    silent: bool = False  # max_tokens is 0: the prompt alone, and how likely it is
 
 
 @dataclass(frozen=True)
@@ -61,19 +63,25 @@ def streaming(body: Json) -> dict[str, bool]:
     if options and not stream:
         raise HttpRefused("stream_options needs stream: true", param="stream_options")
     usage, each = boolean(options, "include_usage"), boolean(options, "continuous_usage_stats")
-    ids = boolean(body, "return_token_ids")
-    return {"stream": stream, "include_usage": usage, "usage_in_chunks": usage and each, "return_token_ids": ids}
+    ids, scored = boolean(body, "return_token_ids"), body.get("prompt_logprobs") is not None
+    if scored and stream:
+        raise HttpRefused("prompt_logprobs: only whole answers have them, not streams", param="prompt_logprobs")
+    return {
+        "stream": stream, "include_usage": usage, "usage_in_chunks": usage and each, "return_token_ids": ids,
+        "prompt_logprobs": scored,
+    }  # fmt: skip
 
 
 def completion(body: Json, names: Sequence[str], vocabulary: int) -> AskedCompletion:
     name = served_name(body, names)
-    most = token_bound(body, "max_tokens") or DEFAULT_MAX_TOKENS
     logprobs, echo = whole(body, "logprobs", 0, MOST_LOGPROBS), boolean(body, "echo")
-    if echo and logprobs is not None:
-        raise HttpRefused("echo with logprobs: logprobs of the prompt are not supported", param="echo")
+    silent = echo and whole(body, "max_tokens", 0, UNBOUNDED - 1) == 0
+    most = 1 if silent else token_bound(body, "max_tokens") or DEFAULT_MAX_TOKENS
     params = sampling(body, most, logprobs)
+    if echo and logprobs is not None and (params.prompt_logprobs or 0) <= logprobs:
+        params = replace(params, prompt_logprobs=logprobs)
     given = prompts(body.get("prompt"), vocabulary)
-    return AskedCompletion(name, params, **streaming(body), prompts=given, echo=echo)
+    return AskedCompletion(name, params, **streaming(body), prompts=given, echo=echo, silent=silent)
 
 
 def prompts(given: object, vocabulary: int) -> list[str | list[int]]:

@@ -27,6 +27,7 @@ STATEFUL: dict[str, tuple[Any, ...]] = {
     "include": ([],),
     "truncation": ("disabled",),
     "max_tool_calls": (),
+    "prompt_logprobs": (),
 }
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from graft.base.errors import HttpRefused, UsageError
 from graft.engine.params import MOST_LOGPROBS, SamplingParams
-from graft.serve.protocol.values import Json, boolean, text, whole, wrong
+from graft.serve.protocol.values import Json, boolean, mapping, text, whole, wrong
 
 # taken as they are; SamplingParams checks them. The rest of OpenAI's and vLLM's fields are ignored, as both do.
 FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "skip_special_tokens", "min_tokens",
+    "prompt_logprobs",
 )  # fmt: skip
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 MOST_SAMPLES = 128  # OpenAI's bound of n
@@ -21,7 +23,6 @@ UNBOUNDED = 2**31  # stands for max_tokens until the length of the prompt is kno
 
 # field: (values that ask for nothing, what is refused)
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "logit_bias": (lambda v: v == {}, "the engine has no logit bias"),
     "tools": (lambda v: v == [], "tool calls are not supported"),
     "tool_choice": (lambda v: v in ("none", "auto"), "tool calls are not supported"),
     "functions": (lambda v: v == [], "tool calls are not supported"),
@@ -32,7 +33,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema"),
         (lambda v: v in ("", {}, []), "structured output is not supported"),
     ),
-    "prompt_logprobs": (lambda _: False, "logprobs of the prompt are not supported"),
     "allowed_token_ids": (lambda v: v == [], "the engine cannot restrict tokens"),
     "bad_words": (lambda v: v == [], "the engine cannot restrict tokens"),
     "use_beam_search": (lambda v: v is False, "there is no beam search"),
@@ -64,8 +64,9 @@ def sampling(body: Json, max_tokens: int | None, logprobs: int | None) -> Sampli
     fields.setdefault("temperature", DEFAULT_TEMPERATURE)
     try:
         return SamplingParams(
-            **fields, max_tokens=max_tokens or UNBOUNDED, logprobs=logprobs, stop=stop_strings(body)
-        )
+            **fields, max_tokens=max_tokens or UNBOUNDED, logprobs=logprobs, stop=stop_strings(body),
+            logit_bias=biases(body),
+        )  # fmt: skip
     except UsageError as error:
         raise as_refused(error) from error
 
@@ -77,6 +78,22 @@ def stop_strings(body: Json) -> tuple[str, ...]:
     if not isinstance(stop, (str, list)):
         raise wrong("stop", "a string or a list of strings", stop)
     return tuple(text(one, "stop") for one in ([stop] if isinstance(stop, str) else stop))
+
+
+def biases(body: Json) -> dict[int, float]:
+    """JSON has token ids as strings. Whether they are of the vocabulary: `check_biases`."""
+    given = mapping(body, "logit_bias")
+    for token in given:
+        if not re.fullmatch(r"[0-9]{1,9}", token):
+            raise HttpRefused(f"logit_bias: {token!r:.40} is no token id", param="logit_bias")
+    return {int(token): bias for token, bias in given.items()}
+
+
+def check_biases(params: SamplingParams, vocabulary: int) -> None:
+    strange = next((token for token, _ in params.biases if token >= vocabulary), None)
+    if strange is not None:
+        why = f"logit_bias: token id {strange} is outside the vocabulary of {vocabulary}"
+        raise HttpRefused(why, param="logit_bias")
 
 
 def as_refused(error: UsageError) -> HttpRefused:
