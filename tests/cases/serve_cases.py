@@ -31,6 +31,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOL_TEMPLATE = "{% if tools %}Use <tool_call>: {{ tools | tojson }}{% endif %}" + TEMPLATE
 PATIENCE = 120.0  # seconds: a bound for a busy machine, never waited for otherwise
 
 

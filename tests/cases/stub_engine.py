@@ -3,7 +3,8 @@
 An answer counts on from the last token of its prompt. By its first token a prompt asks for more: with HANG it is
 never begun, with PAUSE it has one token and no other, with DIE it ends the process, with SLOW it has a token every
 20 ms. A model of the name `refused` cannot be loaded, `other-tokens` says of its tokenizer what is not so, and `chat`
-has a chat template. The first request of a model of the name `first-fails` ends in an error.
+has a chat template. A `parrot` says what stands behind `say:` in its prompt, and has a
+template with tools. The first request of a model of the name `first-fails` ends in an error.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import threading
 import time
 from dataclasses import asdict
 
+from tokenizers import Tokenizer
+
 from graft.serve.wire import AnswerRow, EngineLoad, ServedModel, TokenLogprobs, frame, messages
-from serve_cases import TEMPLATE, tokenizer_json
+from serve_cases import TEMPLATE, TOOL_TEMPLATE, tokenizer_json
 
 DIE, HANG, SLOW, PAUSE = 3, 4, 5, 6
 CONTEXT, VOCABULARY = 64, 300
+TOKENIZER = Tokenizer.from_str(tokenizer_json())
+END = 2  # <|im_end|>
 
 
 class Stub:
@@ -36,9 +41,11 @@ class Stub:
         if options["model"] == "refused":
             self.send(failed="no such model; known: none", exit=2)
             os._exit(0)
+        self.parrot = options["model"] == "parrot"
+        templates = {"chat": TEMPLATE, "parrot": TOOL_TEMPLATE}
         served = ServedModel(
-            "stub", CONTEXT, VOCABULARY, 1000, options["engine"]["max_num_seqs"], tokenizer_json(),
-            TEMPLATE if options["model"] == "chat" else None, {},
+            "stub", 2000 if self.parrot else CONTEXT, VOCABULARY, 2000 if self.parrot else 1000,
+            options["engine"]["max_num_seqs"], tokenizer_json(), templates.get(options["model"]), {},
             [("hi", [1], "hi")] if options["model"] == "other-tokens" else (),
         )  # fmt: skip
         self.send(progress="stubbing")
@@ -73,6 +80,8 @@ class Stub:
     def rows(self, number: int) -> list[AnswerRow]:
         one = self.open[number]
         prompt, params, sent = one["prompt"], one["params"], one["sent"]
+        if self.parrot and len(prompt) > 1:
+            return self.said(number, one)
         if prompt[0] == DIE:
             os._exit(9)
         if (
@@ -93,6 +102,20 @@ class Stub:
         return [
             AnswerRow(number, sample, [token], likely, reason, None, 0, None, None if sample else told)
             for sample in range(params["n"])
+        ]
+
+    def said(self, number: int, one: dict) -> list[AnswerRow]:
+        if "words" not in one:
+            text = TOKENIZER.decode(one["prompt"], skip_special_tokens=False)
+            one["words"] = [*TOKENIZER.encode(text.partition("say:")[2].partition("<|im_end|>")[0]).ids, END]
+        token = one["words"][one["sent"]]
+        one["sent"] += 1
+        reason = "stop" if token == END else "length" if one["sent"] == one["params"]["max_tokens"] else None
+        if reason is not None:
+            del self.open[number]
+        ended = token if token == END else None
+        return [
+            AnswerRow(number, sample, [token], None, reason, ended, 0, None) for sample in range(one["params"]["n"])
         ]
 
 

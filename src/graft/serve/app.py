@@ -21,6 +21,7 @@ from graft.serve.http import EventStream, json_response, read_body, while_connec
 from graft.serve.pages import page
 from graft.serve.protocol import requests, values
 from graft.serve.protocol.responses import response
+from graft.serve.protocol.tools import asked_tools
 from graft.serve.state import ServerState
 
 PREFLIGHT = 600  # seconds that a browser may keep the answer to whether it may ask
@@ -86,7 +87,9 @@ async def tokenize(state: ServerState, http: HttpRequest) -> Response:
     if body.get("messages") is not None:
         messages, options = requests.messages(body["messages"]), requests.template_options(body)
         generation = values.boolean(body, "add_generation_prompt", True)
-        ids = await text.chat(messages, generation=generation, options=options)
+        tools = asked_tools(body)
+        shown = None if tools is None else tools.tools
+        ids = await text.chat(messages, generation=generation, options=options, tools=shown)
     else:
         special = values.boolean(body, "add_special_tokens", True)
         ids = await text.encode(values.text(body.get("prompt"), "prompt"), special)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from graft.base.errors import EngineFailed
@@ -19,8 +19,10 @@ from graft.serve.protocol.completions import CompletionFormat
 from graft.serve.protocol.requests import AskedChat, AskedCompletion
 from graft.serve.protocol.responses import ResponseFormat
 from graft.serve.protocol.sampling import check_biases, fitted
+from graft.serve.protocol.tools import AskedTools
 from graft.serve.protocol.values import Json
 from graft.serve.text import ServedText
+from graft.serve.tools.parser import ToolParser
 from graft.serve.wire import AnswerRow, ServedModel, TokenLogprobs
 
 
@@ -45,6 +47,7 @@ class Generation:
     text: ServedText
     format: AnswerFormat
     silent: bool = False  # nothing of what comes is shown
+    parser: Callable[[], ToolParser] | None = None  # one a choice, where calls are looked for
     found: dict[int, Choice] = field(default_factory=dict)
     scores: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # of prompts
     ticket: Ticket | None = None
@@ -67,8 +70,12 @@ class Generation:
         choice = self.found.get(index)
         if choice is None:
             known = self.text.tokenizer is not None
-            stream = TextStream(self.text, self.prompts[prompt], params) if known else None
-            choice = Choice(index, params, stream, self.format.keeps, silent=self.silent)
+            parser = None if self.parser is None else self.parser()
+            shown = params
+            if parser is not None and any(map(self.text.is_special, parser.format.openings)):
+                shown = replace(params, skip_special_tokens=False)
+            stream = TextStream(self.text, self.prompts[prompt], shown) if known else None
+            choice = Choice(index, params, stream, self.format.keeps, silent=self.silent, parser=parser)
             choice.prompt_logprobs = self.scores.get(prompt)  # in the first row of the first sample
             self.found[index] = choice
         return choice, choice.take(row)
@@ -124,7 +131,15 @@ async def from_completion(
 async def from_chat(asked: AskedChat, text: ServedText, model: ServedModel, request_id: str) -> Generation:
     ids, params = await chat_prompt(asked, text, model)
     envelope = Envelope(f"chatcmpl-{request_id}", int(time.time()), asked.model, chat=True)
-    return Generation([ids], [params], asked.stream, text, CompletionFormat(asked, envelope, [ids], text))
+    made = CompletionFormat(asked, envelope, [ids], text)
+    return Generation([ids], [params], asked.stream, text, made, parser=parser_for(asked.tools, text))
+
+
+def parser_for(tools: AskedTools | None, text: ServedText) -> Callable[[], ToolParser] | None:
+    if tools is None:
+        return None
+    found = text.tool_format
+    return lambda: ToolParser(found, tools.names, None if tools.parallel else 1)
 
 
 async def from_response(
@@ -137,5 +152,7 @@ async def from_response(
 
 async def chat_prompt(asked: AskedChat, text: ServedText, model: ServedModel) -> tuple[list[int], SamplingParams]:
     check_biases(asked.params, model.vocabulary)
-    ids = await text.chat(asked.messages, generation=asked.generation_prompt, options=asked.template_options)
+    tools = None if asked.tools is None else asked.tools.tools
+    options = asked.template_options
+    ids = await text.chat(asked.messages, generation=asked.generation_prompt, options=options, tools=tools)
     return ids, fitted(asked.params, len(ids), model.context, model.cache_tokens)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.base.errors import UsageError
+from graft.serve.tools.formats import AUTO, check_format
 
 MIB = 1 << 20
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")  # as a browser sends it: no path, no slash at its end
@@ -43,6 +44,7 @@ class ServeOptions:
     drain_timeout: how long open requests may go on after SIGTERM.
     slow_client_timeout: how long a client may take none of what is sent to it.
     stall_timeout: an engine that has work and makes no step for so long is told by /health as 503.
+    tool_call_parser: how the model writes calls (tools/formats.py); auto: as its chat template has it.
     restart: a dead engine process is started again.
     ssl_keyfile, ssl_certfile: PEM files, for https. The key may be in the file of the certificate.
     allowed_origins: of pages in browsers that may ask (CORS); "*" is all, none is none but our own.
@@ -60,6 +62,7 @@ class ServeOptions:
     drain_timeout: float = 30.0
     slow_client_timeout: float = 60.0
     stall_timeout: float = 300.0
+    tool_call_parser: str = AUTO
     restart: bool = False
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
@@ -83,6 +86,7 @@ class ServeOptions:
                 raise UsageError(
                     f"--allowed-origins takes origins like https://chat.example.com, or *, not {origin!r}"
                 )
+        check_format(self.tool_call_parser)
         if not all(self.names):
             raise UsageError("a --served-model-name is empty")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -11,16 +12,18 @@ from tokenizers import Tokenizer
 
 from graft.base.errors import HttpRefused, TokenizerRefused
 from graft.serve.protocol import values
+from graft.serve.tools.formats import AUTO, FORMATS, ToolFormat, described, format_of
 from graft.serve.wire import ServedModel
 
+Conversation = Sequence[Mapping[str, Any]]
 SHORT = 4096  # characters that are encoded in the event loop: about a millisecond
 
 
 class ServedText:
     """The tokenizer of the served model. Encoding equals LLM.encode and LLM.chat_prompt; the probes hold that."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self.model = model
+    def __init__(self, model: ServedModel, tool_parser: str = AUTO) -> None:
+        self.model, self.tool_parser = model, tool_parser
         self.tokenizer: Tokenizer | None = None
         if model.tokenizer is not None:
             self.tokenizer = self.read(model.tokenizer)
@@ -47,6 +50,30 @@ class ServedText:
             raise HttpRefused(f"{self.model.name} has no tokenizer: give a prompt as token ids", param="prompt")
         return self.tokenizer
 
+    @property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes calls; a model that is never told of tools is refused."""
+        template = self.model.chat_template
+        found = format_of(self.tool_parser, template)
+        if found is None or (template is not None and "tools" not in template and self.tool_parser != "smollm"):
+            shows = "has marks of calls that are not known" if "tools" in (template or "") else "shows it no tools"
+            raise HttpRefused(
+                f"tools: the chat template of {self.model.name} {shows}; start the server with --tool-call-parser,"
+                f" one of {', '.join(FORMATS)} (smollm describes tools in the system prompt, whatever the template)",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        return found
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """Those that are left out of texts."""
+        added = self.known.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    def is_special(self, text: str) -> bool:
+        return text in self.special_tokens
+
     def ids(self, text: str, special: bool = True) -> list[int]:
         return self.known.encode(text, add_special_tokens=special).ids
 
@@ -68,14 +95,25 @@ class ServedText:
         return self.known.decode([token], skip_special_tokens=False) if self.tokenizer is not None else str(token)
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, generation: bool, options: Mapping[str, Any]
+        self,
+        messages: Conversation,
+        *,
+        generation: bool,
+        options: Mapping[str, Any],
+        tools: Conversation | None = None,
     ) -> list[int]:
         """The conversation in the model's chat template, which runs in jinja2's sandbox. options: variables of the
         template, such as enable_thinking."""
-        text = await asyncio.to_thread(self.render, messages, generation, options)
+        text = await asyncio.to_thread(self.render, messages, generation, options, tools)
         return await self.encode(values.text(text, "messages"), special=False)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], generation: bool, options: Mapping[str, Any]) -> str:
+    def render(
+        self,
+        messages: Conversation,
+        generation: bool,
+        options: Mapping[str, Any],
+        tools: Conversation | None = None,
+    ) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if self.model.chat_template is None:
@@ -83,10 +121,15 @@ class ServedText:
                 f"{self.model.name} has no chat template; use /v1/completions with the prompt as it is",
                 param="messages",
             )
+        conversation = [dict(message) for message in messages]
+        if tools is not None and self.tool_format and "tools" not in self.model.chat_template:
+            conversation, tools = described(tools, conversation), None
+        given: Any = None if tools is None else [dict(tool) for tool in tools]
         try:
             variables: Any = {**self.model.special_tokens, **options, "add_generation_prompt": generation}
-            conversation = [dict(message) for message in messages]
-            rendered, _ = render_jinja_template([conversation], chat_template=self.model.chat_template, **variables)
+            rendered, _ = render_jinja_template(
+                [conversation], tools=given, chat_template=self.model.chat_template, **variables
+            )
         except TemplateError as error:  # a template may refuse what it does not know: "roles must alternate"
             why = f"the chat template of {self.model.name} refuses the conversation: {error}"
             raise HttpRefused(why, param="messages") from error

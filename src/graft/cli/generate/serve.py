@@ -54,6 +54,9 @@ OptionsFile = Annotated[
         " (GRAFT_SERVE_PORT), file: the first that has it.", metavar="FILE",
     ),
 ]  # fmt: skip
+ToolParserName = Annotated[
+    str, typer.Option(help="How the model writes tool calls: auto, hermes, smollm, llama3_json or mistral.")
+]
 KeyFile = Annotated[str | None, typer.Option(help="Private key, for https.", metavar="PEM")]
 CertFile = Annotated[str | None, typer.Option(help="Certificate, for https.", metavar="PEM")]
 Origins = Annotated[
@@ -80,6 +83,7 @@ def serve(
     drain_timeout: Drain = 30.0,
     slow_client_timeout: SlowReader = 60.0,
     stall_timeout: Stall = 300.0,
+    tool_call_parser: ToolParserName = "auto",
     restart: Restart = False,
     ssl_keyfile: KeyFile = None,
     ssl_certfile: CertFile = None,

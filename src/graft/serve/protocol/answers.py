@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from graft.serve.protocol.choices import Choice, Piece, Pieces
+from graft.serve.tools.parser import CallDelta
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -82,7 +83,9 @@ def text_choice(
 
 
 def chat_choice(choice: Choice, piece: Piece, tokens: Pieces) -> dict[str, Any]:
-    message = {"role": "assistant", "content": piece.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+    if piece.calls:
+        message |= {"content": piece.text or None, "tool_calls": whole_calls(choice, piece)}
     likely = chat_logprobs(piece, tokens)
     return {"index": choice.index, "message": message, "logprobs": likely, **ending(piece)}
 
@@ -91,12 +94,31 @@ def chat_chunk(choice: Choice, piece: Piece, tokens: Pieces) -> dict[str, Any]:
     delta: dict[str, Any] = {} if choice.begun else {"role": "assistant", "content": ""}
     if piece.text:
         delta["content"] = piece.text
+    if piece.calls:
+        delta["tool_calls"] = [call_chunk(choice, one) for one in piece.calls]
     return {"index": choice.index, "delta": delta, "logprobs": chat_logprobs(piece, tokens), **ending(piece)}
+
+
+def whole_calls(choice: Choice, piece: Piece) -> list[dict[str, Any]]:
+    calls = []
+    for index, made in enumerate(choice.call_ids):
+        some = [one for one in piece.calls if one.index == index]
+        name, arguments = some[0].name, "".join(one.arguments for one in some)
+        calls.append({"id": made, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return calls
+
+
+def call_chunk(choice: Choice, one: CallDelta) -> dict[str, Any]:
+    """The first of a call has its id and name; the rest have pieces of its arguments."""
+    if one.name is None:
+        return {"index": one.index, "function": {"arguments": one.arguments}}
+    called = {"name": one.name, "arguments": one.arguments}
+    return {"index": one.index, "id": choice.call_ids[one.index], "type": "function", "function": called}
 
 
 def says_something(choice: Choice, piece: Piece) -> bool:
     """Text may be held back, as the beginning of a stop string or of a character; logprobs are not."""
-    return bool(piece.text or piece.logprobs or piece.finish_reason or not choice.begun)
+    return bool(piece.text or piece.calls or piece.logprobs or piece.finish_reason or not choice.begun)
 
 
 def text_logprobs(choice: Choice, piece: Piece, tokens: Pieces, prompt: Sequence[int]) -> dict[str, Any] | None:

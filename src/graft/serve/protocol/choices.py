@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from graft.engine.params import SamplingParams
 from graft.engine.text.detokenize import TextStream
+from graft.serve.tools.parser import CallDelta, ToolParser
 from graft.serve.wire import AnswerRow, TokenLogprobs
 
 
@@ -27,6 +29,7 @@ class Piece:
     logprobs: Sequence[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    calls: Sequence[CallDelta] = ()
 
 
 @dataclass(eq=False)
@@ -45,6 +48,8 @@ class Choice:
     offset: int = 0  # characters of tokens so far, for logprobs
     silent: bool = False  # what comes is not shown: the prompt alone was asked for
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's tokens but the first
+    parser: ToolParser | None = None  # where calls are looked for in its text
+    call_ids: list[str] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -65,10 +70,23 @@ class Choice:
             text = "".join(map(self.stream.feed, shown))
             if row.finish_reason is not None:
                 text += self.stream.finish()
-        self.last = piece = Piece(text, row.tokens, row.logprobs, row.finish_reason, row.stop_reason)
+        calls: list[CallDelta] = []
+        if self.parser is not None:
+            text, calls = self.parsed(self.parser, text, row.finish_reason is not None)
+        reason = "tool_calls" if row.finish_reason == "stop" and self.call_ids else row.finish_reason
+        self.last = piece = Piece(text, row.tokens, row.logprobs, reason, row.stop_reason, calls)
         if self.keep:
             self.pieces.append(piece)
         return piece
+
+    def parsed(self, parser: ToolParser, text: str, last: bool) -> tuple[str, list[CallDelta]]:
+        """Content and calls. An id is made with a call's first piece."""
+        found = parser.feed(text) + (parser.finish() if last else [])
+        calls = [one for one in found if isinstance(one, CallDelta)]
+        while len(self.call_ids) < max((one.index + 1 for one in calls), default=0):
+            made = uuid.uuid4().hex
+            self.call_ids.append(made[:9] if parser.format.short_ids else f"call_{made[:24]}")
+        return "".join(one for one in found if isinstance(one, str)), calls
 
     def whole(self) -> Piece:
         """All of it, after its end."""
@@ -81,4 +99,5 @@ class Choice:
             logprobs,
             last.finish_reason,
             last.stop_reason,
+            [call for piece in self.pieces for call in piece.calls],
         )

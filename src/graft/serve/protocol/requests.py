@@ -10,6 +10,7 @@ from typing import Any
 from graft.base.errors import HttpRefused
 from graft.engine.params import MOST_LOGPROBS, SamplingParams
 from graft.serve.protocol.sampling import UNBOUNDED, chat_logprobs, sampling, token_bound
+from graft.serve.protocol.tools import AskedTools, asked_tools
 from graft.serve.protocol.values import Json, boolean, mapping, text, token_ids, whole, wrong
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
@@ -42,6 +43,7 @@ class AskedCompletion(Asked):
 class AskedChat(Asked):
     messages: Sequence[Mapping[str, Any]] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    tools: AskedTools | None = None
     generation_prompt: bool = True
 
 
@@ -75,6 +77,8 @@ def streaming(body: Json) -> dict[str, bool]:
 def completion(body: Json, names: Sequence[str], vocabulary: int) -> AskedCompletion:
     name = served_name(body, names)
     logprobs, echo = whole(body, "logprobs", 0, MOST_LOGPROBS), boolean(body, "echo")
+    if body.get("tools") not in (None, []):
+        raise HttpRefused("tools: only chat completions have them", param="tools", code="unsupported_parameter")
     silent = echo and whole(body, "max_tokens", 0, UNBOUNDED - 1) == 0
     most = 1 if silent else token_bound(body, "max_tokens") or DEFAULT_MAX_TOKENS
     params = sampling(body, most, logprobs)
@@ -107,6 +111,7 @@ def chat(body: Json, names: Sequence[str]) -> AskedChat:
         **streaming(body),
         messages=messages(body.get("messages")),
         template_options=template_options(body),
+        tools=asked_tools(body),
         generation_prompt=boolean(body, "add_generation_prompt", True),
     )
 

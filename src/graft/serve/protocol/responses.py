@@ -28,6 +28,8 @@ STATEFUL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "max_tool_calls": (),
     "prompt_logprobs": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
 }
 
 

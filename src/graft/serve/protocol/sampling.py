@@ -23,10 +23,8 @@ UNBOUNDED = 2**31  # stands for max_tokens until the length of the prompt is kno
 
 # field: (values that ask for nothing, what is refused)
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "tools": (lambda v: v == [], "tool calls are not supported"),
-    "tool_choice": (lambda v: v in ("none", "auto"), "tool calls are not supported"),
-    "functions": (lambda v: v == [], "tool calls are not supported"),
-    "function_call": (lambda v: v in ("none", "auto"), "tool calls are not supported"),
+    "functions": (lambda v: v == [], "the older form of tools is not supported; give tools"),
+    "function_call": (lambda v: v in ("none", "auto"), "the older form of tool_choice is not supported"),
     "response_format": (lambda v: v == {"type": "text"}, "structured output is not supported; only {'type': 'text'}"),
     "structured_outputs": (lambda v: v == {}, "structured output is not supported"),
     **dict.fromkeys(

@@ -1,0 +1,1 @@
+"""Tool calls: what a model writes, as the calls that it means."""
