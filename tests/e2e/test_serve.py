@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import graft
 from marks import FULL
-from serve_cases import PATIENCE, TEMPLATE, http_client, poll, sent, serving, tokenizer_json
+from serve_cases import PATIENCE, TOOL_TEMPLATE, http_client, poll, sent, serving, tokenizer_json
 from serve_soak import Soak
 
 USER = [{"role": "user", "content": "the quick brown fox"}]
@@ -35,11 +35,11 @@ def checkpoint(folder):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, initializer_range=0.4,
+        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, initializer_range=0.4,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(tokenizer_json()), eos_token="<|im_end|>", chat_template=TEMPLATE
+        tokenizer_object=Tokenizer.from_str(tokenizer_json()), eos_token="<|im_end|>", chat_template=TOOL_TEMPLATE
     )
     tokenizer.save_pretrained(folder)
     return folder
@@ -195,9 +195,9 @@ def test_completions_models_and_errors_by_openais_client(client, llm):
     with pytest.raises(openai.BadRequestError, match="temperature") as refused:
         client.completions.create(model="tiny-served", prompt="x", temperature=-1)
     assert refused.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError, match="tools: "):
-        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-        client.chat.completions.create(model="tiny-served", messages=USER, tools=[tool])
+    with pytest.raises(openai.BadRequestError, match="older form of tools"):
+        function = {"name": "f", "parameters": {}}
+        client.chat.completions.create(model="tiny-served", messages=USER, functions=[function])
 
 
 def test_responses_by_openais_client(client, llm):
@@ -223,6 +223,60 @@ def test_responses_by_openais_client(client, llm):
     assert found.status == "completed" and expected.text.startswith(found.output_text)
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         client.responses.create(model="tiny-served", input="hi", previous_response_id="resp_1")
+
+
+PET = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "kind": {"$ref": "#/$defs/Kind"}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+    "$defs": {"Kind": {"enum": ["cat", "dog"]}},
+}
+BUY = {"type": "function", "function": {"name": "buy", "strict": True, "parameters": PET}}
+WAIT = {
+    "type": "function",
+    "function": {"name": "wait", "parameters": {"type": "object", "additionalProperties": False}},
+}
+
+
+def is_pet(value):
+    return set(value) == {"name", "kind"} and len(value["name"]) <= 5 and value["kind"] in ("cat", "dog")
+
+
+def test_answers_keep_to_a_schema_and_calls_are_made(client, plain):
+    """A model of random weights, hot: what is right is so by the grammar alone."""
+    pytest.importorskip("llguidance")
+    asked = {"model": "tiny-served", "messages": USER, "temperature": 1.2, "seed": 3, "max_tokens": 120}
+    form = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": True}}
+    whole = strict(client.chat.completions.create(**asked, n=3, response_format=form))
+    assert all(is_pet(json.loads(choice.message.content)) for choice in whole.choices)
+    assert all(choice.finish_reason == "stop" for choice in whole.choices)
+    pieces = client.chat.completions.create(**asked, response_format=form, stream=True)
+    assert is_pet(json.loads("".join(piece.choices[0].delta.content or "" for piece in pieces)))
+    made = client.responses.create(
+        model="tiny-served",
+        input="hi",
+        max_output_tokens=120,
+        text={"format": {**form["json_schema"], "type": "json_schema"}},
+    )
+    assert is_pet(json.loads(made.output_text))
+    anything = client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    assert anything.choices[0].message.content.startswith("{")
+    asked |= {"tools": [WAIT, BUY], "parallel_tool_calls": False}  # one call: several may go on until max_tokens
+    for choice in ("required", {"type": "function", "function": {"name": "buy"}}):
+        whole = strict(client.chat.completions.create(**asked, tool_choice=choice))
+        with client.chat.completions.stream(**asked, tool_choice=choice) as stream:
+            final = stream.get_final_completion()
+        for answer in (whole, final):
+            (call,) = answer.choices[0].message.tool_calls
+            assert answer.choices[0].finish_reason == "tool_calls" and not answer.choices[0].message.content
+            name, told = call.function.name, json.loads(call.function.arguments)
+            assert (name == "wait" and told == {} and choice == "required") or (name == "buy" and is_pet(told))
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
+        bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
+        client.chat.completions.create(**asked, tool_choice="none", response_format=bad)
+    assert refused.value.code == "unsupported_schema"
+    assert plain.post("/v1/completions", json=long(4, response_format=form)).json()["error"]["param"] == "ignore_eos"
 
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "serve.md"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from graft.base.errors import GraftError
+from graft.engine.grammar import GrammarMask
 from graft.engine.kv.manager import Table
 from graft.engine.logprobs import Logprob
 from graft.engine.params import SamplingParams
@@ -78,6 +79,7 @@ class Request:
     preemptions: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the prompt's tokens but the first
+    mask: GrammarMask | None = None  # where it stands in its grammar
     leader: Request | None = None  # the first of the samples of n > 1, for the others
     siblings: list[Request] = field(default_factory=list)  # the others, for the first
     finish_reason: FinishReason | None = None

@@ -20,6 +20,7 @@ from graft.engine.decode.choose import WIDE
 from graft.engine.decode.in_flight import Feed, InFlightStep
 from graft.engine.decode.loop import Counts, DecodeLoop
 from graft.engine.due import Due
+from graft.engine.grammar import GrammarMask
 from graft.engine.kv.manager import BlockManager
 from graft.engine.kv.tensors import copy_blocks
 from graft.engine.params import SamplingParams
@@ -234,6 +235,10 @@ class Engine:
             self.end(request, "error")
             return
         request.tokens.append(choice.token)
+        if request.mask is not None and (why := request.mask.accept(choice.token)):
+            request.error = EngineFailed(f"its grammar cannot go on: {why}")
+            self.end(request, "error")
+            return
         if choice.logprobs is not None:
             request.logprobs.append(choice.logprobs)
         ends = frozenset() if params.ignore_eos else self.end_tokens
@@ -263,9 +268,17 @@ class Engine:
         self.enter(request)
         return request
 
-    def make(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Request:
+    def make(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        mask: GrammarMask | None = None,
+    ) -> Request:
         """A request, in any thread; one that could never run is refused."""
-        request = Request(list(prompt), params, make_generator(params.seed), self.stream(prompt, params), priority)
+        stream = self.stream(prompt, params)
+        request = Request(list(prompt), params, make_generator(params.seed), stream, priority, mask=mask)
         needed = self.manager.blocks_for(request.most_tokens)
         if needed > self.manager.blocks:
             raise OutOfCache(
@@ -294,9 +307,9 @@ class Engine:
         for index in range(1, params.n):
             seed = None if params.seed is None else params.seed + index
             stream = self.stream(request.prompt, params)
-            made.append(
-                Request(request.prompt, params, make_generator(seed), stream, request.priority, leader=request)
-            )
+            one = Request(request.prompt, params, make_generator(seed), stream, request.priority, leader=request)
+            one.mask = None if request.mask is None else request.mask.copy()
+            made.append(one)
         return made
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> TextStream | None:

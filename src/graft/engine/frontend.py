@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 from graft.base.errors import GraftError, TokenizerMissing, UsageError
@@ -11,6 +12,7 @@ from graft.base.files import Progress
 from graft.engine.core import Output, Request, Stats
 from graft.engine.driver import Driver
 from graft.engine.engine import Engine
+from graft.engine.grammar import Grammars
 from graft.engine.params import SamplingParams
 from graft.engine.prompts import Prompt, as_list, chat_tokens, check_fits, encode
 from graft.engine.watch import TaskWatch, ThreadWatch
@@ -197,7 +199,17 @@ class Frontend:
         strange = next((token for token, _ in params.biases if token >= vocabulary), None)
         if strange is not None:
             raise UsageError(f"logit_bias: token id {strange} is outside the vocabulary of {vocabulary}")
-        return self.engine.make(ids, params, priority=priority)
+        mask = None if params.grammar is None else self.grammars.mask(params.grammar)
+        return self.engine.make(ids, params, priority=priority, mask=mask)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Made with the first grammar: reading a vocabulary takes a second."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None or not self.engine.end_tokens:
+            lacking = "tokenizer in the `tokenizers` library" if backend is None else "end token"
+            raise UsageError(f"grammar: {self.model.name} has no {lacking}, without which none can be kept to")
+        return Grammars(backend.to_str(), self.model.module.config.vocab_size, self.engine.end_tokens)
 
     def try_request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request | GraftError:
         try:

@@ -58,6 +58,7 @@ class SamplingParams:
     temperature=0 is greedy, where top_k, top_p and min_p change nothing. Repetition counts the prompt and the new
     tokens, presence and frequency the new ones alone. `seed` makes sampling repeatable. `stop` and `stop_token_ids`
     are tuples once made. logit_bias: token → what is added to its logit, from -100 (never) to 100; pairs once made.
+    grammar: what the text must keep to, as engine/grammar.py makes it of a JSON schema (needs llguidance).
     prompt_logprobs: as logprobs, of the prompt's own tokens; its prompt is computed, not taken from the cache.
     """
 
@@ -80,6 +81,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
     skip_special_tokens: bool = True
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
@@ -89,8 +91,18 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", bias_pairs(self.logit_bias))
         if self.min_tokens > self.max_tokens:
             raise wrong("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        self.check_grammar()
         if self.n > 1 and self.greedy:
             raise wrong("n", self.n, "1 when greedy (temperature=0), where all answers would be the same")
+
+    def check_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        if not isinstance(self.grammar, str) or not self.grammar:
+            raise wrong("grammar", self.grammar, "a text, as json_grammar(schema) gives it")
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                raise UsageError(f"{name} contradicts a grammar, which says where the text ends; leave it out")
 
     @property
     def greedy(self) -> bool:

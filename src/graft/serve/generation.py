@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from graft.base.errors import EngineFailed
+from graft.base.errors import EngineFailed, ExtraMissing, GrammarRefused, HttpRefused, UsageError
 from graft.engine.params import SamplingParams
 from graft.engine.text.detokenize import TextStream
 from graft.serve.link import EngineLink, Ticket
@@ -18,10 +19,12 @@ from graft.serve.protocol.choices import Choice, Piece
 from graft.serve.protocol.completions import CompletionFormat
 from graft.serve.protocol.requests import AskedChat, AskedCompletion
 from graft.serve.protocol.responses import ResponseFormat
-from graft.serve.protocol.sampling import check_biases, fitted
+from graft.serve.protocol.sampling import as_refused, check_biases, fitted
+from graft.serve.protocol.structure import AskedSchema
 from graft.serve.protocol.tools import AskedTools
 from graft.serve.protocol.values import Json
 from graft.serve.text import ServedText
+from graft.serve.tools.formats import FORCED
 from graft.serve.tools.parser import ToolParser
 from graft.serve.wire import AnswerRow, ServedModel, TokenLogprobs
 
@@ -124,6 +127,7 @@ async def from_completion(
         _ = text.known  # stop strings need a tokenizer
     envelope = Envelope(f"cmpl-{request_id}", int(time.time()), asked.model, chat=False)
     check_biases(asked.params, model.vocabulary)
+    params = [await structured(one, asked.schema, text) for one in params]
     made = CompletionFormat(asked, envelope, prompts, text, before)
     return Generation(prompts, params, asked.stream, text, made, asked.silent)
 
@@ -138,7 +142,7 @@ async def from_chat(asked: AskedChat, text: ServedText, model: ServedModel, requ
 def parser_for(tools: AskedTools | None, text: ServedText) -> Callable[[], ToolParser] | None:
     if tools is None:
         return None
-    found = text.tool_format
+    found = text.tool_format if tools.schema is None else FORCED
     return lambda: ToolParser(found, tools.names, None if tools.parallel else 1)
 
 
@@ -155,4 +159,20 @@ async def chat_prompt(asked: AskedChat, text: ServedText, model: ServedModel) ->
     tools = None if asked.tools is None else asked.tools.tools
     options = asked.template_options
     ids = await text.chat(asked.messages, generation=asked.generation_prompt, options=options, tools=tools)
-    return ids, fitted(asked.params, len(ids), model.context, model.cache_tokens)
+    params = fitted(asked.params, len(ids), model.context, model.cache_tokens)
+    return ids, await structured(params, asked.schema, text)
+
+
+async def structured(params: SamplingParams, schema: AskedSchema | None, text: ServedText) -> SamplingParams:
+    """With the grammar that the answer must keep to. A schema that cannot be kept to is told by its part."""
+    if schema is None:
+        return params
+    try:
+        return replace(params, grammar=await asyncio.to_thread(text.grammar, schema.schema))
+    except GrammarRefused as error:
+        why = f"{schema.param}: this schema cannot be kept to: {error.why}"
+        raise HttpRefused(why, param=schema.param, code="unsupported_schema") from error
+    except ExtraMissing as error:
+        raise HttpRefused(str(error), param=schema.param, code="unsupported_parameter") from error
+    except UsageError as error:
+        raise as_refused(error) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from graft.base.errors import HttpRefused, TokenizerRefused
+from graft.engine.grammar import Grammars, json_grammar
 from graft.serve.protocol import values
 from graft.serve.tools.formats import AUTO, FORMATS, ToolFormat, described, format_of
 from graft.serve.wire import ServedModel
@@ -25,6 +27,8 @@ class ServedText:
     def __init__(self, model: ServedModel, tool_parser: str = AUTO) -> None:
         self.model, self.tool_parser = model, tool_parser
         self.tokenizer: Tokenizer | None = None
+        self.grammars: Grammars | None = None  # made with the first schema
+        self.compiling = threading.Lock()
         if model.tokenizer is not None:
             self.tokenizer = self.read(model.tokenizer)
             self.tokenizer.no_truncation()
@@ -74,6 +78,16 @@ class ServedText:
     def is_special(self, text: str) -> bool:
         return text in self.special_tokens
 
+    def grammar(self, schema: Mapping[str, Any]) -> str:
+        """For the engine's grammar.py; checked here, so that what is wrong with it is the client's error."""
+        found = json_grammar(schema)
+        with self.compiling:
+            if self.grammars is None:
+                _ = self.known
+                self.grammars = Grammars(self.model.tokenizer or "", self.model.vocabulary, [0])
+        self.grammars.mask(found)
+        return found
+
     def ids(self, text: str, special: bool = True) -> list[int]:
         return self.known.encode(text, add_special_tokens=special).ids
 
@@ -122,7 +136,7 @@ class ServedText:
                 param="messages",
             )
         conversation = [dict(message) for message in messages]
-        if tools is not None and self.tool_format and "tools" not in self.model.chat_template:
+        if tools is not None and "tools" not in self.model.chat_template and self.tool_format:
             conversation, tools = described(tools, conversation), None
         given: Any = None if tools is None else [dict(tool) for tool in tools]
         try:

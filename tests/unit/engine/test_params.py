@@ -46,6 +46,8 @@ WRONG = [
     ("prompt_logprobs", 21, "prompt_logprobs must be from 0 to 20, or None for off, but is 21"),
     ("logit_bias", {1: 101}, "logit_bias must be from -100 to 100, but is 101"),
     ("logit_bias", dict.fromkeys(range(1025), 1), "at most 1024 tokens, but is of 1025"),
+    ("grammar", "", "grammar must be a text, as json_grammar"),
+    ("grammar", {"type": "object"}, "grammar must be a text, as json_grammar"),
     ("stop", "", "stop must be strings of at least one character, but is ''"),
     ("stop", ["a", ""], "at least one character"),
     ("stop", ["a", 3], r"but is 3"),
@@ -113,8 +115,9 @@ def test_fields_that_contradict_each_other():
 
 def test_every_field_has_a_rule():
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert names == set(RULES) | {"stop", "stop_token_ids", "logit_bias"}
-    assert names == {*NUMBERS, *WHOLE, *FLAGS, "stop", "stop_token_ids", "logit_bias"}, "each kind is tested above"
+    others = {"stop", "stop_token_ids", "logit_bias", "grammar"}
+    assert names == set(RULES) | others
+    assert names == {*NUMBERS, *WHOLE, *FLAGS, *others}, "each kind is tested above"
 
 
 def test_defaults_are_greedy_and_frozen():

@@ -34,6 +34,10 @@ def chat(**body):
     return requests.chat({"messages": MESSAGES, **body}, NAMES)
 
 
+def nested(levels):
+    return {"items": nested(levels - 1)} if levels else {}
+
+
 def refused(call):
     with pytest.raises(HttpRefused) as found:
         call()
@@ -128,7 +132,12 @@ def test_what_is_wrong_is_named(body, param):
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{}]}, "tools[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": nested(40)}}},
+         "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "x" * 70_000}}}},
+         "response_format.json_schema.schema"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
@@ -161,7 +170,7 @@ def test_a_response_is_asked_for_as_a_conversation():
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": 1}, "text"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"n": 2}, "n"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graft.base.errors.base import GraftError
+from graft.base.errors.base import GraftError, UsageError
 
 
 class EngineStuck(GraftError):
@@ -23,6 +23,14 @@ class OutOfMemory(GraftError):
 
 class LayoutError(GraftError):
     """Inputs of the engine's graph, or a batch for them, that are not as ops/layout.py has them: a defect."""
+
+
+class GrammarRefused(UsageError):
+    """A schema or grammar that cannot be kept to; the message is the library's, and names the part."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"grammar: it cannot be kept to: {why}")
+        self.why = why
 
 
 class OutOfCache(GraftError):

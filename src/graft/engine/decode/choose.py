@@ -74,6 +74,8 @@ def host_reason(params: SamplingParams, new_tokens: int) -> str | None:
         return "log probabilities"
     if params.penalised:
         return "penalties"
+    if params.grammar is not None:
+        return "a grammar"
     if params.logit_bias:
         return "a logit bias"
     if new_tokens < params.min_tokens:

@@ -15,7 +15,7 @@ from graft.engine.core import Request
 
 
 def edit_logits(logits: Tensor, requests: Sequence[Request], end_tokens: frozenset[int]) -> Tensor:
-    """Penalties, biases, barred end tokens. logits: [n, vocab], as they are where nothing changes, else a copy."""
+    """Penalties, biases, barred end tokens, grammars. logits: [n, vocab], a copy where something changes."""
     seen = [seen_tokens(request) if request.params.penalised else {} for request in requests]
     barred = [
         (row, token)
@@ -25,7 +25,8 @@ def edit_logits(logits: Tensor, requests: Sequence[Request], end_tokens: frozens
         if token < logits.shape[-1]
     ]
     biased = [(row, *pair) for row, request in enumerate(requests) for pair in request.params.biases]
-    if not any(seen) and not barred and not biased:
+    masks = [(row, r.mask) for row, r in enumerate(requests) if r.params.grammar is not None and r.mask is not None]
+    if not any(seen) and not barred and not biased and not masks:
         return logits
     edited = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     if any(seen):
@@ -35,6 +36,10 @@ def edit_logits(logits: Tensor, requests: Sequence[Request], end_tokens: frozens
     if barred:
         rows, tokens = torch.tensor(barred, device=edited.device).unbind(-1)
         edited[rows, tokens] = -math.inf
+    for row, mask in masks:
+        allowed = torch.from_numpy(mask.allowed()).to(edited.device)
+        edited[row, : len(allowed)].masked_fill_(~allowed, -math.inf)
+        edited[row, len(allowed) :] = -math.inf
     return edited
 
 

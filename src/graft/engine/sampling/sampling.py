@@ -30,9 +30,9 @@ def sample(
 ) -> list[SampledToken]:
     """One token a request. logits: [n, vocab].
 
-    Penalties, biases, end tokens barred before min_tokens, temperature, min_p, top_k, top_p, sampling, in this order.
-    Greedy rows take the largest logit after these edits. A row from which nothing can be chosen has an error, the
-    others do not. Of a request, `params`, `prompt`, `new_tokens` and `generator` are read.
+    Penalties, biases, end tokens barred before min_tokens, grammars, temperature, min_p, top_k, top_p, sampling, in
+    this order. Greedy rows take the largest logit after these edits. A row from which nothing can be chosen has an
+    error, the others do not. Of a request, `params`, `prompt`, `new_tokens`, `generator` and `mask` are read.
     """
     edited = edit_logits(logits, requests, end_tokens)
     largest, tokens = edited.max(dim=-1)  # [n]; for greedy batches this and one copy to the host are all

@@ -10,6 +10,7 @@ from typing import Any
 from graft.base.errors import HttpRefused
 from graft.engine.params import MOST_LOGPROBS, SamplingParams
 from graft.serve.protocol.sampling import UNBOUNDED, chat_logprobs, sampling, token_bound
+from graft.serve.protocol.structure import AskedSchema, asked_format
 from graft.serve.protocol.tools import AskedTools, asked_tools
 from graft.serve.protocol.values import Json, boolean, mapping, text, token_ids, whole, wrong
 
@@ -30,6 +31,7 @@ class Asked:
     usage_in_chunks: bool = False
     return_token_ids: bool = False  # vLLM's: beside the text
     prompt_logprobs: bool = False  # vLLM's: in a field of their own
+    schema: AskedSchema | None = None  # what the answer must be
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ def completion(body: Json, names: Sequence[str], vocabulary: int) -> AskedComple
     params = sampling(body, most, logprobs)
     if echo and logprobs is not None and (params.prompt_logprobs or 0) <= logprobs:
         params = replace(params, prompt_logprobs=logprobs)
-    given = prompts(body.get("prompt"), vocabulary)
-    return AskedCompletion(name, params, **streaming(body), prompts=given, echo=echo, silent=silent)
+    given, schema = prompts(body.get("prompt"), vocabulary), asked_format(body)
+    return AskedCompletion(name, params, **streaming(body), schema=schema, prompts=given, echo=echo, silent=silent)
 
 
 def prompts(given: object, vocabulary: int) -> list[str | list[int]]:
@@ -105,13 +107,21 @@ def chat(body: Json, names: Sequence[str]) -> AskedChat:
     if boolean(body, "echo"):
         raise HttpRefused("echo: only completions have it", param="echo", code="unsupported_parameter")
     params = sampling(body, most, chat_logprobs(body))
+    tools, schema = asked_tools(body), asked_format(body)
+    if tools is not None and tools.schema is not None:
+        if schema is not None:
+            raise HttpRefused(
+                "response_format contradicts a tool_choice that asks for a call", param="response_format"
+            )
+        schema = tools.schema
     return AskedChat(
         name,
         params,
         **streaming(body),
+        schema=schema,
         messages=messages(body.get("messages")),
         template_options=template_options(body),
-        tools=asked_tools(body),
+        tools=tools,
         generation_prompt=boolean(body, "add_generation_prompt", True),
     )
 

@@ -15,6 +15,7 @@ from graft.serve.protocol import answers
 from graft.serve.protocol.choices import Choice, Piece
 from graft.serve.protocol.requests import ROLES, AskedChat, message, served_name, template_options
 from graft.serve.protocol.sampling import sampling, token_bound
+from graft.serve.protocol.structure import text_format
 from graft.serve.protocol.values import Json, boolean, mapping, text, wrong
 
 TEXTS = ("input_text", "output_text", "text")
@@ -38,9 +39,6 @@ def response(body: Json, names: Sequence[str]) -> AskedChat:
     for field_name, harmless in STATEFUL.items():
         if body.get(field_name) is not None and body[field_name] not in harmless:
             raise HttpRefused(f"{field_name} is not supported", param=field_name, code="unsupported_parameter")
-    shape = mapping(mapping(body, "text"), "format")
-    if shape and shape.get("type") != "text":
-        raise HttpRefused("text.format: only text is supported", param="text", code="unsupported_parameter")
     params = sampling(body, token_bound(body, "max_output_tokens"), None)
     if params.n != 1:
         raise wrong("n", "1", params.n)
@@ -53,6 +51,7 @@ def response(body: Json, names: Sequence[str]) -> AskedChat:
         name,
         params,
         stream=boolean(body, "stream"),
+        schema=text_format(body),
         messages=[*first, *conversation(body.get("input"))],
         template_options=template_options(body),
     )
@@ -121,7 +120,7 @@ class ResponseFormat:
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": mapping(mapping(asked, "text"), "format") or {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
             "top_p": params.top_p,

@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from graft.base.errors import HttpRefused
+from graft.serve.protocol.structure import AskedSchema, call_schema
 from graft.serve.protocol.values import Json, boolean, text, wrong
 
 MOST_TOOLS = 128  # OpenAI's
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-NEEDS_GRAMMAR = "a call cannot be enforced here: only none and auto are supported"
+STRICT = "only a call that must be made is held to its schema: give tool_choice required, or the function's name"
 
 
 @dataclass(frozen=True)
 class AskedTools:
-    """tools: as templates take them. parallel: more than one call may be in an answer."""
+    """tools: as templates take them. parallel: more than one call may be in an answer. schema: of the calls, where
+    the answer must be some."""
 
     tools: Sequence[Mapping[str, Any]]
     parallel: bool = True
+    schema: AskedSchema | None = None
 
     @property
     def names(self) -> frozenset[str]:
@@ -42,9 +45,29 @@ def asked_tools(body: Json) -> AskedTools | None:
         raise HttpRefused(f"tools: two functions are called {twice!r}", param="tools")
     if choice == "none":
         return None
+    parallel, named = boolean(body, "parallel_tool_calls", True), choice not in (None, "auto", "required")
+    wanted = [chosen(choice, found)] if named else found
     if choice not in (None, "auto"):
-        raise HttpRefused(f"tool_choice: {NEEDS_GRAMMAR}", param="tool_choice", code="unsupported_parameter")
-    return AskedTools(found, boolean(body, "parallel_tool_calls", True))
+        schema = call_schema([one["function"] for one in wanted], parallel and not named)
+        return AskedTools(found, parallel, schema)
+    for index, one in enumerate(found):
+        if boolean(one["function"], "strict"):
+            raise HttpRefused(
+                f"tools[{index}].function.strict: {STRICT}", param="tools", code="unsupported_parameter"
+            )
+    return AskedTools(found, parallel)
+
+
+def chosen(choice: object, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """{"type": "function", "function": {"name": "f"}}."""
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise wrong("tool_choice", "none, auto, required, or an object with a function", choice)
+    name = function.get("name")
+    found = next((one for one in tools if one["function"]["name"] == name), None)
+    if found is None:
+        raise HttpRefused(f"tool_choice: none of the tools is called {name!r:.80}", param="tool_choice")
+    return found
 
 
 def tool(given: object, where: str) -> dict[str, Any]:
@@ -61,6 +84,4 @@ def tool(given: object, where: str) -> dict[str, Any]:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise wrong(f"{where}.function.parameters", "a JSON schema, an object", parameters)
-    if boolean(function, "strict"):
-        raise HttpRefused(f"{where}.function.strict: {NEEDS_GRAMMAR}", param=where, code="unsupported_parameter")
     return {**given, "type": "function", "function": {**function}}

@@ -12,22 +12,23 @@ from graft.base.errors import UsageError, near
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """openings: marks before calls. closing: the mark behind them. bare: a text that begins with { is a call.
+    """openings: marks before calls. closing: the mark behind them. bare: a text that begins with these is a call.
     separator: between calls in a row. named: name[ARGS]{…} too. short_ids: nine letters, which its template wants.
     """
 
     name: str
     openings: tuple[str, ...]
     closing: str = ""
-    bare: bool = False
+    bare: str = ""
     separator: str = ""
     named: bool = False
     short_ids: bool = False
 
 
 HERMES = ToolFormat("hermes", ("<tool_call>",), "</tool_call>")  # Qwen, Hermes, SmolLM (a list in it)
-LLAMA3 = ToolFormat("llama3_json", ("<|python_tag|>",), bare=True, separator=";")
+LLAMA3 = ToolFormat("llama3_json", ("<|python_tag|>",), bare="{", separator=";")
 MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]",), named=True, short_ids=True)
+FORCED = ToolFormat("forced", (), bare="[")  # by a grammar, whatever the model is used to
 FORMATS = {
     "hermes": HERMES, "qwen": HERMES, "smollm": HERMES, "llama3_json": LLAMA3, "llama4_json": LLAMA3,
     "mistral": MISTRAL,

@@ -86,7 +86,7 @@ class ToolParser:
             text = self.rest.lstrip()
             if not text:
                 return False
-            if text[0] == "{":
+            if text[0] in self.format.bare:
                 self.content(self.rest[: -len(text)])
                 return self.begin("", text)
         found = [(at, marker) for marker in self.format.openings if (at := self.rest.find(marker)) >= 0]

@@ -1,0 +1,96 @@
+"""Grammars of answers, by llguidance: which tokens may come next. An optional library: `graft[serve]` has it.
+
+Nothing here needs torch, so that a server's HTTP process can say what is wrong with a schema before it is sent on.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from graft.base.errors import ExtraMissing, GrammarRefused
+
+KEPT = 64  # grammars that stay compiled
+# no blanks between tokens of JSON: models otherwise write them until max_tokens. What is not known is an error.
+COMPACT = {"whitespace_flexible": False, "lenient": False}
+
+
+class GrammarMask:
+    """Where an answer stands in its grammar."""
+
+    def __init__(self, matcher: Any, ends: Collection[int], vocabulary: int) -> None:
+        self.matcher, self.ends, self.vocabulary = matcher, ends, vocabulary
+
+    def allowed(self) -> np.ndarray:
+        """[vocab] bool. At the end of the grammar: end tokens alone."""
+        if self.matcher.is_stopped():
+            found = np.zeros(self.vocabulary, dtype=bool)
+            found[list(self.ends)] = True
+            return found
+        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        return np.unpackbits(bits, bitorder="little")[: self.vocabulary].astype(bool)
+
+    def accept(self, token: int) -> str | None:
+        """Takes note of a token; why it cannot."""
+        if not self.matcher.is_stopped():
+            self.matcher.consume_token(token)
+        return self.matcher.get_error() if self.matcher.is_error() else None
+
+    def copy(self) -> GrammarMask:
+        return GrammarMask(self.matcher.deep_copy(), self.ends, self.vocabulary)
+
+
+class Grammars:
+    """The grammars of one tokenizer (the text of a tokenizer.json), compiled once each. Safe in any thread."""
+
+    def __init__(self, tokenizer: str, vocabulary: int, ends: Collection[int]) -> None:
+        llguidance = library()
+        known = Tokenizer.from_str(tokenizer).get_vocab_size()
+        self.ends, self.vocabulary = sorted(ends), vocabulary
+        self.tokens = llguidance.LLTokenizer(
+            byte_level(tokenizer), n_vocab=max(known, vocabulary), eos_token=self.ends or None
+        )
+        self.made: OrderedDict[str, GrammarMask] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def mask(self, grammar: str) -> GrammarMask:
+        """At its beginning. A grammar that cannot be is refused."""
+        with self.lock:
+            found = self.made.get(grammar)
+        if found is None:
+            if problem := library().LLMatcher.validate_grammar(grammar, self.tokens):
+                raise GrammarRefused(problem)
+            found = GrammarMask(library().LLMatcher(self.tokens, grammar), self.ends, self.vocabulary)
+            with self.lock:
+                self.made[grammar] = found
+                while len(self.made) > KEPT:
+                    self.made.popitem(last=False)
+        return found.copy()
+
+
+def library() -> Any:
+    try:
+        return import_module("llguidance")
+    except ModuleNotFoundError as error:
+        raise ExtraMissing("structured output", "serve", "llguidance") from error
+
+
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """What SamplingParams.grammar takes, for JSON of this schema, without blanks between its parts."""
+    return library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT)
+
+
+def byte_level(tokenizer: str) -> str:
+    """llguidance takes the bytes of tokens from the decoder. Tokenizers that were made from GGUF files have several
+    decoders in a row, and then "Ġthe" would be the bytes of Ġ, and not a blank."""
+    spec = json.loads(tokenizer)
+    if "ByteLevel" in json.dumps(spec.get("pre_tokenizer")):
+        spec["decoder"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return json.dumps(spec)

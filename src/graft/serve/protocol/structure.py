@@ -1,0 +1,97 @@
+"""What an answer must look like: response_format, text.format, and calls that must be made, as JSON schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graft.base.errors import HttpRefused
+from graft.serve.protocol.values import Json, mapping, wrong
+
+MOST_CHARACTERS = 65_536  # of a schema
+DEEPEST = 32
+ANY_OBJECT: Json = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class AskedSchema:
+    """param: the field that it came from, for whoever finds something wrong with it."""
+
+    param: str
+    schema: Json
+
+
+def asked_format(body: Json) -> AskedSchema | None:
+    """response_format of chat and completions: {"type": "json_schema", "json_schema": {"schema": {…}}}."""
+    given = mapping(body, "response_format")
+    kind = given.get("type") if given else "text"
+    if kind == "json_schema":
+        return checked(mapping(given, "json_schema").get("schema"), "response_format.json_schema.schema")
+    return simple(kind, "response_format")
+
+
+def text_format(body: Json) -> AskedSchema | None:
+    """text.format of responses: {"type": "json_schema", "schema": {…}}."""
+    given = mapping(mapping(body, "text"), "format")
+    kind = given.get("type") if given else "text"
+    return (
+        checked(given.get("schema"), "text.format.schema") if kind == "json_schema" else simple(kind, "text.format")
+    )
+
+
+def simple(kind: object, param: str) -> AskedSchema | None:
+    if kind not in ("text", "json_object"):
+        raise HttpRefused(
+            f"{param}: its type must be text, json_object or json_schema, not {kind!r:.40}",
+            param=param.partition(".")[0],
+            code="unsupported_parameter",
+        )
+    return None if kind == "text" else AskedSchema(param, ANY_OBJECT)
+
+
+def checked(schema: object, param: str) -> AskedSchema:
+    if not isinstance(schema, Mapping):
+        raise wrong(param, "a JSON schema, an object", schema)
+    if too_deep(schema, DEEPEST):
+        raise HttpRefused(f"{param} may be {DEEPEST} levels deep", param=param)
+    if len(json.dumps(schema)) > MOST_CHARACTERS:
+        raise HttpRefused(f"{param} may have {MOST_CHARACTERS} characters", param=param)
+    return AskedSchema(param, schema)
+
+
+def too_deep(value: object, most: int) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return most < 0 or any(too_deep(one, most - 1) for one in inner)
+
+
+def call_schema(functions: Sequence[Json], parallel: bool) -> AskedSchema:
+    """A list of calls of these functions, one at least."""
+    each = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": one["name"]},
+                "arguments": moved(
+                    one.get("parameters") or ANY_OBJECT, f"#/items/anyOf/{index}/properties/arguments"
+                ),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for index, one in enumerate(functions)
+    ]
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": each}}
+    return checked(schema if parallel else schema | {"maxItems": 1}, "tools")
+
+
+def moved(schema: Any, root: str) -> Any:
+    """A schema that is part of another: what it refers to lies below `root` now."""
+    if isinstance(schema, list):
+        return [moved(one, root) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: moved(value, root) for key, value in schema.items()}
+    target = schema.get("$ref")
+    return found | {"$ref": root + target[1:]} if isinstance(target, str) and target.startswith("#") else found

@@ -1,0 +1,125 @@
+"""Grammars: whatever the model would say, the text keeps to the schema; and nobody else's changes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import sys
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from capture_cases import engine
+from graft.base.errors import ExtraMissing, GrammarRefused, UsageError
+from graft.engine.params import SamplingParams
+from serve_cases import tokenizer_json
+
+pytest.importorskip("llguidance")
+from graft.engine.grammar import Grammars, byte_level, json_grammar
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+
+
+def keeps_to_schema(text):
+    found = json.loads(text)
+    assert list(found) == list(SCHEMA["properties"]) and len(found["name"]) <= 6 and found["kind"] in ("cat", "dog")
+    assert isinstance(found["age"], int) and 0 <= found["age"] <= 150
+    assert len(found["tags"]) <= 2 and all(isinstance(tag, bool) for tag in found["tags"])
+    assert text == json.dumps(found, ensure_ascii=False, separators=(",", ":")) or "\\" in text
+
+
+def llm_with_text(record):
+    """The tiny model of 128 tokens with a tokenizer of single bytes: its random words become JSON by the grammar."""
+    spec = json.loads(tokenizer_json())
+    kept = {token: at for token, at in spec["model"]["vocab"].items() if at < 128}
+    spec["model"] |= {"vocab": kept, "merges": []}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(spec)), eos_token="<|im_end|>")
+    llm = copy.copy(engine("llama", record))
+    llm.engine.tokenizer, llm.engine.end_tokens = tokenizer, frozenset({2})
+    return llm
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_random_models_write_what_the_schema_says(record):
+    llm, source = llm_with_text(record), random.Random(1)
+    prompts = [[source.randrange(3, 128) for _ in range(5)] for _ in range(6)]
+    grammar = json_grammar(SCHEMA)
+    hot = [SamplingParams(max_tokens=200, temperature=1.5, seed=i, grammar=grammar, n=2) for i in range(6)]
+    plain = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
+    alone = llm.generate(prompts, plain)
+    found = llm.generate([*prompts, *prompts], [*hot, *[plain] * 6])
+    assert [one.token_ids for one in found[6:]] == [one.token_ids for one in alone]
+    for one in found[:6]:
+        for each in (one, *one.alternatives):
+            assert each.finish_reason == "stop" and each.token_ids[-1] == 2
+            keeps_to_schema(each.text)
+    assert len({one.text for one in found[:6]}) > 1
+    cut = llm.generate(prompts[0], SamplingParams(max_tokens=3, grammar=grammar))[0]
+    assert cut.finish_reason == "length" and cut.text == '{"n'
+    assert llm.engine.idle and llm.engine.manager.available == llm.engine.manager.blocks
+
+
+def test_tokens_have_the_bytes_that_they_decode_to():
+    """Also where several decoders are in a row, as in tokenizers that were made from GGUF files."""
+    spec = json.loads(tokenizer_json())
+    mixed = [{"type": "ByteFallback"}, {"type": "Fuse"}, spec["decoder"]]
+    spec["decoder"] = {"type": "Sequence", "decoders": mixed}
+    plain = Tokenizer.from_str(tokenizer_json())
+    for text in (tokenizer_json(), json.dumps(spec)):
+        tokens = Grammars(text, 300, [2]).tokens
+        for token in range(3, plain.get_vocab_size()):
+            whole = plain.decode([token], skip_special_tokens=False)
+            if "\ufffd" not in whole:
+                assert tokens.decode_bytes([token]) == whole.encode(), token
+    assert json.loads(byte_level(tokenizer_json()))["decoder"]["type"] == "ByteLevel"
+
+
+@pytest.mark.parametrize(
+    ("schema", "part"),
+    [
+        ({"type": "object", "properties": {"a": {"if": {}}}}, "if"),
+        ({"type": "foo"}, "foo"),
+        ({"$ref": "#/none"}, "/none"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "format": "made-up"}, "made-up"),
+    ],
+)
+def test_a_schema_that_cannot_be_done_is_refused_by_its_part(schema, part):
+    grammars = Grammars(tokenizer_json(), 300, [2])
+    with pytest.raises(GrammarRefused, match=part):
+        grammars.mask(json_grammar(schema))
+    assert not grammars.made
+
+
+def test_grammars_are_compiled_once_and_copied():
+    grammars = Grammars(tokenizer_json(), 300, [2])
+    grammar = json_grammar({"const": 12})
+    one, other = grammars.mask(grammar), grammars.mask(grammar)
+    (first,) = one.allowed().nonzero()[0]
+    assert one.accept(int(first)) is None and len(grammars.made) == 1
+    assert other.allowed()[first] and not one.allowed()[first]  # where one stands does not move the other
+    assert one.accept(7) is not None  # what is not allowed is told
+
+
+def test_what_contradicts_a_grammar(monkeypatch):
+    for more in ({"ignore_eos": True}, {"min_tokens": 2}):
+        with pytest.raises(UsageError, match="contradicts a grammar"):
+            SamplingParams(grammar="x", **more)
+    llm = engine("llama", False)
+    with pytest.raises(UsageError, match="has no tokenizer"):
+        llm.generate([1, 2], SamplingParams(grammar="x"))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ExtraMissing, match="llguidance"):
+        json_grammar({})
