@@ -3,8 +3,8 @@
 An answer counts on from the last token of its prompt. By its first token a prompt asks for more: with HANG it is
 never begun, with PAUSE it has one token and no other, with DIE it ends the process, with SLOW it has a token every
 20 ms. A model of the name `refused` cannot be loaded, `other-tokens` says of its tokenizer what is not so, and `chat`
-has a chat template. A `parrot` says what stands behind `say:` in its prompt, and has a
-template with tools. The first request of a model of the name `first-fails` ends in an error.
+has a chat template. A `parrot` says what stands behind `say:` in its prompt, and has a template with tools. The first
+request of a model of the name `first-fails` ends in an error, that of `first-dies` ends the process.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Stub:
         self.send(ready=asdict(served))
         threading.Thread(target=self.step_forever, daemon=True).start()
         for message in asked:
+            if options["model"] == "first-dies":
+                os._exit(9)
             if options["model"] == "first-fails" and "submit" in message:
                 number = message["submit"][0]["id"]
                 self.send(rows=[AnswerRow(number, 0, [], None, "error", None, 0, "no kernel")], load={})

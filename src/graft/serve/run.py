@@ -56,6 +56,7 @@ class Serving:
         self.server = QuietServer(uvicorn.Config(make_app(self.state), **UVICORN, **tls(options)))
         self.over = asyncio.Event()  # set when the process is to end
         self.warming: asyncio.Task[None] | None = None
+        self.was_ready = False
 
     async def main(self) -> int:
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # what matters is in our own lines
@@ -79,18 +80,18 @@ class Serving:
             self.log.flush()
 
     async def keep_engine(self) -> None:
-        """Until the server ends. Raises where the first process cannot load the model."""
+        """Until the server ends. Raises where the first process cannot load the model, or answers nothing."""
         pause = FIRST_PAUSE
         while True:
-            before = self.link.model
             how = await self.link.run(self.on_loaded)
             self.state.warm = False
             if self.state.draining:
                 self.over.set()
                 return
             why = self.link.failed[0] if self.link.failed else how
-            if before is None and self.link.model is None:
-                raise ModelNotLoaded(*self.link.failed or (f"the engine process {how} while it loaded", 1))
+            if not self.was_ready:
+                when = "while it loaded" if self.link.model is None else "over its first request"
+                raise ModelNotLoaded(*self.link.failed or (f"the engine process {how} {when}", 1))
             self.log("engine died", reason=why, restart=self.options.restart)
             if not self.options.restart:
                 await self.over.wait()
@@ -121,7 +122,7 @@ class Serving:
             self.link.failed, self.link.model = (str(error), error.exit_code), None
             await self.link.stop()
             return
-        self.state.warm = True
+        self.state.warm = self.was_ready = True
         self.log("ready", url=self.url, model=self.options.names[0], max_model_len=model.context)
         if not self.options.json_logs:
             print(f"graft serve: ready at {self.url}/v1 (model {self.options.names[0]})", flush=True)

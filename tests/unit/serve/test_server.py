@@ -293,10 +293,13 @@ def test_a_request_that_waits_too_long_is_refused(stream):
         ("refused", 2, "no such model"),
         ("other-tokens", 1, "other tokens for 'hi'"),
         ("first-fails", 1, "its first request failed: no kernel"),
+        ("first-dies", 1, "the engine process ended with exit status 9 over its first request"),
     ],
 )
-def test_a_model_that_cannot_be_served_ends_the_program(model, code, why):
-    with serving(model, errors=subprocess.PIPE) as server:
+@pytest.mark.parametrize("more", [(), ("--restart",)])
+def test_a_model_that_cannot_be_served_ends_the_program(model, code, why, more):
+    """Where it was never ready, a restart would go on for ever."""
+    with serving(model, *more, errors=subprocess.PIPE) as server:
         assert server.ended() == code
         assert why in server.process.stderr.read()
         server.process.stderr.close()
