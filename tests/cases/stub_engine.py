@@ -25,6 +25,7 @@ DIE, HANG, SLOW, PAUSE = 3, 4, 5, 6
 CONTEXT, VOCABULARY = 64, 300
 TOKENIZER = Tokenizer.from_str(tokenizer_json())
 END = 2  # <|im_end|>
+LOST = {"type": "lost", "event_id": 7, "time": 0, "count": 0, "first": 7, "last": 6}
 
 
 class Stub:
@@ -58,6 +59,8 @@ class Stub:
                 number = message["submit"][0]["id"]
                 self.send(rows=[AnswerRow(number, 0, [], None, "error", None, 0, "no kernel")], load={})
                 continue
+            if message.get("follow_events"):
+                self.send(events=[LOST, {"type": "created", "event_id": 8, "time": 0, "levels": [1]}])
             with self.lock:
                 self.open |= {one["id"]: {**one, "sent": 0} for one in message.get("submit", ())}
                 for number in message.get("abort", ()):

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import graft
+from graft.engine.kv.events import CacheView, Created, Lost, Stored, from_json
 from marks import FULL
 from serve_cases import PATIENCE, TOOL_TEMPLATE, http_client, poll, sent, serving, tokenizer_json
 from serve_soak import Soak
@@ -294,6 +295,34 @@ def test_the_examples_of_the_documentation_run(server, capsys, language):
         elif shutil.which("curl"):
             done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
             assert '"choices":[{"index":0' in done.stdout, done.stdout
+
+
+def events_of(lines, until):
+    """The cache's events, up to the first for which `until` holds."""
+    for line in lines:
+        if line.startswith("data: "):
+            event = from_json(json.loads(line[6:]))
+            yield event
+            if until(event):
+                return
+
+
+def test_readers_follow_the_cache(plain, client):
+    """One who comes later has the same state; both see what happens then."""
+    prompt = [random.Random(5).randrange(3, 250) for _ in range(64)]
+
+    def stored(event):
+        return isinstance(event, Stored) and any(tuple(prompt[:16]) == block.tokens[:16] for block in event.blocks)
+
+    with plain.stream("GET", "/v1/kv_cache_events") as one, plain.stream("GET", "/v1/kv_cache_events") as other:
+        assert one.headers["content-type"].startswith("text/event-stream")
+        client.completions.create(model="tiny-served", prompt=prompt, max_tokens=2)
+        for stream in (one, other):
+            first, view = list(events_of(stream.iter_lines(), stored)), CacheView()
+            assert isinstance(first[0], Lost) and first[0].first == 0 and isinstance(first[1], Created)
+            for event in first:
+                view.apply(event)  # in order, without gaps
+            assert {block.hash for block in first[-1].blocks} <= set(view.blocks)
 
 
 def test_tokens_are_those_of_the_engine(llm, plain):

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from graft import __version__
 from graft.base.errors import HttpRefused
+from graft.serve.cache_events import EventReader, event_stream
 from graft.serve.generation import Generation, from_chat, from_completion, from_response
 from graft.serve.guard import Guard
 from graft.serve.http import EventStream, json_response, read_body, while_connected
@@ -116,6 +117,13 @@ async def embeddings(state: ServerState, http: HttpRequest) -> Response:
     )
 
 
+async def kv_cache_events(state: ServerState, _: HttpRequest) -> Response:
+    _text, _model = state.loaded
+    reader, link = EventReader(), state.link
+    events = event_stream(reader, link.follow, link.leave)
+    return EventStream(events, reader.bell, state.options.slow_client_timeout)
+
+
 async def health(state: ServerState, _: HttpRequest) -> Response:
     alive, told = state.health()
     return json_response(told, 200 if alive else 503)
@@ -151,6 +159,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/responses", responses),
     ("POST", "/v1/embeddings", embeddings),
+    ("GET", "/v1/kv_cache_events", kv_cache_events),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("GET", "/health", health),

@@ -3,9 +3,11 @@
 to the engine     {"load": {…}}                          once, first
                   {"submit": [{id, prompt, params}, …]}  all before the same step
                       {"abort": [id, …]}, {"expire": [id, …]}
+                  {"follow_events": true}                somebody new reads them; false: nobody does
 from the engine   {"progress": "words"}                  while it loads
                   {"ready": {…}} or {"failed": "why"}    once
                   {"rows": [[…], …], "load": {…}}        after a step, and each second
+                  {"events": [{…}, …]}                   of the cache, while somebody reads them
 """
 
 from __future__ import annotations

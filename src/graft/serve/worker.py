@@ -109,6 +109,8 @@ class Worker:
         self.llm, self.outbox = llm, outbox
         self.open: dict[int, SentRequest] = {}
         self.preemptions = 0
+        self.followed = threading.Event()  # somebody reads the cache's events
+        self.teller: threading.Thread | None = None
 
     def take(self, message: Message) -> None:
         """In the reading thread."""
@@ -122,10 +124,30 @@ class Worker:
             sent = SentRequest(asked["id"], request, self.outbox)
             self.open[sent.number] = sent
             self.llm.driver.enter([request], sent)
+        if "follow_events" in message:
+            self.follow_events(message["follow_events"])
         found = [self.open.get(number) for number in message.get("abort", ())]
         late = [self.open.get(number) for number in message.get("expire", ())]
         found += [sent for sent in late if sent is not None and sent.request.cached is None]  # it was never admitted
         self.llm.abort(*(sent.request for sent in found if sent is not None))
+
+    def follow_events(self, wanted: bool) -> None:
+        """A queue that nobody drains costs next to nothing, so it is drained while somebody reads."""
+        events = self.llm.engine.manager.events
+        if wanted and events is not None:
+            events.restart()
+            self.followed.set()
+            if self.teller is None:
+                self.teller = threading.Thread(target=self.send_events, name="graft-events", daemon=True)
+                self.teller.start()
+        elif not wanted:
+            self.followed.clear()
+
+    def send_events(self) -> None:
+        while True:
+            self.followed.wait()
+            if found := self.llm.kv_cache_events(timeout=HEARTBEAT):
+                self.outbox.send({"events": [event.to_json() for event in found]})
 
     def send_forever(self) -> None:
         """In the sending thread."""

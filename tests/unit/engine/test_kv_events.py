@@ -149,6 +149,33 @@ def test_a_slow_reader_loses_history_not_the_state():
     view.apply(more)
 
 
+@pytest.mark.parametrize("pending", [True, False])
+def test_a_reader_who_has_just_come_gets_the_state(pending):
+    """And those who read before go on: nothing of theirs is out of order."""
+    queue = EventQueue()
+    manager = BlockManager(8, 2, events=queue)
+    before, fresh = CacheView(), CacheView()
+    run(manager, [1, 2, 3])
+    for event in queue.drain():
+        before.apply(event)
+    if pending:
+        run(manager, [4, 5, 6])
+    queue.restart()
+    events = queue.drain(timeout=60)  # does not wait: there is something to tell
+    assert kinds(events)[:2] == ["lost", "created"] and events[0].count == int(pending)
+    for event in events:
+        before.apply(event)
+    first = events[0]
+    fresh.apply(Lost(first.event_id, first.time, first.event_id, 0, first.event_id - 1))
+    for event in events[1:]:
+        fresh.apply(event)
+    run(manager, [7, 8, 9])
+    for event in queue.drain():
+        before.apply(event)
+        fresh.apply(event)
+    assert before.blocks == fresh.blocks and len(before.blocks) == 2 + pending
+
+
 def test_a_queue_that_nobody_reads_stays_small_and_makes_no_events(monkeypatch):
     made = []
     real = Stored.of

@@ -266,6 +266,25 @@ def test_an_engine_that_dies_is_told_to_everyone():
         assert server.ended() == 0
 
 
+def test_readers_of_the_cache_are_told_when_it_ends():
+    """They hold up no drain; the first event says that all before it was not told."""
+    with serving("stub", "--restart") as server, http_client(server.url) as client:
+        with client.stream("GET", "/v1/kv_cache_events") as answer:
+            lines = answer.iter_lines()
+            first = [next(lines) for _ in range(3)]
+            assert first[:2] == ["event: lost", "id: 7"]
+            assert json.loads(first[2][6:]) | {"count": 7, "first": 0, "last": 6} == json.loads(first[2][6:])
+            os.kill(server.engine, signal.SIGKILL)
+            assert "was killed by SIGKILL" in "".join(lines)
+        poll(lambda: client.get("/ready").status_code == 200)
+        with client.stream("GET", "/v1/kv_cache_events") as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == "event: lost"
+            server.signal()
+            assert "shutting down" in "".join(lines)
+        assert server.ended() == 0
+
+
 def test_an_engine_that_dies_is_started_again_where_asked():
     with serving("stub", "--restart") as server, http_client(server.url) as client:
         before = server.engine

@@ -209,10 +209,17 @@ class EventQueue:
         self.waiting += 1
         try:
             self.filled.wait_for(
-                lambda: self.woken or self.next_id > self.first_id, min(timeout, threading.TIMEOUT_MAX)
+                lambda: self.woken or self.lost or self.next_id > self.first_id, min(timeout, threading.TIMEOUT_MAX)
             )
         finally:
             self.waiting -= 1
+
+    def restart(self) -> None:
+        """The next drain begins with `lost` and the present state, for a reader who has just come."""
+        with self.lock:
+            self.backlog.clear()
+            self.told, self.lost = 0, True
+            self.filled.notify_all()
 
     def drain(self, timeout: float | None = None) -> list[Event]:
         """All events since the last drain. With a timeout, waits up to that many seconds for at least one."""
