@@ -98,7 +98,6 @@ PENALTIES = {
 }
 
 
-@pytest.mark.some(5)
 @pytest.mark.parametrize("name", PENALTIES)
 def test_penalties_give_the_exact_probabilities(name):
     fields, wrong_history, wrong_fields = PENALTIES[name]
