@@ -9,6 +9,7 @@ from torch import nn
 
 import graft
 from graft.backends.inductor import FUSION_PASS, CachedPass, without_caches
+from inductor_cases import compilations
 
 
 class Norms(nn.Module):
@@ -30,11 +31,6 @@ class Norms(nn.Module):
 
 class Stopped(Exception):
     """Raised where Inductor would go on to generate code, which takes half a minute."""
-
-
-def compilations():
-    """Reports of graphs that were compiled here; the last of all may be of hits in Inductor's caches."""
-    return [report for report in graft.inductor_reports() if report.model != "cache"]
 
 
 def fused(compile_with):

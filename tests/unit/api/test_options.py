@@ -12,6 +12,7 @@ import graft
 from graft.backends import InductorSettings
 from graft.backends.inductor import ChainedPass, inductor_patches, reset_compiler, without_caches
 from graft.base.errors import ArtifactError, UsageError
+from inductor_cases import compilations
 
 aten = torch.ops.aten
 
@@ -100,12 +101,12 @@ class Norm(nn.Module):
 def test_the_callers_passes_run_beside_grafts(hook, tmp_path):
     norm, x = Norm(), torch.randn(4, 8)
     wanted = norm(x)
-    counted, seen = Counted(), len(graft.inductor_reports())
+    counted, seen = Counted(), len(compilations())
     torch.testing.assert_close(
         torch.compile(norm, options=graft.passes_for_inductor(options={hook: counted}))(x), wanted
     )
     assert len(counted.calls) == 1
-    assert len(graft.inductor_reports()[seen].transforms["fuse_rms_norm"].matches) == 1
+    assert len(compilations()[seen].transforms["fuse_rms_norm"].matches) == 1
     if hook == "post_grad_custom_pre_pass":  # the graph that its author knows
         assert not any("graft" in target for target in counted.calls[0])
     compiled = graft.compile(norm, (x,), backend="inductor", options={hook: counted.__call__})
