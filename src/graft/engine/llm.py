@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -107,14 +108,17 @@ class LLM(Frontend):
         return events.drain(timeout) if events is not None else []
 
     def on_kv_cache_events(self, callback: Callable[[list[Event]], Any]) -> EventSubscription:
-        """Calls `callback(events)` from a thread of its own whenever something happens in the cache, until `close()`.
+        """Calls `callback(events)` from a thread of its own whenever something happens in the cache, until `close()`
+        or until nobody has this LLM any more.
 
         It begins with the present state. Those who poll get all events as well.
         """
         events = self.engine.manager.events
         if events is None:
             raise UsageError("this engine's cache tells of no events")
-        return EventSubscription(events, callback)
+        subscription = EventSubscription(events, callback)
+        weakref.finalize(self, subscription.end)
+        return subscription
 
     @property
     def report(self) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
@@ -456,3 +457,8 @@ def test_an_engine_tells_by_callback():
     with llm.on_kv_cache_events(told.extend):
         llm.generate([[3 + i for i in range(40)]], graft.SamplingParams(max_tokens=2))
     assert kinds(told) == kinds(llm.kv_cache_events()) == ["created", "stored", "updated"]
+    left = llm.on_kv_cache_events(told.extend)
+    del llm
+    gc.collect()
+    left.thread.join(60)
+    assert not left.thread.is_alive()  # nobody closed it, and it does not outlive its engine

@@ -30,25 +30,28 @@ class EventSubscription:
 
     def deliver(self) -> None:
         closing = False
-        while not closing:
-            closing = self.closing.is_set()  # what came before it is still delivered
-            events = self.own.drain(0 if closing else LOOK)
-            try:
+        try:
+            while not closing:
+                closing = self.closing.is_set()  # what came before it is still delivered
+                events = self.own.drain(0 if closing else LOOK)
                 if events:
                     self.callback(events)
-            except Exception as error:
-                self.error = error
-                self.queue.drop(self.own)
-                log.exception("a callback of key-value cache events failed, and is not called again")
-                return
+        except BaseException as error:  # SystemExit too: `close` raises it again
+            self.error = error
+            log.exception("a callback of key-value cache events failed, and is not called again")
+        finally:
+            self.queue.drop(self.own)
 
-    def close(self) -> None:
-        """Delivers what is left, and ends the thread."""
+    def end(self) -> None:
+        """The thread delivers what is left, and ends."""
         self.closing.set()
         self.own.wake()
+
+    def close(self) -> None:
+        """Delivers what is left, and waits for the thread's end."""
+        self.end()
         if threading.current_thread() is not self.thread:
             self.thread.join()
-        self.queue.drop(self.own)
         if self.error is not None:
             raise self.error
 
