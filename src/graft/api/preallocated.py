@@ -110,8 +110,8 @@ def fill(
     variant: Variant, settings: VariantSettings, positions: Sequence[int], names: Sequence[str], usual: bool
 ) -> FilledGraph:
     gm = with_outs(variant.graph_module, positions)
-    if usual and variant.backend in DIRECT:
-        write_through(gm.graph)
+    if usual and variant.backend in DIRECT:  # the program's own copies stay as the pipeline left them
+        write_through(gm.graph, set(placeholders(gm.graph)[len(variant.names) :]))
     gm.recompile()
     asked = InductorSettings(settings.mode, settings.options, settings.config.transforms[FIX].enabled)
     lowered = lower(

@@ -15,20 +15,16 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from graft.ir.effects import alias_sources, is_mutating, nodes_in, with_views
+from graft.ir.effects import alias_sources, is_mutating, mutated_args, nodes_in, with_views
 from graft.ir.nodes import OpOverload, is_op, output_node, same_shape, same_sizes, tensor_val
 from graft.memory.aliases import Aliases
 
 aten = torch.ops.aten
 
 
-def write_through(graph: Graph, inputs: Set[Node] | None = None) -> list[str]:
-    """Does so for every copy over a whole input that allows it; the names of the nodes that write there now.
-
-    inputs: those that are looked at; all of them where it is left out.
-    """
-    copies = [node for node in graph.nodes if is_op(node, aten.copy_.default)]
-    asked = [copy for copy in copies if inputs is None or copy.args[0] in inputs]
+def write_through(graph: Graph, inputs: Set[Node]) -> list[str]:
+    """Does so for every copy over one of `inputs` that allows it; the names of the nodes that write there now."""
+    asked = [node for node in graph.nodes if is_op(node, aten.copy_.default) and node.args[0] in inputs]
     return [write_direct(graph, copy) for copy in asked if why_copied(graph, copy) is None]
 
 
@@ -75,6 +71,12 @@ def hindrance(graph: Graph, into: Node, value: Node, copy: Node) -> str | None:
         for user in member.users:
             if user not in (value, copy, end) and value < user:
                 return f"%{user.name} looks at %{member.name} after %{value.name}"
+    for alias in with_views([value]):  # which is `into` itself from then on
+        for user in alias.users:
+            if copy < user and alias in mutated_args(user):
+                return f"%{user.name} writes to %{alias.name} after it is copied"
+            if is_op(user, aten.as_strided.default):
+                return f"%{user.name} reads %{alias.name} by its address"
     return None
 
 

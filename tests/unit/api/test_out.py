@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.export import Dim
+from torch.fx.experimental.proxy_tensor import make_fx
 from typer.testing import CliRunner
 
 import graft
 from graft.base.errors import OutRefused, SharedMemoryError, UsageError
 from graft.cli.app import app
+from graft.memory.write_through import why_copied, write_through
 from marks import examples
 
 
@@ -132,6 +134,53 @@ def test_out_that_cannot_be_written_is_refused_before_anything_runs():
     nonzero = graft.compile(lambda x: x.nonzero(), (torch.ones(2),))
     with pytest.raises(OutRefused, match="known only when it has run"):
         nonzero(torch.ones(2), out=torch.empty(2, 1, dtype=torch.int64))
+
+
+def changes_what_it_copied(cache, x):
+    new = x * 2
+    cache.copy_(new)
+    new.add_(1)
+    return new.sum()
+
+
+def changes_a_part_of_what_it_copied(cache, x):
+    new = x * 2
+    cache.copy_(new)
+    new.view(-1)[:1].add_(1)
+    return new.sum()
+
+
+@pytest.mark.parametrize("program", [changes_what_it_copied, changes_a_part_of_what_it_copied])
+def test_out_changes_nothing_about_what_the_program_writes_itself(program):
+    x, right, own = torch.ones(3), torch.zeros(3), torch.zeros(3)
+    compiled = graft.compile(program, (torch.zeros(3), x), backend="eager")
+    wanted, total = program(right, x), torch.empty(())
+    assert compiled(own, x, out=total) is total
+    assert torch.equal(own, right) and torch.equal(total, wanted)
+
+
+def graph_that_copies(program):
+    """Its graph as it was traced, written in terms of ATen, and the input `c` that it copies over."""
+    graph = make_fx(program)(torch.zeros(3), torch.ones(3)).graph
+    into = next(iter(graph.nodes))
+    (copy,) = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    return graph, into, copy
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (changes_what_it_copied, "writes to %mul after it is copied"),
+        (changes_a_part_of_what_it_copied, "after it is copied"),
+        (lambda c, x: (n := x * 2, c.copy_(n), n.as_strided((2,), (1,), 1).sum())[2], "by its address"),
+        (lambda c, x: (n := x * 2, c.copy_(n), n.sum())[2], None),
+    ],
+)
+def test_a_value_that_is_changed_after_its_copy_is_not_computed_in_the_destination(program, reason):
+    graph, into, copy = graph_that_copies(program)
+    why = why_copied(graph, copy)
+    assert (reason is None and why is None) or (reason is not None and reason in str(why))
+    assert bool(write_through(graph, {into})) == (reason is None)
 
 
 def test_a_program_with_an_argument_named_out_keeps_it():
