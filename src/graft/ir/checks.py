@@ -26,6 +26,15 @@ def is_check(node: Node) -> bool:
     return is_op(node, *CHECKS)
 
 
+def check_between(first: Node, last: Node) -> Node | None:
+    """A check that comes after `first` and before `last`: a write at `last` may not move to `first` past it."""
+    node = first
+    while (node := node.next) is not last:
+        if is_check(node):
+            return node
+    return None
+
+
 def drop_proven_checks(graph: Graph) -> None:
     """Erases what capture has proven: metadata, sizes of inputs, export's own guards. What data decides stays."""
     by_data = decided_by_data(graph)

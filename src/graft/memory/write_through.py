@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from graft.ir.checks import check_between
 from graft.ir.effects import alias_sources, is_mutating, mutated_args, nodes_in, with_views
 from graft.ir.nodes import OpOverload, is_op, output_node, same_shape, same_sizes, tensor_val
 from graft.memory.aliases import Aliases
@@ -60,7 +61,9 @@ def why_copied(graph: Graph, copy: Node) -> str | None:
 
 
 def hindrance(graph: Graph, into: Node, value: Node, copy: Node) -> str | None:
-    """Who else looks at the memory, or changes it, from where the value is computed until it is copied."""
+    """Who else looks at the memory, or changes it, from where the value is computed until it is copied, and after."""
+    if (check := check_between(value, copy)) is not None:
+        return f"%{check.name} checks a value before the copy"
     aliases = Aliases(graph, within=[into])
     pointwise = torch.Tag.pointwise in value.target.tags
     for source in nodes_in([*value.args, *value.kwargs.values()]):

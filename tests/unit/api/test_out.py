@@ -159,6 +159,23 @@ def test_out_changes_nothing_about_what_the_program_writes_itself(program):
     assert torch.equal(own, right) and torch.equal(total, wanted)
 
 
+def checked_before_it_is_written(x, size):
+    new = x * 2
+    torch._assert_async(size < 5, "too large")
+    return new
+
+
+@pytest.mark.parametrize("into", [None, torch.zeros(3)])
+def test_nothing_is_written_before_a_check_that_comes_first(into):
+    x = torch.ones(3)
+    donated, out = (("x",), {}) if into is None else ((), {"out": into})
+    compiled = graft.compile(checked_before_it_is_written, (x, torch.tensor(1)), backend="eager", donate=donated)
+    with pytest.raises(RuntimeError, match="too large"):
+        compiled(x, torch.tensor(9), **out)
+    assert torch.equal(x, torch.ones(3)) and (into is None or not into.any())
+    assert torch.equal(compiled(x, torch.tensor(1), **out), torch.full((3,), 2.0))
+
+
 def graph_that_copies(program):
     """Its graph as it was traced, written in terms of ATen, and the input `c` that it copies over."""
     graph = make_fx(program)(torch.zeros(3), torch.ones(3)).graph

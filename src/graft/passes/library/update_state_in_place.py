@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from graft.ir.checks import is_check
+from graft.ir.checks import check_between
 from graft.ir.edit import Editor
 from graft.ir.effects import alias_sources, is_maybe_view, mutated_args, nodes_in, with_views, written_value
 from graft.ir.nodes import is_op, same_shape, same_sizes, tensor_val, where
@@ -212,18 +212,16 @@ class StateMemory:
             self.read()
         touched = self.groups[self.group_of(update.copy)]
         check_kinds(update)
-        check_between(update, touched)
+        check_interval(update, touched)
         check_sources(update, touched)
         check_late_readers(update, touched)
 
 
-def check_between(update: Update, touched: list[Access]) -> None:
+def check_interval(update: Update, touched: list[Access]) -> None:
     """From the first step to the copy nobody else may see or change the state."""
     state, first, last = update.state.name, update.steps[0], update.copy
-    node = first
-    while (node := node.next) is not last:
-        if is_check(node):  # the write would be done before a check that it comes after
-            raise Refused(last, f"{where(node)} checks a value between {where(first)} and the copy back")
+    if (check := check_between(first, last)) is not None:
+        raise Refused(last, f"{where(check)} checks a value between {where(first)} and the copy back")
     for access in touched:
         node = access.node
         if node not in (*update.steps, last) and first < node < last:
