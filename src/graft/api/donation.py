@@ -11,10 +11,12 @@ is computed in the donated memory where its op can (memory/write_through.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from graft.api.gradients import requiring
 from graft.base.errors import DonationRefused, UsageError
 from graft.ir.effects import is_mutating, mutated_roots
 from graft.ir.nodes import leaves, output_node, placeholders, same_shape, same_sizes, tensor_val
@@ -128,3 +130,10 @@ def refuse_copies(state: Sequence[StateRecord], donated: Sequence[str], missed: 
     for record in state:
         if record.input in donated and record.how == "copied back" and record.reason in missed.values():
             raise DonationRefused(record.input, record.reason)
+
+
+def refuse_gradients(values: Sequence[Any], names: Sequence[str], donated: Sequence[str]) -> None:
+    """Raises where donated memory is known to autograd: the result in it would pass for the input of the caller."""
+    for name in requiring(values, names):
+        if name in donated:
+            raise DonationRefused(name, "it requires gradients, which the result in its memory does not carry; detach it")

@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from graft.api.checks import BufferCheck, MemoryCheck
-from graft.api.donation import compute_in_place, donate, donated_names, refuse_copies
+from graft.api.donation import compute_in_place, donate, donated_names, refuse_copies, refuse_gradients
 from graft.api.functionalization import OFF, FixRecorder
 from graft.api.gradients import gradient_notes, refuse_unhonoured, trainable
 from graft.api.profile import DeviceMeasure
@@ -134,6 +134,8 @@ class Variant:
         """Raises before anything is written when the call would write where it cannot."""
         if self.backend != "cuda_graph":  # which looks up its buffers at every call
             self.buffers()
+        if self.donated:
+            refuse_gradients(values, self.names, self.donated)
         if self.written:
             self.memory(values)
         self.positions(values)

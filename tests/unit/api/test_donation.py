@@ -125,6 +125,18 @@ def test_names_that_are_none_and_memory_that_is_shared_are_refused():
     assert torch.equal(cache, before)
 
 
+@pytest.mark.parametrize(("grad", "enabled"), [("drop", True), ("drop", False), ("refuse", False)])
+def test_donated_memory_that_requires_gradients_is_refused(grad, enabled):
+    compiled = graft.compile(lambda s: s * 2, (torch.ones(3),), backend="eager", grad=grad, donate=("s",))
+    leaf = torch.ones(3, requires_grad=True)
+    for state in (leaf, leaf * 1):
+        with pytest.raises(DonationRefused, match="s cannot be donated: it requires gradients"):
+            with torch.set_grad_enabled(enabled):
+                compiled(state)
+        assert torch.equal(state, torch.ones(3))
+    assert torch.equal(compiled(leaf.detach().clone()), torch.full((3,), 2.0))
+
+
 STEPS = (
     lambda a, b: a + b,
     lambda a, b: a * 2,
