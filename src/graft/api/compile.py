@@ -160,6 +160,8 @@ class CompiledModule(torch.nn.Module):
             args, kwargs = self.form.apply(args, kwargs)
             values = flat(args, kwargs)
             if torch.compiler.is_exporting():  # traces graft's ops, not their kernels
+                if out is not None:
+                    raise OutRefused("out", "is not for a call that torch.export traces; copy the results there")
                 return self.traced(args, kwargs, values)
             if detached:
                 self.meet_gradients(values)

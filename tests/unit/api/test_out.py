@@ -159,6 +159,20 @@ def test_out_changes_nothing_about_what_the_program_writes_itself(program):
     assert torch.equal(own, right) and torch.equal(total, wanted)
 
 
+def test_out_is_refused_where_the_call_is_traced():
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = graft.compile(lambda x: x * 2, (torch.ones(3),), backend="eager")
+
+        def forward(self, x, own):
+            self.inner(x, out=own)
+            return own + 1
+
+    with torch.no_grad(), pytest.raises(OutRefused, match=r"torch\.export"):
+        torch.export.export(Calls(), (torch.ones(3), torch.zeros(3)), strict=False)
+
+
 def checked_before_it_is_written(x, size):
     new = x * 2
     torch._assert_async(size < 5, "too large")
