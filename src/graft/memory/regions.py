@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
@@ -44,6 +44,19 @@ def region_of(tensor: torch.Tensor) -> StorageRegion | None:
 def disjoint(left: torch.Tensor, right: torch.Tensor) -> bool:
     """True when the two are proven to cover different elements of one storage."""
     return apart(region_of(left), region_of(right))
+
+
+def disjoint_by_address(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """The same of real tensors, whose storages may be two over one memory (torch.from_numpy of one array twice)."""
+    base = min(tensor.untyped_storage().data_ptr() for tensor in (left, right))
+    return apart(region_from(base, left), region_from(base, right))
+
+
+def region_from(base: int, tensor: torch.Tensor) -> StorageRegion | None:
+    """Its elements, counted from an address; None where it does not lie whole elements from there."""
+    region = region_of(tensor)
+    offset, rest = divmod(tensor.data_ptr() - base, tensor.element_size())
+    return None if region is None or rest else replace(region, storage=base, offset=offset)
 
 
 def apart(a: StorageRegion | None, b: StorageRegion | None) -> bool:

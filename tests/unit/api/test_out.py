@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from typer.testing import CliRunner
 
 import graft
+from graft.api.checks import check_memory
 from graft.base.errors import OutRefused, SharedMemoryError, UsageError
 from graft.cli.app import app
 from graft.memory.write_through import why_copied, write_through
@@ -157,6 +159,51 @@ def test_out_changes_nothing_about_what_the_program_writes_itself(program):
     wanted, total = program(right, x), torch.empty(())
     assert compiled(own, x, out=total) is total
     assert torch.equal(own, right) and torch.equal(total, wanted)
+
+
+def over(array, part):
+    """A tensor with a storage of its own over a part of the array's memory."""
+    return torch.from_numpy(array[part])
+
+
+def test_memory_that_two_storages_share_is_found():
+    array = np.arange(16, dtype=np.float32)
+    compiled = graft.compile(lambda x: x.flip(0) + 1, (torch.ones(4),), backend="eager")
+    own = over(array, slice(4, 8))
+    for _ in range(2):  # the second call knows `own`
+        assert compiled(torch.ones(4), out=own) is own
+        for start in (1, 4, 7):
+            with pytest.raises(SharedMemoryError, match="out is written and shares memory with x"):
+                compiled(over(array, slice(start, start + 4)), out=own)
+        for apart in (slice(0, 4), slice(8, 12)):
+            assert torch.equal(compiled(x := over(array, apart), out=own), x.flip(0) + 1)
+    even, odd = over(array, slice(0, 8, 2)), over(array, slice(1, 9, 2))
+    assert torch.equal(compiled(even, out=odd), even.flip(0) + 1)
+    module = nn.Linear(4, 4, bias=False).requires_grad_(False)
+    module.weight = nn.Parameter(over(array, slice(0, 16)).view(4, 4), requires_grad=False)
+    with pytest.raises(SharedMemoryError):
+        graft.compile(module, (torch.ones(4),), backend="eager")(torch.ones(4), out=own)
+    donating = graft.compile(lambda s, y: (s + 1, y * 3), (torch.ones(4), torch.ones(4)), donate=("s",))
+    with pytest.raises(SharedMemoryError, match="s is written and shares memory with y"):
+        donating(own, over(array, slice(4, 8)))
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6), st.integers(1, 4)), min_size=2, max_size=5))
+def test_parts_of_one_array_are_refused_where_they_hold_one_element(parts):
+    """Parts that lie one after the other always pass; interleaved ones where strides prove that they are apart."""
+    array = np.zeros(64, dtype=np.float32)
+    spans = [range(start, start + (size - 1) * step + 1, step) for start, size, step in parts]
+    tensors = [over(array, slice(span.start, span.stop, span.step)) for span in spans]
+    first, others = spans[0], spans[1:]
+    shared = any(set(first) & set(other) for other in others)
+    apart = all(first.stop <= other.start or other.stop <= first.start for other in others)
+    try:
+        check_memory(tensors, [str(span) for span in spans], [0], [])
+    except SharedMemoryError:
+        assert not apart
+    else:
+        assert not shared
 
 
 def test_out_is_refused_where_the_call_is_traced():
