@@ -136,4 +136,6 @@ def refuse_gradients(values: Sequence[Any], names: Sequence[str], donated: Seque
     """Raises where donated memory is known to autograd: the result in it would pass for the input of the caller."""
     for name in requiring(values, names):
         if name in donated:
-            raise DonationRefused(name, "it requires gradients, which the result in its memory does not carry; detach it")
+            raise DonationRefused(
+                name, "it requires gradients, which the result in its memory does not carry; detach it"
+            )

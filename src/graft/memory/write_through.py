@@ -48,7 +48,11 @@ def why_copied(graph: Graph, copy: Node) -> str | None:
         return "it is not copied over a whole input"
     if not isinstance(value.target, OpOverload) or is_mutating(value) or alias_sources(value):
         return f"%{value.name} is a view, or written already"
-    if out_overload(value.target) is None or torch.Tag.nondeterministic_seeded in value.target.tags:
+    if (
+        out_overload(value.target) is None
+        or other_steps(value)
+        or torch.Tag.nondeterministic_seeded in value.target.tags
+    ):
         return f"{value.target} has no out= form"
     target, given = tensor_val(into), tensor_val(value)
     if target is None or given is None or target.dtype != given.dtype or not same_shape(target, given):
@@ -81,6 +85,20 @@ def hindrance(graph: Graph, into: Node, value: Node, copy: Node) -> str | None:
             if is_op(user, aten.as_strided.default):
                 return f"%{user.name} reads %{alias.name} by its address"
     return None
+
+
+def other_steps(value: Node) -> bool:
+    """Composite ops have an out= form written by hand, which may take other steps than they do.
+
+    linear.out of 1-D and 3-D inputs is matmul and add_ where linear is addmm: other bits in 16-bit types. matmul.out
+    of a vector resizes its destination. Of matrices both are the one GEMM.
+    """
+    if not value.target._can_decompose():
+        return False
+    if not is_op(value, aten.linear.default, aten.matmul.default):
+        return True
+    matrices = [tensor_val(source) for source in value.args[:2] if isinstance(source, Node)]
+    return len(matrices) != 2 or any(matrix is None or matrix.dim() != 2 for matrix in matrices)
 
 
 @cache

@@ -269,6 +269,23 @@ def test_a_program_with_an_argument_named_out_keeps_it():
     assert torch.equal(compiled(torch.ones(2), out=torch.ones(2)), torch.full((2,), 2.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(64,), (8, 64), (2, 8, 64), (2, 3, 8, 64)])
+def test_linear_and_matmul_have_the_same_bits_in_out(sizes, dtype, recwarn):
+    weight, bias, x = (torch.randn(*size, dtype=dtype) for size in ((48, 64), (48,), sizes))
+
+    def program(x):
+        return nn.functional.linear(x, weight, bias), nn.functional.linear(x, weight), x @ weight.t()
+
+    compiled = graft.compile(program, (x,), backend="eager")
+    wanted = compiled(x)
+    got = compiled(x, out=tuple(torch.empty_like(value) for value in wanted))
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert not [warning for warning in recwarn if "resized" in str(warning.message)]
+    copies = next(iter(compiled.variants[0].filled.values())).call.code.count("aten.copy_.default(")
+    assert copies == (0 if len(sizes) == 2 else 3)
+
+
 OPS = (
     lambda a, b: a + b,
     lambda a, b: a * 2 - b,
