@@ -103,6 +103,31 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def changed_leaves(was: Any, now: Any) -> list[tuple[Any, Any]] | None:
+    """The leaves that differ between two arguments, in pairs; None where nesting or keyword names differ."""
+    if isinstance(was, slice) and isinstance(now, slice):
+        return changed_leaves((was.start, was.stop, was.step), (now.start, now.stop, now.step))
+    if isinstance(was, dict) and isinstance(now, dict):
+        return changed_leaves(list(was.values()), [now[key] for key in was]) if was.keys() == now.keys() else None
+    if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)):
+        if len(was) != len(now):
+            return None
+        parts = [changed_leaves(one, other) for one, other in zip(was, now, strict=True)]
+        return None if None in parts else [pair for part in parts if part for pair in part]
+    if isinstance(was, (slice, dict, list, tuple)) or isinstance(now, (slice, dict, list, tuple)):
+        return None
+    return [] if same_leaf(was, now) else [(was, now)]
+
+
+def same_leaf(one: Any, other: Any) -> bool:
+    """The same node, or the same literal: 2, 2.0 and True give results of other dtypes, 0.0 and -0.0 other signs."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, (Node, torch.Tensor)):
+        return False
+    return repr(one) == repr(other) if isinstance(one, (float, complex)) else one == other
+
+
 def module_path(node: Node) -> str:
     """The innermost module that made this node, as a dotted path ('' for the root)."""
     stack = node.meta.get("nn_module_stack")

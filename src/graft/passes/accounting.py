@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node
 
 from graft.base.errors import VerificationError
 from graft.ir.effects import effects
-from graft.ir.nodes import leaves, where
+from graft.ir.nodes import changed_leaves, where
 from graft.ir.verify import GraphSnapshot, module_state, version
 from graft.passes.report import MatchRecord
 
@@ -66,12 +66,17 @@ def check_weights(gm: GraphModule, before: GraphSnapshot, measured: bool) -> Non
 def rewired(node: Node, before: GraphSnapshot, step: Mapping[str, str], made: set[str]) -> bool:
     """Whether it calls something else, or reads what did not take the place of what it read."""
     target, args, kwargs = before.calls[node.name]
-    was, now = (leaves((map_arg(a, str), map_arg(k, str))) for a, k in ((args, kwargs), (node.args, node.kwargs)))
-    was, now = list(was), list(now)
-    if node.target is not target or len(was) != len(now):
+    changed = changed_leaves((args, kwargs), (node.args, node.kwargs))
+    if node.target is not target or changed is None:
         return True
-    changed = ((one, other) for one, other in zip(was, now, strict=True) if one != other)
-    return any(other not in made and not leads(step, one, other) for one, other in changed)
+    return not all(follows(one, other, step, made) for one, other in changed)
+
+
+def follows(one: object, other: object, step: Mapping[str, str], made: set[str]) -> bool:
+    """Whether a node took the place of another: it has its name, a match made it, or it is a successor."""
+    if not (isinstance(one, Node) and isinstance(other, Node)):
+        return False
+    return other.name == one.name or other.name in made or leads(step, one.name, other.name)
 
 
 def leads(step: Mapping[str, str], name: object, wanted: object) -> bool:

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from graft.base.errors import ForeignPassError
 from graft.ir.canonical.normal_form import drop_dead
 from graft.ir.edit import INHERITED, AbstractCalls, attribute
-from graft.ir.nodes import OpOverload, leaves
+from graft.ir.nodes import OpOverload, changed_leaves, leaves
 from graft.ir.verify import GraphSnapshot
 from graft.passes.base import BaseTransform, Context, Outcome
 from graft.passes.registry import TransformRegistry
@@ -106,13 +106,11 @@ class Changes:
         if self.old.get(node.name) is not node or self.before.unchanged(node):
             return False
         target, args, kwargs = self.before.calls[node.name]
-        was, now = list(leaves((args, kwargs))), list(leaves((node.args, node.kwargs)))
-        if node.target is not target or len(was) != len(now):
+        changed = changed_leaves((args, kwargs), (node.args, node.kwargs))
+        if node.target is not target or changed is None:
             return True
         moved: dict[str, str] = {}
-        for one, other in zip(was, now, strict=True):
-            if one is other or (not isinstance(one, Node) and one == other):
-                continue
+        for one, other in changed:
             if not (isinstance(one, Node) and isinstance(other, Node)):
                 return True
             if any(self.old.get(user.name) is user for user in one.users):  # some read the old one still

@@ -216,3 +216,36 @@ def test_the_transform_error_names_the_pass():
             graft.compile(Twice(), (torch.randn(2),), config={"transforms": {"breaks": {"stage": "match"}}})
     finally:
         TransformRegistry._known.pop("breaks")
+
+
+def edits(target, args, kwargs):
+    """A pass that changes the arguments of a call where it stands."""
+
+    def edit(graph: Graph) -> None:
+        for node in graph.nodes:
+            if node.target is target:
+                node.args, node.kwargs = (node.args[0], *args), kwargs
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("program", "x", "edit", "right"),
+    [
+        (lambda x: x.clamp(min=0.5), torch.rand(3), edits(aten.clamp.default, (), {"max": 0.5}), False),
+        (lambda x: x.clamp(min=0.5), torch.rand(3), edits(aten.clamp.default, (), {"min": 0.5}), True),
+        (lambda x: x * 2, torch.ones(3, dtype=torch.int64), edits(aten.mul.Tensor, (2.0,), {}), False),
+        (lambda x: x * 1, torch.ones(3, dtype=torch.int64), edits(aten.mul.Tensor, (True,), {}), True),
+    ],
+)
+def test_a_call_with_other_arguments_was_changed(program, x, edit, right):
+    """Keyword names, nesting and the type of a literal are part of a call."""
+    graft.as_transform("edited", edit)
+    config = {"verify": "matches", "transforms": {"edited": {"stage": "match", "on_error": "skip"}}}
+    try:
+        compiled = graft.compile(program, (x,), config=config, backend="eager")
+    finally:
+        TransformRegistry._known.pop("edited")
+    record = compiled.report.transforms["edited"]
+    assert (record.status, len(record.matches)) == (("applied", 1) if right else ("rolled_back", 0))
+    assert torch.equal(compiled(x), program(x)) and compiled(x).dtype == program(x).dtype
