@@ -60,7 +60,10 @@ def check_weights(gm: GraphModule, before: GraphSnapshot, measured: bool) -> Non
                 f"the weight {name} was replaced by another; add one beside it (Editor.parameter)"
             )
         if name in current and not measured and before.versions[name] != version(tensor):
-            raise VerificationError(f"the weight {name} was written into; transforms leave weights as they are")
+            raise VerificationError(
+                f"the weight {name} was written into, and its values are not put back: load the module anew;"
+                " transforms leave weights as they are"
+            )
 
 
 def rewired(node: Node, before: GraphSnapshot, step: Mapping[str, str], made: set[str]) -> bool:

@@ -19,6 +19,7 @@ from graft.ir.canonical.normal_form import drop_dead
 from graft.ir.edit import INHERITED, AbstractCalls, attribute
 from graft.ir.nodes import OpOverload, changed_leaves, leaves
 from graft.ir.verify import GraphSnapshot
+from graft.passes.accounting import check_weights
 from graft.passes.base import BaseTransform, Context, Outcome
 from graft.passes.registry import TransformRegistry
 from graft.passes.report import MatchRecord
@@ -45,6 +46,7 @@ class ForeignPass(BaseTransform):
             raise ForeignPassError(
                 self.name, "it returns another graph module, and has to change the one it is given"
             )
+        check_weights(gm, before, measured=False)
         drop_dead(gm)
         changes = Changes(gm, before, self.name)
         matches = changes.matches()

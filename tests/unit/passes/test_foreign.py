@@ -249,3 +249,18 @@ def test_a_call_with_other_arguments_was_changed(program, x, edit, right):
     record = compiled.report.transforms["edited"]
     assert (record.status, len(record.matches)) == (("applied", 1) if right else ("rolled_back", 0))
     assert torch.equal(compiled(x), program(x)) and compiled(x).dtype == program(x).dtype
+
+
+@torch.no_grad()
+def scales_weights(gm: GraphModule) -> None:
+    for parameter in gm.parameters():
+        parameter.mul_(2)
+
+
+def test_a_pass_that_writes_into_weights_is_an_error():
+    graft.as_transform("scales", scales_weights)
+    try:
+        with pytest.raises(TransformError, match=r"weight weight was written into, and its values are not put back"):
+            graft.compile(nn.Linear(2, 2), (torch.ones(1, 2),), config={"transforms": {"scales": {"stage": "fuse"}}})
+    finally:
+        TransformRegistry._known.pop("scales")
