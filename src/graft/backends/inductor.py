@@ -15,6 +15,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, TracingContext, tracing
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
@@ -133,19 +134,31 @@ def inductor_patches(settings: InductorSettings, own: Mapping[str, Any] | None =
 
 def chained(hook: str, theirs: Any, ours: Any) -> Any:
     passes = [*(theirs if isinstance(theirs, (list, tuple)) else [theirs]), ours]
-    return ChainedPass(passes if hook != "joint_custom_pre_pass" else [ours, *passes[:-1]])
+    ordered = passes if hook != "joint_custom_pre_pass" else [ours, *passes[:-1]]
+    return ChainedPass(ordered, hands_on=hook.endswith("_fusion_custom_pass"))
 
 
-class ChainedPass(CustomGraphPass):
-    """Passes of one hook, one after the other. Inductor's caches know it where they know each of them."""
+# The kind of pass that post-grad hooks tell whether they compile for inference; some versions of torch have none.
+InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+GraphPass: Any = InferenceAware or CustomGraphPass
 
-    def __init__(self, passes: Sequence[Callable[[Any], Any]]) -> None:
+
+class ChainedPass(GraphPass):
+    """Passes of one hook, one after the other. Inductor's caches know it where they know each of them.
+
+    hands_on: each gets what the one before returned (scheduler nodes). Passes on graphs may return anything.
+    """
+
+    def __init__(self, passes: Sequence[Callable[..., Any]], *, hands_on: bool = False) -> None:
         self.passes = list(passes)
+        self.hands_on = hands_on
 
-    def __call__(self, graph: Any) -> Any:
+    def __call__(self, graph: Any, is_inference: bool | None = None) -> Any:
+        told = {} if is_inference is None else {"is_inference": is_inference}
         for run in self.passes:
-            result = run(graph)
-            graph = graph if result is None else result  # scheduler nodes go in and out
+            aware = InferenceAware is not None and isinstance(run, InferenceAware)
+            result = run(graph, **(told if aware else {}))
+            graph = result if self.hands_on and result is not None else graph
         return graph
 
     def uuid(self) -> Any:

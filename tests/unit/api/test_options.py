@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch._decomp import get_decompositions
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import graft
 from graft.backends import InductorSettings
 from graft.backends.inductor import ChainedPass, inductor_patches, reset_compiler, without_caches
 from graft.base.errors import ArtifactError, UsageError
+from graft.memory.inductor_fix.functionalization import VERSION
 from inductor_cases import compilations
 
 aten = torch.ops.aten
@@ -124,4 +126,41 @@ def test_caches_know_a_chain_where_they_know_each_pass():
     ours = inductor_patches(InductorSettings())["post_grad_custom_post_pass"]
     assert ChainedPass([Counted(), ours]).uuid() == ChainedPass([Counted(), ours]).uuid() is not None
     assert ChainedPass([print, ours]).uuid() is None
-    assert ChainedPass([lambda nodes: nodes[1:], lambda nodes: nodes[1:]])([1, 2, 3]) == [3]
+    assert ChainedPass([lambda nodes: nodes[1:], lambda nodes: nodes[1:]], hands_on=True)([1, 2, 3]) == [3]
+
+
+class Aware(getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", Counted)):
+    def __init__(self):
+        self.told = []
+
+    def __call__(self, graph, is_inference=None):
+        self.told.append(is_inference)
+        return 3
+
+    def uuid(self):
+        return "aware"
+
+
+@pytest.mark.parametrize("hook", ["post_grad_custom_pre_pass", "post_grad_custom_post_pass"])
+def test_a_chain_takes_the_passes_that_inductor_takes(hook):
+    """Results of passes on graphs are nobody's, and some want to know whether they run for inference."""
+    x, seen = torch.randn(4), []
+    aware, counts = Aware(), lambda graph: seen.append(graph) or 3
+    options = {hook: [aware, counts]} if VERSION >= (2, 13) else {hook: counts}  # torch 2.11 takes no list
+
+    def program(x):
+        return x.sin() + 1
+
+    torch.testing.assert_close(torch.compile(program, options=options)(x), program(x))  # stock Inductor's
+    reset_compiler()
+    stock, aware.told[:] = list(aware.told), []
+    compiled = graft.compile(program, (x,), options=options)
+    torch.testing.assert_close(compiled(x), program(x))
+    torch.testing.assert_close(
+        torch.compile(program, options=graft.passes_for_inductor(options=options))(x), program(x)
+    )
+    assert aware.told == stock * 2 and len(seen) == 3
+    chain = ChainedPass([aware, ChainedPass([aware])])
+    aware.told.clear()
+    chain("graph", is_inference=True)
+    assert aware.told == [True, True]
