@@ -46,6 +46,8 @@ class ForeignPass(BaseTransform):
             raise ForeignPassError(
                 self.name, "it returns another graph module, and has to change the one it is given"
             )
+        if isinstance(result, Graph) and result is not gm.graph:
+            raise ForeignPassError(self.name, "it returns another graph, and has to change the one it is given")
         check_weights(gm, before, measured=False)
         drop_dead(gm)
         changes = Changes(gm, before, self.name)

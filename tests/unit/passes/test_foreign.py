@@ -144,6 +144,12 @@ def another_module(gm: GraphModule) -> GraphModule:
     return GraphModule(gm, gm.graph)
 
 
+def another_graph(graph: Graph) -> Graph:
+    new = Graph()
+    new.output(new.graph_copy(graph, {}))
+    return new
+
+
 def adds_an_input(graph: Graph) -> None:
     node = next(n for n in graph.nodes if n.target is aten.relu.default)
     with graph.inserting_before(next(iter(graph.nodes))):
@@ -156,6 +162,7 @@ def adds_an_input(graph: Graph) -> None:
     [
         (calls_a_function, "which is no overload of an op; write torch.ops.aten"),
         (another_module, "returns another graph module"),
+        (another_graph, "returns another graph, and has to change the one it is given"),
         (adds_an_input, "it adds %more, which is placeholder"),
         (lambda: None, "it takes no graph"),
         (3, "cannot be called"),
