@@ -235,12 +235,12 @@ class Engine:
             self.end(request, "error")
             return
         request.tokens.append(choice.token)
+        if choice.logprobs is not None:
+            request.logprobs.append(choice.logprobs)
         if request.mask is not None and (why := request.mask.accept(choice.token)):
             request.error = EngineFailed(f"its grammar cannot go on: {why}")
             self.end(request, "error")
             return
-        if choice.logprobs is not None:
-            request.logprobs.append(choice.logprobs)
         ends = frozenset() if params.ignore_eos else self.end_tokens
         if choice.token in ends or choice.token in (params.stop_token_ids or ()):
             self.end(request, "stop", choice.token)

@@ -13,6 +13,8 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -32,7 +34,7 @@ HEARTBEAT = 1.0  # seconds after which an idle engine says that it is there
 # seconds until the driver's thread gives way to the one that sends what it made: Python's own 5 ms took 10 ms of the
 # time to the first token
 SWITCH = 0.0005
-BROKEN = 3  # exit status after a step that left the engine unfit
+BROKEN = 3  # exit status after a step that left the engine unfit, or the loss of a sending thread
 
 
 class Outbox:
@@ -104,6 +106,18 @@ class SentRequest(Watch):
         ]
 
 
+@contextmanager
+def vital() -> Iterator[None]:
+    """The process ends with whatever ends this: without its senders it would take requests that nobody answers."""
+    try:
+        yield
+    except OSError:
+        os._exit(0)  # the HTTP process is gone
+    except Exception:  # noqa: BLE001  a defect: told, and the HTTP process sees the end
+        traceback.print_exc()
+        os._exit(BROKEN)
+
+
 class Worker:
     def __init__(self, llm: LLM, outbox: Outbox) -> None:
         self.llm, self.outbox = llm, outbox
@@ -144,22 +158,21 @@ class Worker:
             self.followed.clear()
 
     def send_events(self) -> None:
-        while True:
-            self.followed.wait()
-            if found := self.llm.kv_cache_events(timeout=HEARTBEAT):
-                self.outbox.send({"events": [event.to_json() for event in found]})
+        with vital():
+            while True:
+                self.followed.wait()
+                if found := self.llm.kv_cache_events(timeout=HEARTBEAT):
+                    self.outbox.send({"events": [event.to_json() for event in found]})
 
     def send_forever(self) -> None:
         """In the sending thread."""
-        try:
+        with vital():
             while True:
                 rows = [row for sent in self.outbox.due() for row in self.rows_of(sent)]
                 self.outbox.send({"rows": rows, "load": self.load().to_json()})
                 if self.llm.engine.broken is not None:
                     print(f"graft: the engine is lost: {self.llm.engine.broken}", file=sys.stderr, flush=True)
                     os._exit(BROKEN)
-        except OSError:
-            os._exit(0)  # the HTTP process is gone
 
     def rows_of(self, sent: SentRequest) -> list[AnswerRow]:
         rows = sent.rows()

@@ -17,7 +17,7 @@ from graft.engine.params import SamplingParams
 from serve_cases import tokenizer_json
 
 pytest.importorskip("llguidance")
-from graft.engine.grammar import Grammars, byte_level, json_grammar
+from graft.engine.grammar import GrammarMask, Grammars, byte_level, json_grammar
 
 SCHEMA = {
     "type": "object",
@@ -123,3 +123,11 @@ def test_what_contradicts_a_grammar(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ExtraMissing, match="llguidance"):
         json_grammar({})
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_request_with_logprobs_of_every_token(monkeypatch):
+    monkeypatch.setattr(GrammarMask, "accept", lambda *_: "lost")
+    params = SamplingParams(max_tokens=8, grammar=json_grammar({"type": "boolean"}), logprobs=0)
+    found = llm_with_text(False).generate([5, 6, 7], params)[0]
+    assert found.finish_reason == "error" and "lost" in str(found.error)
+    assert len(found.logprobs) == len(found.token_ids) == 1

@@ -1,0 +1,45 @@
+"""The engine process: what goes wrong in it is answered, or ends it; never silence."""
+
+from __future__ import annotations
+
+import os
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from graft.serve.worker import BROKEN, Outbox, Worker
+
+
+class ProcessEnded(BaseException):
+    pass
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """With an engine of nothing. The end of the process is an exception that nobody catches."""
+
+    def end(status):
+        raise ProcessEnded(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    near, far = socket.socketpair()
+    made = Worker(SimpleNamespace(), Outbox(near))
+    made.far = far
+    yield made
+    near.close()
+    far.close()
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError("a defect"), BROKEN), (BrokenPipeError(), 0)])
+@pytest.mark.parametrize("thread", ["send_forever", "send_events"])
+def test_a_sender_that_ends_ends_the_process(worker, thread, error, status, capsys):
+    def fail(*_, **__):
+        raise error
+
+    worker.followed.set()
+    worker.outbox.due = worker.llm.kv_cache_events = fail
+    with pytest.raises(ProcessEnded) as found:
+        getattr(worker, thread)()
+    assert found.value.args == (status,)
+    assert ("ValueError: a defect" in capsys.readouterr().err) == (status == BROKEN)
