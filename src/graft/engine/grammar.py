@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from graft.base.errors import ExtraMissing, GrammarRefused
+from graft.base.errors import ExtraMissing, GrammarRefused, UsageError
 
 KEPT = 64  # grammars that stay compiled
 # no blanks between tokens of JSON: models otherwise write them until max_tokens. What is not known is an error.
@@ -53,10 +53,15 @@ class Grammars:
     def __init__(self, tokenizer: str, vocabulary: int, ends: Collection[int]) -> None:
         llguidance = library()
         known = Tokenizer.from_str(tokenizer).get_vocab_size()
-        self.ends, self.vocabulary = sorted(ends), vocabulary
-        self.tokens = llguidance.LLTokenizer(
-            byte_level(tokenizer), n_vocab=max(known, vocabulary), eos_token=self.ends or None
-        )
+        self.ends, self.vocabulary = sorted(token for token in ends if token < vocabulary), vocabulary
+        if not self.ends:
+            raise UsageError(f"grammar: no end token lies in the vocabulary of {vocabulary}, so none can be kept to")
+        try:
+            self.tokens = llguidance.LLTokenizer(
+                byte_level(tokenizer), n_vocab=max(known, vocabulary), eos_token=self.ends
+            )
+        except ValueError as error:  # the library's own class for all that it cannot read
+            raise UsageError(f"grammar: none can be kept to with this tokenizer: {error}") from error
         self.made: OrderedDict[str, GrammarMask] = OrderedDict()
         self.lock = threading.Lock()
 

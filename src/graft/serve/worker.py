@@ -132,8 +132,11 @@ class Worker:
             try:
                 request = self.llm.request(asked["prompt"], SamplingParams(**asked["params"]), 0)
             except GraftError as error:
-                row = AnswerRow(asked["id"], 0, [], None, "error", None, 0, str(error))
-                self.outbox.send({"rows": [row]})
+                self.refuse(asked["id"], str(error))
+                continue
+            except Exception as error:  # noqa: BLE001  a defect, but of one request: the others go on
+                traceback.print_exc()
+                self.refuse(asked["id"], f"{type(error).__name__}: {error}")
                 continue
             sent = SentRequest(asked["id"], request, self.outbox)
             self.open[sent.number] = sent
@@ -144,6 +147,9 @@ class Worker:
         late = [self.open.get(number) for number in message.get("expire", ())]
         found += [sent for sent in late if sent is not None and sent.request.cached is None]  # it was never admitted
         self.llm.abort(*(sent.request for sent in found if sent is not None))
+
+    def refuse(self, number: int, why: str) -> None:
+        self.outbox.send({"rows": [AnswerRow(number, 0, [], None, "error", None, 0, why)]})
 
     def follow_events(self, wanted: bool) -> None:
         """A queue that nobody drains costs next to nothing, so it is drained while somebody reads."""

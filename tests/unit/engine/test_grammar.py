@@ -131,3 +131,20 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_with_logprobs_of_every_tok
     found = llm_with_text(False).generate([5, 6, 7], params)[0]
     assert found.finish_reason == "error" and "lost" in str(found.error)
     assert len(found.logprobs) == len(found.token_ids) == 1
+
+
+def test_end_tokens_outside_of_the_vocabulary():
+    """A tokenizer may have more tokens than its model; one of them may be an end token."""
+    llm, params = llm_with_text(False), SamplingParams(max_tokens=30, grammar=json_grammar({"type": "boolean"}))
+    llm.engine.end_tokens = frozenset({2, 500})
+    assert llm.generate([5, 6, 7], params)[0].text in ("true", "false")
+    for ends in ([300, 500], []):
+        with pytest.raises(UsageError, match="no end token lies in the vocabulary of 300"):
+            Grammars(tokenizer_json(), 300, ends)
+
+
+def test_a_tokenizer_that_the_library_cannot_read_is_refused():
+    spec = json.loads(tokenizer_json())
+    spec["decoder"], spec["pre_tokenizer"] = None, None
+    with pytest.raises(UsageError, match="with this tokenizer"):
+        Grammars(json.dumps(spec), 300, [2])

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from graft.base.errors import UsageError
+from graft.serve.wire import AnswerRow, messages
 from graft.serve.worker import BROKEN, Outbox, Worker
 
 
@@ -43,3 +45,16 @@ def test_a_sender_that_ends_ends_the_process(worker, thread, error, status, caps
         getattr(worker, thread)()
     assert found.value.args == (status,)
     assert ("ValueError: a defect" in capsys.readouterr().err) == (status == BROKEN)
+
+
+def test_a_request_that_cannot_be_made_is_answered_whatever_the_error(worker, capsys):
+    errors = [UsageError("refused"), ValueError("a defect")]
+    worker.llm.request = lambda *_: (_ for _ in ()).throw(errors.pop(0))
+    worker.llm.abort = lambda *_: None
+    worker.take({"submit": [{"id": number, "prompt": [5], "params": {}} for number in (7, 8)]})
+    sent = messages(worker.far)
+    rows = [AnswerRow.parse(row) for _ in range(2) for row in next(sent)["rows"]]
+    assert [(row.id, row.finish_reason, row.error) for row in rows] == [
+        (7, "error", "refused"), (8, "error", "ValueError: a defect"),
+    ]  # fmt: skip
+    assert "ValueError: a defect" in capsys.readouterr().err and not worker.open
