@@ -72,7 +72,11 @@ class Grammars:
         if found is None:
             if problem := library().LLMatcher.validate_grammar(grammar, self.tokens):
                 raise GrammarRefused(problem)
-            found = GrammarMask(library().LLMatcher(self.tokens, grammar), self.ends, self.vocabulary)
+            matcher = library().LLMatcher(self.tokens, grammar)
+            matcher.compute_bitmask()  # builds the lexer and the first row, which the validation does not
+            if matcher.is_error():
+                raise GrammarRefused(matcher.get_error())
+            found = GrammarMask(matcher, self.ends, self.vocabulary)
             with self.lock:
                 self.made[grammar] = found
                 while len(self.made) > KEPT:

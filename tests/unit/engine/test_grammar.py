@@ -94,6 +94,7 @@ def test_tokens_have_the_bytes_that_they_decode_to():
         ({"$ref": "#/none"}, "/none"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"type": "string", "format": "made-up"}, "made-up"),
+        ({"$ref": "#"}, "NoExtension"),  # found by its first mask alone
     ],
 )
 def test_a_schema_that_cannot_be_done_is_refused_by_its_part(schema, part):
