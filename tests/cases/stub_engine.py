@@ -47,7 +47,7 @@ class Stub:
         served = ServedModel(
             "stub", 2000 if self.parrot else CONTEXT, VOCABULARY, 2000 if self.parrot else 1000,
             options["engine"]["max_num_seqs"], tokenizer_json(), templates.get(options["model"]), {},
-            [("hi", [1], "hi")] if options["model"] == "other-tokens" else (),
+            [("hi", [1], "hi")] if options["model"] == "other-tokens" else (), [2],
         )  # fmt: skip
         self.send(progress="stubbing")
         self.send(ready=asdict(served))

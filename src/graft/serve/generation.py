@@ -168,11 +168,15 @@ async def structured(params: SamplingParams, schema: AskedSchema | None, text: S
     if schema is None:
         return params
     try:
-        return replace(params, grammar=await asyncio.to_thread(text.grammar, schema.schema))
+        grammar = await asyncio.to_thread(text.grammar, schema.schema)
+    except HttpRefused:
+        raise
     except GrammarRefused as error:
         why = f"{schema.param}: this schema cannot be kept to: {error.why}"
         raise HttpRefused(why, param=schema.param, code="unsupported_schema") from error
-    except ExtraMissing as error:
+    except (ExtraMissing, UsageError) as error:  # of this server or its model: no schema can be kept to
         raise HttpRefused(str(error), param=schema.param, code="unsupported_parameter") from error
+    try:
+        return replace(params, grammar=grammar)
     except UsageError as error:
         raise as_refused(error) from error

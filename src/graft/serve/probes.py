@@ -23,6 +23,7 @@ def served_model(llm: LLM) -> ServedModel:
         chat_template=None if tokenizer is None else template_of(tokenizer),
         special_tokens={} if tokenizer is None else {k: str(v) for k, v in tokenizer.special_tokens_map.items()},
         probes=() if tokenizer is None else [probe(llm, text) for text in PROBES],
+        end_tokens=sorted(llm.engine.end_tokens),
     )
 
 

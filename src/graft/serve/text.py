@@ -84,7 +84,7 @@ class ServedText:
         with self.compiling:
             if self.grammars is None:
                 _ = self.known
-                self.grammars = Grammars(self.model.tokenizer or "", self.model.vocabulary, [0])
+                self.grammars = Grammars(self.model.tokenizer or "", self.model.vocabulary, self.model.end_tokens)
         self.grammars.mask(found)
         return found
 

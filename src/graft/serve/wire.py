@@ -92,7 +92,7 @@ class EngineLoad:
 class ServedModel:
     """What the HTTP process has to know of the model. tokenizer: the text of a tokenizer.json; None: token ids alone.
 
-    probes: [text, ids, text again], as the engine's own tokenizer has them.
+    probes: [text, ids, text again], as the engine's own tokenizer has them. end_tokens: those that a grammar ends with.
     """
 
     name: str
@@ -104,3 +104,4 @@ class ServedModel:
     chat_template: str | None
     special_tokens: Mapping[str, str]
     probes: Sequence[tuple[str, list[int], str]]
+    end_tokens: Sequence[int] = ()

@@ -1,0 +1,48 @@
+"""Schemas that are no good: a 400 that names the field, found before the engine has heard of them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from graft.base.errors import HttpRefused
+from graft.engine.params import SamplingParams
+from graft.serve.generation import structured
+from graft.serve.probes import served_model
+from graft.serve.protocol.structure import AskedSchema
+from graft.serve.text import ServedText
+from graft.serve.wire import ServedModel
+from serve_cases import tokenizer_json
+
+pytest.importorskip("llguidance")
+
+MODEL = ServedModel("mine", 64, 300, 1000, 4, tokenizer_json(), None, {}, (), [2])
+
+
+def grammar_of(schema, model=MODEL):
+    asked = AskedSchema("response_format", schema)
+    return asyncio.run(structured(SamplingParams(), asked, ServedText(model))).grammar
+
+
+def refused(call):
+    with pytest.raises(HttpRefused) as found:
+        call()
+    return found.value
+
+
+def test_a_model_without_end_tokens_keeps_to_no_schema():
+    assert grammar_of({"type": "boolean"})
+    for ends in ([], [300]):
+        error = refused(lambda ends=ends: grammar_of({"type": "boolean"}, replace(MODEL, end_tokens=ends)))
+        assert (error.param, error.code) == ("response_format", "unsupported_parameter")
+        assert "no end token" in str(error)
+
+
+def test_the_http_process_is_told_of_end_tokens():
+    part = SimpleNamespace(blocks=4, block_size=16, max_num_seqs=2, vocab_size=300)
+    engine = SimpleNamespace(manager=part, scheduler=part, end_tokens=frozenset({9, 2}))
+    model = SimpleNamespace(name="mine", context=64, module=SimpleNamespace(config=part))
+    assert served_model(SimpleNamespace(model=model, engine=engine, tokenizer=None)).end_tokens == [2, 9]
