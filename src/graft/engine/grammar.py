@@ -93,7 +93,10 @@ def library() -> Any:
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
     """What SamplingParams.grammar takes, for JSON of this schema, without blanks between its parts."""
-    return library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT)
+    try:
+        return library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT)
+    except (ValueError, RecursionError) as error:  # half of a surrogate pair, a number that no double holds, a cycle
+        raise GrammarRefused(str(error)) from error
 
 
 def byte_level(tokenizer: str) -> str:

@@ -92,7 +92,7 @@ class EngineLoad:
 class ServedModel:
     """What the HTTP process has to know of the model. tokenizer: the text of a tokenizer.json; None: token ids alone.
 
-    probes: [text, ids, text again], as the engine's own tokenizer has them. end_tokens: those that a grammar ends with.
+    probes: [text, ids, text again], as the engine's own tokenizer has them. end_tokens: those that end grammars.
     """
 
     name: str

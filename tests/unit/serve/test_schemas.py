@@ -46,3 +46,11 @@ def test_the_http_process_is_told_of_end_tokens():
     engine = SimpleNamespace(manager=part, scheduler=part, end_tokens=frozenset({9, 2}))
     model = SimpleNamespace(name="mine", context=64, module=SimpleNamespace(config=part))
     assert served_model(SimpleNamespace(model=model, engine=engine, tokenizer=None)).end_tokens == [2, 9]
+
+
+@pytest.mark.parametrize(
+    "schema", [{"properties": {"\ud800": {}}}, {"maximum": float("inf")}, {"minimum": 10**400}, {"enum": ["\udfff"]}]
+)
+def test_values_that_no_json_has(schema):
+    error = refused(lambda: grammar_of(schema))
+    assert (error.param, error.code) == ("response_format", "unsupported_schema")
