@@ -12,7 +12,7 @@ from graft.base.errors import HttpRefused
 from graft.engine.params import SamplingParams
 from graft.serve.generation import structured
 from graft.serve.probes import served_model
-from graft.serve.protocol.structure import AskedSchema
+from graft.serve.protocol.structure import AskedSchema, call_schema, moved
 from graft.serve.text import ServedText
 from graft.serve.wire import ServedModel
 from serve_cases import tokenizer_json
@@ -54,3 +54,22 @@ def test_the_http_process_is_told_of_end_tokens():
 def test_values_that_no_json_has(schema):
     error = refused(lambda: grammar_of(schema))
     assert (error.param, error.code) == ("response_format", "unsupported_schema")
+
+
+def test_parameters_of_any_depth_are_refused_before_they_are_walked():
+    deep = {}
+    for _ in range(900):
+        deep = {"not": deep}
+    error = refused(lambda: call_schema([{"name": "f", "parameters": deep}], parallel=True))
+    assert error.param == "tools" and "levels deep" in str(error)
+
+
+def test_references_move_and_values_do_not():
+    value = {"$ref": "#/a", "in": [{"$ref": "#"}]}
+    values = {"const": value, "enum": [value], "default": value, "examples": [value]}
+    assert moved(values, "#/x") == values
+    found = moved({"properties": {"const": {"$ref": "#/$defs/enum"}}, "$defs": {"enum": {"$ref": "#"}}}, "#/x")
+    assert found == {"properties": {"const": {"$ref": "#/x/$defs/enum"}}, "$defs": {"enum": {"$ref": "#/x"}}}
+    assert moved({"anyOf": [{"$ref": "#/a"}, {"$ref": "http://a"}]}, "#/x")["anyOf"] == [
+        {"$ref": "#/x/a"}, {"$ref": "http://a"},
+    ]  # fmt: skip

@@ -13,6 +13,8 @@ from graft.serve.protocol.values import Json, mapping, wrong
 MOST_CHARACTERS = 65_536  # of a schema
 DEEPEST = 32
 ANY_OBJECT: Json = {"type": "object"}
+VALUES = frozenset({"const", "enum", "default", "examples"})  # JSON as it is: nothing in them is a schema
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # keys are names
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def too_deep(value: object, most: int) -> bool:
 
 def call_schema(functions: Sequence[Json], parallel: bool) -> AskedSchema:
     """A list of calls of these functions, one at least."""
+    for one in functions:
+        checked(one.get("parameters") or ANY_OBJECT, "tools")  # before anything walks down into it
     each = [
         {
             "type": "object",
@@ -86,12 +90,14 @@ def call_schema(functions: Sequence[Json], parallel: bool) -> AskedSchema:
     return checked(schema if parallel else schema | {"maxItems": 1}, "tools")
 
 
-def moved(schema: Any, root: str) -> Any:
-    """A schema that is part of another: what it refers to lies below `root` now."""
+def moved(schema: Any, root: str, names: bool = False) -> Any:
+    """A schema that is part of another: what it refers to lies below `root` now. names: its keys are no keywords."""
     if isinstance(schema, list):
         return [moved(one, root) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {key: moved(value, root) for key, value in schema.items()}
+    if names:
+        return {name: moved(value, root) for name, value in schema.items()}
+    found = {key: value if key in VALUES else moved(value, root, key in NAMED) for key, value in schema.items()}
     target = schema.get("$ref")
     return found | {"$ref": root + target[1:]} if isinstance(target, str) and target.startswith("#") else found
