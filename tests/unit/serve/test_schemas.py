@@ -12,7 +12,7 @@ from graft.base.errors import HttpRefused
 from graft.engine.params import SamplingParams
 from graft.serve.generation import structured
 from graft.serve.probes import served_model
-from graft.serve.protocol.structure import AskedSchema, call_schema, moved
+from graft.serve.protocol.structure import AskedSchema, call_schema, checked, moved
 from graft.serve.text import ServedText
 from graft.serve.wire import ServedModel
 from serve_cases import tokenizer_json
@@ -73,3 +73,34 @@ def test_references_move_and_values_do_not():
     assert moved({"anyOf": [{"$ref": "#/a"}, {"$ref": "http://a"}]}, "#/x")["anyOf"] == [
         {"$ref": "#/x/a"}, {"$ref": "http://a"},
     ]  # fmt: skip
+
+
+def of_multiples(*given):
+    return [{"type": "number", "multipleOf": one} for one in given]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"multipleOf": 999983},
+        {"multipleOf": -999983},
+        {"multipleOf": 1.00003},
+        {"multipleOf": 1e300},
+        {"multipleOf": 10**400},
+        {"allOf": of_multiples(997, 991)},
+        {"anyOf": [{"multipleOf": 5000, "minimum": least} for least in range(3)]},
+        {"properties": {"a": {"items": {"allOf": of_multiples(0.97, 991)}}}},
+    ],
+)
+def test_multiples_that_take_long_to_compile_are_refused(schema):
+    assert refused(lambda: checked(schema, "response_format")).code == "unsupported_schema"
+    assert refused(lambda: call_schema([{"name": "f", "parameters": schema}], parallel=False)).param == "tools"
+
+
+def test_multiples_that_do_not():
+    prices = {name: {"type": "number", "multipleOf": 0.01} for name in "abcdef"}
+    for schema in (
+        {"properties": prices}, {"anyOf": of_multiples(*[10] * 20)}, {"multipleOf": 9973}, {"multipleOf": 0},
+        {"multipleOf": float("inf")}, {"multipleOf": "x"}, {"properties": {"multipleOf": {"multipleOf": True}}},
+    ):  # fmt: skip
+        assert checked(schema, "response_format").schema is schema

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from graft.base.errors import HttpRefused
@@ -12,6 +14,8 @@ from graft.serve.protocol.values import Json, mapping, wrong
 
 MOST_CHARACTERS = 65_536  # of a schema
 DEEPEST = 32
+# states that multipleOf may take, one a remainder: 9,973 of them compile in 0.1 s, 99,991 in 1.2 s, 999,983 in 20 s
+MOST_REMAINDERS = 10_000
 ANY_OBJECT: Json = {"type": "object"}
 VALUES = frozenset({"const", "enum", "default", "examples"})  # JSON as it is: nothing in them is a schema
 NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # keys are names
@@ -60,12 +64,38 @@ def checked(schema: object, param: str) -> AskedSchema:
         raise HttpRefused(f"{param} may be {DEEPEST} levels deep", param=param)
     if len(json.dumps(schema)) > MOST_CHARACTERS:
         raise HttpRefused(f"{param} may have {MOST_CHARACTERS} characters", param=param)
+    if remainders(schema) > MOST_REMAINDERS:
+        why = f"{param}: all multipleOf together may have {MOST_REMAINDERS} remainders, by sum and common multiple"
+        raise HttpRefused(why, param=param, code="unsupported_schema")
     return AskedSchema(param, schema)
 
 
 def too_deep(value: object, most: int) -> bool:
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return most < 0 or any(too_deep(one, most - 1) for one in inner)
+
+
+def remainders(schema: Json) -> int:
+    """A bound of the states of its automaton: apart they add up, and in one number (allOf, anyOf) their least common
+    multiple counts. Decimals are scaled to whole numbers each by itself: 0.25 is 25; a common scale gives no more.
+    """
+    found = [max(whole_multiple(one), 1) for one in multiples(schema)]
+    total = sum(found)
+    return total if total > MOST_REMAINDERS else max(total, math.lcm(*found))
+
+
+def multiples(value: object) -> Iterator[Decimal]:
+    given = value.get("multipleOf") if isinstance(value, Mapping) else None
+    if isinstance(given, (int, float)) and not isinstance(given, bool) and (found := Decimal(str(given))).is_finite():
+        yield found
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    for one in inner:
+        yield from multiples(one)
+
+
+def whole_multiple(value: Decimal) -> int:
+    digits, exponent = value.normalize().as_tuple()[1:]
+    return int("".join(map(str, digits))) * 10 ** max(int(exponent), 0)
 
 
 def call_schema(functions: Sequence[Json], parallel: bool) -> AskedSchema:
