@@ -19,7 +19,7 @@ from graft.serve.protocol.choices import Choice, Piece
 from graft.serve.protocol.completions import CompletionFormat
 from graft.serve.protocol.requests import AskedChat, AskedCompletion
 from graft.serve.protocol.responses import ResponseFormat
-from graft.serve.protocol.sampling import as_refused, check_biases, fitted
+from graft.serve.protocol.sampling import as_refused, check_biases, check_scores, fitted
 from graft.serve.protocol.structure import AskedSchema
 from graft.serve.protocol.tools import AskedTools
 from graft.serve.protocol.values import Json
@@ -120,6 +120,7 @@ async def from_completion(
     encoded = iter(await text.encode_all([one for one in asked.prompts if isinstance(one, str)]))
     prompts = [next(encoded) if isinstance(one, str) else one for one in asked.prompts]
     params = [fitted(asked.params, len(ids), model.context, model.cache_tokens) for ids in prompts]
+    check_scores(asked.params, sum(map(len, prompts)), "prompt_logprobs" if asked.prompt_logprobs else "logprobs")
     before = []
     if asked.echo:
         before = [one if isinstance(one, str) else text.decode(one) for one in asked.prompts]
@@ -160,6 +161,7 @@ async def chat_prompt(asked: AskedChat, text: ServedText, model: ServedModel) ->
     options = asked.template_options
     ids = await text.chat(asked.messages, generation=asked.generation_prompt, options=options, tools=tools)
     params = fitted(asked.params, len(ids), model.context, model.cache_tokens)
+    check_scores(params, len(ids), "prompt_logprobs")
     return ids, await structured(params, asked.schema, text)
 
 

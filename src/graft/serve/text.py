@@ -27,6 +27,7 @@ class ServedText:
     def __init__(self, model: ServedModel, tool_parser: str = AUTO) -> None:
         self.model, self.tool_parser = model, tool_parser
         self.tokenizer: Tokenizer | None = None
+        self.pieces: dict[int, str] = {}  # tokens as text, for logprobs; as many as the vocabulary has at most
         self.grammars: Grammars | None = None  # made with the first schema
         self.compiling = threading.Lock()
         if model.tokenizer is not None:
@@ -106,7 +107,12 @@ class ServedText:
 
     def piece(self, token: int) -> str:
         """One token as text, for logprobs; part of a character is shown as U+FFFD."""
-        return self.known.decode([token], skip_special_tokens=False) if self.tokenizer is not None else str(token)
+        if self.tokenizer is None:
+            return str(token)
+        found = self.pieces.get(token)
+        if found is None:
+            found = self.pieces[token] = self.tokenizer.decode([token], skip_special_tokens=False)
+        return found
 
     async def chat(
         self,

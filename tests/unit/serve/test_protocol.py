@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from dataclasses import replace
@@ -14,8 +15,10 @@ from tokenizers import Tokenizer
 from graft.base.errors import HttpRefused
 from graft.engine.params import SamplingParams
 from graft.engine.text.detokenize import TextStream
+from graft.serve.generation import from_chat, from_completion
 from graft.serve.protocol import answers, requests, responses, values
 from graft.serve.protocol.choices import Choice
+from graft.serve.protocol.completions import CompletionFormat
 from graft.serve.protocol.sampling import REFUSED, UNBOUNDED, fitted
 from graft.serve.text import ServedText
 from graft.serve.wire import AnswerRow, ServedModel, TokenLogprobs
@@ -269,6 +272,52 @@ def test_minus_infinity_is_a_number():
     choice = Choice(0, SamplingParams(logprobs=2), None)
     shown = answers.text_choice(choice, choice.take(row), TEXT)["logprobs"]
     assert shown["token_logprobs"] == [-9999.0] and json.dumps(shown, allow_nan=False)
+
+
+def test_a_prompts_logprobs_are_built_once_and_each_token_is_decoded_once():
+    asked = completion(prompt=[5, 6, 7], n=64, prompt_logprobs=2)
+    choices = []
+    for index in range(64):
+        choices.append(Choice(index, asked.params, None))
+        choices[-1].prompt_logprobs = [TokenLogprobs(-1.0, [(8, -0.5), (9, -0.7)], 3) for _ in range(2)]
+        choices[-1].take(AnswerRow(1, index, [5], None, "length", None, 0, None))
+    text, decoded = ServedText(TEXT.model), []
+
+    class Counted:
+        def decode(self, ids, **_):
+            decoded.extend(ids)
+            return str(ids)
+
+    text.tokenizer = Counted()
+    made = CompletionFormat(asked, answers.Envelope("x", 0, "mine", False), asked.prompts, text).whole(choices)
+    assert sorted(decoded) == [6, 7, 8, 9]
+    first, *rest = [one["prompt_logprobs"] for one in made["choices"]]
+    assert len(first) == 3 and first[0] is None and all(one is first for one in rest)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "param"),
+    [
+        (8000, {"prompt_logprobs": 5}, None),
+        (1000, {"prompt_logprobs": 20, "n": 128}, "prompt_logprobs"),
+        (8000, {"logprobs": 20, "echo": True}, "logprobs"),
+        (8000, {"logprobs": 20}, None),
+    ],
+)
+def test_an_answer_has_only_so_many_logprobs_of_prompts(tokens, fields, param):
+    model = replace(TEXT.model, context=20_000, cache_tokens=20_000)
+    asked = completion(prompt=[5] * tokens, max_tokens=1, **fields)
+    made = from_completion(asked, TEXT, model, "x")
+    if param is None:
+        assert asyncio.run(made).prompts == [[5] * tokens]
+    else:
+        assert refused(lambda: asyncio.run(made)).param == param
+
+
+def test_a_chat_has_only_so_many_logprobs_of_its_prompt():
+    model = replace(TEXT.model, context=20_000, cache_tokens=20_000)
+    asked = chat(messages=[{"role": "user", "content": "z" * 8000}], prompt_logprobs=20, max_tokens=1)
+    assert refused(lambda: asyncio.run(from_chat(asked, TEXT, model, "x"))).param == "prompt_logprobs"
 
 
 def test_errors_have_openais_shape():

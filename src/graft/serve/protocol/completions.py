@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from graft.serve.protocol import answers
@@ -21,6 +21,7 @@ class CompletionFormat:
     prompts: Sequence[list[int]]
     tokens: Pieces
     before: Sequence[str] = ()
+    scored: dict[int, Any] = field(default_factory=dict)  # prompt_logprobs of each prompt, which its choices share
 
     @property
     def keeps(self) -> bool:
@@ -69,8 +70,10 @@ class CompletionFormat:
     def scores(self, choice: Choice) -> dict[str, Any]:
         if not self.asked.prompt_logprobs:
             return {}
-        prompt = self.prompts[choice.index // choice.params.n]
-        return {"prompt_logprobs": answers.prompt_logprobs(choice, prompt, self.tokens)}
+        prompt = choice.index // choice.params.n
+        if prompt not in self.scored:
+            self.scored[prompt] = answers.prompt_logprobs(choice, self.prompts[prompt], self.tokens)
+        return {"prompt_logprobs": self.scored[prompt]}
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return answers.usage(sum(map(len, self.prompts)), choices)

@@ -19,6 +19,8 @@ FIELDS = (
 )  # fmt: skip
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 MOST_SAMPLES = 128  # OpenAI's bound of n
+# logprobs of prompts in one answer: tokens x (likeliest + 1) x n. They are written at once, 4 us and 50 bytes each
+MOST_SCORES = 65_536
 UNBOUNDED = 2**31  # stands for max_tokens until the length of the prompt is known
 
 # field: (values that ask for nothing, what is refused)
@@ -91,6 +93,20 @@ def check_biases(params: SamplingParams, vocabulary: int) -> None:
     if strange is not None:
         why = f"logit_bias: token id {strange} is outside the vocabulary of {vocabulary}"
         raise HttpRefused(why, param="logit_bias")
+
+
+def check_scores(params: SamplingParams, tokens: int, param: str) -> None:
+    """tokens: of all prompts. param: the field that asked for their logprobs, which every choice repeats."""
+    if params.prompt_logprobs is None:
+        return
+    asked = tokens * (params.prompt_logprobs + 1) * params.n
+    if asked > MOST_SCORES:
+        raise HttpRefused(
+            f"{param}: {tokens} tokens of prompts x {params.prompt_logprobs + 1} x n={params.n} are {asked} logprobs"
+            f" in one answer, of which {MOST_SCORES} are allowed; ask for fewer of them, or in"
+            " several requests",
+            param=param,
+        )
 
 
 def as_refused(error: UsageError) -> HttpRefused:
