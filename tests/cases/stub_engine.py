@@ -62,7 +62,10 @@ class Stub:
             if message.get("follow_events"):
                 self.send(events=[LOST, {"type": "created", "event_id": 8, "time": 0, "levels": [1]}])
             with self.lock:
-                self.open |= {one["id"]: {**one, "sent": 0} for one in message.get("submit", ())}
+                self.open |= {
+                    one["id"]: {**one, "params": message["params"][one["params"]], "sent": 0}
+                    for one in message.get("submit", ())
+                }
                 for number in message.get("abort", ()):
                     self.open.pop(number, None)
                 late = [n for n in message.get("expire", ()) if n in self.open and self.open[n]["prompt"][0] == HANG]

@@ -137,18 +137,20 @@ def stop_strings(stop: object) -> tuple[str, ...]:
 
 def token_ids(ids: object) -> tuple[int, ...]:
     numbers = items("stop_token_ids", ids, "a list of token ids")
+    if len(numbers) > MOST_STOP_TOKENS:
+        raise UsageError(f"stop_token_ids must be at most {MOST_STOP_TOKENS} ids, but are {len(numbers)}")
     for number in numbers:
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
             raise wrong("stop_token_ids", number, "token ids, whole numbers of 0 or more")
-    if len(numbers) > MOST_STOP_TOKENS:
-        raise UsageError(f"stop_token_ids must be at most {MOST_STOP_TOKENS} ids, but are {len(numbers)}")
     return numbers
 
 
 def bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
     if isinstance(given, Mapping):
+        check_biased(len(given))
         given = tuple(given.items())
     pairs = items("logit_bias", given, "token ids and numbers, such as {50256: -100}")
+    check_biased(len(pairs))
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise wrong("logit_bias", pair, "token ids and numbers, such as {50256: -100}")
@@ -156,9 +158,13 @@ def bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise wrong("logit_bias", token, "of token ids, whole numbers of 0 or more")
         check("logit_bias", bias, ("number", lambda v: -100 <= v <= 100, "from -100 to 100"))
-    if len(pairs) > MOST_BIASES:
-        raise UsageError(f"logit_bias must be of at most {MOST_BIASES} tokens, but is of {len(pairs)}")
     return tuple(dict(pairs).items())
+
+
+def check_biased(tokens: int) -> None:
+    """Before any of them is looked at: a body may have hundreds of thousands."""
+    if tokens > MOST_BIASES:
+        raise UsageError(f"logit_bias must be of at most {MOST_BIASES} tokens, but is of {tokens}")
 
 
 def items(name: str, value: object, words: str) -> tuple[Any, ...]:

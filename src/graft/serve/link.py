@@ -18,7 +18,7 @@ from graft.engine.params import SamplingParams
 from graft.serve.cache_events import EventReader
 from graft.serve.metrics import Metrics
 from graft.serve.options import ServeOptions
-from graft.serve.wire import LENGTH, AnswerRow, EngineLoad, Message, ServedModel, frame
+from graft.serve.wire import LENGTH, AnswerRow, EngineLoad, Message, ServedModel, frame, submission
 
 WORKER = "graft.serve.worker"
 # libraries neither ask the network nor draw bars of their own
@@ -142,10 +142,7 @@ class EngineLink:
             raise Overloaded(asked, self.open, most)
         ticket = Ticket({next(self.numbers): index for index in range(len(prompts))}, samples, follow)
         self.tickets |= dict.fromkeys(ticket.numbers, ticket)
-        each = zip(ticket.numbers, prompts, params, strict=True)
-        self.writer.write(
-            frame({"submit": [{"id": n, "prompt": list(ids), "params": asdict(p)} for n, ids, p in each]})
-        )
+        self.writer.write(frame(submission(ticket.numbers, prompts, params)))
         if self.options.max_queue_time:
             later = asyncio.get_running_loop().call_later
             ticket.timer = later(self.options.max_queue_time, self.expire, ticket)

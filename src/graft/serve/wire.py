@@ -1,7 +1,8 @@
 """What the HTTP process and the engine process say to each other: JSON in frames, each behind its length.
 
 to the engine     {"load": {…}}                          once, first
-                  {"submit": [{id, prompt, params}, …]}  all before the same step
+                  {"submit": [{id, prompt, params}, …]}  all before the same step; params: index into
+                      "params": [{…}, …]                 those that differ
                       {"abort": [id, …]}, {"expire": [id, …]}
                   {"follow_events": true}                somebody new reads them; false: nobody does
 from the engine   {"progress": "words"}                  while it loads
@@ -15,9 +16,11 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
+
+from graft.engine.params import SamplingParams
 
 LENGTH = struct.Struct("!I")
 Message = Mapping[str, Any]
@@ -26,6 +29,14 @@ Message = Mapping[str, Any]
 def frame(message: Message) -> bytes:
     body = json.dumps(message, separators=(",", ":")).encode()
     return LENGTH.pack(len(body)) + body
+
+
+def submission(numbers: Iterable[int], prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Message:
+    """Parameters that are equal are sent once: a thousand prompts may share a thousand biases."""
+    known: dict[SamplingParams, int] = {}
+    each = zip(numbers, prompts, params, strict=True)
+    made = [{"id": n, "prompt": list(ids), "params": known.setdefault(p, len(known))} for n, ids, p in each]
+    return {"submit": made, "params": [vars(one) for one in known]}
 
 
 def messages(connection: socket.socket) -> Iterator[Message]:

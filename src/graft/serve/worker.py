@@ -128,9 +128,10 @@ class Worker:
 
     def take(self, message: Message) -> None:
         """In the reading thread."""
+        params = [SamplingParams(**one) for one in message.get("params", ())]  # the HTTP process has checked them
         for asked in message.get("submit", ()):
             try:
-                request = self.llm.request(asked["prompt"], SamplingParams(**asked["params"]), 0)
+                request = self.llm.request(asked["prompt"], params[asked["params"]], 0)
             except GraftError as error:
                 self.refuse(asked["id"], str(error))
                 continue

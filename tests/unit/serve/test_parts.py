@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 
 from graft.base.errors import TokenizerRefused, UsageError
 from graft.cli.app import app
+from graft.engine.params import SamplingParams
 from graft.serve.keys import ApiKeys
 from graft.serve.logs import ServerLog
 from graft.serve.metrics import Histogram, Metrics
 from graft.serve.options import ModelOptions, ServeOptions, options_from
 from graft.serve.text import ServedText
-from graft.serve.wire import EngineLoad, ServedModel, frame, messages
+from graft.serve.wire import EngineLoad, ServedModel, frame, messages, submission
 from serve_cases import poll, tokenizer_json
 
 
@@ -107,6 +108,16 @@ def test_frames_come_as_they_were_sent(given_messages):
         ours.sendall(frame({"cut": "short"})[:-2])
         ours.shutdown(socket.SHUT_WR)
         assert list(messages(theirs)) == given_messages  # half a message is none
+
+
+def test_parameters_that_are_equal_are_sent_once():
+    many = SamplingParams(temperature=1.0, logit_bias={token: 1.0 for token in range(1024)}, stop=["a"])
+    params = [many] * 500 + [SamplingParams(temperature=1.0, logit_bias=many.logit_bias, stop="a")] * 499
+    sent = frame(submission(range(1000), [[1]] * 1000, [*params, SamplingParams()]))
+    assert len(sent) < 100_000
+    found = json.loads(sent[4:])
+    assert [one["params"] for one in found["submit"]] == [0] * 999 + [1]
+    assert [SamplingParams(**one) for one in found["params"]] == [many, SamplingParams()]
 
 
 def test_a_tokenizer_that_is_another_one_is_refused():

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from graft.base.errors import HttpRefused
+from graft.base.errors import HttpRefused, UsageError
 from graft.engine.params import SamplingParams
 from graft.engine.text.detokenize import TextStream
 from graft.serve.generation import from_chat, from_completion
-from graft.serve.protocol import answers, requests, responses, values
+from graft.serve.protocol import answers, requests, responses, structure, values
 from graft.serve.protocol.choices import Choice
 from graft.serve.protocol.completions import CompletionFormat
 from graft.serve.protocol.sampling import REFUSED, UNBOUNDED, fitted
@@ -184,6 +184,41 @@ def test_a_response_is_asked_for_as_a_conversation():
 def test_what_is_wrong_in_a_response_is_named(body, param):
     error = refused(lambda: respond(**body))
     assert (error.status, error.param) == (400, param)
+
+
+class LargeObject(dict):
+    """Of many members, none of which may be looked at."""
+
+    def __len__(self):
+        return 300_000
+
+    def __iter__(self):
+        raise AssertionError("it was read before its size was")
+
+    keys = values = items = __iter__
+
+
+class LargeList(list):
+    __len__, __iter__ = LargeObject.__len__, LargeObject.__iter__
+
+
+def test_what_is_too_large_is_refused_by_its_size_alone():
+    assert refused(lambda: completion(logit_bias=LargeObject())).param == "logit_bias"
+    with pytest.raises(UsageError, match="at most 1024 tokens, but is of 300000"):
+        SamplingParams(logit_bias=LargeObject())
+    for inner in (LargeObject(), LargeList()):
+        schema = {"properties": {"a": {"enum": inner}}}
+        assert "65536 characters" in str(refused(lambda s=schema: structure.checked(s, "x")))
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        asked = refused(lambda t=tools: chat(tools=t, tool_choice="required"))
+        assert asked.param == "tools" and "characters" in str(asked)
+    many = {f"a{index}": [1] * 40 for index in range(40_000)}
+    assert "characters" in str(refused(lambda: structure.checked(many, "x")))
+
+
+@given(st.recursive(st.text(max_size=3) | st.integers(), lambda one: st.lists(one) | st.dictionaries(st.text(), one)))
+def test_no_schema_is_refused_for_more_characters_than_it_has(value):
+    structure.bound([value, "a" * (structure.MOST_CHARACTERS - len(json.dumps(value)) - 10)], "x")
 
 
 def test_other_models_are_not_found():

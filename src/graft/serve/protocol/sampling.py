@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from graft.base.errors import HttpRefused, UsageError
-from graft.engine.params import MOST_LOGPROBS, SamplingParams
+from graft.engine.params import MOST_LOGPROBS, SamplingParams, check_biased
 from graft.serve.protocol.values import Json, boolean, mapping, text, whole, wrong
 
 # taken as they are; SamplingParams checks them. The rest of OpenAI's and vLLM's fields are ignored, as both do.
@@ -82,6 +82,7 @@ def stop_strings(body: Json) -> tuple[str, ...]:
 def biases(body: Json) -> dict[int, float]:
     """JSON has token ids as strings. Whether they are of the vocabulary: `check_biases`."""
     given = mapping(body, "logit_bias")
+    check_biased(len(given))
     for token in given:
         if not re.fullmatch(r"[0-9]{1,9}", token):
             raise HttpRefused(f"logit_bias: {token!r:.40} is no token id", param="logit_bias")

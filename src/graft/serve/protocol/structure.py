@@ -60,19 +60,33 @@ def simple(kind: object, param: str) -> AskedSchema | None:
 def checked(schema: object, param: str) -> AskedSchema:
     if not isinstance(schema, Mapping):
         raise wrong(param, "a JSON schema, an object", schema)
-    if too_deep(schema, DEEPEST):
-        raise HttpRefused(f"{param} may be {DEEPEST} levels deep", param=param)
+    bound(schema, param)
     if len(json.dumps(schema)) > MOST_CHARACTERS:
-        raise HttpRefused(f"{param} may have {MOST_CHARACTERS} characters", param=param)
+        raise too_long(param)
     if remainders(schema) > MOST_REMAINDERS:
         why = f"{param}: all multipleOf together may have {MOST_REMAINDERS} remainders, by sum and common multiple"
         raise HttpRefused(why, param=param, code="unsupported_schema")
     return AskedSchema(param, schema)
 
 
-def too_deep(value: object, most: int) -> bool:
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return most < 0 or any(too_deep(one, most - 1) for one in inner)
+def too_long(param: str) -> HttpRefused:
+    return HttpRefused(f"{param} may have {MOST_CHARACTERS} characters", param=param)
+
+
+def bound(value: object, param: str) -> None:
+    """Refuses what is too deep or too long. No more is walked than may be there: a value has a character or more."""
+    left, size = [(value, 0)], 0
+    while left:
+        one, depth = left.pop()
+        if depth > DEEPEST:
+            raise HttpRefused(f"{param} may be {DEEPEST} levels deep", param=param)
+        size += len(one) if isinstance(one, (Mapping, list, str)) else 1
+        if size > MOST_CHARACTERS:
+            raise too_long(param)
+        if isinstance(one, Mapping):
+            size += sum(map(len, one))
+        inner = one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
+        left += [(each, depth + 1) for each in inner]
 
 
 def remainders(schema: Json) -> int:
