@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graft.base.errors import HttpRefused, UsageError
+from graft.engine.params import SamplingParams
 from graft.serve.options import ModelOptions, ServeOptions
 from graft.serve.protocol import requests
+from graft.serve.protocol.choices import Choice
 from graft.serve.text import ServedText
 from graft.serve.tools.formats import FORMATS, HERMES, LLAMA3, MISTRAL, format_of
 from graft.serve.tools.parser import CallDelta, ToolParser
-from graft.serve.wire import ServedModel
+from graft.serve.wire import AnswerRow, ServedModel
 from serve_cases import PATIENCE, TEMPLATE, TOOL_TEMPLATE, http_client, serving, tokenizer_json
 
 NAMES = ("f", "g")
@@ -121,6 +123,55 @@ def test_no_text_is_lost_or_depends_on_its_pieces(text, kind, data):
 def test_one_call_alone_where_parallel_calls_are_off():
     text = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
     assert parsed(HERMES, text, most=1) == ("", [("f", "{}")])
+
+
+class Spelled:
+    """A stream whose tokens are texts."""
+
+    def feed(self, token):
+        return token
+
+    def finish(self):
+        return ""
+
+
+def ended(kind, text, stop=None, most=None):
+    """finish_reason of an answer that the engine ended by a stop string, or by an end token."""
+    choice = Choice(0, SamplingParams(), Spelled(), parser=ToolParser(kind, NAMES, most))
+    return choice.take(AnswerRow(1, 0, [text] if stop else [text, ""], None, "stop", stop, 0, None)).finish_reason
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "most", "reason"),
+    [
+        (HERMES, CALL, None, "tool_calls"),
+        (HERMES, CALL[:-3], None, "tool_calls"),  # the call itself is whole
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"x": "ab', None, "stop"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"x": oops}}</tool_call>', None, "stop"),
+        (HERMES, CALL + '<tool_call>{"name": "g", "arguments": {', None, "stop"),
+        (HERMES, CALL + '<tool_call>{"name": "g", "arguments": {', 1, "tool_calls"),  # the second is not shown
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"x": oops}}</tool_call>' + CALL, None, "stop"),
+        (MISTRAL, '[TOOL_CALLS]f[ARGS]{"x": 1}', None, "tool_calls"),
+        (MISTRAL, '[TOOL_CALLS]f[ARGS]{"x": 1', None, "stop"),
+        (LLAMA3, '{"name": "f", "parameters": {"x": 1}}; {"name": "g", "par', None, "stop"),
+        (LLAMA3, '{"name": "f", "parameters": {"x": 1}}; {"na', None, "tool_calls"),  # the second was never told
+    ],
+)
+def test_tool_calls_are_whole_where_the_reason_says_so(kind, text, most, reason):
+    assert ended(kind, text, most=most) == ended(kind, text, "STOP", most) == reason
+
+
+@given(CALLS, st.data())
+def test_no_cut_off_call_ends_with_tool_calls(calls, data):
+    text = "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(args)}}}</tool_call>' for name, args in calls
+    )
+    text = text[: data.draw(st.integers(0, len(text)))]
+    if ended(HERMES, text) == "tool_calls":
+        assert all(isinstance(json.loads(args), dict) for _, args in parsed(HERMES, [text])[1])
 
 
 def test_formats_are_known_by_their_templates():

@@ -55,6 +55,11 @@ class Choice:
     def ended(self) -> bool:
         return self.last is not None and self.last.finish_reason is not None
 
+    @property
+    def calls_are_whole(self) -> bool:
+        """Clients that read `tool_calls` run them: half of the arguments is none."""
+        return bool(self.call_ids) and self.parser is not None and not self.parser.broken
+
     def take(self, row: AnswerRow) -> Piece:
         """The same text as Request.read_text: the token that ended the answer is no part of it, unless asked for."""
         if self.silent:
@@ -73,7 +78,7 @@ class Choice:
         calls: list[CallDelta] = []
         if self.parser is not None:
             text, calls = self.parsed(self.parser, text, row.finish_reason is not None)
-        reason = "tool_calls" if row.finish_reason == "stop" and self.call_ids else row.finish_reason
+        reason = "tool_calls" if row.finish_reason == "stop" and self.calls_are_whole else row.finish_reason
         self.last = piece = Piece(text, row.tokens, row.logprobs, reason, row.stop_reason, calls)
         if self.keep:
             self.pieces.append(piece)

@@ -35,6 +35,7 @@ class ToolParser:
     rule: Generator[None, str, None] | None = None  # in the middle of calls
     calls: int = 0
     told: bool = False  # the name of the call that is read
+    broken: bool = False  # a call that was told never came to its end
     between: bool = False  # no call is half read
     begun: bool = False  # something that is not blank has come
     out: list[str | CallDelta] = field(default_factory=list)
@@ -127,6 +128,7 @@ class ToolParser:
     def give_up(self, letter: str, rest: str) -> None:
         """It was no call: its text is content, marker and all; or it was one, up to this letter."""
         inside = self.told and not self.between
+        self.broken = self.broken or (inside and self.shown)
         self.rest, self.rule = rest, None
         self.content(letter if inside else self.region)
 
@@ -234,11 +236,15 @@ class ToolParser:
         expect(name in self.names)
         self.told, self.blanks = True, ""
         self.calls += 1
-        if self.most is None or self.calls <= self.most:
+        if self.shown:
             self.out.append(CallDelta(self.calls - 1, name))
 
+    @property
+    def shown(self) -> bool:
+        return self.most is None or self.calls <= self.most
+
     def say(self, text: str) -> None:
-        if text and (self.most is None or self.calls <= self.most):
+        if text and self.shown:
             self.out.append(CallDelta(self.calls - 1, None, text))
 
     def end_call(self) -> None:
