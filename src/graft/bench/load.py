@@ -39,14 +39,16 @@ class Load:
             raise PromptTooLong(self.isl, self.osl, context)
 
     def arrivals(self) -> list[float]:
-        """Seconds after the beginning; the same in every run."""
+        """Seconds after the beginning; the same in every run. Gaps are scaled to keep the rate exactly: a few dozen of
+        them have a rate of their own."""
         if self.rate is None:
             return [0.0] * self.requests
         source, at, times = random.Random(0), 0.0, []
         for _ in range(self.requests):
             times.append(at)
             at += source.expovariate(self.rate)
-        return times
+        last = (self.requests - 1) / self.rate
+        return [last * one / times[-1] for one in times] if last else times
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,13 @@ class Spread:
         return Spread(*(1e3 * cuts[p - 1] for p in PERCENTILES))
 
 
-def behind_text(rate: float | None, reached: float) -> str:
-    """Why the asked rate of requests a second was not kept."""
-    if rate is None or reached >= HEALTHY * rate:
+def behind_text(rate: float | None, ends: Sequence[float]) -> str:
+    """Why the asked rate of requests a second was not kept. ends: when each was answered, in seconds; how long one
+    answer takes does not count between the first and the last of them."""
+    seconds = max(ends, default=0.0) - min(ends, default=0.0)
+    if rate is None or not seconds:
+        return ""
+    reached = (len(ends) - 1) / seconds
+    if reached >= HEALTHY * rate:
         return ""
     return f"{rate:g} requests/s were asked for and {reached:.2f} were kept up: lower --rate to that"

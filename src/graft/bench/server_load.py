@@ -103,5 +103,5 @@ def row_of_server(plan: ServerPlan, outcomes: list[RequestOutcome], seconds: flo
         Spread.of([(one.events[-1] - one.events[0]) / (one.tokens - 1) for one in spoke if one.tokens > 1]),
         Spread.of([one.end - one.due for one in whole]),
         dict(Counter(one.error for one in outcomes if one.error is not None)),
-        behind_text(plan.load.rate, reached) if len(whole) == len(outcomes) else "",
+        behind_text(plan.load.rate, [one.end for one in whole]) if len(whole) == len(outcomes) else "",
     )

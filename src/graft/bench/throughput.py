@@ -152,5 +152,5 @@ def row_of(engine: Engine, load: Load, log: Log, seconds: float) -> LoadRow:
         100 * log.fullest,
         engine.stats.preemptions,
         engine.stats.bucket_misses,
-        behind_text(load.rate, reached),
+        behind_text(load.rate, list(log.last.values())),
     )

@@ -6,12 +6,14 @@ import asyncio
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fake_server import fake_server
 from graft.base.errors import ServerFailed, UsageError
 from graft.bench.http_client import HttpTarget
-from graft.bench.load import Load
+from graft.bench.load import HEALTHY, Load
 from graft.bench.server_load import measure_server, row_of_server
 from graft.bench.server_request import RequestOutcome, ServerPlan, first_model, prompts, words_for
 from graft.cli.app import app
@@ -49,6 +51,26 @@ def test_arrivals_do_not_wait_for_answers():
     with fake_server("well") as server:
         row = run(server, Load(3, 2, 8, rate=1000.0), clients=None)
     assert row.answered == 8 and row.name == "1000/s" and row.clients is None
+
+
+@given(
+    requests=st.integers(2, 200),
+    rate=st.floats(0.01, 1000.0),
+    took=st.floats(0.001, 1000.0),
+    kept=st.floats(0.05, 0.9),
+)
+def test_a_server_that_keeps_the_rate_is_not_told_to_lower_it(requests, rate, took, kept):
+    """However long an answer takes; one that answers at a lower rate is."""
+    load = Load(3, 2, requests, rate)
+    arrivals = load.arrivals()
+    assert arrivals[0] == 0 and arrivals == sorted(arrivals)
+    assert arrivals[-1] == pytest.approx((requests - 1) / rate)
+    for share, behind in ((1.0, False), (kept * HEALTHY, True)):
+        made = [RequestOutcome(due, [due + took], due / share + took, new=2) for due in arrivals]
+        row = row_of_server(ServerPlan("m", "chat", load), made, made[-1].end)
+        assert bool(row.behind) is behind
+    alone = row_of_server(ServerPlan("m", "chat", Load(3, 2, 1, rate)), made[:1], made[0].end)
+    assert Load(3, 2, 1, rate).arrivals() == [0.0] and not alone.behind
 
 
 @pytest.mark.parametrize(
