@@ -53,6 +53,9 @@ def donate(gm: GraphModule, names: Sequence[str], wanted: Sequence[str]) -> None
     if not chosen:
         return
     nodes = dict(zip(names, placeholders(gm.graph), strict=True))
+    for name in wanted:
+        if all(tensor_val(nodes[inside]) is None for inside in donated_names(names, [name])):
+            raise DonationRefused(name, "it holds no tensor; leave it out")
     donated = {name: nodes[name] for name in chosen if tensor_val(nodes[name]) is not None}
     aliases, end = Aliases(gm.graph), output_node(gm.graph)
     written = mutated_roots(gm.graph)

@@ -137,6 +137,15 @@ def test_donated_memory_that_requires_gradients_is_refused(grad, enabled):
     assert torch.equal(compiled(leaf.detach().clone()), torch.full((3,), 2.0))
 
 
+@pytest.mark.parametrize("value", [3, {"a": 2, "b": 0.5}])
+def test_a_name_that_holds_no_tensor_is_refused(value):
+    def program(s, n):
+        return s * (n if isinstance(n, int) else n["a"])
+
+    with pytest.raises(DonationRefused, match="n cannot be donated: it holds no tensor"):
+        graft.compile(program, (torch.ones(3), value), donate=("s", "n"))
+
+
 STEPS = (
     lambda a, b: a + b,
     lambda a, b: a * 2,
