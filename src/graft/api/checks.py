@@ -11,7 +11,6 @@ from graft.backends.buffers import elements_are_apart
 from graft.base.errors import ReadOnlyInput, ReplacedBuffer, SharedMemoryError
 from graft.memory.regions import disjoint_by_address
 
-
 Owned = tuple[int | None, tuple[int, int]]  # an input, or None for state, and the addresses of its storage
 
 
@@ -94,7 +93,7 @@ def check_memory(
             if other is not None and other != index and overlap(tensor, values[other]):
                 raise SharedMemoryError(names[index], names[other])
         if tensor.numel() and any(other is None for other, _ in near):
-            raise SharedMemoryError(names[index], "a buffer of the module")
+            raise SharedMemoryError(names[index], "a weight or buffer of the module")
 
 
 def ranges_that_meet(found: Sequence[Owned]) -> dict[tuple[int, int], list[Owned]]:

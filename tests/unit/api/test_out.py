@@ -119,7 +119,7 @@ def test_out_that_cannot_be_written_is_refused_before_anything_runs():
         (3, "is no tensor", OutRefused),
         (x, "out.y is written and shares memory with x", SharedMemoryError),
         (cache[0, :3], "shares memory with cache", SharedMemoryError),
-        (module.w[:3], "shares memory with a buffer", SharedMemoryError),
+        (module.w[:3], "shares memory with a weight or buffer", SharedMemoryError),
         (expanded, "several of its elements share one address", UsageError),
     ):
         with pytest.raises(kind, match=problem):
