@@ -13,6 +13,7 @@ from graft.base.errors import ArtifactError, DumpError
 from graft.capture.containers import Container
 from graft.memory.initial import Initial
 from graft.passes.config import load_config
+from graft.passes.library.fix_functionalization import NAME as FIX
 from graft.passes.registry import load_all
 from graft.passes.report import Report
 
@@ -28,7 +29,8 @@ def load_compiled(path: str | Path) -> CompiledModule:
 
 
 def compiled_of(artifact: Artifact) -> CompiledModule:
-    config = load_config({"kernels": dict(artifact.kernels)} if artifact.kernels else None)
+    fix = {FIX: {"enabled": artifact.extra.get(FIX, True)}}  # the one transform that runs again, in Inductor
+    config = load_config({"kernels": dict(artifact.kernels), "transforms": fix})
     grad, notes = artifact.extra.get("grad", "refuse"), artifact.notes
     if grad == "honour":
         grad, notes = (

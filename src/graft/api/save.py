@@ -10,6 +10,7 @@ from graft.api.artifact import Artifact, SavedGraph, write_artifact
 from graft.api.call_form import PLAIN
 from graft.api.variant import Variant
 from graft.base.errors import ArtifactError, DumpError
+from graft.passes.library.fix_functionalization import NAME as FIX
 
 if TYPE_CHECKING:
     from graft.api.compile import CompiledModule
@@ -41,6 +42,7 @@ def to_artifact(compiled: CompiledModule) -> Artifact:
             "donate": list(compiled.settings.donate),
             "mode": compiled.settings.mode,
             "options": dict(compiled.settings.options),
+            FIX: compiled.settings.config.transforms[FIX].enabled,
         },
     )
 

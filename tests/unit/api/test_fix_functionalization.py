@@ -140,3 +140,14 @@ def test_explain_and_the_example_show_it_on_a_model(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert f"{NAME} on tiny-llama" in printed and "- %auto_functionalized_v2" in printed
     assert "+ %paged_attention_default" in printed
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_saved_module_keeps_it_on_or_off(tmp_path, enabled):
+    config = {"transforms": {NAME: {"enabled": enabled}}}
+    compiled = graft.compile(lambda x: x + 1, (torch.ones(2),), backend="inductor", config=config)
+    compiled.save(tmp_path / "saved")
+    loaded = graft.load(tmp_path / "saved")
+    assert loaded.settings.config.transforms[NAME].enabled is enabled
+    assert [variant.fix is not None for variant in loaded.variants] == [enabled]
+    assert [note for note in loaded.report.notes if NAME in note] == [n for n in compiled.report.notes if NAME in n]
