@@ -152,11 +152,27 @@ def build_variant(
     with use_level(settings.level):
         report = run_pipeline(gm, settings.config, context, model=model, dump_dir=settings.dump_dir)
     compute_in_place(gm, captured.signature.names_of_inputs, settings.donate, settings.backend)
-    notes = (*captured.notes, *unwritten, *gradient_notes(settings.grad, list(training)))
+    notes = (
+        *captured.notes,
+        *unwritten,
+        *decomposition_notes(settings.level),
+        *gradient_notes(settings.grad, list(training)),
+    )
     variant = lower_variant(gm, captured.signature, report, settings, captured.returned, notes)
     if settings.grad == "honour":
         refuse_unhonoured(gm, training, variant.backend)
     return replace(variant, results=captured.results)
+
+
+def decomposition_notes(level: DecompositionLevel) -> tuple[str, ...]:
+    """What `decompositions` changes beside the ops."""
+    if not level.applied_to:
+        return ()
+    ops = ", ".join(sorted(level.applied_to))
+    return (
+        f"decompositions: the program was made functional to take it apart ({ops}); results that are views of what it"
+        " writes may be copies, and sizes may be fixed that are free without",
+    )
 
 
 def lower_variant(

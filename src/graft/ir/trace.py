@@ -20,6 +20,7 @@ from graft.ir.branches import inner_graphs, mark_weights, name_nodes, write_insi
 from graft.ir.canonical.normal_form import canonicalize, drop_unused_state
 from graft.ir.constants import KeepConstants
 from graft.ir.edit import attach_state, attribute, fake_mode
+from graft.ir.nodes import OpOverload
 from graft.ir.program.assignments import assignments_as_writes
 from graft.ir.program.generators import generators_kept, refuse_new_generators
 from graft.ir.program.indexing import TensorPositions
@@ -34,6 +35,7 @@ class DecompositionLevel:
     name: str
     decompositions: Mapping[Any, Callable[..., Any]] = field(default_factory=dict, compare=False)
     composite: bool = False  # ops that torch composes of others (linear) are whole, if not in the table
+    applied_to: set[str] = field(default_factory=set, compare=False)  # ops for which a program was taken apart
 
     def keeps(self, op: Any) -> bool:
         """Whether calls of `op` are still there; other ops cannot be looked for."""
@@ -98,9 +100,35 @@ def export_graph(
 
 
 def taken_apart(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program in the current level, where that is one of the caller's."""
+    """The program in the current level, where that is one of the caller's and an op of its table may be met.
+
+    run_decompositions makes the program functional, so that views of what it writes become copies: a program without
+    such ops is left as it is.
+    """
     level = current_level()
-    return program.run_decompositions(dict(level.decompositions)) if level.composite else program
+    if not level.composite:
+        return program
+    found = decomposed_ops(program, level)
+    level.applied_to.update(found)
+    return program.run_decompositions(dict(level.decompositions)) if found else program
+
+
+def decomposed_ops(program: torch.export.ExportedProgram, level: DecompositionLevel) -> set[str]:
+    """The ops of the program that are in the table or may lead to one: as `silu_`, or composed of views (reshape)."""
+    table = {op._schema.name.rstrip("_") for op in level.decompositions}
+    modules = (part for part in program.graph_module.modules() if isinstance(part, GraphModule))
+    ops = {node.target for part in modules for node in part.graph.nodes if isinstance(node.target, OpOverload)}
+    return {str(op) for op in ops if op._schema.name.rstrip("_") in table or (composed(op) and not functional(op))}
+
+
+def composed(op: Any) -> bool:
+    """torch writes it as other ops."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def functional(op: Any) -> bool:
+    """No argument is written or aliased: run_decompositions keeps composed ops of this kind whole."""
+    return not any(argument.alias_info is not None for argument in op._schema.arguments)
 
 
 def program_graph(program: torch.export.ExportedProgram, module: torch.nn.Module | None = None) -> GraphModule:

@@ -60,6 +60,35 @@ def test_patterns_follow_the_callers_decompositions():
         graft.compile(module, (x,), decompositions={aten.silu: len})
 
 
+def test_a_program_without_an_op_of_the_table_stays_as_it_is():
+    """torch makes functional what it takes apart, and the report says so."""
+    table = {aten.silu.default: lambda x: x * torch.sigmoid(x)}
+
+    def shared(compiled):
+        x, cache = torch.ones(4), torch.ones(4)
+        view = compiled(x, cache)[1]
+        return view.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+
+    def with_silu(x, cache):
+        cache.add_(x)
+        return nn.functional.silu(x), cache[1:]
+
+    def with_silu_(x, cache):
+        cache.add_(x)
+        return nn.functional.silu(x.clone(), inplace=True), cache[1:]
+
+    def without(x, cache):
+        cache.add_(x)
+        return x.sin(), cache[1:]
+
+    for program, apart in ((without, False), (with_silu, True), (with_silu_, True)):
+        compiled = graft.compile(program, (torch.ones(4), torch.ones(4)), decompositions=table, backend="eager")
+        notes = [note for note in compiled.report.notes if note.startswith("decompositions: the program was made")]
+        assert bool(notes) == apart and (apart or shared(compiled))
+        called = {str(node.target) for node in compiled.graph_module.graph.nodes}
+        assert ("aten.sigmoid.default" in called) == apart
+
+
 def test_options_go_to_inductor_and_choose_it(tmp_path):
     x = torch.randn(4)
     compiled = graft.compile(lambda x: x.sin() + 1, (x,), options={"max_autotune": True}, fullgraph=True)
