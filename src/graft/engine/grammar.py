@@ -18,6 +18,9 @@ from tokenizers import Tokenizer
 from graft.base.errors import ExtraMissing, GrammarRefused, UsageError
 
 KEPT = 64  # grammars that stay compiled
+# ways in which a token may be read. Ambiguous recursion had 1,400 of them, and masks of half a second each; a call of
+# 128 functions or an object of 140 properties that may be left out stay below
+MOST_ITEMS = 600
 # no blanks between tokens of JSON: models otherwise write them until max_tokens. What is not known is an error.
 COMPACT = {"whitespace_flexible": False, "lenient": False}
 
@@ -41,7 +44,7 @@ class GrammarMask:
         """Takes note of a token; why it cannot."""
         if not self.matcher.is_stopped():
             self.matcher.consume_token(token)
-        return self.matcher.get_error() if self.matcher.is_error() else None
+        return message(self.matcher.get_error()) if self.matcher.is_error() else None
 
     def copy(self) -> GrammarMask:
         return GrammarMask(self.matcher.deep_copy(), self.ends, self.vocabulary)
@@ -70,18 +73,33 @@ class Grammars:
         with self.lock:
             found = self.made.get(grammar)
         if found is None:
-            if problem := library().LLMatcher.validate_grammar(grammar, self.tokens):
-                raise GrammarRefused(problem)
-            matcher = library().LLMatcher(self.tokens, grammar)
-            matcher.compute_bitmask()  # builds the lexer and the first row, which the validation does not
-            if matcher.is_error():
-                raise GrammarRefused(matcher.get_error())
-            found = GrammarMask(matcher, self.ends, self.vocabulary)
+            found = self.compiled(grammar)
             with self.lock:
                 self.made[grammar] = found
                 while len(self.made) > KEPT:
                     self.made.popitem(last=False)
         return found.copy()
+
+    def compiled(self, grammar: str) -> GrammarMask:
+        llguidance = library()
+        limits = llguidance.LLParserLimits(max_items_in_row=MOST_ITEMS, verbose_errors=False)
+        if problem := llguidance.LLMatcher.validate_grammar(grammar, self.tokens, limits=limits):
+            raise GrammarRefused(message(problem))
+        matcher = llguidance.LLMatcher(self.tokens, grammar, log_level=0, limits=limits)
+        found = GrammarMask(matcher, self.ends, self.vocabulary)
+        allowed = found.allowed()  # builds the lexer and the first row, which the validation does not
+        if matcher.is_error():
+            raise GrammarRefused(message(matcher.get_error()))
+        for opening in (b"{", b"["):  # most rows that are too wide are the second one
+            first = self.tokens.tokenize_bytes(opening)[0]
+            if first < self.vocabulary and allowed[first] and (why := found.copy().accept(first)):
+                raise GrammarRefused(why)
+        return found
+
+
+def message(error: str) -> str:
+    """Of the library's text, without the mark of what it left out."""
+    return error.removesuffix("<non-verbose/>").strip()
 
 
 def library() -> Any:

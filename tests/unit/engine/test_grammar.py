@@ -149,3 +149,30 @@ def test_a_tokenizer_that_the_library_cannot_read_is_refused():
     spec["decoder"], spec["pre_tokenizer"] = None, None
     with pytest.raises(UsageError, match="with this tokenizer"):
         Grammars(json.dumps(spec), 300, [2])
+
+
+def wide(ways):
+    """Arrays of arrays, each of which may be read in so many ways."""
+    inner = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/d"}} for _ in range(ways)]}
+    return {"$defs": {"d": inner}, "$ref": "#/$defs/d"}
+
+
+def optional(properties):
+    return {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(properties)}}
+
+
+def test_grammars_whose_masks_would_take_long_are_refused():
+    grammars = Grammars(tokenizer_json(), 300, [2])
+    for schema in (wide(200), optional(300)):
+        with pytest.raises(GrammarRefused, match=r"row has \d+ items; max is 600") as found:
+            grammars.mask(json_grammar(schema))
+        assert "verbose" not in str(found.value)
+    calls = [{"properties": {"name": {"const": f"f{index}"}, "arguments": optional(3)}} for index in range(128)]
+    calls = [{"type": "object", "required": ["name", "arguments"], **one} for one in calls]
+    for schema in (wide(20), optional(140), {"anyOf": calls}, {"enum": list(range(1000))}):
+        assert grammars.mask(json_grammar(schema)).allowed().any()
+    (bracket,) = grammars.tokens.tokenize_bytes(b"[")
+    mask = grammars.mask(
+        json_grammar({"type": "array", "items": wide(200)["$defs"]["d"], "$defs": wide(200)["$defs"]})
+    )
+    assert mask.accept(bracket) is None and "max is 600" in mask.accept(bracket)  # deeper: when it is met
