@@ -67,6 +67,10 @@ class FakeServer:
         events += [] if kind == "uncounted" else [json.dumps({"choices": [], "usage": usage})]
         if kind == "error event":
             events[1:] = [json.dumps({"error": {"message": "it broke"}})]
+        if kind == "no error":
+            events[0] = json.dumps({**EVENT, "error": None})
+        if kind == "bare event":
+            events[1:] = ["7"]
         if kind == "bad event":
             events[1:] = ["{no"]
         if kind not in ("error event", "unfinished"):

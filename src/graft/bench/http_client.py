@@ -55,7 +55,8 @@ class HttpTarget:
 
     @property
     def name(self) -> str:
-        return f"{self.host}:{self.port}"
+        """As the Host header has it: an IPv6 address in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def context(verify: bool) -> ssl.SSLContext:

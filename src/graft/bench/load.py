@@ -25,7 +25,7 @@ class Load:
     def __post_init__(self) -> None:
         if min(self.isl, self.osl, self.requests) < 1:
             raise UsageError(
-                f"--throughput: lengths and requests must be at least 1, not {self.name}, {self.requests}"
+                f"lengths and --requests must be at least 1, but are {self.name} (ISL/OSL) and {self.requests}"
             )
         if self.rate is not None and not self.rate > 0:
             raise UsageError(f"--rate must be more than 0 requests a second, but is {self.rate}")
@@ -39,8 +39,8 @@ class Load:
             raise PromptTooLong(self.isl, self.osl, context)
 
     def arrivals(self) -> list[float]:
-        """Seconds after the beginning; the same in every run. Gaps are scaled to keep the rate exactly: a few dozen of
-        them have a rate of their own."""
+        """Seconds after the beginning; the same in every run. Gaps are scaled to keep the rate exactly: a few dozen
+        of them have a rate of their own."""
         if self.rate is None:
             return [0.0] * self.requests
         source, at, times = random.Random(0), 0.0, []

@@ -141,7 +141,9 @@ async def read_events(
             done = True
             continue
         event = json.loads(data)
-        if "error" in event:
+        if not isinstance(event, dict):
+            raise HttpFailed(f"an event is no JSON object: {data[:40].decode(errors='replace')}")
+        if event.get("error") is not None:
             raise HttpFailed(f"error in the stream: {message_of(event)}")
         if any(text_of(choice) for choice in event.get("choices") or ()):
             outcome.events.append(time.perf_counter() - began)

@@ -82,6 +82,7 @@ def test_a_server_that_keeps_the_rate_is_not_told_to_lower_it(requests, rate, to
         ("nonsense", "no HTTP answer"),
         ("error event", "it broke"),
         ("bad event", "no JSON"),
+        ("bare event", "no JSON object: 7"),
         ("unfinished", "without [DONE]"),
         ("cut", "cut off"),
     ],
@@ -98,6 +99,16 @@ def test_connections_that_the_server_closes_are_opened_anew(kind):
     with fake_server(kind) as server:
         row = run(server, Load(3, 2, 4), clients=1)
         assert (row.answered, row.errors) == (4, {}) and server.connections == 4
+
+
+def test_an_error_that_is_null_is_none():
+    with fake_server("no error") as server:
+        assert run(server, Load(3, 2, 3)).answered == 3
+
+
+def test_the_host_of_an_ipv6_address_is_in_brackets():
+    assert HttpTarget.of("http://[::1]:8000/v1").name == "[::1]:8000" and HttpTarget.of("http://h").name == "h:80"
+    assert HttpTarget.of("http://[::1]:8000/v1").host == "::1"  # as sockets take it
 
 
 def test_a_server_that_counts_no_tokens():
@@ -183,6 +194,7 @@ def test_a_server_that_refuses_all_is_told_at_once():
         (["--serve", "http://x", "--clients", "1", "--rate", "2"], "give one of them"),
         (["--serve", "http://x", "--clients", "none"], "--clients takes numbers"),
         (["--serve", "http://x", "--clients", "0"], "at least 1"),
+        (["--serve", "http://x", "--requests", "0"], "--requests must be at least 1"),
         (["--serve", "http://x", "--endpoint", "chats"], "did you mean 'chat'"),
         (["--serve", "http://x", "--extra-body", "[]"], "a JSON object"),
         (["--serve", "http://x", "--extra-body", "{"], "not valid JSON"),

@@ -82,6 +82,7 @@ def test_what_is_wrong_is_told_before_anything_runs():
     with pytest.raises(PromptTooLong):
         measure_load(llm, Load(llm.model.context, 1, 1))
     for given, message in (
+        (["--throughput", "4/4", "--requests", "0"], "--requests must be at least 1"),
         (["--throughput", "12"], "lengths like 128/128"),
         (["--preset", "trtlm"], "did you mean 'trtllm'"),
         (["--throughput", "200000/1"], "context"),

@@ -83,7 +83,7 @@ def bench_server(
         check_plot(Path(plot))
     numbers = (None,) if rate is not None else read("clients", clients or "1,8,32")
     loads = [
-        (count, Load(isl, 64 if new is None else new, requests or ROUNDS * (count or 8), rate))
+        (count, Load(isl, 64 if new is None else new, ROUNDS * (count or 8) if requests is None else requests, rate))
         for isl in read("prompt", prompt)
         for count in numbers
     ]
