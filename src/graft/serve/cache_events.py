@@ -26,14 +26,23 @@ class EventReader:
     error: GraftError | None = None
 
     def add(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """The bound is of what waited before: the present state, which may be longer, comes at once. It replaces what
+        waits, which `lost` then counts."""
+        if self.error is not None:
+            return
+        late = len(self.waiting) > MOST
         for event in events:
-            if not self.begun and event["type"] == "lost":
-                self.begun, before = True, event["event_id"]
-                event = {**event, "count": before, "first": 0, "last": before - 1}
+            if event["type"] == "lost":
+                first = (self.waiting[0] if self.waiting else event).get("first", 0) if self.begun else 0
+                if self.waiting and self.waiting[0]["type"] != "lost":
+                    first = self.waiting[0]["event_id"]
+                event = {**event, "count": event["event_id"] - first, "first": first, "last": event["event_id"] - 1}
+                self.begun, self.waiting, late = True, [], False
             if self.begun:
                 self.waiting.append(event)
                 self.bell.set()
-        if len(self.waiting) > MOST:
+        if late:
+            self.waiting = []
             self.fail(EngineGone(f"more than {MOST} events wait to be read; read faster, or begin again"))
 
     def fail(self, error: GraftError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from graft.base.errors import TokenizerRefused, UsageError
 from graft.cli.app import app
 from graft.engine.params import SamplingParams
+from graft.serve.cache_events import EventReader
 from graft.serve.keys import ApiKeys
 from graft.serve.logs import ServerLog
 from graft.serve.metrics import Histogram, Metrics
@@ -118,6 +120,30 @@ def test_parameters_that_are_equal_are_sent_once():
     found = json.loads(sent[4:])
     assert [one["params"] for one in found["submit"]] == [0] * 999 + [1]
     assert [SamplingParams(**one) for one in found["params"]] == [many, SamplingParams()]
+
+
+def lost_event(number, first):
+    return {"type": "lost", "event_id": number, "count": number - first, "first": first, "last": number - 1}
+
+
+def test_a_reader_of_events_is_late_only_where_it_does_not_read():
+    async def go():
+        stored = [{"type": "stored", "event_id": number} for number in range(6, 70_006)]
+        reader = EventReader()
+        reader.add([lost_event(5, 5), *stored])  # a state of more records than may wait
+        assert reader.error is None and len(reader.waiting) == 70_001
+        reader.add([lost_event(70_006, 70_006), {"type": "created", "event_id": 70_007}])  # another reader has come
+        assert await reader.read() == [lost_event(70_006, 0), {"type": "created", "event_id": 70_007}]
+        reader.add([{"type": "stored", "event_id": 70_008}, lost_event(70_009, 70_009)])
+        assert await reader.read() == [lost_event(70_009, 70_008)]
+        reader.add(stored)
+        assert reader.error is None
+        reader.add(stored[:1])
+        assert reader.error is not None and not reader.waiting
+        reader.add(stored)
+        assert not reader.waiting
+
+    asyncio.run(go())
 
 
 def test_a_tokenizer_that_is_another_one_is_refused():
