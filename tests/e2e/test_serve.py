@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
 def server(folder, llm):  # the model is captured once
     """Asked to end while it answers, it answers, and ends well."""
     size = ("--dtype", "float32", "--backend", "eager", "--max-num-seqs", 8, "--kv-cache-memory", "4MiB")
-    with serving(folder, *size, stub=False, OMP_NUM_THREADS="1") as found:
+    with serving(folder, *size, "--enable-kv-cache-events", stub=False, OMP_NUM_THREADS="1") as found:
         yield found
         with http_client(found.url) as plain, plain.stream("POST", "/v1/completions", json=long(64)) as answer:
             found.signal()

@@ -118,6 +118,13 @@ async def embeddings(state: ServerState, http: HttpRequest) -> Response:
 
 
 async def kv_cache_events(state: ServerState, _: HttpRequest) -> Response:
+    if not state.options.enable_kv_cache_events:
+        raise HttpRefused(
+            "events of the cache have the tokens of everybody's prompts, so they are off; start the server with"
+            " --enable-kv-cache-events",
+            status=404,
+            code="unsupported_endpoint",
+        )
     _text, _model = state.loaded
     reader, link = EventReader(), state.link
     events = event_stream(reader, link.follow, link.leave)

@@ -46,6 +46,7 @@ class ServeOptions:
     stall_timeout: an engine that has work and makes no step for so long is told by /health as 503.
     tool_call_parser: how the model writes calls (tools/formats.py); auto: as its chat template has it.
     restart: a dead engine process is started again.
+    enable_kv_cache_events: /v1/kv_cache_events is there; it tells the tokens of all prompts to whoever has a key.
     ssl_keyfile, ssl_certfile: PEM files, for https. The key may be in the file of the certificate.
     allowed_origins: of pages in browsers that may ask (CORS); "*" is all, none is none but our own.
     """
@@ -64,6 +65,7 @@ class ServeOptions:
     stall_timeout: float = 300.0
     tool_call_parser: str = AUTO
     restart: bool = False
+    enable_kv_cache_events: bool = False
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     allowed_origins: tuple[str, ...] = ()

@@ -121,6 +121,12 @@ def test_small_endpoints(client):
     assert answer.headers["x-request-id"] == "mine" and answer.json()["version"]
 
 
+def test_events_of_the_cache_are_there_where_asked_for(client):
+    """They have the tokens of everybody's prompts."""
+    answer = client.get("/v1/kv_cache_events")
+    assert answer.status_code == 404 and "--enable-kv-cache-events" in answer.json()["error"]["message"]
+
+
 def test_metrics_have_the_names_that_dashboards_read(client):
     complete(client, [1])
     text = client.get("/metrics").text
@@ -268,7 +274,7 @@ def test_an_engine_that_dies_is_told_to_everyone():
 
 def test_readers_of_the_cache_are_told_when_it_ends():
     """They hold up no drain; the first event says that all before it was not told."""
-    with serving("stub", "--restart") as server, http_client(server.url) as client:
+    with serving("stub", "--restart", "--enable-kv-cache-events") as server, http_client(server.url) as client:
         with client.stream("GET", "/v1/kv_cache_events") as answer:
             lines = answer.iter_lines()
             first = [next(lines) for _ in range(3)]

@@ -45,6 +45,10 @@ Stall = Annotated[
     float, typer.Option(help="/health is 503 when a busy engine makes no step for so long.", metavar="SECONDS")
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Start an engine process that died again.")]
+CacheEvents = Annotated[
+    bool,
+    typer.Option("--enable-kv-cache-events", help="/v1/kv_cache_events, which has the tokens of all prompts."),
+]
 PrefixCaching = Annotated[bool, typer.Option(help="Prompts that begin alike share the cache.")]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Decode without CUDA graphs.")]
 OptionsFile = Annotated[
@@ -85,6 +89,7 @@ def serve(
     stall_timeout: Stall = 300.0,
     tool_call_parser: ToolParserName = "auto",
     restart: Restart = False,
+    enable_kv_cache_events: CacheEvents = False,
     ssl_keyfile: KeyFile = None,
     ssl_certfile: CertFile = None,
     allowed_origins: Origins = None,
