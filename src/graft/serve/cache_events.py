@@ -33,9 +33,8 @@ class EventReader:
         late = len(self.waiting) > MOST
         for event in events:
             if event["type"] == "lost":
-                first = (self.waiting[0] if self.waiting else event).get("first", 0) if self.begun else 0
-                if self.waiting and self.waiting[0]["type"] != "lost":
-                    first = self.waiting[0]["event_id"]
+                head = self.waiting[0] if self.waiting else event
+                first = head.get("first", head["event_id"]) if self.begun else 0
                 event = {**event, "count": event["event_id"] - first, "first": first, "last": event["event_id"] - 1}
                 self.begun, self.waiting, late = True, [], False
             if self.begun:
