@@ -211,8 +211,8 @@ FAULTS = [
     ),
     fault(
         "passes/accounting.py",
-        "if node.target is not target or len(was) != len(now):\n        return True",
-        "if node.target is not target or len(was) != len(now):\n        return True\n    return False",
+        "if node.target is not target or changed is None:\n        return True",
+        "if node.target is not target or changed is None:\n        return True\n    return False",
         "unit/passes/test_numeric_check.py::test_changes_that_no_match_accounts_for_are_refused",
     ),
     fault(

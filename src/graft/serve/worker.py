@@ -128,10 +128,12 @@ class Worker:
 
     def take(self, message: Message) -> None:
         """In the reading thread."""
-        params = [SamplingParams(**one) for one in message.get("params", ())]  # the HTTP process has checked them
+        params: dict[int, SamplingParams] = {}
         for asked in message.get("submit", ()):
             try:
-                request = self.llm.request(asked["prompt"], params[asked["params"]], 0)
+                if (number := asked["params"]) not in params:
+                    params[number] = SamplingParams(**message["params"][number])
+                request = self.llm.request(asked["prompt"], params[number], 0)
             except GraftError as error:
                 self.refuse(asked["id"], str(error))
                 continue

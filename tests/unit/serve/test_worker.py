@@ -51,7 +51,7 @@ def test_a_request_that_cannot_be_made_is_answered_whatever_the_error(worker, ca
     errors = [UsageError("refused"), ValueError("a defect")]
     worker.llm.request = lambda *_: (_ for _ in ()).throw(errors.pop(0))
     worker.llm.abort = lambda *_: None
-    worker.take({"submit": [{"id": number, "prompt": [5], "params": {}} for number in (7, 8)]})
+    worker.take({"submit": [{"id": number, "prompt": [5], "params": 0} for number in (7, 8)], "params": [{}]})
     sent = messages(worker.far)
     rows = [AnswerRow.parse(row) for _ in range(2) for row in next(sent)["rows"]]
     assert [(row.id, row.finish_reason, row.error) for row in rows] == [
