@@ -24,8 +24,8 @@ class FunctionalizationFix(BaseTransform):
     after:   my.write(%x, %c);  … %c is read …
 
     Also `index_put` and scatters, which Inductor would write in place although somebody needs the old value. A match
-    is a call that writes in place; a near miss is a copy that is kept, with its bytes and the reason. A walk: whether a
-    call may write depends on who reads the memory later, which no pattern sees.
+    is a call that writes in place; a near miss is a copy that is kept, with its bytes and the reason. A walk:
+    whether a call may write depends on who reads the memory later, which no pattern sees.
 
     Numerics: bitwise; the same calls on the same values. Off, Inductor clones what the calls write, or loses values.
     """
