@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, replace_pattern
 import graft
 from graft.base.errors import DuplicateTransform, ForeignPassError, TransformError
 from graft.ir.trace import export_graph
+from graft.passes import foreign
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry
@@ -52,6 +53,18 @@ def once():
     graph = Graph()
     graph.output(graph.call_function(aten.relu.default, (graph.placeholder("x"),)))
     return GraphModule({}, graph)
+
+
+@pytest.fixture(autouse=True)
+def no_other_transforms():
+    """A pass that is tried is registered; other tests list all that is."""
+    before = dict(TransformRegistry._known)
+    yield
+    for name in set(TransformRegistry._known) - set(before):
+        del TransformRegistry._known[name]
+    for run, name in list(foreign._names.values()):
+        if name not in before:
+            del foreign._names[id(run)]
 
 
 class AsCustomPass(CustomGraphPass):

@@ -29,6 +29,7 @@ def rows_of(settings: PipelineConfig) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     ordered = order_transforms(settings)
+    ordered += [name for name in settings.transforms if name not in ordered]  # on Inductor's graph
     for order, name in enumerate([*ordered, *(n for n in TransformRegistry.names() if n not in ordered)], start=1):
         entry = settings.transforms.get(name)
         about = (TransformRegistry.get(name).__doc__ or "").strip().splitlines() or [""]
