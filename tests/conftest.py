@@ -92,6 +92,19 @@ def every_size() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    """Dynamo and Inductor have nothing from before, and keep nothing; no gradients."""
+    import torch
+
+    from graft.backends.inductor import reset_compiler, without_caches
+
+    reset_compiler()
+    with without_caches(), torch.no_grad():
+        yield
+    reset_compiler()
+
+
 @cache
 def tiny(family: str, dtype: str = "float32") -> LoadedModel:
     """A tiny model of a family. Shared: tests that rewrite weights load their own."""

@@ -175,3 +175,14 @@ def trace_step(sim: Simulation, random: Random) -> None:
         sim.close(sequence)
         if kind == "preempt":
             sim.open(sequence.tokens)
+
+
+def kinds(events) -> list[str]:
+    return [event.to_json()["type"] for event in events]
+
+
+def run(manager: BlockManager, tokens: list[int]):
+    table = manager.open(tokens)
+    manager.grow(table, len(tokens))
+    manager.commit(table, tokens, len(tokens))
+    return table

@@ -27,7 +27,7 @@ from graft.memory.writes import owner_of
 from graft.passes.library.update_state_in_place import IN_PLACE, THROUGH_VIEW
 
 aten = torch.ops.aten
-DIRECT = ("auto", "eager", "cuda_graph")  # backends on which a copy is a kernel of its own
+DIRECT = ("eager", "cuda_graph")  # backends on which a copy is a kernel of its own
 
 
 def as_names(donate: Sequence[str]) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ def problem(result: Node, node: Node, aliases: Aliases, others: Sequence[Node]) 
 
 def compute_in_place(gm: GraphModule, names: Sequence[str], donated: Sequence[str], backend: str) -> None:
     """After the pipeline: what was computed anew is computed in the memory that it is copied to."""
-    if donated and backend in DIRECT:
+    if donated and backend in ("auto", *DIRECT):
         chosen = donated_names(names, donated)
         inputs = dict(zip(placeholders(gm.graph), names, strict=True))
         write_through(gm.graph, {node for node, name in inputs.items() if name in chosen})

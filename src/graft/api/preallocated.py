@@ -18,6 +18,7 @@ from torch.fx import CodeGen, Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from graft.api.checks import MemoryCheck
+from graft.api.donation import DIRECT
 from graft.backends import InductorSettings, lower
 from graft.base.errors import OutRefused, UsageError
 from graft.capture.containers import put_together, take_apart
@@ -31,7 +32,6 @@ from graft.passes.library.fix_functionalization import NAME as FIX
 if TYPE_CHECKING:
     from graft.api.variant import Variant, VariantSettings
 
-DIRECT = ("eager", "cuda_graph")  # backends on which a copy is a kernel of its own
 aten = torch.ops.aten
 
 

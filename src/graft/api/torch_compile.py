@@ -83,27 +83,25 @@ class Backend:
         """Called by Dynamo. `mode` and `options` of torch.compile go to Inductor."""
         if not self.inductor and (mode or options):
             raise UsageError("mode and options of torch.compile are Inductor's; Backend(inductor=False) takes none")
-        compiled = self.compile(gm, inputs, mode, options)
+        compiled = self.compile(gm, inputs, InductorSettings(mode, options or {}))
         self._constants.settle()
         return compiled
 
-    def compile(
-        self, gm: GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | None
-    ) -> Compiled:
+    def compile(self, gm: GraphModule, inputs: Sequence[Any], asked: InductorSettings) -> Compiled:
         name = f"graph_{len(self.reports)}"
         try:
             transformed, report = self.transform(gm, inputs, name)
             lowered = None if self.inductor else lower_eager(transformed, self.config.kernels)
         except GraphRefused as refusal:
-            return self.fall_back(gm, inputs, mode, options, name, str(refusal))
+            return self.fall_back(gm, inputs, asked, name, str(refusal))
         except GraftError as error:
             if self.on_error == "raise":
                 raise
-            return self.fall_back(gm, inputs, mode, options, name, f"{type(error).__name__}: {error}")
+            return self.fall_back(gm, inputs, asked, name, f"{type(error).__name__}: {error}")
         if lowered is not None:
             self.reports.append(replace(report, kernels=lowered.kernels, notes=(*report.notes, *lowered.notes)))
             return lowered.call
-        compiled, notes, record = self.with_notes(hand_back(gm, transformed), inputs, mode, options, name)
+        compiled, notes, record = self.with_notes(hand_back(gm, transformed), inputs, asked, name)
         records = {**report.transforms, FIX: record}
         self.reports.append(replace(report, transforms=records, notes=(*report.notes, INDUCTOR_NOTE, *notes)))
         return compiled
@@ -112,20 +110,17 @@ class Backend:
         refuse_modes(gm.graph, inputs)
         self._constants.ask_for(gm)
         transformed = trace_dynamo(gm, inputs)
-        base = self.dump_dir or os.environ.get("GRAFT_DUMP_GRAPHS_DIR")
-        folder = Path(base) / name if base else None
+        context, folder = Context(route="module"), self.dump_folder(name)
         with apart_from_dynamo():
-            report = run_pipeline(transformed, self.config, Context(route="module"), model=name, dump_dir=folder)
+            report = run_pipeline(transformed, self.config, context, model=name, dump_dir=folder)
         return transformed, report
 
+    def dump_folder(self, name: str) -> Path | None:
+        base = self.dump_dir or os.environ.get("GRAFT_DUMP_GRAPHS_DIR")
+        return Path(base) / name if base else None
+
     def fall_back(
-        self,
-        gm: GraphModule,
-        inputs: Sequence[Any],
-        mode: str | None,
-        options: Mapping[str, Any] | None,
-        name: str,
-        reason: str,
+        self, gm: GraphModule, inputs: Sequence[Any], asked: InductorSettings, name: str, reason: str
     ) -> Compiled:
         """The graph as Dynamo gave it. Each reason is a warning once, and a note in every report."""
         instead = "Inductor compiles it as it is" if self.inductor else "it runs as Dynamo captured it"
@@ -136,26 +131,21 @@ class Backend:
         if not self.inductor:
             self.reports.append(Report(name, notes=(note,)))
             return gm.forward
-        compiled, notes, record = self.with_notes(gm, inputs, mode, options, name)
+        compiled, notes, record = self.with_notes(gm, inputs, asked, name)
         self.reports.append(Report(name, {FIX: record}, notes=(note, *notes)))
         return compiled
 
     def with_notes(
-        self,
-        gm: GraphModule,
-        inputs: Sequence[Any],
-        mode: str | None,
-        options: Mapping[str, Any] | None,
-        name: str,
+        self, gm: GraphModule, inputs: Sequence[Any], asked: InductorSettings, name: str
     ) -> tuple[Compiled, tuple[str, ...], TransformRecord]:
         """The compiled graph, and what was written in place in it, or that a cache holds that knowledge."""
         if not self.config.transforms[FIX].enabled:
-            asked = InductorSettings(mode, options or {}, fix=False)
-            return compile_with_inductor(gm, inputs, asked), (OFF,), TransformRecord(FIX, "inductor", "disabled")
-        base = self.dump_dir or os.environ.get("GRAFT_DUMP_GRAPHS_DIR")
-        recorder = FixRecorder(Path(base) / name / "inductor" if base else None, self.config)
+            compiled = compile_with_inductor(gm, inputs, replace(asked, fix=False))
+            return compiled, (OFF,), TransformRecord(FIX, "inductor", "disabled")
+        folder = self.dump_folder(name)
+        recorder = FixRecorder(folder / "inductor" if folder else None, self.config)
         before = cache_hits()
-        compiled = compile_with_inductor(gm, inputs, InductorSettings(mode, options or {}, observer=recorder.key))
+        compiled = compile_with_inductor(gm, inputs, replace(asked, observer=recorder.key))
         lines = [line for fixed in recorder.fixed for line in fixed.lines()]
         if cache_hits() > before:
             lines.append(

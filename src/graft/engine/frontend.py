@@ -13,7 +13,7 @@ from graft.engine.core import Output, Request, Stats
 from graft.engine.driver import Driver
 from graft.engine.engine import Engine
 from graft.engine.grammar import Grammars
-from graft.engine.params import SamplingParams
+from graft.engine.params import SamplingParams, bias_problem
 from graft.engine.prompts import Prompt, as_list, chat_tokens, check_fits, encode
 from graft.engine.watch import TaskWatch, ThreadWatch
 from graft.models.load import LoadedModel
@@ -196,9 +196,8 @@ class Frontend:
         if params.stop and self.tokenizer is None:
             raise TokenizerMissing(self.model.name)
         vocabulary = self.model.module.config.vocab_size
-        strange = next((token for token, _ in params.biases if token >= vocabulary), None)
-        if strange is not None:
-            raise UsageError(f"logit_bias: token id {strange} is outside the vocabulary of {vocabulary}")
+        if (why := bias_problem(params, vocabulary)) is not None:
+            raise UsageError(why)
         mask = None if params.grammar is None else self.grammars.mask(params.grammar)
         return self.engine.make(ids, params, priority=priority, mask=mask)
 

@@ -161,6 +161,12 @@ def bias_pairs(given: object) -> tuple[tuple[int, float], ...]:
     return tuple(dict(pairs).items())
 
 
+def bias_problem(params: SamplingParams, vocabulary: int) -> str | None:
+    """What is wrong with its logit_bias for a model of so many tokens."""
+    strange = next((token for token, _ in params.biases if token >= vocabulary), None)
+    return None if strange is None else f"logit_bias: token id {strange} is outside the vocabulary of {vocabulary}"
+
+
 def check_biased(tokens: int) -> None:
     """Before any of them is looked at: a body may have hundreds of thousands."""
     if tokens > MOST_BIASES:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import graft
-from graft.backends.inductor import reset_compiler, without_caches
 from graft.base.errors import ConfigError, DumpError
 from graft.passes.config import load_config
 from graft.passes.dumps import DumpWriter
@@ -50,12 +49,7 @@ def arguments():
     return torch.zeros(8, 4), torch.randn(8, 4), torch.arange(8)
 
 
-@pytest.fixture(autouse=True)
-def anew():
-    reset_compiler()
-    with without_caches(), torch.no_grad():
-        yield
-    reset_compiler()
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 def test_stock_inductor_with_the_pass_alone(tmp_path):

@@ -11,7 +11,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import graft
 from graft.backends import InductorSettings
-from graft.backends.inductor import ChainedPass, inductor_patches, reset_compiler, without_caches
+from graft.backends.inductor import ChainedPass, inductor_patches, reset_compiler
 from graft.base.errors import ArtifactError, UsageError
 from graft.memory.inductor_fix.functionalization import VERSION
 from inductor_cases import compilations
@@ -30,12 +30,7 @@ class Gated(nn.Module):
         return nn.functional.silu(self.gate(x)) * self.up(x)
 
 
-@pytest.fixture(autouse=True)
-def anew():
-    reset_compiler()
-    with without_caches(), torch.no_grad():
-        yield
-    reset_compiler()
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 def test_patterns_follow_the_callers_decompositions():

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from graft.base.errors import HttpRefused, UsageError
-from graft.engine.params import MOST_LOGPROBS, SamplingParams, check_biased
+from graft.engine.params import MOST_LOGPROBS, SamplingParams, bias_problem, check_biased
 from graft.serve.protocol.values import Json, boolean, mapping, text, whole, wrong
 
 # taken as they are; SamplingParams checks them. The rest of OpenAI's and vLLM's fields are ignored, as both do.
@@ -90,9 +90,7 @@ def biases(body: Json) -> dict[int, float]:
 
 
 def check_biases(params: SamplingParams, vocabulary: int) -> None:
-    strange = next((token for token, _ in params.biases if token >= vocabulary), None)
-    if strange is not None:
-        why = f"logit_bias: token id {strange} is outside the vocabulary of {vocabulary}"
+    if (why := bias_problem(params, vocabulary)) is not None:
         raise HttpRefused(why, param="logit_bias")
 
 
