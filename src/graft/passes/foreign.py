@@ -9,7 +9,8 @@ match. So it is dumped, diffed, checked, recorded and rolled back like any other
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 from torch.fx import Graph, GraphModule, Node
@@ -72,15 +73,32 @@ def as_transform(name: str, run: Any, *, takes: Takes | None = None) -> type[Bas
 
 
 def name_of_pass(run: Any) -> str:
-    """The name under which a pass is a transform; it becomes one under its own where it is none yet."""
-    if id(run) not in _names:
-        stem = getattr(run, "__name__", type(run).__name__).strip("<>")
-        taken, name, count = TransformRegistry.names(), stem, 1
-        while name in taken:
-            count += 1
-            name = f"{stem}_{count}"
-        as_transform(name, run)
-    return _names[id(run)][1]
+    """A transform's own name, the one under which a pass is a transform, or one that is free."""
+    if isinstance(run, str):
+        return run
+    if id(run) in _names:
+        return _names[id(run)][1]
+    stem = getattr(run, "__name__", type(run).__name__).strip("<>")
+    taken, name, count = TransformRegistry.names(), stem, 1
+    while name in taken:
+        count += 1
+        name = f"{stem}_{count}"
+    return name
+
+
+@contextmanager
+def tried(run: Any) -> Iterator[str]:
+    """Within it, a pass that is no transform is one, under this name."""
+    name = name_of_pass(run)
+    if isinstance(run, str) or id(run) in _names:
+        yield name
+        return
+    as_transform(name, run)
+    try:
+        yield name
+    finally:
+        TransformRegistry.forget(name)
+        del _names[id(run)]
 
 
 def what_it_takes(call: Callable[..., Any]) -> Takes:

@@ -33,6 +33,10 @@ class TransformRegistry:
         return cls._known[name]
 
     @classmethod
+    def forget(cls, name: str) -> None:
+        del cls._known[name]
+
+    @classmethod
     def names(cls) -> list[str]:
         return sorted(cls._known)
 

@@ -23,7 +23,7 @@ from graft.ir.nodes import calls
 from graft.ir.trace import export_graph
 from graft.passes.base import Context, Stage, TransformConfig
 from graft.passes.config import PipelineConfig, Verify, load_config
-from graft.passes.foreign import ForeignPass, name_of_pass
+from graft.passes.foreign import ForeignPass, name_of_pass, tried
 from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry, load_all
 from graft.passes.report import Report, TransformRecord
@@ -122,12 +122,12 @@ def try_transform(
 
     verify: "matches" also runs every match beside what it replaced; "structure" checks the graph alone.
     """
-    transform = transform if isinstance(transform, str) else name_of_pass(transform)
-    settings = settings_for(transform, alongside, config, verify)
-    gm = export_graph(as_module(module), args, dict(kwargs or {}), dynamic_shapes)
-    before = graph_text(gm.graph)
-    report = run_pipeline(gm, settings, context)
-    return Trial(name_of(module), transform, before, gm, report)
+    with tried(transform) as name:
+        settings = settings_for(name, alongside, config, verify)
+        gm = export_graph(as_module(module), args, dict(kwargs or {}), dynamic_shapes)
+        before = graph_text(gm.graph)
+        report = run_pipeline(gm, settings, context)
+    return Trial(name_of(module), name, before, gm, report)
 
 
 def assert_fuses(
@@ -139,8 +139,9 @@ def assert_fuses(
     options: those of `try_transform`.
     """
     __tracebackhide__ = True
-    transform = transform if isinstance(transform, str) else name_of_pass(transform)
-    expected = f"{transform} matches {name_of(module)} {'at least once' if count is None else times(count)}"
+    expected = (
+        f"{name_of_pass(transform)} matches {name_of(module)} {'at least once' if count is None else times(count)}"
+    )
     try:
         trial = try_transform(module, args, transform, **options)
     except TransformError as error:
@@ -174,8 +175,7 @@ def assert_not_fuses(
 ) -> Trial:
     """The transform leaves the module alone: no match, a reason (with `reason` in it), the graph as it was."""
     __tracebackhide__ = True
-    transform = transform if isinstance(transform, str) else name_of_pass(transform)
-    expected = f"{transform} leaves {name_of(module)} alone"
+    expected = f"{name_of_pass(transform)} leaves {name_of(module)} alone"
     try:
         trial = try_transform(module, args, transform, **options)
     except TransformError as error:
