@@ -18,7 +18,7 @@ from graft.base.errors import DuplicateTransform, ForeignPassError, TransformErr
 from graft.ir.trace import export_graph
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
-from graft.passes.registry import TransformRegistry
+from graft.passes.registry import TransformRegistry, load_all
 from graft.testing import assert_fuses, assert_not_fuses
 from marks import examples
 
@@ -57,6 +57,7 @@ def once():
 @pytest.fixture(autouse=True)
 def the_registry_stays():
     """A pass that is tried is a transform for that time alone: configurations of others list all that is one."""
+    load_all()
     before = TransformRegistry.names()
     yield
     assert TransformRegistry.names() == before
