@@ -7,6 +7,7 @@ import torch
 
 import graft
 from float8_cases import everything, float8_cache, poison
+from graft.base.errors import CheckpointError
 from graft.engine.cache_error import cache_error
 from graft.models.load import load_model
 from graft.ops import OPS
@@ -81,7 +82,8 @@ def test_a_kernel_that_leaves_out_scales_is_caught():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("new", [(1,), (1,) * 40, (7, 1, 300)], ids=["one", "many", "prompts"])
 def test_rotation_write_and_attention_agree_with_the_reference(new, dtype):
-    """Written numbers may be one float8 step off where sums run in another order; all else stays as it was."""
+    """Written numbers may be a float8 step off where a rotation is rounded otherwise, and attention is judged over
+    what was written; all else stays as it was."""
     g = torch.Generator().manual_seed(0)
     old = tuple(range(3, 3 + 13 * len(new), 13))
     q, k, v, k_cache, v_cache, *rest = make(new, old, 32, 8, 128, PLAIN, "cuda", torch.float32, g)
@@ -90,18 +92,20 @@ def test_rotation_write_and_attention_agree_with_the_reference(new, dtype):
     caches = [float8_cache(cache) for cache in (k_cache, v_cache)]
     before = [everything(cache).flatten(0, 1) for cache in caches]
     slots, cos, sin = rest[0], angle.cos().to(dtype), angle.sin().to(dtype)
-    runs = []
-    for kernel in (OPS["rope_attention"].reference, whole.run_steps, whole.run_whole)[: 2 + (max(new) == 1)]:
+    right = [cache.clone() for cache in caches]
+    rotated = OPS["rope_kv_write"].reference(q, k, v, cos, sin, *right, slots).double()
+    for kernel in (whole.run_steps, whole.run_whole)[: 1 + (max(new) == 1)]:
         own = [cache.clone() for cache in caches]
-        runs.append((kernel(q, k, v, cos, sin, *own, *rest), [everything(cache).flatten(0, 1) for cache in own]))
-    (expected, right), *others = runs
-    for found, written in others:
-        assert_close(found, expected.double(), torch.bfloat16, "attention")
-        for new_tokens, theirs, was in zip(written, right, before, strict=True):
-            torch.testing.assert_close(new_tokens[slots], theirs[slots], rtol=2.0**-3, atol=2e-3)
-            assert (new_tokens[slots] != theirs[slots]).float().mean() < 0.05
-            new_tokens[slots] = was[slots]
-            assert torch.equal(new_tokens, was)
+        found = kernel(q, k, v, cos, sin, *own, *rest)
+        assert_close(found, SPEC.reference(rotated, *own, *rest[1:]), dtype, kernel.__name__)
+        for cache, theirs, was in zip(own, right, before, strict=True):
+            written, expected = everything(cache).flatten(0, 1), everything(theirs).flatten(0, 1)
+            torch.testing.assert_close(written[slots], expected[slots], rtol=2.0**-3, atol=2e-3)
+            # beyond the last bit of a scale
+            steps = (written[slots] - expected[slots]).abs() > 1e-5 * expected[slots].abs()
+            assert steps.float().mean() < 0.05
+            written[slots] = was[slots]
+            assert torch.equal(written, was)
 
 
 def test_a_prompt_in_a_capture_reads_its_sizes_on_the_device():
@@ -116,12 +120,13 @@ def test_a_prompt_in_a_capture_reads_its_sizes_on_the_device():
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma-2", "gemma-3", "gpt2", "mixtral"])
 def test_engines_decode_the_same_tokens_with_and_without_captures(family):
-    model = load_model(f"tiny-{family}", dtype="float32", device="cuda")
+    model, same = (load_model(f"tiny-{family}", dtype="float32", device="cpu") for _ in range(2))
+    model.module.to("cuda")
     prompts = [[(3 * i + j) % 120 for j in range(n)] for i, n in enumerate((1, 5, 13, 30))]
     params = graft.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     captured = graft.LLM(model, kv_cache_dtype="fp8", kv_cache_memory=SOME)
     eager = graft.LLM(model, kv_cache_dtype="fp8", kv_cache_memory=SOME, enforce_eager=True)
-    on_cpu = graft.LLM(f"tiny-{family}", dtype="float32", device="cpu", kv_cache_dtype="fp8", max_num_seqs=4)
+    on_cpu = graft.LLM(same, kv_cache_dtype="fp8", max_num_seqs=4)
     tokens = [[o.token_ids for o in llm.generate(prompts, params)] for llm in (captured, eager, on_cpu)]
     assert tokens[0] == tokens[1] == tokens[2]
     assert captured.stats.replayed_steps
@@ -131,7 +136,10 @@ def test_engines_decode_the_same_tokens_with_and_without_captures(family):
 
 def test_logits_of_a_real_model_move_by_what_rounding_explains():
     """On a CPU in float32 it is 1.8e-2 over seven random tokens."""
-    llm = graft.LLM("smollm2-135m", dtype="bfloat16", device="cuda", kv_cache_dtype="fp8", kv_cache_memory=SOME)
+    try:
+        llm = graft.LLM("smollm2-135m", dtype="bfloat16", device="cuda", kv_cache_dtype="fp8", kv_cache_memory=SOME)
+    except CheckpointError as missing:
+        pytest.skip(f"no embedded model here: {missing}")
     error, _ = cache_error(llm.engine, list(range(1000, 1014)), torch.bfloat16)
     assert 1e-3 < error < 6e-2
     text = llm.generate("The capital of France is", graft.SamplingParams(max_tokens=4, temperature=0.0))[0].text

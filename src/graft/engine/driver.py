@@ -29,6 +29,7 @@ from graft.engine.core import Request
 from graft.engine.engine import Engine
 from graft.engine.watch import Watch
 
+LEAVING = 5.0  # seconds that a fork waits for a thread without requests: at most a step that was in flight ends
 
 @dataclass(frozen=True)
 class Job:
@@ -72,6 +73,7 @@ class Driver:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.holder: int | None = None  # the thread that steps the engine itself, see `held`
+        self.paused = False  # while the process forks
         self.take_seat()
         if (device := engine.tensors[0].device).type == "cuda":
             torch.cuda.synchronize(device)  # the thread's stream need not be the one that filled the cache
@@ -125,8 +127,21 @@ class Driver:
         """Aborts all requests and ends the thread."""
         self.closing()
 
+    def before_fork(self) -> None:
+        """Waits for a thread that has no request left: callers have their results a little before it is through."""
+        scheduler, own = self.engine.scheduler, threading.current_thread() is self.seat.thread
+        if not (own or self.holder or scheduler.running or scheduler.waiting):
+            self.paused = self.engine.lock.acquire(timeout=LEAVING)
+
+    def go_on(self) -> None:
+        """Behind a fork, in the parent and in the child."""
+        if self.paused:
+            self.engine.lock.release()
+        self.paused = False
+
     def after_fork(self) -> None:
         """In the child there is no thread, and what it was at is lost."""
+        self.go_on()
         idle = self.engine.idle and self.engine.lock.acquire(blocking=False)
         if idle:
             self.engine.lock.release()
@@ -269,10 +284,17 @@ def close_all() -> None:
         thread.join()
 
 
-def after_fork() -> None:
-    for driver in tuple(DRIVERS):
-        driver.after_fork()
+def at_fork(do: Callable[[Driver], None]) -> Callable[[], None]:
+    def of_all() -> None:
+        for driver in tuple(DRIVERS):
+            do(driver)
+
+    return of_all
 
 
 atexit.register(close_all)
-os.register_at_fork(after_in_child=after_fork)
+os.register_at_fork(
+    before=at_fork(Driver.before_fork),
+    after_in_parent=at_fork(Driver.go_on),
+    after_in_child=at_fork(Driver.after_fork),
+)

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -98,19 +99,39 @@ def test_a_dropped_llm_ends_its_thread_and_frees_its_cache():
         gc.enable()
 
 
+def in_child(check) -> int:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if check() else 2
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_fork_waits_for_a_thread_that_has_no_request_left(monkeypatch):
+    """Results are told within a step: whoever forks at once finds the thread still inside."""
+    forking = threading.Event()
+    os.register_at_fork(before=forking.set)  # called ahead of those that were registered earlier
+
+    @contextmanager
+    def leaves_slowly():
+        yield
+        forking.wait(PATIENCE)
+
+    monkeypatch.setattr("graft.engine.driver.old_objects_frozen", leaves_slowly)
+    llm = engine()
+    expected = llm.generate([[5, 6]], GREEDY)[0].token_ids
+    assert in_child(lambda: llm.generate([[5, 6]], GREEDY)[0].token_ids == expected) == 0
+    assert llm.generate([[5, 6]], GREEDY)[0].token_ids == expected, "the parent goes on"
+    with llm.held():  # a thread that holds the engine may fork, and does not wait for itself
+        assert in_child(lambda: True) == 0
+
+
 def test_a_forked_child_generates_or_is_refused():
     llm = engine()
     expected = llm.generate([[5, 6]], GREEDY)[0].token_ids
-
-    def in_child(check) -> int:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                code = 0 if check() else 2
-            finally:
-                os._exit(code)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def refused() -> bool:
         try:

@@ -1,8 +1,9 @@
 """Which of graft's own kernels takes which part of a batch: sequences that decode, side by side, and the others.
 
-Beside prompts, sequences that decode go through the prefill kernel too: one launch, and one kernel whatever their
-number, where split_kv has a variant for each number of parts, compiled for a second or two when first met. A row of
-it has one token in a tile of 128 / GROUP, which costs about what the keys' bytes do; only long contexts are split.
+Beside prompts, a few sequences that decode go through the prefill kernel too: one launch, and one kernel whatever
+their number, where split_kv has a variant for each number of parts, compiled for a second or two when first met. Many
+have a single part, and with it one variant: split_kv then takes them, since a row of one token fills the prefill
+kernel's tile of 128 / GROUP tokens (8B, 950 rows of 192 tokens beside prompts: 27 against 5 ms a step, RESULTS.md).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graft.ops.cached_attention.decode.triton import split_kv
+from graft.ops.cached_attention.decode.triton import MANY_PROGRAMS, split_count, split_kv
 from graft.ops.cached_attention.prefill.triton import prefill
 from graft.ops.launch import capturing
 
@@ -29,12 +30,18 @@ def cached_attention_triton(
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
     # what a capture took from the CPU would stay as it was, so there the prefill kernel takes all
     n = 0 if capturing(q) else decoding(lens_cpu.tolist())
-    if n and int(lens_cpu[:n, 1].max()) <= LONG_CONTEXT:
-        n = 0
-    if n:
+    if n and (one_part(n, k_cache) or int(lens_cpu[:n, 1].max()) > LONG_CONTEXT):
         split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n], *options, out=out[:, :n])
+    else:
+        n = 0
     prefill(q, k_cache, v_cache, block_tables[n:], cu_seqlens[n:], seq_lens[n:], *options, out)
     return out
+
+
+def one_part(n: int, cache: Tensor) -> bool:
+    """Whether split_kv reads the contexts of n sequences whole, with the kernel that it has for many."""
+    kv = cache.shape[2]
+    return n * kv > MANY_PROGRAMS and split_count(n, kv, cache.device) == 1
 
 
 def decoding(lens: list[list[int]]) -> int:
