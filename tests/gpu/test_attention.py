@@ -127,6 +127,27 @@ def test_rope_kv_write_writes_what_the_reference_writes(case, dtype):
         assert torch.equal(flat, untouched)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("new", [(1,) * 4, (200, 3)], ids=["decode", "prompts"])
+def test_rotations_have_eagers_bits(new, dtype):
+    g = torch.Generator().manual_seed(0)
+    q, k, v, *caches, slots, _, tables, _, seq_lens, _, scale, _, _, _ = make(
+        new, (9,) * len(new), 32, 8, 128, PLAIN, "cuda", dtype, g
+    )
+    angle = torch.randn(1, 1, sum(new), 64, generator=g).repeat(1, 1, 1, 2).cuda()
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    spec, right = OPS["rope_kv_write"], [cache.clone() for cache in caches]
+    expected = spec.reference(q, k, v, cos, sin, *right, slots)
+    own = [cache.clone() for cache in caches]
+    assert torch.equal(spec.kernel("triton").run(q, k, v, cos, sin, *own, slots), expected)
+    assert torch.equal(own[0], right[0]) and torch.equal(own[1], right[1])
+    assert torch.equal(OPS["rope"].kernel("triton").run(q, cos, sin), expected)
+    if max(new) == 1:
+        own = [cache.clone() for cache in caches]
+        split_kv(q, *own, tables, seq_lens, scale, rotation=(k, v, cos, sin))
+        assert torch.equal(own[0], right[0]) and torch.equal(own[1], right[1])
+
+
 @pytest.mark.parametrize(
     ("new", "old", "options"),
     [

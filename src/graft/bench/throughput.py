@@ -78,19 +78,21 @@ def measure_load(llm: LLM, load: Load, progress: Progress | None = None) -> Load
     load.check_context(llm.model.context)
     prompts = random_prompts(llm.model.module.config.vocab_size, load)
     warm, log = Load(load.isl, min(load.osl, WARM_NEW), min(load.requests, WARM_UP)), Log()
+    first, rest = ([*zip(one.arrivals(), prompts, strict=False)] for one in (warm, load))  # made outside of the clock
     with llm.held() as engine:
-        run_load(engine, warm, prompts)
+        run_load(engine, warm, first)
         began = time.perf_counter()
-        run_load(engine, load, prompts, log, progress)
+        run_load(engine, load, rest, log, progress)
         return row_of(engine, load, log, time.perf_counter() - began)
 
 
 def run_load(
-    engine: Engine, load: Load, prompts: Iterator[list[int]], log: Log | None = None, progress: Progress | None = None
-) -> None:
-    """Steps the engine until every request has ended. A request that fails is an error."""
+    engine: Engine, load: Load, requests: Sequence[tuple[float, list[int]]], log: Log | None = None,
+    progress: Progress | None = None,
+) -> None:  # fmt: skip
+    """Steps the engine until every request, a time and a prompt, has ended. One that fails is an error."""
     params = SamplingParams(max_tokens=load.osl, ignore_eos=True)
-    waiting = list(zip(load.arrivals(), prompts, strict=False))[::-1]
+    waiting = [*reversed(requests)]
     entered: list[Request] = []
     ended = 0
     began = time.perf_counter()

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.ops.triton_math import rounded
+
 
 @triton.jit
 def rotate_pairs(first, second, cos, sin, i, j, mask, dtype: tl.constexpr, ROUND: tl.constexpr):
@@ -17,8 +19,7 @@ def rotate_pairs(first, second, cos, sin, i, j, mask, dtype: tl.constexpr, ROUND
     sin_j = tl.load(sin + j, mask=mask, other=0.0).to(tl.float32)
     a, b, c, d = first * cos_i, second * sin_i, second * cos_j, first * sin_j
     if ROUND:  # eager rounds each product to the working dtype before the sum
-        a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
-        c, d = c.to(dtype).to(tl.float32), d.to(dtype).to(tl.float32)
+        a, b, c, d = rounded(a, dtype), rounded(b, dtype), rounded(c, dtype), rounded(d, dtype)
     return a - b, c + d
 
 

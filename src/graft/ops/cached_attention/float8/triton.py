@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graft.ops.cached_attention.tiles.triton import INTERPRETED
 from graft.ops.fused_linear.round_rows import LEAST, TOP, to_fp8
+from graft.ops.triton_math import INTERPRETED
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from graft.ops.cached_attention.float8.triton import divided, scales_for
 from graft.ops.cached_attention.tiles.triton import capped, scale_of
+from graft.ops.triton_math import rounded
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def rotate(head, dims, d: tl.constexpr, dtype: tl.constexpr, ROUND: tl.constexpr
     a = head[0].to(tl.float32) * head[2].to(tl.float32)
     b = tl.where(dims < d // 2, -head[1].to(tl.float32), head[1].to(tl.float32)) * head[3].to(tl.float32)
     if ROUND:
-        a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+        a, b = rounded(a, dtype), rounded(b, dtype)
     return (a + b).to(dtype)
 
 

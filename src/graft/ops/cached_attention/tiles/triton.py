@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graft.ops.triton_math import INTERPRETED
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
 # A table grows with the context and the layout is passed in slices: neither may compile a kernel anew in mid-decode.
@@ -24,7 +26,6 @@ UNSPECIAL = ["s_table", "window"]
 UNALIGNED = ["block_tables", "seq_lens"]
 UNIT = tl.constexpr(256.0)
 WIDENED = tl.constexpr(16.0)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
