@@ -168,9 +168,9 @@ def test_first_runs_compile_side_by_side_and_each_kernel_once(monkeypatch, tmp_p
     compiled, together = fresh_kernels(monkeypatch), []
     original = CapturedSteps.compile_all
 
-    def counted(self, keys, progress=None):
+    def counted(self, keys, beside, progress=None):
         before = len(compiled)
-        original(self, keys, progress)
+        original(self, keys, beside, progress)
         together.extend(compiled[before:])
         assert self.failures == {} and len({rows for rows, *_ in keys}) == 4
 
@@ -188,6 +188,15 @@ def test_first_runs_compile_side_by_side_and_each_kernel_once(monkeypatch, tmp_p
     exact = graft.LLM(model("llama"), max_num_seqs=8, cudagraph_capture_sizes=[1, 2, 4, 8])
     expected = graft.LLM(model("llama"), enforce_eager=True, max_num_seqs=8).generate(given, greedy())
     assert [o.token_ids for o in exact.generate(given, greedy())] == [o.token_ids for o in expected]
+
+
+def test_no_request_waits_for_the_kernels_of_a_step_with_prompts(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = fresh_kernels(monkeypatch)
+    llm = graft.LLM(model("llama", "bfloat16"), max_num_seqs=64, max_num_batched_tokens=512)
+    before = len(compiled)
+    llm.generate(prompts([60 + i % 9 for i in range(150)]), greedy(24))
+    assert compiled[before:] == [] and not any("first run" in note for note in llm.report.notes)
 
 
 def fresh_kernels(monkeypatch):

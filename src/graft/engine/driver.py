@@ -31,6 +31,7 @@ from graft.engine.watch import Watch
 
 LEAVING = 5.0  # seconds that a fork waits for a thread without requests: at most a step that was in flight ends
 
+
 @dataclass(frozen=True)
 class Job:
     """What the thread is to do between two steps. It carries the engine, which the thread has from nowhere else."""

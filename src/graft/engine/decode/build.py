@@ -18,6 +18,8 @@ from graft.engine.options import EngineOptions
 from graft.engine.scheduler import Scheduler
 from graft.ops.launch import pdl_problem
 
+PROMPTS = "the largest step with prompts"
+
 
 def loop_problem(device: torch.device, backend: str, options: EngineOptions) -> str | None:
     """Why decode steps are not captured, or None."""
@@ -45,8 +47,8 @@ def make_loop(
     captures = CapturedSteps(graph, tensors, buffers)
     asked = options.cudagraph_capture_sizes is not None
     steps = BatchSizes(sizes, DECODE_PAYS, sizes if asked else ())
-    captures.make_all(steps.used, progress)
     packed = PackedSteps(graph, tensors, buffers, scheduler.max_num_batched_tokens, captures.packed)
+    captures.make_all(steps.used, progress, {PROMPTS: packed.largest(scheduler.max_num_batched_tokens)})
     return DecodeLoop(scheduler, buffers, captures, packed, steps, notes(captures, device))
 
 
@@ -57,6 +59,8 @@ def notes(captures: CapturedSteps, device: torch.device) -> list[str]:
     lines = [f"decode: {len(captures.made)} {graphs} for batches of {sizes or 'no size'}, {captures.seconds:.1f} s"]
     problem = pdl_problem(device)
     lines.append(f"programmatic dependent launch: {'on' if problem is None else f'off ({problem})'}")
+    if (failed := captures.failures.get(PROMPTS)) is not None:
+        lines.append(f"{PROMPTS} failed in its first run: {type(failed).__name__}: {failed}")
     if captures.problem is not None:
         lines.append(f"decode steps without a CUDA graph: {captures.problem}")
     return lines

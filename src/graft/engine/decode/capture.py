@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from graft.ops.deliver_rows.op import deliver
 from graft.ops.launch import launch_failures
 
 T = TypeVar("T")
+Step = Callable[[], object]
 Key = tuple[int, int, Kind]  # rows, blocks of a table, how tokens are chosen
 
 
@@ -53,15 +54,18 @@ class CapturedSteps:
         self.made: dict[Key, CapturedStep] = {}
         self.problem: str | None = None  # why no more are made
         self.seconds = 0.0
-        self.failures: dict[Key, BaseException] = {}  # of first runs, told when the step is captured
+        self.failures: dict[Key | str, BaseException] = {}  # of first runs, told when the step is captured
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
 
-    def make_all(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
-        """The greedy ones, which most steps need; the others are made when they are first asked for."""
+    def make_all(
+        self, sizes: Sequence[int], progress: Progress | None = None, beside: Mapping[str, Step] | None = None
+    ) -> None:
+        """The greedy ones, which most steps need; the others are made when they are first asked for. beside: steps
+        that are not captured, and run once on a GPU, so that no request waits for their kernels."""
         wanted = [(rows, width) for rows in sorted(sizes, reverse=True) for width in reversed(self.widths(rows))]
         if self.device.type == "cuda":
-            self.compile_all([(rows, width, "greedy") for rows, width in wanted], progress)
+            self.compile_all([(rows, width, "greedy") for rows, width in wanted], beside or {}, progress)
         for done, (rows, width) in enumerate(wanted):
             if progress:
                 progress("capturing CUDA graphs", done, len(wanted))
@@ -71,7 +75,7 @@ class CapturedSteps:
             progress("capturing CUDA graphs", len(wanted), len(wanted))
 
     @torch.inference_mode()
-    def compile_all(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
+    def compile_all(self, keys: Sequence[Key], beside: Mapping[str, Step], progress: Progress | None = None) -> None:
         """Runs each step once on padding rows, their kernels being compiled side by side (warming.py)."""
         if progress:
             progress("compiling kernels", 0, 1)
@@ -79,7 +83,8 @@ class CapturedSteps:
         self.buffers.fill([], len(self.buffers.block_tables))
         stream, here = self.side_stream(), torch.cuda.current_stream(self.device)
         stream.wait_stream(here)
-        failures = run_together({key: self.body(key) for key in keys}, lambda: self.beside(stream))
+        steps: dict[Key | str, Step] = {**{key: self.body(key) for key in keys}, **beside}
+        failures = run_together(steps, lambda: self.beside(stream))
         here.wait_stream(stream)
         torch.cuda.empty_cache()  # all steps had their memory at once; the captures have a pool of their own
         # one step alone may have room where all together had not; it runs again when it is captured
