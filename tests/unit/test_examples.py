@@ -54,6 +54,17 @@ def test_the_life_of_the_cache_has_an_example(monkeypatch, capsys):
 
 
 @pytest.mark.exhaustive
+def test_streaming_speech_has_an_example(monkeypatch, capsys):
+    path = FOLDER / "streaming_speech.py"
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(sys, "argv", [str(path), "--device", "cpu"])
+    runpy.run_path(str(path), run_name="__main__")  # compares every token with eager
+    printed = capsys.readouterr().out
+    assert "graph 0 (compile): writes 4 tensors of cross-attention, 4 others" in printed
+    assert "graph 1 " in printed and "writes 0 tensors of cross-attention, 4 others" in printed
+
+
+@pytest.mark.exhaustive
 def test_streams_have_an_example(monkeypatch, capsys, tmp_path):
     path, trace = FOLDER / "multistream_overlap.py", tmp_path / "trace.json"
     monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))

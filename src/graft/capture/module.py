@@ -12,6 +12,7 @@ from torch.export import Dim
 from torch.fx import GraphModule, Node
 
 from graft.base.errors import CaptureError
+from graft.capture.cache_layers import is_counter
 from graft.capture.containers import CallContainers, Container, plain_containers
 from graft.capture.dynamic import (
     Spec,
@@ -24,7 +25,7 @@ from graft.capture.dynamic import (
     spread_call,
     with_dims,
 )
-from graft.capture.static_cache import COUNTERS, PREFIX, WithCaches
+from graft.capture.static_cache import HALVES, PREFIX, WithCaches
 from graft.ir.nodes import leaves, placeholders, tensor_of
 from graft.ir.prefix import drop_prefix
 from graft.ir.program.indexing import TensorPositions
@@ -32,6 +33,8 @@ from graft.ir.program.signature import SYMBOL, Leaf, Signature, fixed_size, guar
 from graft.ir.storage import storage_id
 from graft.ir.trace import export_graph
 from graft.memory.positions import written_dims
+
+LENGTH = 2  # the dim of keys and values, [batch, heads, length, head_dim]
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,6 @@ def violates_dims(error: CaptureError) -> bool:
     """Whether torch found guards that named Dims do not allow: by them, a graph is for all sizes of a range."""
     kind = getattr(error.__cause__, "error_type", None)
     return getattr(kind, "name", "") == "CONSTRAINT_VIOLATION"
-
-
-def is_counter(name: str) -> bool:
-    return name.rpartition(".")[2] in COUNTERS
 
 
 @dataclass(frozen=True)
@@ -245,12 +244,18 @@ class CaptureCall:
         names: dict[Node, str] = dict(zip(placeholders(gm.graph), self.names, strict=True))
         guards = guard_texts(gm)
         found: dict[str, dict[int, int]] = {}
-        for owner, dims in written_dims(gm).items():
+        read = {node: {LENGTH} for node, name in names.items() if self.holds_encoder_keys(name)}
+        for owner, dims in {**read, **written_dims(gm)}.items():
             sizes = {dim: fixed_size(tensor_of(owner).shape[dim], guards) for dim in sorted(dims)}
             fixed = {dim: size for dim, size in sizes.items() if size is not None}
             if fixed:
                 found[names[owner]] = fixed
         return found
+
+    def holds_encoder_keys(self, name: str) -> bool:
+        """Keys and values that one graph writes and all later ones only read; their length is free in both."""
+        cross = isinstance(self.module, WithCaches) and f".{HALVES[1]}." in name
+        return cross and name.endswith((".keys", ".values"))
 
     def freed(
         self, specs: Any, wanted: dict[str, dict[int, int]], sizes: set[int]

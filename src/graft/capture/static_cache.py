@@ -3,6 +3,10 @@
     caller:  model(input_ids=ids, past_key_values=cache)            cache: a StaticCache
     graph:   (ids, keys₀, values₀, length₀, keys₁, …) → logits      keys, values and lengths are written in place
 
+An EncoderDecoderCache of two StaticCaches is one cache with the layers of both. The keys of the encoder are written
+by the first call; that they are there (`is_updated`) is a number in Python, so later calls take a graph that only
+reads them.
+
 The caller's cache object stays the caller's: its tensors are written in place, its Python counters are set after the
 call as eager sets them, and results that hold the cache hold the caller's. The cache length is read from the tensors
 instead of from `max_cache_len`, so that it is not a number in the graph and caches may grow.
@@ -18,30 +22,72 @@ from typing import Any
 
 import torch
 
-from graft.base.errors import CaptureError, UsageError
+from graft.base.errors import CaptureError, UnsupportedCache
+from graft.capture.cache_layers import (
+    Before,
+    CacheLayer,
+    allocate_layer,
+    check_kept,
+    counters_of,
+    is_empty,
+    pack_layer,
+    put_back,
+    set_counters,
+    snapshot,
+    unpack_layer,
+)
 from graft.capture.dynamic import like
 from graft.ir.snapshot import Noted
 
 PREFIX = "module"
-COUNTERS = ("cumulative_length_int",)
-StaticCache = Any  # transformers' class: importing it takes seconds, which a module without caches should not pay
+StaticCache = Any  # transformers' classes: importing them takes seconds, which a module without caches should not pay
 NUMBER = "static_cache"  # marks a dict that stands for a cache
+HALVES = ("self_attention_cache", "cross_attention_cache")
 
 
 def is_cache(value: object) -> bool:
+    """Whether it is a cache that graft carries; raises UnsupportedCache for other ones of Hugging Face's."""
     known = sys.modules.get("transformers.cache_utils")
-    return known is not None and isinstance(value, known.StaticCache)
+    if known is None or not isinstance(value, known.Cache):
+        return False
+    parts = [value]
+    if isinstance(value, known.EncoderDecoderCache):
+        parts = [value.self_attention_cache, value.cross_attention_cache]
+    for part in parts:
+        name = type(part).__name__
+        if isinstance(part, known.QuantizedCache):
+            raise UnsupportedCache(name, "keeps quantised copies that it makes anew as it grows")
+        if not isinstance(part, known.StaticCache):
+            raise UnsupportedCache(
+                name, "replaces its tensors as it grows, where a graph writes into memory it is given"
+            )
+        if part.offloading:
+            raise UnsupportedCache(
+                f"{name}(offloading=True)", "moves its layers between devices while the model runs"
+            )
+    return True
+
+
+def halves(cache: StaticCache) -> tuple[str, ...]:
+    """The caches that an EncoderDecoderCache is made of; none for others."""
+    return HALVES if hasattr(cache, HALVES[0]) else ()
+
+
+def layers_of(cache: StaticCache) -> list[CacheLayer]:
+    """All that holds tensors or counters."""
+    names = halves(cache)
+    return [*(layer for name in names for layer in getattr(cache, name).layers), cache] if names else cache.layers
 
 
 def find_caches(value: Any) -> list[StaticCache]:
-    """Every StaticCache among the arguments, each once."""
+    """Every cache among the arguments, each once; raises UnsupportedCache where graft does not carry one."""
     found: list[StaticCache] = []
     replace(value, lambda cache, _: found.append(cache) if all(cache is not c for c in found) else None)
     return found
 
 
 def replace(value: Any, change: Callable[[StaticCache, str], Any], path: str = "") -> Any:
-    """`value` with `change(cache, path)` for every StaticCache in it. Results of Hugging Face keep their class."""
+    """`value` with `change(cache, path)` for every cache in it. Results of Hugging Face keep their class."""
     if is_cache(value):
         return change(value, path)
     if isinstance(value, dict):
@@ -57,22 +103,23 @@ def pack(value: Any, caches: list[StaticCache]) -> Any:
 
     def packed(cache: StaticCache, _: str) -> dict[str, Any]:
         number = next(index for index, known in enumerate(caches) if known is cache)
-        return {NUMBER: number, "layers": [pack_layer(layer) for layer in cache.layers]}
+        return {NUMBER: number, **pack_cache(cache)}
 
     return replace(value, packed)
 
 
-def pack_layer(layer: Any) -> dict[str, Any]:
-    state = vars(layer)
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return tensors | {name: state[name] for name in COUNTERS if name in state}
+def pack_cache(cache: StaticCache) -> dict[str, Any]:
+    names = halves(cache)
+    if names:
+        return {name: pack_cache(getattr(cache, name)) for name in names} | pack_layer(cache)
+    return {"layers": [pack_layer(layer) for layer in cache.layers]}
 
 
 def initialize(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caches: list[StaticCache]
 ) -> None:
     """Allocates caches that have no tensors yet. Only a run of the model tells their sizes; it is on a copy."""
-    if all(layer.is_initialized for cache in caches for layer in cache.layers):
+    if not any(is_empty(layer) for cache in caches for layer in layers_of(cache)):
         return
     trials = {id(cache): copy.deepcopy(cache) for cache in caches}
     with torch.no_grad():
@@ -81,24 +128,26 @@ def initialize(
         allocate(cache, trials[id(cache)])
 
 
-def allocate(cache: StaticCache, example: StaticCache | None) -> list[Any]:
-    """Gives the layers of `cache` that have no tensors those that the layers of `example` have, empty; which ones."""
-    fresh = [(layer, index) for index, layer in enumerate(cache.layers) if not layer.is_initialized]
-    for layer, index in fresh:
-        if example is None:
-            raise UsageError(
-                "the StaticCache has no tensors yet, and a loaded module does not know their sizes;"
-                " call cache.early_initialization(batch_size, num_heads, head_dim, dtype, device) first"
-            )
-        known = example.layers[index]
-        layer.lazy_initialization(known.keys[:, :, :0], known.values[:, :, :0])
-    return [layer for layer, _ in fresh]
+def allocate(cache: StaticCache, example: StaticCache | None) -> list[tuple[CacheLayer, Before]]:
+    """Gives the layers of `cache` that have no tensors those that the layers of `example` have, empty; which ones,
+    and what they were before."""
+    known = layers_of(example) if example is not None else [None] * len(layers_of(cache))
+    if len(known) != len(layers_of(cache)):
+        return []  # the check of the nesting says so
+    fresh = [
+        (layer, other, snapshot(layer))
+        for layer, other in zip(layers_of(cache), known, strict=True)
+        if is_empty(layer)
+    ]
+    for layer, other, _ in fresh:
+        allocate_layer(layer, other)
+    return [(layer, before) for layer, _, before in fresh]
 
 
-def release(layers: list[Any]) -> None:
+def release(layers: list[tuple[CacheLayer, Before]]) -> None:
     """Takes back what `allocate` gave, for a call that was refused."""
-    for layer in layers:
-        layer.keys, layer.values, layer.is_initialized = None, None, False
+    for layer, before in layers:
+        put_back(layer, before)
 
 
 @dataclass
@@ -121,23 +170,26 @@ class WithCaches(torch.nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         caches: dict[int, StaticCache] = {}
         args, kwargs = self.unpack(args, caches), self.unpack(kwargs, caches)
-        before = [[dict(vars(layer)) for layer in cache.layers] for cache in caches.values()]
+        before = [[snapshot(layer) for layer in layers_of(cache)] for cache in caches.values()]
         result = self.module(*args, **kwargs)
         returned: list[tuple[str, int]] = []
 
         def take(cache: StaticCache, path: str) -> None:
-            returned.append((path, next(number for number, known in caches.items() if known is cache)))
+            number = next((number for number, known in caches.items() if known is cache), None)
+            if number is None:
+                raise CaptureError(f"the program returns a {type(cache).__name__} that is none of its arguments")
+            returned.append((path, number))
 
         result = replace(result, take)
         self.results.returned = tuple(returned)
         for cache, known in zip(caches.values(), before, strict=True):
-            for layer, state in zip(cache.layers, known, strict=True):
+            for layer, state in zip(layers_of(cache), known, strict=True):
                 check_kept(layer, state)
-        return result, [counters(cache) for cache in caches.values()]
+        return result, [[counters_of(layer) for layer in layers_of(cache)] for cache in caches.values()]
 
     def unpack(self, value: Any, caches: dict[int, StaticCache]) -> Any:
         if isinstance(value, dict) and NUMBER in value:
-            caches[value[NUMBER]] = rebuild(self.caches[value[NUMBER]], value["layers"])
+            caches[value[NUMBER]] = rebuild(self.caches[value[NUMBER]], value)
             return caches[value[NUMBER]]
         if isinstance(value, dict):
             return {key: self.unpack(item, caches) for key, item in value.items()}
@@ -146,16 +198,12 @@ class WithCaches(torch.nn.Module):
         return value
 
 
-def counters(cache: StaticCache) -> list[list[int]]:
-    return [[vars(layer)[name] for name in COUNTERS if name in vars(layer)] for layer in cache.layers]
-
-
 def hand_back(result: Any, caches: list[StaticCache], returned: tuple[tuple[str, int], ...] | None) -> Any:
     """What the model would have returned: the caller's caches in their places, with their counters set."""
     result, counts = result
     for cache, known in zip(caches, counts, strict=True):
-        for layer, values in zip(cache.layers, known, strict=True):
-            vars(layer).update(zip((name for name in COUNTERS if name in vars(layer)), values, strict=True))
+        for layer, values in zip(layers_of(cache), known, strict=True):
+            set_counters(layer, values)
     for path, number in returned or ():
         result = put(result, path.split(".")[1:], caches[number])
     return result
@@ -171,24 +219,15 @@ def put(value: Any, path: list[str], cache: StaticCache) -> Any:
     return like(value, [put(item, path[1:], cache) if i == index else item for i, item in enumerate(value)])
 
 
-def rebuild(cache: StaticCache, layers: list[dict[str, Any]]) -> StaticCache:
+def rebuild(cache: StaticCache, packed: dict[str, Any]) -> StaticCache:
     """A cache like `cache` around other tensors and counters."""
     new = copy.copy(cache)
+    for name in halves(cache):
+        setattr(new, name, rebuild(getattr(cache, name), packed[name]))
+    if halves(cache):
+        unpack_layer(new, {name: value for name, value in packed.items() if name not in HALVES})
+        return new
     new.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer, known in zip(new.layers, layers, strict=True):
-        vars(layer).update(known)
-        layer.max_cache_len = layer.keys.shape[-2]
+    for layer, known in zip(new.layers, packed["layers"], strict=True):
+        unpack_layer(layer, known)
     return new
-
-
-def check_kept(layer: Any, before: dict[str, Any]) -> None:
-    """What changed on a layer, other than the values of its tensors and its counters, would be lost."""
-    for name, value in vars(layer).items():
-        old = before.get(name)
-        if name in COUNTERS or value is old:
-            continue
-        if isinstance(value, torch.Tensor) or isinstance(old, torch.Tensor) or value != old:
-            raise CaptureError(
-                f"{type(layer).__name__}.{name} is set anew while the model runs; only writes in place and the"
-                f" counters {', '.join(COUNTERS)} reach the caller's cache. Use another cache class"
-            )

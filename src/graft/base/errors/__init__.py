@@ -27,6 +27,7 @@ from graft.base.errors.calls import (
     ReadOnlyInput,
     ReplacedBuffer,
     SharedMemoryError,
+    UnsupportedCache,
 )
 from graft.base.errors.engine import (
     CacheCorrupt,
@@ -171,6 +172,7 @@ __all__ = [
     "UnknownOp",
     "UnknownTransform",
     "UnsupportedAttention",
+    "UnsupportedCache",
     "UnsupportedState",
     "UsageError",
     "VerificationError",

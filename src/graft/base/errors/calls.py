@@ -26,6 +26,16 @@ class SharedMemoryError(UsageError):
         )
 
 
+class UnsupportedCache(UsageError):
+    """A cache of Hugging Face's that a graph cannot write."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(
+            f"{name} among the inputs or results is not supported: it {why}. Pass a StaticCache(config=…,"
+            " max_cache_len=…), or an EncoderDecoderCache of two"
+        )
+
+
 class ReplacedBuffer(UsageError):
     def __init__(self, name: str) -> None:
         super().__init__(
