@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graft.api.compile import CompiledModule, compile
+    from graft.api.compile import compile
+    from graft.api.compiled import CompiledModule
     from graft.api.functionalization import fix_functionalization, functionalization_reports
     from graft.api.inductor_passes import inductor_reports, passes_for_inductor
     from graft.api.load import load
@@ -39,7 +40,7 @@ _HOMES = {
     "SamplingParams": "graft.engine.params",
     "Output": "graft.engine.core",
     "compile": "graft.api.compile",
-    "CompiledModule": "graft.api.compile",
+    "CompiledModule": "graft.api.compiled",
     "load": "graft.api.load",
     "Backend": "graft.api.torch_compile",
     "backend_reports": "graft.api.torch_compile",

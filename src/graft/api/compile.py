@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,304 +13,22 @@ from torch.export import ExportedProgram
 
 from graft.api.call_form import CallForm
 from graft.api.checks import BufferCheck
-from graft.api.gradients import refuse_inputs, requiring, run_honoured
+from graft.api.compiled import CompiledModule
+from graft.api.gradients import refuse_inputs
 from graft.api.options import settings_of
-from graft.api.preallocated import run_into
 from graft.api.program import capture_program
-from graft.api.save import save_compiled
-from graft.api.variant import Variant, VariantSettings, build_variant
-from graft.backends.replay import Replays
+from graft.api.restart import restart_notes, restart_of
+from graft.api.variant import VariantSettings, build_variant
 from graft.backends.select import keep_sizes
-from graft.base.errors import CaptureError, GuardFailed, OutRefused, ReplacedBuffer, UsageError
-from graft.capture.containers import put_together, take_call_apart
+from graft.base.errors import UsageError
+from graft.capture.containers import take_call_apart
 from graft.capture.dynamic import flat, in_order, input_names
 from graft.capture.function import as_module
 from graft.capture.module import capture_module
-from graft.capture.static_cache import allocate, find_caches, hand_back, initialize, pack, release
+from graft.capture.static_cache import find_caches, initialize, pack
 from graft.ir.trace import taken_apart, use_level
-from graft.memory.alias_map import Alias
-from graft.memory.initial import Initial, initial_values, written_buffers
-from graft.memory.io_table import IoTable
+from graft.memory.initial import initial_values, written_buffers
 from graft.passes.config import PipelineConfig
-from graft.passes.report import Report
-
-log = logging.getLogger("graft")
-MOST_VARIANTS = 16  # a program with more branches on sizes recompiles for ever
-CAPTURING = threading.Lock()  # torch.export swaps parts of the module while it traces
-MOST_KINDS = 1024  # combinations of sizes that are remembered as checked
-
-
-def kind(value: Any) -> Any:
-    """All of an input that decides which graph is right for it."""
-    if isinstance(value, torch.Tensor):
-        strided = value.layout is torch.strided
-        return value.dtype, value.device, value.shape, value.is_contiguous() if strided else value.layout
-    return type(value), value
-
-
-class CompiledModule(torch.nn.Module):
-    """A module that calls its transformed graph. State is shared with the module it was made from.
-
-    A program may branch on the sizes that were left dynamic (`if x.shape[1] == 1`). The graph holds one way through
-    it; a call that takes another way is captured when it is first made, and the report says so.
-    """
-
-    def __init__(
-        self, variants: Sequence[Variant], form: CallForm, initial: Mapping[str, Initial], settings: VariantSettings
-    ) -> None:
-        super().__init__()
-        self.graph_module = variants[0].graph_module
-        self.variants = list(variants)
-        self.settings = settings
-        self.initial = dict(initial)
-        self.form = form
-        self._outside = torch.compiler.disable(self.call)
-        self._source: tuple[torch.nn.Module, Any] | None = None  # the module and its dynamic_shapes; a tuple, so that
-        self._caches: list[Any] = []  # it is not registered as a submodule
-        self._sources: BufferCheck | None = None  # the state that is shared with the module stays the same tensors
-        self.cache_count = 0  # StaticCaches among the arguments
-        self._known: dict[tuple[Any, ...], Variant] = {}  # kinds of inputs that were checked
-        self.frozen = settings.frozen
-
-    @property
-    def report(self) -> Report:
-        """The first variant's, with a note for each one that was captured later."""
-        return self.variants[0].report_now
-
-    @property
-    def aliases(self) -> tuple[Alias, ...]:
-        return tuple(dict.fromkeys(alias for variant in self.variants for alias in variant.aliases))
-
-    @property
-    def signature(self) -> IoTable:
-        """Inputs, written state and results of the first variant: name, dtype, sizes, whose memory."""
-        return self.variants[0].table
-
-    @property
-    def samples(self) -> bool:
-        """Whether a graph of it samples random numbers."""
-        return any(variant.samples for variant in self.variants)
-
-    @property
-    def source(self) -> torch.nn.Module:
-        """The module that it was made from."""
-        if self._source is None:
-            raise UsageError("a loaded module does not have the module that it was made from")
-        return self._source[0]
-
-    @property
-    def backend(self) -> str:
-        return self.variants[0].backend
-
-    @property
-    def replays(self) -> Replays | None:
-        """On the cuda_graph backend, the captures of the first variant: how many, why, what is copied for them."""
-        return getattr(self.variants[0].call, "replays", None)
-
-    def __getattr__(self, name: str) -> Any:
-        """State under the names that it has in the module: `compiled.cache_k`."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "graph_module" or name.startswith("__"):
-                raise
-            return getattr(super().__getattr__("graph_module"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        graph_module = self.__dict__.get("_modules", {}).get("graph_module")
-        if graph_module is not None and name in {**graph_module._buffers, **graph_module._parameters}:
-            raise ReplacedBuffer(name)
-        super().__setattr__(name, value)
-
-    def __deepcopy__(self, memo: Any) -> CompiledModule:
-        raise UsageError("a compiled module is bound to its state and cannot be copied; save and load it, or compile")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError("a compiled module cannot be pickled; compiled.save(path) writes a folder for graft.load")
-
-    def _apply(self, fn: Any, recurse: bool = True) -> CompiledModule:  # noqa: ARG002
-        raise UsageError("a compiled module keeps its dtype and device; convert the module and compile it again")
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return self._outside(args, kwargs)  # a graph break: what runs here checks its inputs, in Python
-        return self.call(args, kwargs)
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = kwargs.pop("out") if "out" in kwargs and not self.form.takes("out") else None
-        if not torch.is_grad_enabled():
-            return self.run(args, kwargs, out=out)
-        if self.settings.grad == "honour":
-            if out is not None:
-                raise OutRefused("out", "holds no gradients, which grad='honour' gives; call it in torch.no_grad()")
-            return run_honoured(self, args, kwargs)
-        with torch.no_grad():
-            return self.run(args, kwargs, detached=True, out=out)
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, detached: bool = False, out: Any = None) -> Any:
-        """`detached`: the caller has gradients on, and results carry none. `out`: memory for the results."""
-        caches, fresh = [], []
-        if self.cache_count:
-            caches = find_caches((args, kwargs))
-            fresh = self.prepare(caches)
-            args, kwargs = pack(args, caches), pack(kwargs, caches)
-        try:
-            args, kwargs = self.form.apply(args, kwargs)
-            values = flat(args, kwargs)
-            if torch.compiler.is_exporting():  # traces graft's ops, not their kernels
-                if out is not None:
-                    raise OutRefused("out", "is not for a call that torch.export traces; copy the results there")
-                return self.traced(args, kwargs, values)
-            if detached:
-                self.meet_gradients(values)
-            if self._sources is not None:
-                self._sources()
-            variant = self.choose(args, kwargs, values)
-            variant.check(values)
-        except UsageError:
-            release(fresh)
-            raise
-        if out is not None:
-            return run_into(variant, self.settings, values, out)
-        result = variant.run(values, args, kwargs)
-        return hand_back(result, caches, variant.returned) if caches else result
-
-    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Any:
-        """The graph for inputs of these sizes, for torch.export; its guards become those of the trace."""
-        if self.cache_count:
-            raise UsageError("a module compiled with a StaticCache is not traced again; trace the model itself")
-        found = self.fitting(values)
-        if isinstance(found, GuardFailed):
-            raise UsageError(f"{found}; call the compiled module with such sizes before it is traced")
-        if isinstance(found, UsageError):
-            raise found
-        return put_together(found.graph_module(*args, **kwargs), found.results)
-
-    def meet_gradients(self, values: list[Any]) -> None:
-        names = self.variants[0].names
-        if self.settings.grad == "refuse":
-            refuse_inputs(values, names)
-        for name in requiring(values, names):
-            note = f"gradients of the input {name} are dropped, as asked"
-            if note not in self.report.notes:
-                self.variants[0] = replace(
-                    self.variants[0], report=replace(self.report, notes=(*self.report.notes, note))
-                )
-
-    def prepare(self, caches: list[Any]) -> list[Any]:
-        """Allocates caches that have no tensors yet; the layers that got some."""
-        if len(caches) != self.cache_count:
-            raise UsageError(f"compiled with {self.cache_count} caches, called with {len(caches)}")
-        examples = self._caches or [None] * len(caches)
-        return [layer for cache, known in zip(caches, examples, strict=True) for layer in allocate(cache, known)]
-
-    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
-        """The variant for these inputs, captured now if the program takes a way that none holds."""
-        kinds = tuple(map(kind, values))
-        known = self._known.get(kinds)
-        if known is None:
-            if len(self._known) >= MOST_KINDS:
-                self._known.clear()
-            known = self._known[kinds] = self.find(args, kwargs, values)
-        return known
-
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]) -> Variant:
-        found = self.fitting(values)
-        if isinstance(found, GuardFailed):
-            return self.capture(args, kwargs, found)
-        if isinstance(found, UsageError):
-            raise found
-        return found
-
-    def fitting(self, values: list[Any]) -> Variant | UsageError:
-        """The variant that was captured for such inputs, or what is against the first one."""
-        problems: list[UsageError] = []
-        for variant in self.variants:
-            if len(values) != len(variant.signature.leaves):
-                return UsageError(f"compiled with {len(variant.signature.leaves)} inputs, called with {len(values)}")
-            try:
-                variant.signature.check(values)
-            except UsageError as error:
-                problems.append(error)
-            else:
-                return variant
-        return problems[0]
-
-    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: GuardFailed) -> Variant:
-        if self._source is None:
-            raise UsageError(
-                f"{why}; a loaded module or an exported program cannot be captured again. Call it with such sizes"
-                " before saving, or compile the module"
-            )
-        if self.frozen:
-            raise UsageError(
-                f"{why}, and the module is frozen with {len(self.variants)} variants; compiled.warm([…]) captures"
-                " others before compiled.freeze()"
-            )
-        if len(self.variants) == MOST_VARIANTS:
-            raise UsageError(f"{why}, and {MOST_VARIANTS} variants are captured already; make the size static")
-        module, dynamic_shapes = self._source
-        try:
-            with CAPTURING, use_level(self.settings.level):
-                captured = capture_module(
-                    module,
-                    args,
-                    kwargs,
-                    dynamic_shapes,
-                    containers=self.form.containers,
-                    caches=self._caches,
-                    branch=True,
-                    keep_sizes=partial(keep_sizes, self.settings.backend),
-                )
-        except CaptureError as error:
-            raise UsageError(f"{why}, and the program cannot be captured for these inputs: {error}") from error
-        variant = build_variant(captured, self.settings, self.report.model, flat(args, kwargs))
-        variant = replace(variant, made_by=str(why))
-        self.variants.append(variant)
-        self.variants[0] = replace(self.variants[0], report=self.joined_report(variant, why))
-        self.initial |= initial_values(variant.graph_module, self.initial)
-        return variant
-
-    def joined_report(self, variant: Variant, why: GuardFailed) -> Report:
-        """The report with what the latest variant adds to it."""
-        first, number = self.report, len(self.variants)
-        note = f"variant {number} was captured when it was called: {why}"
-        log.info(note)
-        others = [f"variant {number}: {text}" for text in variant.report.notes if text not in first.notes]
-        known = {(record.input, record.kind, record.how) for record in first.state}
-        state = [record for record in variant.report.state if (record.input, record.kind, record.how) not in known]
-        return replace(first, notes=(*first.notes, note, *others), state=(*first.state, *state))
-
-    def freeze(self) -> None:
-        """From now on a call that takes another way through the program is an error; `warm` alone captures."""
-        self.frozen = True
-
-    @torch.no_grad()
-    def warm(self, calls: Sequence[tuple[Any, ...] | Mapping[str, Any]]) -> None:
-        """Captures what these calls need, each a tuple of arguments or a dict of keyword arguments; runs none."""
-        if self.cache_count:
-            raise UsageError(
-                "a module compiled with a StaticCache is warmed by calling it: caches set their own sizes"
-            )
-        frozen, self.frozen = self.frozen, False
-        try:
-            for call in calls:
-                args, kwargs = ((), dict(call)) if isinstance(call, Mapping) else (tuple(call), {})
-                args, kwargs = self.form.apply(args, kwargs)
-                self.choose(args, kwargs, flat(args, kwargs))
-        finally:
-            self.frozen = frozen
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Gives every buffer that the program writes the value it had when the module was compiled."""
-        for variant in self.variants:
-            for name, tensor in written_buffers(variant.graph_module).items():
-                self.initial[name].put(tensor)
-
-    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Writes a folder that `graft.load` reads in a new process; state is saved as it is now."""
-        save_compiled(self, path, overwrite=overwrite)
 
 
 def compile_program(
@@ -327,7 +43,8 @@ def compile_program(
     with use_level(settings.level):
         found = capture_program(taken_apart(program), args, kwargs, dynamic_shapes)
     variant = build_variant(found.captured, settings, program.graph_module.__class__.__name__, found.inputs)
-    return CompiledModule([variant], found.form, initial_values(variant.graph_module), settings)
+    compiled = CompiledModule([variant], found.form, initial_values(variant.graph_module), settings)
+    return begin_anew(compiled, settings.restart)
 
 
 def compile_module(
@@ -354,6 +71,15 @@ def compile_module(
     if variant.backend != "cuda_graph":  # which looks up its buffers at every call
         compiled._sources = BufferCheck(module)
     compiled._source, compiled._caches, compiled.cache_count = (module, dynamic_shapes), caches, len(caches)
+    return begin_anew(compiled, settings.restart)
+
+
+def begin_anew(compiled: CompiledModule, asked: Mapping[str, int | str] | None) -> CompiledModule:
+    first = compiled.variants[0]
+    compiled.restart = restart_of(asked, first.signature.leaves)
+    notes = restart_notes(compiled.restart, first.signature.leaves, len(written_buffers(first.graph_module)))
+    report = replace(first.report, notes=(*first.report.notes, *notes))
+    compiled.variants[0] = replace(first, report=report)
     return compiled
 
 
@@ -374,6 +100,7 @@ def compile(
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
     fullgraph: bool = True,
     stance: Literal["default", "error_on_new_variant"] = "default",
+    restart: Mapping[str, int | str] | None = None,
 ) -> CompiledModule:
     """Captures `module`, or a function, with example inputs, transforms the graph and lowers it.
 
@@ -388,11 +115,13 @@ def compile(
     `donate`: inputs that the caller gives away; results are returned in their memory, or it is an error.
     `mode`, `options`: Inductor's, as for torch.compile; they choose that backend.
     `decompositions`: a table by which the program, and every pattern, is taken apart.
+    `restart`: `{"position": 0}` or `{"sequence": "changed"}`, an input that says where a sequence begins; buffers
+    that the program writes then go back to their initial values.
     `stance="error_on_new_variant"`: as if `freeze()` were called at once; `warm` still captures.
     """
     settings = settings_of(
         config, backend, reuse_outputs=reuse_outputs, dump_dir=dump_dir, grad=grad, donate=donate, mode=mode,
-        options=options, decompositions=decompositions, fullgraph=fullgraph, stance=stance,
+        options=options, decompositions=decompositions, fullgraph=fullgraph, stance=stance, restart=restart,
     )  # fmt: skip
     if isinstance(module, ExportedProgram):
         return compile_program(module, tuple(args), kwargs or {}, dynamic_shapes, settings)

@@ -31,7 +31,7 @@ from graft.ir.storage import storage_id
 from graft.memory.writes import state_writes
 
 if TYPE_CHECKING:
-    from graft.api.compile import CompiledModule
+    from graft.api.compiled import CompiledModule
 
 MODES = ("refuse", "honour", "drop")
 HONOURED_ON = ("auto", "eager", "inductor")

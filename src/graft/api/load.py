@@ -7,7 +7,8 @@ from pathlib import Path
 
 from graft.api.artifact import Artifact, SavedGraph, read_artifact
 from graft.api.call_form import CallForm
-from graft.api.compile import CompiledModule
+from graft.api.compiled import CompiledModule
+from graft.api.restart import Restart
 from graft.api.variant import Variant, VariantSettings, lower_variant
 from graft.base.errors import ArtifactError, DumpError
 from graft.capture.containers import Container
@@ -45,6 +46,7 @@ def compiled_of(artifact: Artifact) -> CompiledModule:
     initial = {name: Initial(value) for name, value in artifact.initial.items()}
     compiled = CompiledModule(variants, CallForm.from_data(artifact.extra["form"]), initial, settings)
     compiled.cache_count = artifact.extra["caches"]
+    compiled.restart = Restart.from_data(artifact.extra.get("restart"))
     return compiled
 
 

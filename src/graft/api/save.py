@@ -13,7 +13,7 @@ from graft.base.errors import ArtifactError, DumpError
 from graft.passes.library.fix_functionalization import NAME as FIX
 
 if TYPE_CHECKING:
-    from graft.api.compile import CompiledModule
+    from graft.api.compiled import CompiledModule
 
 
 def save_compiled(compiled: CompiledModule, path: str | Path, *, overwrite: bool = False) -> None:
@@ -40,6 +40,7 @@ def to_artifact(compiled: CompiledModule) -> Artifact:
             "reuse_outputs": compiled.settings.reuse_outputs,
             "grad": compiled.settings.grad,
             "donate": list(compiled.settings.donate),
+            "restart": compiled.restart and compiled.restart.to_data(),
             "mode": compiled.settings.mode,
             "options": dict(compiled.settings.options),
             FIX: compiled.settings.config.transforms[FIX].enabled,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graft.api.compile import CompiledModule
+from graft.api.compiled import CompiledModule
 from graft.backends.inductor import refuse_recompiles, reset_compiler
 from graft.base.errors import Recompiled
 from graft.testing.failure import failure

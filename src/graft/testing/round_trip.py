@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from graft.api.compile import CompiledModule
 from graft.api.compile import compile as graft_compile
+from graft.api.compiled import CompiledModule
 from graft.api.inductor_passes import passes_for_inductor
 from graft.backends.inductor import cache_counts, reset_compiler, trust_instruction_sets
 from graft.testing.failure import failure

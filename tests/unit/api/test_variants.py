@@ -112,7 +112,7 @@ def test_sizes_that_no_capture_allows_are_refused():
 
 
 def test_too_many_branches_are_an_error(monkeypatch):
-    monkeypatch.setattr("graft.api.compile.MOST_VARIANTS", 2)
+    monkeypatch.setattr("graft.api.compiled.MOST_VARIANTS", 2)
     compiled = graft.compile(Branches(), (torch.randn(3, 4),), dynamic_shapes={"x": {0: Dim.DYNAMIC}})
     compiled(torch.randn(1, 4))
     with pytest.raises(UsageError, match="2 variants are captured already"):
