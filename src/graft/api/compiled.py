@@ -14,6 +14,7 @@ import torch
 
 from graft.api.call_form import CallForm
 from graft.api.checks import BufferCheck
+from graft.api.functionalization import joined_record
 from graft.api.gradients import refuse_inputs, requiring, run_honoured
 from graft.api.preallocated import run_into
 from graft.api.restart import Restart
@@ -30,6 +31,7 @@ from graft.ir.trace import use_level
 from graft.memory.alias_map import Alias
 from graft.memory.initial import Initial, initial_values, written_buffers
 from graft.memory.io_table import IoTable
+from graft.passes.library.fix_functionalization import NAME as FIX
 from graft.passes.report import Report
 
 log = logging.getLogger("graft")
@@ -73,8 +75,12 @@ class CompiledModule(torch.nn.Module):
 
     @property
     def report(self) -> Report:
-        """The first variant's, with a note for each one that was captured later."""
-        return self.variants[0].report_now
+        """The first variant's, with a note for each later one, and with what fix_functionalization did to all."""
+        first = self.variants[0].report
+        recorders = [variant.fix for variant in self.variants if variant.fix is not None]
+        if not recorders:
+            return first
+        return replace(first, transforms={**first.transforms, FIX: joined_record(recorders)})
 
     @property
     def aliases(self) -> tuple[Alias, ...]:

@@ -10,7 +10,7 @@ is computed in the donated memory where its op can (memory/write_through.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ from graft.memory.aliases import Aliases
 from graft.memory.write_through import write_through
 from graft.memory.writes import owner_of
 from graft.passes.library.update_state_in_place import IN_PLACE, THROUGH_VIEW
+from graft.passes.report import MatchRecord, TransformRecord
 
 aten = torch.ops.aten
+LAST_STEP = "compute_in_place"  # its name in dumps and in the report
 DIRECT = ("eager", "cuda_graph")  # backends on which a copy is a kernel of its own
 
 
@@ -108,6 +110,8 @@ def bases(result: Node) -> Iterator[Node]:
 
 def problem(result: Node, node: Node, aliases: Aliases, others: Sequence[Node]) -> str | None:
     """Why a result cannot be in the memory of an input."""
+    if result.op != "call_function":
+        return "is an input or state of the program, which is returned itself"
     given, memory = tensor_val(result), tensor_val(node)
     if given is None or memory is None or not same_shape(given, memory) or given.dtype != memory.dtype:
         return "has another shape or dtype"
@@ -119,13 +123,23 @@ def problem(result: Node, node: Node, aliases: Aliases, others: Sequence[Node]) 
     return f"shares memory with %{shared.name}, which is returned too" if shared is not None else None
 
 
-def compute_in_place(gm: GraphModule, names: Sequence[str], donated: Sequence[str], backend: str) -> None:
-    """After the pipeline: what was computed anew is computed in the memory that it is copied to."""
-    if donated and backend in ("auto", *DIRECT):
-        chosen = donated_names(names, donated)
+def compute_in_place(
+    names: Sequence[str], wanted: Sequence[str], backend: str
+) -> Callable[[GraphModule], TransformRecord] | None:
+    """The last step of the pipeline: what was computed anew is computed in the memory that it is copied to."""
+    if not wanted or backend not in ("auto", *DIRECT):
+        return None
+
+    def step(gm: GraphModule) -> TransformRecord:
+        chosen, before = donated_names(names, wanted), len(gm.graph.nodes)
         inputs = dict(zip(placeholders(gm.graph), names, strict=True))
-        write_through(gm.graph, {node for node, name in inputs.items() if name in chosen})
-        gm.recompile()
+        made = set(write_through(gm.graph, {node for node, name in inputs.items() if name in chosen}))
+        matches = tuple(MatchRecord.at(node, (), (node.name,)) for node in gm.graph.nodes if node.name in made)
+        status, reason = ("applied", "") if matches else ("no_match", "updates are in place already, or need a copy")
+        counts = {"nodes_before": before, "nodes_after": len(gm.graph.nodes)}
+        return TransformRecord(LAST_STEP, "state", status, matches, reason=reason, **counts)
+
+    return step
 
 
 def refuse_copies(state: Sequence[StateRecord], donated: Sequence[str], missed: Mapping[str, str]) -> None:

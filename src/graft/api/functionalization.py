@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,14 @@ class FixRecorder:
         self.dumps, self.started, self.nodes = DumpWriter(), 0.0, 0
         from graft.memory.inductor_fix.functionalization import OBSERVERS  # Inductor, where it is used
 
-        OBSERVERS[self.key] = self.told
+        told = weakref.WeakMethod(self.told)  # nobody needs a record once its module is gone
+
+        def observe(graph: Graph, report: FunctionalizationReport | None) -> None:
+            if (still := told()) is not None:
+                still(graph, report)
+
+        OBSERVERS[self.key] = observe
+        weakref.finalize(self, OBSERVERS.pop, self.key, None)
 
     def told(self, graph: Graph, report: FunctionalizationReport | None) -> None:
         """Before the pass without a report, after it with one."""
@@ -82,11 +90,18 @@ class FixRecorder:
     @property
     def record(self) -> TransformRecord:
         """Of all graphs so far."""
-        if not self.fixed:
-            return TransformRecord(NAME, "inductor", "skipped", reason=LATER)
-        seconds = sum(record.seconds for record in self.records)
-        before, after = (sum(getattr(r, side) for r in self.records) for side in ("nodes_before", "nodes_after"))
-        return record_of(self.fixed, seconds=seconds, nodes_before=before, nodes_after=after)
+        return joined_record([self])
+
+
+def joined_record(recorders: Sequence[FixRecorder]) -> TransformRecord:
+    """Of all graphs so far, of all variants of a module."""
+    fixed = [report for recorder in recorders for report in recorder.fixed]
+    records = [record for recorder in recorders for record in recorder.records]
+    if not fixed:
+        return TransformRecord(NAME, "inductor", "skipped", reason=LATER)
+    seconds = sum(record.seconds for record in records)
+    before, after = (sum(getattr(r, side) for r in records) for side in ("nodes_before", "nodes_after"))
+    return record_of(fixed, seconds=seconds, nodes_before=before, nodes_after=after)
 
 
 def fix_functionalization(

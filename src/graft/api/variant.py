@@ -151,8 +151,8 @@ def build_variant(
     training, unwritten = trainable(gm), uninitialised_notes(gm)
     donate(gm, captured.signature.names_of_inputs, settings.donate)
     with use_level(settings.level):
-        report = run_pipeline(gm, settings.config, context, model=model, dump_dir=settings.dump_dir)
-    compute_in_place(gm, captured.signature.names_of_inputs, settings.donate, settings.backend)
+        last = compute_in_place(captured.signature.names_of_inputs, settings.donate, settings.backend)
+        report = run_pipeline(gm, settings.config, context, model=model, dump_dir=settings.dump_dir, last=last)
     notes = (
         *captured.notes,
         *unwritten,

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -61,15 +62,31 @@ def add_ranges(graph: Graph, original: Mapping[str, Node]) -> None:
                 graph.call_function(pop)
             for text in wanted[kept:]:
                 graph.call_function(push, (text,))
-            graph.call_function(push, (op_text(original.get(node.name, node)),))
-        with graph.inserting_after(node):
-            graph.call_function(pop)
+        node.target = ranged(node.target, op_text(original.get(node.name, node)), len(wanted))
         opened = list(wanted)
     if calls:
         end = next(node for node in reversed(graph.nodes) if node.op == "output")
         with graph.inserting_before(end):
             for _ in opened:
                 graph.call_function(pop)
+
+
+def ranged(target: Callable[..., Any], text: str, outside: int) -> Callable[..., Any]:
+    """`target` in a range. What it raises closes the `outside` ranges around it as well: nothing else of the graph
+    runs then."""
+
+    def in_range(*args: Any, **kwargs: Any) -> Any:
+        push(text)
+        try:
+            result = target(*args, **kwargs)
+        except BaseException:
+            for _ in range(outside + 1):
+                pop()
+            raise
+        pop()
+        return result
+
+    return in_range
 
 
 def labels(node: Node) -> tuple[str, str]:

@@ -75,10 +75,12 @@ def run_pipeline(
     dump_dir: str | Path | DumpWriter | None = None,
     progress: Progress | None = None,
     observe: Observer | None = None,
+    last: Callable[[GraphModule], TransformRecord] | None = None,
 ) -> Report:
     """Applies every enabled transform to `gm` in place and returns the report.
 
     observe: called after each transform that matched; what it raises ends the run.
+    last: what the caller does to the graph in the end, with its record; it is dumped as a transform is.
     """
     context = context or Context()
     names = order_transforms(config)
@@ -102,6 +104,10 @@ def run_pipeline(
         log.info(records[name].summary)
         if settings.enabled:
             dumps.write(settings.stage.value, name, gm)
+    if last is not None:
+        record = last(gm)
+        records[record.name] = record
+        dumps.write(record.stage, record.name, gm)
     if progress:
         progress("", len(names), len(names))
     drop_unused_state(gm)

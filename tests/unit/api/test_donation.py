@@ -61,6 +61,20 @@ def test_a_value_that_is_computed_anew_is_computed_there(tmp_path):
     assert copied(state) is state and torch.equal(state, wanted)
 
 
+def test_what_is_computed_in_place_is_in_the_dump_and_the_report(tmp_path):
+    given = torch.ones(4), torch.ones(4)
+    compiled = graft.compile(lambda s, x: s * 0.5 + x, given, donate=["s"], dump_dir=tmp_path)
+    run = graft.open_run(tmp_path)
+    before, after = run.around("compute_in_place")
+    assert after is run.steps[-1] and "aten.copy_" in before.text()
+    assert "aten.copy_" not in after.text() and "aten.add.out" in after.text()
+    record = compiled.report.transforms["compute_in_place"]
+    assert len(record.matches) == 1 and run.report.transforms["compute_in_place"] == record
+    plain = graft.compile(lambda s, x: s * 0.5 + x, given, dump_dir=tmp_path)
+    assert "compute_in_place" not in plain.report.transforms
+    assert graft.open_run(tmp_path).steps[-1].transform != "compute_in_place"
+
+
 def test_containers_are_donated_whole():
     def program(caches, x):
         return [(k.index_fill(0, x, 1.0), v + 1) for k, v in caches]
@@ -78,6 +92,7 @@ def test_containers_are_donated_whole():
         (lambda s, x: (s + x, s[0]), "which is returned, is in its memory"),
         (lambda s, x: (s.add_(x), s * 2)[1], "the program writes it itself"),
         (lambda s, x: x.sum(), "no result can lie in its memory: %sum_1 has another shape or dtype"),
+        (lambda s, x: x, "%x is an input or state of the program, which is returned itself"),
         (lambda s, x: (s + x).t(), "lies in memory in another way"),
         (lambda s, x: (n := s + x, n[0]), "shares memory with %select, which is returned too"),
         (lambda s, x: (n := s.index_fill(0, x[0].long(), 1.0), n.sum() + s.sum()), "the old value of %s is read by"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
 import sys
 from pathlib import Path
@@ -145,3 +146,36 @@ def test_a_saved_module_keeps_it_on_or_off(tmp_path, enabled):
     assert loaded.settings.config.transforms[NAME].enabled is enabled
     assert [variant.fix is not None for variant in loaded.variants] == [enabled]
     assert [note for note in loaded.report.notes if NAME in note] == [n for n in compiled.report.notes if NAME in n]
+
+
+class Branches(torch.nn.Module):
+    """One row and several take two ways through it."""
+
+    def forward(self, cache, rows, at):
+        torch.ops.r23.put_(cache, rows, at)
+        return cache * 2 if rows.shape[0] == 1 else cache + 1
+
+
+def test_the_report_has_the_fixes_of_every_variant():
+    cache, rows, at = arguments()
+    free = {"cache": None, "rows": {0: torch.export.Dim.AUTO}, "at": {0: torch.export.Dim.AUTO}}
+    compiled = graft.compile(Branches(), (cache, rows, at), dynamic_shapes=free, backend="inductor")
+    compiled(cache, rows, at)
+    assert len(compiled.report.transforms[NAME].matches) == 1
+    wanted = Branches()(cache.clone(), rows[:1], at[:1])
+    torch.testing.assert_close(compiled(cache, rows[:1], at[:1]), wanted)
+    assert len(compiled.variants) == 2 and len(compiled.report.transforms[NAME].matches) == 2
+    assert len(compiled.variants[1].report_now.transforms[NAME].matches) == 1
+
+
+def test_observers_go_with_their_modules():
+    from graft.api.functionalization import FixRecorder
+    from graft.memory.inductor_fix.functionalization import OBSERVERS
+
+    recorder, known = FixRecorder(), dict(OBSERVERS)
+    key = recorder.key
+    assert key in OBSERVERS
+    del recorder
+    gc.collect()
+    assert key not in OBSERVERS
+    known[key](torch.fx.Graph(), None)  # a pass that still has it tells nobody

@@ -70,6 +70,22 @@ def test_ranges_are_nested_by_layer_transform_and_op(ranges, backend):
         assert nvtx.NOTE in compiled.report.notes
 
 
+def test_ranges_are_closed_when_a_call_raises(ranges):
+    class Looks(Stack):
+        def forward(self, x, index, flag):
+            return torch.cond(
+                flag.any(), lambda t, i: t[i].clone(), lambda t, i: t.cos()[i], (super().forward(x), index)
+            )
+
+    x, index, flag = torch.randn(2, 8), torch.tensor([1]), torch.tensor([True])
+    compiled = graft.compile(Looks(), (x, index, flag), backend="eager")
+    with torch.no_grad():
+        for given in (flag, ~flag):
+            with pytest.raises(IndexError):
+                compiled(x, torch.tensor([5]), given)  # the fixture: nothing is open at the end
+    assert any("aten.index" in line for line in ranges)
+
+
 def test_there_are_none_unless_asked_for(monkeypatch):
     monkeypatch.delenv(nvtx.SWITCH, raising=False)
     compiled = graft.compile(Stack(), (torch.randn(2, 8),))
