@@ -89,6 +89,6 @@ def same(name: str, value: Any, want: Any, close: bool) -> None:
     assert isinstance(value, torch.Tensor), f"{name} is {value!r}, in eager a tensor"
     assert (value.shape, value.dtype) == (want.shape, want.dtype), f"{name} is {value}, in eager {want}"
     if close:
-        torch.testing.assert_close(value, want, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(value, want, equal_nan=True, msg=lambda text: f"{name}: {text}")
     else:
         assert torch.equal(value.nan_to_num(), want.nan_to_num()), f"{name} is {value}, in eager {want}"

@@ -89,10 +89,11 @@ def take_apart(value: Any, *, results: bool = False) -> tuple[Any, Container | N
         return value, None
     taken = {key: take_apart(part, results=results) for key, part in parts.items()}
     template = Container(type(value), {key: part for key, (_, part) in taken.items()})
-    if not template.foreign and not any(template.parts.values()):
+    foreign = template.foreign or (results and template.cls is torch.Size)  # of which a graph makes a tuple
+    if not foreign and not any(template.parts.values()):
         return value, None
     items = {key: part for key, (part, _) in taken.items()}
-    if not template.foreign:
+    if not foreign:
         return rebuilt(template.cls, items), template
     return (tuple(items.values()) if isinstance(value, tuple) else items), template
 

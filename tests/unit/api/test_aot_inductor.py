@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +15,12 @@ from torch import nn
 
 import graft
 from graft.backends.inductor import FUSION_PASS, CachedPass, without_caches
+from graft.models.load import load_model
+from graft.models.registry import families
 from inductor_cases import compilations
+
+RUNNER = Path(__file__).with_name("aoti_runner.cpp")
+CALLS = 3
 
 
 class Norms(nn.Module):
@@ -59,3 +70,74 @@ def test_aot_inductor_fuses_what_torch_compile_fuses(dtype):
     torch._dynamo.reset()
     jit = fused(lambda options: torch.compile(module, options=options)(x))
     assert aot == jit and aot["fuse_rms_norm"] == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", families())
+def test_every_family_fuses_the_same_on_both(family):
+    model, ids = load_model(f"tiny-{family}", dtype="float32").module, torch.arange(1, 8)[None]
+    program = torch.export.export(model, (ids,), {"use_cache": False})
+    aot = fused(lambda options: torch._inductor.aoti_compile_and_package(program, inductor_configs=options))
+    torch._dynamo.reset()
+    jit = fused(lambda options: torch.compile(model, options=options)(ids, use_cache=False))
+    assert aot == jit and aot
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    """A package with graft's ops and one without, and what the module gives call after call."""
+    folder = tmp_path_factory.mktemp("packages")
+    torch.manual_seed(0)
+    module, x = Norms(torch.float32).requires_grad_(False), torch.ones(4, 8)
+    program = torch.export.export(copy.deepcopy(module), (x,))
+    with torch.no_grad():
+        for name, options in (("fused", graft.passes_for_inductor()), ("fixed", graft.fix_functionalization())):
+            path = str(folder / f"{name}.pt2")
+            torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
+        return folder, [module(x).square().sum().item() for _ in range(CALLS)]
+
+
+def numbers(*command):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+IN_PYTHON = """
+import sys, torch
+import graft.ops
+package = torch._inductor.aoti_load_package(sys.argv[1])
+for _ in range(int(sys.argv[2])):
+    print(package(torch.ones(4, 8)).square().sum().item())
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["fused", "fixed"])
+def test_a_package_with_written_buffers_runs_in_a_fresh_process(packages, name):
+    folder, expected = packages
+    ran = numbers(sys.executable, "-c", IN_PYTHON, str(folder / f"{name}.pt2"), str(CALLS))
+    assert ran.returncode == 0, ran.stderr
+    assert [float(line) for line in ran.stdout.split()] == pytest.approx(expected, rel=1e-5)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-5)  # the buffer is seen
+
+
+@pytest.mark.exhaustive
+def test_a_package_runs_without_python_where_it_has_no_ops_of_grafts(packages, tmp_path):
+    from torch.utils.cpp_extension import is_ninja_available, load
+
+    if not is_ninja_available():
+        pytest.skip("torch builds C++ with ninja, which is not here")
+    folder, expected = packages
+    runner = load(
+        "aoti_runner",
+        [str(RUNNER)],
+        extra_cflags=["-O0"],
+        build_directory=str(tmp_path),
+        is_python_module=False,
+        is_standalone=True,
+    )
+    ran = numbers(runner, str(folder / "fixed.pt2"), str(CALLS))
+    assert ran.returncode == 0, ran.stderr
+    assert [float(line) for line in ran.stdout.split()] == pytest.approx(expected, rel=1e-5)
+    ran = numbers(runner, str(folder / "fused.pt2"), str(CALLS))  # graft registers its ops in Python
+    assert ran.returncode == 1 and "graft::" in ran.stderr

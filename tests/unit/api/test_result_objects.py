@@ -147,3 +147,12 @@ def test_a_transposed_input_is_right_through_torch_compile():
     with torch.no_grad():
         got = torch.compile(f, backend=graft.Backend())(*given)
     assert torch.equal(got, f(*want)) and torch.equal(given[0], want[0]) and given[0].stride() == want[0].stride()
+
+
+def test_a_size_is_a_size(tmp_path):
+    compiled = graft.compile(lambda x: (x.shape, {"n": x[0].size()}), (torch.ones(3, 2),))
+    compiled.save(tmp_path / "saved")
+    for module in (compiled, graft.load(tmp_path / "saved")):
+        shape, rest = module(torch.ones(3, 2))
+        assert type(shape) is torch.Size and shape == (3, 2)
+        assert type(rest["n"]) is torch.Size and rest["n"] == (2,)

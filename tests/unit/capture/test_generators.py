@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import manual_seed, nn
+from torch.testing._utils import wrapper_set_seed
 
 import graft
 from graft.base.errors import CaptureError, CaptureRefused
@@ -35,6 +36,10 @@ def puts_back(x):
     first = torch.rand(3)
     torch.set_rng_state(state)
     return x + first - torch.rand(3)
+
+
+def seeds_with_a_helper_of_torch(x):
+    return x + wrapper_set_seed(torch.rand, 3)  # torch.testing's
 
 
 def forks(x):
@@ -69,6 +74,7 @@ def numpy(x):
         (seeds, r"manual_seed, test_generators.py:\d+.*seed before the call"),
         (seeds_by_another_name, r"manual_seed, test_generators.py:\d+"),
         (puts_back, r"get_state, test_generators.py:\d+"),
+        (seeds_with_a_helper_of_torch, r"\w+, _utils.py:\d+"),
         (forks, r"get_state, test_generators.py:\d+"),
         (reads_the_seed, r"initial_seed, test_generators.py:\d+"),
         (makes_one, "samples from a torch.Generator that it makes itself"),

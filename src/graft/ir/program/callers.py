@@ -11,5 +11,9 @@ def line_of(frame: FrameType | None) -> str:
 
 
 def is_torch(frame: FrameType | None) -> bool:
-    """Dynamo and checkpointing keep the state of generators and put it back, which changes nothing."""
-    return frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+    """Dynamo and checkpointing keep the state of generators and put it back, which changes nothing.
+
+    Helpers of torch.testing seed on behalf of their callers.
+    """
+    name = str(frame.f_globals.get("__name__")) if frame is not None else ""
+    return name.partition(".")[0] == "torch" and not name.startswith("torch.testing.")
