@@ -38,7 +38,9 @@ HEAD = """# Operators
 
 torch's own database of operators (OpInfo, torch {version}) through the routes of graft: the first sample of each
 entry, compared with eager in values, in what is left in its inputs, and in whose memory results are. `python
-tests/op_parity.py` makes this page.
+tests/op_parity.py` makes this page. A row counts the entries that were run: an entry takes seconds on the routes
+through Inductor (`inductor`, and `graft` for `torch.compile(backend="graft")`), so that some rows are samples.
+Without a GPU, `cuda_graph` makes direct calls in place of replays.
 
 - `same`: as in eager. `told`: the report names the difference (random numbers of Inductor's, memory that nobody
   wrote). `refused`: an error of graft's, with its reason.
