@@ -25,6 +25,7 @@ from graft.cli.inspect.export import export
 from graft.cli.inspect.models import models
 from graft.cli.inspect.ops import ops
 from graft.cli.inspect.report import report
+from graft.cli.inspect.stages import stages
 from graft.cli.inspect.transforms import transforms
 from graft.cli.measure.bench import bench
 from graft.cli.measure.tune import tune
@@ -75,6 +76,7 @@ VERBS = (
 )
 for verb in VERBS:
     app.command()(guarded(verb))
+app.add_typer(stages, name="stages")
 
 
 def main() -> None:

@@ -1,0 +1,223 @@
+"""`graft stages`: what the seven stages of torch.compile did to a model or a function."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from graft.base.errors import UsageError
+from graft.cli.guard import guarded
+from graft.cli.options import Device, DType, Json
+
+if TYPE_CHECKING:
+    from graft.stages.story import Story
+    from graft.workbench.diff_text import StyledLine
+
+TargetName = Annotated[
+    str, typer.Argument(help="A model, FILE.py:FUNCTION, or a folder that -o wrote.", metavar="TARGET")
+]
+Backend = Annotated[str, typer.Option(help="inductor, graft, or eager (Dynamo alone).")]
+Dynamic = Annotated[str, typer.Option(help="auto, true or false, as torch.compile's dynamic.")]
+Mode = Annotated[str, typer.Option(help="torch.compile's mode: reduce-overhead, max-autotune …")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", help="An option of Inductor: freezing=true. Repeatable.", metavar="KEY=VALUE"),
+]
+Tokens = Annotated[str, typer.Option(help="Of a model: tokens in each call, 8,12 for two calls.")]
+DYNAMIC = {"auto": None, "true": True, "false": False}
+
+
+class DefaultGroup(TyperGroup):
+    """`graft stages TARGET` is `graft stages show TARGET`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            args = ["show", *args]
+        return super().resolve_command(ctx, args)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] != "--help":
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+def show(
+    target: TargetName,
+    backend: Backend = "inductor",
+    dynamic: Dynamic = "auto",
+    mode: Mode = "",
+    options: Options = None,
+    stage: Annotated[int | None, typer.Option(help="This stage alone, 1 to 7.", min=1, max=7)] = None,
+    tokens: Tokens = "8",
+    dtype: DType = "auto",
+    device: Device = "auto",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write story, graphs and kernels here.", metavar="DIR")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Tell what torch.compile did, stage by stage. FILE.py has FUNCTION_inputs(): a list of tuples, one a call.
+
+    The exit code is 1 where the run ended before its end; the story then says in which stage and why.
+    """
+    from graft.workbench.stages.saved import save_story
+    from graft.workbench.stages.text import story_lines
+
+    story = story_of(target, backend, dynamic, mode, options, tokens, dtype, device)
+    if output is not None:
+        save_story(story, output)
+    if as_json:
+        print(json.dumps(story.to_dict()))
+    else:
+        print_lines(story_lines(story, stage))
+    if story.end is not None:
+        raise typer.Exit(1)
+
+
+def story_of(
+    target: str, backend: str = "inductor", dynamic: str = "auto", mode: str = "", options: list[str] | None = None,
+    tokens: str = "8", dtype: str = "auto", device: str = "auto",
+) -> Story:  # fmt: skip
+    from graft.workbench.stages.saved import is_story, open_story
+
+    if dynamic not in DYNAMIC:
+        raise UsageError(f"--dynamic {dynamic}: write auto, true or false")
+    if backend not in ("inductor", "graft", "eager"):
+        raise UsageError(f"--backend {backend}: write inductor, graft or eager")
+    if is_story(target):
+        return open_story(target)
+    from graft.cli.show import progress_bar
+    from graft.stages.tell import tell_story
+    from graft.workbench.discover.sources import read_tokens
+    from graft.workbench.stages.targets import find_target
+
+    given = read_options(options or [])
+    with progress_bar() as progress:
+        found = find_target(target, read_tokens(tokens), progress, dtype=dtype, device=device)
+        progress("compiling with every stage watched", 0, 1)
+        return tell_story(
+            found.function, found.calls, target=found.name, backend=backend, dynamic=DYNAMIC[dynamic],  # pyrefly: ignore
+            mode=mode or None, options=given,
+        )  # fmt: skip
+
+
+def read_options(given: list[str]) -> dict[str, Any]:
+    """`freezing=true` → {"freezing": True}, checked against those that Inductor has."""
+    import yaml
+
+    from graft.backends import InductorSettings
+    from graft.backends.inductor import inductor_patches
+
+    found = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--option {text}: write KEY=VALUE")
+        found[key] = yaml.safe_load(value)
+    inductor_patches(InductorSettings(options=found, fix=False))
+    return found
+
+
+def print_lines(lines: list[StyledLine]) -> None:
+    from graft.cli.inspect.diff import show as show_lines
+
+    show_lines(lines)
+
+
+def why(
+    target: TargetName,
+    place: Annotated[str, typer.Argument(help="A node (%mul_3) or a line (model.py:12, :12).", metavar="NODE|LINE")],
+    backend: Backend = "inductor",
+    dynamic: Dynamic = "auto",
+    mode: Mode = "",
+    options: Options = None,
+    tokens: Tokens = "8",
+    as_json: Json = False,
+) -> None:
+    """Follow one node or line of the model through all stages: what became of it, and in which kernel it is."""
+    from graft.cli.show import out
+    from graft.workbench.stages.follow import follow
+    from graft.workbench.stages.questions import trail_lines
+
+    story = story_of(target, backend, dynamic, mode, options, tokens)
+    trails = follow(story, place)
+    if as_json:
+        print(json.dumps([one.to_dict() for one in trails]))
+        return
+    for one in trails:
+        at = f" at {', '.join(one.lines)}" if one.lines else ""
+        out.print(f"{place} in graph {one.graph}{at}", style="bold", markup=False, soft_wrap=True)
+        for line in trail_lines(one):
+            out.print(f"  {line.removeprefix(one.graph).strip()}", markup=False, soft_wrap=True)
+
+
+def diff(
+    before: Annotated[str, typer.Argument(help="A folder that -o wrote, a model or FILE.py:FUNCTION.", metavar="A")],
+    after: Annotated[str, typer.Argument(help="Another one.", metavar="B")],
+    backend: Backend = "inductor",
+    unfold: Annotated[bool, typer.Option("--all", help="Every difference.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare two runs: the first stage that differs, and what differs in each. The exit code is 0 either way."""
+    from graft.workbench.stages.compare import diff_lines, diff_stories
+
+    found = diff_stories(story_of(before, backend), story_of(after, backend))
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        print_lines(diff_lines(found, unfold=unfold))
+
+
+def ask(
+    question: Annotated[
+        str,
+        typer.Argument(help="recompiles, cudagraph, breaks, kernel, copies, fusion or cache.", metavar="QUESTION"),
+    ],
+    target: TargetName,
+    words: Annotated[
+        list[str] | None, typer.Argument(help="kernel: a node or line; fusion: two of them.", metavar="[NODE|LINE]…")
+    ] = None,
+    since: Annotated[
+        Path | None, typer.Option(help="cache: an earlier run (-o) to compare keys with.", metavar="DIR")
+    ] = None,
+    backend: Backend = "",
+    dynamic: Dynamic = "auto",
+    mode: Mode = "",
+    options: Options = None,
+    tokens: Tokens = "8",
+    as_json: Json = False,
+) -> None:
+    """Answer one question: why it recompiled, why a CUDA graph was skipped, what broke the graph, which kernel a
+    line is in, what was copied, why two nodes did not fuse, why the cache was missed."""
+    from dataclasses import asdict
+
+    from graft.workbench.stages.questions import find_question
+    from graft.workbench.stages.saved import open_story
+
+    asked = find_question(question, words or [])  # told before anything is compiled
+    if since is not None and question != "cache":
+        raise UsageError("--since is for the question cache")
+    earlier = {"since": open_story(since)} if since is not None else {}
+    enough = "eager" if question in ("recompiles", "breaks") else "inductor"  # Dynamo alone knows these
+    answer = asked.ask(story_of(target, backend or enough, dynamic, mode, options, tokens), *(words or []), **earlier)
+    if as_json:
+        print(json.dumps(asdict(answer)))
+        return
+    from graft.cli.show import out
+
+    out.print(answer.answer, style="bold", markup=False, soft_wrap=True)
+    for line in answer.details:
+        out.print(f"  {line}", markup=False, soft_wrap=True)
+    if answer.advice:
+        out.print(f"what to do: {answer.advice}", markup=False, soft_wrap=True)
+
+
+stages = typer.Typer(
+    cls=DefaultGroup, no_args_is_help=True, help="See and ask what torch.compile's seven stages did."
+)
+for verb in (show, why, diff, ask):
+    stages.command()(guarded(verb))

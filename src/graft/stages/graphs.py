@@ -1,0 +1,63 @@
+"""Graphs of torch.fx as records of a story."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from graft.ir.io.text import abstract_text, graph_text, target_text, type_text
+from graft.ir.nodes import module_path, source_line, static_int, tensor_val
+from graft.stages.story import StageGraph, StageNode
+
+SELF = re.compile(r"^(L\['self'\]\.?|L\['(\w+)'\])")  # Dynamo's name of the module that is compiled
+
+
+def record_graph(graph: Graph, number: str, frame: str = "") -> StageGraph:
+    return StageGraph(number, frame, tuple(map(record_node, graph.nodes)), graph_text(graph))
+
+
+def record_node(node: Node) -> StageNode:
+    original = node.meta.get("original_aten")
+    return StageNode(
+        node.name,
+        node.op if node.op in ("placeholder", "get_attr", "output") else target_text(node.target),
+        type_text(node).removeprefix(" : ") or example_text(node),
+        source_line(node),
+        SELF.sub(r"\2", module_path(node)),
+        sources_of(node),
+        target_text(original) if original is not None and original != node.target else "",
+    )
+
+
+def example_text(node: Node) -> str:
+    """Dynamo keeps values under another name."""
+    value = node.meta.get("example_value")
+    return "" if value is None else abstract_text(value)
+
+
+def sources_of(node: Node) -> tuple[str, ...]:
+    """The names that the node had in Dynamo's graph: the ends of the chain that torch keeps in `from_node`."""
+    found: list[str] = []
+
+    def walk(sources: Any) -> None:
+        for source in sources or ():
+            inner = getattr(source, "from_node", None)
+            if inner:
+                walk(inner)
+            elif getattr(source, "name", None):
+                found.append(source.name)
+
+    walk(node.meta.get("from_node"))
+    return tuple(dict.fromkeys(found))
+
+
+def tensor_bytes(node: Any) -> int | str:
+    """Of the recorded value; an expression where sizes are symbols."""
+    tensor = tensor_val(node)
+    if tensor is None:
+        return 0
+    size = tensor.numel() * tensor.itemsize
+    number = static_int(size)
+    return number if number is not None else str(size)

@@ -1,0 +1,130 @@
+"""Stage 5, code: the kernels that Inductor wrote or calls, the nodes and lines that each computes, autotuning."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._inductor.config
+
+from graft.stages.story import AutotuneRecord, KernelRecord, KernelStage, StageGraph
+from graft.stages.trace import TraceCollector, current_graph
+
+NEEDS = (
+    "torch._inductor.select_algorithm:get_algorithm_selector_cache",
+    "torch._inductor.config:trace.provenance_tracking_level",
+)
+NO_GPU = "registers and spills: of Triton kernels on a GPU; this run was on {device}"
+GPU = "registers and spills: not collected; `TORCH_LOGS=+torch._inductor.runtime.triton_heuristics` prints them"
+
+
+@dataclass(frozen=True)
+class GeneratedKernel:
+    """One kernel: `cpp_fused_add_0` in C++, or `triton_poi_fused_add_0` in Triton's language."""
+
+    name: str
+    language: str
+    source: str = field(repr=False)
+
+
+@dataclass
+class SeenKernels:
+    choices: list[AutotuneRecord] = field(default_factory=list)
+
+
+@contextmanager
+def watch_kernels(seen: SeenKernels) -> Iterator[None]:
+    """Inductor keeps which node went into which kernel, and says what autotuning measured."""
+    from torch._inductor.select_algorithm import get_algorithm_selector_cache
+
+    def save(timings: Mapping[Any, float], name: str, *_rest: Any, **_more: Any) -> None:
+        ms = {getattr(choice, "name", str(choice)): float(time) for choice, time in timings.items()}
+        ordered = dict(sorted(ms.items(), key=lambda item: item[1]))
+        seen.choices.append(AutotuneRecord(current_graph(), name, ordered))
+
+    cache = get_algorithm_selector_cache()
+    cache.add_feedback_saver(save)
+    try:
+        with torch._inductor.config.patch({"trace.provenance_tracking_level": 1}):
+            yield
+    finally:
+        cache.feedback_saver_fns.remove(save)
+
+
+def read_kernels(tree: ast.AST) -> Iterator[GeneratedKernel]:
+    """`name = async_compile.LANGUAGE(…, '''source''', …)`; the source is the longest text among the arguments."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+            continue
+        called, target = dotted(node.value.func), node.targets[0]
+        texts = [a.value for a in node.value.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        if called.startswith("async_compile.") and texts and isinstance(target, ast.Name):
+            language = called.removeprefix("async_compile.").removesuffix("_pybinding")
+            yield GeneratedKernel(target.id, language, max(texts, key=len))
+
+
+def read_calls(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = dotted(node.func)
+            if name.startswith(("torch.ops.", "extern_kernels.", "aten.")):
+                yield name
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def kernel_stage(seen: SeenKernels, trace: TraceCollector, last: Sequence[StageGraph], device: str) -> KernelStage:
+    """last: the graphs that code was generated for."""
+    found: list[KernelRecord] = []
+    for row in trace.of("inductor_output_code"):
+        if all(one.graph != row.graph for one in found):
+            found += kernels_of(row.graph, row.payload, launches_of(trace, row.graph), last)
+    resources = NO_GPU.format(device=device) if not device.startswith("cuda") else GPU
+    return KernelStage(kernels=tuple(found), choices=tuple(seen.choices), resources=resources)
+
+
+def launches_of(trace: TraceCollector, graph: str) -> dict[str, tuple[int, list[str]]]:
+    """By kernel how often it is launched and the nodes that it computes: `cpp_fused_add_0:1` is its first launch."""
+    found: dict[str, tuple[int, list[str]]] = {}
+    for row in trace.of("inductor_provenance_tracking_node_mappings"):
+        mapping = row.json()
+        if row.graph != graph or not isinstance(mapping, dict):
+            continue
+        for launch, nodes in mapping.get("cppCodeToPost", {}).items():
+            name = launch.rpartition(":")[0] or launch
+            times, before = found.get(name, (0, []))
+            found[name] = times + 1, [*before, *nodes]
+    return found
+
+
+def kernels_of(
+    graph: str, code: str, launches: Mapping[str, tuple[int, list[str]]], last: Sequence[StageGraph]
+) -> list[KernelRecord]:
+    lines = {node.name: node.line for one in last if one.graph == graph for node in one.nodes}
+    tree = ast.parse(code)
+    written = {kernel.name: kernel for kernel in read_kernels(tree)}
+    called = list(read_calls(tree))
+    found = []
+    for name in dict.fromkeys([*written, *launches, *called]):
+        times, nodes = launches.get(name, (0, []))
+        kernel = written.get(name)
+        language = kernel.language if kernel else "extern" if name.startswith("extern_kernels.") else "op"
+        where = tuple(dict.fromkeys(line for node in nodes if (line := lines.get(node))))
+        count = times or called.count(name) or 1
+        source = kernel.source if kernel else ""
+        found.append(KernelRecord(graph, name, language, count, tuple(dict.fromkeys(nodes)), where, source))
+    return found
+
+
+def kernel_by_node(stage: KernelStage) -> dict[tuple[str, str], str]:
+    """A node that is read by a call beside the kernels belongs to the kernel that computes it."""
+    ordered = sorted(stage.kernels, key=lambda kernel: bool(kernel.source))
+    return {(kernel.graph, node): kernel.name for kernel in ordered for node in kernel.nodes}

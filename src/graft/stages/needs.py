@@ -1,0 +1,61 @@
+"""Private names of torch: whether they are there, and how they are put back after they were watched."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+TESTED = ((2, 11), (2, 13))  # the first and the last version of torch that the adapters are written for
+
+
+def missing(needs: Sequence[str]) -> str:
+    """Which of `module:Class.name` this torch does not have; empty if all are there."""
+    absent = [need for need in needs if not present(need)]
+    return f"torch {torch.__version__} has no {', '.join(absent)}" if absent else ""
+
+
+def present(need: str) -> bool:
+    module, _, path = need.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in path.split(".") if path else ():
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def version_note() -> str:
+    """What to say of a torch that the adapters were never run on; empty for those that they were."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2] if part.isdigit())
+    if TESTED[0] <= version <= TESTED[1]:
+        return ""
+    first, last = (".".join(map(str, v)) for v in TESTED)
+    return f"torch {torch.__version__} is outside {first} to {last}, which the adapters of the stages are written for"
+
+
+@contextmanager
+def swapped(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within it, `owner.name` is what `make` makes of it; afterwards it is the very same object as before."""
+    before = inspect.getattr_static(owner, name)
+    made: Any = make(getattr(owner, name) if isinstance(before, (staticmethod, classmethod)) else before)
+    setattr(owner, name, staticmethod(made) if isinstance(before, (staticmethod, classmethod)) else made)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class Reached:
+    """How far the compilation under way has come, for the story of one that fails."""
+
+    def __init__(self) -> None:
+        self.stage, self.doing = 1, "tracing"
+
+    def at(self, stage: int, doing: str) -> None:
+        self.stage, self.doing = stage, doing

@@ -1,0 +1,115 @@
+"""Stage 3, graph passes: each with what it took out and put in, pattern matches, and the graph in the end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch._inductor.compile_fx
+import torch._inductor.pattern_matcher
+from torch.fx import Graph, GraphModule
+from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+
+from graft.ir.io.text import target_text
+from graft.ir.nodes import calls
+from graft.passes.report import Report
+from graft.stages.graphs import record_graph
+from graft.stages.needs import Reached, swapped
+from graft.stages.story import FusionRun, PassRun, PostGradStage, StageGraph
+from graft.stages.trace import current_graph
+
+NEEDS = (
+    "torch._inductor.compile_fx:_recursive_post_grad_passes",
+    "torch._inductor.pattern_matcher:PatternMatcherPass.apply",
+    "torch.fx.passes.graph_transform_observer:GraphTransformObserver.apply_graph_pass",
+    "torch.fx.passes.graph_transform_observer:GraphTransformObserver.apply_gm_pass",
+)
+
+
+@dataclass
+class SeenPostGrad:
+    """last: the graph objects after the passes, by compilation; later stages read them."""
+
+    graphs: list[StageGraph] = field(default_factory=list)
+    passes: list[PassRun] = field(default_factory=list)
+    last: dict[str, Graph] = field(default_factory=dict)
+
+
+@contextmanager
+def watch_post_grad(seen: SeenPostGrad, reached: Reached) -> Iterator[None]:
+    def make_post_grad(before: Callable[..., Any]) -> Callable[..., Any]:
+        def post_grad_passes(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+            number = current_graph()
+            reached.at(3, f"post-grad passes on graph {number}")
+            result = before(gm, *args, **kwargs)
+            seen.graphs = [one for one in seen.graphs if one.graph != number]  # the outermost graph ends last
+            seen.graphs.append(record_graph(gm.graph, number))
+            seen.last[number] = gm.graph
+            reached.at(4, f"lowering graph {number} to Inductor's IR")
+            return result
+
+        return post_grad_passes
+
+    def make_pass(before: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(self: GraphTransformObserver, run: Any) -> Any:
+            name, subsystem = self.passname, self.subsystem or ""
+            reached.at(3, f"pass {name} on graph {current_graph()}")
+            counted, started = count_calls(self.gm.graph), time.perf_counter()
+            result = before(self, run)
+            ms, after = (time.perf_counter() - started) * 1e3, count_calls(self.gm.graph)
+            seen.passes.append(
+                PassRun(current_graph(), subsystem, name, ms, dict(counted - after), dict(after - counted))
+            )
+            return result
+
+        return apply
+
+    observer = GraphTransformObserver
+    with (
+        swapped(torch._inductor.compile_fx, "_recursive_post_grad_passes", make_post_grad),
+        swapped(observer, "apply_graph_pass", make_pass),
+        swapped(observer, "apply_gm_pass", make_pass),
+        swapped(torch._inductor.pattern_matcher.PatternMatcherPass, "apply", lambda before: matching(before, seen)),
+    ):
+        yield
+
+
+def matching(before: Callable[..., Any], seen: SeenPostGrad) -> Callable[..., Any]:
+    """A table of patterns: how often it matched, by what was taken out and what was put in."""
+
+    def apply(self: Any, gm: GraphModule | Graph) -> int:
+        graph = gm.graph if isinstance(gm, GraphModule) else gm
+        counted = count_calls(graph)
+        count = before(self, gm)
+        if count:
+            after = count_calls(graph)
+            gone, come = counted - after, after - counted
+            what = f"{', '.join(gone) or 'nothing'} → {', '.join(come) or 'nothing'}"
+            name = getattr(self, "pass_name", None) or "patterns"
+            seen.passes.append(PassRun(current_graph(), "patterns", name, 0.0, dict(gone), dict(come), {what: count}))
+        return count
+
+    return apply
+
+
+def count_calls(graph: Graph) -> Counter[str]:
+    return Counter(target_text(node.target) for node in calls(graph))
+
+
+def post_grad_stage(seen: SeenPostGrad, reports: Sequence[Report]) -> PostGradStage:
+    """reports: graft's, for the graphs of this run."""
+    fusions = [
+        FusionRun(
+            report.model or "", record.name, record.status, len(record.matches),
+            tuple(f"{miss.anchor}: {miss.reason}" for miss in record.near_misses), record.reason or "",
+        )
+        for report in reports
+        for record in report.transforms.values()
+        if record.status != "disabled"
+    ]  # fmt: skip
+    changed = [one for one in seen.passes if one.removed or one.added or one.matches or one.ms > 5]
+    return PostGradStage(graphs=tuple(seen.graphs), passes=tuple(changed), fusions=tuple(fusions))

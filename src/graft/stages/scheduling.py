@@ -1,0 +1,189 @@
+"""Stage 4, Inductor's IR and scheduler: what was fused with what, what was not and why, and what is copied."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch._inductor.ir
+import torch._inductor.scheduler
+from torch.fx import Graph, Node
+
+from graft.ir.nodes import calls, is_op, source_line
+from graft.stages.graphs import tensor_bytes
+from graft.stages.needs import Reached, swapped
+from graft.stages.story import CopyRecord, Refusal, ScheduledNode, SchedulingStage
+from graft.stages.trace import current_graph
+
+NEEDS = (
+    "torch._inductor.scheduler:Scheduler.fuse_nodes",
+    "torch._inductor.scheduler:Scheduler.can_fuse",
+    "torch._inductor.scheduler:WhyNoFuse.__call__",
+    "torch._inductor.scheduler:BaseSchedulerNode.get_read_write_buffer_accesses",
+    "torch._inductor.ir:ExternKernel.copy_input",
+    "torch._inductor.ir:Buffer",
+    "torch._inductor.virtualized:V",
+)
+UNSAID = "the rules of the code generator do not allow it; it gives no reason"
+aten = torch.ops.aten
+
+
+@dataclass
+class SeenScheduling:
+    nodes: list[ScheduledNode] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    copies: list[CopyRecord] = field(default_factory=list)
+    before: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
+
+
+@contextmanager
+def watch_scheduling(seen: SeenScheduling, reached: Reached) -> Iterator[None]:
+    scheduler, ir = torch._inductor.scheduler, torch._inductor.ir
+    with ExitStack() as stack:
+        stack.enter_context(swapped(scheduler.Scheduler, "fuse_nodes", lambda f: fusing(f, seen, reached)))
+        stack.enter_context(swapped(scheduler.Scheduler, "can_fuse", lambda f: comparing(f, seen)))
+        stack.enter_context(swapped(scheduler.WhyNoFuse, "__call__", lambda f: refusing(f, seen)))
+        stack.enter_context(swapped(ir.ExternKernel, "copy_input", lambda f: copying(f, seen)))
+        yield
+
+
+def fusing(before: Callable[..., Any], seen: SeenScheduling, reached: Reached) -> Callable[..., Any]:
+    def fuse_nodes(self: Any, nodes: list[Any]) -> list[Any]:
+        graph = current_graph()
+        reached.at(4, f"fusing {len(nodes)} nodes of graph {graph}")
+        seen.before[graph] = seen.before.get(graph, 0) + moved(nodes)
+        fused = before(self, nodes)
+        seen.after[graph] = seen.after.get(graph, 0) + moved(fused)
+        seen.nodes += [record(graph, node, group.get_name()) for group in fused for node in group.get_nodes()]
+        reached.at(5, f"generating code for graph {graph}")
+        return fused
+
+    return fuse_nodes
+
+
+def comparing(before: Callable[..., Any], seen: SeenScheduling) -> Callable[..., Any]:
+    """Pairs that were refused without a word of the scheduler's own."""
+
+    def can_fuse(self: Any, first: Any, second: Any, *args: Any, **kwargs: Any) -> Any:
+        told = len(seen.refusals)
+        result = before(self, first, second, *args, **kwargs)
+        if not result and len(seen.refusals) == told:
+            seen.refusals.append(Refusal(current_graph(), first.get_name(), second.get_name(), UNSAID))
+        return result
+
+    return can_fuse
+
+
+def refusing(before: Callable[..., Any], seen: SeenScheduling) -> Callable[..., Any]:
+    def why(self: Any, reason: str, *args: Any) -> Any:
+        text = reason % args if args else reason
+        seen.refusals.append(Refusal(current_graph(), self.name1, self.name2, re.sub(r"\s+", " ", text).strip()))
+        return before(self, reason, *args)
+
+    return why
+
+
+def copying(before: Callable[..., Any], seen: SeenScheduling) -> Callable[..., Any]:
+    """A call that needs its argument in another layout gets a copy of it."""
+    from torch._inductor.virtualized import V
+
+    def copy_input(x: Any) -> Any:
+        node = getattr(V.graph, "current_node", None)
+        if isinstance(node, Node) and is_realized(x):
+            reason = f"{node.target} needs its argument in another layout"
+            size = x.get_numel() * x.get_dtype().itemsize
+            count = int(size) if str(size).isdigit() else str(size)
+            seen.copies.append(CopyRecord(current_graph(), node.name, source_line(node), count, reason))
+        return before(x)
+
+    return copy_input
+
+
+def is_realized(x: Any) -> bool:
+    """In memory already. What is not is computed where the copy would be made, so nothing is copied."""
+    while not isinstance(x, torch._inductor.ir.Buffer) and (inner := getattr(x, "data", None)) is not None:
+        x = inner
+    return isinstance(x, torch._inductor.ir.Buffer)
+
+
+def moved(nodes: Sequence[Any]) -> int:
+    return sum(map(group_bytes, nodes))
+
+
+def group_bytes(group: Any) -> int:
+    """Each buffer once, at most what one of the group's nodes touches of it; what stays inside the group is free.
+
+    Inductor's own sum for a fused node takes whole buffers (an embedding's table), so fusion would look like a loss.
+    """
+    leaves = group.get_nodes()
+    touched: dict[str, int] = {}
+    for leaf in leaves:
+        for name, count in leaf.get_read_write_buffer_accesses(include_reads=True, include_writes=True).items():
+            touched[name] = max(touched.get(name, 0), int(count))
+    inside = {leaf.get_name() for leaf in leaves}
+    made = [buffer for leaf in leaves for buffer in leaf.get_outputs()]
+    free = {one.get_name() for one in made if one.users and all(user.get_name() in inside for user in one.users)}
+    return sum(count for name, count in touched.items() if name not in free)
+
+
+def record(graph: str, node: Any, group: str) -> ScheduledNode:
+    inner = node.node
+    data = getattr(inner, "data", None)
+    kind = type(data if data is not None else inner).__name__
+    origins = tuple(sorted(one.name for one in inner.get_origins())) if inner is not None else ()
+    own = getattr(inner, "origin_node", None)
+    if isinstance(inner, torch._inductor.ir.ExternKernel) and own is not None:
+        origins = (own.name,)  # its origins have those of its arguments, too
+    layout = type(getattr(inner, "layout", None)).__name__
+    return ScheduledNode(graph, node.get_name(), kind, origins, group, layout)
+
+
+def fused_with(nodes: Sequence[ScheduledNode], graph: str) -> dict[str, set[str]]:
+    """For each node of the graph, the nodes that are computed in the same group."""
+    groups: dict[str, set[str]] = {}
+    for node in nodes:
+        if node.graph == graph:
+            groups.setdefault(node.group, set()).update(node.nodes)
+    return {name: members for members in groups.values() for name in members}
+
+
+def clones_in(graph: Graph, number: str) -> list[CopyRecord]:
+    """Copies that stand in the last graph as calls: asked for by the program, or put there on the way."""
+    return [
+        CopyRecord(
+            number, node.name, source_line(node), tensor_bytes(node), clone_reason(node.meta.get("original_aten"))
+        )
+        for node in calls(graph)
+        if is_op(node, aten.clone.default)
+    ]
+
+
+def clone_reason(original: Any) -> str:
+    if original is None:
+        return "put in by a pass, so that a write does not reach it"
+    if str(original) == str(aten.clone.default):
+        return "in the program, too: clone(), contiguous(), or a reshape that cannot be a view"
+    return f"part of {original}"
+
+
+def scheduling_stage(
+    seen: SeenScheduling,
+    last: Mapping[str, Graph],
+    writes: Sequence[CopyRecord],
+    kernels: Mapping[tuple[str, str], str],
+) -> SchedulingStage:
+    """last: the graphs after all passes. writes: copies of whole results into inputs. kernels: of (graph, node)."""
+    cloned = [copy for number, graph in last.items() for copy in clones_in(graph, number)]
+    copies = [replace(one, kernel=kernels.get((one.graph, one.node), "")) for one in (*cloned, *writes, *seen.copies)]
+    told = Counter(seen.refusals)
+    refusals = tuple(replace(one, times=times) for one, times in told.items())
+    return SchedulingStage(
+        nodes=tuple(seen.nodes), refusals=refusals, copies=tuple(dict.fromkeys(copies)),
+        bytes_before=seen.before, bytes_after=seen.after,
+    )  # fmt: skip

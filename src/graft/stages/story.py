@@ -1,0 +1,331 @@
+"""What one run of torch.compile did, stage by stage, as data that JSON holds."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+STAGES = ("dynamo", "functional", "post_grad", "scheduling", "kernels", "runtime", "caches")
+
+
+@dataclass(frozen=True)
+class StageNode:
+    """A node of a graph. sources: the nodes of the graph before that it was made from."""
+
+    name: str
+    op: str
+    type: str = ""
+    line: str = ""
+    module: str = ""
+    sources: tuple[str, ...] = ()
+    original: str = ""  # the op that it was taken apart from
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """graph: Dynamo's number of the compilation, `0/1`: frame 0, compiled for the second time."""
+
+    graph: str
+    frame: str
+    nodes: tuple[StageNode, ...]
+    text: str = field(repr=False, default="")
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    graph: str
+    line: str
+    reason: str
+    explanation: str = ""
+    hints: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GuardGroup:
+    """Guards of one kind in one compilation: `TENSOR_MATCH`, how many, on what."""
+
+    graph: str
+    kind: str
+    count: int
+    on: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recompilation:
+    """graph was compiled because the guard of `previous` failed. Values as texts, empty where they are not known."""
+
+    graph: str
+    previous: str
+    guard: str
+    expected: str = ""
+    actual: str = ""
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class SymbolRecord:
+    graph: str
+    symbol: str
+    source: str
+    value: str
+    range: str
+    line: str = ""
+    fixed_to: str = ""  # where it was specialised
+    fixed_by: str = ""  # the line, or the reason
+
+
+@dataclass(frozen=True)
+class DynamoStage:
+    problem: str = ""
+    graphs: tuple[StageGraph, ...] = ()
+    breaks: tuple[GraphBreak, ...] = ()
+    guards: tuple[GuardGroup, ...] = ()
+    guard_us: Mapping[str, float] = field(default_factory=dict)  # one check of all guards, by graph
+    recompilations: tuple[Recompilation, ...] = ()
+    symbols: tuple[SymbolRecord, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    graph: str
+    op: str
+    into: tuple[str, ...]
+    times: int
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """written: the input that is written. fate: what became of the write in the end."""
+
+    graph: str
+    written: str
+    by: str
+    line: str
+    fate: str
+    copied_bytes: int | str = 0
+
+
+@dataclass(frozen=True)
+class FunctionalStage:
+    """graphs: functional and taken apart, as Inductor gets them. whole: functional, ops still whole."""
+
+    problem: str = ""
+    graphs: tuple[StageGraph, ...] = ()
+    whole: tuple[StageGraph, ...] = ()
+    decompositions: tuple[Decomposition, ...] = ()
+    mutations: tuple[Mutation, ...] = ()
+
+
+@dataclass(frozen=True)
+class PassRun:
+    """removed, added: calls by op. matches: by what was matched, where the pass is a table of patterns."""
+
+    graph: str
+    subsystem: str
+    name: str
+    ms: float
+    removed: Mapping[str, int] = field(default_factory=dict)
+    added: Mapping[str, int] = field(default_factory=dict)
+    matches: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FusionRun:
+    """A transform of graft's on one graph."""
+
+    graph: str
+    transform: str
+    status: str
+    matches: int
+    near_misses: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PostGradStage:
+    problem: str = ""
+    graphs: tuple[StageGraph, ...] = ()
+    passes: tuple[PassRun, ...] = ()
+    fusions: tuple[FusionRun, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScheduledNode:
+    """kind: of the IR (`Pointwise`, `ExternKernelOut`). group: what it was fused into; itself if alone."""
+
+    graph: str
+    name: str
+    kind: str
+    nodes: tuple[str, ...]
+    group: str
+    layout: str = ""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Two nodes or groups that the scheduler looked at and did not fuse."""
+
+    graph: str
+    first: str
+    second: str
+    reason: str
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class CopyRecord:
+    """node: of the post-grad graph. kernel: where the copying happens, with whatever else it does."""
+
+    graph: str
+    node: str
+    line: str
+    bytes: int | str
+    reason: str
+    kernel: str = ""
+
+
+@dataclass(frozen=True)
+class SchedulingStage:
+    """bytes: read and written by all nodes, before fusion and after it, by graph."""
+
+    problem: str = ""
+    nodes: tuple[ScheduledNode, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    copies: tuple[CopyRecord, ...] = ()
+    bytes_before: Mapping[str, int] = field(default_factory=dict)
+    bytes_after: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KernelRecord:
+    """language: cpp, triton, extern (`extern_kernels.mm`) or op (`torch.ops.graft.swiglu.default`)."""
+
+    graph: str
+    name: str
+    language: str
+    launches: int = 1
+    nodes: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    source: str = field(repr=False, default="")
+
+
+@dataclass(frozen=True)
+class AutotuneRecord:
+    """ms: each choice with its time, the fastest first."""
+
+    graph: str
+    name: str
+    ms: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class KernelStage:
+    problem: str = ""
+    kernels: tuple[KernelRecord, ...] = ()
+    choices: tuple[AutotuneRecord, ...] = ()
+    resources: str = ""  # registers and spills, or why there are none
+
+
+@dataclass(frozen=True)
+class CudagraphRecord:
+    """asked: whether CUDA graphs were switched on. reason: why none was recorded."""
+
+    graph: str
+    asked: bool
+    recorded: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RuntimeStage:
+    """allocations: of buffers in the generated code; reused: those that take over the memory of one that is done."""
+
+    problem: str = ""
+    cudagraphs: tuple[CudagraphRecord, ...] = ()
+    allocations: Mapping[str, int] = field(default_factory=dict)
+    reused: Mapping[str, int] = field(default_factory=dict)
+    streams: int = 0
+    collectives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CacheLookup:
+    """cache: fx_graph or aotautograd. outcome: hit, miss or bypass. components: digests of what is in the key."""
+
+    graph: str
+    cache: str
+    outcome: str
+    key: str = ""
+    reason: str = ""
+    components: Mapping[str, str] = field(default_factory=dict)
+    saved_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class CacheStage:
+    """again: the same first call after all was forgotten, which comes out of the cache if it can."""
+
+    problem: str = ""
+    lookups: tuple[CacheLookup, ...] = ()
+    again: tuple[CacheLookup, ...] = ()
+    seconds: tuple[float, float] = (0.0, 0.0)  # the first call, and that again
+    bytes: int = 0  # of what the caches hold now
+
+
+@dataclass(frozen=True)
+class StoryEnd:
+    """Where a run ended before its end: the number of the stage, what it was doing, the error."""
+
+    stage: int
+    doing: str
+    error: str
+
+
+@dataclass(frozen=True)
+class Story:
+    target: str
+    backend: str
+    torch: str
+    device: str
+    calls: tuple[str, ...] = ()  # the arguments of each, as text
+    seconds: float = 0.0
+    end: StoryEnd | None = None
+    notes: tuple[str, ...] = ()
+    dynamo: DynamoStage = DynamoStage()
+    functional: FunctionalStage = FunctionalStage()
+    post_grad: PostGradStage = PostGradStage()
+    scheduling: SchedulingStage = SchedulingStage()
+    kernels: KernelStage = KernelStage()
+    runtime: RuntimeStage = RuntimeStage()
+    caches: CacheStage = CacheStage()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Story:
+        return revive(Story, data)
+
+
+def revive(kind: type[T], data: Mapping[str, Any]) -> T:
+    """A record from what `asdict` and JSON made of it; an unknown key is an error, a missing one has its default."""
+    hints = get_type_hints(kind)
+    unknown = set(data) - {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+    return kind(**{name: revive_value(hints[name], value) for name, value in data.items()})
+
+
+def revive_value(hint: Any, value: Any) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):
+        chosen = [one for one in get_args(hint) if is_dataclass(one)]
+        return revive_value(chosen[0], value) if chosen and isinstance(value, Mapping) else value
+    if get_origin(hint) is tuple:
+        return tuple(revive_value(get_args(hint)[0], item) for item in value)
+    if is_dataclass(hint) and isinstance(hint, type):
+        return revive(hint, value)
+    return value

@@ -1,0 +1,163 @@
+"""The story of a function: compiled for its calls with every stage watched, then once more out of the cache."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from graft.api.torch_compile import Backend
+from graft.backends.inductor import reset_compiler, trust_instruction_sets
+from graft.base.errors import GraftError
+from graft.passes.report import Report
+from graft.stages.caches import folder_bytes, own_caches
+from graft.stages.functional import trace_whole
+from graft.stages.kernels import SeenKernels, watch_kernels
+from graft.stages.story import Story, StoryEnd
+from graft.stages.trace import tracing_rows
+from graft.stages.watch import StageWatch, missing_names, watching
+
+BackendName = Literal["inductor", "graft", "eager"]
+
+
+def tell_story(
+    function: Callable[..., Any],
+    calls: Sequence[tuple[Any, ...]],
+    *,
+    target: str = "",
+    backend: BackendName = "inductor",
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    gradients: bool = False,
+    whole: bool = True,
+) -> Story:
+    """Compiles `function` and makes each of `calls`, on copies of their arguments.
+
+    backend: eager shows stage 1 alone, in a fraction of the time. whole: also the graph before ops are taken apart
+    (one more trace), and the first call once more out of the cache.
+    """
+    trust_instruction_sets()
+    made = Backend() if backend == "graft" else None
+    settings = compile_settings(made or backend, dynamic, mode, options)
+    named = [by_name(function, args) for args in calls]
+    end: StoryEnd | None = None
+    reset_compiler()
+    try:
+        with own_caches() as home, grad_mode(gradients):
+            with watching(home) as watch:
+                end = make_calls(watch, function, calls, settings)
+            if whole and end is None and backend != "eager":
+                more_of_it(watch, function, calls[0], settings, dynamic)
+            reports: Sequence[Report] = made.reports if made is not None else ()
+            story = watch.story(
+                target or getattr(function, "__name__", type(function).__name__),
+                backend=backend, device=device_of(function, calls), calls=named, reports=reports, end=end,
+            )  # fmt: skip
+    finally:
+        reset_compiler()
+    return with_problems(story)
+
+
+def compile_settings(
+    backend: Any, dynamic: bool | None, mode: str | None, options: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """torch.compile takes a mode or options; with both, the mode's options lie under the others."""
+    given = dict(options or {})
+    if mode and given:
+        given = {**torch._inductor.list_mode_options(mode), **given}
+    settings: dict[str, Any] = {"backend": backend, "dynamic": dynamic}
+    return {**settings, **({"options": given} if given else {"mode": mode} if mode else {})}
+
+
+def grad_mode(gradients: bool) -> AbstractContextManager[Any]:
+    return nullcontext() if gradients else torch.no_grad()
+
+
+def make_calls(
+    watch: StageWatch, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], settings: Mapping[str, Any]
+) -> StoryEnd | None:
+    """Where and why it ended before the last call, or None."""
+    compiled = torch.compile(function, **settings)
+    started = time.perf_counter()
+    for index, args in enumerate(calls):
+        try:
+            compiled(*copy.deepcopy(args))
+        except Exception as error:  # noqa: BLE001  whatever a program raises ends its story, and is told there
+            return ended(watch, error, index)
+        if index == 0:
+            watch.seconds = (time.perf_counter() - started, 0.0)
+    return None
+
+
+def ended(watch: StageWatch, error: Exception, index: int) -> StoryEnd:
+    told = first_line(error)
+    compiler = type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch"))
+    inside = compiler or isinstance(error, GraftError)
+    if compiler and isinstance(error.__cause__, Exception):
+        told = first_line(error.__cause__)
+    if inside or watch.reached.stage > 1:
+        return StoryEnd(watch.reached.stage, watch.reached.doing, told)
+    return StoryEnd(0, f"running call {index + 1}: the program itself raised", told)
+
+
+def first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def more_of_it(
+    watch: StageWatch,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    settings: Mapping[str, Any],
+    dynamic: bool | None,
+) -> None:
+    """The graph with whole ops, and the first call again after everything in memory was forgotten."""
+    watch.kept_bytes = folder_bytes(watch.home)
+    reset_compiler()
+    try:
+        with tracing_rows() as again, watch_kernels(SeenKernels()):  # its setting is part of the cache's keys
+            started = time.perf_counter()
+            torch.compile(function, **settings)(*copy.deepcopy(args))
+            watch.seconds = (watch.seconds[0], time.perf_counter() - started)
+            watch.again = again
+        trace_whole(watch.functional, function, copy.deepcopy(args), dynamic)
+    except Exception as error:  # noqa: BLE001  the second time is an extra; the story has what came before it
+        watch.functional.problem = f"the run once more failed: {first_line(error)}"
+
+
+def by_name(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments by the names of the parameters."""
+    called = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        return dict(inspect.signature(called).bind(*args).arguments)
+    except (TypeError, ValueError):
+        return {f"argument {index}": value for index, value in enumerate(args)}
+
+
+def device_of(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> str:
+    tensors = [value for args in calls for value in args if isinstance(value, torch.Tensor)]
+    tensors += list(function.parameters())[:1] if isinstance(function, torch.nn.Module) else []
+    return str(tensors[0].device) if tensors else "cpu"
+
+
+def with_problems(story: Story) -> Story:
+    """Stages that could not be watched, or that the run did not come to, say why they are empty."""
+    changes: dict[str, Any] = {}
+    for name, problem in missing_names().items():
+        changes[name] = replace(getattr(story, name), problem=problem)
+    if story.backend == "eager":
+        for name in ("functional", "post_grad", "scheduling", "kernels", "runtime", "caches"):
+            changes.setdefault(
+                name, replace(getattr(story, name), problem="backend eager: Dynamo's graph runs as it is")
+            )
+    elif not story.dynamo.graphs and "dynamo" not in changes:
+        changes["dynamo"] = replace(story.dynamo, problem="nothing was compiled: Dynamo gave no graph to the backend")
+    return replace(story, **changes)

@@ -1,0 +1,110 @@
+"""One node or line through all stages: what it came from, what became of it, which kernel computes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from graft.base.errors import UsageError, near
+from graft.stages.story import ScheduledNode, StageGraph, StageNode, Story
+
+
+@dataclass(frozen=True)
+class Trail:
+    """Of one graph: names at each stop. gone: why nothing is left of it at the end, where that is so."""
+
+    graph: str
+    asked: str
+    lines: tuple[str, ...]
+    dynamo: tuple[str, ...]
+    functional: tuple[str, ...]
+    post_grad: tuple[str, ...]
+    scheduled: tuple[str, ...]
+    groups: tuple[str, ...]
+    kernels: tuple[str, ...]
+    gone: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def is_line(word: str) -> bool:
+    return re.fullmatch(r"[^:%]*:\d+", word) is not None
+
+
+def stops(story: Story) -> tuple[tuple[StageGraph, ...], ...]:
+    return story.dynamo.graphs, story.functional.graphs, story.post_grad.graphs
+
+
+def asked_for(node: StageNode, word: str) -> bool:
+    """`file.py:12`, `:12`, or a name, with its % or without."""
+    if is_line(word):
+        return node.line == word or (bool(node.line) and node.line.endswith(word) and word.startswith(":"))
+    return node.name == word.removeprefix("%")
+
+
+def follow(story: Story, word: str) -> tuple[Trail, ...]:
+    """A trail for each graph that has the node or line; none is an error that names what there is."""
+    found = []
+    for graph in dict.fromkeys(one.graph for stop in stops(story) for one in stop):
+        parts = [nodes_of(stop, graph) for stop in stops(story)]
+        chosen = [[node for node in nodes if asked_for(node, word)] for nodes in parts]
+        if any(chosen):
+            found.append(trail(story, word, graph, parts, chosen))
+    if not found:
+        raise UsageError(unknown(story, word))
+    return tuple(found)
+
+
+def unknown(story: Story, word: str) -> str:
+    nodes = [node for stop in stops(story) for graph in stop for node in graph.nodes]
+    if is_line(word):
+        known = sorted({node.line for node in nodes if node.line})
+        return f"no node of {story.target} was made by line {word}{near(word, known)}"
+    return f"{story.target} has no node {word!r}{near(word.removeprefix('%'), {node.name for node in nodes})}"
+
+
+def nodes_of(stop: Sequence[StageGraph], graph: str) -> list[StageNode]:
+    return [node for one in stop if one.graph == graph for node in one.nodes]
+
+
+def trail(story: Story, word: str, graph: str, parts: list[list[StageNode]], chosen: list[list[StageNode]]) -> Trail:
+    """A name asked for is taken where it occurs first; `add` of Dynamo's graph and of a later one are two things."""
+    first = next(index for index, nodes in enumerate(chosen) if nodes)
+    roots = {node.name for node in chosen[0]} if first == 0 else {s for node in chosen[first] for s in node.sources}
+    dynamo = [node.name for node in parts[0] if node.name in roots]
+    later = []
+    for index in (1, 2):
+        own = {node.name for node in chosen[index]} if index == first or is_line(word) else set()
+        whole = first == 0 or index != first  # a node of this stop stands for itself, not for all of its source
+        later.append([n.name for n in parts[index] if n.name in own or (whole and roots & set(n.sources))])
+    lines = dict.fromkeys(node.line for nodes in chosen for node in nodes if node.line)
+    scheduled = [one for one in story.scheduling.nodes if one.graph == graph and set(one.nodes) & set(later[1])]
+    kernels = [k.name for k in story.kernels.kernels if k.graph == graph and set(k.nodes) & set(later[1])]
+    groups = tuple(dict.fromkeys(n.group for n in scheduled))
+    left = gone(story, graph, later, parts, scheduled, kernels)
+    return Trail(
+        graph, word, tuple(lines), tuple(dynamo), tuple(later[0]), tuple(later[1]), tuple(n.name for n in scheduled),
+        groups, tuple(kernels), left,
+    )  # fmt: skip
+
+
+def gone(
+    story: Story, graph: str, later: list[list[str]], parts: list[list[StageNode]],
+    scheduled: Sequence[ScheduledNode], kernels: Sequence[str],
+) -> str:  # fmt: skip
+    if kernels:
+        return ""
+    if not parts[1]:
+        return "the run did not come to stage 2 with this graph" if story.end else "no later stage saw this graph"
+    if not later[0]:
+        return "AOTAutograd left nothing of it: a view, a number, or a value that nothing reads"
+    if not later[1]:
+        ops = {node.op for node in parts[1] if node.name in later[0]}
+        passes = [p.name for p in story.post_grad.passes if p.graph == graph and ops & set(p.removed)]
+        return f"taken out of the graph by {', '.join(dict.fromkeys(passes)) or 'a pass'}"
+    if not scheduled:
+        return "lowered to a view or a constant, or inlined where it is read: no loop of its own"
+    return "no kernel is known to compute it"

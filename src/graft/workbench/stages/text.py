@@ -1,0 +1,208 @@
+"""A story as lines for people, a stage at a time. What is equal but for its number is told once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from graft.stages.story import STAGES, CacheLookup, KernelRecord, PassRun, StageGraph, Story
+from graft.workbench.diff_text import StyledLine
+
+TITLES = (
+    "Dynamo",
+    "functionalization and decompositions",
+    "graph passes",
+    "scheduling",
+    "kernels",
+    "runtime",
+    "caches",
+)
+MOST = 12  # lines of one kind; the rest is in --json and in -o DIR
+
+
+def story_lines(story: Story, stage: int | None = None) -> list[StyledLine]:
+    calls = "; ".join(story.calls[:4]) + (" …" if len(story.calls) > 4 else "")
+    head = f"{story.target}  {story.backend}, torch {story.torch}, {story.device}, {story.seconds:.1f} s"
+    lines = [StyledLine("title", head), StyledLine("plain", f"  called with {calls or 'nothing'}")]
+    lines += [StyledLine("changed", f"  note: {note}") for note in story.notes]
+    for number, name in enumerate(STAGES, 1):
+        if stage is None or stage == number:
+            lines += stage_lines(story, number, name)
+    return lines + end_lines(story)
+
+
+def end_lines(story: Story) -> list[StyledLine]:
+    if story.end is None:
+        return []
+    where = f"in stage {story.end.stage}" if story.end.stage else "outside of the compiler"
+    return [StyledLine("removed", f"ended {where}, {story.end.doing}: {story.end.error}")]
+
+
+def stage_lines(story: Story, number: int, name: str) -> list[StyledLine]:
+    lines = [StyledLine("head", f"{number} {TITLES[number - 1]}")]
+    problem = getattr(story, name).problem
+    if problem:
+        lines.append(StyledLine("changed", f"  {problem}"))
+    return lines + [StyledLine("plain", f"  {line}") for line in SECTIONS[name](story)]
+
+
+def cut(lines: Sequence[str], most: int = MOST) -> list[str]:
+    return [*lines[:most], *([f"… {len(lines) - most} more"] if len(lines) > most else [])]
+
+
+def folded(lines: Iterable[str]) -> list[str]:
+    """Lines that differ in the numbers of names alone: once, with how often."""
+    groups: dict[str, list[str]] = {}
+    for line in lines:
+        groups.setdefault(re.sub(r"(?<=[A-Za-z])_\d+\b|(?<=layers\.)\d+", "", line), []).append(line)
+    return [f"{same[0]}{f'  × {len(same)}' if len(same) > 1 else ''}" for same in groups.values()]
+
+
+def counts(counter: dict[str, int] | Counter[str]) -> str:
+    return ", ".join(f"{name}{f' × {n}' if n > 1 else ''}" for name, n in Counter(counter).most_common(6))
+
+
+def graph_line(graph: StageGraph) -> str:
+    called = [node.op for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    frame = f" {graph.frame}" if graph.frame else ""
+    return f"graph {graph.graph}{frame}: {len(called)} calls: {counts(Counter(called))}"
+
+
+def dynamo_lines(story: Story) -> list[str]:
+    stage = story.dynamo
+    lines = cut([graph_line(graph) for graph in stage.graphs])
+    lines += [f"break at {one.line or 'an unknown line'}: {one.reason}" for one in stage.breaks] or [
+        "no graph breaks"
+    ]
+    for graph in dict.fromkeys(group.graph for group in stage.guards):
+        groups = [group for group in stage.guards if group.graph == graph]
+        cost = f", {stage.guard_us[graph]:.0f} µs to check" if graph in stage.guard_us else ""
+        kinds = counts({group.kind: group.count for group in groups})
+        lines.append(f"guards of {graph}: {sum(group.count for group in groups)}{cost}: {kinds}")
+    for one in stage.recompilations:
+        values = f" (expected {one.expected}, got {one.actual or 'another value'})" if one.expected else ""
+        at = f" at {one.line}" if one.line else ""
+        lines.append(
+            f"{one.graph} recompiled: guard of {one.previous or 'an earlier graph'} failed: {one.guard}{values}{at}"
+        )
+    for one in stage.symbols:
+        fixed = f", specialised to {one.fixed_to} by {one.fixed_by or 'a guard'}" if one.fixed_to else ""
+        lines.append(f"{one.graph} {one.symbol} = {one.source} (here {one.value}, {one.range}){fixed}")
+    return [*lines, *stage.notes]
+
+
+def functional_lines(story: Story) -> list[str]:
+    stage = story.functional
+    lines = [f"functional {graph_line(graph)}" for graph in stage.whole[:MOST]]
+    lines += [f"decomposed {graph_line(graph)}" for graph in stage.graphs[:MOST]]
+    apart = [f"{one.op} → {', '.join(one.into)}  × {one.times}" for one in stage.decompositions]
+    lines += cut(list(dict.fromkeys(apart)))
+    for one in stage.mutations:
+        size = f", {bytes_text(one.copied_bytes)} copied" if one.copied_bytes else ""
+        lines.append(
+            f"{one.graph} write to %{one.written or '?'} ({one.by}, {one.line or 'no line'}): {one.fate}{size}"
+        )
+    return lines if stage.mutations else [*lines, "no writes to inputs"]
+
+
+def post_grad_lines(story: Story) -> list[str]:
+    stage = story.post_grad
+    lines = [graph_line(graph) for graph in stage.graphs[:MOST]]
+    for one in stage.passes:
+        if one.removed or one.added or one.matches:
+            lines.append(f"{one.graph} {one.subsystem or 'pass'}/{one.name}: {change_text(one)}")
+    lines = cut(folded(lines), 2 * MOST)
+    for one in stage.fusions:
+        if one.matches or one.near_misses:
+            lines.append(f"graft {one.transform}: {one.matches} matches, {len(one.near_misses)} near misses")
+            lines += [f"  near miss {miss}" for miss in cut(list(one.near_misses), 3)]
+    return lines
+
+
+def change_text(run: PassRun) -> str:
+    """`-aten.silu +aten.neg, aten.exp, 2 matches`."""
+    signs = (("-", run.removed), ("+", run.added))
+    change = " ".join(f"{sign}{counts(dict(ops))}" for sign, ops in signs if ops)
+    matched = sum(run.matches.values())
+    return ", ".join(filter(None, (change or "as many calls of each op", f"{matched} matches" if matched else "")))
+
+
+def scheduling_lines(story: Story) -> list[str]:
+    stage, lines = story.scheduling, []
+    for graph in dict.fromkeys(node.graph for node in stage.nodes):
+        nodes = [node for node in stage.nodes if node.graph == graph]
+        groups = Counter(node.group for node in nodes)
+        before, after = stage.bytes_before.get(graph, 0), stage.bytes_after.get(graph, 0)
+        lines.append(
+            f"graph {graph}: {len(nodes)} nodes in {len(groups)} groups, moving {before:,} → {after:,} bytes"
+        )
+        kinds = counts(Counter(node.kind for node in nodes))
+        lines.append(f"  {kinds}")
+        fused = [f"  {name}: {count} nodes fused" for name, count in groups.items() if count > 1]
+        lines += cut(fused, 4)
+    reasons = Counter()
+    for one in stage.refusals:
+        reasons[re.sub(r"\d+", "N", one.reason)] += 1
+    lines += cut([f"not fused, {times} pairs: {reason}" for reason, times in reasons.most_common()])
+    for one in stage.copies:
+        where = f" in {one.kernel}" if one.kernel else ""
+        lines.append(f"copy of {bytes_text(one.bytes)} at %{one.node} {one.line}: {one.reason}{where}")
+    return lines if stage.copies or not stage.nodes else [*lines, "no copies"]
+
+
+def kernel_lines(story: Story) -> list[str]:
+    stage = story.kernels
+    lines = cut(folded(kernel_line(kernel) for kernel in stage.kernels), 2 * MOST)
+    for one in stage.choices:
+        lines.append(f"autotuned {one.name}: " + ", ".join(f"{n} {ms:.4f} ms" for n, ms in list(one.ms.items())[:4]))
+    return [*lines, *([stage.resources] if stage.resources else [])]
+
+
+def kernel_line(kernel: KernelRecord) -> str:
+    launches = f", {kernel.launches} launches" if kernel.launches > 1 else ""
+    lines = ", ".join(kernel.lines[:3]) + (" …" if len(kernel.lines) > 3 else "")
+    of = f" of {lines}" if lines else ""
+    return f"{kernel.graph} {kernel.language} {kernel.name}: {len(kernel.nodes)} nodes{launches}{of}"
+
+
+def runtime_lines(story: Story) -> list[str]:
+    stage = story.runtime
+    lines = [
+        f"{one.graph} CUDA graph {'recorded' if one.recorded else 'skipped'}{f': {one.reason}' if one.reason else ''}"
+        for one in stage.cudagraphs
+    ]
+    lines += [
+        f"{g} allocates {n} buffers, {stage.reused.get(g, 0)} in reused memory" for g, n in stage.allocations.items()
+    ]
+    lines += [f"{stage.streams} streams"] if stage.streams else []
+    return lines + ([f"collectives: {', '.join(stage.collectives)}"] if stage.collectives else [])
+
+
+def cache_lines(story: Story) -> list[str]:
+    stage = story.caches
+    lines = [lookup_line(one) for one in stage.lookups]
+    if stage.again:
+        lines += [f"again {lookup_line(one)}" for one in stage.again]
+        first, second = stage.seconds
+        lines.append(f"first call {first:.2f} s, again {second:.2f} s; the caches hold {bytes_text(stage.bytes)}")
+    return cut(lines, 2 * MOST)
+
+
+def lookup_line(one: CacheLookup) -> str:
+    return f"{one.graph} {one.cache}: {one.outcome}{f' ({one.reason})' if one.reason else ''}"
+
+
+def bytes_text(count: int | str) -> str:
+    return f"{count:,} bytes" if isinstance(count, int) else f"{count} bytes"
+
+
+SECTIONS: dict[str, Callable[[Story], list[str]]] = {
+    "dynamo": dynamo_lines,
+    "functional": functional_lines,
+    "post_grad": post_grad_lines,
+    "scheduling": scheduling_lines,
+    "kernels": kernel_lines,
+    "runtime": runtime_lines,
+    "caches": cache_lines,
+}

@@ -1,0 +1,75 @@
+"""Programs that provoke one thing each in a stage of torch.compile. `NAME_inputs`: what to call NAME with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def scaled(x: Tensor, k: int) -> Tensor:
+    y = x * k
+    return torch.nn.functional.silu(y)
+
+
+def scaled_inputs() -> list[tuple[Tensor, int]]:
+    return [(torch.ones(4, 8), 2), (torch.ones(4, 8), 3)]
+
+
+def longer(x: Tensor) -> Tensor:
+    return x * 2 + 1
+
+
+def longer_inputs() -> list[tuple[Tensor]]:
+    return [(torch.ones(4),), (torch.ones(5),)]
+
+
+def printed(x: Tensor) -> Tensor:
+    y = x * 2
+    print("value")
+    return y + 1
+
+
+def printed_inputs() -> list[tuple[Tensor]]:
+    return [(torch.ones(4),)]
+
+
+def step(cache: Tensor, out: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    h = torch.nn.functional.silu(x)
+    y = h @ w
+    cache.mul_(2)
+    out.copy_(y)
+    z = x.t().contiguous()
+    return (y - y.mean(-1, keepdim=True)) * 3, z
+
+
+def step_inputs() -> list[tuple[Tensor, ...]]:
+    return [(torch.zeros(4, 16), torch.zeros(4, 16), torch.ones(4, 8), torch.ones(8, 16))]
+
+
+def endless(x: Tensor, k: str) -> Tensor:
+    return x + len(k)
+
+
+def endless_inputs() -> list[tuple[Tensor, str]]:
+    return [(torch.ones(2), f"{'a' * n}{n}") for n in range(12)]
+
+
+def raises(x: Tensor) -> Tensor:
+    raise ValueError("not today")
+
+
+def raises_inputs() -> list[tuple[Tensor]]:
+    return [(torch.ones(2),)]
+
+
+def untraceable(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return torch.tensor(sum(x.tolist()))
+
+
+def untraceable_inputs() -> list[tuple[Tensor]]:
+    return [(torch.ones(2),)]
+
+
+def without_inputs(x: Tensor) -> Tensor:
+    return x

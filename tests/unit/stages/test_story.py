@@ -1,0 +1,155 @@
+"""One run of torch.compile as data: what each stage tells, how a story ends early, what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+
+import pytest
+import torch
+import torch._dynamo.output_graph
+import torch._inductor.compile_fx
+import torch._inductor.scheduler
+from torch._inductor.codecache import FxGraphCache
+
+import stage_programs as programs
+from graft.stages import needs
+from graft.stages.needs import missing, version_note
+from graft.stages.story import STAGES, Story, revive
+from graft.stages.tell import tell_story
+from graft.stages.watch import ADAPTERS, missing_names, watching
+
+WATCHED = (
+    (torch._dynamo.output_graph.OutputGraph, "call_user_compiler"),
+    (torch._inductor.compile_fx, "_recursive_post_grad_passes"),
+    (torch._inductor.scheduler.WhyNoFuse, "__call__"),
+    (FxGraphCache, "_get_tmp_dir"),
+)
+
+
+@pytest.fixture(scope="module")
+def step() -> Story:
+    return tell_story(programs.step, programs.step_inputs(), mode="reduce-overhead")
+
+
+def line_of(text: str) -> str:
+    """Of the first line of `step` with the text."""
+    lines, first = inspect.getsourcelines(programs.step)
+    return f"stage_programs.py:{first + next(index for index, line in enumerate(lines) if text in line)}"
+
+
+def test_every_name_that_an_adapter_needs_is_in_this_torch():
+    assert missing_names() == {} and set(STAGES) <= set(ADAPTERS)
+    for names in ADAPTERS.values():
+        assert names and not missing(names)
+
+
+def test_a_name_that_torch_lost_is_named():
+    lost = "torch._inductor.scheduler:WhyNoFuse.gone"
+    assert missing([lost]).endswith(f"has no {lost}")
+    assert "torch.no_such_module" in missing(["torch.no_such_module:name"])
+
+
+def test_a_torch_outside_the_range_is_told(monkeypatch):
+    assert version_note() == ""
+    monkeypatch.setattr(needs.torch, "__version__", "2.20.1")
+    assert "torch 2.20.1 is outside 2.11 to 2.13" in version_note()
+
+
+def test_dynamo_tells_graphs_and_guards(step):
+    (graph,) = step.dynamo.graphs
+    assert graph.frame == "step" and not step.dynamo.breaks and not step.dynamo.recompilations
+    assert {node.line for node in graph.nodes if node.op == "mul_"} == {line_of("cache.mul_")}
+    kinds = {group.kind: group.count for group in step.dynamo.guards}
+    assert kinds["TENSOR_MATCH"] == 4 and step.dynamo.guard_us["0/0"] > 0
+
+
+def test_functionalization_tells_what_became_of_ops_and_writes(step):
+    stage = step.functional
+    assert ("aten.silu", 1) in {(one.op, one.times) for one in stage.decompositions}
+    assert "aten.silu" in {node.op for node in stage.whole[0].nodes}
+    assert "aten.silu" not in {node.op for node in stage.graphs[0].nodes}
+    fates = {one.line: one for one in stage.mutations}
+    scaled = next(one for one in stage.mutations if one.by == "aten.mul.Tensor")
+    assert "in place" in scaled.fate and not scaled.copied_bytes, fates
+    whole = next(one for one in stage.mutations if one.by == "aten.copy")
+    assert "is copied into it" in whole.fate and whole.copied_bytes == 4 * 16 * 4
+
+
+def test_passes_and_the_last_graph(step):
+    assert {node.op for node in step.post_grad.graphs[0].nodes} >= {"aten.mm", "aten.exp"}
+    assert all(one.removed or one.added or one.matches or one.ms > 5 for one in step.post_grad.passes)
+
+
+def test_scheduling_tells_groups_reasons_and_copies(step):
+    stage = step.scheduling
+    assert {node.kind for node in stage.nodes} >= {"Pointwise", "Reduction", "ExternKernelOut"}
+    assert any(len({n.name for n in stage.nodes if n.group == node.group}) > 1 for node in stage.nodes)
+    assert stage.refusals and all(one.reason for one in stage.refusals)
+    assert 0 < stage.bytes_after["0/0"] < stage.bytes_before["0/0"]
+    assert {one.bytes for one in stage.copies} == {256, 128}  # y into out, x.t() made contiguous
+
+
+def test_kernels_tell_source_nodes_and_lines(step):
+    kernels = {kernel.name: kernel for kernel in step.kernels.kernels}
+    assert kernels["extern_kernels.mm"].lines == (line_of("h @ w"),)
+    (silu,) = (kernel for name, kernel in kernels.items() if "silu" in name)
+    assert silu.language == "cpp" and "exp" in silu.source and line_of("h = ") in silu.lines
+    assert "cpu" in step.kernels.resources
+
+
+def test_a_cuda_graph_that_cannot_be_recorded_has_a_reason(step):
+    (record,) = step.runtime.cudagraphs
+    assert record.asked and not record.recorded and record.reason.startswith("the graph runs on cpu")
+    assert step.runtime.allocations["0/0"] >= 2
+
+
+def test_caches_tell_misses_then_hits(step):
+    stage = step.caches
+    assert [(one.cache, one.outcome) for one in stage.lookups] == [("aotautograd", "miss"), ("fx_graph", "miss")]
+    assert {one.outcome for one in stage.again} == {"hit"} and stage.bytes > 1000
+    assert "example_inputs[0]" in stage.lookups[1].components
+
+
+def test_a_story_comes_back_from_json(step):
+    assert Story.from_dict(json.loads(json.dumps(step.to_dict()))) == step
+    with pytest.raises(ValueError, match="has no strange"):
+        revive(Story, {"target": "a", "strange": 1})
+
+
+def test_nothing_is_left_behind_and_nothing_is_there_before():
+    before = [inspect.getattr_static(owner, name) for owner, name in WATCHED]
+    logger = logging.getLogger("torch.__trace")
+    state = logger.level, logger.propagate, list(logger.handlers)
+    with watching():
+        during = [inspect.getattr_static(owner, name) for owner, name in WATCHED]
+    assert all(one is not two for one, two in zip(before, during, strict=True))
+    assert all(inspect.getattr_static(owner, name) is one for (owner, name), one in zip(WATCHED, before, strict=True))
+    assert (logger.level, logger.propagate, list(logger.handlers)) == state
+
+
+def test_a_program_that_raises_ends_its_story():
+    story = tell_story(programs.raises, programs.raises_inputs(), backend="eager")
+    assert story.end and "ValueError: not today" in story.end.error
+
+
+def test_a_pass_that_raises_ends_the_story_in_stage_3():
+    def broken(graph):
+        raise RuntimeError("this pass is broken")
+
+    story = tell_story(programs.longer, programs.longer_inputs(), options={"post_grad_custom_post_pass": broken})
+    assert story.end and story.end.stage == 3 and "this pass is broken" in story.end.error
+    assert story.dynamo.graphs and story.functional.graphs and not story.kernels.kernels
+
+
+def test_recompiling_without_end_is_told():
+    story = tell_story(programs.endless, programs.endless_inputs(), backend="eager")
+    assert story.end is None and len(story.dynamo.graphs) < len(story.calls)
+    assert any("recompile_limit" in note for note in story.dynamo.notes)
+
+
+def test_a_function_of_breaks_alone_has_a_story():
+    story = tell_story(programs.untraceable, programs.untraceable_inputs(), backend="eager")
+    assert story.end is None and story.dynamo.breaks
+    assert "nothing was compiled" in story.dynamo.problem or story.dynamo.graphs
