@@ -38,7 +38,8 @@ def step(cache: Tensor, out: Tensor, x: Tensor, w: Tensor) -> Tensor:
     y = h @ w
     cache.mul_(2)
     out.copy_(y)
-    z = x.t().contiguous()
+    same = x.view(4, 8)
+    z = same.t().contiguous()
     return (y - y.mean(-1, keepdim=True)) * 3, z
 
 

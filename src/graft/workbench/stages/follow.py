@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graft.base.errors import UsageError, near
+from graft.base.errors import UsageError
 from graft.stages.story import ScheduledNode, StageGraph, StageNode, Story
+
+NO_CALLS = ("placeholder", "get_attr", "output")
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,11 @@ def follow(story: Story, word: str) -> tuple[Trail, ...]:
 
 def unknown(story: Story, word: str) -> str:
     nodes = [node for stop in stops(story) for graph in stop for node in graph.nodes]
-    if is_line(word):
-        known = sorted({node.line for node in nodes if node.line})
-        return f"no node of {story.target} was made by line {word}{near(word, known)}"
-    return f"{story.target} has no node {word!r}{near(word.removeprefix('%'), {node.name for node in nodes})}"
+    known = {node.line for node in nodes if node.line} if is_line(word) else {node.name for node in nodes}
+    close = difflib.get_close_matches(word.removeprefix("%"), sorted(known), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "-o DIR writes the graphs with all of them"
+    what = f"was made by line {word}" if is_line(word) else f"is named {word!r}"
+    return f"no node of {story.target} {what}; {hint}"
 
 
 def nodes_of(stop: Sequence[StageGraph], graph: str) -> list[StageNode]:
@@ -75,20 +79,27 @@ def trail(story: Story, word: str, graph: str, parts: list[list[StageNode]], cho
     first = next(index for index, nodes in enumerate(chosen) if nodes)
     roots = {node.name for node in chosen[0]} if first == 0 else {s for node in chosen[first] for s in node.sources}
     dynamo = [node.name for node in parts[0] if node.name in roots]
+    lines = {node.line for node in parts[0] if node.name in roots and node.line}
     later = []
     for index in (1, 2):
         own = {node.name for node in chosen[index]} if index == first or is_line(word) else set()
         whole = first == 0 or index != first  # a node of this stop stands for itself, not for all of its source
-        later.append([n.name for n in parts[index] if n.name in own or (whole and roots & set(n.sources))])
-    lines = dict.fromkeys(node.line for nodes in chosen for node in nodes if node.line)
+        calls = [node for node in parts[index] if node.op not in NO_CALLS]
+        later.append([n.name for n in calls if n.name in own or (whole and comes_from(n, roots, lines))])
+    asked = dict.fromkeys(node.line for nodes in chosen for node in nodes if node.line)
     scheduled = [one for one in story.scheduling.nodes if one.graph == graph and set(one.nodes) & set(later[1])]
     kernels = [k.name for k in story.kernels.kernels if k.graph == graph and set(k.nodes) & set(later[1])]
     groups = tuple(dict.fromkeys(n.group for n in scheduled))
     left = gone(story, graph, later, parts, scheduled, kernels)
     return Trail(
-        graph, word, tuple(lines), tuple(dynamo), tuple(later[0]), tuple(later[1]), tuple(n.name for n in scheduled),
+        graph, word, tuple(asked), tuple(dynamo), tuple(later[0]), tuple(later[1]), tuple(n.name for n in scheduled),
         groups, tuple(kernels), left,
     )  # fmt: skip
+
+
+def comes_from(node: StageNode, roots: set[str], lines: set[str]) -> bool:
+    """Writes at the end of a graph know their line alone."""
+    return bool(roots & set(node.sources)) or (not node.sources and node.line in lines)
 
 
 def gone(

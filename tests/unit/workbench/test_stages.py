@@ -1,0 +1,210 @@
+"""graft stages: the questions people ask, one node followed, two runs compared, stories on disk, bad input."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import stage_programs as programs
+from graft.base.errors import DumpError, UsageError
+from graft.cli.app import app
+from graft.stages.story import Story
+from graft.stages.tell import tell_story
+from graft.workbench.stages import questions
+from graft.workbench.stages.compare import diff_lines, diff_stories
+from graft.workbench.stages.follow import follow
+from graft.workbench.stages.questions import QUESTIONS, find_question
+from graft.workbench.stages.saved import FILE, open_story, save_story
+from graft.workbench.stages.targets import find_target
+from graft.workbench.stages.text import story_lines
+
+FILE_OF = Path(programs.__file__)
+
+
+@cache
+def story(name: str, backend: Any = "eager", mode: str | None = None) -> Story:
+    return tell_story(
+        getattr(programs, name), getattr(programs, f"{name}_inputs")(), target=name, backend=backend, mode=mode
+    )
+
+
+def step() -> Story:
+    return story("step", "inductor", "reduce-overhead")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The story of `step` on disk; commands read it instead of compiling again."""
+    path = tmp_path_factory.mktemp("stages") / "step"
+    save_story(step(), path)
+    return path
+
+
+def run(*words: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["stages", *map(str, words)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_why_did_it_recompile():
+    answer = questions.why_recompiled(story("scaled"))
+    assert answer.answer == "once; first: k == 2, 3 where 2 was compiled"
+    assert answer.details[0].startswith("0/1 because of 0/0: k == 2: expected 2, got 3 (stage_programs.py:")
+    sizes = questions.why_recompiled(story("longer"))
+    assert "size mismatch at index 0" in sizes.answer and "5 where 4 was compiled" in sizes.answer
+    assert "mark_dynamic" in sizes.advice and "mark_dynamic" not in answer.advice
+    assert questions.why_recompiled(story("printed")).answer.startswith("it did not")
+
+
+def test_why_was_the_cuda_graph_skipped():
+    assert "runs on cpu; CUDA graphs record the work of a GPU" in questions.why_no_cudagraph(step()).answer
+
+
+def test_what_broke_the_graph():
+    answer = questions.what_broke(story("printed"))
+    assert answer.answer.startswith("stage_programs.py:") and "print" in answer.details[0] and answer.advice
+    assert questions.what_broke(story("longer")).answer.startswith("nothing")
+
+
+def test_which_kernel_is_a_line_in():
+    line = next(node.line for node in step().dynamo.graphs[0].nodes if node.op == "operator.matmul")
+    assert questions.which_kernel(step(), line).answer == "extern_kernels.mm"
+    assert questions.which_kernel(step(), f":{line.partition(':')[2]}").answer == "extern_kernels.mm"
+    assert questions.which_kernel(step(), "%exp").answer.startswith("cpp_fused")
+
+
+def test_what_was_copied():
+    answer = questions.what_copied(step())
+    assert answer.answer == "2 copies, 384 bytes"
+    assert any("%mm is copied into it" in line for line in answer.details)
+    assert any("contiguous()" in line and "128 bytes" in line for line in answer.details)
+
+
+def test_why_did_two_nodes_not_fuse():
+    assert questions.why_not_fused(step(), "%clone", "%exp").answer == "no shared data"
+    assert questions.why_not_fused(step(), "%mean", "%sub").answer.startswith("they did: both are in op")
+    assert "never compared" in questions.why_not_fused(step(), "%clone", "%mm").answer
+
+
+def test_why_was_the_cache_missed():
+    assert questions.why_missed(step()).answer.endswith("the same call again is a hit")
+    same = questions.why_missed(step(), since=step())
+    assert same.answer.startswith("it would not be")
+    sizes = story("longer", "inductor")
+    differs = questions.why_missed(sizes, since=step())
+    assert "example_inputs" in differs.answer or "gm" in differs.answer
+    assert "gm" in questions.why_missed(sizes).details[0]  # the second graph has symbols
+
+
+def test_a_pass_without_a_key_bypasses_the_cache():
+    told = tell_story(
+        programs.longer, programs.longer_inputs()[:1], options={"post_grad_custom_post_pass": lambda graph: None}
+    )
+    answer = questions.why_missed(told)
+    assert answer.answer.startswith("it was bypassed: ") and "pass" in answer.answer and "uuid" in answer.advice
+
+
+def test_a_line_is_followed_to_its_kernel():
+    name = next(node.name for node in step().dynamo.graphs[0].nodes if node.op.endswith("silu"))
+    (trail,) = follow(step(), name)
+    assert trail.dynamo == (name,) and set(trail.post_grad) == {"neg", "exp", "add", "div"}
+    assert trail.scheduled and trail.kernels and not trail.gone
+    write = next(node.name for node in step().dynamo.graphs[0].nodes if node.op == "copy_")
+    assert any(name.startswith("copy_") for name in follow(step(), write)[0].post_grad)
+
+
+def test_what_a_pass_took_away_is_told():
+    name = next(node.name for node in step().dynamo.graphs[0].nodes if node.op == "view")
+    (trail,) = follow(step(), name)
+    assert not trail.kernels and trail.gone == "taken out of the graph by remove_noop_ops"
+
+
+def test_an_unknown_place_is_told_with_near_names():
+    with pytest.raises(UsageError, match="no node of step is named 'clona'; did you mean 'clone'"):
+        follow(step(), "clona")
+    with pytest.raises(UsageError, match=r"no node of step was made by line nowhere\.py:1"):
+        follow(step(), "nowhere.py:1")
+
+
+def test_the_first_stage_that_differs():
+    assert diff_stories(step(), step()).first is None
+    found = diff_stories(story("longer"), story("longer", "inductor"))
+    assert found.first == 2  # Dynamo does the same for both
+    other = diff_stories(story("longer"), story("scaled"))
+    assert other.first == 1 and any("silu" in fact for fact, _ in other.stages[0].added)
+    texts = [line.text for line in diff_lines(other)]
+    assert "first difference in stage 1, Dynamo" in texts and any(text.startswith("  + ") for text in texts)
+
+
+def test_text_has_every_stage_and_where_it_ended():
+    texts = [line.text for line in story_lines(step())]
+    assert [text[0] for text in texts if text[:1].isdigit()] == list("1234567")
+    assert [line.text for line in story_lines(step(), 4)][2] == "4 scheduling"
+    assert "ValueError: not today" in story_lines(story("raises"))[-1].text
+
+
+def test_commands_answer_from_a_folder(folder):
+    assert "extern_kernels.mm" in run("why", folder, "%mm")
+    assert run("ask", "copies", folder).startswith("2 copies")
+    assert "all seven stages are the same" in run("diff", folder, folder)
+    assert "5 kernels" in run(folder) and "5 kernels" not in run(folder, "--stage", 4)
+    assert json.loads(run(folder, "--json"))["target"] == "step"
+    assert json.loads(run("ask", "cudagraph", folder, "--json"))["answer"]
+    assert json.loads(run("why", folder, "%mm", "--json"))[0]["kernels"] == ["extern_kernels.mm"]
+    assert json.loads(run("diff", folder, folder, "--json"))["first"] is None
+    names = {path.parent.name for path in folder.rglob("*.*")}
+    assert {"graphs", "kernels"} <= names and open_story(folder) == step()
+
+
+def test_a_function_in_a_file_is_told():
+    output = run(f"{FILE_OF}:printed", "--backend", "eager")
+    assert "break at stage_programs.py:" in output and "2 graph" not in output.splitlines()[0]
+    assert "not today" in run(f"{FILE_OF}:raises", "--backend", "eager", code=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((f"{FILE_OF}:nothing",), "has no function 'nothing'"),
+        ((f"{FILE_OF}:without_inputs",), "nothing says what to call it with"),
+        ((f"{FILE_OF}",), "name the function, too"),
+        (("no_such_file.py:f",), "there is no Python file"),
+        (("no-such-model",), "no-such-model"),
+        ((f"{FILE_OF}:printed", "--dynamic", "maybe"), "write auto, true or false"),
+        ((f"{FILE_OF}:printed", "--backend", "tvm"), "write inductor, graft or eager"),
+        ((f"{FILE_OF}:printed", "--option", "freezing"), "write KEY=VALUE"),
+        ((f"{FILE_OF}:printed", "--option", "frezing=true"), "frezing is not an option of Inductor"),
+        (("ask", "recompile", "x"), "did you mean 'recompiles'"),
+        (("ask", "fusion", "x", "%a"), "takes NODE|LINE NODE|LINE, and was given 1 words"),
+        (("ask", "breaks", "x", "--since", "y"), "--since is for the question cache"),
+    ],
+)
+def test_bad_requests_end_in_one_line(words, message):
+    result = CliRunner().invoke(app, ["stages", *words])
+    assert result.exit_code in (1, 2) and message in result.output and "Traceback" not in result.output
+
+
+def test_every_question_can_be_asked():
+    for name, question in QUESTIONS.items():
+        assert find_question(name, question.words) is question and question.text.endswith("?")
+
+
+def test_a_folder_that_is_no_story(tmp_path):
+    with pytest.raises(DumpError, match=f"has no {FILE}"):
+        open_story(tmp_path)
+    (tmp_path / FILE).write_text("{}")
+    with pytest.raises(DumpError, match="another version"):
+        open_story(tmp_path)
+    (tmp_path / FILE).write_text('{"format": 1, "strange": 1}')
+    with pytest.raises(DumpError, match="no story: Story has no strange"):
+        open_story(tmp_path)
+
+
+def test_a_model_is_called_with_the_tokens_asked_for():
+    target = find_target("tiny-llama", (3, 5))
+    assert [call[0].shape[1] for call in target.calls] == [3, 5]
