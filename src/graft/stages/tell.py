@@ -53,9 +53,9 @@ def tell_story(
         with own_caches() as home, grad_mode(gradients):
             with watching(home) as watch:
                 end = make_calls(watch, function, calls, settings)
+            reports: Sequence[Report] = tuple(made.reports) if made is not None else ()
             if whole and end is None and backend != "eager":
                 more_of_it(watch, function, calls[0], settings, dynamic)
-            reports: Sequence[Report] = made.reports if made is not None else ()
             story = watch.story(
                 target or getattr(function, "__name__", type(function).__name__),
                 backend=backend, device=device_of(function, calls), calls=named, reports=reports, end=end,

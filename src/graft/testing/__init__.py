@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graft.testing.eager_compiled import assert_compiled_like_eager
     from graft.testing.fusion import Trial, assert_fuses, assert_not_fuses, try_transform
     from graft.testing.generated import Generated, generated_kernels
     from graft.testing.metadata import assert_metadata_preserved
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     from graft.testing.post_grad import PostGrad, post_grad_graph
     from graft.testing.recompiles import assert_no_recompiles
     from graft.testing.round_trip import RoundTrip, cache_round_trip
+    from graft.testing.stages import (
+        assert_cudagraphed,
+        assert_fused_together,
+        assert_kernel_count,
+        assert_no_copies,
+        assert_no_graph_breaks,
+        autotune_choices,
+    )
 
 _HOMES = {
     "Trial": "fusion",
@@ -38,19 +47,33 @@ _HOMES = {
     "assert_no_recompiles": "recompiles",
     "RoundTrip": "round_trip",
     "cache_round_trip": "round_trip",
+    "assert_compiled_like_eager": "eager_compiled",
+    "assert_cudagraphed": "stages",
+    "assert_fused_together": "stages",
+    "assert_kernel_count": "stages",
+    "assert_no_copies": "stages",
+    "assert_no_graph_breaks": "stages",
+    "autotune_choices": "stages",
 }
 __all__ = [
     "Generated",
     "PostGrad",
     "RoundTrip",
     "Trial",
+    "assert_compiled_like_eager",
+    "assert_cudagraphed",
+    "assert_fused_together",
     "assert_fuses",
+    "assert_kernel_count",
     "assert_matches_eager",
     "assert_metadata_preserved",
+    "assert_no_copies",
+    "assert_no_graph_breaks",
     "assert_no_recompiles",
     "assert_not_fuses",
     "assert_refused_or_harmless",
     "assert_same_numbers",
+    "autotune_choices",
     "cache_round_trip",
     "generated_kernels",
     "matrix",

@@ -22,6 +22,7 @@ from graft.testing.fusion import Config, Tried, as_module, name_of, settings_for
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+SIZES = {None: "auto", True: "dynamic", False: "static"}
 
 
 def device_problem(device: str) -> str | None:
@@ -38,8 +39,11 @@ def device_problem(device: str) -> str | None:
     return None
 
 
-def matrix(dtypes: Sequence[str] = DTYPES, devices: Sequence[str] = DEVICES) -> Any:
-    """A decorator: the test runs with every `dtype` (a torch.dtype) and `device` (a name)."""
+def matrix(
+    dtypes: Sequence[str] = DTYPES, devices: Sequence[str] = DEVICES, dynamics: Sequence[bool | None] = ()
+) -> Any:
+    """A decorator: the test runs with every `dtype` (a torch.dtype) and `device` (a name); with `dynamics`, also with
+    every `dynamic`, as torch.compile takes it."""
     import pytest
 
     cases = []
@@ -47,8 +51,10 @@ def matrix(dtypes: Sequence[str] = DTYPES, devices: Sequence[str] = DEVICES) -> 
         problem = device_problem(device)
         marks = [pytest.mark.skip(reason=problem)] if problem else []
         for dtype in dtypes:
-            cases.append(pytest.param(getattr(torch, dtype), device, marks=marks, id=f"{dtype}-{device}"))
-    return pytest.mark.parametrize(("dtype", "device"), cases)
+            given, name = (getattr(torch, dtype), device), f"{dtype}-{device}"
+            cases += [pytest.param(*given, d, marks=marks, id=f"{name}-{SIZES[d]}") for d in dynamics]
+            cases += [] if dynamics else [pytest.param(*given, marks=marks, id=name)]
+    return pytest.mark.parametrize(("dtype", "device", *(("dynamic",) if dynamics else ())), cases)
 
 
 def moved(values: Any, dtype: torch.dtype, device: str) -> Any:

@@ -2,6 +2,7 @@
 
     @pytest.mark.needs_transform("fuse_rope")      skipped, with the reason, in a build without it
     @pytest.mark.needs_device("cuda")              skipped, with the reason, on a machine without it
+    @pytest.mark.needs_stage("scheduling")         skipped, with the reason, where torch lacks what it is watched by
     @pytest.mark.known_gap("only even sizes")      must fail, by an assertion; fails the run when it starts to pass
 
 Installed with graft (entry point group `pytest11`). The entry point has the module's own name, so that
@@ -17,6 +18,7 @@ import pytest
 MARKS = (
     "needs_transform(name, …): skip where this build has no transform of that name",
     "needs_device(name, …): skip where the device (cuda, cuda:1) is not there",
+    "needs_stage(name, …): skip where this torch lacks the names by which a stage of torch.compile is watched",
     "known_gap(reason): an assertion that does not hold yet; strict, so it fails when it starts to pass",
 )
 
@@ -48,6 +50,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         for name in mark.args:
             if problem := device_problem(name):
                 pytest.skip(f"needs {name}: {problem}")
+    for mark in item.iter_markers("needs_stage"):
+        for name in mark.args:
+            if problem := stage_problem(name):
+                pytest.skip(f"needs stage {name}: {problem}")
+
+
+def stage_problem(name: str) -> str | None:
+    from graft.base.errors import near
+    from graft.stages.story import STAGES
+    from graft.stages.watch import missing_names
+
+    return missing_names().get(name) if name in STAGES else f"there is no such stage{near(name, STAGES)}"
 
 
 def transform_problem(name: str) -> str | None:

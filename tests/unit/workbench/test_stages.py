@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 import stage_programs as programs
 from graft.base.errors import DumpError, UsageError
 from graft.cli.app import app
+from graft.stages.follow import follow
 from graft.stages.story import Story
 from graft.stages.tell import tell_story
 from graft.workbench.stages import questions
 from graft.workbench.stages.compare import diff_lines, diff_stories
-from graft.workbench.stages.follow import follow
 from graft.workbench.stages.questions import QUESTIONS, find_question
 from graft.workbench.stages.saved import FILE, open_story, save_story
 from graft.workbench.stages.targets import find_target

@@ -140,7 +140,7 @@ def why(
 ) -> None:
     """Follow one node or line of the model through all stages: what became of it, and in which kernel it is."""
     from graft.cli.show import out
-    from graft.workbench.stages.follow import follow
+    from graft.stages.follow import follow
     from graft.workbench.stages.questions import trail_lines
 
     story = story_of(target, backend, dynamic, mode, options, tokens)

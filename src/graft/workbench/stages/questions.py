@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graft.base.errors import UsageError, near
+from graft.stages.follow import Trail, follow
 from graft.stages.story import CacheLookup, Refusal, Story
-from graft.workbench.stages.follow import Trail, follow
 from graft.workbench.stages.text import bytes_text
 
 

@@ -1,0 +1,102 @@
+"""torch.compile against eager: results, strides, aliases, writes to arguments, and gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graft.backends.inductor import reset_compiler, trust_instruction_sets
+from graft.ir.storage import storage_id
+from graft.testing.failure import failure
+from graft.testing.fusion import Tried, as_module, name_of
+from graft.testing.numbers import assert_same_numbers, moved, placed
+
+
+def assert_compiled_like_eager(
+    function: Tried,
+    args: tuple[Any, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    dynamic: bool | None = None,
+    gradients: bool = False,
+    roundings: float = 4,
+    wrong: Tried | None = None,
+    backend: Any = "inductor",
+) -> None:
+    """The function compiled by torch.compile does what it does in eager, in `dtype` on `device`.
+
+    Compared are the numbers of results and of arguments that it writes, to so many roundings of the dtype; strides of
+    results; which results and arguments share memory; with `gradients`, those of all floating arguments and
+    parameters. wrong: a function that is a little wrong, whose results the same comparison must reject.
+    """
+    __tracebackhide__ = True
+    trust_instruction_sets()
+    eager = run(placed(function, dtype, device), moved(args, dtype, device), gradients)
+    other = None if wrong is None else run(placed(wrong, dtype, device), moved(args, dtype, device), gradients)
+    reset_compiler()
+    try:
+        module = placed(function, dtype, device)
+        compiled = torch.compile(as_module(module), backend=backend, dynamic=dynamic)
+        got = run(compiled, moved(args, dtype, device), gradients, module)
+    finally:
+        reset_compiler()
+    for what, left, right in (("strides", got[1], eager[1]), ("shared memory", got[2], eager[2])):
+        if left != right:
+            raise failure(
+                f"{what} of {name_of(function)} as in eager: {right}",
+                f"{left}",
+                advice="what reads the result may depend on it; return a copy, or make the layout explicit",
+            )
+    assert_same_numbers(got[0], eager[0], roundings=roundings, wrong=None if other is None else other[0])
+
+
+def run(
+    function: Callable[..., Any], args: tuple[Any, ...], gradients: bool, module: torch.nn.Module | None = None
+) -> tuple[list[Any], list[Any], set[tuple[str, str]]]:
+    """Numbers (results, arguments afterwards, gradients), strides of results, and pairs that share memory."""
+    given = copy.deepcopy(args)
+    tensors = [value for value in pytree.tree_leaves(given) if isinstance(value, Tensor)]
+    leaves = [tensor for tensor in tensors if gradients and tensor.is_floating_point()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    with torch.set_grad_enabled(gradients):
+        results = [value for value in pytree.tree_leaves(function(*given)) if isinstance(value, Tensor)]
+    owner = module if module is not None else function
+    if isinstance(owner, torch.nn.Module):
+        leaves += [p for p in owner.parameters() if gradients and p.requires_grad]
+    slopes = gradients_of(results, leaves) if gradients else []
+    strides = [meaning_strides(result) for result in results]
+    numbers = [*(r.detach() for r in results), *(t.detach() for t in tensors), *slopes]
+    return numbers, strides, shared_memory(results, tensors)
+
+
+def gradients_of(results: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """Of a sum in which every element of every result has a weight of its own."""
+    parts = [result for result in results if result.requires_grad]
+    if not parts or not leaves:
+        return []
+    weights = [torch.linspace(0.5, 1.5, p.numel(), dtype=p.dtype, device=p.device).reshape(p.shape) for p in parts]
+    found = torch.autograd.grad(parts, leaves, weights, allow_unused=True)
+    return [torch.zeros_like(leaf) if slope is None else slope for slope, leaf in zip(found, leaves, strict=True)]
+
+
+def meaning_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Of dimensions that are stepped along; the stride of a size of one says nothing."""
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+
+
+def shared_memory(results: list[Tensor], tensors: list[Tensor]) -> set[tuple[str, str]]:
+    named = [(f"result {i}", one) for i, one in enumerate(results)]
+    named += [(f"argument {i}", one) for i, one in enumerate(tensors)]
+    return {
+        (one, two)
+        for index, (one, left) in enumerate(named)
+        for two, right in named[index + 1 :]
+        if left.numel() and right.numel() and storage_id(left) == storage_id(right)
+    }
