@@ -78,7 +78,7 @@ def packages() -> Drawing:
     d = Drawing(760, 430, "Package layers: imports go downwards only")
     layers: list[tuple[str, tuple[str, ...], tuple[str, str]]] = [
         ("commands", ("cli",), GREY),
-        ("tools", ("workbench", "bench", "testing"), GREEN),
+        ("tools", ("workbench", "bench", "testing", "stages"), GREEN),
         ("what users call", ("api", "engine"), BLUE),
         ("graph in, program out", ("capture", "passes", "backends", "models"), VIOLET),
         ("memory and kernels", ("memory", "ops", "weights"), AMBER),

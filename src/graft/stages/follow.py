@@ -78,12 +78,13 @@ def trail(story: Story, word: str, graph: str, parts: list[list[StageNode]], cho
     """A name asked for is taken where it occurs first; `add` of Dynamo's graph and of a later one are two things."""
     first = next(index for index, nodes in enumerate(chosen) if nodes)
     roots = {node.name for node in chosen[0]} if first == 0 else {s for node in chosen[first] for s in node.sources}
-    dynamo = [node.name for node in parts[0] if node.name in roots]
+    dynamo = [node.name for node in parts[0] if node.name in roots and node.op not in NO_CALLS]
     lines = {node.line for node in parts[0] if node.name in roots and node.line}
     later = []
     for index in (1, 2):
-        own = {node.name for node in chosen[index]} if index == first or is_line(word) else set()
-        whole = first == 0 or index != first  # a node of this stop stands for itself, not for all of its source
+        # passes keep names, so a node of the functional graph is that of the same name after them
+        own = {node.name for node in chosen[index]} if first > 0 or is_line(word) else set()
+        whole = is_line(word) or not own
         calls = [node for node in parts[index] if node.op not in NO_CALLS]
         later.append([n.name for n in calls if n.name in own or (whole and comes_from(n, roots, lines))])
     asked = dict.fromkeys(node.line for nodes in chosen for node in nodes if node.line)

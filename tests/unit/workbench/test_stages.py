@@ -87,8 +87,10 @@ def test_what_was_copied():
 
 def test_why_did_two_nodes_not_fuse():
     assert questions.why_not_fused(step(), "%clone", "%exp").answer == "no shared data"
+    assert questions.why_not_fused(step(), "%clone", "%copy__1").answer
     assert questions.why_not_fused(step(), "%mean", "%sub").answer.startswith("they did: both are in op")
-    assert "never compared" in questions.why_not_fused(step(), "%clone", "%mm").answer
+    assert questions.why_not_fused(step(), "%exp", "%mm").answer.startswith("%mm is a call (ExternKernelOut)")
+    assert "never compared" in questions.why_not_fused(step(), "%clone", "%mean").answer
 
 
 def test_why_was_the_cache_missed():

@@ -111,7 +111,7 @@ def runtime_facts(story: Story) -> list[str]:
 def cache_facts(story: Story) -> list[str]:
     stage = story.caches
     facts = [f"{one.cache}: {one.outcome} {one.reason}" for one in (*stage.lookups, *stage.again)]
-    keys = [f"key {name}: {text}" for one in stage.lookups for name, text in one.components.items()]
+    keys = [f"key {name}: {text.partition(' ')[0]}" for one in stage.lookups for name, text in one.components.items()]
     return facts + keys
 
 

@@ -10,6 +10,8 @@ from graft.stages.follow import Trail, follow
 from graft.stages.story import CacheLookup, Refusal, Story
 from graft.workbench.stages.text import bytes_text
 
+CALLS = ("ExternKernel", "FallbackKernel", "MultiOutput")  # kinds of IR that are calls, not loops
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -95,7 +97,8 @@ def what_copied(story: Story) -> Answer:
     for one in found:
         where = f" in {one.kernel}" if one.kernel else ""
         details.append(f"{one.graph} %{one.node} {one.line}: {bytes_text(one.bytes)}{where}: {one.reason}")
-    return Answer(question, f"{len(found)} copies, {bytes_text(known)}", tuple(details))
+    count = "1 copy" if len(found) == 1 else f"{len(found)} copies"
+    return Answer(question, f"{count}, {bytes_text(known)}", tuple(details))
 
 
 def why_not_fused(story: Story, first: str, second: str) -> Answer:
@@ -112,12 +115,17 @@ def why_not_fused(story: Story, first: str, second: str) -> Answer:
     one, two = pairs[0]
     found = [refusal for refusal in story.scheduling.refusals if is_between(refusal, one, two)]
     if not found:
-        return Answer(
-            question, "the scheduler never compared them: they read and write no buffer in common",
-            (*trail_lines(one), *trail_lines(two)),
-        )  # fmt: skip
+        return Answer(question, never_compared(story, one, two), (*trail_lines(one), *trail_lines(two)))
     details = tuple(f"{r.first} and {r.second}: {r.reason}" for r in found)
     return Answer(question, " / ".join(dict.fromkeys(r.reason for r in found)), details)
+
+
+def never_compared(story: Story, *trails: Trail) -> str:
+    for one in trails:
+        for node in story.scheduling.nodes:
+            if node.graph == one.graph and node.name in one.scheduled and node.kind.startswith(CALLS):
+                return f"{one.asked} is a call ({node.kind}), which the scheduler does not fuse with loops"
+    return "the scheduler never compared them: it compares nodes that use a buffer in common"
 
 
 def is_between(refusal: Refusal, one: Trail, two: Trail) -> bool:

@@ -144,7 +144,8 @@ def scheduling_lines(story: Story) -> list[str]:
     reasons = Counter()
     for one in stage.refusals:
         reasons[re.sub(r"\d+", "N", one.reason)] += 1
-    lines += cut([f"not fused, {times} pairs: {reason}" for reason, times in reasons.most_common()])
+    for reason, times in reasons.most_common(MOST):
+        lines.append(f"not fused, {times} pair{'s' if times > 1 else ''}: {reason}")
     for one in stage.copies:
         where = f" in {one.kernel}" if one.kernel else ""
         lines.append(f"copy of {bytes_text(one.bytes)} at %{one.node} {one.line}: {one.reason}{where}")
