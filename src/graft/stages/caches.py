@@ -12,7 +12,8 @@ from typing import Any
 import torch._functorch.config
 import torch._inductor.config
 
-from graft.stages.needs import swapped
+from graft.backends.inductor import without_caches
+from graft.stages.needs import missing, swapped
 from graft.stages.story import CacheLookup, CacheStage
 from graft.stages.trace import TraceCollector, TraceRow
 
@@ -34,6 +35,10 @@ def own_caches() -> Iterator[Path]:
     So every pass runs, keys are made, and the user's caches stay as they are. Compiled C++ and Triton code is found
     by its source as always: a new folder for that would build precompiled headers again, up to a minute.
     """
+    if missing(NEEDS):  # the stage says so; all else can still be told
+        with without_caches(), tempfile.TemporaryDirectory(prefix="graft-stages-") as folder:
+            yield Path(folder)
+        return
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
     from torch._inductor.codecache import FxGraphCache
 

@@ -19,7 +19,9 @@ from graft.passes.report import Report
 from graft.stages.caches import folder_bytes, own_caches
 from graft.stages.functional import trace_whole
 from graft.stages.kernels import SeenKernels, watch_kernels
+from graft.stages.needs import missing
 from graft.stages.story import Story, StoryEnd
+from graft.stages.trace import NEEDS as TRACE
 from graft.stages.trace import tracing_rows
 from graft.stages.watch import StageWatch, missing_names, watching
 
@@ -47,6 +49,10 @@ def tell_story(
     made = Backend() if backend == "graft" else None
     settings = compile_settings(made or backend, dynamic, mode, options)
     named = [by_name(function, args) for args in calls]
+    name = target or getattr(function, "__name__", type(function).__name__)
+    if problem := missing(TRACE):  # without the trace there is nothing to tell
+        nothing = StoryEnd(0, "looking for torch's structured trace", problem)
+        return Story(name, backend, torch.__version__, device_of(function, calls), end=nothing)
     end: StoryEnd | None = None
     reset_compiler()
     try:
@@ -57,7 +63,7 @@ def tell_story(
             if whole and end is None and backend != "eager":
                 more_of_it(watch, function, calls[0], settings, dynamic)
             story = watch.story(
-                target or getattr(function, "__name__", type(function).__name__),
+                name,
                 backend=backend, device=device_of(function, calls), calls=named, reports=reports, end=end,
             )  # fmt: skip
     finally:

@@ -14,11 +14,12 @@ import torch._inductor.scheduler
 from torch._inductor.codecache import FxGraphCache
 
 import stage_programs as programs
-from graft.stages import needs
+from graft.stages import caches, needs, tell, watch
 from graft.stages.needs import missing, version_note
 from graft.stages.story import STAGES, Story, revive
 from graft.stages.tell import tell_story
 from graft.stages.watch import ADAPTERS, missing_names, watching
+from testing_kit_cases import Gated, X
 
 WATCHED = (
     (torch._dynamo.output_graph.OutputGraph, "call_user_compiler"),
@@ -118,6 +119,14 @@ def test_a_story_comes_back_from_json(step):
         revive(Story, {"target": "a", "strange": 1})
 
 
+def test_grafts_fusions_are_told_in_their_place_and_once():
+    story = tell_story(Gated(), [(X,)], backend="graft")
+    fusions = [one for one in story.post_grad.fusions if one.transform == "fuse_swiglu"]
+    assert [(one.status, one.matches) for one in fusions] == [("applied", 1)] and story.end is None
+    assert "graft.swiglu" in {node.op for node in story.post_grad.graphs[0].nodes}
+    assert "torch.ops.graft.swiglu.default" in {kernel.name for kernel in story.kernels.kernels}
+
+
 def test_nothing_is_left_behind_and_nothing_is_there_before():
     before = [inspect.getattr_static(owner, name) for owner, name in WATCHED]
     logger = logging.getLogger("torch.__trace")
@@ -127,6 +136,22 @@ def test_nothing_is_left_behind_and_nothing_is_there_before():
     assert all(one is not two for one, two in zip(before, during, strict=True))
     assert all(inspect.getattr_static(owner, name) is one for (owner, name), one in zip(WATCHED, before, strict=True))
     assert (logger.level, logger.propagate, list(logger.handlers)) == state
+
+
+def test_a_stage_that_cannot_be_watched_says_so_and_the_others_are_told(monkeypatch):
+    lost = ("torch._inductor.scheduler:Gone",)
+    monkeypatch.setitem(watch.ADAPTERS, "scheduling", lost)
+    monkeypatch.setitem(watch.ADAPTERS, "caches", lost)
+    monkeypatch.setattr(caches, "NEEDS", lost)
+    story = tell_story(programs.longer, programs.longer_inputs()[:1])
+    assert story.end is None and story.kernels.kernels and not story.scheduling.nodes
+    assert story.scheduling.problem.endswith(f"has no {lost[0]}") and story.caches.problem == story.scheduling.problem
+
+
+def test_without_the_trace_there_is_an_end_and_no_traceback(monkeypatch):
+    monkeypatch.setattr(tell, "TRACE", ("torch._logging.structured:Gone",))
+    story = tell_story(programs.longer, programs.longer_inputs())
+    assert story.end and story.end.error.endswith("has no torch._logging.structured:Gone") and not story.dynamo.graphs
 
 
 def test_a_program_that_raises_ends_its_story():
