@@ -93,9 +93,9 @@ def read_break(graph: str, text: str) -> GraphBreak:
     body = body.partition("User code traceback:")[0]
     explanation = re.search(r"Explanation: (.*)", body)
     hints = tuple(hint.strip() for hint in re.findall(r"Hint: (.*)", body))
-    lines = [part.strip() for part in body.splitlines() if part.strip()]
+    lines = [part.strip() for part in body.splitlines() if part.strip(" ^~")]
     before = [part for part in lines if not part.startswith(("Explanation", "Hint", "Developer debug", "For more"))]
-    reason = before[-1] if before else "unknown"
+    reason = before[-1 if explanation else 0] if before else "unknown"
     where = line[1].rsplit("/", 1)[-1] if line else ""
     return GraphBreak(graph, where, reason, explanation[1].strip() if explanation else "", hints)
 

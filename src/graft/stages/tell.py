@@ -114,8 +114,10 @@ def ended(watch: StageWatch, error: Exception, index: int) -> StoryEnd:
 
 
 def first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """With the second line, which is the reason where the first says what was tried."""
+    text = str(error).partition("from user code")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}" if lines else type(error).__name__
 
 
 def more_of_it(

@@ -159,6 +159,12 @@ def test_a_program_that_raises_ends_its_story():
     assert story.end and "ValueError: not today" in story.end.error
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_the_reason():
+    story = tell_story(lambda x: x.cuda() + 1, [(torch.ones(2),)], backend="eager")
+    assert story.end and story.end.stage == 1 and "CUDA" in story.end.error.upper()
+
+
 def test_a_pass_that_raises_ends_the_story_in_stage_3():
     def broken(graph):
         raise RuntimeError("this pass is broken")
