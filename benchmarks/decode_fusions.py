@@ -26,7 +26,9 @@ from graft.bench.plan import Cell
 from graft.bench.runner import Graft, synchronize
 from graft.cli.show import quiet_libraries
 from graft.engine.stages import overlay
-from graft.models.load import LoadedModel, load_model, resolve_device
+from graft.models.load import load_model
+from graft.models.loaded import LoadedModel
+from graft.models.places import resolve_device
 from graft.passes.config import load_config
 from graft.passes.registry import TransformRegistry, load_all
 

@@ -166,7 +166,7 @@ def resized(llm: LLM, **options: Any) -> LLM:
     layers = [LayerShape(t.shape[2], t.shape[3], t.dtype) for t in llm.engine.tensors[::2]]
     other.engine, _ = build_engine(
         llm.engine.graph, llm.model, layers, llm.engine.manager.block_size, EngineOptions(**options),
-        llm.graph_module,
+        llm.device, content=llm.cache.content,
     )  # fmt: skip
     return other
 

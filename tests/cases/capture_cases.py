@@ -30,7 +30,14 @@ def engine(family: str, record: bool, blocks: int | None = None, **options: Any)
     other = copy.copy(llm)
     size = whole.manager.block_size
     other.engine, other.size = build_engine(
-        whole.graph, llm.model, layers, size, EngineOptions(**options), llm.graph_module, record=record
+        whole.graph,
+        llm.model,
+        layers,
+        size,
+        EngineOptions(**options),
+        llm.device,
+        content=llm.cache.content,
+        record=record,
     )
     assert blocks is None or other.engine.manager.blocks == blocks
     return other

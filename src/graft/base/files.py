@@ -70,8 +70,12 @@ def write_whole(target: Path, content: str | bytes, refuse: Callable[[Exception]
 
 
 @contextmanager
-def atomic_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill; it appears at `target` when the block ends well, and nothing remains when it does not."""
+def atomic_folder(target: Path, check: Callable[[], None] | None = None) -> Iterator[Path]:
+    """A folder to fill; it appears at `target` when the block ends well, and nothing remains when it does not.
+
+    Of several processes that write the same folder, each puts a whole one there, one after the other. check: raises,
+    at that moment, where what lies there by now must stay.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target)
@@ -82,12 +86,31 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise write_failed(str(target), error) from error
     try:
         yield temporary
-        put_in_place(temporary, target)
+        with locked_folder(target.parent):
+            if check is not None:
+                check()
+            put_in_place(temporary, target)
     except BaseException as error:  # Ctrl-C included: what was half written goes, and the error goes on
         shutil.rmtree(temporary, ignore_errors=True)
         if is_disk_full(error):
             raise write_failed(str(target), error) from error
         raise
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """One process at a time puts something into this folder; a killed one lets go. No file is made for it."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks here
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_together(files: Mapping[Path, str]) -> None:

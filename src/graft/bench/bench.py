@@ -26,7 +26,7 @@ from graft.bench.rows import Bench, Row
 from graft.bench.runner import CellWork, Graft, Runner
 from graft.bench.traffic import graph_weight_bytes, prompt_flops, step_bytes, weight_bytes
 from graft.engine.llm import LLM
-from graft.models.load import LoadedModel
+from graft.models.loaded import LoadedModel
 
 WARM_UP = 4  # new tokens of the call that compiles; recompilation for a second step is in it
 

@@ -13,6 +13,7 @@ from graft.cli.author.discover import discover
 from graft.cli.author.new_transform import new_transform
 from graft.cli.author.repro import repro
 from graft.cli.generate.chat import chat
+from graft.cli.generate.compile import compile
 from graft.cli.generate.events import events
 from graft.cli.generate.run import run
 from graft.cli.generate.serve import serve
@@ -56,6 +57,7 @@ VERBS = (
     run,
     chat,
     serve,
+    compile,
     bench,
     events,
     transforms,

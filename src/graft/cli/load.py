@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from graft.base.files import Progress
     from graft.engine.llm import LLM
     from graft.engine.params import SamplingParams
-    from graft.models.load import LoadedModel
+    from graft.models.loaded import LoadedModel
 
 
 def sampling_params(stop: Sequence[str] | None, **options: Any) -> SamplingParams:
@@ -39,8 +39,18 @@ def load_llm(
     keep_weights: the Hugging Face module is used as well, so quantizing must leave it its weights.
     """
     from graft.cli.show import tell_notes
+    from graft.engine.artifact.format import is_engine
     from graft.engine.llm import LLM, engine_options
     from graft.engine.options import EngineOptions
+
+    if is_engine(model):
+        from graft.engine.artifact.load import loaded_model
+
+        more = options_for(loaded_model(model)) if options_for else {}
+        return LLM(
+            model, dtype=dtype, device=device, config=config or dict.fromkeys(sets or ()) or None,
+            progress=progress, quantize=quantize,            keep_weights=keep_weights, **options, **more,
+        )  # fmt: skip
     from graft.engine.stages import load_decoder, settings_for
     from graft.passes.config import load_config, quantize_sets
 

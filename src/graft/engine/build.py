@@ -20,7 +20,7 @@ from graft.engine.kv.manager import BlockManager
 from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block
 from graft.engine.options import EngineOptions
 from graft.engine.scheduler import Scheduler
-from graft.models.load import LoadedModel
+from graft.models.loaded import LoadedModel
 from graft.weights.quantize import FP8
 
 
@@ -30,19 +30,19 @@ def build_engine(
     layers: Sequence[LayerShape],
     block_size: int,
     options: EngineOptions,
-    weights: Module,
+    device: torch.device,
     *,
+    content: str,
     backend: str = "eager",
     progress: Progress | None = None,
     record: bool | None = None,
-    content: str | None = None,
+    ends: frozenset[int] | None = None,
 ) -> tuple[Engine, str]:
     """The engine, and a line about the size of its cache.
 
-    weights: holds what the graph reads. content: its fingerprint, where some of it was freed since.
-    record: whether decode steps are captured; None: where that is of use (see loop_problem).
+    content: the fingerprint of the weights that the graph reads. ends: the end tokens, where the module
+    does not know them. record: whether decode steps are captured; None: where that is of use (see loop_problem).
     """
-    device = next(weights.parameters()).device  # the module's own may be freed, and on the meta device
     size = bytes_per_block(layers, block_size)
     most = options.max_num_seqs * -(-model.context // block_size)
     found = cache_size(size, most, device, options.kv_cache_memory)
@@ -61,7 +61,7 @@ def build_engine(
     manager = BlockManager(
         found.blocks,
         block_size,
-        fingerprint=content or fingerprint(model, weights),
+        fingerprint=content,
         prefix_reuse=options.enable_prefix_caching,
         events=events,
     )
@@ -71,7 +71,7 @@ def build_engine(
         graph,
         tensors,
         scheduler,
-        end_tokens=end_tokens(model),
+        end_tokens=end_tokens(model) if ends is None else ends,
         tokenizer=model.tokenizer,
         loop=loop,
         notes=() if record else (f"decode: no CUDA graphs, because {problem}",),

@@ -9,7 +9,7 @@ from torch import Tensor
 from graft.engine.engine import Engine
 from graft.engine.kv.tensors import LayerShape, allocate
 from graft.engine.self_check import PROMPT, STEPS, some_tokens
-from graft.models.load import LoadedModel
+from graft.models.loaded import LoadedModel
 from graft.ops.layout import HostBatch, pack
 
 

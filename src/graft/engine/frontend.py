@@ -16,7 +16,7 @@ from graft.engine.grammar import Grammars
 from graft.engine.params import SamplingParams, bias_problem
 from graft.engine.prompts import Prompt, as_list, chat_tokens, check_fits, encode
 from graft.engine.watch import TaskWatch, ThreadWatch
-from graft.models.load import LoadedModel
+from graft.models.loaded import LoadedModel
 
 
 class Frontend:

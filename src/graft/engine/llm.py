@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graft.base.errors import UsageError, near
 from graft.base.files import Progress
-from graft.engine.build import build_engine
-from graft.engine.cache_error import cache_error_text
-from graft.engine.choices import choice_notes
+from graft.engine.artifact.format import is_engine
 from graft.engine.frontend import Frontend
 from graft.engine.kv.events import Event
 from graft.engine.kv.subscription import EventSubscription
 from graft.engine.options import EngineOptions
-from graft.engine.self_check import self_check
-from graft.engine.stages import (
-    Config,
-    cache_dtype_of,
-    capture,
-    load_decoder,
-    lower,
-    settings_for,
-    target_of,
-    transform,
-    weight_formats,
-)
-from graft.models.load import LoadedModel
-from graft.passes.config import quantize_sets
-from graft.passes.report import Report
+from graft.engine.parts import EngineParts
+from graft.models.loaded import LoadedModel
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from graft.engine.stages import Config
+    from graft.passes.report import Report
 
 
 class LLM(Frontend):
-    """Loads, captures, transforms and lowers a decoder, and generates with it. `options`: see EngineOptions.
+    """Loads, captures, transforms and lowers a decoder, and generates with it; or starts a compiled engine, from the
+    folder that `save` or `graft compile` wrote, without any of that. `options`: see EngineOptions.
 
     quantize: "int8", "int4" or "fp8", the transform quantize_linear; None: floats, but for a GGUF file with
     `dtype="auto"` and the native backend, which reads the file's own blocks; "none": floats always. Where the LLM
@@ -60,47 +53,48 @@ class LLM(Frontend):
         trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
-        sizes, given = engine_options(options), model if isinstance(model, LoadedModel) else None
-        quantize_sets(quantize)  # a wrong format is told before the model is loaded
-        loaded = given or load_decoder(
-            model,  # pyrefly: ignore
-            dtype=dtype, device=device, backend=backend, quantize=quantize, kv_cache_dtype=sizes.kv_cache_dtype,
-            trust_remote_code=trust_remote_code, progress=progress,
-        )  # fmt: skip
-        loaded = replace(loaded, context=sizes.context(loaded.context))
-        settings = settings_for(loaded, config, quantize)
-        cache = cache_dtype_of(sizes.kv_cache_dtype, next(loaded.module.parameters()).device)
-        target = target_of(loaded, settings, backend, cache)
-        keep = (given is not None if keep_weights is None else keep_weights) and loaded.lazy is None
-        captured = capture(loaded, progress)
-        made = transform(
-            loaded,
-            captured,
-            settings,
-            target,
-            keep_weights=keep,
-            cache_dtype=cache,
-            dump_dir=dump_dir,
-            progress=progress,
-        )
-        lowered = lower(loaded, made, settings, target, keep_weights=keep)
-        self.engine, self.size = build_engine(
-            lowered.call, loaded, made.layers, made.block_size, sizes, made.graph_module, backend=lowered.backend,
-            progress=progress, content=made.content,
-        )  # fmt: skip
-        quantized = bool(weight_formats(settings))
-        checked = self_check(self.engine, loaded, made.layer_names, quantized=quantized, wanted=sizes.self_check)
-        if cache is not None and sizes.self_check:
-            checked += f"; {cache_error_text(self.engine, loaded, lowered.backend)}"
-        if keep_weights and loaded.floats is not None:
-            loaded = replace(loaded, module=loaded.floats(), lazy=None, floats=None)
-        self.model, self.device, self.backend = loaded, target.device, lowered.backend
-        self.graph_module, self.quantized = made.graph_module, made.quantized
-        notes = (
-            *loaded.notes, captured.note, *target.why, *made.report.notes, *made.notes, *lowered.notes,
-            *choice_notes(made.graph_module, target.device, lowered.kernels), checked,
-        )  # fmt: skip
-        self.built: Report = replace(made.report, kernels=lowered.kernels, notes=notes)
+        sizes = engine_options(options)
+        asked: dict[str, Any] = {
+            "dtype": dtype, "device": device, "config": config, "backend": backend, "dump_dir": dump_dir,
+            "quantize": quantize, "keep_weights": keep_weights, "trust_remote_code": trust_remote_code,
+        }  # fmt: skip
+        if is_engine(model):
+            from graft.engine.artifact.load import load_engine
+
+            parts = load_engine(Path(str(model)), sizes, asked, progress)
+        else:
+            from graft.engine.assemble import assemble
+
+            parts = assemble(model, sizes, progress=progress, **asked)
+        self.parts: EngineParts = parts
+        self.engine, self.size, self.model, self.cache = parts.engine, parts.size, parts.model, parts.cache
+        self.device, self.backend, self.quantized = parts.device, parts.backend, parts.quantized
+
+    @cached_property
+    def graph_module(self) -> GraphModule:
+        """The transformed graph; of a compiled engine on the native backend without its weights."""
+        return self.parts.graph_module()
+
+    @cached_property
+    def built(self) -> Report:
+        return self.parts.report()
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        overwrite: bool = False,
+        made_by: Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> None:
+        """Writes a folder that starts without compiling anything: `graft.LLM(path)`, `graft run -m path`.
+
+        It holds the weights, and starts on the same kind of machine with the same graft and torch. made_by: the
+        command that would make it anew, for those who find that it does not.
+        """
+        from graft.engine.artifact.save import save_engine
+
+        save_engine(self.parts, Path(path), overwrite=overwrite, made_by=tuple(made_by), progress=progress)
 
     def kv_cache_events(self, timeout: float | None = None) -> list[Event]:
         """What happened in the cache since the last call; waits up to `timeout` seconds for something to happen."""

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from graft.base.errors import EmptyPrompt, NotText, PromptTooLong, TokenizerMissing, UsageError
 from graft.engine.params import SamplingParams
-from graft.models.load import LoadedModel
+from graft.models.loaded import LoadedModel
 
 Prompt = str | bytes | Sequence[int]
 # A fast tokenizer may change its own settings in a call, and fails ("Already borrowed") if another thread is in it.

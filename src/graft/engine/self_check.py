@@ -23,7 +23,7 @@ from graft.engine.core import Request, Stats
 from graft.engine.decode.loop import Counts
 from graft.engine.engine import Engine
 from graft.engine.params import MOST_LOGPROBS, SamplingParams
-from graft.models.load import LoadedModel
+from graft.models.loaded import LoadedModel
 from graft.ops.paged_cache import raw, read
 from graft.weights.quantize import FP8
 

@@ -28,7 +28,9 @@ from graft.capture.cache import captured_decoder
 from graft.engine.build import fingerprint
 from graft.engine.kv.tensors import LayerShape
 from graft.ir.edit import attribute
-from graft.models.load import LoadedModel, load_model, resolve_device
+from graft.models.load import load_model
+from graft.models.loaded import LoadedModel
+from graft.models.places import resolve_device
 from graft.ops.launch import float8_missing
 from graft.ops.layout import check_graph
 from graft.passes.base import Context

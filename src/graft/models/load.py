@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from graft.base.device_memory import free_memory, is_out_of_memory, size_text
-from graft.base.errors import CheckpointError, OutOfMemory, UnknownModel, UsageError, near
+from graft.base.errors import CheckpointError, OutOfMemory, UnknownModel
 from graft.base.files import Progress
 from graft.models.embedded import embedded_folder, embedded_gguf
+from graft.models.loaded import LoadedModel
+from graft.models.places import resolve_device, resolve_dtype
 from graft.models.promises import check_promises, read_context
-from graft.models.registry import Family, RegistryEntry, entries, family_of
+from graft.models.registry import RegistryEntry, entries, family_of
 from graft.models.requests import (
     asking_for_code,
     check_requests,
@@ -28,35 +29,8 @@ from graft.models.requests import (
 from graft.weights.checkpoint import check_folder, refusing
 from graft.weights.gguf.blocks import blocks_folder, float_model, lazy_model
 from graft.weights.gguf.convert import convert_gguf, converted_note, stored_dtype
-from graft.weights.lazy import LazyWeights
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    name: str
-    module: PreTrainedModel
-    tokenizer: Any
-    family: Family | None
-    context: int  # how many tokens fit
-    lazy: LazyWeights | None = None  # weights that still lie in their file: the module has shapes alone
-    floats: Callable[[], PreTrainedModel] | None = None  # of a model with such weights: a module that has them
-    notes: tuple[str, ...] = ()  # for the report: what of its folder is not used, and how weights were read
-
-    @property
-    def layers(self) -> int:
-        return self.module.config.num_hidden_layers
-
-    @property
-    def transforms(self) -> Mapping[str, Any]:
-        return self.family.transforms if self.family else {}
 
 
 def load_model(
@@ -94,29 +68,6 @@ def load_model(
     if path.suffix == ".gguf":
         raise CheckpointError(f"{path} does not exist")
     raise UnknownModel(str(name), entries())
-
-
-def resolve_device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        target = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"unknown device {device!r}; use cpu, cuda, cuda:1 or meta") from error
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("no GPU is available here; use device='cpu'")
-    return target
-
-
-def resolve_dtype(dtype: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """`auto` keeps the checkpoint's dtype on a GPU and is float32 on a CPU, where torch's 16-bit matrix-vector
-    kernels are slower: SmolLM2, batch 1: float32 is 1.1 x as fast with AVX-512 BF16 (2 cores), and 1.6 x without
-    16-bit instructions (1 core, widen_linear on)."""
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else stored
-    if dtype not in DTYPES:
-        raise UsageError(f"unknown dtype {dtype!r}{near(dtype, [*DTYPES, 'auto'])}")
-    return DTYPES[dtype]
 
 
 def build_random(entry: RegistryEntry, dtype: torch.dtype, device: torch.device) -> LoadedModel:

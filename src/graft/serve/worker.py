@@ -21,10 +21,10 @@ from typing import Any
 
 from graft.base.errors import GraftError
 from graft.base.progress import phase_of
+from graft.engine.artifact.format import is_engine
 from graft.engine.core import Request
 from graft.engine.llm import LLM, engine_options
 from graft.engine.params import SamplingParams
-from graft.engine.stages import load_decoder, settings_for
 from graft.engine.watch import Watch
 from graft.serve.options import ModelOptions
 from graft.serve.probes import served_model
@@ -214,6 +214,14 @@ def load_model(options: ModelOptions, outbox: Outbox) -> LLM:
             outbox.send({"progress": phase})
 
     engine_options(options.engine)  # a wrong size is told before the model is loaded
+    if is_engine(options.model):
+        return LLM(
+            options.model, dtype=options.dtype, device=options.device, backend=options.backend,
+            config=options.config or dict.fromkeys(options.sets) or None, quantize=options.quantize, progress=progress,
+            **options.engine,
+        )  # fmt: skip
+    from graft.engine.stages import load_decoder, settings_for
+
     loaded = load_decoder(
         options.model, dtype=options.dtype, device=options.device, backend=options.backend,
         quantize=options.quantize, trust_remote_code=options.trust_remote_code, progress=progress,

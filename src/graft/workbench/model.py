@@ -6,7 +6,8 @@ from torch.fx import GraphModule
 
 from graft.base.files import Progress
 from graft.capture.cache import captured_decoder
-from graft.models.load import LoadedModel, load_model
+from graft.models.load import load_model
+from graft.models.loaded import LoadedModel
 from graft.models.registry import entries
 
 

@@ -12,13 +12,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.fx import Graph, GraphModule
 
-from graft.api.artifact.tensors import entries_data, pack, unpack
 from graft.base.errors import DumpError
 from graft.base.files import atomic_file, disk_errors
 from graft.ir.edit import attach_state
 from graft.ir.io.serial import graph_from_json
 from graft.passes.dumps import WEIGHTS
 from graft.passes.registry import load_all
+from graft.weights.named_tensors import entries_data, pack, unpack
 
 
 def save_state(state: Mapping[str, torch.Tensor], folder: Path) -> None:

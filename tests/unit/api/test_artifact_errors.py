@@ -16,12 +16,12 @@ from torch import nn
 import graft
 from graft.api.artifact import Artifact, SavedGraph, read_artifact, save, write_artifact
 from graft.api.artifact.format import FORMAT, MANIFEST, checksum, file_names
-from graft.api.artifact.tensors import pack
 from graft.base.errors import ArtifactError, DiskFull, DumpError
 from graft.base.files import atomic_folder
 from graft.ir.io.serial import graph_from_json, graph_to_json
 from graft.ir.program.signature import Signature
 from graft.ir.trace import export_graph
+from graft.weights.named_tensors import pack
 
 
 class Counter(nn.Module):

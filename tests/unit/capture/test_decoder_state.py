@@ -201,7 +201,7 @@ def test_recordings_are_checked_as_requests_run_them(llm):
 
     engine, _ = build_engine(
         llm.engine.graph, llm.model, [LayerShape(*each) for each in shapes], 16, EngineOptions(max_num_seqs=2),
-        llm.graph_module, record=True,
+        llm.device, content=llm.cache.content, record=True,
     )  # fmt: skip
     assert engine.loop is not None
     notes, made = list(engine.loop.notes), set(engine.loop.captures.made)

@@ -18,7 +18,8 @@ from conftest import FAMILIES
 from graft.base.errors import CheckpointError, ConfigError, DiskFull, UnknownModel, UsageError
 from graft.base.files import atomic_folder, cache_dir
 from graft.models.embedded import download, embedded_gguf
-from graft.models.load import load_model, resolve_dtype
+from graft.models.load import load_model
+from graft.models.places import resolve_dtype
 from graft.models.registry import entries, evaluate, families
 from graft.weights.checkpoint import check_safetensors
 from graft.weights.gguf import convert as gguf_module

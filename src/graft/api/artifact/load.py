@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 import graft.ops  # noqa: F401  registers graft's ops, which the graph calls
 from graft.api.artifact.format import STATE, WEIGHTS, Artifact, SavedGraph, file_names, read_manifest, text_file
-from graft.api.artifact.tensors import unpack
 from graft.base.errors import ArtifactError, DumpError
 from graft.base.files import sha256
 from graft.ir.io.serial import graph_from_json
 from graft.ir.program.signature import Signature
+from graft.weights.named_tensors import unpack
 
 
 def read_artifact(path: str | Path) -> Artifact:

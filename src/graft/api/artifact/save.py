@@ -29,12 +29,12 @@ from graft.api.artifact.format import (
     file_names,
     text_file,
 )
-from graft.api.artifact.tensors import PackedTensors, entries_data, pack
 from graft.base.errors import ArtifactError, DumpError
 from graft.base.files import atomic_folder, is_disk_full, sha256
 from graft.ir.io.serial import graph_to_json
 from graft.ir.nodes import leaves
 from graft.ir.verify import module_state
+from graft.weights.named_tensors import PackedTensors, entries_data, pack
 
 
 def write_artifact(path: str | Path, artifact: Artifact, *, overwrite: bool = False) -> None:

@@ -17,6 +17,7 @@ from graft.backends.native.compiler import find_compiler
 from graft.backends.native.cpu import thread_count
 from graft.backends.native.emit import emit
 from graft.backends.native.regions import NativeRegion, Split, split
+from graft.backends.native.stored import NativeStep
 from graft.backends.native.weights import Release, prepare_all
 from graft.base.errors import NothingNative, UsageError
 from graft.ir.nodes import tensor_val, where
@@ -46,17 +47,24 @@ def lower_native(gm: GraphModule, named: Mapping[str, str] | None = None, releas
         RegionCall(region.program, library, team, own, arena)
         for region, own in zip(parts.regions, weights, strict=True)
     ]
-    shell = shell_of(gm, parts, calls)
+    shell = GraphModule(gm, shell_of(gm, parts, calls))
     reasons = {node.name: reason for node, reason in parts.reasons.items()}  # a copy of a node has its name
-    graph, eager = bind_kernels(
-        GraphModule(gm, shell), named, lambda node: Asker("native", lambda: reasons[node.name])
-    )
+    bound, eager = bind_shell(shell, named, reasons)
     return Lowered(
-        GraphModule(gm, graph, class_name="NativeGraph"),
+        bound,
         "native",
         gathered([*((name, Ran(("native",), "native")) for name in native_ops(parts)), *eager]),
         notes(parts, built, seconds, team, released),
+        NativeStep(shell, calls, reasons, built),
     )
+
+
+def bind_shell(
+    shell: GraphModule, named: Mapping[str, str], reasons: Mapping[str, str]
+) -> tuple[GraphModule, list[tuple[str, Ran]]]:
+    """What runs: kernels in place of graft's ops that stayed eager."""
+    graph, eager = bind_kernels(shell, named, lambda node: Asker("native", lambda: reasons[node.name]))
+    return GraphModule(shell, graph, class_name="NativeGraph"), eager
 
 
 def source_of(parts: Split) -> Source:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from graft.base.errors import PeerNotRun
-from graft.models.load import LoadedModel
+from graft.models.loaded import LoadedModel
 
 
 @dataclass(frozen=True)

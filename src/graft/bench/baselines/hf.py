@@ -14,7 +14,7 @@ from graft.base.timers import synchronize
 from graft.bench.baselines.baseline import Task
 from graft.bench.baselines.llama_cpp import LlamaCpp
 from graft.bench.baselines.openvino import OpenVino
-from graft.models.load import LoadedModel
+from graft.models.loaded import LoadedModel
 
 
 class Clock:

@@ -140,5 +140,7 @@ class DecodeTimer:
             cudagraph_capture_sizes=(tokens,),
         )
         other = copy.copy(llm)
-        other.engine, _ = build_engine(llm.engine.graph, llm.model, layers, size, options, llm.graph_module)
+        other.engine, _ = build_engine(
+            llm.engine.graph, llm.model, layers, size, options, llm.device, content=llm.cache.content
+        )
         return other

@@ -22,7 +22,7 @@ def ops(
 ) -> None:
     """List the ops: the table of kernels in the order they are tried, what each takes, which is chosen and why."""
     from graft.cli.show import out
-    from graft.models.load import resolve_device
+    from graft.models.places import resolve_device
     from graft.workbench.kernels import choice_rows, choice_texts, kernel_rows
 
     if backend not in ("eager", "native"):

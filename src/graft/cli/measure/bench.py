@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from graft.bench.plan import BenchPlan
     from graft.bench.rows import Bench
-    from graft.models.load import LoadedModel
+    from graft.models.loaded import LoadedModel
 
 
 Against = Annotated[
@@ -111,7 +111,7 @@ def bench(
         return bench_server(
             serve, named, clients, rate, requests, prompt, new, endpoint, api_key, extra_body, plot, as_json
         )
-    from graft.models.load import DTYPES, resolve_device, resolve_dtype
+    from graft.models.places import DTYPES, resolve_device, resolve_dtype
 
     target = resolve_device(device)
     given: dict[str, Any] = {

@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 
 from graft.base.errors import ExportRefused, UsageError
 from graft.ir.nodes import calls, module_path
-from graft.models.load import resolve_device
+from graft.models.places import resolve_device
 from graft.passes.library.streams.schedule import ScheduledCall
 from graft.passes.report import Report, TransformRecord
 from graft.workbench.discover.calls import is_free

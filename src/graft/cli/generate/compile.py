@@ -1,0 +1,92 @@
+"""`graft compile`: a model as a folder that starts without compiling anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from graft.cli.load import load_llm
+from graft.cli.options import (
+    Backend,
+    CacheDtype,
+    ConfigFile,
+    Device,
+    DType,
+    Json,
+    MaxModelLen,
+    Model,
+    Plugins,
+    Quantize,
+    Sets,
+    TrustRemoteCode,
+)
+
+
+def compile(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.", metavar="DIR")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a compiled engine that is there.")] = False,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    backend: Backend = "auto",
+    config: ConfigFile = None,
+    sets: Sets = None,
+    plugins: Plugins = None,
+    quantize: Quantize = None,
+    kv_cache_dtype: CacheDtype = "auto",
+    max_model_len: MaxModelLen = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Json = False,
+) -> None:
+    """Compile a model into a folder that run, chat, serve and bench start from in a moment.
+
+    It holds the graph, the kernels, the weights as kernels read them, and the tokenizer. It starts on a machine of
+    this kind with this graft and torch; elsewhere it is refused with what differs.
+    """
+    from graft.base.errors import UsageError
+    from graft.cli.show import progress_bar
+    from graft.engine.artifact.format import is_engine
+    from graft.engine.artifact.save import check_place
+
+    if is_engine(model):
+        raise UsageError(f"{model} is a compiled engine already; copy the folder, or compile the model itself")
+    check_place(output, overwrite)  # told before the model is loaded
+    with progress_bar() as progress:
+        llm = load_llm(
+            model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
+            quantize=quantize, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        asked = {
+            "dtype": dtype, "device": device, "backend": backend, "config": config, "quantize": quantize,
+            "kv-cache-dtype": kv_cache_dtype, "max-model-len": max_model_len,
+        }  # fmt: skip
+        llm.save(output, overwrite=overwrite, made_by=command(model, asked, sets, plugins), progress=progress)
+    show(output, llm, as_json)
+
+
+def command(model: str, asked: dict[str, Any], sets: list[str] | None, plugins: list[str] | None) -> list[str]:
+    """What would make the same folder, but for its name."""
+    given = [f"--{name}={value}" for name, value in asked.items() if value not in (None, "auto")]
+    repeated = [f"--set={text}" for text in sets or ()] + [f"--plugin={name}" for name in plugins or ()]
+    return ["compile", model, *given, *repeated]
+
+
+def show(output: Path, llm: Any, as_json: bool) -> None:
+    from graft.base.device_memory import size_text
+    from graft.base.manifest import MANIFEST
+    from graft.cli.show import out
+
+    files = json.loads((output / MANIFEST).read_text())["files"]
+    size = sum(entry["bytes"] for entry in files.values())
+    if as_json:
+        about = {"folder": str(output), "bytes": size, "backend": llm.backend, "device": str(llm.device)}
+        print(json.dumps({**about, "files": {name: entry["bytes"] for name, entry in files.items()}}))
+        return
+    out.print(
+        f"{output}: {llm.model.name} for {llm.device} ({llm.backend}), {len(files)} files, {size_text(size)};"
+        f" graft run -m {output} …", markup=False, soft_wrap=True,
+    )  # fmt: skip

@@ -1,0 +1,205 @@
+"""Starting a compiled engine: files are checked by threads while the rest is read, and nothing is compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from graft.backends.lowered import Lowered
+from graft.base.errors import ArtifactError, DumpError, UsageError
+from graft.base.files import Progress
+from graft.base.manifest import OpenFolder
+from graft.engine.artifact.format import CONFIG, ENGINE, GRAPH, OBJECT, REPORT, STEP, WEIGHTS
+from graft.engine.artifact.model import StoredConfig, StoredModule
+from graft.engine.artifact.target import again, check_target
+from graft.engine.artifact.tokenizer import read_tokenizer
+from graft.engine.build import build_engine
+from graft.engine.kv.tensors import LayerShape
+from graft.engine.options import EngineOptions
+from graft.engine.parts import CacheLayout, EngineParts
+from graft.engine.self_check import self_check
+from graft.models.loaded import LoadedModel
+from graft.models.places import resolve_device
+from graft.weights.mapped import map_tensors, stream_tensors
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from graft.passes.report import Report
+
+
+def load_engine(
+    path: Path, sizes: EngineOptions, asked: Mapping[str, Any], progress: Progress | None = None
+) -> EngineParts:
+    """asked: what LLM was asked for; what contradicts the folder is refused, since nothing is compiled anew."""
+    tell = progress or (lambda *_: None)
+    tell("opening the compiled engine", 0, 1)
+    folder = OpenFolder(path, ENGINE)
+    try:
+        folder.start_checks()
+        manifest = folder.manifest
+        device = check_request(path, manifest, sizes, asked)
+        check_target(path, manifest, device)
+        model = stored_model(folder, sizes)
+        tell("mapping the weights", 0, 1)
+        weights = read_weights(folder, device)
+        lowered = native_step(folder, weights) if manifest["native"] else eager_graph(folder, weights)
+        texts = folder.text(GRAPH), folder.text(REPORT)
+    finally:
+        folder.close()
+    cache = cache_layout(manifest["cache"])
+    tell("making the cache", 0, 1)
+    engine, size = build_engine(
+        lowered.call, model, cache.layers, cache.block_size, sizes, device, content=cache.content,
+        backend=lowered.backend, progress=progress, ends=frozenset(manifest["model"]["end_tokens"]),
+    )  # fmt: skip
+    checked = self_check(engine, model, cache.names, quantized=manifest["quantized_weights"], wanted=sizes.self_check)
+    said = (f"compiled engine: {path}, nothing was compiled", *lowered.notes, checked)
+    return EngineParts(
+        engine, model, device, lowered.backend, size, cache, partial(read_graph, path, texts[0], weights),
+        partial(read_report, texts[1], said), saving(manifest["quantized"]), manifest["quantized_weights"],
+        manifest["kernels"],
+    )  # fmt: skip
+
+
+def loaded_model(path: str | Path) -> LoadedModel:
+    """The model of a compiled engine, without its weights: for those who must know its sizes before it is loaded."""
+    folder = OpenFolder(Path(path), ENGINE)
+    try:
+        return stored_model(folder, EngineOptions())
+    finally:
+        folder.close()
+
+
+def check_request(
+    path: Path, manifest: dict[str, Any], sizes: EngineOptions, asked: Mapping[str, Any]
+) -> torch.device:
+    """The device; raises UsageError for what the folder cannot give."""
+    model, cache = manifest["model"], manifest["cache"]["layers"]
+    device = torch.device(manifest["device"])
+    wanted = {"dtype": model["dtype"], "backend": manifest["backend"]}
+    for name, saved in wanted.items():
+        if asked[name] not in ("auto", saved):
+            raise UsageError(f"{path} was compiled with {name}={saved}, not {asked[name]}. {again(path, manifest)}")
+    here = resolve_device(asked["device"]) if asked["device"] != "auto" else device
+    if here.type != device.type:
+        raise UsageError(f"{path} was compiled for {device.type}, not {here.type}. {again(path, manifest)}")
+    if here.type == "cuda":
+        here = resolve_device(str(here))
+    for name in ("config", "quantize", "dump_dir"):
+        if asked[name] is not None:
+            raise UsageError(f"{name} has no effect on {path}, which is compiled already. {again(path, manifest)}")
+    if asked["keep_weights"]:
+        raise UsageError(f"{path} holds no Hugging Face module, whose weights could be kept; load the model itself")
+    if sizes.kv_cache_dtype == "fp8" and not cache[0][2].startswith("float8"):
+        raise UsageError(f"{path} was compiled with a cache in {cache[0][2]}, not fp8. {again(path, manifest)}")
+    return here
+
+
+def stored_model(folder: OpenFolder, sizes: EngineOptions) -> LoadedModel:
+    from graft.models.registry import families
+
+    about = folder.manifest["model"]
+    config = StoredConfig(json.loads(folder.text(CONFIG)))
+    module: Any = StoredModule(config, getattr(torch, about["dtype"]))
+    family = families().get(about["family"])
+    tokenizer = read_tokenizer(folder, folder.manifest["fast_tokenizer"])
+    return LoadedModel(about["name"], module, tokenizer, family, sizes.context(about["context"]))
+
+
+def read_weights(folder: OpenFolder, device: torch.device) -> dict[str, Tensor]:
+    """On a CPU pages of the file, which are shared and read when they are needed."""
+    file, descriptor = folder.path / WEIGHTS, folder.descriptors[WEIGHTS]
+    found = map_tensors(file, descriptor) if device.type == "cpu" else stream_tensors(file, descriptor, device)
+    folder.take(WEIGHTS)  # what was read is what was written
+    return found
+
+
+def native_step(folder: OpenFolder, weights: Mapping[str, Tensor]) -> Lowered:
+    from graft.backends.native.stored import NativeCall, PlainShell, put_regions, read_program, region_calls
+
+    content = json.loads(folder.text(STEP))
+    library = open_library(folder)
+    programs = [read_program(data) for data in content["regions"]]
+    calls, team = region_calls(programs, library, weights.__getitem__)
+    steps = sum(len(program.steps) for program in programs)
+    note = (
+        f"native: {steps} steps in {len(programs)} regions, threads: {team.count}, {team.instructions}, as compiled"
+    )
+    if "plain" in content:
+        plain = content["plain"]
+        taken = tuple((index, tuple(given), tuple(made)) for index, given, made in plain["calls"])
+        shell = PlainShell(tuple(plain["inputs"]), taken, tuple(plain["outputs"]))
+        return Lowered(NativeCall(shell, calls), "native", {}, (note,))
+    from graft.backends.native.lower import bind_shell
+
+    gm = stored_graph(folder, json.dumps(content["graph"]), weights)
+    put_regions(gm, calls)
+    bound, _ = bind_shell(gm, folder.manifest["kernels"], content["reasons"])
+    return Lowered(bound, "native", {}, (note,))
+
+
+def open_library(folder: OpenFolder) -> ctypes.CDLL:
+    """The very file that was checked, whatever lies at its path by now."""
+    descriptor = folder.take(OBJECT)
+    link = Path(f"/proc/self/fd/{descriptor}")
+    try:
+        return ctypes.CDLL(str(link if link.exists() else folder.path / OBJECT))
+    except OSError as error:
+        raise ArtifactError(folder.path / OBJECT, f"cannot be loaded: {error}") from error
+
+
+def eager_graph(folder: OpenFolder, weights: Mapping[str, Tensor]) -> Lowered:
+    from graft.backends.select import lower
+
+    lowered = lower(stored_graph(folder, folder.text(GRAPH), weights), "eager", folder.manifest["kernels"])
+    return replace(lowered, step=None)
+
+
+def stored_graph(folder: OpenFolder, text: str, weights: Mapping[str, Tensor]) -> GraphModule:
+    """A graph with its tensors; it may call ops of plugins."""
+    from graft.ir.io.serial import graph_from_json
+    from graft.passes.registry import load_all
+    from graft.weights.named_tensors import unpack
+
+    load_all()
+    try:
+        return graph_from_json(text, unpack(folder.manifest["tensors"], weights, weights))
+    except DumpError as error:
+        raise ArtifactError(folder.path / GRAPH, str(error)) from error
+
+
+def read_graph(path: Path, text: str, weights: Mapping[str, Tensor]) -> GraphModule:
+    """For whoever looks at it. Weights that kernels read in another form are on the meta device."""
+    from graft.ir.io.serial import graph_from_json
+
+    del path
+    return graph_from_json(text, weights)
+
+
+def read_report(text: str, said: tuple[str, ...]) -> Report:
+    from graft.passes.report import Report
+
+    report = Report.from_json(text)
+    return replace(report, notes=(*report.notes, *said))
+
+
+def saving(data: Mapping[str, Any] | None) -> Any:
+    if data is None:
+        return None
+    from graft.passes.library.quantize.quantization import Saving
+
+    return Saving(**data)
+
+
+def cache_layout(data: Mapping[str, Any]) -> CacheLayout:
+    layers = tuple(LayerShape(heads, dim, getattr(torch, dtype)) for heads, dim, dtype in data["layers"])
+    return CacheLayout(layers, tuple(data["names"]), data["block_size"], data["content"])

@@ -1,0 +1,183 @@
+"""Writing a compiled engine: all of it or nothing, and the same bytes for the same engine."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+import graft
+from graft.backends.native.stored import NativeStep, plain_shell, program_data, shell_graph, step_weights
+from graft.base.errors import ArtifactError, DumpError
+from graft.base.files import Progress, atomic_folder
+from graft.base.manifest import MANIFEST, is_marked, write_manifest
+from graft.engine.artifact.format import (
+    CONFIG,
+    ENGINE,
+    GRAPH,
+    OBJECT,
+    REPORT,
+    SOURCE,
+    STEP,
+    TOKENIZER,
+    WEIGHTS,
+)
+from graft.engine.artifact.target import built_for
+from graft.engine.artifact.tokenizer import is_fast
+from graft.engine.parts import EngineParts
+from graft.ir.edit import attribute
+from graft.ir.io.serial import graph_to_json
+from graft.ir.nodes import tensor_val
+from graft.passes.report import Report
+from graft.weights.mapped import write_mapped
+from graft.weights.named_tensors import entries_data, pack
+
+
+def save_engine(
+    parts: EngineParts, path: Path, *, overwrite: bool, made_by: tuple[str, ...], progress: Progress | None = None
+) -> None:
+    """A folder that graft did not write is never touched; an engine is replaced with `overwrite` alone."""
+    check_place(path, overwrite)
+    refuse_unsavable(parts, path)
+    tell = progress or (lambda *_: None)
+    with written(path), atomic_folder(path, lambda: check_place(path, overwrite)) as folder:
+        tell("writing the graph", 0, 1)
+        weights, native, tensors = write_step(parts, folder)
+        (folder / GRAPH).write_text(graph_text(parts.graph_module()))
+        (folder / REPORT).write_text(lasting_report(parts).to_json())
+        (folder / CONFIG).write_text(json.dumps(config_values(parts), indent=1, sort_keys=True))
+        fast = write_tokenizer(parts.model.tokenizer, folder / TOKENIZER)
+        tell("writing the weights", 0, 1)
+        write_mapped(folder / WEIGHTS, weights)
+        tell("checking what was written", 0, 1)
+        about = {**describe(parts), "tensors": tensors, "native": native, "fast_tokenizer": fast}
+        write_manifest(folder, {**about, "made_by": made_by or ("compile", parts.model.name)}, ENGINE)
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (DumpError, OSError) as error:
+        raise ArtifactError(path, f"cannot be written: {error}; nothing was left behind") from error
+
+
+def check_place(path: Path, overwrite: bool) -> None:
+    if not path.exists() and not path.is_symlink():
+        return
+    if not path.is_dir():
+        raise ArtifactError(path, "is a file; a compiled engine is a folder, so choose another path")
+    present = {entry.name for entry in path.iterdir()}
+    if present and (MANIFEST not in present or not is_marked(path, ENGINE)):
+        raise ArtifactError(
+            path, f"holds files that are no compiled engine, for example {min(present)}; choose another"
+        )
+    if present and not overwrite:
+        raise ArtifactError(path, "holds a compiled engine already; pass overwrite=True (--overwrite) to replace it")
+
+
+def refuse_unsavable(parts: EngineParts, path: Path) -> None:
+    if parts.lowered is None:
+        raise ArtifactError(path, "cannot be written: this engine came from an artifact; copy that folder instead")
+    if parts.backend not in ("native", "eager"):
+        raise ArtifactError(
+            path, f"cannot be written: backend {parts.backend!r} compiles at every start; use native or eager"
+        )
+
+
+def write_step(parts: EngineParts, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None, list[Any]]:
+    """Weights by name, what the native step is, and how the others lie: all that runs."""
+    step: NativeStep | None = parts.lowered.step
+    if step is None:
+        packed = pack([parts.graph_module()])
+        return {**packed.weights, **packed.state}, None, entries_data(packed)
+    (folder / STEP).parent.mkdir()
+    shutil.copyfile(step.built.path, folder / OBJECT)
+    shutil.copyfile(step.built.source, folder / SOURCE)
+    plain, weights, tensors = plain_shell(step), step_weights(step), []
+    if plain is None:
+        shell = shell_graph(step)
+        packed = pack([used_alone(shell)])
+        weights |= {**packed.weights, **packed.state}
+        tensors = entries_data(packed)
+        content: dict[str, Any] = {
+            "graph": json.loads(graph_to_json(shell, exact=True)),
+            "reasons": dict(step.reasons),
+        }
+    else:
+        content = {"plain": asdict(plain)}
+    content |= {"regions": [program_data(call.program) for call in step.calls]}
+    (folder / STEP).write_text(json.dumps(content))
+    return weights, {"regions": len(step.calls), "eager": plain is None}, tensors
+
+
+def used_alone(gm: GraphModule) -> GraphModule:
+    """The graph with the tensors that it reads, and no others."""
+    return GraphModule(
+        {str(n.target): attribute(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}, gm.graph
+    )
+
+
+def graph_text(gm: GraphModule) -> str:
+    """The sizes of weights that were packed and freed are those that the graph recorded."""
+    recorded = {str(n.target): tensor_val(n) for n in gm.graph.nodes if n.op == "get_attr"}
+    data = json.loads(graph_to_json(gm, exact=True))
+    for name, spec in data["state"].items():
+        tensor = recorded.get(name)
+        if tensor is not None:
+            spec["shape"] = [int(size) for size in tensor.shape]
+    return json.dumps(data)
+
+
+def lasting_report(parts: EngineParts) -> Report:
+    """Without times and paths, which differ from one build to the next."""
+    report = parts.report()
+    records = {name: replace(one, seconds=0.0, phases=()) for name, one in report.transforms.items()}
+    return replace(report, transforms=records, notes=parts.lasting)
+
+
+def config_values(parts: EngineParts) -> Mapping[str, Any]:
+    return json.loads(parts.model.module.config.to_json_string(use_diff=False))
+
+
+def write_tokenizer(tokenizer: Any, folder: Path) -> bool:
+    """Whether tokenizer.json alone gives the same tokens and texts."""
+    if tokenizer is None:
+        return False
+    tokenizer.save_pretrained(folder)
+    return is_fast(tokenizer, folder)
+
+
+def describe(parts: EngineParts) -> dict[str, Any]:
+    model, cache, module = parts.model, parts.cache, parts.model.module
+    return {
+        "versions": {"graft": graft.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "built_for": built_for(parts.device),
+        "device": str(parts.device),
+        "backend": parts.backend,
+        "kernels": dict(parts.kernels),
+        "model": {
+            "name": model.name,
+            "family": model.family.name if model.family else None,
+            "context": model.context,
+            "dtype": str(module.dtype).removeprefix("torch."),
+            "end_tokens": sorted(parts.engine.end_tokens),
+        },
+        "cache": {
+            "layers": [[one.kv_heads, one.head_dim, str(one.dtype).removeprefix("torch.")] for one in cache.layers],
+            "names": list(cache.names),
+            "block_size": cache.block_size,
+            "content": cache.content,
+        },
+        "quantized": asdict(parts.quantized) if parts.quantized else None,
+        "quantized_weights": parts.quantized_weights,
+    }

@@ -1,0 +1,81 @@
+"""From a checkpoint to the parts of an LLM: load, capture, transform, lower, build, check."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from graft.base.files import Progress
+from graft.engine.build import build_engine
+from graft.engine.cache_error import cache_error_text
+from graft.engine.choices import choice_notes
+from graft.engine.options import EngineOptions
+from graft.engine.parts import CacheLayout, EngineParts
+from graft.engine.self_check import self_check
+from graft.engine.stages import (
+    Config,
+    cache_dtype_of,
+    capture,
+    load_decoder,
+    lower,
+    settings_for,
+    target_of,
+    transform,
+    weight_formats,
+)
+from graft.models.loaded import LoadedModel
+from graft.passes.config import quantize_sets
+
+
+def assemble(
+    model: str | Path | LoadedModel,
+    sizes: EngineOptions,
+    *,
+    dtype: str,
+    device: str,
+    config: Config,
+    backend: str,
+    dump_dir: str | Path | None,
+    progress: Progress | None,
+    quantize: str | None,
+    keep_weights: bool | None,
+    trust_remote_code: bool,
+) -> EngineParts:
+    given = model if isinstance(model, LoadedModel) else None
+    quantize_sets(quantize)  # a wrong format is told before the model is loaded
+    loaded = given or load_decoder(
+        model,  # pyrefly: ignore
+        dtype=dtype, device=device, backend=backend, quantize=quantize, kv_cache_dtype=sizes.kv_cache_dtype,
+        trust_remote_code=trust_remote_code, progress=progress,
+    )  # fmt: skip
+    loaded = replace(loaded, context=sizes.context(loaded.context))
+    settings = settings_for(loaded, config, quantize)
+    cache = cache_dtype_of(sizes.kv_cache_dtype, next(loaded.module.parameters()).device)
+    target = target_of(loaded, settings, backend, cache)
+    keep = (given is not None if keep_weights is None else keep_weights) and loaded.lazy is None
+    captured = capture(loaded, progress)
+    made = transform(
+        loaded, captured, settings, target, keep_weights=keep, cache_dtype=cache, dump_dir=dump_dir, progress=progress
+    )
+    lowered = lower(loaded, made, settings, target, keep_weights=keep)
+    engine, size = build_engine(
+        lowered.call, loaded, made.layers, made.block_size, sizes, target.device, backend=lowered.backend,
+        progress=progress, content=made.content,
+    )  # fmt: skip
+    quantized = bool(weight_formats(settings))
+    checked = self_check(engine, loaded, made.layer_names, quantized=quantized, wanted=sizes.self_check)
+    if cache is not None and sizes.self_check:
+        checked += f"; {cache_error_text(engine, loaded, lowered.backend)}"
+    if keep_weights and loaded.floats is not None:
+        loaded = replace(loaded, module=loaded.floats(), lazy=None, floats=None)
+    lasting = (*loaded.notes, *target.why, *made.report.notes, *made.notes)
+    notes = (
+        *loaded.notes, captured.note, *target.why, *made.report.notes, *made.notes, *lowered.notes,
+        *choice_notes(made.graph_module, target.device, lowered.kernels), checked,
+    )  # fmt: skip
+    report = replace(made.report, kernels=lowered.kernels, notes=notes)
+    layout = CacheLayout(made.layers, made.layer_names, made.block_size, made.content)
+    return EngineParts(
+        engine, loaded, target.device, lowered.backend, size, layout, lambda: made.graph_module, lambda: report,
+        made.quantized, quantized, settings.kernels, settings, lowered, lasting,
+    )  # fmt: skip
