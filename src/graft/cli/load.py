@@ -49,7 +49,7 @@ def load_llm(
         more = options_for(loaded_model(model)) if options_for else {}
         return LLM(
             model, dtype=dtype, device=device, config=config or dict.fromkeys(sets or ()) or None,
-            progress=progress, quantize=quantize,            keep_weights=keep_weights, **options, **more,
+            progress=progress, quantize=quantize, keep_weights=keep_weights, **options, **more,
         )  # fmt: skip
     from graft.engine.stages import load_decoder, settings_for
     from graft.passes.config import load_config, quantize_sets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -55,7 +56,12 @@ def tell_notes(notes: Iterable[str]) -> None:
 
 
 def quiet_libraries() -> None:
-    """transformers and its friends draw bars and print advice of their own; graft's is enough."""
+    """transformers and its friends draw bars and print advice of their own; graft's is enough. It is told when it is
+    imported, if at all: a compiled engine starts without it."""
+    if "transformers" not in sys.modules:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        return
     import transformers.utils.logging as hf_logging
 
     hf_logging.disable_progress_bar()

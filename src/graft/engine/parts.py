@@ -11,6 +11,7 @@ import torch
 from graft.engine.engine import Engine
 from graft.engine.kv.tensors import LayerShape
 from graft.models.loaded import LoadedModel
+from graft.weights.quantize import Saving
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -41,7 +42,7 @@ class EngineParts:
     cache: CacheLayout
     graph_module: Callable[[], GraphModule]
     report: Callable[[], Report]
-    quantized: Any = None  # a Saving
+    quantized: Saving | None = None
     quantized_weights: bool = False
     kernels: Mapping[str, str] = field(default_factory=dict)  # that the configuration names
     settings: Any = None  # the PipelineConfig

@@ -35,11 +35,11 @@ from graft.ops.launch import float8_missing
 from graft.ops.layout import check_graph
 from graft.passes.base import Context
 from graft.passes.config import DEFAULTS, ConfigLayer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
-from graft.passes.library.quantize.quantization import Saving, release
+from graft.passes.library.quantize.quantization import release
 from graft.passes.pipeline import run_pipeline
 from graft.passes.report import Report
 from graft.weights.lazy import LazyWeights
-from graft.weights.quantize import FP8, fp8_problem
+from graft.weights.quantize import FP8, Saving, fp8_problem
 
 Config = str | Path | Mapping[str, Any] | PipelineConfig | None
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from graft.base.errors import VerificationError
 from graft.ir.nodes import placeholders, tensor_val, val, where
@@ -142,6 +141,8 @@ def symbolic_sizes(like: Node, examples: Sequence[int]) -> list[torch.SymInt]:
     Examples are above 1, or torch would specialize on them. Each is a size of its own, whatever other symbols have
     its example: torch takes dims of equal examples for one size unless each is told to be dynamic.
     """
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext  # with sympy: 0.4 s
+
     mode, own = fake_mode(like), StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     return [mode.from_tensor(torch.empty(size), symbolic_context=own).shape[0] for size in examples]
 

@@ -10,10 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from graft.base.errors import BrokenPlugin, ConfigError
 from graft.base.plugins import Plugin, leave_out, load_installed
+from graft.base.yaml_file import parse_yaml
 
 FOLDER = Path(__file__).with_name("registry")
 COMMON = "common.yaml"  # reasons that hold for most families
@@ -69,9 +68,9 @@ def families() -> dict[str, Family]:
 @cache
 def own_families() -> dict[str, Family]:
     found = {}
-    common: dict[str, str] = yaml.safe_load((FOLDER / COMMON).read_text())["absent"]
+    common: dict[str, str] = parse_yaml((FOLDER / COMMON).read_text())["absent"]
     for path in sorted(path for path in FOLDER.glob("*.yaml") if path.name != COMMON):
-        data = yaml.safe_load(path.read_text())
+        data = parse_yaml(path.read_text())
         name = data.pop("family")
         elsewhere = {key: why for key, why in common.items() if key not in data.get("expect", {})}
         found[name] = make_family(name, {**data, "absent": {**elsewhere, **data.get("absent", {})}}, path.name, data)

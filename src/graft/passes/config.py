@@ -19,7 +19,7 @@ import yaml
 
 from graft.base.errors import BrokenPlugin, ConfigError, UnknownKey, UnknownTransform, UsageError, WrongType, near
 from graft.base.plugins import STATE, Plugin, leave_out
-from graft.base.yaml_file import read_yaml
+from graft.base.yaml_file import parse_yaml, read_yaml
 from graft.ops import OPS
 from graft.passes.base import Stage, TransformConfig
 from graft.passes.registry import TransformRegistry, load_all
@@ -72,7 +72,7 @@ def load_config(
 @cache
 def defaults(text: str) -> ConfigLayer:
     """default.yaml: reading YAML takes 40 ms, and one run loads many configurations."""
-    return ConfigLayer("default.yaml", flatten(yaml.safe_load(text), "default.yaml"))
+    return ConfigLayer("default.yaml", flatten(parse_yaml(text), "default.yaml"))
 
 
 def plugin_layers(base: ConfigLayer) -> list[ConfigLayer]:
@@ -125,7 +125,7 @@ def parse_set(text: str) -> ConfigLayer:
     if not equals:
         raise ConfigError(f"--set {text}: write it as key=value, e.g. transforms.fuse_rope.enabled=false")
     try:
-        return ConfigLayer(f"--set {text}", {key.strip(): yaml.safe_load(value)})
+        return ConfigLayer(f"--set {text}", {key.strip(): parse_yaml(value)})
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {text}: the value is not YAML: {error}") from error
 

@@ -217,7 +217,8 @@ def load_model(options: ModelOptions, outbox: Outbox) -> LLM:
     if is_engine(options.model):
         return LLM(
             options.model, dtype=options.dtype, device=options.device, backend=options.backend,
-            config=options.config or dict.fromkeys(options.sets) or None, quantize=options.quantize, progress=progress,
+            config=options.config or dict.fromkeys(options.sets) or None, quantize=options.quantize,
+            progress=progress,
             **options.engine,
         )  # fmt: skip
     from graft.engine.stages import load_decoder, settings_for

@@ -9,6 +9,7 @@ float32 copies of a piece. All runs on the weight's own device; the same weight 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +25,14 @@ FP8_TOP = 448.0
 # Of the largest magnitude of a group: what lies outside is clipped, the rest gets finer steps.
 RATIOS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 WORKING = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What the engine may tell of quantized weights: their format, and the bytes that a step need not read."""
+
+    format: str
+    bytes: int
 
 
 def quantize_int8(

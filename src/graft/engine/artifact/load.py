@@ -29,6 +29,7 @@ from graft.engine.self_check import self_check
 from graft.models.loaded import LoadedModel
 from graft.models.places import resolve_device
 from graft.weights.mapped import map_tensors, stream_tensors
+from graft.weights.quantize import Saving
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -192,12 +193,8 @@ def read_report(text: str, said: tuple[str, ...]) -> Report:
     return replace(report, notes=(*report.notes, *said))
 
 
-def saving(data: Mapping[str, Any] | None) -> Any:
-    if data is None:
-        return None
-    from graft.passes.library.quantize.quantization import Saving
-
-    return Saving(**data)
+def saving(data: Mapping[str, Any] | None) -> Saving | None:
+    return None if data is None else Saving(**data)
 
 
 def cache_layout(data: Mapping[str, Any]) -> CacheLayout:

@@ -30,7 +30,6 @@ from graft.passes.library.quantize.calls import (
 )
 from graft.passes.library.quantize.quantization import (
     Quantized,
-    Saving,
     WeightReaders,
     check_weight,
     pattern_fits,
@@ -38,6 +37,7 @@ from graft.passes.library.quantize.quantization import (
     totals,
 )
 from graft.weights.pack_rows import KIND, pack_checked
+from graft.weights.quantize import Saving
 from graft.weights.tiles import in_graph
 
 aten, ops = torch.ops.aten, torch.ops.graft

@@ -78,14 +78,6 @@ class Quantized:
         return f"{self.name}: {self.format}{also}, {error}, {self.before} → {self.after} bytes"
 
 
-@dataclass(frozen=True)
-class Saving:
-    """What the engine may tell of quantized weights: their format, and the bytes that a step need not read."""
-
-    format: str
-    bytes: int
-
-
 def check_weight(
     layers: WeightReaders, reader: Node, node: Any, skip: Sequence[str], *, may_be_tied: bool = False
 ) -> None:

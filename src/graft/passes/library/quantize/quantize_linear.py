@@ -34,7 +34,6 @@ from graft.passes.library.quantize.packed import TiledWeights
 from graft.passes.library.quantize.quantization import (
     How,
     Quantized,
-    Saving,
     check_weight,
     pattern_fits,
     quantize_weight,
@@ -44,6 +43,7 @@ from graft.passes.library.quantize.quantization import (
 from graft.passes.registry import TransformRegistry
 from graft.passes.report import MatchRecord
 from graft.passes.rewriter import Rewriter
+from graft.weights.quantize import Saving
 
 OUTPUT_HEAD = "lm_head"
 FP8_ROWS = 16  # torch's GEMM takes a multiple of it
