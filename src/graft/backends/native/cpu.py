@@ -55,7 +55,8 @@ def cpu_features() -> str:
     lines = (
         {line.strip() for line in info.read_text().splitlines() if line.startswith(kept)} if info.exists() else set()
     )
-    return "\n".join([platform.machine(), platform.system(), platform.processor(), *sorted(lines)])
+    name = "" if info.exists() else platform.processor()  # on Linux it would start a program
+    return "\n".join([platform.machine(), platform.system(), name, *sorted(lines)])
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -149,8 +150,12 @@ def native_step(folder: OpenFolder, weights: Mapping[str, Tensor]) -> Lowered:
 
 
 def open_library(folder: OpenFolder) -> ctypes.CDLL:
-    """The very file that was checked, whatever lies at its path by now."""
-    descriptor = folder.take(OBJECT)
+    """The very file that was checked, whatever lies at its path by now.
+
+    Its descriptor stays open: the loader knows libraries by their names, and would take another file under a number
+    that is used again for this one. A library is never unloaded either.
+    """
+    descriptor = os.dup(folder.take(OBJECT))
     link = Path(f"/proc/self/fd/{descriptor}")
     try:
         return ctypes.CDLL(str(link if link.exists() else folder.path / OBJECT))

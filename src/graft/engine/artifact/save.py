@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ def write_step(parts: EngineParts, folder: Path) -> tuple[dict[str, Tensor], dic
         weights |= {**packed.weights, **packed.state}
         tensors = entries_data(packed)
         content: dict[str, Any] = {
-            "graph": json.loads(graph_to_json(shell, exact=True)),
+            "graph": json.loads(renamed_symbols(json.loads(graph_to_json(shell, exact=True)))),
             "reasons": dict(step.reasons),
         }
     else:
@@ -135,7 +136,19 @@ def graph_text(gm: GraphModule) -> str:
         tensor = recorded.get(name)
         if tensor is not None:
             spec["shape"] = [int(size) for size in tensor.shape]
-    return json.dumps(data)
+    return renamed_symbols(data)
+
+
+def renamed_symbols(data: dict[str, Any]) -> str:
+    """As JSON, with sizes named s0, s1… as they come: torch's own numbers depend on what was traced before."""
+    known = {entry["name"] for entry in data["symbols"]}
+    nodes = json.dumps(data["nodes"])
+    found = dict.fromkeys(name for name in re.findall(r"\bs\d+\b", nodes) if name in known)
+    names = {name: f"s{index}" for index, name in enumerate([*found, *sorted(known - found.keys())])}
+    if known & {node["name"] for node in data["nodes"]}:
+        return json.dumps(data)  # a node with the name of a size: they stay as they are
+    data["symbols"].sort(key=lambda entry: int(names[entry["name"]][1:]))
+    return re.sub(r"\bs\d+\b", lambda match: names.get(match[0], match[0]), json.dumps(data))
 
 
 def lasting_report(parts: EngineParts) -> Report:
