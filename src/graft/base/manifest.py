@@ -11,11 +11,13 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from graft.base.errors import ArtifactError
+from graft.base.files import locked_folder
 
 MANIFEST = "manifest.json"
 PART = 1 << 26  # bytes that are hashed at once
@@ -43,7 +45,7 @@ def checksum(manifest: Mapping[str, Any]) -> str:
 
 def write_manifest(folder: Path, content: Mapping[str, Any], kind: FolderKind) -> None:
     """Vouches for every file that is in the folder now."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     named = {path.relative_to(folder).as_posix(): fingerprint(path) for path in files}
     manifest = {"kind": kind.mark, "format": kind.format, **content, "files": named}
     (folder / MANIFEST).write_text(json.dumps(manifest | {"sha256": checksum(manifest)}, indent=1))
@@ -127,9 +129,11 @@ class OpenFolder:
             try:
                 return self.open_all()
             except ArtifactError:
+                self.close_files()
+                with suppress(OSError), locked_folder(self.path.parent):
+                    pass  # whoever puts another folder there is done now
                 if last or identity == self.identity():
                     raise
-                self.close_files()
         raise AssertionError("the last attempt returns or raises")
 
     def identity(self) -> tuple[int, int] | None:

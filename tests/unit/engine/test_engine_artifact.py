@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from transformers import PreTrainedTokenizerFast
 import graft
 from conftest import tiny
 from graft.base.errors import ArtifactError, DiskFull, UsageError
+from graft.base.manifest import checksum
+from graft.cli.app import app
 from graft.engine.artifact import save as saving
 from graft.engine.artifact.format import is_engine
 from graft.engine.artifact.tokenizer import StoredTokenizer
@@ -224,6 +227,68 @@ def test_a_start_compiles_and_captures_nothing(llm, folder, tmp_path):
 def test_what_was_not_compiled_is_not_given(folder, asked, told):
     with pytest.raises(UsageError, match=told):
         graft.LLM(folder, **asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("torch", "2.9.0", rf"torch was 2\.9\.0, here it is {torch.__version__}".replace("+", r"\+")),
+        ("graft", "0.0.1", r"graft was 0\.0\.1"),
+        ("machine", "pdp11", "the machine was pdp11"),
+        ("cpu", "flags : fpu amx9", "here lacks amx9"),
+        ("sources", "0", "graft's sources have changed since"),
+        ("gpu", "NVIDIA H200", "the GPU was NVIDIA H200, here it is not needed"),
+    ],
+)
+def test_another_place_is_told_by_what_differs(folder, tmp_path, name, value, told):
+    shutil.copytree(folder, tmp_path / "engine")
+    sign(tmp_path / "engine", built_for={name: value})
+    with pytest.raises(ArtifactError, match=told) as refused:
+        graft.LLM(tmp_path / "engine")
+    assert f"graft compile tiny-llama -o {tmp_path / 'engine'} --overwrite" in str(refused.value)
+
+
+def sign(folder, **changes):
+    """The manifest with other values, as somebody else's graft would have written it."""
+    content = json.loads((folder / "manifest.json").read_text())
+    for key, value in changes.items():
+        content[key] = content[key] | value if isinstance(value, dict) else value
+    (folder / "manifest.json").write_text(json.dumps(content | {"sha256": checksum(content)}))
+
+
+def test_an_engine_for_a_gpu_says_that_there_is_none(folder, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    shutil.copytree(folder, tmp_path / "engine")
+    sign(tmp_path / "engine", device="cuda:0")
+    with pytest.raises(UsageError, match="no GPU is available"):
+        graft.LLM(tmp_path / "engine")
+
+
+@pytest.mark.parametrize("name", ["native/step.so", "weights.safetensors", "tokenizer/tokenizer.json", "graph.json"])
+def test_a_changed_byte_is_found_before_anything_runs(folder, tmp_path, name):
+    shutil.copytree(folder, tmp_path / "engine")
+    with (tmp_path / "engine" / name).open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-3, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(ArtifactError, match=f"{name}: was changed after it was saved"):
+        graft.LLM(tmp_path / "engine")
+
+
+def test_the_command_line_refuses_in_one_line(folder, tmp_path, capfd):
+    shutil.copytree(folder, tmp_path / "engine")
+    os.truncate(tmp_path / "engine" / "weights.safetensors", 100)
+    for arguments, told in (
+        (["run", "a", "-m", str(tmp_path / "engine")], "is truncated: 100 bytes"),
+        (["compile", str(folder), "-o", str(tmp_path / "new")], "is a compiled engine already"),
+        (["compile", "tiny-llama", "-o", str(folder)], "--overwrite"),
+        (["run", "a", "-m", str(folder), "--set", "verify=matches"], "config has no effect"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            app(arguments)
+        assert ended.value.code in (1, 2) and told in " ".join(capfd.readouterr().err.split())
 
 
 def test_the_module_says_that_it_is_not_there(again):
