@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from graft.base.files import Progress
+from graft.base.kernel_cache import record as record_kernels
 from graft.engine.build import build_engine
 from graft.engine.cache_error import cache_error_text
 from graft.engine.choices import choice_notes
@@ -53,6 +54,8 @@ def assemble(
     cache = cache_dtype_of(sizes.kv_cache_dtype, next(loaded.module.parameters()).device)
     target = target_of(loaded, settings, backend, cache)
     keep = (given is not None if keep_weights is None else keep_weights) and loaded.lazy is None
+    if target.device.type == "cuda":
+        record_kernels()
     captured = capture(loaded, progress)
     made = transform(
         loaded, captured, settings, target, keep_weights=keep, cache_dtype=cache, dump_dir=dump_dir, progress=progress

@@ -162,6 +162,14 @@ def test_two_engines_in_one_process_have_their_own_code(folder, llm, tmp_path):
     assert answers(first) == answers(llm) and answers(second) == answers(other)
 
 
+def test_prompts_that_are_run_for_their_kernels_leave_the_engine_as_it_is(llm):
+    """What a GPU's engine does before its kernels are stored."""
+    steps = llm.engine.scheduler.clock
+    saving.run_prompts(llm.parts)
+    assert llm.engine.scheduler.clock >= steps + 2 * len(saving.PROMPTS) - 4 and llm.engine.idle
+    assert answers(graft.LLM(llm.model, backend="native", **SMALL)) == answers(llm)
+
+
 # ── zero compilation ────────────────────────────────────────────────────────────────────────────────────────────
 
 START = """

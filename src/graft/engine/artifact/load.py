@@ -17,8 +17,9 @@ from torch import Tensor
 from graft.backends.lowered import Lowered
 from graft.base.errors import ArtifactError, DumpError, UsageError
 from graft.base.files import Progress
+from graft.base.kernel_cache import record, seed
 from graft.base.manifest import OpenFolder
-from graft.engine.artifact.format import CONFIG, ENGINE, GRAPH, OBJECT, REPORT, STEP, WEIGHTS
+from graft.engine.artifact.format import CONFIG, ENGINE, GRAPH, KERNELS, OBJECT, REPORT, STEP, WEIGHTS
 from graft.engine.artifact.model import StoredConfig, StoredModule
 from graft.engine.artifact.target import again, check_target
 from graft.engine.artifact.tokenizer import read_tokenizer
@@ -51,6 +52,7 @@ def load_engine(
         device = check_request(path, manifest, sizes, asked)
         check_target(path, manifest, device)
         model = stored_model(folder, sizes)
+        carried = seed_kernels(folder) if device.type == "cuda" else None
         tell("mapping the weights", 0, 1)
         weights = read_weights(folder, device)
         lowered = native_step(folder, weights) if manifest["native"] else eager_graph(folder, weights)
@@ -64,12 +66,30 @@ def load_engine(
         backend=lowered.backend, progress=progress, ends=frozenset(manifest["model"]["end_tokens"]),
     )  # fmt: skip
     checked = self_check(engine, model, cache.names, quantized=manifest["quantized_weights"], wanted=sizes.self_check)
-    said = (f"compiled engine: {path}, nothing was compiled", *lowered.notes, checked)
+    said = (f"compiled engine: {path}, {made_here(carried)}", *lowered.notes, checked)
     return EngineParts(
         engine, model, device, lowered.backend, size, cache, partial(read_graph, path, texts[0], weights),
         partial(read_report, texts[1], said), saving(manifest["quantized"]), manifest["quantized_weights"],
         manifest["kernels"],
     )  # fmt: skip
+
+
+def seed_kernels(folder: OpenFolder) -> int:
+    """Triton's kernels into its cache, each after it was checked; how many there are."""
+    record()
+    names = {name.removeprefix(f"{KERNELS}/"): name for name in folder.names(KERNELS)}
+    try:
+        seed(names, lambda name: folder.read(names[name]))
+    except ValueError as error:
+        raise ArtifactError(folder.path, str(error)) from error
+    return len({name.partition("/")[0] for name in names})
+
+
+def made_here(carried: int | None) -> str:
+    """What this start compiled: nothing, but for kernels of a GPU that are not in the folder."""
+    made = len(record().made) if carried is not None else 0
+    brought = "" if carried is None else f"{carried} kernels of Triton were brought along, "
+    return f"{brought}{made} were compiled" if made else f"{brought}nothing was compiled"
 
 
 def loaded_model(path: str | Path) -> LoadedModel:

@@ -20,11 +20,13 @@ import graft
 from graft.backends.native.stored import NativeStep, plain_shell, program_data, shell_graph, step_weights
 from graft.base.errors import ArtifactError, DumpError
 from graft.base.files import Progress, atomic_folder
+from graft.base.kernel_cache import record, used_files
 from graft.base.manifest import MANIFEST, is_marked, write_manifest
 from graft.engine.artifact.format import (
     CONFIG,
     ENGINE,
     GRAPH,
+    KERNELS,
     OBJECT,
     REPORT,
     SOURCE,
@@ -34,6 +36,7 @@ from graft.engine.artifact.format import (
 )
 from graft.engine.artifact.target import built_for
 from graft.engine.artifact.tokenizer import is_fast
+from graft.engine.params import SamplingParams
 from graft.engine.parts import EngineParts
 from graft.ir.edit import attribute
 from graft.ir.io.serial import graph_to_json
@@ -41,6 +44,8 @@ from graft.ir.nodes import tensor_val
 from graft.passes.report import Report
 from graft.weights.mapped import write_mapped
 from graft.weights.named_tensors import entries_data, pack
+
+PROMPTS = (3, 60, 500, 2000)  # tokens
 
 
 def save_engine(
@@ -57,6 +62,10 @@ def save_engine(
         (folder / REPORT).write_text(lasting_report(parts).to_json())
         (folder / CONFIG).write_text(json.dumps(config_values(parts), indent=1, sort_keys=True))
         fast = write_tokenizer(parts.model.tokenizer, folder / TOKENIZER)
+        if parts.device.type == "cuda":
+            tell("running prompts, so that their kernels are there", 0, 1)
+            run_prompts(parts)
+            write_kernels(folder / KERNELS)
         tell("writing the weights", 0, 1)
         write_mapped(folder / WEIGHTS, weights)
         tell("checking what was written", 0, 1)
@@ -156,6 +165,26 @@ def lasting_report(parts: EngineParts) -> Report:
     report = parts.report()
     records = {name: replace(one, seconds=0.0, phases=()) for name, one in report.transforms.items()}
     return replace(report, transforms=records, notes=parts.lasting)
+
+
+def run_prompts(parts: EngineParts) -> None:
+    """Short and long ones, greedy and sampled: what the first request would compile is compiled now."""
+    engine, vocabulary = parts.engine, parts.model.module.config.vocab_size
+    most = min(parts.model.context - 3, (engine.manager.blocks - 1) * engine.manager.block_size - 3)
+    for index, length in enumerate(sorted({min(length, most) for length in PROMPTS})):
+        prompt = [(7 * (at + index) + 1) % vocabulary for at in range(length)]  # no two begin alike
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(max_tokens=2, ignore_eos=True, seed=0, temperature=temperature)
+            request = engine.add(prompt, params)
+            while request.finish_reason is None:
+                engine.step()
+
+
+def write_kernels(folder: Path) -> None:
+    """Triton's, with their launchers, as far as this process has used them."""
+    for name, content in used_files(record()).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def config_values(parts: EngineParts) -> Mapping[str, Any]:
