@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,17 @@ from transformers import PreTrainedTokenizerFast
 import graft
 from conftest import tiny
 from graft.base.errors import ArtifactError, DiskFull, UsageError
-from graft.base.manifest import checksum
+from graft.base.kernel_cache import Recorder, seed
+from graft.base.manifest import OpenFolder, checksum, write_manifest
 from graft.cli.app import app
+from graft.engine.artifact import load as loading
 from graft.engine.artifact import save as saving
-from graft.engine.artifact.format import is_engine
+from graft.engine.artifact.format import ENGINE, is_engine
 from graft.engine.artifact.tokenizer import StoredTokenizer
 from graft.ir.io.serial import graph_to_json
 from graft.models.load import load_model
+from graft.ops.fused_linear import choice
+from graft.ops.fused_linear.kinds import LinearShape
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 PARAMS = graft.SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2)
@@ -168,6 +173,29 @@ def test_prompts_that_are_run_for_their_kernels_leave_the_engine_as_it_is(llm):
     saving.run_prompts(llm.parts)
     assert llm.engine.scheduler.clock >= steps + 2 * len(saving.PROMPTS) - 4 and llm.engine.idle
     assert answers(graft.LLM(llm.model, backend="native", **SMALL)) == answers(llm)
+
+
+def test_kernels_and_measurements_come_before_those_that_are_here(folder, tmp_path, monkeypatch):
+    """What a start on a GPU does first, on a folder that has both."""
+    shutil.copytree(folder, tmp_path / "engine")
+    (tmp_path / "engine" / "kernels" / "KEY").mkdir(parents=True)
+    (tmp_path / "engine" / "kernels" / "KEY" / "k.cubin").write_bytes(b"code")
+    entry = {"device": "NVIDIA H200", "tokens": {"1": {"kind": "matvec", "rows": 2, "warps": 8, "us": 1.0}}}
+    (tmp_path / "tuned.json").write_text(json.dumps({"plain 77x64": entry}))
+    saving.write_tuned(tmp_path / "tuned.json", tmp_path / "engine" / "tuned.json")
+    write_manifest(tmp_path / "engine", json.loads((folder / "manifest.json").read_text()), ENGINE)
+    monkeypatch.setattr(choice, "OVERRIDES", [])
+    monkeypatch.setattr(loading, "record", Recorder)
+    monkeypatch.setattr(loading, "seed", partial(seed, home=tmp_path / "triton"))
+    opened = OpenFolder(tmp_path / "engine", ENGINE)
+    try:
+        assert loading.seed_kernels(opened) == 1
+    finally:
+        opened.close()
+    assert (tmp_path / "triton" / "KEY" / "k.cubin").read_bytes() == b"code"
+    shape = LinearShape.parse("plain 77x64")
+    assert choice.current_table("NVIDIA H200")[shape][1].how.warps == 8
+    choice.forget()
 
 
 # ── zero compilation ────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,6 +20,7 @@ from graft.cli.measure.bench_server import (
     bench_server,
     check_options,
 )
+from graft.cli.measure.bench_start import bench_start
 from graft.cli.options import (
     DEFAULT_MODEL,
     Backend,
@@ -63,6 +64,10 @@ New = Annotated[int | None, typer.Option(help="Decode steps: new tokens after th
 Kernels = Annotated[
     bool, typer.Option("--kernels", help="Instead: where the time of one decode step goes, kernel by kernel.")
 ]
+StartOption = Annotated[
+    bool,
+    typer.Option("--start", help="Instead: new processes to their first token; cold, warm, from a compiled engine."),
+]
 TimeLimit = Annotated[
     float | None, typer.Option(help="Begin no baseline after this many seconds of measuring.", metavar="SECONDS")
 ]
@@ -79,6 +84,7 @@ def bench(
     peers: Peers = False,
     threads: Threads = None,
     kernels: Kernels = False,
+    start: StartOption = False,
     throughput: Throughput = None,
     preset: Preset = None,
     requests: Requests = None,
@@ -111,6 +117,8 @@ def bench(
         return bench_server(
             serve, named, clients, rate, requests, prompt, new, endpoint, api_key, extra_body, plot, as_json
         )
+    if start:
+        return bench_start(ctx, model, dtype, device, quantize, repeats, as_json)
     from graft.models.places import DTYPES, resolve_device, resolve_dtype
 
     target = resolve_device(device)

@@ -19,7 +19,7 @@ from graft.base.errors import ArtifactError, DumpError, UsageError
 from graft.base.files import Progress
 from graft.base.kernel_cache import record, seed
 from graft.base.manifest import OpenFolder
-from graft.engine.artifact.format import CONFIG, ENGINE, GRAPH, KERNELS, OBJECT, REPORT, STEP, WEIGHTS
+from graft.engine.artifact.format import CONFIG, ENGINE, GRAPH, KERNELS, OBJECT, REPORT, STEP, TUNED, WEIGHTS
 from graft.engine.artifact.model import StoredConfig, StoredModule
 from graft.engine.artifact.target import again, check_target
 from graft.engine.artifact.tokenizer import read_tokenizer
@@ -30,6 +30,8 @@ from graft.engine.parts import CacheLayout, EngineParts
 from graft.engine.self_check import self_check
 from graft.models.loaded import LoadedModel
 from graft.models.places import resolve_device
+from graft.ops.fused_linear.choice import adopt
+from graft.ops.fused_linear.tables import parse_table
 from graft.weights.mapped import map_tensors, stream_tensors
 from graft.weights.quantize import Saving
 
@@ -75,8 +77,11 @@ def load_engine(
 
 
 def seed_kernels(folder: OpenFolder) -> int:
-    """Triton's kernels into its cache, each after it was checked; how many there are."""
+    """Triton's kernels into its cache, each after it was checked; how many there are. And the measured choices that
+    they were chosen by."""
     record()
+    if TUNED in folder.manifest["files"]:
+        adopt(parse_table(json.loads(folder.text(TUNED)), folder.path / TUNED))
     names = {name.removeprefix(f"{KERNELS}/"): name for name in folder.names(KERNELS)}
     try:
         seed(names, lambda name: folder.read(names[name]))

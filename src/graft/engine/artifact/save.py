@@ -32,6 +32,7 @@ from graft.engine.artifact.format import (
     SOURCE,
     STEP,
     TOKENIZER,
+    TUNED,
     WEIGHTS,
 )
 from graft.engine.artifact.target import built_for
@@ -41,6 +42,8 @@ from graft.engine.parts import EngineParts
 from graft.ir.edit import attribute
 from graft.ir.io.serial import graph_to_json
 from graft.ir.nodes import tensor_val
+from graft.ops.fused_linear.choice import tuned_file
+from graft.ops.launch import device_name
 from graft.passes.report import Report
 from graft.weights.mapped import write_mapped
 from graft.weights.named_tensors import entries_data, pack
@@ -66,6 +69,7 @@ def save_engine(
             tell("running prompts, so that their kernels are there", 0, 1)
             run_prompts(parts)
             write_kernels(folder / KERNELS)
+            write_tuned(tuned_file(device_name(parts.device)), folder / TUNED)
         tell("writing the weights", 0, 1)
         write_mapped(folder / WEIGHTS, weights)
         tell("checking what was written", 0, 1)
@@ -185,6 +189,12 @@ def write_kernels(folder: Path) -> None:
     for name, content in used_files(record()).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
+
+
+def write_tuned(own: Path, target: Path) -> None:
+    """The measurements of this machine, where `graft tune` has made some; those of graft's own are its sources."""
+    if own.is_file():
+        shutil.copyfile(own, target)
 
 
 def config_values(parts: EngineParts) -> Mapping[str, Any]:

@@ -135,6 +135,12 @@ def overridden(table: Table) -> Iterator[None]:
         forget()
 
 
+def adopt(table: Table) -> None:
+    """These entries go before all others from now on: those that a compiled engine was made with."""
+    OVERRIDES.append(table)
+    forget()
+
+
 def forget() -> None:
     """The next lookup reads the tables again."""
     choose_kernel.cache_clear()
