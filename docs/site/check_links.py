@@ -17,7 +17,8 @@ FENCE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*\ssrc=\"([^\"]+)\"")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.M)
 SOURCE = re.compile(r"(?<![\w/.<>*-])((?:\w+/)+\w+\.(?:py|h|cpp|yaml))\b")
-MADE = re.compile(r"\w+_op/|\w+_fusions/|torch/|DIR/")  # files that the tutorial makes; torch's own
+# files that the tutorial makes; torch's own, and those of its tests
+MADE = re.compile(r"\w+_op/|\w+_fusions/|torch/|DIR/|(dynamo|inductor|functorch|distributed)/test_")
 HOMES = ("", "src/graft", "docs", "tests")  # what a path in the text may be relative to
 
 
