@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 import graft
-from graft.engine.kv.events import CacheView
+from graft.engine.kv.view import CacheView
 
 SHARED, NEW = 40, 6  # tokens; a block has 16, so two whole blocks are shared
 

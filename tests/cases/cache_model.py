@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
 
-from graft.engine.kv.events import CacheView, EventQueue
+from graft.engine.kv.events import EventQueue
 from graft.engine.kv.manager import BlockManager, Table
+from graft.engine.kv.view import CacheView
 
 
 def bits(count: int) -> Callable:

@@ -10,8 +10,8 @@ from typing import Any
 import graft
 from conftest import tiny
 from graft.engine.build import build_engine
-from graft.engine.kv.events import CacheView
 from graft.engine.kv.tensors import LayerShape
+from graft.engine.kv.view import CacheView
 from graft.engine.options import EngineOptions
 
 

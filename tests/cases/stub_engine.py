@@ -25,7 +25,14 @@ DIE, HANG, SLOW, PAUSE = 3, 4, 5, 6
 CONTEXT, VOCABULARY = 64, 300
 TOKENIZER = Tokenizer.from_str(tokenizer_json())
 END = 2  # <|im_end|>
-LOST = {"type": "lost", "event_id": 7, "time": 0, "count": 0, "first": 7, "last": 6}
+# a cache with four blocks of two conversations, of which one is over
+EVENTS = [
+    {"type": "created", "event_id": 0, "time": 0, "levels": [100], "block_size": 4, "root": "00"},
+    {"type": "stored", "event_id": 1, "time": 0, "parent": None, "blocks": [
+        {"hash": name, "tokens": [7, 7, 7, 7]} for name in ("a1", "a2", "a3")]},
+    {"type": "stored", "event_id": 2, "time": 0, "parent": "a1", "blocks": [{"hash": "b1", "tokens": [8, 8, 8, 8]}]},
+    {"type": "updated", "event_id": 3, "time": 0, "hashes": ["b1"], "what": "in_use", "old": True, "new": False},
+]  # fmt: skip
 
 
 class Stub:
@@ -59,8 +66,8 @@ class Stub:
                 number = message["submit"][0]["id"]
                 self.send(rows=[AnswerRow(number, 0, [], None, "error", None, 0, "no kernel")], load={})
                 continue
-            if message.get("follow_events"):
-                self.send(events=[LOST, {"type": "created", "event_id": 8, "time": 0, "levels": [1]}])
+            if number := message.get("follow_events"):
+                self.send(events=EVENTS, of=number)
             with self.lock:
                 self.open |= {
                     one["id"]: {**one, "params": message["params"][one["params"]], "sent": 0}

@@ -126,9 +126,8 @@ async def kv_cache_events(state: ServerState, _: HttpRequest) -> Response:
             code="unsupported_endpoint",
         )
     _text, _model = state.loaded
-    reader, link = EventReader(), state.link
-    events = event_stream(reader, link.follow, link.leave)
-    return EventStream(events, reader.bell, state.options.slow_client_timeout)
+    reader = EventReader()
+    return EventStream(event_stream(state.link.cache, reader), reader.bell, state.options.slow_client_timeout)
 
 
 async def health(state: ServerState, _: HttpRequest) -> Response:

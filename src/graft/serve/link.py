@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from graft.base.errors import EngineGone, GraftError, Overloaded, QueueTimeout
+from graft.engine.kv.events import from_json
 from graft.engine.params import SamplingParams
-from graft.serve.cache_events import EventReader
+from graft.serve.cache_events import CacheFeed
 from graft.serve.metrics import Metrics
 from graft.serve.options import ServeOptions
 from graft.serve.wire import LENGTH, AnswerRow, EngineLoad, Message, ServedModel, frame, submission
@@ -71,7 +72,7 @@ class EngineLink:
         self.stepped = time.monotonic()  # when it was last seen to make a step, or to have nothing to do
         self.tickets: dict[int, Ticket] = {}  # by the engine's request
         self.numbers = itertools.count(1)
-        self.readers: set[EventReader] = set()
+        self.cache = CacheFeed(self.ask_events)
         self.process: asyncio.subprocess.Process | None = None
         self.writer: asyncio.StreamWriter | None = None
 
@@ -116,8 +117,8 @@ class EngineLink:
         now = time.monotonic()
         for given in message.get("rows", ()):
             self.deliver(AnswerRow.parse(given), now)
-        for reader in self.readers:
-            reader.add(message.get("events", ()))
+        if "events" in message:
+            self.cache.take(message["of"], [from_json(one) for one in message["events"]])
         for word in ("progress", "note"):
             if word in message:
                 self.tell(word, what=message[word])
@@ -210,21 +211,16 @@ class EngineLink:
             if self.writer is not None and self.gone is None:
                 self.writer.write(frame({"abort": numbers}))
 
-    def follow(self, reader: EventReader) -> None:
-        """From now on the reader has the cache's events, beginning with its present state."""
-        if self.gone is not None or self.writer is None:
+    def ask_events(self, number: int | None) -> None:
+        """For CacheFeed."""
+        if self.gone is None and self.writer is not None:
+            self.writer.write(frame({"follow_events": number}))
+        elif number is not None:
             raise EngineGone(f"{self.gone}; try again later")
-        self.readers.add(reader)
-        self.writer.write(frame({"follow_events": True}))
-
-    def leave(self, reader: EventReader) -> None:
-        self.readers.discard(reader)
-        if not self.readers and self.gone is None and self.writer is not None:
-            self.writer.write(frame({"follow_events": False}))
 
     def drop_all(self, error: GraftError) -> None:
         """Every open request ends with the error."""
-        self.end_readers(error)
+        self.cache.fail(error)
         for ticket in set(self.tickets.values()):
             ticket.error = error
             ticket.bell.set()
@@ -232,10 +228,6 @@ class EngineLink:
                 self.metrics.finish("error")
             self.forget(ticket)
         self.load = EngineLoad()
-
-    def end_readers(self, error: GraftError) -> None:
-        for reader in self.readers:
-            reader.fail(error)
 
     def abort_all(self, error: GraftError) -> None:
         for ticket in set(self.tickets.values()):

@@ -147,7 +147,7 @@ class Serving:
         except TimeoutError:
             self.log("drain timeout", open=self.link.open)
             self.link.abort_all(EngineGone("the server is shutting down, and time is over; the answer is not whole"))
-        self.link.end_readers(EngineGone("the server is shutting down"))
+        self.link.cache.fail(EngineGone("the server is shutting down"))
         self.server.should_exit = True
         while self.server.server_state.tasks and not self.server.force_exit:
             await asyncio.sleep(POLL)

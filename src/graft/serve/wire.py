@@ -4,11 +4,11 @@ to the engine     {"load": {…}}                          once, first
                   {"submit": [{id, prompt, params}, …]}  all before the same step; params: index into
                       "params": [{…}, …]                 those that differ
                       {"abort": [id, …]}, {"expire": [id, …]}
-                  {"follow_events": true}                somebody new reads them; false: nobody does
+                  {"follow_events": 1}                   somebody reads them: send under this number; null: none
 from the engine   {"progress": "words"}                  while it loads
                   {"ready": {…}} or {"failed": "why"}    once
                   {"rows": [[…], …], "load": {…}}        after a step, and each second
-                  {"events": [{…}, …]}                   of the cache, while somebody reads them
+                  {"events": [{…}, …], "of": 1}          of the cache, while somebody reads them
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -23,6 +24,8 @@ from graft.base.errors import GraftError
 from graft.base.progress import phase_of
 from graft.engine.artifact.format import is_engine
 from graft.engine.core import Request
+from graft.engine.kv.events import Event
+from graft.engine.kv.subscription import EventSubscription
 from graft.engine.llm import LLM, engine_options
 from graft.engine.params import SamplingParams
 from graft.engine.watch import Watch
@@ -123,8 +126,7 @@ class Worker:
         self.llm, self.outbox = llm, outbox
         self.open: dict[int, SentRequest] = {}
         self.preemptions = 0
-        self.followed = threading.Event()  # somebody reads the cache's events
-        self.teller: threading.Thread | None = None
+        self.events: EventSubscription | None = None  # while somebody reads them
 
     def take(self, message: Message) -> None:
         """In the reading thread."""
@@ -154,24 +156,17 @@ class Worker:
     def refuse(self, number: int, why: str) -> None:
         self.outbox.send({"rows": [AnswerRow(number, 0, [], None, "error", None, 0, why)]})
 
-    def follow_events(self, wanted: bool) -> None:
-        """A queue that nobody drains costs next to nothing, so it is drained while somebody reads."""
-        events = self.llm.engine.manager.events
-        if wanted and events is not None:
-            events.restart()
-            self.followed.set()
-            if self.teller is None:
-                self.teller = threading.Thread(target=self.send_events, name="graft-events", daemon=True)
-                self.teller.start()
-        elif not wanted:
-            self.followed.clear()
+    def follow_events(self, number: int | None) -> None:
+        """From the present state on; number: marks what belongs to it. Nobody's events cost nothing."""
+        if self.events is not None:
+            self.events.close()
+            self.events = None
+        if number is not None and self.llm.engine.manager.events is not None:
+            self.events = self.llm.on_kv_cache_events(partial(self.send_events, number))
 
-    def send_events(self) -> None:
+    def send_events(self, number: int, events: Sequence[Event]) -> None:
         with vital():
-            while True:
-                self.followed.wait()
-                if found := self.llm.kv_cache_events(timeout=HEARTBEAT):
-                    self.outbox.send({"events": [event.to_json() for event in found]})
+            self.outbox.send({"events": [event.to_json() for event in events], "of": number})
 
     def send_forever(self) -> None:
         """In the sending thread."""

@@ -10,9 +10,10 @@ import pytest
 
 import graft
 from cache_model import kinds, run
-from graft.engine.kv.events import CacheView, EventQueue
+from graft.engine.kv.events import EventQueue
 from graft.engine.kv.manager import BlockManager
 from graft.engine.kv.subscription import EventSubscription
+from graft.engine.kv.view import CacheView
 
 
 def test_a_callback_gets_every_event_and_takes_none_from_pollers():

@@ -10,7 +10,7 @@ import torch
 import graft
 from conftest import tiny
 from graft.engine.core import Request
-from graft.engine.kv.events import CacheView
+from graft.engine.kv.view import CacheView
 from graft.engine.sampling.sampling import make_generator, sample
 
 REQUESTS, BLOCKS = 2000, 40

@@ -9,16 +9,20 @@ import re
 import socket
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from graft.base.errors import TokenizerRefused, UsageError
+from graft.base.errors import EngineGone, TokenizerRefused, UsageError
 from graft.cli.app import app
+from graft.engine.kv.events import Created, Lost, Stored, StoredBlock
+from graft.engine.kv.view import CacheView
 from graft.engine.params import SamplingParams
-from graft.serve.cache_events import EventReader
+from graft.serve import cache_events
+from graft.serve.cache_events import CacheFeed, EventReader
 from graft.serve.keys import ApiKeys
 from graft.serve.logs import ServerLog
 from graft.serve.metrics import Histogram, Metrics
@@ -122,28 +126,72 @@ def test_parameters_that_are_equal_are_sent_once():
     assert [SamplingParams(**one) for one in found["params"]] == [many, SamplingParams()]
 
 
-def lost_event(number, first):
-    return {"type": "lost", "event_id": number, "count": number - first, "first": first, "last": number - 1}
+CREATED = Created(0, 0.0, (100_000,), 1, "00")
 
 
-def test_a_reader_of_events_is_late_only_where_it_does_not_read():
-    async def go():
-        stored = [{"type": "stored", "event_id": number} for number in range(6, 70_006)]
-        reader = EventReader()
-        reader.add([lost_event(5, 5), *stored])  # a state of more records than may wait
-        assert reader.error is None and len(reader.waiting) == 70_001
-        reader.add([lost_event(70_006, 70_006), {"type": "created", "event_id": 70_007}])  # another reader has come
-        assert await reader.read() == [lost_event(70_006, 0), {"type": "created", "event_id": 70_007}]
-        reader.add([{"type": "stored", "event_id": 70_008}, lost_event(70_009, 70_009)])
-        assert await reader.read() == [lost_event(70_009, 70_008)]
-        reader.add(stored)
-        assert reader.error is None
-        reader.add(stored[:1])
-        assert reader.error is not None and not reader.waiting
-        reader.add(stored)
-        assert not reader.waiting
+def stored(number):
+    return Stored(number, 0.0, None, (StoredBlock(f"{number:x}", (number,)),))
 
-    asyncio.run(go())
+
+def followed(reader):
+    """A feed with this reader, and what it asks the engine for."""
+    asked = []
+    feed = CacheFeed(asked.append)
+    feed.follow(reader)
+    return feed, asked
+
+
+def test_readers_have_their_own_numbers_and_one_subscription():
+    one, other = EventReader(), EventReader()
+    feed, asked = followed(one)
+    assert one.take() == []  # the state has not come
+    feed.take(1, [CREATED, stored(1)])
+    assert [(event.event_id, type(event)) for event in one.take()] == [(0, Created), (1, Stored)] and one.take() == []
+    feed.follow(other)
+    assert other.bell.is_set() and asked == [1]
+    feed.take(1, [stored(2)])
+    assert one.take() == [stored(2)]
+    state = other.take()
+    assert [event.event_id for event in state] == [0, 1, 2] and isinstance(state[0], Created)
+    feed.take(1, [stored(3)])
+    assert [event.event_id for event in other.take()] == [3]
+    feed.leave(one)
+    assert asked == [1]
+    feed.leave(other)
+    feed.follow(one)
+    assert asked == [1, None, 2]
+    feed.take(1, [stored(4)])  # of before: it would be out of order
+    feed.take(2, [CREATED])
+    assert feed.view.blocks == {}
+
+
+def test_a_reader_that_is_late_gets_the_state(monkeypatch):
+    monkeypatch.setattr(cache_events, "MOST", 3)
+    reader, view = EventReader(), CacheView()
+    feed, _ = followed(reader)
+    feed.take(1, [CREATED])
+    for event in reader.take():
+        view.apply(event)
+    for number in range(1, 12):
+        feed.take(1, [stored(number)])
+        assert len(reader.waiting) <= 4
+    found = reader.take()
+    assert (found[0].count, found[0].first, found[0].last) == (11, 1, 11) and isinstance(found[1], Created)
+    feed.take(1, [Lost(14, 0.0, 2, 12, 13), replace(CREATED, event_id=15), stored(16)])  # the engine's own
+    found += reader.take()
+    for event in found:
+        view.apply(event)  # in order, without gaps
+    assert list(view.blocks) == ["10"]
+
+
+def test_readers_are_told_when_the_engine_is_gone():
+    reader = EventReader()
+    feed, asked = followed(reader)
+    feed.fail(EngineGone("it died"))
+    with pytest.raises(EngineGone, match="it died"):
+        asyncio.run(reader.read())
+    feed.leave(reader)
+    assert asked == [1, None] and not feed.readers
 
 
 def test_a_tokenizer_that_is_another_one_is_refused():

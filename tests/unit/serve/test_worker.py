@@ -34,15 +34,15 @@ def worker(monkeypatch):
 
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("a defect"), BROKEN), (BrokenPipeError(), 0)])
-@pytest.mark.parametrize("thread", ["send_forever", "send_events"])
+@pytest.mark.parametrize("thread", [("send_forever",), ("send_events", 1, ())])
 def test_a_sender_that_ends_ends_the_process(worker, thread, error, status, capsys):
     def fail(*_, **__):
         raise error
 
-    worker.followed.set()
-    worker.outbox.due = worker.llm.kv_cache_events = fail
+    worker.outbox.due = worker.outbox.send = fail
+    name, *arguments = thread
     with pytest.raises(ProcessEnded) as found:
-        getattr(worker, thread)()
+        getattr(worker, name)(*arguments)
     assert found.value.args == (status,)
     assert ("ValueError: a defect" in capsys.readouterr().err) == (status == BROKEN)
 

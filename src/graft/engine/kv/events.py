@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graft.base.errors import CacheMisuse, EventOrder
+from graft.base.errors import CacheMisuse
 from graft.engine.kv.hashing import CachedBlock
 
 Record = tuple[
@@ -214,13 +214,6 @@ class EventQueue:
         finally:
             self.waiting -= 1
 
-    def restart(self) -> None:
-        """The next drain begins with `lost` and the present state, for a reader who has just come."""
-        with self.lock:
-            self.backlog.clear()
-            self.told, self.lost = 0, True
-            self.filled.notify_all()
-
     def drain(self, timeout: float | None = None) -> list[Event]:
         """All events since the last drain. With a timeout, waits up to that many seconds for at least one."""
         with self.lock:
@@ -239,76 +232,3 @@ class EventQueue:
             self.told, self.lost = 0, False
         events += [make(first + i, at, content) for i, (at, (make, content)) in enumerate(records)]
         return events
-
-
-@dataclass
-class SeenBlock:
-    """A stored block as events tell of it."""
-
-    parent: str | None
-    tokens: tuple[int, ...]
-    in_use: bool = True
-
-
-class CacheView:
-    """Rebuilds what is stored from events alone. EventOrder: an event that cannot follow on those before it."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[str, SeenBlock] = {}
-        self.children: Counter[str | None] = Counter()  # stored blocks that follow on a block
-        self.levels: tuple[int, ...] = ()
-        self.next_id = 0
-        self.begins = True  # the next event has to be `created`
-
-    def apply(self, event: Event) -> None:
-        missing = event.count if isinstance(event, Lost) else 0
-        self.must(event, event.event_id == self.next_id + missing, f"the next id is {self.next_id + missing}")
-        if isinstance(event, Lost):
-            known = event.first == self.next_id and event.last == event.event_id - 1
-            self.must(event, known, f"the lost events begin with {self.next_id} and end just before it")
-            self.begins = True
-        elif isinstance(event, Created):
-            self.blocks, self.children, self.levels, self.begins = {}, Counter(), event.levels, False
-        else:
-            self.must(event, not self.begins, "the first event, and the one after `lost`, is `created`")
-            self.change(event)
-        self.next_id = event.event_id + 1
-
-    def change(self, event: Event) -> None:
-        if isinstance(event, Stored):
-            self.store(event)
-        elif isinstance(event, Removed):
-            for name in event.hashes:
-                block = self.known(event, name)
-                self.must(event, not block.in_use, f"{name} is in use")
-                self.must(event, not self.children[name], f"a stored block follows on {name}")
-                self.children[block.parent] -= 1
-                del self.blocks[name], self.children[name]
-        elif isinstance(event, Updated):
-            self.must(event, event.what == "in_use", "only `in_use` changes")
-            for name in event.hashes:
-                block = self.known(event, name)
-                self.must(event, block.in_use == event.old != event.new, f"{name} has in_use = {block.in_use}")
-                block.in_use = event.new
-        else:
-            self.must(event, False, "this kind of event is not known")
-
-    def store(self, event: Stored) -> None:
-        parent = event.parent
-        if parent is not None:
-            self.must(event, self.known(event, parent).in_use, f"{parent}, which it follows on, is not in use")
-        for block in event.blocks:
-            self.must(event, block.hash not in self.blocks, f"{block.hash} is stored already")
-            self.blocks[block.hash] = SeenBlock(parent, block.tokens)
-            self.children[parent] += 1
-            parent = block.hash
-        self.must(event, len(self.blocks) <= sum(self.levels), f"the cache has {sum(self.levels)} blocks")
-
-    def known(self, event: Event, name: str) -> SeenBlock:
-        self.must(event, name in self.blocks, f"{name} is not stored")
-        return self.blocks[name]
-
-    def must(self, event: Event, holds: bool, fact: str) -> None:
-        if not holds:
-            kind = type(event).__name__.lower()
-            raise EventOrder(f"{kind} event {event.event_id} cannot come here: {fact}; read all events, in order")
