@@ -32,6 +32,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOOL_TEMPLATE = "{% if tools %}Use <tool_call>: {{ tools | tojson }}{% endif %}" + TEMPLATE
+THINK_TEMPLATE = TOOL_TEMPLATE + "{% if enable_thinking is true %}<think>\n{% endif %}{# </think> #}"
 PATIENCE = 120.0  # seconds: a bound for a busy machine, never waited for otherwise
 
 
@@ -103,11 +104,12 @@ def http_client(url: str, **options: Any) -> Any:
 
 
 @contextmanager
-def sent(url: str, body: dict[str, Any]) -> Iterator[None]:
+def sent(url: str, body: dict[str, Any], key: str = "") -> Iterator[None]:
     """A completion that is asked for, by a client that leaves at the end of the block without reading."""
     host, port = url.removeprefix("http://").split(":")
     text = json.dumps(body)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
+    head += f"Authorization: Bearer {key}\r\n\r\n" if key else "\r\n"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall((head + text).encode())
         yield

@@ -3,7 +3,8 @@
 An answer counts on from the last token of its prompt. By its first token a prompt asks for more: with HANG it is
 never begun, with PAUSE it has one token and no other, with DIE it ends the process, with SLOW it has a token every
 20 ms. A model of the name `refused` cannot be loaded, `other-tokens` says of its tokenizer what is not so, and `chat`
-has a chat template. A `parrot` says what stands behind `say:` in its prompt, and has a template with tools. The first
+has a chat template. A `parrot` says what stands behind `say:` in its prompt, and has a template with tools; a
+`thinker` is one whose template has the marks of thoughts, too. The first
 request of a model of the name `first-fails` ends in an error, that of `first-dies` ends the process.
 """
 
@@ -19,7 +20,7 @@ from dataclasses import asdict
 from tokenizers import Tokenizer
 
 from graft.serve.wire import AnswerRow, EngineLoad, ServedModel, TokenLogprobs, frame, messages
-from serve_cases import TEMPLATE, TOOL_TEMPLATE, tokenizer_json
+from serve_cases import TEMPLATE, THINK_TEMPLATE, TOOL_TEMPLATE, tokenizer_json
 
 DIE, HANG, SLOW, PAUSE = 3, 4, 5, 6
 CONTEXT, VOCABULARY = 64, 300
@@ -49,8 +50,8 @@ class Stub:
         if options["model"] == "refused":
             self.send(failed="no such model; known: none", exit=2)
             os._exit(0)
-        self.parrot = options["model"] == "parrot"
-        templates = {"chat": TEMPLATE, "parrot": TOOL_TEMPLATE}
+        self.parrot = options["model"] in ("parrot", "thinker")
+        templates = {"chat": TEMPLATE, "parrot": TOOL_TEMPLATE, "thinker": THINK_TEMPLATE}
         served = ServedModel(
             "stub", 2000 if self.parrot else CONTEXT, VOCABULARY, 2000 if self.parrot else 1000,
             options["engine"]["max_num_seqs"], tokenizer_json(), templates.get(options["model"]), {},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -115,6 +115,16 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
         return library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT)
     except (ValueError, RecursionError) as error:  # half of a surrogate pair, a number that no double holds, a cycle
         raise GrammarRefused(str(error)) from error
+
+
+def regex_grammar(pattern: str) -> str:
+    """For a text that this regular expression matches as a whole; Rust's syntax, without look-around."""
+    return library().LLMatcher.grammar_from_regex(pattern)
+
+
+def choice_grammar(texts: Sequence[str]) -> str:
+    """For one of these texts."""
+    return library().LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
 
 
 def byte_level(tokenizer: str) -> str:

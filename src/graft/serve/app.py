@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from graft import __version__
 from graft.base.errors import HttpRefused
 from graft.serve.cache_events import EventReader, event_stream
+from graft.serve.dashboard import dashboard_stream
 from graft.serve.generation import Generation, from_chat, from_completion, from_response
 from graft.serve.guard import Guard
 from graft.serve.http import EventStream, json_response, read_body, while_connected
@@ -53,6 +54,7 @@ async def responses(state: ServerState, http: HttpRequest) -> Response:
 async def respond(state: ServerState, http: HttpRequest, made: Generation) -> Response:
     """Whoever leaves (the client, the task) ends the engine's work; the guard does that when the response is over."""
     ticket = made.enter(state.link)
+    ticket.id, ticket.path = http.state.request_id, http.url.path
     http.state.generation = made
     if made.stream:
         return EventStream(made.events(ticket), ticket.bell, state.options.slow_client_timeout)
@@ -130,6 +132,12 @@ async def kv_cache_events(state: ServerState, _: HttpRequest) -> Response:
     return EventStream(event_stream(state.link.cache, reader), reader.bell, state.options.slow_client_timeout)
 
 
+async def dashboard(state: ServerState, _: HttpRequest) -> Response:
+    """What the page shows, as long as somebody looks."""
+    reader = EventReader()
+    return EventStream(dashboard_stream(state, reader), reader.bell, state.options.slow_client_timeout)
+
+
 async def health(state: ServerState, _: HttpRequest) -> Response:
     alive, told = state.health()
     return json_response(told, 200 if alive else 503)
@@ -148,8 +156,8 @@ async def metrics(state: ServerState, _: HttpRequest) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def chat_page(_state: ServerState, _: HttpRequest) -> Response:
-    text, headers = page("chat")
+async def show_page(name: str, _state: ServerState, _: HttpRequest) -> Response:
+    text, headers = page(name)
     return Response(text, headers=headers, media_type="text/html")
 
 
@@ -158,7 +166,9 @@ async def json_body(state: ServerState, http: HttpRequest) -> dict[str, Any]:
 
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", "/", chat_page),
+    ("GET", "/", partial(show_page, "chat")),
+    ("GET", "/dashboard", partial(show_page, "dashboard")),
+    ("GET", "/v1/dashboard", dashboard),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
     ("POST", "/v1/completions", completions),

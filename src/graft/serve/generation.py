@@ -18,7 +18,7 @@ from graft.serve.protocol.answers import Envelope
 from graft.serve.protocol.choices import Choice, Piece
 from graft.serve.protocol.completions import CompletionFormat
 from graft.serve.protocol.requests import AskedChat, AskedCompletion
-from graft.serve.protocol.responses import ResponseFormat
+from graft.serve.protocol.response_items import ResponseFormat
 from graft.serve.protocol.sampling import as_refused, check_biases, check_scores, fitted
 from graft.serve.protocol.structure import AskedSchema
 from graft.serve.protocol.tools import AskedTools
@@ -26,7 +26,10 @@ from graft.serve.protocol.values import Json
 from graft.serve.text import ServedText
 from graft.serve.tools.formats import FORCED
 from graft.serve.tools.parser import ToolParser
+from graft.serve.tools.reasoning import ThinkParser, begins_inside
 from graft.serve.wire import AnswerRow, ServedModel, TokenLogprobs
+
+TAIL = 16  # tokens of a prompt in which a mark at its end lies
 
 
 class AnswerFormat(Protocol):
@@ -51,6 +54,7 @@ class Generation:
     format: AnswerFormat
     silent: bool = False  # nothing of what comes is shown
     parser: Callable[[], ToolParser] | None = None  # one a choice, where calls are looked for
+    thinker: Callable[[], ThinkParser] | None = None  # and where thoughts are
     found: dict[int, Choice] = field(default_factory=dict)
     scores: dict[int, Sequence[TokenLogprobs]] = field(default_factory=dict)  # of prompts
     ticket: Ticket | None = None
@@ -74,11 +78,15 @@ class Generation:
         if choice is None:
             known = self.text.tokenizer is not None
             parser = None if self.parser is None else self.parser()
-            shown = params
-            if parser is not None and any(map(self.text.is_special, parser.format.openings)):
+            thinker = None if self.thinker is None else self.thinker()
+            shown, marks = params, () if parser is None else parser.format.openings
+            if thinker is not None:
+                marks = (*marks, thinker.marks.opening, thinker.marks.closing)
+            if any(map(self.text.is_special, marks)):
                 shown = replace(params, skip_special_tokens=False)
             stream = TextStream(self.text, self.prompts[prompt], shown) if known else None
             choice = Choice(index, params, stream, self.format.keeps, silent=self.silent, parser=parser)
+            choice.thinker = thinker
             choice.prompt_logprobs = self.scores.get(prompt)  # in the first row of the first sample
             self.found[index] = choice
         return choice, choice.take(row)
@@ -137,7 +145,23 @@ async def from_chat(asked: AskedChat, text: ServedText, model: ServedModel, requ
     ids, params = await chat_prompt(asked, text, model)
     envelope = Envelope(f"chatcmpl-{request_id}", int(time.time()), asked.model, chat=True)
     made = CompletionFormat(asked, envelope, [ids], text)
-    return Generation([ids], [params], asked.stream, text, made, parser=parser_for(asked.tools, text))
+    return chat_generation(asked, ids, params, text, made)
+
+
+def chat_generation(
+    asked: AskedChat, ids: list[int], params: SamplingParams, text: ServedText, made: AnswerFormat
+) -> Generation:
+    parser, thinker = parser_for(asked.tools, text), thinker_for(asked, ids, text)
+    return Generation([ids], [params], asked.stream, text, made, parser=parser, thinker=thinker)
+
+
+def thinker_for(asked: AskedChat, prompt: list[int], text: ServedText) -> Callable[[], ThinkParser] | None:
+    """None where the model does not mark what it thinks, and where a grammar leaves no room for it."""
+    marks = text.think_marks
+    if marks is None or asked.schema is not None:
+        return None
+    inside = begins_inside(marks, text.decode(prompt[-TAIL:], skip_special_tokens=False))
+    return lambda: ThinkParser(marks, "inside" if inside else "before")
 
 
 def parser_for(tools: AskedTools | None, text: ServedText) -> Callable[[], ToolParser] | None:
@@ -152,7 +176,7 @@ async def from_response(
 ) -> Generation:
     ids, params = await chat_prompt(asked, text, model)
     made = ResponseFormat(asked, request_id, int(time.time()), len(ids), body)
-    return Generation([ids], [params], asked.stream, text, made)
+    return chat_generation(asked, ids, params, text, made)
 
 
 async def chat_prompt(asked: AskedChat, text: ServedText, model: ServedModel) -> tuple[list[int], SamplingParams]:
@@ -170,11 +194,12 @@ async def structured(params: SamplingParams, schema: AskedSchema | None, text: S
     if schema is None:
         return params
     try:
-        grammar = await asyncio.to_thread(text.grammar, schema.schema)
+        grammar = await asyncio.to_thread(text.grammar, schema)
     except HttpRefused:
         raise
     except GrammarRefused as error:
-        why = f"{schema.param}: this schema cannot be kept to: {error.why}"
+        what = "schema" if schema.regex is None else "regular expression"
+        why = f"{schema.param}: this {what} cannot be kept to: {error.why}"
         raise HttpRefused(why, param=schema.param, code="unsupported_schema") from error
     except (ExtraMissing, UsageError) as error:  # of this server or its model: no schema can be kept to
         raise HttpRefused(str(error), param=schema.param, code="unsupported_parameter") from error

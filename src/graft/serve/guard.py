@@ -16,7 +16,14 @@ from graft.serve.http import ClientGone, SlowClient, error_response, json_respon
 from graft.serve.protocol.answers import error_body
 from graft.serve.state import ServerState
 
-OPEN = {"/", "/health", "/ready", "/version", "/metrics"}  # without a key: probes, scrapers and browsers have none
+OPEN = {
+    "/",
+    "/dashboard",
+    "/health",
+    "/ready",
+    "/version",
+    "/metrics",
+}  # without a key: probes, scrapers and browsers have none
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 

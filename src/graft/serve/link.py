@@ -36,6 +36,10 @@ class Ticket:
     numbers: dict[int, int]  # of the engine's requests -> index of the prompt
     samples: int  # of each prompt
     follow: bool
+    prompt: int = 0  # tokens of all prompts
+    id: str = ""  # of the HTTP request, with its path
+    path: str = ""
+    cached: int = 0  # tokens of prompts that were found in the cache
     started: float = field(default_factory=time.monotonic)
     rows: list[tuple[int, AnswerRow]] = field(default_factory=list)  # (index of the prompt, row), not yet read
     bell: asyncio.Event = field(default_factory=asyncio.Event)
@@ -141,7 +145,8 @@ class EngineLink:
         asked, most = len(prompts) * samples, self.model.max_num_seqs + self.options.max_queued_requests
         if self.open + asked > most:
             raise Overloaded(asked, self.open, most)
-        ticket = Ticket({next(self.numbers): index for index in range(len(prompts))}, samples, follow)
+        numbers = {next(self.numbers): index for index in range(len(prompts))}
+        ticket = Ticket(numbers, samples, follow, sum(map(len, prompts)))
         self.tickets |= dict.fromkeys(ticket.numbers, ticket)
         self.writer.write(frame(submission(ticket.numbers, prompts, params)))
         if self.options.max_queue_time:
@@ -168,6 +173,8 @@ class EngineLink:
             return
         answer, known = (row.id, row.sample), self.metrics
         if row.tokens:
+            if not row.sample and answer not in ticket.last:
+                ticket.cached += row.cached
             if (before := ticket.last.get(answer)) is not None:
                 known.between_tokens.observe((now - before) / len(row.tokens), len(row.tokens))
             elif ticket.first_token is None:

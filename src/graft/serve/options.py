@@ -10,6 +10,7 @@ from typing import Any
 
 from graft.base.errors import UsageError
 from graft.serve.tools.formats import AUTO, check_format
+from graft.serve.tools.reasoning import check_reasoning
 
 MIB = 1 << 20
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")  # as a browser sends it: no path, no slash at its end
@@ -45,6 +46,7 @@ class ServeOptions:
     slow_client_timeout: how long a client may take none of what is sent to it.
     stall_timeout: an engine that has work and makes no step for so long is told by /health as 503.
     tool_call_parser: how the model writes calls (tools/formats.py); auto: as its chat template has it.
+    reasoning_parser: how it marks what it thinks (tools/reasoning.py); auto likewise, none: not looked for.
     restart: a dead engine process is started again.
     enable_kv_cache_events: /v1/kv_cache_events is there; it tells the tokens of all prompts to whoever has a key.
     ssl_keyfile, ssl_certfile: PEM files, for https. The key may be in the file of the certificate.
@@ -64,6 +66,7 @@ class ServeOptions:
     slow_client_timeout: float = 60.0
     stall_timeout: float = 300.0
     tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
     restart: bool = False
     enable_kv_cache_events: bool = False
     ssl_keyfile: str | None = None
@@ -89,6 +92,7 @@ class ServeOptions:
                     f"--allowed-origins takes origins like https://chat.example.com, or *, not {origin!r}"
                 )
         check_format(self.tool_call_parser)
+        check_reasoning(self.reasoning_parser)
         if not all(self.names):
             raise UsageError("a --served-model-name is empty")
 

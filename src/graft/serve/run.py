@@ -109,7 +109,9 @@ class Serving:
         model = self.link.model
         assert model is not None
         try:
-            self.state.text = await asyncio.to_thread(ServedText, model, self.options.tool_call_parser)
+            self.state.text = await asyncio.to_thread(
+                ServedText, model, self.options.tool_call_parser, self.options.reasoning_parser
+            )
             params = SamplingParams(max_tokens=min(2, model.context - 1), ignore_eos=True)
             ticket = self.link.submit([[0]], [params], follow=False)
             while ticket.left or ticket.rows:

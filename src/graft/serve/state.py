@@ -27,6 +27,7 @@ class ServerState:
     warm: bool = False  # a first request went through
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def loaded(self) -> tuple[ServedText, ServedModel]:

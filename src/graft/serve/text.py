@@ -12,9 +12,11 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from graft.base.errors import HttpRefused, TokenizerRefused
-from graft.engine.grammar import Grammars, json_grammar
+from graft.engine.grammar import Grammars, choice_grammar, json_grammar, regex_grammar
 from graft.serve.protocol import values
+from graft.serve.protocol.structure import AskedSchema
 from graft.serve.tools.formats import AUTO, FORMATS, ToolFormat, described, format_of
+from graft.serve.tools.reasoning import marks_of
 from graft.serve.wire import ServedModel
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -24,8 +26,9 @@ SHORT = 4096  # characters that are encoded in the event loop: about a milliseco
 class ServedText:
     """The tokenizer of the served model. Encoding equals LLM.encode and LLM.chat_prompt; the probes hold that."""
 
-    def __init__(self, model: ServedModel, tool_parser: str = AUTO) -> None:
+    def __init__(self, model: ServedModel, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
         self.model, self.tool_parser = model, tool_parser
+        self.think_marks = marks_of(reasoning_parser, model.chat_template)
         self.tokenizer: Tokenizer | None = None
         self.pieces: dict[int, str] = {}  # tokens as text, for logprobs; as many as the vocabulary has at most
         self.grammars: Grammars | None = None  # made with the first schema
@@ -79,9 +82,12 @@ class ServedText:
     def is_special(self, text: str) -> bool:
         return text in self.special_tokens
 
-    def grammar(self, schema: Mapping[str, Any]) -> str:
+    def grammar(self, asked: AskedSchema) -> str:
         """For the engine's grammar.py; checked here, so that what is wrong with it is the client's error."""
-        found = json_grammar(schema)
+        if asked.regex is not None:
+            found = regex_grammar(asked.regex)
+        else:
+            found = choice_grammar(asked.choices) if asked.choices else json_grammar(asked.schema)
         with self.compiling:
             if self.grammars is None:
                 _ = self.known

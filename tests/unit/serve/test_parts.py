@@ -16,13 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from cache_model import run
 from graft.base.errors import EngineGone, TokenizerRefused, UsageError
 from graft.cli.app import app
-from graft.engine.kv.events import Created, Lost, Stored, StoredBlock
+from graft.engine.kv.events import Created, EventQueue, Lost, Stored, StoredBlock
+from graft.engine.kv.manager import BlockManager
 from graft.engine.kv.view import CacheView
 from graft.engine.params import SamplingParams
 from graft.serve import cache_events
 from graft.serve.cache_events import CacheFeed, EventReader
+from graft.serve.dashboard import BlockMap
 from graft.serve.keys import ApiKeys
 from graft.serve.logs import ServerLog
 from graft.serve.metrics import Histogram, Metrics
@@ -182,6 +185,30 @@ def test_a_reader_that_is_late_gets_the_state(monkeypatch):
     for event in found:
         view.apply(event)  # in order, without gaps
     assert list(view.blocks) == ["10"]
+
+
+def test_blocks_keep_their_cells():
+    blocks = BlockMap()
+    assert blocks.news() == {"reset": True, "total": 0, "block_size": 0, "changed": []}
+    view, events = CacheView(), EventQueue()
+    manager = BlockManager(4, 2, events=events)
+    first = run(manager, [1, 2, 3, 4, 5])
+
+    def news():
+        for event in events.drain():
+            view.apply(event)
+            blocks.apply(event)
+        assert len(blocks.cells) == len(view.blocks) and len(blocks.free) == 4 - len(view.blocks)
+        return blocks.news()
+
+    assert news() == {"reset": True, "total": 4, "block_size": 2, "changed": [[0, 2, -1, 1], [1, 2, 0, 1]]}
+    manager.close(first)
+    assert news()["changed"] == [[0, 1, -1, 1], [1, 1, 0, 1]]
+    again = run(manager, [1, 2, 9, 9, 9])
+    assert news()["changed"] == [[0, 2, -1, 2], [2, 2, 0, 1]]
+    manager.close(again)
+    manager.close(run(manager, [6, 6, 7, 7, 8, 8, 8]))
+    assert news()["changed"][0] != [0, 2, -1, 2] and news()["changed"] == []
 
 
 def test_readers_are_told_when_the_engine_is_gone():

@@ -169,13 +169,14 @@ def test_a_response_is_asked_for_as_a_conversation():
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": [1]}, "input[0]"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0]"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": 1}, "text"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"guided_regex": "a", "text": {"format": {"type": "json_object"}}}, "guided_regex"),
         ({"n": 2}, "n"),
         ({"instructions": 5}, "instructions"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -378,5 +379,5 @@ def test_any_bytes_are_a_body_or_refused(raw):
 
 
 def test_a_role_of_a_response_is_a_word():
-    with pytest.raises(HttpRefused, match="only messages are supported"):
+    with pytest.raises(HttpRefused, match="only messages, with a role of"):
         responses.response({"input": [{"role": ["user"], "content": "x"}], "model": NAMES[0]}, NAMES)

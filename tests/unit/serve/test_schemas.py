@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from graft.base.errors import HttpRefused
+from graft.engine.grammar import Grammars
 from graft.engine.params import SamplingParams
 from graft.serve.generation import structured
 from graft.serve.probes import served_model
-from graft.serve.protocol.structure import AskedSchema, call_schema, checked, moved
+from graft.serve.protocol.regex_size import regex_size
+from graft.serve.protocol.structure import MOST_STATES, AskedSchema, asked_format, call_schema, checked, moved
 from graft.serve.text import ServedText
 from graft.serve.wire import ServedModel
 from serve_cases import tokenizer_json
@@ -25,6 +27,88 @@ MODEL = ServedModel("mine", 64, 300, 1000, 4, tokenizer_json(), None, {}, (), [2
 def grammar_of(schema, model=MODEL):
     asked = AskedSchema("response_format", schema)
     return asyncio.run(structured(SamplingParams(), asked, ServedText(model))).grammar
+
+
+GUIDED = [
+    ({"guided_json": {"type": "boolean"}}, ["true", "false"], ["1", "truer"]),
+    ({"guided_json": '{"type": "null"}'}, ["null"], ["true"]),
+    ({"json_schema": {"enum": ["a"]}}, ['"a"'], ["a"]),
+    ({"guided_regex": r"[0-9]{3}-[a-c]+"}, ["123-a", "000-cab"], ["12-a", "123-d", "123-"]),
+    ({"guided_choice": ["yes", 'nö "\\\n', "yes", "y"]}, ["yes", 'nö "\\\n', "y"], ["no", "ye"]),
+    ({"structured_outputs": {"regex": "a|b"}}, ["a", "b"], ["ab"]),
+    ({"structured_outputs": {"choice": ["[x]"], "json": None}}, ["[x]"], ["x"]),
+    ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
+    ({"structured_outputs": {"json": {"type": "integer", "maximum": 9, "minimum": 0}}}, ["7"], ["12"]),
+]
+
+
+def kept_to(text, grammar):
+    """Whether the text is one that the grammar allows, as a whole."""
+    served = ServedText(MODEL)
+    mask = Grammars(MODEL.tokenizer, MODEL.vocabulary, MODEL.end_tokens).mask(grammar)
+    for token in served.ids(text):
+        if not mask.allowed()[token] or mask.accept(token) is not None:
+            return False
+    return bool(mask.allowed()[2])
+
+
+@pytest.mark.parametrize(("body", "right", "wrong"), GUIDED)
+def test_vllms_fields_say_what_an_answer_is(body, right, wrong):
+    asked = asked_format(body)
+    grammar = asyncio.run(structured(SamplingParams(), asked, ServedText(MODEL))).grammar
+    assert [kept_to(text, grammar) for text in right] == [True] * len(right)
+    assert [kept_to(text, grammar) for text in wrong] == [False] * len(wrong)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"guided_json": 5}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": 5}, "guided_regex"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex"),
+        ({"guided_regex": "((a{1000}){1000}){2}"}, "guided_regex"),
+        ({"guided_choice": "yes"}, "guided_choice"),
+        ({"guided_choice": ["yes", ""]}, "guided_choice"),
+        ({"guided_grammar": "root ::= x"}, "guided_grammar"),
+        ({"grammar": "root ::= x"}, "grammar"),
+        ({"structured_outputs": 5}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.regex"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ],
+)
+def test_vllms_fields_that_cannot_be_are_refused(body, param):
+    assert refused(lambda: asked_format(body)).param == param
+
+
+def test_fields_that_ask_for_nothing():
+    assert (
+        asked_format({"guided_json": None, "guided_choice": [], "structured_outputs": {"json_object": False}}) is None
+    )
+
+
+def test_a_regular_expression_that_is_none_is_told():
+    error = refused(
+        lambda: asyncio.run(structured(SamplingParams(), asked_format({"guided_regex": "(a"}), ServedText(MODEL)))
+    )
+    assert error.param == "guided_regex" and "unclosed group" in str(error) and error.code == "unsupported_schema"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        (r"\d{3}-\d{4}", 8), ("(ab){3,5}c", 11), ("[]{9}]{3}", 3), (r"[\]a]{2}\{", 3), ("a{5,}", 5), ("((a{10}){10}){10}", 1000),
+        ("a{", 2), ("(((", 0), ("a)b", 3), ("", 0), ("x{99999999999999}", 10**9), ("a|b*", 4),
+    ],
+)  # fmt: skip
+def test_the_size_of_a_regular_expression(pattern, size):
+    assert regex_size(pattern) == size
+
+
+def test_the_largest_regular_expression_is_compiled():
+    asked = asked_format({"guided_regex": f"((a{{100}}){{{MOST_STATES // 100}}})"})
+    assert asyncio.run(structured(SamplingParams(), asked, ServedText(MODEL))).grammar
 
 
 def refused(call):

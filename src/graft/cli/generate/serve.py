@@ -61,6 +61,9 @@ OptionsFile = Annotated[
 ToolParserName = Annotated[
     str, typer.Option(help="How the model writes tool calls: auto, hermes, smollm, llama3_json or mistral.")
 ]
+ReasoningName = Annotated[
+    str, typer.Option(help="How the model marks what it thinks: auto, none, deepseek_r1, qwen3 or mistral.")
+]
 KeyFile = Annotated[str | None, typer.Option(help="Private key, for https.", metavar="PEM")]
 CertFile = Annotated[str | None, typer.Option(help="Certificate, for https.", metavar="PEM")]
 Origins = Annotated[
@@ -88,6 +91,7 @@ def serve(
     slow_client_timeout: SlowReader = 60.0,
     stall_timeout: Stall = 300.0,
     tool_call_parser: ToolParserName = "auto",
+    reasoning_parser: ReasoningName = "auto",
     restart: Restart = False,
     enable_kv_cache_events: CacheEvents = False,
     ssl_keyfile: KeyFile = None,

@@ -61,11 +61,13 @@ def usage(prompt: int, choices: Iterable[Choice]) -> dict[str, Any]:
     each = list(choices)
     new, cached = sum(one.tokens for one in each), sum(one.cached for one in each if not one.index % one.params.n)
     details = {"cached_tokens": cached}
+    thought = {"completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in each)}}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": details,
+        **(thought if any(one.thinker is not None for one in each) else {}),
     }
 
 
@@ -86,17 +88,24 @@ def chat_choice(choice: Choice, piece: Piece, tokens: Pieces) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
     if piece.calls:
         message |= {"content": piece.text or None, "tool_calls": whole_calls(choice, piece)}
+    message |= thoughts(piece)
     likely = chat_logprobs(piece, tokens)
     return {"index": choice.index, "message": message, "logprobs": likely, **ending(piece)}
 
 
 def chat_chunk(choice: Choice, piece: Piece, tokens: Pieces) -> dict[str, Any]:
     delta: dict[str, Any] = {} if choice.begun else {"role": "assistant", "content": ""}
+    delta |= thoughts(piece)
     if piece.text:
         delta["content"] = piece.text
     if piece.calls:
         delta["tool_calls"] = [call_chunk(choice, one) for one in piece.calls]
     return {"index": choice.index, "delta": delta, "logprobs": chat_logprobs(piece, tokens), **ending(piece)}
+
+
+def thoughts(piece: Piece) -> dict[str, Any]:
+    """Clients know them by one of two names: vLLM's newer one, and llama.cpp's and DeepSeek's."""
+    return {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning} if piece.reasoning else {}
 
 
 def whole_calls(choice: Choice, piece: Piece) -> list[dict[str, Any]]:
@@ -118,7 +127,9 @@ def call_chunk(choice: Choice, one: CallDelta) -> dict[str, Any]:
 
 def says_something(choice: Choice, piece: Piece) -> bool:
     """Text may be held back, as the beginning of a stop string or of a character; logprobs are not."""
-    return bool(piece.text or piece.calls or piece.logprobs or piece.finish_reason or not choice.begun)
+    return bool(
+        piece.text or piece.reasoning or piece.calls or piece.logprobs or piece.finish_reason or not choice.begun
+    )
 
 
 def text_logprobs(choice: Choice, piece: Piece, tokens: Pieces, prompt: Sequence[int]) -> dict[str, Any] | None:

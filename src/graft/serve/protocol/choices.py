@@ -10,6 +10,7 @@ from typing import Protocol
 from graft.engine.params import SamplingParams
 from graft.engine.text.detokenize import TextStream
 from graft.serve.tools.parser import CallDelta, ToolParser
+from graft.serve.tools.reasoning import ThinkParser
 from graft.serve.wire import AnswerRow, TokenLogprobs
 
 
@@ -29,7 +30,12 @@ class Piece:
     logprobs: Sequence[TokenLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
-    calls: Sequence[CallDelta] = ()
+    parts: Sequence[str | CallDelta] = ()  # content and calls, in their order
+    reasoning: str = ""
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        return [one for one in self.parts if isinstance(one, CallDelta)]
 
 
 @dataclass(eq=False)
@@ -50,6 +56,8 @@ class Choice:
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's tokens but the first
     parser: ToolParser | None = None  # where calls are looked for in its text
     call_ids: list[str] = field(default_factory=list)
+    thinker: ThinkParser | None = None  # where thoughts are looked for
+    reasoning_tokens: int = 0
 
     @property
     def ended(self) -> bool:
@@ -70,28 +78,43 @@ class Choice:
         self.cached = row.cached
         by_token = row.finish_reason == "stop" and not isinstance(row.stop_reason, str)
         shown = row.tokens[:-1] if by_token and not self.params.include_stop_str_in_output else row.tokens
-        text = ""
-        if self.stream is not None:
-            text = "".join(map(self.stream.feed, shown))
-            if row.finish_reason is not None:
-                text += self.stream.finish()
-        calls: list[CallDelta] = []
+        last = row.finish_reason is not None
+        reasoning, text = self.read(shown, last)
+        parts: list[str | CallDelta] = [text] if text else []
         if self.parser is not None:
-            text, calls = self.parsed(self.parser, text, row.finish_reason is not None)
+            parts = self.parsed(self.parser, text, last)
+            text = "".join(one for one in parts if isinstance(one, str))
         reason = "tool_calls" if row.finish_reason == "stop" and self.calls_are_whole else row.finish_reason
-        self.last = piece = Piece(text, row.tokens, row.logprobs, reason, row.stop_reason, calls)
+        self.last = piece = Piece(text, row.tokens, row.logprobs, reason, row.stop_reason, parts, reasoning)
         if self.keep:
             self.pieces.append(piece)
         return piece
 
-    def parsed(self, parser: ToolParser, text: str, last: bool) -> tuple[str, list[CallDelta]]:
+    def read(self, tokens: Sequence[int], last: bool) -> tuple[str, str]:
+        """Thoughts and text that are certain by now."""
+        if self.stream is None:
+            return "", ""
+        texts = [self.stream.feed(token) for token in tokens]
+        if last:
+            texts.append(self.stream.finish())
+        if self.thinker is None:
+            return "", "".join(texts)
+        found = []
+        for at, text in enumerate(texts):
+            found.append(self.thinker.feed(text))
+            self.reasoning_tokens += self.thinker.state == "inside" and at < len(tokens)
+        if last:
+            found.append(self.thinker.finish())
+        return "".join(thought for thought, _ in found), "".join(text for _, text in found)
+
+    def parsed(self, parser: ToolParser, text: str, last: bool) -> list[str | CallDelta]:
         """Content and calls. An id is made with a call's first piece."""
         found = parser.feed(text) + (parser.finish() if last else [])
         calls = [one for one in found if isinstance(one, CallDelta)]
         while len(self.call_ids) < max((one.index + 1 for one in calls), default=0):
             made = uuid.uuid4().hex
             self.call_ids.append(made[:9] if parser.format.short_ids else f"call_{made[:24]}")
-        return "".join(one for one in found if isinstance(one, str)), calls
+        return found
 
     def whole(self) -> Piece:
         """All of it, after its end."""
@@ -104,5 +127,6 @@ class Choice:
             logprobs,
             last.finish_reason,
             last.stop_reason,
-            [call for piece in self.pieces for call in piece.calls],
+            [part for piece in self.pieces for part in piece.parts],
+            "".join(piece.reasoning for piece in self.pieces),
         )

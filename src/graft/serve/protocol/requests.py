@@ -16,7 +16,7 @@ from graft.serve.protocol.values import Json, boolean, mapping, text, token_ids,
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-KEPT = ("name", "tool_call_id")  # of a message, for templates that show them
+KEPT = ("name", "tool_call_id", "reasoning_content")  # of a message, for templates that show them
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "conversations", "chat_template"}
 
 

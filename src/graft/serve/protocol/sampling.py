@@ -27,11 +27,6 @@ UNBOUNDED = 2**31  # stands for max_tokens until the length of the prompt is kno
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "functions": (lambda v: v == [], "the older form of tools is not supported; give tools"),
     "function_call": (lambda v: v in ("none", "auto"), "the older form of tool_choice is not supported"),
-    "structured_outputs": (lambda v: v == {}, "give response_format with a JSON schema"),
-    **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema"),
-        (lambda v: v in ("", {}, []), "give response_format with a JSON schema"),
-    ),
     "allowed_token_ids": (lambda v: v == [], "the engine cannot restrict tokens"),
     "bad_words": (lambda v: v == [], "the engine cannot restrict tokens"),
     "use_beam_search": (lambda v: v is False, "there is no beam search"),

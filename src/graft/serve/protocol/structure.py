@@ -1,4 +1,5 @@
-"""What an answer must look like: response_format, text.format, and calls that must be made, as JSON schemas."""
+"""What an answer must look like: response_format, text.format, vLLM's structured_outputs and guided_* and llama.cpp's
+json_schema, and calls that must be made."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from decimal import Decimal
 from typing import Any
 
 from graft.base.errors import HttpRefused
-from graft.serve.protocol.values import Json, mapping, wrong
+from graft.serve.protocol.regex_size import regex_size
+from graft.serve.protocol.values import Json, mapping, text, wrong
 
 MOST_CHARACTERS = 65_536  # of a schema
 DEEPEST = 32
 # states that multipleOf may take, one a remainder: 9,973 of them compile in 0.1 s, 99,991 in 1.2 s, 999,983 in 20 s
 MOST_REMAINDERS = 10_000
+MOST_STATES = 20_000  # of a regular expression: 1,000,000 repeated characters compile in 5 s
 ANY_OBJECT: Json = {"type": "object"}
 VALUES = frozenset({"const", "enum", "default", "examples"})  # JSON as it is: nothing in them is a schema
 NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # keys are names
@@ -23,14 +26,43 @@ NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "d
 
 @dataclass(frozen=True)
 class AskedSchema:
-    """param: the field that it came from, for whoever finds something wrong with it."""
+    """param: the field that it came from, for whoever finds something wrong with it. The answer is JSON of the
+    schema; or a text of the regular expression, or one of the choices."""
 
     param: str
     schema: Json
+    regex: str | None = None
+    choices: tuple[str, ...] = ()
+
+
+# by vLLM's names in structured_outputs, what older clients of it and those of llama.cpp send
+OUTER = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "json_schema": "json", "grammar": "grammar",
+}  # fmt: skip
 
 
 def asked_format(body: Json) -> AskedSchema | None:
-    """response_format of chat and completions: {"type": "json_schema", "json_schema": {"schema": {…}}}."""
+    """Of chat and completions."""
+    return the_one(body, response_format(body))
+
+
+def the_one(body: Json, plain: AskedSchema | None) -> AskedSchema | None:
+    """plain: by OpenAI's own field. Two are refused."""
+    inner = mapping(body, "structured_outputs")
+    given = {f"structured_outputs.{name}": (name, value) for name, value in inner.items()}
+    given |= {name: (kind, body[name]) for name, kind in OUTER.items() if name in body}
+    found = [made for param, (kind, value) in given.items() if (made := guided(kind, value, param)) is not None]
+    if plain is not None:
+        found.append(plain)
+    if len(found) > 1:
+        both = " and ".join(one.param for one in found[:2])
+        raise HttpRefused(f"{both} each say what the answer must be; give one of them", param=found[0].param)
+    return found[0] if found else None
+
+
+def response_format(body: Json) -> AskedSchema | None:
+    """{"type": "json_schema", "json_schema": {"schema": {…}}}."""
     given = mapping(body, "response_format")
     kind = given.get("type") if given else "text"
     if kind == "json_schema":
@@ -38,13 +70,50 @@ def asked_format(body: Json) -> AskedSchema | None:
     return simple(kind, "response_format")
 
 
+def guided(kind: str, value: object, param: str) -> AskedSchema | None:
+    """vLLM's. Values that ask for nothing give None."""
+    if value in (None, "", [], {}, False):
+        return None
+    if kind == "json":
+        return checked(parse_schema(value, param) if isinstance(value, str) else value, param)
+    if kind == "json_object":
+        return AskedSchema(param, ANY_OBJECT)
+    if kind == "regex":
+        if regex_size(pattern := short(value, param)) > MOST_STATES:
+            why = f"{param}: with its repetitions written out it may have {MOST_STATES} characters"
+            raise HttpRefused(why, param=param, code="unsupported_schema")
+        return AskedSchema(param, {}, regex=pattern)
+    if kind == "choice":
+        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+            raise wrong(param, "a list of texts, none of them empty", value)
+        short("".join(value), param)
+        return AskedSchema(param, {}, choices=tuple(dict.fromkeys(text(one, param) for one in value)))
+    why = "grammars in GBNF or Lark are not taken" if kind == "grammar" else "this is not known"
+    raise HttpRefused(
+        f"{param}: {why}; give a JSON schema, a regex or choices", param=param, code="unsupported_parameter"
+    )
+
+
+def parse_schema(given: str, param: str) -> object:
+    try:
+        return json.loads(short(given, param))
+    except (ValueError, RecursionError) as error:
+        raise HttpRefused(f"{param} is not valid JSON: {error}", param=param) from error
+
+
+def short(given: object, param: str) -> str:
+    if len(found := text(given, param)) > MOST_CHARACTERS:
+        raise too_long(param)
+    return found
+
+
 def text_format(body: Json) -> AskedSchema | None:
     """text.format of responses: {"type": "json_schema", "schema": {…}}."""
     given = mapping(mapping(body, "text"), "format")
     kind = given.get("type") if given else "text"
-    return (
-        checked(given.get("schema"), "text.format.schema") if kind == "json_schema" else simple(kind, "text.format")
-    )
+    schema = given.get("schema")
+    plain = checked(schema, "text.format.schema") if kind == "json_schema" else simple(kind, "text.format")
+    return the_one(body, plain)
 
 
 def simple(kind: object, param: str) -> AskedSchema | None:
