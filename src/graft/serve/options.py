@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.base.errors import UsageError
+from graft.serve.kv_events_config import KvEventsConfig, parse_config
 from graft.serve.tools.formats import AUTO, check_format
 from graft.serve.tools.reasoning import check_reasoning
 
@@ -49,6 +50,7 @@ class ServeOptions:
     reasoning_parser: how it marks what it thinks (tools/reasoning.py); auto likewise, none: not looked for.
     restart: a dead engine process is started again.
     enable_kv_cache_events: /v1/kv_cache_events is there; it tells the tokens of all prompts to whoever has a key.
+    kv_events_config: vLLM's JSON object: where events of the cache are published over ZMQ (kv_events_config.py).
     ssl_keyfile, ssl_certfile: PEM files, for https. The key may be in the file of the certificate.
     allowed_origins: of pages in browsers that may ask (CORS); "*" is all, none is none but our own.
     """
@@ -69,6 +71,7 @@ class ServeOptions:
     reasoning_parser: str = AUTO
     restart: bool = False
     enable_kv_cache_events: bool = False
+    kv_events_config: str | None = None
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
@@ -91,10 +94,15 @@ class ServeOptions:
                 raise UsageError(
                     f"--allowed-origins takes origins like https://chat.example.com, or *, not {origin!r}"
                 )
+        _ = self.published
         check_format(self.tool_call_parser)
         check_reasoning(self.reasoning_parser)
         if not all(self.names):
             raise UsageError("a --served-model-name is empty")
+
+    @property
+    def published(self) -> KvEventsConfig:
+        return parse_config(self.kv_events_config)
 
     @property
     def names(self) -> tuple[str, ...]:

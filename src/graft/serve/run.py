@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -24,6 +24,9 @@ from graft.serve.metrics import Metrics
 from graft.serve.options import ServeOptions
 from graft.serve.state import ServerState
 from graft.serve.text import ServedText
+
+if TYPE_CHECKING:
+    from graft.serve.publisher import EventPublisher
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CLOSING = 5  # seconds that connections have to end after the last answer
@@ -53,6 +56,7 @@ class Serving:
         self.log, self.link = log, link
         self.socket = listening(options.host, options.port)
         self.url = url_of(self.socket, "http" if options.ssl_certfile is None else "https")
+        self.publisher = publisher_of(options, link)
         self.server = QuietServer(uvicorn.Config(make_app(self.state), **UVICORN, **tls(options)))
         self.over = asyncio.Event()  # set when the process is to end
         self.warming: asyncio.Task[None] | None = None
@@ -66,6 +70,7 @@ class Serving:
         http = asyncio.create_task(self.server.serve(sockets=[self.socket]))
         engine = asyncio.create_task(self.keep_engine())
         over = asyncio.create_task(self.over.wait())
+        published = [asyncio.create_task(self.publisher.run())] if self.publisher is not None else []
         try:
             await asyncio.wait((http, engine, over), return_when=asyncio.FIRST_COMPLETED)
             if engine.done() and not self.over.is_set():
@@ -73,9 +78,10 @@ class Serving:
             return 0
         finally:
             await self.link.stop()
-            engine.cancel()
+            for task in (engine, *published):
+                task.cancel()
             self.server.should_exit = True
-            await asyncio.gather(http, engine, return_exceptions=True)
+            await asyncio.gather(http, engine, *published, return_exceptions=True)
             self.log("ended")
             self.log.flush()
 
@@ -154,6 +160,15 @@ class Serving:
         while self.server.server_state.tasks and not self.server.force_exit:
             await asyncio.sleep(POLL)
         self.over.set()
+
+
+def publisher_of(options: ServeOptions, link: EngineLink) -> EventPublisher | None:
+    """Its libraries are an extra of their own. An address that is taken is told before the model is loaded."""
+    if not options.published.on:
+        return None
+    from graft.serve.publisher import EventPublisher
+
+    return EventPublisher(options.published, link.cache)
 
 
 def listening(host: str, port: int) -> socket.socket:

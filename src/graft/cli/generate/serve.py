@@ -64,6 +64,13 @@ ToolParserName = Annotated[
 ReasoningName = Annotated[
     str, typer.Option(help="How the model marks what it thinks: auto, none, deepseek_r1, qwen3 or mistral.")
 ]
+EventsConfig = Annotated[
+    str | None,
+    typer.Option(
+        help='Events of the cache over ZMQ, as vLLM publishes them: {"enable_kv_cache_events": true, …}.',
+        metavar="JSON",
+    ),
+]
 KeyFile = Annotated[str | None, typer.Option(help="Private key, for https.", metavar="PEM")]
 CertFile = Annotated[str | None, typer.Option(help="Certificate, for https.", metavar="PEM")]
 Origins = Annotated[
@@ -94,6 +101,7 @@ def serve(
     reasoning_parser: ReasoningName = "auto",
     restart: Restart = False,
     enable_kv_cache_events: CacheEvents = False,
+    kv_events_config: EventsConfig = None,
     ssl_keyfile: KeyFile = None,
     ssl_certfile: CertFile = None,
     allowed_origins: Origins = None,
