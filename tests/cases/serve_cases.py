@@ -52,6 +52,25 @@ def tokenizer_json() -> str:
     return made.to_str()
 
 
+def tiny_checkpoint(folder: Path) -> Path:
+    """A tiny Llama with random weights and a tokenizer that knows bytes."""
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, initializer_range=0.4,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer_json()), eos_token="<|im_end|>", chat_template=TOOL_TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def poll(found: Callable[[], Any]) -> Any:
     """What `found` gives once that is true; it is asked again and again, long enough for any machine."""
     end = time.monotonic() + PATIENCE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import traceback
 from dataclasses import dataclass, field
 
 from starlette.exceptions import HTTPException
@@ -13,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from graft.base.errors import GraftError, HttpRefused
 from graft.serve.generation import Generation, new_id
 from graft.serve.http import ClientGone, SlowClient, error_response, json_response, status_of
+from graft.serve.logs import print_traceback
 from graft.serve.protocol.answers import error_body
 from graft.serve.state import ServerState
 
@@ -86,7 +86,7 @@ class Guard:
             await error_response(error)(scope, receive, send)
             return getattr(error, "code", None) or type(error).__name__
         except Exception as error:  # noqa: BLE001  one request fails, the server goes on
-            traceback.print_exception(error)
+            print_traceback()
             if exchange.status is None:
                 told = error_body(f"{type(error).__name__}: this is a defect; the server's log has more", 500)
                 await json_response(told, 500)(scope, receive, send)

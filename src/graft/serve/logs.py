@@ -7,6 +7,8 @@ import json
 import sys
 import threading
 import time
+import traceback
+from contextlib import suppress
 from queue import Full, Queue
 from typing import Any, TextIO
 
@@ -49,6 +51,12 @@ class ServerLog:
         end = time.monotonic() + seconds
         while self.waiting.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.005)
+
+
+def print_traceback() -> None:
+    """Of the error that is handled: a defect. A full disk is no reason not to go on."""
+    with suppress(OSError, ValueError):
+        traceback.print_exc()
 
 
 def plain(value: object) -> str:

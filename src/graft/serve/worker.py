@@ -12,9 +12,8 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -29,6 +28,7 @@ from graft.engine.kv.subscription import EventSubscription
 from graft.engine.llm import LLM, engine_options
 from graft.engine.params import SamplingParams
 from graft.engine.watch import Watch
+from graft.serve.logs import print_traceback
 from graft.serve.options import ModelOptions
 from graft.serve.probes import served_model
 from graft.serve.wire import AnswerRow, EngineLoad, Message, TokenLogprobs, frame, messages
@@ -117,7 +117,7 @@ def vital() -> Iterator[None]:
     except OSError:
         os._exit(0)  # the HTTP process is gone
     except Exception:  # noqa: BLE001  a defect: told, and the HTTP process sees the end
-        traceback.print_exc()
+        print_traceback()
         os._exit(BROKEN)
 
 
@@ -140,7 +140,7 @@ class Worker:
                 self.refuse(asked["id"], str(error))
                 continue
             except Exception as error:  # noqa: BLE001  a defect, but of one request: the others go on
-                traceback.print_exc()
+                print_traceback()
                 self.refuse(asked["id"], f"{type(error).__name__}: {error}")
                 continue
             sent = SentRequest(asked["id"], request, self.outbox)
@@ -175,7 +175,8 @@ class Worker:
                 rows = [row for sent in self.outbox.due() for row in self.rows_of(sent)]
                 self.outbox.send({"rows": rows, "load": self.load().to_json()})
                 if self.llm.engine.broken is not None:
-                    print(f"graft: the engine is lost: {self.llm.engine.broken}", file=sys.stderr, flush=True)
+                    with suppress(OSError):  # a full disk
+                        print(f"graft: the engine is lost: {self.llm.engine.broken}", file=sys.stderr, flush=True)
                     os._exit(BROKEN)
 
     def rows_of(self, sent: SentRequest) -> list[AnswerRow]:
@@ -244,7 +245,7 @@ def run(connection: socket.socket) -> None:
         outbox.send({"failed": str(error), "exit": error.exit_code})
         return
     except Exception as error:  # noqa: BLE001  the HTTP process tells it
-        traceback.print_exc()
+        print_traceback()
         outbox.send({"failed": f"{type(error).__name__}: {error}", "exit": 1})
         return
     worker = Worker(llm, outbox)

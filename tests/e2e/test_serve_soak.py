@@ -1,0 +1,120 @@
+"""Whatever clients do, the others have the right tokens, and in the end nothing is left of anybody.
+
+GRAFT_SOAK_REQUESTS: how many requests; 100,000 in `make test-all`, some hundreds in `make test`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import graft
+from marks import FULL
+from serve_cases import http_client, poll, serving, tiny_checkpoint
+from serve_soak import Soak
+
+REQUESTS = int(os.environ.get("GRAFT_SOAK_REQUESTS", 100_000 if FULL else 250))
+SIZE = {"max_num_seqs": 8, "kv_cache_memory": "4MiB"}
+IDLE = {"status": "ready", "seconds_since_step": 0, "running": 0, "waiting": 0}
+GROWTH = 16  # MiB: what an allocator may hold back; 250 requests whose blocks or tickets stay take more
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("soaked") / "tiny-served")
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """Bodies and the tokens that LLM.generate gives for them."""
+    rng = random.Random(0)
+    params = [
+        {"max_tokens": rng.randint(1, 60), "temperature": rng.choice([0, 0.8]), "seed": number, "ignore_eos": True}
+        for number in range(16)
+    ]
+    prompts = [[rng.randrange(3, 300) for _ in range(rng.randint(1, 100))] for _ in params]
+    llm = graft.LLM(folder, dtype="float32", device="cpu", backend="eager", **SIZE)
+    outputs = llm.generate(prompts, [graft.SamplingParams(**one) for one in params])
+    bodies = [{"prompt": p, "return_token_ids": True, **more} for p, more in zip(prompts, params, strict=True)]
+    return [(body, output.token_ids) for body, output in zip(bodies, outputs, strict=True)]
+
+
+def resident(number):
+    """MiB of a process."""
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{number}/status").read_text())[1]) / 1024
+
+
+def value(text, name):
+    return float(re.search(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.M)[1])
+
+
+def soaked(server, plain, expected):
+    """Its last tenth has an engine that is killed in its middle."""
+    host, port = server.url.removeprefix("http://").split(":")
+    soak, sizes = Soak(host, int(port), expected, random.Random(1)), []
+
+    def nothing_is_left():
+        poll(lambda: plain.get("/health").json() | {"seconds_since_step": 0} == IDLE)
+        assert value(plain.get("/metrics").text, "vllm:kv_cache_usage_perc") == 0
+
+    for _ in range(2):
+        asyncio.run(soak.run(REQUESTS * 45 // 100, 24))
+        nothing_is_left()
+        sizes.append([round(resident(number), 1) for number in (server.process.pid, server.engine)])
+    assert not [kind for kind in soak.seen if ": 50" in kind], soak.seen
+    asyncio.run(soak.run(REQUESTS // 10, 24, kill=lambda: os.kill(server.engine, signal.SIGKILL)))
+    nothing_is_left()
+    print(f"\n{sum(soak.seen.values())} requests: {dict(soak.seen)}; MiB of HTTP and engine process: {sizes}")
+    assert not soak.wrong, soak.wrong[:3]
+    for kind in ("whole: 200", "streamed: 200", "left a stream", "bad: 400"):
+        assert soak.seen[kind], soak.seen
+    assert all(after < before + GROWTH for before, after in zip(*sizes, strict=True)), f"memory grows: {sizes}"
+    told = plain.get("/metrics").text
+    assert value(told, "graft:log_lines_lost_total") > REQUESTS / 4
+    assert value(told, "graft:engine_restarts_total") == 1 and plain.get("/ready").status_code == 200
+    server.signal()
+    assert server.ended() == 0
+
+
+@contextmanager
+def full_disk():
+    """Where logs go."""
+    found = os.open("/dev/full", os.O_WRONLY)
+    try:
+        yield found
+    finally:
+        os.close(found)
+
+
+@pytest.mark.exhaustive
+def test_soak(folder, expected):
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SIZE.items()]
+    kind = ("--dtype", "float32", "--backend", "eager", "--restart")
+    with (
+        full_disk() as errors,
+        serving(folder, *kind, *options, stub=False, errors=errors, OMP_NUM_THREADS="1") as server,
+        http_client(server.url) as plain,
+    ):
+        soaked(server, plain, expected)
+
+
+def test_soak_of_an_engine_without_a_model():
+    """Everything round the engine: its answers count on from the last token of a prompt."""
+    rng, expected = random.Random(0), []
+    for _ in range(16):
+        prompt, count = [rng.randrange(10, 300) for _ in range(rng.randint(1, 20))], rng.randint(1, 40)
+        body = {"prompt": prompt, "max_tokens": count, "return_token_ids": True}
+        expected.append((body, [(prompt[-1] + 1 + index) % 300 for index in range(count)]))
+    with (
+        full_disk() as errors,
+        serving("stub", "--restart", errors=errors) as server,
+        http_client(server.url) as plain,
+    ):
+        soaked(server, plain, expected)
