@@ -203,7 +203,7 @@ class Frontend:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Made with the first grammar: reading a vocabulary takes a second."""
+        """Made with the first grammar, or before: reading a vocabulary takes a second, and no other thread runs."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None or not self.engine.end_tokens:
             lacking = "tokenizer in the `tokenizers` library" if backend is None else "end token"

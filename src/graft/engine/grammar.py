@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from graft.base.errors import ExtraMissing, GrammarRefused, UsageError
 
@@ -21,6 +20,9 @@ KEPT = 64  # grammars that stay compiled
 # ways in which a token may be read. Ambiguous recursion had 1,400 of them, and masks of half a second each; a call of
 # 128 functions or an object of 140 properties that may be left out stay below
 MOST_ITEMS = 600
+# where nothing can be read in two ways: an object of 490 properties that may be left out, 0.6 s to compile
+MOST_PLAIN_ITEMS = 2000
+AMBIGUOUS = ("anyOf", "oneOf", "allOf", "$ref", "$dynamicRef", "patternProperties", "start:")
 # no blanks between tokens of JSON: models otherwise write them until max_tokens. What is not known is an error.
 COMPACT = {"whitespace_flexible": False, "lenient": False}
 
@@ -55,13 +57,13 @@ class Grammars:
 
     def __init__(self, tokenizer: str, vocabulary: int, ends: Collection[int]) -> None:
         llguidance = library()
-        known = Tokenizer.from_str(tokenizer).get_vocab_size()
+        spec = json.loads(tokenizer)
         self.ends, self.vocabulary = sorted(token for token in ends if token < vocabulary), vocabulary
         if not self.ends:
             raise UsageError(f"grammar: no end token lies in the vocabulary of {vocabulary}, so none can be kept to")
         try:
             self.tokens = llguidance.LLTokenizer(
-                byte_level(tokenizer), n_vocab=max(known, vocabulary), eos_token=self.ends
+                byte_level(spec), n_vocab=max(token_count(spec), vocabulary), eos_token=self.ends
             )
         except ValueError as error:  # the library's own class for all that it cannot read
             raise UsageError(f"grammar: none can be kept to with this tokenizer: {error}") from error
@@ -82,7 +84,8 @@ class Grammars:
 
     def compiled(self, grammar: str) -> GrammarMask:
         llguidance = library()
-        limits = llguidance.LLParserLimits(max_items_in_row=MOST_ITEMS, verbose_errors=False)
+        most = MOST_ITEMS if any(word in grammar for word in AMBIGUOUS) else MOST_PLAIN_ITEMS
+        limits = llguidance.LLParserLimits(max_items_in_row=most, verbose_errors=False)
         if problem := llguidance.LLMatcher.validate_grammar(grammar, self.tokens, limits=limits):
             raise GrammarRefused(message(problem))
         matcher = llguidance.LLMatcher(self.tokens, grammar, log_level=0, limits=limits)
@@ -127,10 +130,17 @@ def choice_grammar(texts: Sequence[str]) -> str:
     return library().LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
 
 
-def byte_level(tokenizer: str) -> str:
+def token_count(spec: Mapping[str, Any]) -> int:
+    """Of a tokenizer.json. To make a Tokenizer of it takes a second, in which no other thread runs."""
+    vocabulary = spec["model"]["vocab"]
+    known = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
+    return len(known | {token["content"] for token in spec.get("added_tokens", ())})
+
+
+def byte_level(spec: dict[str, Any]) -> str:
     """llguidance takes the bytes of tokens from the decoder. Tokenizers that were made from GGUF files have several
     decoders in a row, and then "Ġthe" would be the bytes of Ġ, and not a blank."""
-    spec = json.loads(tokenizer)
     if "ByteLevel" in json.dumps(spec.get("pre_tokenizer")):
-        spec["decoder"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        spec = {**spec, "decoder": decoder}
     return json.dumps(spec)

@@ -20,6 +20,7 @@ from graft.serve.dashboard import dashboard_stream
 from graft.serve.generation import Generation, from_chat, from_completion, from_response
 from graft.serve.guard import Guard
 from graft.serve.http import EventStream, json_response, read_body, while_connected
+from graft.serve.openapi import openapi
 from graft.serve.pages import page
 from graft.serve.protocol import requests, values
 from graft.serve.protocol.responses import response
@@ -156,6 +157,10 @@ async def metrics(state: ServerState, _: HttpRequest) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+async def schema(state: ServerState, _: HttpRequest) -> Response:
+    return json_response(openapi(state.options.names))
+
+
 async def show_page(name: str, _state: ServerState, _: HttpRequest) -> Response:
     text, headers = page(name)
     return Response(text, headers=headers, media_type="text/html")
@@ -169,6 +174,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/", partial(show_page, "chat")),
     ("GET", "/dashboard", partial(show_page, "dashboard")),
     ("GET", "/v1/dashboard", dashboard),
+    ("GET", "/openapi.json", schema),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
     ("POST", "/v1/completions", completions),

@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -118,6 +118,8 @@ class Serving:
             self.state.text = await asyncio.to_thread(
                 ServedText, model, self.options.tool_call_parser, self.options.reasoning_parser
             )
+            with suppress(UsageError):  # where there can be no grammar, whoever asks for one is told
+                await asyncio.to_thread(self.state.text.read_vocabulary)
             params = SamplingParams(max_tokens=min(2, model.context - 1), ignore_eos=True)
             ticket = self.link.submit([[0]], [params], follow=False)
             while ticket.left or ticket.rows:

@@ -31,7 +31,7 @@ class ServedText:
         self.think_marks = marks_of(reasoning_parser, model.chat_template)
         self.tokenizer: Tokenizer | None = None
         self.pieces: dict[int, str] = {}  # tokens as text, for logprobs; as many as the vocabulary has at most
-        self.grammars: Grammars | None = None  # made with the first schema
+        self.grammars: Grammars | None = None  # of schemas
         self.compiling = threading.Lock()
         if model.tokenizer is not None:
             self.tokenizer = self.read(model.tokenizer)
@@ -88,12 +88,16 @@ class ServedText:
             found = regex_grammar(asked.regex)
         else:
             found = choice_grammar(asked.choices) if asked.choices else json_grammar(asked.schema)
+        self.read_vocabulary().mask(found)
+        return found
+
+    def read_vocabulary(self) -> Grammars:
+        """Takes a second, in which no other thread runs; so it is done before the server is ready."""
         with self.compiling:
             if self.grammars is None:
                 _ = self.known
                 self.grammars = Grammars(self.model.tokenizer or "", self.model.vocabulary, self.model.end_tokens)
-        self.grammars.mask(found)
-        return found
+        return self.grammars
 
     def ids(self, text: str, special: bool = True) -> list[int]:
         return self.known.encode(text, add_special_tokens=special).ids

@@ -13,13 +13,14 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from graft.base.errors import GraftError
+from graft.base.errors import GraftError, UsageError
 from graft.base.progress import phase_of
 from graft.engine.artifact.format import is_engine
 from graft.engine.core import Request
@@ -125,32 +126,67 @@ class Worker:
     def __init__(self, llm: LLM, outbox: Outbox) -> None:
         self.llm, self.outbox = llm, outbox
         self.open: dict[int, SentRequest] = {}
+        self.lock = threading.Lock()
+        self.compiler = ThreadPoolExecutor(1, "graft-grammars")
+        self.compiling: set[int] = set()  # requests whose grammar is not compiled yet
+        self.dropped: set[int] = set()  # of those: nobody waits for them any more
         self.preemptions = 0
         self.events: EventSubscription | None = None  # while somebody reads them
 
     def take(self, message: Message) -> None:
         """In the reading thread."""
-        params: dict[int, SamplingParams] = {}
+        given = [try_params(one) for one in message.get("params", ())]
         for asked in message.get("submit", ()):
-            try:
-                if (number := asked["params"]) not in params:
-                    params[number] = SamplingParams(**message["params"][number])
-                request = self.llm.request(asked["prompt"], params[number], 0)
-            except GraftError as error:
-                self.refuse(asked["id"], str(error))
-                continue
-            except Exception as error:  # noqa: BLE001  a defect, but of one request: the others go on
-                print_traceback()
-                self.refuse(asked["id"], f"{type(error).__name__}: {error}")
-                continue
-            sent = SentRequest(asked["id"], request, self.outbox)
-            self.open[sent.number] = sent
-            self.llm.driver.enter([request], sent)
+            params = given[asked["params"]]
+            if isinstance(params, GraftError):
+                self.refuse(asked["id"], str(params))
+            elif params.grammar is None:
+                self.enter(asked, params)
+            else:
+                self.compiling.add(asked["id"])
+                self.compiler.submit(self.compile, asked, params)
         if "follow_events" in message:
             self.follow_events(message["follow_events"])
-        found = [self.open.get(number) for number in message.get("abort", ())]
-        late = [self.open.get(number) for number in message.get("expire", ())]
-        found += [sent for sent in late if sent is not None and sent.request.cached is None]  # it was never admitted
+        self.abort(message.get("abort", ()), message.get("expire", ()))
+
+    def enter(self, asked: Message, params: SamplingParams) -> None:
+        try:
+            request = self.llm.request(asked["prompt"], params, 0)
+        except GraftError as error:
+            self.refuse(asked["id"], str(error))
+            return
+        except Exception as error:  # noqa: BLE001  a defect, but of one request: the others go on
+            print_traceback()
+            self.refuse(asked["id"], f"{type(error).__name__}: {error}")
+            return
+        sent = SentRequest(asked["id"], request, self.outbox)
+        with self.lock:
+            self.compiling.discard(sent.number)
+            if sent.number in self.dropped:
+                self.dropped.remove(sent.number)
+                return
+            self.open[sent.number] = sent
+        self.llm.driver.enter([request], sent)
+
+    def compile(self, asked: Message, params: SamplingParams) -> None:
+        """In a thread of its own: a schema may take half a second, in which others go on."""
+        with vital():
+            self.enter(asked, params)
+            with self.lock:  # of one that was refused
+                self.compiling.discard(asked["id"])
+                self.dropped.discard(asked["id"])
+
+    def abort(self, numbers: Sequence[int], expired: Sequence[int]) -> None:
+        """expired: only if they have not begun."""
+        with self.lock:
+            unmade = self.compiling & {*numbers, *expired}
+            self.dropped |= unmade
+        late = [AnswerRow(one, 0, [], None, "abort", None, 0, None) for one in expired if one in unmade]
+        if late:
+            self.outbox.send({"rows": late})
+        found = [self.open.get(number) for number in numbers]
+        waiting = [self.open.get(number) for number in expired]
+        found += [sent for sent in waiting if sent is not None and sent.request.cached is None]  # never admitted
         self.llm.abort(*(sent.request for sent in found if sent is not None))
 
     def refuse(self, number: int, why: str) -> None:
@@ -198,6 +234,13 @@ class Worker:
             preemptions=self.preemptions,
             steps=engine.scheduler.clock,
         )
+
+
+def try_params(fields: Message) -> SamplingParams | GraftError:
+    try:
+        return SamplingParams(**fields)
+    except GraftError as error:
+        return error
 
 
 def load_model(options: ModelOptions, outbox: Outbox) -> LLM:
@@ -248,6 +291,8 @@ def run(connection: socket.socket) -> None:
         print_traceback()
         outbox.send({"failed": f"{type(error).__name__}: {error}", "exit": 1})
         return
+    with suppress(UsageError):  # where there can be no grammar, whoever asks for one is told
+        _ = llm.grammars  # reading the vocabulary holds up every thread: now, and not with the first schema
     worker = Worker(llm, outbox)
     threading.Thread(target=worker.send_forever, name="graft-sender", daemon=True).start()
     for message in asked:

@@ -17,7 +17,7 @@ from graft.engine.params import SamplingParams
 from serve_cases import tokenizer_json
 
 pytest.importorskip("llguidance")
-from graft.engine.grammar import GrammarMask, Grammars, byte_level, json_grammar
+from graft.engine.grammar import GrammarMask, Grammars, byte_level, json_grammar, token_count
 
 SCHEMA = {
     "type": "object",
@@ -83,7 +83,7 @@ def test_tokens_have_the_bytes_that_they_decode_to():
             whole = plain.decode([token], skip_special_tokens=False)
             if "\ufffd" not in whole:
                 assert tokens.decode_bytes([token]) == whole.encode(), token
-    assert json.loads(byte_level(tokenizer_json()))["decoder"]["type"] == "ByteLevel"
+    assert json.loads(byte_level(json.loads(tokenizer_json())))["decoder"]["type"] == "ByteLevel"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,13 @@ def test_a_tokenizer_that_the_library_cannot_read_is_refused():
         Grammars(json.dumps(spec), 300, [2])
 
 
+def test_tokens_are_counted_as_the_tokenizer_does():
+    spec = json.loads(tokenizer_json())
+    assert token_count(spec) == Tokenizer.from_str(tokenizer_json()).get_vocab_size()
+    unigram = {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}, "added_tokens": [{"content": "b"}, {"content": "c"}]}
+    assert token_count(unigram) == 3
+
+
 def wide(ways):
     """Arrays of arrays, each of which may be read in so many ways."""
     inner = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/d"}} for _ in range(ways)]}
@@ -163,10 +170,12 @@ def optional(properties):
 
 def test_grammars_whose_masks_would_take_long_are_refused():
     grammars = Grammars(tokenizer_json(), 300, [2])
-    for schema in (wide(200), optional(300)):
-        with pytest.raises(GrammarRefused, match=r"row has \d+ items; max is 600") as found:
+    either = optional(200)["properties"] | {"q": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
+    for schema, most in ((wide(200), 600), (optional(600), 2000), ({"type": "object", "properties": either}, 600)):
+        with pytest.raises(GrammarRefused, match=rf"row has \d+ items; max is {most}") as found:
             grammars.mask(json_grammar(schema))
         assert "verbose" not in str(found.value)
+    assert grammars.mask(json_grammar(optional(400))).allowed().any()
     calls = [{"properties": {"name": {"const": f"f{index}"}, "arguments": optional(3)}} for index in range(128)]
     calls = [{"type": "object", "required": ["name", "arguments"], **one} for one in calls]
     for schema in (wide(20), optional(140), {"anyOf": calls}, {"enum": list(range(1000))}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -58,3 +59,46 @@ def test_a_request_that_cannot_be_made_is_answered_whatever_the_error(worker, ca
         (7, "error", "refused"), (8, "error", "ValueError: a defect"),
     ]  # fmt: skip
     assert "ValueError: a defect" in capsys.readouterr().err and not worker.open
+
+
+class Made:
+    """A request, as far as it is looked at."""
+
+    family, cached = (), None
+
+
+def compiling(worker):
+    """A request whose grammar takes until the first of these events is set, and what then entered."""
+    go, entered = threading.Event(), []
+    worker.llm.request = lambda *_: go.wait(60) and Made()
+    worker.llm.driver = SimpleNamespace(enter=lambda requests, sent: entered.append(sent.number))
+    worker.llm.abort = lambda *_: None
+    worker.take({"submit": [{"id": 7, "prompt": [5], "params": 0}], "params": [{"grammar": "x"}]})
+    return go, entered
+
+
+def test_a_grammar_is_compiled_beside_other_requests(worker):
+    go, entered = compiling(worker)
+    assert worker.compiling == {7} and not entered  # `take` came back: others can be taken
+    go.set()
+    worker.compiler.shutdown()
+    assert entered == [7] and set(worker.open) == {7} and not worker.compiling
+
+
+@pytest.mark.parametrize("word", ["abort", "expire"])
+def test_who_leaves_while_a_grammar_is_compiled_never_enters(worker, word):
+    go, entered = compiling(worker)
+    worker.take({word: [7]})
+    go.set()
+    worker.compiler.shutdown()
+    assert not entered and not worker.open and not worker.dropped and not worker.compiling
+    if word == "expire":
+        (row,) = next(messages(worker.far))["rows"]
+        assert AnswerRow.parse(row).finish_reason == "abort"
+
+
+def test_parameters_that_cannot_be_are_answered(worker):
+    worker.llm.abort = lambda *_: None
+    worker.take({"submit": [{"id": 7, "prompt": [5], "params": 0}], "params": [{"temperature": -1}]})
+    (row,) = next(messages(worker.far))["rows"]
+    assert "temperature" in AnswerRow.parse(row).error

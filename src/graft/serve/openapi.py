@@ -1,0 +1,190 @@
+"""/openapi.json: what the endpoints take and give, for tools that make clients, documentation or tests of it.
+
+Bodies are described as far as they are ours to describe: unknown fields are ignored, so objects are open.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from graft import __version__
+from graft.engine.params import MOST_LOGPROBS
+from graft.serve.protocol.sampling import MOST_SAMPLES
+from graft.serve.protocol.tools import MOST_TOOLS
+
+Schema = dict[str, Any]
+TEXT: Schema = {"type": "string"}
+WHOLE: Schema = {"type": "integer"}
+FLAG: Schema = {"type": ["boolean", "null"]}
+OBJECT: Schema = {"type": "object"}
+IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+ROLES = ["system", "developer", "user", "assistant", "tool"]
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def number(least: float, most: float) -> Schema:
+    return {"type": ["number", "null"], "minimum": least, "maximum": most}
+
+
+def whole(least: int, most: int | None = None) -> Schema:
+    return {"type": ["integer", "null"], "minimum": least, **({} if most is None else {"maximum": most})}
+
+
+def listed(items: Schema, **more: Any) -> Schema:
+    return {"type": "array", "items": items, **more}
+
+
+def entity(required: dict[str, Schema], **optional: Schema) -> Schema:
+    return {"type": "object", "required": list(required), "properties": {**required, **optional}}
+
+
+SAMPLING: dict[str, Schema] = {
+    "model": ref("ModelName"),
+    "stream": FLAG,
+    "temperature": {"type": ["number", "null"], "minimum": 0},
+    "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"type": ["integer", "null"], "minimum": -1},
+    "min_p": number(0, 1),
+    "n": whole(1, MOST_SAMPLES),
+    "seed": {"type": ["integer", "null"]},
+    "stop": {"anyOf": [TEXT, listed(TEXT), {"type": "null"}]},
+    "stop_token_ids": {"anyOf": [IDS, {"type": "null"}]},
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "repetition_penalty": {"type": ["number", "null"], "exclusiveMinimum": 0},
+    "min_tokens": whole(0),
+    "ignore_eos": FLAG,
+    "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
+    "response_format": {"type": ["object", "null"]},
+    "structured_outputs": {"type": ["object", "null"]},
+    "stream_options": {"type": ["object", "null"]},
+}
+TOOLS = {"type": ["array", "null"], "items": OBJECT, "maxItems": MOST_TOOLS}
+USAGE = entity({"prompt_tokens": WHOLE, "completion_tokens": WHOLE, "total_tokens": WHOLE})
+ENDED = {"finish_reason": {"type": ["string", "null"]}}
+SCHEMAS: dict[str, Schema] = {
+    "Error": entity(
+        {
+            "error": entity(
+                {"message": TEXT, "type": TEXT},
+                param={"type": ["string", "null"]},
+                code={"type": ["string", "null"]},
+            )
+        }
+    ),
+    "Message": entity({"role": {"enum": ROLES}}, content={"anyOf": [TEXT, listed(OBJECT), {"type": "null"}]}),
+    "ChatRequest": entity(
+        {"messages": listed(ref("Message"), minItems=1)},
+        **SAMPLING,
+        max_tokens=whole(1),
+        max_completion_tokens=whole(1),
+        logprobs=FLAG,
+        top_logprobs=whole(0, MOST_LOGPROBS),
+        tools=TOOLS,
+    ),
+    "CompletionRequest": entity(
+        {"prompt": {"anyOf": [TEXT, IDS, listed(TEXT, minItems=1), listed(IDS, minItems=1)]}},
+        **SAMPLING,
+        max_tokens=whole(0),
+        echo=FLAG,
+        logprobs=whole(0, MOST_LOGPROBS),
+    ),
+    "ResponseRequest": entity(
+        {"input": {"anyOf": [TEXT, listed(OBJECT, minItems=1)]}},
+        **SAMPLING,
+        instructions={"type": ["string", "null"]},
+        max_output_tokens=whole(1),
+        tools=TOOLS,
+    ),
+    "TokenizeRequest": {
+        "anyOf": [entity({"prompt": TEXT}), entity({"messages": listed(ref("Message"), minItems=1)})],
+    },
+    "DetokenizeRequest": entity({"tokens": IDS}),
+    "EmbeddingRequest": OBJECT,
+    "Chat": entity(
+        {
+            "id": TEXT, "object": {"const": "chat.completion"}, "created": WHOLE, "model": TEXT, "usage": USAGE,
+            "choices": listed(entity({"index": WHOLE, "message": OBJECT, **ENDED}), minItems=1),
+        }
+    ),
+    "Completion": entity(
+        {
+            "id": TEXT, "object": {"const": "text_completion"}, "created": WHOLE, "model": TEXT, "usage": USAGE,
+            "choices": listed(entity({"index": WHOLE, "text": TEXT, **ENDED}), minItems=1),
+        }
+    ),
+    "Response": entity(
+        {"id": TEXT, "object": {"const": "response"}, "status": TEXT, "output": listed(OBJECT, minItems=1)}
+    ),
+    "Tokens": entity({"count": WHOLE, "max_model_len": WHOLE, "tokens": IDS}),
+    "Prompt": entity({"prompt": TEXT}),
+    "Model": entity({"id": TEXT, "object": {"const": "model"}, "created": WHOLE, "owned_by": TEXT}),
+    "Models": entity({"object": {"const": "list"}, "data": listed(ref("Model"), minItems=1)}),
+    "Health": entity({"status": TEXT, "seconds_since_step": {"type": "number"}, "running": WHOLE, "waiting": WHOLE}),
+    "Ready": entity({"ready": {"type": "boolean"}}),
+    "Version": entity({"version": TEXT}),
+}  # fmt: skip
+# path: method, what it is, schema of the body, schema of the answer, whether it may be a stream
+PATHS: dict[str, tuple[str, str, str | None, str | None, bool]] = {
+    "/v1/chat/completions": ("post", "A conversation is answered", "ChatRequest", "Chat", True),
+    "/v1/completions": ("post", "A text is continued", "CompletionRequest", "Completion", True),
+    "/v1/responses": ("post", "A conversation is answered by items", "ResponseRequest", "Response", True),
+    "/v1/embeddings": ("post", "Refused: models here generate", "EmbeddingRequest", None, False),
+    "/v1/models": ("get", "The served names", None, "Models", False),
+    "/v1/models/{name}": ("get", "One of them", None, "Model", False),
+    "/tokenize": ("post", "Text to tokens", "TokenizeRequest", "Tokens", False),
+    "/detokenize": ("post", "Tokens to text", "DetokenizeRequest", "Prompt", False),
+    "/health": ("get", "Whether the engine makes steps", None, "Health", False),
+    "/ready": ("get", "Whether requests are taken", None, "Ready", False),
+    "/version": ("get", "The version of graft", None, "Version", False),
+}
+OPEN_PATHS = ("/health", "/ready", "/version")
+REFUSALS = {
+    "400": "what is asked cannot be",
+    "401": "no key, or a wrong one",
+    "404": "no such model",
+    "408": "the body did not come",
+    "413": "the body is too large",
+    "429": "too many wait",
+    "500": "the engine failed over this request",
+    "503": "no engine is there",
+}
+
+
+def described(schema: Schema, what: str, *, stream: bool = False) -> Schema:
+    events = {"text/event-stream": {"schema": TEXT}} if stream else {}
+    return {"description": what, "content": {"application/json": {"schema": schema}, **events}}
+
+
+def operation(path: str, summary: str, body: str | None, answer: str | None, stream: bool) -> Schema:
+    unready = ref(answer) if path in ("/health", "/ready") and answer else ref("Error")
+    responses = {status: described(ref("Error"), why) for status, why in REFUSALS.items()}
+    responses["503"] = described(unready, REFUSALS["503"])
+    if answer is not None:
+        responses["200"] = described(ref(answer), "the answer", stream=stream)
+    made: Schema = {"summary": summary, "responses": responses}
+    if body is not None:
+        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref(body)}}}
+    if "{name}" in path:
+        made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": ref("ModelName")}]
+    if path not in OPEN_PATHS:
+        made["security"] = [{"key": []}, {}]
+    return made
+
+
+@cache
+def openapi(names: tuple[str, ...]) -> Schema:
+    """names: of the served model."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "graft serve", "version": __version__},
+        "paths": {path: {method: operation(path, *rest)} for path, (method, *rest) in PATHS.items()},
+        "components": {
+            "schemas": {**SCHEMAS, "ModelName": {"enum": [*names, None]}},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
