@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import Literal
 
 import instructor
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 
 class City(BaseModel):
-    name: str
-    population: int
+    name: Literal["Paris", "Rome"]  # a small model would write on until max_tokens
+    population: int = Field(ge=0, le=99)
 
 
 def main(base: str, model: str) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
+from typing import Literal
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 
 class City(BaseModel):
-    name: str
-    population: int
+    name: Literal["Paris", "Rome"]  # a small model would write on until max_tokens
+    population: int = Field(ge=0, le=99)
 
 
 @tool
-def get_weather(place: str) -> str:
+def get_weather(place: Literal["Oslo", "Rome"]) -> str:
     """The weather of a place."""
     return place
 

@@ -9,6 +9,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"enum": ["Paris", "Rome"]},
+            "population": {"type": "integer", "maximum": 99, "minimum": 0},
+        },
+        "required": ["name", "population"],
+        "additionalProperties": False,
+    }
+)
+
 
 def main(base: str, model: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -23,7 +35,7 @@ def main(base: str, model: str) -> None:
 
         asked = "What is the capital of France?"
         assert ask(asked).strip() and ask(asked) == ask(asked, "--no-stream")
-        assert set(json.loads(ask("A city.", "--schema", "name, population int"))) == {"name", "population"}
+        assert set(json.loads(ask("A city.", "--schema", SCHEMA))) == {"name", "population"}
 
 
 if __name__ == "__main__":

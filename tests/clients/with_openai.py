@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Literal
 
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 USER = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 class City(BaseModel):
-    name: str
-    population: int
+    name: Literal["Paris", "Rome"]  # a small model would write on until max_tokens
+    population: int = Field(ge=0, le=99)
 
 
 class GetWeather(BaseModel):
     """The weather of a place."""
 
-    place: str
+    place: Literal["Oslo", "Rome"]
 
 
 def strict(answer):
@@ -39,8 +40,9 @@ def main(base: str, model: str) -> None:
     assert text.choices[0].text.startswith(" Paris")
     made = strict(client.responses.create(model=model, input=USER, temperature=0, max_output_tokens=24))
     assert made.output_text == whole.choices[0].message.content
-    with client.responses.stream(model=model, input=USER, temperature=0, max_output_tokens=24) as stream:
-        assert stream.get_final_response().output_text == made.output_text
+    events = client.responses.create(model=model, input=USER, temperature=0, max_output_tokens=24, stream=True)
+    pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(pieces) == made.output_text
     parsed = client.chat.completions.parse(**chat | {"max_tokens": 60}, response_format=City)
     assert isinstance(parsed.choices[0].message.parsed, City)
     typed = client.responses.parse(model=model, input=USER, text_format=City, max_output_tokens=60)

@@ -264,13 +264,27 @@ def test_answers_keep_to_a_schema_and_calls_are_made(client, plain):
 EXAMPLES = Path(__file__).parents[2] / "docs" / "serve.md"
 
 
-@pytest.mark.parametrize("language", ["sh", "python"])
+def node_has_openai():
+    return (
+        shutil.which("node")
+        and not subprocess.run(["node", "-e", "require('openai')"], capture_output=True).returncode
+    )
+
+
+@pytest.mark.parametrize("language", ["sh", "python", 'python title="LangChain"', "js"])
 def test_the_examples_of_the_documentation_run(server, capsys, language):
-    blocks = re.findall(rf"```{language}\n(.*?)```", EXAMPLES.read_text(), re.S)
+    if "LangChain" in language:
+        pytest.importorskip("langchain_openai")
+    if language == "js" and not node_has_openai():
+        pytest.skip("no Node here with openai in it: npm install openai, and NODE_PATH")
+    blocks = re.findall(rf"```{re.escape(language)}\n(.*?)```", EXAMPLES.read_text(), re.S)
     assert blocks
     for block in blocks:
         text = block.replace("http://127.0.0.1:8000", server.url).replace("smollm2-135m", "tiny-served")
-        if language == "python":
+        if language == "js":
+            done = subprocess.run(["node", "-e", text], capture_output=True, text=True, check=True)
+            assert done.stdout.strip()
+        elif language.startswith("python"):
             exec(compile(text, "docs/serve.md", "exec"), {})
             assert capsys.readouterr().out.strip()
         elif shutil.which("curl"):

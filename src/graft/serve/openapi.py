@@ -6,7 +6,7 @@ Bodies are described as far as they are ours to describe: unknown fields are ign
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft import __version__
 from graft.engine.params import MOST_LOGPROBS
@@ -128,19 +128,30 @@ SCHEMAS: dict[str, Schema] = {
     "Ready": entity({"ready": {"type": "boolean"}}),
     "Version": entity({"version": TEXT}),
 }  # fmt: skip
-# path: method, what it is, schema of the body, schema of the answer, whether it may be a stream
-PATHS: dict[str, tuple[str, str, str | None, str | None, bool]] = {
-    "/v1/chat/completions": ("post", "A conversation is answered", "ChatRequest", "Chat", True),
-    "/v1/completions": ("post", "A text is continued", "CompletionRequest", "Completion", True),
-    "/v1/responses": ("post", "A conversation is answered by items", "ResponseRequest", "Response", True),
-    "/v1/embeddings": ("post", "Refused: models here generate", "EmbeddingRequest", None, False),
-    "/v1/models": ("get", "The served names", None, "Models", False),
-    "/v1/models/{name}": ("get", "One of them", None, "Model", False),
-    "/tokenize": ("post", "Text to tokens", "TokenizeRequest", "Tokens", False),
-    "/detokenize": ("post", "Tokens to text", "DetokenizeRequest", "Prompt", False),
-    "/health": ("get", "Whether the engine makes steps", None, "Health", False),
-    "/ready": ("get", "Whether requests are taken", None, "Ready", False),
-    "/version": ("get", "The version of graft", None, "Version", False),
+
+
+class Endpoint(NamedTuple):
+    """body, answer: names of schemas. stream: it may be one of events."""
+
+    method: str
+    summary: str
+    body: str | None
+    answer: str | None
+    stream: bool
+
+
+PATHS = {
+    "/v1/chat/completions": Endpoint("post", "A conversation is answered", "ChatRequest", "Chat", True),
+    "/v1/completions": Endpoint("post", "A text is continued", "CompletionRequest", "Completion", True),
+    "/v1/responses": Endpoint("post", "A conversation is answered by items", "ResponseRequest", "Response", True),
+    "/v1/embeddings": Endpoint("post", "Refused: models here generate", "EmbeddingRequest", None, False),
+    "/v1/models": Endpoint("get", "The served names", None, "Models", False),
+    "/v1/models/{name}": Endpoint("get", "One of them", None, "Model", False),
+    "/tokenize": Endpoint("post", "Text to tokens", "TokenizeRequest", "Tokens", False),
+    "/detokenize": Endpoint("post", "Tokens to text", "DetokenizeRequest", "Prompt", False),
+    "/health": Endpoint("get", "Whether the engine makes steps", None, "Health", False),
+    "/ready": Endpoint("get", "Whether requests are taken", None, "Ready", False),
+    "/version": Endpoint("get", "The version of graft", None, "Version", False),
 }
 OPEN_PATHS = ("/health", "/ready", "/version")
 REFUSALS = {
@@ -156,19 +167,19 @@ REFUSALS = {
 
 
 def described(schema: Schema, what: str, *, stream: bool = False) -> Schema:
-    events = {"text/event-stream": {"schema": TEXT}} if stream else {}
+    events = {"text/event-stream": {"schema": {}}} if stream else {}
     return {"description": what, "content": {"application/json": {"schema": schema}, **events}}
 
 
-def operation(path: str, summary: str, body: str | None, answer: str | None, stream: bool) -> Schema:
-    unready = ref(answer) if path in ("/health", "/ready") and answer else ref("Error")
+def operation(path: str, one: Endpoint) -> Schema:
+    unready = ref(one.answer) if path in ("/health", "/ready") and one.answer else ref("Error")
     responses = {status: described(ref("Error"), why) for status, why in REFUSALS.items()}
     responses["503"] = described(unready, REFUSALS["503"])
-    if answer is not None:
-        responses["200"] = described(ref(answer), "the answer", stream=stream)
-    made: Schema = {"summary": summary, "responses": responses}
-    if body is not None:
-        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref(body)}}}
+    if one.answer is not None:
+        responses["200"] = described(ref(one.answer), "the answer", stream=one.stream)
+    made: Schema = {"summary": one.summary, "responses": responses}
+    if one.body is not None:
+        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref(one.body)}}}
     if "{name}" in path:
         made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": ref("ModelName")}]
     if path not in OPEN_PATHS:
@@ -182,7 +193,7 @@ def openapi(names: tuple[str, ...]) -> Schema:
     return {
         "openapi": "3.1.0",
         "info": {"title": "graft serve", "version": __version__},
-        "paths": {path: {method: operation(path, *rest)} for path, (method, *rest) in PATHS.items()},
+        "paths": {path: {one.method: operation(path, one)} for path, one in PATHS.items()},
         "components": {
             "schemas": {**SCHEMAS, "ModelName": {"enum": [*names, None]}},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
