@@ -127,8 +127,7 @@ def bench(
         "quantize": quantize, "trust_remote_code": trust_remote_code, "kv_cache_dtype": kv_cache_dtype,
     }  # fmt: skip
     if throughput or preset:
-        count = DEFAULT_REQUESTS[target.type] if requests is None else requests
-        loads = read_loads(throughput, preset, count, rate)
+        loads = read_loads(throughput, preset, requests or DEFAULT_REQUESTS[target.type], rate)
         more = {"max_num_seqs": max_num_seqs or 256, "kv_cache_memory": kv_cache_memory}
         return under_load(model, loads, preset, as_json, **given, **more)
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
