@@ -114,25 +114,25 @@ def bench(
     check_options(ctx, serve)
     if serve is not None:
         named = None if model == DEFAULT_MODEL else model
-        return bench_server(
-            serve, named, clients, rate, requests, prompt, new, endpoint, api_key, extra_body, plot, as_json
-        )
+        load = (clients, rate, requests, prompt, new, endpoint)
+        return bench_server(serve, named, *load, api_key, extra_body, plot, as_json)
     if start:
         return bench_start(ctx, model, dtype, device, quantize, repeats, as_json)
-    from graft.models.places import DTYPES, resolve_device, resolve_dtype
+    from graft.models import places
 
-    target = resolve_device(device)
+    target = places.resolve_device(device)
     given: dict[str, Any] = {
         "dtype": dtype, "device": device, "config": config, "sets": sets, "plugins": plugins, "backend": backend,
         "quantize": quantize, "trust_remote_code": trust_remote_code, "kv_cache_dtype": kv_cache_dtype,
     }  # fmt: skip
     if throughput or preset:
-        loads = read_loads(throughput, preset, requests or DEFAULT_REQUESTS[target.type], rate)
+        count = DEFAULT_REQUESTS[target.type] if requests is None else requests
+        loads = read_loads(throughput, preset, count, rate)
         more = {"max_num_seqs": max_num_seqs or 256, "kv_cache_memory": kv_cache_memory}
         return under_load(model, loads, preset, as_json, **given, **more)
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
     check(model, plan, backend, plot, kernels)
-    resolve_dtype(dtype, target, DTYPES["float32"])
+    places.resolve_dtype(dtype, target, places.DTYPES["float32"])
     bench_engine(model, plan, given, max_num_seqs or 256, kv_cache_memory, peers, kernels, plot, as_json)
 
 
