@@ -149,6 +149,16 @@ def test_parameters_of_any_depth_are_refused_before_they_are_walked():
     assert error.param == "tools" and "levels deep" in str(error)
 
 
+def test_alternatives_are_counted_over_the_whole_schema():
+    """Ambiguous ones take time by more than their number; these are in two places, each below the limit."""
+    lists = [{"type": "array", "items": {"$ref": "#/$defs/n"}} for _ in range(150)]
+    schema = {"$defs": {"n": {"anyOf": lists}}, "oneOf": [{"$ref": "#/$defs/n"}] * 107}
+    error = refused(lambda: grammar_of(schema))
+    assert error.code == "unsupported_schema" and "256 alternatives" in str(error)
+    kinds = [{"type": "object", "properties": {"kind": {"const": f"k{i}"}}, "required": ["kind"]} for i in range(250)]
+    assert grammar_of({"anyOf": kinds})
+
+
 def test_references_move_and_values_do_not():
     value = {"$ref": "#/a", "in": [{"$ref": "#"}]}
     values = {"const": value, "enum": [value], "default": value, "examples": [value]}
