@@ -153,10 +153,11 @@ def test_alternatives_are_counted_over_the_whole_schema():
     """Ambiguous ones take time by more than their number; these are in two places, each below the limit."""
     lists = [{"type": "array", "items": {"$ref": "#/$defs/n"}} for _ in range(150)]
     schema = {"$defs": {"n": {"anyOf": lists}}, "oneOf": [{"$ref": "#/$defs/n"}] * 107}
-    error = refused(lambda: grammar_of(schema))
+    error = refused(lambda: asked_format({"guided_json": schema}))
     assert error.code == "unsupported_schema" and "256 alternatives" in str(error)
     kinds = [{"type": "object", "properties": {"kind": {"const": f"k{i}"}}, "required": ["kind"]} for i in range(250)]
-    assert grammar_of({"anyOf": kinds})
+    asked = asked_format({"guided_json": {"anyOf": kinds}})
+    assert asked is not None and grammar_of(asked.schema)
 
 
 def test_references_move_and_values_do_not():
