@@ -1,5 +1,5 @@
-"""Checks README.md, CONTRIBUTING.md, CHANGELOG.md and docs/*.md without building the site: every relative link has
-its file, every anchor its heading, and every page of docs/ stands in the navigation of mkdocs.yml.
+"""Checks README.md, CONTRIBUTING.md, CHANGELOG.md, AGENTS.md and docs/*.md without building the site: every
+relative link has its file, every anchor its heading, and every page of docs/ stands in the navigation of mkdocs.yml.
 
     python docs/site/check_links.py [--paths]    --paths: source files that the text names exist as well
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*\ssrc=\"([^\"]+)\"")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.M)

@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from tutorial_runner import follow
 
 import graft
+import tutorial_runner
 from graft import testing
+from tutorial_runner import follow
 
 SOURCE = Path(graft.__file__).parents[1]
 TUTORIAL = SOURCE.parent / "docs" / "write_a_transform.md"
 SHIP = SOURCE.parent / "docs" / "ship.md"
+RUNNER = Path(tutorial_runner.__file__)
 EXAMPLE = SOURCE.parent / "examples" / "write_a_transform.py"
 
 
@@ -29,8 +31,7 @@ def python(*args, cwd):
 
 @pytest.mark.exhaustive
 def test_the_tutorial_followed_word_for_word_adds_a_working_fusion(tmp_path):
-    runner = Path(__file__).with_name("tutorial_runner.py")
-    done = python(runner, TUTORIAL, tmp_path, cwd=tmp_path)
+    done = python(RUNNER, TUTORIAL, tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"followed 15 commands, compared 3\d lines", done.stdout), done.stdout
     assert (tmp_path / "my_fusions" / "fuse_soft_cap.py").exists()
@@ -39,7 +40,7 @@ def test_the_tutorial_followed_word_for_word_adds_a_working_fusion(tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_page_on_repro_and_exports_followed_word_for_word(tmp_path):
-    done = python(Path(__file__).with_name("tutorial_runner.py"), SHIP, tmp_path, cwd=tmp_path)
+    done = python(RUNNER, SHIP, tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(r"followed 9 commands, compared \d+ lines", done.stdout), done.stdout
     assert {"swiglu.py", "trace.json", "graphs.json", "model.pt2"} <= {path.name for path in tmp_path.iterdir()}
@@ -60,12 +61,18 @@ def test_a_tutorial_that_has_rotted_is_found(tmp_path, monkeypatch):
         "```python\n# a.txt\none\n```\n\n```bash\ncat a.txt\necho two 2 three\n```\n\n"
         "```text\ntwo … three\none\n```\n"
     )
-    assert follow(document) == (2, 2)
+    assert str(follow(document)) == "followed 2 commands, compared 2 lines"
     document.write_text("```bash\necho one\n```\n\n```text\ntwo\n```\n")
     with pytest.raises(AssertionError, match="'two' is not in what was printed:\none"):
         follow(document)
     document.write_text("```bash\nfalse\n```\n")
     with pytest.raises(AssertionError, match="false"):
+        follow(document)
+    document.write_text("```bash exit=3\nexit 3\n```\n\n```bash server\nfalse\n```\n\n```text\nnever\n```\n")
+    left_out = "left out: false (needs a server in the background)"
+    assert str(follow(document)) == f"followed 1 commands, compared 0 lines; {left_out}"
+    document.write_text("```bash exit=3\nexit 0\n```\n")
+    with pytest.raises(AssertionError, match="exit 0"):
         follow(document)
 
 

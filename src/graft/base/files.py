@@ -121,11 +121,13 @@ def write_together(files: Mapping[Path, str]) -> None:
     try:
         for target, text in files.items():
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial[target].write_text(text)
+            partial[target].write_bytes(text.encode())
         for target, path in partial.items():
             path.replace(target)
     except BaseException as error:  # Ctrl-C included: all is as it was, and the error goes on
         for target, path in partial.items():
+            if not target.parent.is_dir():
+                continue  # it could not be made, so nothing was written there
             path.unlink(missing_ok=True)
             content = before[target]
             if content is not None:
@@ -133,7 +135,8 @@ def write_together(files: Mapping[Path, str]) -> None:
             else:
                 target.unlink(missing_ok=True)
         for folder in fresh:
-            folder.rmdir()
+            if folder.is_dir():
+                folder.rmdir()
         if isinstance(error, OSError):
             raise write_failed(str(error.filename or next(iter(files))), error) from error
         raise

@@ -12,6 +12,7 @@ from graft.cli.author.compare import compare
 from graft.cli.author.discover import discover
 from graft.cli.author.new_transform import new_transform
 from graft.cli.author.repro import repro
+from graft.cli.author.skills import skills
 from graft.cli.generate.chat import chat
 from graft.cli.generate.compile import compile
 from graft.cli.generate.events import events
@@ -79,6 +80,7 @@ VERBS = (
 for verb in VERBS:
     app.command()(guarded(verb))
 app.add_typer(stages, name="stages")
+app.add_typer(skills, name="skills")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import graft
 from graft.base.errors import DiskFull, ReportError
-from graft.base.files import atomic_file, disk_errors, partial_path, write_whole
+from graft.base.files import atomic_file, disk_errors, partial_path, write_together, write_whole
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -48,6 +48,15 @@ def test_what_a_killed_process_left_goes_and_what_a_live_one_writes_stays(tmp_pa
     live.write_text("half")
     write_whole(target, "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([live.name, "a.so"])
+
+
+@pytest.mark.parametrize("there", ["file/a.txt", "file/deep/a.txt"])
+def test_files_that_cannot_all_be_written_leave_none(tmp_path, there):
+    """A folder that cannot be made is an error of ours, and the folders that were made before are gone."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskFull, match="cannot be written: choose another"):
+        write_together({tmp_path / "new" / "deep" / "b.txt": "b", tmp_path / there: "a"})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_full_disks_and_unwritable_folders_are_told_apart(tmp_path):

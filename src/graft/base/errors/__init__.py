@@ -67,6 +67,7 @@ from graft.base.errors.names import (
     UnknownMatch,
     UnknownModel,
     UnknownOp,
+    UnknownSkill,
     UnknownTransform,
     WrongType,
 )
@@ -89,6 +90,8 @@ from graft.base.errors.workbench import (
     ReportError,
     ReproRefused,
     RunMismatch,
+    SkillError,
+    SkillsDiffer,
 )
 
 __all__ = [
@@ -158,6 +161,8 @@ __all__ = [
     "ServerFailed",
     "ShapesUnknown",
     "SharedMemoryError",
+    "SkillError",
+    "SkillsDiffer",
     "StreamOrderError",
     "TableError",
     "TokenizerMissing",
@@ -170,6 +175,7 @@ __all__ = [
     "UnknownMatch",
     "UnknownModel",
     "UnknownOp",
+    "UnknownSkill",
     "UnknownTransform",
     "UnsupportedAttention",
     "UnsupportedCache",

@@ -32,6 +32,11 @@ class UnknownCandidate(UsageError):
         super().__init__(f"unknown candidate {name!r}{near(name, known)} `graft discover` lists them")
 
 
+class UnknownSkill(UsageError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"unknown skill {name!r}{near(name, known)}")
+
+
 class UnknownMatch(UsageError):
     def __init__(self, name: str, known: Sequence[str], run: str) -> None:
         listed = f"it has {', '.join(known[:3])}{' …' if len(known) > 3 else ''}" if known else "it has none"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from graft.base.errors.base import GraftError, UsageError
 
 
@@ -41,3 +43,15 @@ class ReproRefused(GraftError):
 
 class ExportRefused(GraftError):
     """A graph that a format cannot hold; the message says what would be lost."""
+
+
+class SkillError(GraftError):
+    """A skill that cannot be read, or that is not there."""
+
+
+class SkillsDiffer(UsageError):
+    def __init__(self, folder: object, files: Sequence[str]) -> None:
+        super().__init__(
+            f"{folder} has other files where skills go: {', '.join(files)}; nothing was written."
+            " Install into another folder, or replace them with --force"
+        )
