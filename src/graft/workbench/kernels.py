@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from graft.ops.fused_linear.kinds import kind_of
 from graft.ops.fused_linear.tables import Table, entry_json
 from graft.ops.launch import device_name
 from graft.ops.selection import problem_of
+from graft.ops.spec import OpSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,9 +47,7 @@ def kernel_rows(names: Sequence[str] = (), device: str = "cpu", backend: str = "
 
 def op_rows(name: str, dtype: torch.dtype, device: str, backend: str) -> list[KernelCoverage]:
     spec = OPS[name]
-    home = spec.reference.__module__.rpartition(".")[0]  # a plugin's op has a folder of its own
-    cases: list[Case] = importlib.import_module(f"{home}.cases").CASES
-    made = (case.make(device, dtype, torch.Generator().manual_seed(0)) for case in cases)
+    made = (case.make(device, dtype, torch.Generator().manual_seed(0)) for case in cases_of(spec))
     calls = [spec.call(*args).by(Asker(backend) if backend == "native" else EAGER) for args in made]
     chosen = [choose(spec, call).kernel for call in calls]
     rows = []
@@ -59,6 +58,15 @@ def op_rows(name: str, dtype: torch.dtype, device: str, backend: str) -> list[Ke
         text = str(dtype).removeprefix("torch.")
         rows.append(KernelCoverage(name, kernel.name, kernel.kind, text, len(calls), applies, taken, reasons))
     return rows
+
+
+def cases_of(spec: OpSpec) -> list[Case]:
+    """CASES of `cases.py` beside the reference, or of its own file where a plugin has one file; else none."""
+    module = spec.reference.__module__
+    home = module.rpartition(".")[0]
+    if home and importlib.util.find_spec(f"{home}.cases") is not None:
+        module = f"{home}.cases"
+    return getattr(importlib.import_module(module), "CASES", [])
 
 
 def choice_table(device: torch.device) -> Table:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +18,7 @@ from graft.ops import OPS
 from graft.passes.base import Context
 from graft.passes.config import load_config
 from graft.workbench.explain import explain_graph, explain_model, layer_of
-from graft.workbench.kernels import kernel_rows
+from graft.workbench.kernels import cases_of, kernel_rows
 
 
 class Layer(nn.Module):
@@ -127,3 +131,28 @@ def test_an_op_that_a_pattern_is_said_to_need_must_be_in_it():
     gm = export_graph(Stack(), (torch.randn(2, 8),))
     with pytest.raises(PatternError, match=r"said to need aten\.tanh"):
         Finder(pattern, {"x": "b d"}, needs=(torch.ops.aten.tanh.default,)).find(gm.graph)
+
+
+ONE_FILE = """
+import torch
+from graft.ops.cases import Case
+
+def reference(x):
+    return x
+
+CASES = [Case("a row", lambda device, dtype, generator: (torch.ones(3, dtype=dtype),), 1)]
+"""
+
+
+def test_an_op_of_one_file_has_the_cases_of_that_file_or_none(tmp_path, monkeypatch):
+    """A plugin may define an op in a file, without a folder that has `cases.py` beside `reference.py`."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "op_of_one_file.py").write_text(ONE_FILE)
+    module = importlib.import_module("op_of_one_file")
+    try:
+        spec = replace(OPS["l2_norm"], reference=module.reference)
+        assert [case.name for case in cases_of(spec)] == ["a row"]
+        del module.CASES
+        assert cases_of(spec) == [] and cases_of(OPS["l2_norm"]) != []
+    finally:
+        del sys.modules["op_of_one_file"]

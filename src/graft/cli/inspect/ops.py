@@ -41,6 +41,8 @@ def ops(
             out.print(f"graft::{first.op}", style="bold")
             last = first.op
         facts = f"takes {counts(group, 'applies')}, chosen for {counts(group, 'chosen')}"
+        if not first.cases:
+            facts = "not counted: its op has no list of shapes (CASES)"
         out.print(f"  {first.kernel:<10} {first.kind:<10} {facts}", soft_wrap=True)
         for reason in dict.fromkeys(reason for row in group for reason in row.reasons):
             out.print(f"{'':<24}not where {reason}", markup=False, soft_wrap=True)
