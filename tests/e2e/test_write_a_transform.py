@@ -69,10 +69,25 @@ def test_a_tutorial_that_has_rotted_is_found(tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match="false"):
         follow(document)
     document.write_text("```bash exit=3\nexit 3\n```\n\n```bash server\nfalse\n```\n\n```text\nnever\n```\n")
-    left_out = "left out: false (needs a server in the background)"
+    left_out = "left out: false (needs a server with a tokenizer in the background)"
     assert str(follow(document)) == f"followed 1 commands, compared 0 lines; {left_out}"
     document.write_text("```bash exit=3\nexit 0\n```\n")
     with pytest.raises(AssertionError, match="exit 0"):
+        follow(document)
+
+
+def test_what_runs_in_the_background_is_waited_for_and_must_end_well(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    document = tmp_path / "doc.md"
+    page = "```bash background\n{}\n```\n\n```text\nready at 1\n```\n\n```bash\nls\n```\n"
+    waits = "while :; do sleep 0.1; done"
+    document.write_text(page.format(f"sh -c 'trap \"exit 0\" TERM; sleep 0.2; echo ready at 1; {waits}'"))
+    assert str(follow(document)) == "followed 2 commands, compared 1 lines"
+    document.write_text(page.format(f"sh -c 'trap \"exit 3\" TERM; echo ready at 1; {waits}'"))
+    with pytest.raises(AssertionError, match=r"ended with \[3\]"):
+        follow(document)
+    document.write_text(page.format("sh -c 'echo not at all'"))
+    with pytest.raises(AssertionError, match="not at all"):
         follow(document)
 
 

@@ -127,7 +127,8 @@ def test_a_skill_has_all_parts_and_is_short(skill):
 def test_every_command_of_a_skill_has_options_that_exist(skill):
     """Those that need a GPU or a server as well: parsed, not run."""
     for block in blocks(skill.path):
-        assert {word for word in block.words if not word.startswith("exit=")} <= NEEDS.keys(), block.words
+        words = {word for word in block.words if not word.startswith("exit=")}
+        assert words <= {*NEEDS, "background"}, words
         for command in block.commands if block.kind == "bash" else ():
             if command.startswith("graft "):
                 parse(shlex.split(command.split(" > ")[0].split(" | ")[0].removesuffix("&"))[1:])
