@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import zipfile
 from pathlib import Path
@@ -141,6 +142,21 @@ def parse(words: list[str]) -> None:
     if name in ("stages", "skills"):
         name, found, rest = found.resolve_command(found.make_context(name, [*rest]), [*rest])
     found.make_context(name, rest)
+
+
+def options(command=None) -> set[str]:
+    """Of all verbs, as they are written."""
+    command = command or typer.main.get_command(app)
+    own = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return own.union(*map(options, getattr(command, "commands", {}).values()))
+
+
+@pytest.mark.parametrize(
+    "page", [*(skill.path for skill in all_skills()), ROOT / "AGENTS.md"], ids=lambda page: page.parent.stem
+)
+def test_options_that_the_text_names_exist(page):
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", FENCED.sub("", page.read_text())))
+    assert named <= options() | {"--help"}
 
 
 def test_an_option_that_is_not_there_is_found():
