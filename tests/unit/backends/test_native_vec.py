@@ -39,6 +39,7 @@ extern "C" void arithmetic(void** arrays, const int64_t* number) {
       case 10: r = set(largest(x)); break;
       case 11: r = fma_at<0>(x, four(b + i), fma_at<1>(x, four(b + i + 4), fma_at<2>(x, four(b + i + 8),
                    fma_at<3>(x, four(b + i + 12), z)))); break;
+      case 12: r = tanh(x); break;
     }
     store(out + i, r);
   }
@@ -144,6 +145,21 @@ def test_exp(target):
     assert not (abs(found * (1 + 1e-6) - want)[finite] <= 2 * unit[finite]).all()  # the bound notices a millionth
     special = np.array([np.nan, -np.inf, np.inf, 0] * 4, np.float32)
     assert np.array_equal(arithmetic(target, 7, special), np.array([np.nan, 0, np.inf, 1] * 4), equal_nan=True)
+
+
+@pytest.mark.parametrize("target", every_target())
+def test_tanh(target):
+    """Near 0 too, where 1 - 2 / (1 + e^2x) would lose every digit."""
+    x = np.concatenate([np.linspace(-12, 12, 60000), np.linspace(-1e-3, 1e-3, 2000), values(3, 2000) * 1e-6]).astype(
+        np.float32
+    )
+    found, want = arithmetic(target, 12, x).astype(np.float64), np.tanh(x.astype(np.float64))
+    unit = np.spacing(abs(want).astype(np.float32)).astype(np.float64)
+    assert (abs(found - want) <= 4 * unit).all()
+    lossy = (1 - 2 / (1 + np.exp(2 * x, dtype=np.float32))).astype(np.float64)
+    assert not (abs(lossy - want) <= 4 * unit).all()
+    special = np.array([np.nan, -np.inf, np.inf, 0] * 4, np.float32)
+    assert np.array_equal(arithmetic(target, 12, special), np.array([np.nan, -1, 1, 0] * 4), equal_nan=True)
 
 
 @pytest.mark.parametrize("target", every_target())

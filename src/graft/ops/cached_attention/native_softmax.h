@@ -25,13 +25,9 @@ inline void end_row(const Running& r, int64_t row, int64_t wide, float* out) {
   for (int64_t i = 0; i < wide; ++i) out[i] = r.sums[row * wide + i] / r.total[row];
 }
 
-inline F soft_capped(F x, float cap) {  // cap tanh(x / cap), tanh u = 1 - 2 / (1 + e^2u); NaN stays NaN
-  return set(cap) - set(2.0f * cap) / (set(1.0f) + exp(x * set(2.0f / cap)));
-}
-
 inline F scaled(const AttentionArgs& a, F scores) {
   scores = scores * set(a.scale);
-  return a.softcap > 0.0f ? soft_capped(scores, a.softcap) : scores;
+  return a.softcap > 0.0f ? set(a.softcap) * tanh(scores * set(1.0f / a.softcap)) : scores;
 }
 
 // Lanes outside of begin .. end weigh nothing.

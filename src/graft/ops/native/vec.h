@@ -1,6 +1,6 @@
 // Vectors of 16 float32 lanes, and what the kernels do with them, once for each instruction set.
 //
-//   F      16 float32          load, store (float, bf16, f16; all lanes or the first n), + - * /, fma, max, min, exp, sum
+//   F      16 float32          load, store (float, bf16, f16; all lanes or the first n), + - * /, fma, max, min, exp, tanh, sum
 //   I      16 int32            sums of int8 products
 //   Bytes  64 int8 or uint8    four columns of 16 rows of a quantised weight
 //   Four, Sixteen              4 float32 or 16 int8 activations of one token, of which an instruction takes one or four
@@ -116,10 +116,12 @@ inline void store(T* to, F v, int n) {
   std::memcpy(to, all, sizeof(T) * n);
 }
 
-// e^x, at most 2 units in the last place off; NaN stays NaN, -inf gives 0, above 88.73 gives inf.
-// max(limit, x) and min(limit, x) return x when x is NaN: the order of the arguments matters.
-inline F exp(F x) {
-  x = min(set(89.0f), max(set(-104.0f), x));
+// e^x = 2^n (1 + tail), for x that 2^n is a number for.
+struct Power {
+  F n, tail;
+};
+
+inline Power power(F x) {
   const F n = round(x * set(1.44269504f));
   const F r = fma(n, set(2.12194440e-4f), fma(n, set(-0.693359375f), x));  // ln 2 in two parts, the first exact times n
   F p = fma(set(1.9875691500e-4f), r, set(1.3981999507e-3f));
@@ -127,7 +129,21 @@ inline F exp(F x) {
   p = fma(p, r, set(4.1665795894e-2f));
   p = fma(p, r, set(1.6666665459e-1f));
   p = fma(p, r, set(5.0000001201e-1f));
-  return scale(fma(p, r * r, r) + set(1.0f), n);
+  return {n, fma(p, r * r, r)};
+}
+
+// e^x, at most 2 units in the last place off; NaN stays NaN, -inf gives 0, above 88.73 gives inf.
+// max(limit, x) and min(limit, x) return x when x is NaN: the order of the arguments matters.
+inline F exp(F x) {
+  const Power e = power(min(set(89.0f), max(set(-104.0f), x)));
+  return scale(e.tail + set(1.0f), e.n);
+}
+
+// As m / (m + 2) with m = e^2x - 1 = 2^n tail + (2^n - 1): nothing cancels near 0. NaN stays NaN.
+inline F tanh(F x) {
+  const Power e = power(min(set(40.0f), max(set(-40.0f), x * set(2.0f))));
+  const F m = scale(e.tail, e.n) + (scale(set(1.0f), e.n) - set(1.0f));
+  return m / (m + set(2.0f));
 }
 
 template <class Do, int... at>
