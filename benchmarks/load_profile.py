@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import graft
+from graft.base.timers import profile_events
 from graft.bench.kernel_times import Launch, gpu_launches, union
 from graft.bench.load import Load
 from graft.bench.throughput import random_prompts, run_load
@@ -105,10 +105,7 @@ def profiled(engine: Engine, load: Load, prompts: Iterator[list[int]]) -> list[L
     requests = [*zip(load.arrivals(), prompts, strict=False)]
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run_load(engine, load, requests)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return gpu_launches(json.loads(path.read_text())["traceEvents"])
+    return gpu_launches(profile_events(profiler))
 
 
 def main() -> None:

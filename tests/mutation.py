@@ -26,7 +26,8 @@ import pytest
 import sympy  # noqa: F401
 import triton  # noqa: F401
 
-from faults import FAULTS, Fault
+from fault import Fault
+from faults import FAULTS
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,9 +10,12 @@ call_seconds    cpu_seconds or graph_seconds, as the device asks
 
 from __future__ import annotations
 
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +44,14 @@ def clocked(work: Work, repeats: int, *, in_a_row: int = 1, warm_up: int = 1) ->
 
 def cpu_seconds(work: Work, repeats: int = REPEATS, *, in_a_row: int = 1) -> float:
     return statistics.median(clocked(work, repeats, in_a_row=in_a_row))
+
+
+def profile_events(profile: torch.profiler.profile) -> list[dict[str, Any]]:
+    """The events of the profiler's own trace: its Python events tell neither stream nor grid."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]
 
 
 def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -7,17 +7,14 @@ given, and so are the gaps, in which it was not.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from graft.base.timers import clocked, synchronize
+from graft.base.timers import clocked, profile_events, synchronize
 from graft.bench.bench import prompts_for
 from graft.bench.kernel_bytes import kernel_bytes
 from graft.bench.machine import device_name
@@ -116,10 +113,7 @@ def profiled(llm: LLM, steps: int, device: torch.device) -> list[Launch]:
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     with watched(llm.engine.graph) as noted, profile(activities=[activity]) as profiler:
         run_steps(llm, steps, device)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))  # the profile's own events have no grids
-        events = json.loads(path.read_text())["traceEvents"]
+    events = profile_events(profiler)
     native = [Launch(*call) for call in native_steps(noted)]
     return gpu_launches(events) if on_gpu else cpu_calls(events) + native
 

@@ -7,7 +7,6 @@ profiler saw on one is drawn in the same form.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from graft.base.files import write_whole
+from graft.base.timers import profile_events
 from graft.passes.library.streams.schedule import Schedule, ScheduledCall
 
 WIDTH = 72  # characters of a row of text
@@ -96,12 +96,11 @@ def profiled_slots(profile: torch.profiler.profile, device_index: int = 0) -> tu
 
 
 def kernel_events(profile: torch.profiler.profile, device_index: int) -> list[dict[str, Any]]:
-    """The kernels of the profiler's own trace: its Python events do not tell the stream."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return [e for e in events if e.get("cat") == "kernel" and e.get("args", {}).get("device", 0) == device_index]
+    return [
+        e
+        for e in profile_events(profile)
+        if e.get("cat") == "kernel" and e.get("args", {}).get("device", 0) == device_index
+    ]
 
 
 def overlap(slots: Sequence[ScheduledCall]) -> dict[str, Any]:
