@@ -73,6 +73,21 @@ def cache_home() -> Path:
     return Path(knobs.cache.dir)
 
 
+def launcher_platform() -> str:
+    """What Triton puts into the keys of its launchers. One part of it is what the program `file` says of Python, and
+    is empty on machines without that program: there the same launcher would have another key."""
+    from triton.runtime import build
+
+    return build.platform_key()
+
+
+def adopt_platform(saved: str) -> None:
+    """From here on launchers have the keys of the place where they were compiled."""
+    from triton.runtime import build
+
+    build.platform_key = lambda: saved
+
+
 def used_files(recorder: Recorder, home: Path | None = None) -> dict[str, bytes]:
     """By key and name: binaries, what is known of them, and lists of the files of a kernel, without their paths."""
     home, found = home or cache_home(), {}

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 
 import pytest
+from triton.runtime import build
 
-from graft.base.kernel_cache import GROUP, Recorder, seed, used_files
+from graft.base.kernel_cache import GROUP, Recorder, adopt_platform, launcher_platform, seed, used_files
 
 PROGRAM = """
 import json, sys
@@ -77,6 +79,28 @@ def test_lists_of_files_name_their_own_cache(tmp_path):
     del files["KEY/k.cubin"]
     seed(files, files.__getitem__, tmp_path / "third")  # not whole, so that Triton compiles it
     assert not list(tmp_path.glob(f"third/KEY/{GROUP}*"))
+
+
+LAUNCHER = """
+#include <Python.h>
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, NULL};
+PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&module); }
+"""
+
+
+def test_launchers_are_found_where_less_is_known_of_the_machine(tmp_path, monkeypatch):
+    """Triton asks the program `file` for a part of their keys, and a slim machine has neither that nor a compiler."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "platform_key", lambda: "x86_64,Linux,64bit,ELF")
+    include = [sysconfig.get_paths()["include"]]
+    build.compile_module_from_src(LAUNCHER, "launcher", include_dirs=include)
+    saved = launcher_platform()
+    monkeypatch.setattr(build, "_build", None)  # no compiler
+    monkeypatch.setattr(build, "platform_key", lambda: "x86_64,Linux,64bit,")
+    with pytest.raises(TypeError):
+        build.compile_module_from_src(LAUNCHER, "launcher", include_dirs=include)
+    adopt_platform(saved)
+    assert build.compile_module_from_src(LAUNCHER, "launcher", include_dirs=include).__name__ == "launcher"
 
 
 @pytest.mark.parametrize("name", ["../x.so", "a/../b.so", "x.so", "/etc/x.so"])

@@ -183,7 +183,10 @@ def test_kernels_and_measurements_come_before_those_that_are_here(folder, tmp_pa
     entry = {"device": "NVIDIA H200", "tokens": {"1": {"kind": "matvec", "rows": 2, "warps": 8, "us": 1.0}}}
     (tmp_path / "tuned.json").write_text(json.dumps({"plain 77x64": entry}))
     saving.write_tuned(tmp_path / "tuned.json", tmp_path / "engine" / "tuned.json")
-    write_manifest(tmp_path / "engine", json.loads((folder / "manifest.json").read_text()), ENGINE)
+    about = json.loads((folder / "manifest.json").read_text())
+    write_manifest(tmp_path / "engine", {**about, "launcher_platform": "x86_64,Linux,64bit,ELF"}, ENGINE)
+    platforms: list[str] = []
+    monkeypatch.setattr(loading, "adopt_platform", platforms.append)
     monkeypatch.setattr(choice, "OVERRIDES", [])
     monkeypatch.setattr(loading, "record", Recorder)
     monkeypatch.setattr(loading, "seed", partial(seed, home=tmp_path / "triton"))
@@ -192,7 +195,7 @@ def test_kernels_and_measurements_come_before_those_that_are_here(folder, tmp_pa
         assert loading.seed_kernels(opened) == 1
     finally:
         opened.close()
-    assert (tmp_path / "triton" / "KEY" / "k.cubin").read_bytes() == b"code"
+    assert (tmp_path / "triton" / "KEY" / "k.cubin").read_bytes() == b"code" and len(platforms) == 1
     shape = LinearShape.parse("plain 77x64")
     assert choice.current_table("NVIDIA H200")[shape][1].how.warps == 8
     choice.forget()

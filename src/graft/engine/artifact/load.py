@@ -17,7 +17,7 @@ from torch import Tensor
 from graft.backends.lowered import Lowered
 from graft.base.errors import ArtifactError, DumpError, UsageError
 from graft.base.files import Progress
-from graft.base.kernel_cache import record, seed
+from graft.base.kernel_cache import adopt_platform, record, seed
 from graft.base.manifest import OpenFolder
 from graft.engine.artifact.format import CONFIG, ENGINE, GRAPH, KERNELS, OBJECT, REPORT, STEP, TUNED, WEIGHTS
 from graft.engine.artifact.model import StoredConfig, StoredModule
@@ -82,6 +82,7 @@ def seed_kernels(folder: OpenFolder) -> int:
     record()
     if TUNED in folder.manifest["files"]:
         adopt(parse_table(json.loads(folder.text(TUNED)), folder.path / TUNED))
+    adopt_platform(folder.manifest["launcher_platform"])
     names = {name.removeprefix(f"{KERNELS}/"): name for name in folder.names(KERNELS)}
     try:
         seed(names, lambda name: folder.read(names[name]))

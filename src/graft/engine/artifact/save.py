@@ -20,7 +20,7 @@ import graft
 from graft.backends.native.stored import NativeStep, plain_shell, program_data, shell_graph, step_weights
 from graft.base.errors import ArtifactError, DumpError
 from graft.base.files import Progress, atomic_folder
-from graft.base.kernel_cache import record, used_files
+from graft.base.kernel_cache import launcher_platform, record, used_files
 from graft.base.manifest import MANIFEST, is_marked, write_manifest
 from graft.engine.artifact.format import (
     CONFIG,
@@ -74,6 +74,8 @@ def save_engine(
         write_mapped(folder / WEIGHTS, weights)
         tell("checking what was written", 0, 1)
         about = {**describe(parts), "tensors": tensors, "native": native, "fast_tokenizer": fast}
+        if parts.device.type == "cuda":
+            about["launcher_platform"] = launcher_platform()
         write_manifest(folder, {**about, "made_by": made_by or ("compile", parts.model.name)}, ENGINE)
 
 
