@@ -85,7 +85,8 @@ def test_random_batches_agree_with_float64(h, kv, d, dtype):
 def test_torchs_kernels_take_a_prompt_of_its_own_and_behind_a_prefix(dtype):
     for new, old in (((700,), (0,)), ((130,), (1000,)), ((1, 1, 300, 40), (900, 5, 0, 77))):
         args = cached(new, old, 32, 8, 128, PLAIN, dtype)
-        assert check(args, dtype, 1200, also=("sdpa",)) == ["sdpa", "triton"]
+        flash = [] if dtype is torch.float32 else ["flash"]
+        assert check(args, dtype, 1200, also=("sdpa",)) == [*flash, "sdpa", "triton"]
         assert (problem_of(SPEC.kernel("sdpa"), SPEC.call(*args)) is None) == (dtype is torch.float32)
         expected = SPEC.reference(*wide(args))
         with pytest.raises(AssertionError, match="off by"):
@@ -94,9 +95,33 @@ def test_torchs_kernels_take_a_prompt_of_its_own_and_behind_a_prefix(dtype):
 
 def test_long_prompts_go_to_torchs_kernel():
     args = cached((4096,), (0,), 4, 1, 128, PLAIN, torch.bfloat16)
-    assert check(args, torch.bfloat16, 4096) == ["sdpa", "triton"]
+    assert check(args, torch.bfloat16, 4096) == ["flash", "sdpa", "triton"]
     behind = cached((4096,), (16,), 4, 1, 128, PLAIN, torch.bfloat16)
     assert "one launch for all is quicker" in problem_of(SPEC.kernel("sdpa"), SPEC.call(*behind))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("h", "kv", "d"), [(32, 8, 128), (14, 2, 64), (8, 4, 256), (64, 1, 128), (9, 3, 64)])
+def test_prompts_on_hopper(h, kv, d, dtype):
+    """Prompts beside sequences that decode, behind prefixes, in windows smaller and larger than a tile of keys."""
+    for window in (None, 5, 100, 1000):
+        for new, old in (((64,), (0,)), ((1, 1, 300, 129), (700, 5, 900, 0)), ((1025, 65, 400), (0, 31, 2000))):
+            args = cached(new, old, h, kv, d, (window, None, False), dtype)
+            assert "flash" in check(args, dtype, 2500)
+            wrong = list(args)
+            wrong[AT["seq_lens"]] = args[AT["seq_lens"]] - 1  # keys are one position off
+            with pytest.raises(AssertionError, match="off by"):
+                assert_close(SPEC.kernel("flash").run(*wrong), SPEC.reference(*wide(args)), dtype, 2500)
+
+
+def test_a_broken_sequence_breaks_no_other_on_hopper():
+    args = cached((100, 200), (0, 60), 32, 8, 128, PLAIN, torch.bfloat16)
+    expected = SPEC.reference(*wide(args))
+    for name in ("k_cache", "v_cache"):
+        args[AT[name]][args[AT["block_tables"]][1, :2]] = torch.nan  # the first blocks of the second
+    found = SPEC.kernel("flash").run(*args)
+    assert_close(found[:, :100], expected[:, :100], torch.bfloat16, 300)
+    assert found[:, 100:].isnan().all()
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -18,6 +18,7 @@ from functools import cache
 import torch
 
 FLOAT8_CAPABILITY = (8, 9)
+HOPPER = (9, 0)
 RING = 1 << 16  # counters of a stream; calls take them in turn
 
 
@@ -71,6 +72,24 @@ def float8_missing(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < FLOAT8_CAPABILITY:
         return f"compute capability {major}.{minor} has no float8 (e4m3) numbers; 8.9 and above have"
+    return None
+
+
+@cache
+def gluon_missing(device: torch.device) -> str | None:
+    """Why kernels in Gluon, which name Hopper's instructions, do not run on this device, or None."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"{device} is no CUDA device"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton's interpreter does not run Gluon"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != HOPPER:
+        return f"it is written for compute capability 9.0, and here it is {capability[0]}.{capability[1]}"
+    try:
+        from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait  # noqa: F401
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: F401
+    except ImportError as error:
+        return f"this Triton has no Gluon for Hopper: {error}"
     return None
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graft.base.device_memory import size_text
 from graft.ops.cached_attention.reference import cached_attention
 from graft.ops.call import Call
-from graft.ops.launch import capturing, float8_missing
+from graft.ops.launch import capturing, float8_missing, gluon_missing
 from graft.ops.paged_cache import scattered
 from graft.ops.spec import Kernel, OpSpec, define, native, needs_triton
 from graft.weights.quantize import FP8
@@ -18,6 +19,11 @@ from graft.weights.quantize import FP8
 # H200: 152 to 234 against 241 to 249 TFLOP/s for 2,048 tokens, 492 against 368 for 8,192, about 317 behind a prefix
 # (flash); 64 prompts of 128 tokens took 583 ms with a call each, of which the host needed more than half.
 LONG = 4096
+# Of graft's own for Hopper, which gathers too, but all prompts at once.
+FLASH_HEADS = (64, 128, 256)
+FLASH_GROUP = 64  # rows of a warpgroup
+FLASH_TOKENS = 64  # a prompt: gathering a key takes as long as 50 queries gain
+FLASH_BYTES = 1 << 30  # a layer
 
 
 def fake(
@@ -82,6 +88,32 @@ def sdpa_call_problem(call: Call) -> str | None:
     return None
 
 
+def flash_problem(call: Call) -> str | None:
+    """Prompts on Hopper's tensor cores."""
+    q, kv, d = call.q, call.k_cache.shape[2], call.q.shape[-1]
+    if call.softcap is not None or call.sinks is not None:
+        return f"it has no {'soft cap' if call.softcap is not None else 'sinks'}"
+    if q.element_size() != 2 or d not in FLASH_HEADS or q.shape[1] // kv > FLASH_GROUP or not call.scale > 0:
+        return (
+            f"it takes 16 bits, heads of {', '.join(map(str, FLASH_HEADS))}, up to {FLASH_GROUP} query heads to a"
+            f" key-value head and a positive scale, not {q.dtype}, {d}, {q.shape[1] // kv} and {call.scale}"
+        )
+    return gluon_missing(q.device) or triton_problem(call)
+
+
+def flash_call_problem(call: Call) -> str | None:
+    if problem := caches_problem(call):
+        return problem
+    if capturing(call.q):
+        return "sizes from the CPU would be the same at every replay of a capture"
+    lens = call.lens_cpu[call.lens_cpu[:, 0] > 1]  # prompts
+    total, cache = int(lens[:, 1].sum()), call.k_cache
+    if int(lens[:, 0].sum()) < FLASH_TOKENS * max(len(lens), 1):
+        return f"prompts bring fewer than {FLASH_TOKENS} tokens each: gathering their keys would take longer"
+    size = 2 * total * cache.shape[2] * cache.shape[3] * call.q.element_size()
+    return f"{size_text(size)} of keys and values would be gathered" if size > FLASH_BYTES else None
+
+
 def native_problem(call: Call) -> str | None:
     """Of every op that reads or writes the paged cache."""
     kinds = {call.k_cache.dtype, call.v_cache.dtype}
@@ -105,6 +137,12 @@ def run_sdpa(*args: Any) -> Tensor:
     return cached_attention_sdpa(*args)
 
 
+def run_flash(*args: Any) -> Tensor:
+    from graft.ops.cached_attention.triton import cached_attention_flash
+
+    return cached_attention_flash(*args)
+
+
 def run_triton(*args: Any) -> Tensor:
     from graft.ops.cached_attention.triton import cached_attention_triton
 
@@ -121,6 +159,7 @@ SPEC = define(
         fake=fake,
         kernels=(
             Kernel("split_kv", "triton", triton_problem, run_split_kv, varies=decode_problem),
+            Kernel("flash", "triton", flash_problem, run_flash, varies=flash_call_problem),
             Kernel("sdpa", "existing", sdpa_problem, run_sdpa, varies=sdpa_call_problem),
             Kernel("triton", "triton", triton_problem, run_triton, varies=caches_problem),
             native(native_problem),

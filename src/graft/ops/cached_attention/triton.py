@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graft.ops.cached_attention.decode.triton import MANY_PROGRAMS, split_count, split_kv
+from graft.ops.cached_attention.gather.triton import gather, rows_for
 from graft.ops.cached_attention.prefill.triton import prefill
 from graft.ops.launch import capturing
 
@@ -30,12 +31,39 @@ def cached_attention_triton(
     out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
     # what a capture took from the CPU would stay as it was, so there the prefill kernel takes all
     n = 0 if capturing(q) else decoding(lens_cpu.tolist())
-    if n and (one_part(n, k_cache) or int(lens_cpu[:n, 1].max()) > LONG_CONTEXT):
-        split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n], *options, out=out[:, :n])
-    else:
+    if not many_decode(n, k_cache, lens_cpu):
         n = 0
+    if n:
+        split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n], *options, out=out[:, :n])
     prefill(q, k_cache, v_cache, block_tables[n:], cu_seqlens[n:], seq_lens[n:], *options, out)
     return out
+
+
+def cached_attention_flash(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, token_to_seq: Tensor, block_tables: Tensor, cu_seqlens: Tensor,  # noqa: ARG001
+    seq_lens: Tensor, lens_cpu: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Prompts over keys and values that are gathered first; a few sequences that decode by the prefill kernel."""
+    from graft.ops.cached_attention.flash.gluon import flash
+
+    _, h, tokens, d = q.shape
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out = torch.empty((1, tokens, h, d), dtype=q.dtype, device=q.device)
+    options, n = (scale, window, softcap, sinks), decoding(lens_cpu.tolist())
+    if n and many_decode(n, k_cache, lens_cpu):
+        split_kv(q[:, :, :n], k_cache, v_cache, block_tables[:n], seq_lens[:n], *options, out=out[:, :n])
+    elif n:
+        prefill(q[:, :, :n], k_cache, v_cache, block_tables[:n], cu_seqlens[: n + 1], seq_lens[:n], *options, out)
+    rows = rows_for(lens_cpu[n:, 1])
+    keys, values, starts = gather(k_cache, v_cache, block_tables[n:], seq_lens[n:], rows, q.dtype)
+    flash(q, keys, values, starts, cu_seqlens[n:], seq_lens[n:], scale, window, out)
+    return out
+
+
+def many_decode(n: int, cache: Tensor, lens_cpu: Tensor) -> bool:
+    """Whether the first n sequences, which decode beside prompts, go through split_kv."""
+    return n > 0 and (one_part(n, cache) or int(lens_cpu[:n, 1].max()) > LONG_CONTEXT)
 
 
 def one_part(n: int, cache: Tensor) -> bool:
