@@ -100,6 +100,14 @@ def test_long_prompts_go_to_torchs_kernel():
     assert "one launch for all is quicker" in problem_of(SPEC.kernel("sdpa"), SPEC.call(*behind))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("h", "kv", "d"), [(32, 8, 128), (8, 8, 256), (9, 9, 96)])
+def test_very_many_sequences_have_a_warp_each(h, kv, d, dtype):
+    old = tuple(range(0, 1700, 13))
+    args = cached((1,) * len(old), old, h, kv, d, PLAIN, dtype)
+    assert "split_kv" in check(args, dtype, 1700)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("h", "kv", "d"), [(32, 8, 128), (14, 2, 64), (8, 4, 256), (64, 1, 128), (9, 3, 64)])
 def test_prompts_on_hopper(h, kv, d, dtype):

@@ -47,6 +47,7 @@ BATCHES = [
     ((1,) * 3, (299, 0, 4000), 32, 8, 128, PLAIN),  # few programs, parts
     ((1,) * 24, tuple(range(5, 3000, 130))[:24], 32, 8, 128, PLAIN),  # parts
     ((1,) * 40, tuple(range(7, 800, 19))[:40], 32, 8, 128, PLAIN),  # many programs
+    ((1,) * 130, tuple(range(7, 2600, 19))[:130], 32, 8, 128, PLAIN),  # a warp each
     ((1,) * 40, tuple(range(7, 800, 19))[:40], 9, 3, 64, (90, None, False)),
     ((1, 1), (90, 3), 8, 1, 64, (50, None, True)),
     ((1,) * 40, tuple(range(7, 800, 19))[:40], 4, 4, 96, (None, 20.0, False)),

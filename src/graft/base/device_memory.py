@@ -31,8 +31,12 @@ class CacheSize:
     reason: str
 
 
-def cache_size(block_bytes: int, most_blocks: int, device: torch.device, asked: int | str | None = None) -> CacheSize:
-    """As many blocks as the memory allows, and no more than the engine can ever use at once."""
+def cache_size(
+    block_bytes: int, most_blocks: int, device: torch.device, asked: int | str | None = None,
+    addressable: int | None = None,
+) -> CacheSize:  # fmt: skip
+    """As many blocks as the memory allows, and no more than the engine can ever use at once. addressable: blocks
+    beyond these are for those who ask for them."""
     free = free_memory(device)
     if asked is not None:
         limit, reason = parse_size(asked), "as asked for"
@@ -42,6 +46,9 @@ def cache_size(block_bytes: int, most_blocks: int, device: torch.device, asked: 
     elif device.type == "cuda":
         limit = free - max(int(free * CUDA_MARGIN), CUDA_LEAST_MARGIN)
         reason = f"{size_text(free)} are free on {device}; a margin of {size_text(free - limit)} is kept"
+        if addressable is not None and addressable * block_bytes < limit:
+            limit = addressable * block_bytes
+            reason = f"what kernels address with 32 bits, of {size_text(free)} that are free on {device}"
     else:
         limit = min(int(free * CPU_SHARE), CPU_MOST)
         reason = f"{size_text(free)} are free; on a CPU half of it, and at most {size_text(CPU_MOST)}, is taken"

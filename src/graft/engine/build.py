@@ -17,7 +17,7 @@ from graft.engine.decode.build import loop_problem, make_loop
 from graft.engine.engine import Engine
 from graft.engine.kv.events import EventQueue
 from graft.engine.kv.manager import BlockManager
-from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block
+from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, narrow_blocks
 from graft.engine.options import EngineOptions
 from graft.engine.scheduler import Scheduler
 from graft.models.loaded import LoadedModel
@@ -45,7 +45,7 @@ def build_engine(
     """
     size = bytes_per_block(layers, block_size)
     most = options.max_num_seqs * -(-model.context // block_size)
-    found = cache_size(size, most, device, options.kv_cache_memory)
+    found = cache_size(size, most, device, options.kv_cache_memory, narrow_blocks(layers, block_size))
     problem = loop_problem(device, backend, options)
     record = problem is None if record is None else record
     try:

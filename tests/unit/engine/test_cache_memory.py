@@ -14,7 +14,7 @@ from graft.base import device_memory as memory
 from graft.base.device_memory import CacheSize, cache_size, container_memory, machine_memory, parse_size, size_text
 from graft.base.errors import OutOfCache, OutOfMemory, UsageError
 from graft.engine.kv.manager import Copy
-from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, copy_blocks
+from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, copy_blocks, narrow_blocks
 from graft.models.load import on_device
 
 CPU = torch.device("cpu")
@@ -56,8 +56,19 @@ def test_the_size_follows_free_memory_with_a_margin(monkeypatch):
     assert cache_size(1 << 20, 10**6, CPU).blocks == 4 << 10, "at most 4 GiB on a CPU"
     cuda = cache_size(1 << 20, 10**6, torch.device("cuda"))
     assert cuda.blocks == 90 << 10 and "a margin of 10.0 GiB is kept" in cuda.reason
+    few = cache_size(1 << 20, 10**6, torch.device("cuda"), addressable=1000)
+    assert few.blocks == 1000 and "32 bits" in few.reason
+    assert cache_size(1 << 20, 10**6, torch.device("cuda"), "50GiB", 1000).blocks == 50 << 10, "as asked for"
+    assert cache_size(1 << 20, 10**6, torch.device("cuda"), addressable=10**6) == cuda
     assert cache_size(1 << 20, 7, CPU) == CacheSize(7, 7 << 20, "all that the engine can use at once")
     assert cache_size(1 << 20, 10**6, CPU, "1GiB").blocks == 1 << 10
+
+
+def test_a_cache_of_its_own_accord_is_addressed_with_32_bits():
+    layers = [LayerShape(8, 64, torch.bfloat16), LayerShape(8, 128, torch.float8_e4m3fn)]
+    blocks = narrow_blocks(layers, 16)
+    assert blocks is not None and (blocks + 1) * 17 * 8 * 128 < 1 << 31 <= (blocks + 3) * 17 * 8 * 128
+    assert narrow_blocks([], 16) is None
 
 
 def test_too_little_memory_is_told_with_the_numbers(monkeypatch):

@@ -31,6 +31,13 @@ def bytes_per_block(layers: Sequence[LayerShape], block_size: int) -> int:
     return sum(2 * prod(layer.block(block_size)) * layer.dtype.itemsize for layer in layers)
 
 
+def narrow_blocks(layers: Sequence[LayerShape], block_size: int) -> int | None:
+    """Blocks of which kernels address every number with 32 bits, the padding's not counted. With more they would be
+    other kernels, a quarter slower, and which of them run would depend on the memory that happens to be free."""
+    largest = max((prod(layer.block(block_size)) for layer in layers), default=0)
+    return (1 << 31) // largest - 2 if largest else None
+
+
 def allocate(layers: Sequence[LayerShape], blocks: int, block_size: int, device: torch.device) -> list[Tensor]:
     """Two tensors [blocks, rows, kv_heads, head_dim] a layer: keys, values (ops/paged_cache.py). All zero: a position
     that is masked is still multiplied by 0, which must not meet a NaN."""

@@ -46,6 +46,9 @@ MOST_SPLITS = 64
 LEAST_TILES = 4  # of a part: one program reads 128 or 256 positions sooner than four put their parts together
 TILE_BYTES = 16384  # of keys, and as much of values
 MANY_PROGRAMS = 256  # sequences times key-value heads: with more, small tiles and few warps, so that all run at once
+# With so many a warp each: eleven programs share the registers of an SM and not five (8B, 950 sequences of 192 tokens
+# in float8: 196 -> 159 us, 900 of 1,500: 786 -> 736; bfloat16: 247 -> 220, 1,281 -> 1,268). 64 of 4,096 lose by it.
+MOST_PROGRAMS = 1024
 EARLY_PROGRAMS = 64  # sequences times key-value heads: with more the device is full anyway
 EARLY_CONTEXT = 2048  # tokens that the block tables have room for
 EARLY_TILE = 256
@@ -135,13 +138,8 @@ def split_kv(
         splits = splits or min(triton.next_power_of_2(-(-room // tile)), MOST_SPLITS)
         options: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
     else:
-        few, many = n * kv <= FEW_PROGRAMS, n * kv > MANY_PROGRAMS
-        twice = 1 + (k_cache.dtype is FP8)  # of half the bytes: as many are on their way
-        most = twice * TILE_BYTES // (wide * q.element_size())
-        tile = max(16, min(twice * (32 if few or many else 64), most))
+        tile, options = tiles_for(n * kv, wide * q.element_size(), 1 + (k_cache.dtype is FP8))
         splits = splits or split_count(n, kv, q.device)
-        least = LEAST_TILES // twice
-        options = {"LEAST": least, "num_warps": 2 if many else 4, "num_stages": 2 if few else 3}
     k, v, cos, sin = rotation or (q, q, q, q)
     strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
     partial = torch.empty((n, h, splits, d) if splits > 1 else (1,), dtype=torch.float32, device=q.device)
@@ -159,6 +157,16 @@ def split_kv(
         launch_pdl=pdl, **options,
     )  # fmt: skip
     return out
+
+
+def tiles_for(programs: int, row: int, twice: int) -> tuple[int, dict[str, Any]]:
+    """Positions of a tile, and how the kernel is built. row: bytes of a key, two for float8; twice: 2 for float8, of
+    half the bytes, so that as many are on their way."""
+    few, many, most = programs <= FEW_PROGRAMS, programs > MANY_PROGRAMS, programs >= MOST_PROGRAMS
+    positions = 16 if most else 32 if few or many else 64
+    tile = max(16, min(twice * positions, twice * TILE_BYTES // row))
+    warps = 1 if most and row <= 256 else 2 if many else 4
+    return tile, {"LEAST": LEAST_TILES // twice, "num_warps": warps, "num_stages": 2 if few else 3}
 
 
 def is_early(n: int, kv: int, room: int) -> bool:
