@@ -10,10 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from graft.base.device_memory import free_memory, is_out_of_memory, size_text
-from graft.base.errors import CheckpointError, OutOfMemory, UnknownModel
+from graft.base.errors import OutOfMemory
 from graft.base.files import Progress
 from graft.models.embedded import embedded_folder, embedded_gguf
 from graft.models.loaded import LoadedModel
+from graft.models.names import check_name
 from graft.models.places import resolve_device, resolve_dtype
 from graft.models.promises import check_promises, read_context
 from graft.models.registry import RegistryEntry, entries, family_of
@@ -47,6 +48,7 @@ def load_model(
     in_blocks: the quantised weights of a GGUF file stay in it, for the native backend to pack (LoadedModel.lazy).
     trust_remote_code: Python code that a folder brings may run.
     """
+    check_name(name)
     target = resolve_device(device)
     # a wrong dtype is told before anything is converted
     path, stored = Path(name), stored_dtype(resolve_dtype(dtype, target, torch.bfloat16))
@@ -59,15 +61,11 @@ def load_model(
             return load_blocks(blocks_folder(file, progress, entry.name), entry.name, dtype)
         folder = embedded_folder(entry.name, entry.settings, progress, stored=stored)
         return load_converted(folder, entry.name, dtype, target)
-    if path.suffix == ".gguf" and path.exists() and in_blocks and target.type == "cpu":
-        return load_blocks(blocks_folder(path, progress), path.stem, dtype)
-    if path.suffix == ".gguf" and path.exists():
-        return load_converted(convert_gguf(path, progress, stored=stored), path.stem, dtype, target)
     if path.is_dir():
         return load_folder(path, path.resolve().name, dtype, target, trust_remote_code)
-    if path.suffix == ".gguf":
-        raise CheckpointError(f"{path} does not exist")
-    raise UnknownModel(str(name), entries())
+    if in_blocks and target.type == "cpu":
+        return load_blocks(blocks_folder(path, progress), path.stem, dtype)
+    return load_converted(convert_gguf(path, progress, stored=stored), path.stem, dtype, target)
 
 
 def build_random(entry: RegistryEntry, dtype: torch.dtype, device: torch.device) -> LoadedModel:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graft.base.errors import DumpError, UnknownTransform
+from graft.base.errors import DumpError, UnknownTransform, UsageError
 from graft.ir.io.serial import FORMAT
 from graft.passes.dumps import MANIFEST, MARKER, REPORT, RUN_FORMAT, Manifest
 from graft.passes.report import Report
@@ -56,7 +56,7 @@ class StoredRun:
             if step.transform == transform:
                 return step
         if transform in self.report.transforms:
-            raise DumpError(
+            raise UsageError(
                 f"{transform} was off in {self.folder}, so there is no graph after it;"
                 f" dump again with --set transforms.{transform}.enabled=true"
             )

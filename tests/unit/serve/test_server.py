@@ -329,6 +329,13 @@ def test_a_model_that_cannot_be_served_ends_the_program(model, code, why, more):
         server.process.stderr.close()
 
 
+def test_a_name_that_is_no_model_starts_no_engine():
+    with serving("nonsense", stub=False, errors=subprocess.PIPE) as server:
+        assert server.ended() == 2
+        assert "unknown model 'nonsense'" in server.process.stderr.read()
+        server.process.stderr.close()
+
+
 def test_a_client_that_sends_or_reads_nothing_is_cut_off():
     """What the sockets hold is full after some megabytes."""
     wide = {"prompt": [[9]] * 80, "n": 3, "stream": True, "max_tokens": 60, "logprobs": 2}

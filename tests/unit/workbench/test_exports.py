@@ -311,7 +311,7 @@ def test_parts_of_one_weight_become_tensors_of_their_own():
         (("-f", "perfetto", "--time"), 1, "dump the model again with --weights"),
         (("-f", "pt2", "--time"), 2, "belongs to --format perfetto"),
         (("-f", "model-explorer", "--step", "fuse_ropes"), 2, "fuse_rope"),
-        (("-f", "model-explorer", "--step", "quantize_linear"), 1, "was off in"),
+        (("-f", "model-explorer", "--step", "quantize_linear"), 2, "was off in"),
     ],
 )
 def test_bad_input_is_told_and_nothing_is_written(plain, tmp_path, options, code, message):

@@ -124,9 +124,12 @@ def serve(
     from graft.base.errors import ExtraMissing
     from graft.cli.generate.serve_sources import layered
     from graft.cli.waiting import end_waiting
+    from graft.models.names import check_name
     from graft.serve.options import options_from
 
     options = options_from(layered(ctx, given))
+    if not options.load.plugins:  # which may bring models
+        check_name(options.load.model)  # the engine's process would tell it after seconds
     try:
         from graft.serve.run import serve as serve_until_told
     except ModuleNotFoundError as error:
