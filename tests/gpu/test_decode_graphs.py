@@ -199,6 +199,22 @@ def test_no_request_waits_for_the_kernels_of_a_step_with_prompts(monkeypatch, tm
     assert compiled[before:] == [] and not any("first run" in note for note in llm.report.notes)
 
 
+def test_steps_with_prompts_ask_the_driver_for_no_memory():
+    """Device or pinned: each would wait for what is in flight."""
+    llm = graft.LLM(model("llama", "bfloat16"), max_num_seqs=64, max_num_batched_tokens=4096)
+    assert not any("no memory for a step" in note for note in llm.report.notes)
+    llm.generate(prompts([9]), greedy(2))  # what a first call of anything takes
+
+    def asked():
+        return torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
+
+    before = asked()
+    llm.generate(prompts([900 + i % 7 for i in range(40)]), greedy(6))
+    assert asked() == before
+    torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    assert asked() > before  # it is counted
+
+
 def fresh_kernels(monkeypatch):
     """As in a new process: Triton's functions forget what they compiled until the test ends. The list grows by each
     compilation."""

@@ -8,17 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graft.base.device_memory import is_out_of_memory
 from graft.base.files import Progress
+from graft.engine.decode.arrival import host
 from graft.engine.decode.buckets import DECODE_PAYS, BatchSizes, bucket_sizes
 from graft.engine.decode.buffers import Buffers
 from graft.engine.decode.capture import CapturedSteps
+from graft.engine.decode.choose import choose
 from graft.engine.decode.loop import DecodeLoop
 from graft.engine.decode.packed import PackedSteps
 from graft.engine.options import EngineOptions
 from graft.engine.scheduler import Scheduler
-from graft.ops.launch import pdl_problem
+from graft.ops.launch import launch_failures, pdl_problem
 
 PROMPTS = "the largest step with prompts"
+PINNED_SIZES = range(7, 24)  # 128 bytes to 8 MiB in powers of two, as torch keeps them; longer tables are rare
+PINNED_EACH = 4  # two steps on their way, some copies of a size each
 
 
 def loop_problem(device: torch.device, backend: str, options: EngineOptions) -> str | None:
@@ -48,8 +53,40 @@ def make_loop(
     asked = options.cudagraph_capture_sizes is not None
     steps = BatchSizes(sizes, DECODE_PAYS, sizes if asked else ())
     packed = PackedSteps(graph, tensors, buffers, scheduler.max_num_batched_tokens, captures.packed)
-    captures.make_all(steps.used, progress, {PROMPTS: packed.largest(scheduler.max_num_batched_tokens)})
-    return DecodeLoop(scheduler, buffers, captures, packed, steps, notes(captures, device))
+    most = scheduler.max_num_batched_tokens
+    captures.make_all(steps.used, progress, first_runs(packed, most, tensors) if device.type == "cuda" else {})
+    said = notes(captures, device)
+    if device.type == "cuda" and (problem := reserve(packed, most, device)) is not None:
+        said.append(problem)
+    return DecodeLoop(scheduler, buffers, captures, packed, steps, said)
+
+
+def first_runs(packed: PackedSteps, tokens: int, caches: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
+    """The largest step with prompts, beside as many sequences that decode as each of attention's kernels takes."""
+    from graft.ops.cached_attention.triton import decoding_counts
+
+    counts = sorted({count for cache in caches for count in decoding_counts(cache.shape[2])})
+    return {f"{PROMPTS} beside {count} that decode": packed.largest(tokens, count) for count in counts}
+
+
+@torch.inference_mode()
+def reserve(packed: PackedSteps, tokens: int, device: torch.device) -> str | None:
+    """Takes the memory of the largest step with prompts now, on the stream that steps run on, and pinned memory of
+    all sizes: whoever asks the driver for either waits for the step in flight, and the device then for the next one
+    (8B, 600 requests of 2048/128: twelve steps of 250 ms among 270 of 130). What is wrong, or None."""
+    try:
+        (logits,) = packed.largest(tokens, packed.requests)()  # [1, n, vocab]
+        chosen = torch.empty(logits.shape[1], dtype=torch.int64, device=device)
+        choose("greedy", chosen, logits[0], None)
+        pinned = [host((1 << size,), torch.uint8, device) for size in PINNED_SIZES for _ in range(PINNED_EACH)]
+        torch.cuda.synchronize(device)
+        del pinned  # torch keeps it for those who ask next
+    except launch_failures() as error:
+        if not is_out_of_memory(error):
+            return f"{PROMPTS} failed: {type(error).__name__}: {error}"
+        torch.cuda.empty_cache()
+        return f"no memory for a step of {tokens} tokens: lower max_num_batched_tokens or kv_cache_memory"
+    return None
 
 
 def notes(captures: CapturedSteps, device: torch.device) -> list[str]:
@@ -59,8 +96,9 @@ def notes(captures: CapturedSteps, device: torch.device) -> list[str]:
     lines = [f"decode: {len(captures.made)} {graphs} for batches of {sizes or 'no size'}, {captures.seconds:.1f} s"]
     problem = pdl_problem(device)
     lines.append(f"programmatic dependent launch: {'on' if problem is None else f'off ({problem})'}")
-    if (failed := captures.failures.get(PROMPTS)) is not None:
-        lines.append(f"{PROMPTS} failed in its first run: {type(failed).__name__}: {failed}")
+    for what, failed in captures.failures.items():
+        if isinstance(what, str):  # not a capture
+            lines.append(f"{what}: failed in its first run: {type(failed).__name__}: {failed}")
     if captures.problem is not None:
         lines.append(f"decode steps without a CUDA graph: {captures.problem}")
     return lines

@@ -23,7 +23,6 @@ from graft.ops.layout import Batch, HostBatch, on_host, views
 
 LARGEST = 2048  # tokens; beyond, the device is busy for longer than the host needs to launch
 SMALLEST = 16
-ONE_EACH = 320  # rows that decode in a first run: enough for the kernel of many, with one key-value head too
 SHARES = 4  # sizes to each doubling: a fifth of the tokens is padding at most
 
 
@@ -120,10 +119,10 @@ class PackedSteps:
             self.out = torch.empty_like(logits[0])
         self.out.copy_(logits[0])
 
-    def largest(self, tokens: int) -> Callable[[], object]:
-        """A step of so many tokens, all of them padding, that is launched and not captured: sequences that decode, as
-        many as have a kernel of their own beside prompts, and prompts behind them."""
-        ones = min(self.requests, ONE_EACH, tokens - 1)
+    def largest(self, tokens: int, decoding: int) -> Callable[[], Any]:
+        """A step of so many tokens, all of them padding, that is launched and not captured: so many sequences that
+        decode, as far as there are rows for them, and prompts behind them."""
+        ones = min(self.requests, decoding, tokens - 1)
         whole, rest = divmod(tokens - ones, self.span)
         parts = [1] * ones + [self.span] * whole + [rest] * (rest > 0)
         host = HostBatch().padded(tokens, len(parts), parts, self.padding, self.block_size)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graft.ops.cached_attention.decode.triton import MANY_PROGRAMS, split_count, split_kv
+from graft.ops.cached_attention.decode.triton import MANY_PROGRAMS, MOST_PROGRAMS, split_count, split_kv
 from graft.ops.cached_attention.gather.triton import gather, rows_for
 from graft.ops.cached_attention.prefill.triton import prefill
 from graft.ops.launch import capturing
@@ -64,6 +64,11 @@ def cached_attention_flash(
 def many_decode(n: int, cache: Tensor, lens_cpu: Tensor) -> bool:
     """Whether the first n sequences, which decode beside prompts, go through split_kv."""
     return n > 0 and (one_part(n, cache) or int(lens_cpu[:n, 1].max()) > LONG_CONTEXT)
+
+
+def decoding_counts(kv: int) -> tuple[int, ...]:
+    """Numbers of sequences that decode beside prompts, one for each kernel that may take them."""
+    return 1, MANY_PROGRAMS // kv + 1, -(-MOST_PROGRAMS // kv)
 
 
 def one_part(n: int, cache: Tensor) -> bool:
