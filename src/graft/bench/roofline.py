@@ -85,3 +85,14 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
 
     seconds = call_seconds(multiply, device, REPEATS, in_a_row=IN_A_ROW if device.type == "cuda" else 1)
     return 2 * side**3 / seconds
+
+
+def float8_rate(device: torch.device) -> float:
+    """The same of float8 matrices with a scale a row, as fp8 weights are multiplied with."""
+    a, b = (torch.ones(GPU_SIDE, GPU_SIDE, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    scales = torch.ones(GPU_SIDE, 1, device=device)
+
+    def multiply() -> None:
+        torch._scaled_mm(a, b.t(), scales, scales.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return 2 * GPU_SIDE**3 / call_seconds(multiply, device, REPEATS, in_a_row=IN_A_ROW)

@@ -46,6 +46,7 @@ class LoadRow:
     preemptions: int
     bucket_misses: int
     behind: str = ""  # why the asked rate was not kept
+    bound_tokens_per_s: float | None = None  # load_bound.py
 
 
 @dataclass

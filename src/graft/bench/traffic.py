@@ -68,7 +68,12 @@ def windows(module: nn.Module) -> list[float]:
 
 def prompt_flops(module: nn.Module, batch: int, tokens: int) -> float:
     """Multiplications and additions of `batch` prompts: every matrix for every token, the head for the last token of
-    each prompt, and causal attention. Of experts those that a token is routed to."""
+    each prompt, and causal attention."""
+    return batch * (matrix_flops(module, tokens, 1) + attention_flops(module, tokens))
+
+
+def matrix_flops(module: nn.Module, tokens: int, last: int) -> float:
+    """Of every matrix for every token, and the head for `last` of them; of experts those that a token is sent to."""
     config: Any = module.config
     table, head = module.get_input_embeddings(), module.get_output_embeddings()  # pyrefly: ignore
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
@@ -78,10 +83,14 @@ def prompt_flops(module: nn.Module, batch: int, tokens: int) -> float:
     for name, weight in module.named_parameters():
         if weight.ndim > 1 and not any(weight is other for other in skipped):
             multiplied += weight.numel() * (share if ".experts." in name else 1.0)
-    last = 0 if head is None else head.weight.numel()
+    return 2 * tokens * multiplied + 2 * last * (0 if head is None else head.weight.numel())
+
+
+def attention_flops(module: nn.Module, tokens: int) -> float:
+    """Of a prompt, behind a causal mask."""
+    config: Any = module.config
     width = config.num_attention_heads * head_size(config)
-    pairs = sum(causal_pairs(tokens, window) for window in windows(module))
-    return batch * (2 * tokens * multiplied + 2 * last + 4 * pairs * width)
+    return 4 * width * sum(causal_pairs(tokens, window) for window in windows(module))
 
 
 def causal_pairs(tokens: int, window: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,9 @@ from capture_cases import engine
 from conftest import tiny
 from graft.base.errors import GraftError, PromptTooLong, UsageError
 from graft.bench import throughput
+from graft.bench.load_bound import MachineRates, load_bound
 from graft.bench.throughput import Load, Log, Spread, measure_load, row_of
+from graft.bench.traffic import weight_bytes
 from graft.cli.app import app
 
 
@@ -100,3 +103,23 @@ def test_the_command_prints_a_row_a_load():
     document = json.loads(done.stdout)
     assert [(row["load"]["isl"], row["load"]["requests"]) for row in document["rows"]] == [(4, 3), (6, 3)]
     assert document["setup"]["model"] == "tiny-llama" and document["rows"][0]["output_tokens_per_s"] > 0
+
+
+def test_the_bound_of_a_load_is_its_arithmetic_and_its_bytes():
+    """By hand, and slow memory, which weights are read from once for all requests of a step."""
+    llm = engine("llama", True, max_num_seqs=4)
+    module, batch = llm.model.module, 4
+    rates = MachineRates(matrix_flops=1e9, attention_flops=2e9, read_bytes=1e10)
+    load = Load(20, 10, batch)
+    matrices = sum(w.numel() for name, w in module.named_parameters() if w.ndim > 1 and "layers" in name)
+    head = module.get_output_embeddings().weight.numel()
+    config = module.config
+    pairs = config.num_hidden_layers * 20 * 21 / 2
+    prompt = (2 * 20 * matrices + 2 * head) / 1e9
+    prompt += 4 * config.num_attention_heads * config.head_dim * pairs / 2e9
+    cached = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * module.dtype.itemsize * 25
+    token = 2 * (matrices + head) / 1e9 + cached / 1e10
+    assert load_bound(llm, load, rates) == pytest.approx(10 / (prompt + 9 * token))
+    slow = replace(rates, read_bytes=1e3)
+    weights = weight_bytes(module, batch) / batch / 1e3
+    assert load_bound(llm, load, slow) == pytest.approx(10 / (prompt + 9 * (weights + cached / 1e3)))

@@ -48,8 +48,9 @@ def read_loads(given: str | None, preset: str | None, requests: int, rate: float
 def under_load(model: str, loads: list[Load], preset: str | None, as_json: bool, **options: Any) -> None:
     """One engine, one load after another; a row as soon as it is there."""
     import json
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
+    from graft.bench.load_bound import load_bound, machine_rates
     from graft.bench.machine import facts
     from graft.bench.plan import known_context
     from graft.bench.published import PRESETS
@@ -61,6 +62,11 @@ def under_load(model: str, loads: list[Load], preset: str | None, as_json: bool,
     with phase_lines(True) as progress:
         llm = load_llm(model, progress, **options)
         rows = [measure_load(llm, load, progress) for load in loads]
+        rates = None
+        if llm.device.type == "cuda":  # a CPU multiplies quantized weights by other instructions than a large GEMM
+            progress("what the machine can do", 0, 1)
+            rates = machine_rates(llm)
+            rows = [replace(row, bound_tokens_per_s=load_bound(llm, row.load, rates)) for row in rows]
     published = PRESETS[preset] if preset else None
     setup = {
         "model": llm.model.name,
@@ -70,6 +76,7 @@ def under_load(model: str, loads: list[Load], preset: str | None, as_json: bool,
         "backend": llm.backend,
         **facts(llm.device),
         "command": shlex.join(["graft", *sys.argv[1:]]),
+        "rates": None if rates is None else asdict(rates),
         "published": None if published is None else asdict(published),
     }
     if as_json:

@@ -111,7 +111,8 @@ def show_loads(setup: dict[str, Any], rows: Sequence[LoadRow], published: Publis
     table = plain_table(f"{setup['model']}, {setup['dtype']}{weights}{cache}, {setup['device_name']}, under load")
     table.add_column("ISL/OSL", no_wrap=True)
     columns = ["requests", "tok/s", "req/s", "TTFT p50", "p99", "ITL p50", "p99", "prompts", "batch", "cache"]
-    for name in (*columns, *(["published"] if published else [])):
+    more = [*(["bound"] if setup["rates"] else []), *(["published"] if published else [])]
+    for name in (*columns, *more):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         theirs = published.tokens_per_s.get(row.load.name) if published else None
@@ -119,7 +120,7 @@ def show_loads(setup: dict[str, Any], rows: Sequence[LoadRow], published: Publis
             row.load.name, str(row.load.requests), number(row.output_tokens_per_s), number(row.requests_per_s),
             *map(number, both(row.first_token)), *map(number, both(row.between_tokens)),
             percent(row.prompt_percent), f"{row.batch:.0f}/{row.max_num_seqs}", percent(row.cache_percent),
-            *([] if theirs is None else [number(theirs)]),
+            *([share_of(row)] if setup["rates"] else []), *([] if theirs is None else [number(theirs)]),
         )  # fmt: skip
     out.print(table)
     for row in rows:
@@ -134,9 +135,19 @@ def show_loads(setup: dict[str, Any], rows: Sequence[LoadRow], published: Publis
         " steps with prompts in them. batch: requests in a step on average, of those that may run at once. cache: the"
         f" fullest it was. torch {setup['torch']}, graft on {setup['backend']}."
     )
+    if rates := setup["rates"]:
+        gemm, read = number(rates["matrix_flops"] / 1e12), number(rates["read_bytes"] / 1e9)
+        text += (
+            f" bound: share of what this machine could give with full steps, at {gemm} TFLOP/s of the weights' GEMMs"
+            f" and {read} GB/s."
+        )
     if published is not None:
         text += f" published: {published.source}: {published.conditions}."
     out.print(text, markup=False)
+
+
+def share_of(row: LoadRow) -> str:
+    return percent(100 * row.output_tokens_per_s / row.bound_tokens_per_s) if row.bound_tokens_per_s else ""
 
 
 def both(spread: Spread | None) -> tuple[float | None, float | None]:
