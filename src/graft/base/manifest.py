@@ -23,6 +23,7 @@ MANIFEST = "manifest.json"
 PART = 1 << 26  # bytes that are hashed at once
 READ = 1 << 20
 LARGEST = 1 << 24  # bytes of a manifest: one that is longer is none of graft's
+OWN_KEYS = ("kind", "format", "files", "sha256")  # that write_manifest gives a manifest
 AGAIN = "copy the folder again or save it again"
 
 

@@ -79,10 +79,6 @@ def read_lookup(row: TraceRow) -> CacheLookup:
     return CacheLookup(row.graph, cache, outcome, data.get("key") or "", str(reason), components, saved)
 
 
-def folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def cache_stage(
     trace: TraceCollector, again: TraceCollector | None, seconds: tuple[float, float], size: int
 ) -> CacheStage:

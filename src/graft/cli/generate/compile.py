@@ -58,7 +58,7 @@ def compile(
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
             quantize=quantize, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=trust_remote_code, use_cache=False,
         )  # fmt: skip
         asked = {
             "dtype": dtype, "device": device, "backend": backend, "config": config, "quantize": quantize,

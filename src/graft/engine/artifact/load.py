@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 
 
 def load_engine(
-    path: Path, sizes: EngineOptions, asked: Mapping[str, Any], progress: Progress | None = None
+    path: Path, sizes: EngineOptions, asked: Mapping[str, Any], progress: Progress | None = None, said: str = ""
 ) -> EngineParts:
-    """asked: what LLM was asked for; what contradicts the folder is refused, since nothing is compiled anew."""
+    """asked: what LLM was asked for; what contradicts the folder is refused, since nothing is compiled anew. said:
+    where it is from, for the report, if it is one of graft's cache."""
     tell = progress or (lambda *_: None)
     tell("opening the compiled engine", 0, 1)
     folder = OpenFolder(path, ENGINE)
@@ -68,11 +69,11 @@ def load_engine(
         backend=lowered.backend, progress=progress, ends=frozenset(manifest["model"]["end_tokens"]),
     )  # fmt: skip
     checked = self_check(engine, model, cache.names, quantized=manifest["quantized_weights"], wanted=sizes.self_check)
-    said = (f"compiled engine: {path}, {made_here(carried)}", *lowered.notes, checked)
+    notes = (f"{said or f'compiled engine: {path}'}, {made_here(carried)}", *lowered.notes, checked)
     return EngineParts(
         engine, model, device, lowered.backend, size, cache, partial(read_graph, path, texts[0], weights),
-        partial(read_report, texts[1], said), saving(manifest["quantized"]), manifest["quantized_weights"],
-        manifest["kernels"],
+        partial(read_report, texts[1], notes), saving(manifest["quantized"]), manifest["quantized_weights"],
+        manifest["kernels"], kept_at=path if said else None,
     )  # fmt: skip
 
 
@@ -140,7 +141,9 @@ def stored_model(folder: OpenFolder, sizes: EngineOptions) -> LoadedModel:
     module: Any = StoredModule(config, getattr(torch, about["dtype"]))
     family = families().get(about["family"])
     tokenizer = read_tokenizer(folder, folder.manifest["fast_tokenizer"])
-    return LoadedModel(about["name"], module, tokenizer, family, sizes.context(about["context"]))
+    return LoadedModel(
+        about["name"], module, tokenizer, family, sizes.context(about["context"]), notes=tuple(about["notes"])
+    )
 
 
 def read_weights(folder: OpenFolder, device: torch.device) -> dict[str, Tensor]:

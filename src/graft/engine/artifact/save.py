@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shutil
@@ -21,7 +22,7 @@ from graft.backends.native.stored import NativeStep, plain_shell, program_data, 
 from graft.base.errors import ArtifactError, DumpError
 from graft.base.files import Progress, atomic_folder
 from graft.base.kernel_cache import launcher_platform, record, used_files
-from graft.base.manifest import MANIFEST, is_marked, write_manifest
+from graft.base.manifest import MANIFEST, OWN_KEYS, OpenFolder, is_marked, write_manifest
 from graft.engine.artifact.format import (
     CONFIG,
     ENGINE,
@@ -42,6 +43,7 @@ from graft.engine.parts import EngineParts
 from graft.ir.edit import attribute
 from graft.ir.io.serial import graph_to_json
 from graft.ir.nodes import tensor_val
+from graft.ir.verify import module_state
 from graft.ops.fused_linear.choice import tuned_file
 from graft.ops.launch import device_name
 from graft.passes.report import Report
@@ -52,10 +54,21 @@ PROMPTS = (3, 60, 500, 2000)  # tokens
 
 
 def save_engine(
-    parts: EngineParts, path: Path, *, overwrite: bool, made_by: tuple[str, ...], progress: Progress | None = None
+    parts: EngineParts,
+    path: Path,
+    *,
+    overwrite: bool,
+    made_by: tuple[str, ...],
+    progress: Progress | None = None,
+    kept_for: Mapping[str, str] | None = None,
 ) -> None:
-    """A folder that graft did not write is never touched; an engine is replaced with `overwrite` alone."""
+    """A folder that graft did not write is never touched; an engine is replaced with `overwrite` alone.
+
+    kept_for: the parts of its key, for one in graft's cache. Triton's kernels are in its own cache there.
+    """
     check_place(path, overwrite)
+    if parts.kept_at is not None:
+        return copy_engine(parts.kept_at, path, overwrite=overwrite, made_by=made_by)
     refuse_unsavable(parts, path)
     tell = progress or (lambda *_: None)
     with written(path), atomic_folder(path, lambda: check_place(path, overwrite)) as folder:
@@ -65,7 +78,7 @@ def save_engine(
         (folder / REPORT).write_text(lasting_report(parts).to_json())
         (folder / CONFIG).write_text(json.dumps(config_values(parts), indent=1, sort_keys=True))
         fast = write_tokenizer(parts.model.tokenizer, folder / TOKENIZER)
-        if parts.device.type == "cuda":
+        if parts.device.type == "cuda" and kept_for is None:
             tell("running prompts, so that their kernels are there", 0, 1)
             run_prompts(parts)
             write_kernels(folder / KERNELS)
@@ -76,7 +89,34 @@ def save_engine(
         about = {**describe(parts), "tensors": tensors, "native": native, "fast_tokenizer": fast}
         if parts.device.type == "cuda":
             about["launcher_platform"] = launcher_platform()
+        if kept_for is not None:
+            about["kept_for"] = dict(kept_for)
         write_manifest(folder, {**about, "made_by": made_by or ("compile", parts.model.name)}, ENGINE)
+
+
+def copy_engine(source: Path, path: Path, *, overwrite: bool, made_by: tuple[str, ...]) -> None:
+    """Of one in graft's cache, whose files are checked on the way."""
+    opened = OpenFolder(source, ENGINE)
+    try:
+        opened.start_checks()
+        about = {name: value for name, value in opened.manifest.items() if name not in ("kept_for", *OWN_KEYS)}
+        with written(path), atomic_folder(path, lambda: check_place(path, overwrite)) as folder:
+            for name in opened.manifest["files"]:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                with open(os.dup(opened.take(name)), "rb") as file, (folder / name).open("wb") as target:
+                    file.seek(0)
+                    shutil.copyfileobj(file, target, 1 << 22)
+            write_manifest(folder, {**about, "made_by": made_by or about["made_by"]}, ENGINE)
+    finally:
+        opened.close()
+
+
+def stored_bytes(parts: EngineParts) -> int:
+    """About what a folder of it takes: its weights."""
+    step: NativeStep | None = parts.lowered.step
+    if step is None:
+        return sum({id(t): t.nbytes for t in module_state(parts.graph_module()).values()}.values())
+    return sum(tensor.nbytes for tensor in step_weights(step).values())
 
 
 @contextmanager
@@ -223,6 +263,7 @@ def describe(parts: EngineParts) -> dict[str, Any]:
             "name": model.name,
             "family": model.family.name if model.family else None,
             "context": model.context,
+            "notes": list(model.notes),
             "dtype": str(module.dtype).removeprefix("torch."),
             "end_tokens": sorted(parts.engine.end_tokens),
         },
