@@ -41,7 +41,7 @@ def load_llm(
     LLM.
     """
     from graft.cli.show import tell_notes
-    from graft.engine.artifact.request import EngineRequest
+    from graft.engine.artifact.request import EngineRequest, Starter
     from graft.engine.llm import LLM, engine_options
     from graft.engine.options import EngineOptions
     from graft.engine.start import start_engine
@@ -53,4 +53,4 @@ def load_llm(
         trust_remote_code=trust_remote_code, sets=tuple(sets or ()), plugins=tuple(plugins or ()),
         use_cache=use_cache, **rest,
     )  # fmt: skip
-    return LLM.of(start_engine(request, sizes_for=options_for, tell=tell_notes, progress=progress))
+    return LLM.of(start_engine(request, Starter(options_for, tell_notes, progress)))

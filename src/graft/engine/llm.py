@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from graft.base.errors import UsageError, near
 from graft.base.files import Progress
-from graft.engine.artifact.request import EngineRequest
+from graft.engine.artifact.request import EngineRequest, Starter
 from graft.engine.frontend import Frontend
 from graft.engine.kv.events import Event
 from graft.engine.kv.subscription import EventSubscription
@@ -70,7 +70,7 @@ class LLM(Frontend):
                 model, sizes, dtype, device, config, backend, dump_dir, quantize, keep_weights, trust_remote_code,
                 use_cache=use_cache,
             )  # fmt: skip
-            parts = start_engine(request, progress=progress)
+            parts = start_engine(request, Starter(progress=progress))
         self.take(parts)
 
     @classmethod

@@ -22,7 +22,7 @@ from typing import Any
 
 from graft.base.errors import GraftError, UsageError
 from graft.base.progress import phase_of
-from graft.engine.artifact.request import EngineRequest
+from graft.engine.artifact.request import EngineRequest, Starter
 from graft.engine.core import Request
 from graft.engine.kv.events import Event
 from graft.engine.kv.subscription import EventSubscription
@@ -263,7 +263,7 @@ def load_model(options: ModelOptions, outbox: Outbox) -> LLM:
         for note in notes:
             outbox.send({"note": note})
 
-    return LLM.of(start_engine(request, tell=tell, progress=progress))
+    return LLM.of(start_engine(request, Starter(tell=tell, progress=progress)))
 
 
 def run(connection: socket.socket) -> None:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from graft.backends.lowered import Lowered
 from graft.base.errors import ArtifactError, DumpError, UsageError
-from graft.base.files import Progress
 from graft.base.kernel_cache import adopt_platform, record, seed
 from graft.base.manifest import OpenFolder
 from graft.engine.artifact.format import CONFIG, ENGINE, GRAPH, KERNELS, OBJECT, REPORT, STEP, TUNED, WEIGHTS
 from graft.engine.artifact.model import StoredConfig, StoredModule
+from graft.engine.artifact.request import SILENT, Starter
 from graft.engine.artifact.target import again, check_target
 from graft.engine.artifact.tokenizer import read_tokenizer
 from graft.engine.build import build_engine
@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 
 
 def load_engine(
-    path: Path, sizes: EngineOptions, asked: Mapping[str, Any], progress: Progress | None = None, said: str = ""
+    path: Path, sizes: EngineOptions, asked: Mapping[str, Any], starter: Starter = SILENT, said: str = ""
 ) -> EngineParts:
     """asked: what LLM was asked for; what contradicts the folder is refused, since nothing is compiled anew. said:
     where it is from, for the report, if it is one of graft's cache."""
+    progress = starter.progress
     tell = progress or (lambda *_: None)
     tell("opening the compiled engine", 0, 1)
     folder = OpenFolder(path, ENGINE)
@@ -55,6 +56,7 @@ def load_engine(
         device = check_request(path, manifest, sizes, asked)
         check_target(path, manifest, device)
         model = stored_model(folder, sizes)
+        sizes = starter.sizes(sizes, model)
         carried = seed_kernels(folder) if device.type == "cuda" else None
         tell("mapping the weights", 0, 1)
         weights = read_weights(folder, device)
@@ -97,15 +99,6 @@ def made_here(carried: int | None) -> str:
     made = len(record().made) if carried is not None else 0
     brought = "" if carried is None else f"{carried} kernels of Triton were brought along, "
     return f"{brought}{made} were compiled" if made else f"{brought}nothing was compiled"
-
-
-def loaded_model(path: str | Path) -> LoadedModel:
-    """The model of a compiled engine, without its weights: for those who must know its sizes before it is loaded."""
-    folder = OpenFolder(Path(path), ENGINE)
-    try:
-        return stored_model(folder, EngineOptions())
-    finally:
-        folder.close()
 
 
 def check_request(

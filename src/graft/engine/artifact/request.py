@@ -1,13 +1,15 @@
-"""What an engine is asked for, before anything is loaded."""
+"""What an engine is asked for, before anything is loaded, and by whom."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graft.base.files import Progress
 from graft.engine.options import EngineOptions
+from graft.models.loaded import LoadedModel
 
 if TYPE_CHECKING:
     from graft.engine.stages import Config
@@ -40,3 +42,22 @@ class EngineRequest:
     def of_kept(self) -> Mapping[str, Any]:
         """The same for an engine that was kept for this very request, so that its key has all of it."""
         return self.against_folder() | {"config": None, "quantize": None, "keep_weights": None}
+
+
+@dataclass(frozen=True)
+class Starter:
+    """Who starts an engine. sizes_for: more options, for those who must know the model first. tell: gets notes of
+    loading at once."""
+
+    sizes_for: Callable[[LoadedModel], Mapping[str, Any]] | None = None
+    tell: Callable[[Sequence[str]], None] | None = None
+    progress: Progress | None = None
+
+    def sizes(self, sizes: EngineOptions, model: LoadedModel) -> EngineOptions:
+        """Of the model that is now known, whose notes are told."""
+        if self.tell:
+            self.tell(model.notes)
+        return replace(sizes, **self.sizes_for(model)) if self.sizes_for else sizes
+
+
+SILENT = Starter()
