@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from graft.engine.llm import LLM
     from graft.engine.params import SamplingParams
 
+Compare = Annotated[bool, typer.Option(help="Also time plain Hugging Face eager, and compare logits with float64.")]
 Verify = Annotated[bool, typer.Option(help="Check every match numerically: run it beside what it replaced.")]
 
 
@@ -64,9 +65,7 @@ def run(
     stop: Stop = None,
     chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
     token_ids: Annotated[str | None, typer.Option(help="A prompt as token ids: 1,2,3.")] = None,
-    compare: Annotated[
-        bool, typer.Option(help="Also time plain Hugging Face eager, and compare logits with float64.")
-    ] = False,
+    compare: Compare = False,
     table: Annotated[bool, typer.Option(help="Print the pipeline table.")] = False,
     dtype: DType = "auto",
     device: Device = "auto",
