@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from graft.base.caches import note_use
 from graft.base.errors import ArtifactError
 from graft.engine.artifact.format import is_engine
-from graft.engine.artifact.kept import KeptEngine, drop, keep_engine, kept_engine, was_used
+from graft.engine.artifact.kept import KeptEngine, drop, keep_engine, kept_engine
 from graft.engine.artifact.request import EngineRequest, Starter
 from graft.engine.parts import EngineParts
 
@@ -33,7 +34,7 @@ def from_cache(kept: KeptEngine, request: EngineRequest, starter: Starter) -> En
     assert kept.path is not None
     said = f"engine cache: an engine that an earlier start kept ({kept.short})"
     parts = stored(kept.path, request, request.of_kept(), starter, said)
-    was_used(kept)
+    note_use(kept.path)
     return parts
 
 

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import graft
+from graft.base.caches import note_use
 from graft.base.errors import UsageError
 from graft.base.files import drop_folder, remove_leftovers
 from graft.base.manifest import OpenFolder
+from graft.base.plugins import STATE, Plugin
 from graft.engine.artifact import kept as keeping
 from graft.engine.artifact import key as keys
 from graft.engine.artifact.format import ENGINE, WEIGHTS
@@ -281,6 +283,12 @@ def test_transforms_of_this_process_have_no_key(folder):
     keys.key_parts(EngineRequest(folder, device="cpu"))
 
 
+def test_plugins_of_this_process_have_no_key(folder, monkeypatch):
+    monkeypatch.setitem(STATE.plugins, "json", Plugin("json", "my-fusions"))
+    with pytest.raises(keys.NoKey, match="my-fusions is loaded"):
+        keys.key_parts(EngineRequest(folder, device="cpu"))
+
+
 def test_a_changed_process_has_no_key():
     with pytest.raises(keys.NoKey, match="transformers' models were imported before"):
         REFUSE()  # as they were, by this very process
@@ -323,7 +331,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path, limit, stay):
 
 def test_use_makes_an_engine_young(tmp_path):
     some_engines(tmp_path, "a", "b", "c")
-    keeping.was_used(keeping.KeptEngine(tmp_path / "a", {}))
+    note_use(tmp_path / "a")
     assert keeping.evict(tmp_path, 200, tmp_path / "c") == [tmp_path / "b"]
 
 

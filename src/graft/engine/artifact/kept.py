@@ -15,14 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from graft.base.caches import ENGINES
 from graft.base.device_memory import parse_size, size_text
 from graft.base.errors import ArtifactError, DiskFull
-from graft.base.files import Progress, cache_folder, drop_folder, folder_bytes, remove_leftovers
+from graft.base.files import Progress, drop_folder, folder_bytes, remove_leftovers
 from graft.engine.artifact.key import NoKey, engine_key, key_parts
 from graft.engine.artifact.request import EngineRequest
 from graft.engine.parts import EngineParts
 
-FOLDER, SIZE = "GRAFT_ENGINE_CACHE_DIR", "GRAFT_ENGINE_CACHE_SIZE"
+FOLDER, SIZE = ENGINES.variable, "GRAFT_ENGINE_CACHE_SIZE"
 LIMIT = "8GiB"
 
 
@@ -43,10 +44,6 @@ class KeptEngine:
         return self.path.name[:12] if self.path else ""
 
 
-def engines_folder() -> Path:
-    return cache_folder("engines", FOLDER)
-
-
 def kept_engine(request: EngineRequest) -> KeptEngine:
     try:
         if not size_limit():
@@ -54,14 +51,7 @@ def kept_engine(request: EngineRequest) -> KeptEngine:
         parts = key_parts(request)
     except NoKey as error:
         return KeptEngine(None, {}, f"engine cache: not used, because {error}")
-    return KeptEngine(engines_folder() / engine_key(parts), parts)
-
-
-def was_used(kept: KeptEngine) -> None:
-    """The time of its folder, which decides what goes first."""
-    if kept.path is not None:
-        with suppress(OSError):  # a cache that cannot be written still serves
-            os.utime(kept.path)
+    return KeptEngine(ENGINES.folder() / engine_key(parts), parts)
 
 
 def drop(kept: KeptEngine) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch.nn.modules import module as torch_modules
 
 from graft.base.errors import NoCompiler
-from graft.base.plugins import points
+from graft.base.plugins import STATE, points
 from graft.engine.artifact.request import EngineRequest
 from graft.engine.artifact.target import built_for, package_version
 from graft.models.places import resolve_device
@@ -84,6 +84,8 @@ def refuse_foreign_code(request: EngineRequest) -> None:
     """Of plugins, whose code may lie anywhere."""
     if request.plugins:
         raise NoKey(f"the plugin {request.plugins[0]} is code that no key stands for")
+    if active := STATE.active():
+        raise NoKey(f"the plugin {active[0].origin} is loaded, code that no key stands for")
     if installed := points():
         raise NoKey(f"the plugin {installed[0].name} is installed, code that no key stands for")
     for home, table in (("graft.passes.registry", "TransformRegistry"), ("graft.ops.spec", "OPS")):
