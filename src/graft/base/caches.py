@@ -94,6 +94,8 @@ ENGINES = CacheKind("engines", "GRAFT_ENGINE_CACHE_DIR", "engines that a start k
 MODELS = CacheKind("models", "", "GGUF files as Hugging Face folders", folder_about)
 DOWNLOADS = CacheKind("gguf", "", "downloaded models", folder_about, made_again=False)
 TUNED = CacheKind("tuned", "", "measurements of `graft tune`", lambda path: path.stem, made_again=False)
+CARRIED = (GRAPHS, NATIVE, CHECKS)  # small ones, which go with torch's cache artifacts
+USED: dict[Path, None] = {}  # that this process found or made
 KINDS = (ENGINES, GRAPHS, NATIVE, CHECKS, MODELS, DOWNLOADS, TUNED)
 
 
@@ -128,6 +130,7 @@ def files_of(path: Path) -> Iterator[Path]:
 
 def note_use(path: Path) -> None:
     """An entry was found and serves, which keeps it from being pruned. A cache that cannot be written serves too."""
+    USED[path] = None
     with suppress(OSError):
         os.utime(path)
 

@@ -101,6 +101,7 @@ def store(file: Path, key: str, gm: GraphModule, model: PreTrainedModel) -> str:
             partial.write_text(f"{json.dumps(header(key, text) | {'about': about(model)})}\n{text}")
     except (OSError, DumpError) as error:
         return f"not stored: {error}"
+    note_use(file)
     return "stored"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch._functorch.config
 import torch._inductor.config
 
-from graft.backends.inductor import without_caches
+from graft.backends.inductor_caches import without_caches
 from graft.stages.needs import missing, swapped
 from graft.stages.story import CacheLookup, CacheStage
 from graft.stages.trace import TraceCollector, TraceRow

@@ -15,7 +15,8 @@ from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 
 import graft
-from graft.capture.cache import FOLDER, OFF, captured_decoder
+from graft.base.caches import GRAPHS
+from graft.capture.cache import OFF, captured_decoder
 from graft.capture.code import Unknowable
 from graft.capture.decoder import capture_decoder
 from graft.capture.fingerprint import fingerprint
@@ -26,7 +27,7 @@ from processes import run_python
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    monkeypatch.delenv(FOLDER)
+    monkeypatch.delenv(GRAPHS.variable)
     monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
     return tmp_path / "graphs"
 

@@ -72,6 +72,7 @@ def build_in(folder: Path, source: Source, compiler: list[str]) -> Built:
             if made.exists():
                 return Built(made, text, compiled=False)
             compile_all(folder, source, compiler, text, made)
+    note_use(made)
     return Built(made, text, compiled=True)
 
 

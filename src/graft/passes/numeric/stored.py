@@ -173,6 +173,7 @@ def store(file: Path, key: str, check: NumericCheck) -> str:
             partial.write_text(f"{json.dumps(header(key, body))}\n{body}")
     except OSError as error:
         return f"not stored: {error}"
+    note_use(file)
     return ""
 
 
