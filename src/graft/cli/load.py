@@ -31,6 +31,7 @@ def load_llm(
     keep_weights: bool = False,
     trust_remote_code: bool = False,
     use_cache: bool = True,
+    recompile: bool = False,
     options_for: Callable[[LoadedModel], Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> LLM:
@@ -51,6 +52,6 @@ def load_llm(
     request = EngineRequest(
         model, engine_options(sizes), dtype, device, config, quantize=quantize, keep_weights=keep_weights,
         trust_remote_code=trust_remote_code, sets=tuple(sets or ()), plugins=tuple(plugins or ()),
-        use_cache=use_cache, **rest,
+        use_cache=use_cache, recompile=recompile, **rest,
     )  # fmt: skip
     return LLM.of(start_engine(request, Starter(options_for, tell_notes, progress)))

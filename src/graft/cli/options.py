@@ -84,4 +84,10 @@ UseCache = Annotated[
     bool,
     typer.Option("--cache/--no-cache", help="Start from the engine that an earlier start kept, and keep this one."),
 ]
+Recompile = Annotated[
+    bool,
+    typer.Option(
+        "--recompile", help="A compiled engine for another graft, torch or machine is compiled anew in place."
+    ),
+]
 DEFAULT_MODEL = "smollm2-135m"

@@ -36,8 +36,10 @@ class LLM(Frontend):
     loaded the model itself, it frees the weights that were quantized, or packed for native kernels, and
     `llm.model.module` refuses to run; a LoadedModel of the caller keeps them. keep_weights says it either way; of a
     file's own blocks it makes a second, dequantised copy. trust_remote_code: Python code that comes with a model's
-    folder may run; without it, it never does. use_cache: an engine that an earlier start of the same request kept may
-    serve; nothing is captured or compiled then (engine/artifact/kept.py).
+    folder may run; without it, it never does. use_cache: an engine that an earlier start of the same request kept
+    may serve; nothing is captured or compiled then (engine/artifact/kept.py). recompile: a compiled engine that is
+    for another graft, torch or machine is made anew in its folder, by the command that made it; otherwise it is
+    refused.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class LLM(Frontend):
         keep_weights: bool | None = None,
         trust_remote_code: bool = False,
         use_cache: bool = True,
+        recompile: bool = False,
         **options: Any,
     ) -> None:
         sizes = engine_options(options)
@@ -68,7 +71,7 @@ class LLM(Frontend):
         else:
             request = EngineRequest(
                 model, sizes, dtype, device, config, backend, dump_dir, quantize, keep_weights, trust_remote_code,
-                use_cache=use_cache,
+                use_cache=use_cache, recompile=recompile,
             )  # fmt: skip
             parts = start_engine(request, Starter(progress=progress))
         self.take(parts)

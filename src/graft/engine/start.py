@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from graft.base.caches import note_use
-from graft.base.errors import ArtifactError
-from graft.engine.artifact.format import is_engine
+from graft.base.errors import ArtifactError, OtherTarget, UsageError
+from graft.base.manifest import OpenFolder
+from graft.engine.artifact.format import ENGINE, is_engine
 from graft.engine.artifact.kept import KeptEngine, drop, keep_engine, kept_engine
-from graft.engine.artifact.request import EngineRequest, Starter
+from graft.engine.artifact.request import SIZES, EngineRequest, Starter
 from graft.engine.parts import EngineParts
 
 
 def start_engine(request: EngineRequest, starter: Starter) -> EngineParts:
     if is_engine(request.model):
-        return stored(Path(request.model), request, request.against_folder(), starter)
+        return from_folder(Path(request.model), request, starter)
+    if request.recompile:
+        raise UsageError(f"recompile (--recompile) is for compiled engines, and {request.model} is none")
     kept = kept_engine(request)
     damaged = ""
     if kept.is_there:
@@ -28,6 +31,39 @@ def start_engine(request: EngineRequest, starter: Starter) -> EngineParts:
             damaged = f"; what was kept could not be used: {error}"
     built = build(request, starter)
     return noted(built, keep_engine(kept, built, starter.progress) + damaged)
+
+
+def from_folder(path: Path, request: EngineRequest, starter: Starter) -> EngineParts:
+    try:
+        return stored(path, request, request.against_folder(), starter)
+    except OtherTarget as error:
+        if not request.recompile:
+            raise
+        return recompiled(path, request, starter, error.differences)
+
+
+def recompiled(path: Path, request: EngineRequest, starter: Starter, differences: str) -> EngineParts:
+    """By the command that made it, in its place, and said aloud."""
+    from graft.engine.artifact.save import save_engine
+
+    made_by = made_by_of(path)
+    try:
+        again = EngineRequest.of_command(made_by)
+    except ValueError as error:
+        raise ArtifactError(path, f"cannot be recompiled: it was made by {' '.join(made_by)} ({error})") from error
+    note = f"recompiled {path}: {differences}; as by graft {' '.join(made_by)}"
+    if starter.tell:
+        starter.tell((note,))
+    own = {name: getattr(again.sizes, name) for name in SIZES}
+    built = build(replace(again, sizes=replace(request.sizes, **own), use_cache=False), starter)
+    save_engine(built, path, overwrite=True, made_by=made_by, progress=starter.progress)
+    return noted(built, note)
+
+
+def made_by_of(path: Path) -> tuple[str, ...]:
+    opened = OpenFolder(path, ENGINE)
+    opened.close()
+    return tuple(opened.manifest["made_by"])
 
 
 def from_cache(kept: KeptEngine, request: EngineRequest, starter: Starter) -> EngineParts:

@@ -49,7 +49,9 @@ def compile(
     from graft.base.errors import UsageError
     from graft.cli.show import progress_bar
     from graft.engine.artifact.format import is_engine
+    from graft.engine.artifact.request import EngineRequest
     from graft.engine.artifact.save import check_place
+    from graft.engine.options import EngineOptions
 
     if is_engine(model):
         raise UsageError(f"{model} is a compiled engine already; copy the folder, or compile the model itself")
@@ -60,19 +62,13 @@ def compile(
             quantize=quantize, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
             trust_remote_code=trust_remote_code, use_cache=False,
         )  # fmt: skip
-        asked = {
-            "dtype": dtype, "device": device, "backend": backend, "config": config, "quantize": quantize,
-            "kv-cache-dtype": kv_cache_dtype, "max-model-len": max_model_len,
-        }  # fmt: skip
-        llm.save(output, overwrite=overwrite, made_by=command(model, asked, sets, plugins), progress=progress)
+        asked = EngineRequest(
+            model, EngineOptions(kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len), dtype, device, config,
+            backend, quantize=quantize, trust_remote_code=trust_remote_code, sets=tuple(sets or ()),
+            plugins=tuple(plugins or ()),
+        )  # fmt: skip
+        llm.save(output, overwrite=overwrite, made_by=asked.command(), progress=progress)
     show(output, llm, as_json)
-
-
-def command(model: str, asked: dict[str, Any], sets: list[str] | None, plugins: list[str] | None) -> list[str]:
-    """What would make the same folder, but for its name."""
-    given = [f"--{name}={value}" for name, value in asked.items() if value not in (None, "auto")]
-    repeated = [f"--set={text}" for text in sets or ()] + [f"--plugin={name}" for name in plugins or ()]
-    return ["compile", model, *given, *repeated]
 
 
 def show(output: Path, llm: Any, as_json: bool) -> None:

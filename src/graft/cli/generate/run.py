@@ -28,6 +28,7 @@ from graft.cli.options import (
     Plugins,
     Presence,
     Quantize,
+    Recompile,
     Repetition,
     Seed,
     Sets,
@@ -80,6 +81,7 @@ def run(
     max_model_len: MaxModelLen = None,
     trust_remote_code: TrustRemoteCode = False,
     use_cache: UseCache = True,
+    recompile: Recompile = False,
     nvtx: Nvtx = False,  # noqa: ARG001 (its callback does it)
     dump: Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")] = None,
     as_json: Json = False,
@@ -99,7 +101,7 @@ def run(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
             dump_dir=dump, quantize=quantize, keep_weights=compare, kv_cache_memory=kv_cache_memory,
             kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code,
-            use_cache=use_cache,
+            use_cache=use_cache, recompile=recompile,
         )  # fmt: skip
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
         live = not as_json and len(asked) == n == 1 and logprobs is None and llm.tokenizer is not None

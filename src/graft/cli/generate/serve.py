@@ -17,6 +17,7 @@ from graft.cli.options import (
     Model,
     Plugins,
     Quantize,
+    Recompile,
     Sets,
     TrustRemoteCode,
     UseCache,
@@ -119,6 +120,7 @@ def serve(
     kv_cache_dtype: CacheDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     use_cache: UseCache = True,
+    recompile: Recompile = False,
     json_logs: JsonLogs = False,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API has it: chat, completions, streams, metrics."""

@@ -1,6 +1,6 @@
 """Engines that a start keeps for the next one: compiled engines in graft's cache, each under its key.
 
-    <cache directory>/engines/<key>/      what `graft compile` writes, but for kernels that Triton's own cache has
+    <cache directory>/engines/<key>/      as `graft compile` writes it; those of GPUs are not kept
 
 One that is damaged is taken away and built anew. Together they take no more than GRAFT_ENGINE_CACHE_SIZE (8GiB; 0:
 none is kept); those that were not used for longest go first. GRAFT_NO_ENGINE_CACHE=1 or --no-cache turns it off,

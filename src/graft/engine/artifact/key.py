@@ -50,8 +50,8 @@ def key_parts(request: EngineRequest) -> dict[str, str]:
     refuse_foreign_code(request)
     refuse_changed_process()
     device = resolve_device(request.device)
-    if device.type not in ("cpu", "cuda"):
-        raise NoKey(f"its device is {device}")
+    if device.type != "cpu":
+        raise NoKey(f"its device is {device}; `graft compile` keeps engines of a GPU")
     return {
         **built_for(device),
         "python": sys.version,
@@ -63,7 +63,6 @@ def key_parts(request: EngineRequest) -> dict[str, str]:
         "config": config_part(request),
         "environment": environment_part(),
         "compiler": compiler_part(),
-        "measurements": tuned_part(device),
     }  # fmt: skip
 
 
@@ -206,16 +205,3 @@ def compiler_part() -> str:
         return "none"
     about = os.stat(os.path.realpath(program))
     return json.dumps([program, options, about.st_size, about.st_mtime_ns])
-
-
-def tuned_part(device: torch.device) -> str:
-    """What `graft tune` has measured here, which kernels are chosen by."""
-    if device.type != "cuda":
-        return ""
-    from graft.ops.fused_linear.choice import OVERRIDES, tuned_file
-    from graft.ops.launch import device_name
-
-    if OVERRIDES:
-        raise NoKey("other measurements of kernels stand in for this machine's")
-    file = tuned_file(device_name(device))
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "none"

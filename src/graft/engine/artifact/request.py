@@ -14,11 +14,15 @@ from graft.models.loaded import LoadedModel
 if TYPE_CHECKING:
     from graft.engine.stages import Config
 
+WORDS = ("dtype", "device", "backend", "config", "quantize")  # of `graft compile`, as here
+SIZES = ("kv_cache_dtype", "max_model_len")  # and of EngineOptions
+
 
 @dataclass(frozen=True)
 class EngineRequest:
     """model: a name, folder or file. sizes: of these, the context and the cache's dtype are part of the graph.
-    use_cache: an engine that an earlier start kept may serve, and this one is kept."""
+    use_cache: an engine that an earlier start kept may serve, and this one is kept. recompile: a compiled engine that
+    is for another place is made anew where it lies."""
 
     model: str | Path
     sizes: EngineOptions = EngineOptions()  # noqa: RUF009 (frozen)
@@ -33,6 +37,35 @@ class EngineRequest:
     sets: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
     use_cache: bool = True
+    recompile: bool = False
+
+    def command(self) -> tuple[str, ...]:
+        """What would compile it anew, but for the folder: `compile MODEL --dtype=…`."""
+        values = {name.replace("_", "-"): getattr(self, name) for name in WORDS} | {
+            name.replace("_", "-"): getattr(self.sizes, name) for name in SIZES
+        }
+        given = [f"--{name}={value}" for name, value in values.items() if value not in (None, "auto")]
+        repeated = [f"--set={text}" for text in self.sets] + [f"--plugin={name}" for name in self.plugins]
+        return ("compile", str(self.model), *given, *repeated, *(["--trust-remote-code"] * self.trust_remote_code))
+
+    @classmethod
+    def of_command(cls, words: Sequence[str]) -> EngineRequest:
+        """The reverse; raises ValueError for what `command` does not write."""
+        _, model, *options = words
+        found: dict[str, Any] = {"sets": (), "plugins": ()}
+        sizes: dict[str, Any] = {}
+        for word in options:
+            name, equals, value = word.removeprefix("--").partition("=")
+            name = name.replace("-", "_")
+            if name in ("set", "plugin"):
+                found[f"{name}s"] += (value,)
+            elif name in SIZES:
+                sizes[name] = int(value) if name == "max_model_len" else value
+            elif name == "trust_remote_code" or (name in WORDS and equals):
+                found[name] = value or True
+            else:
+                raise ValueError(f"{word!r} is no option of graft compile")
+        return cls(model, EngineOptions(**sizes), **found)
 
     def against_folder(self) -> dict[str, Any]:
         """What a compiled engine is held against: it has its settings already."""

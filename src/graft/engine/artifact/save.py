@@ -64,7 +64,7 @@ def save_engine(
 ) -> None:
     """A folder that graft did not write is never touched; an engine is replaced with `overwrite` alone.
 
-    kept_for: the parts of its key, for one in graft's cache. Triton's kernels are in its own cache there.
+    kept_for: the parts of its key, for one in graft's cache.
     """
     check_place(path, overwrite)
     if parts.kept_at is not None:
@@ -78,7 +78,7 @@ def save_engine(
         (folder / REPORT).write_text(lasting_report(parts).to_json())
         (folder / CONFIG).write_text(json.dumps(config_values(parts), indent=1, sort_keys=True))
         fast = write_tokenizer(parts.model.tokenizer, folder / TOKENIZER)
-        if parts.device.type == "cuda" and kept_for is None:
+        if parts.device.type == "cuda":
             tell("running prompts, so that their kernels are there", 0, 1)
             run_prompts(parts)
             write_kernels(folder / KERNELS)
