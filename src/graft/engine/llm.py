@@ -103,16 +103,21 @@ class LLM(Frontend):
         *,
         overwrite: bool = False,
         made_by: Sequence[str] = (),
+        with_weights: bool = False,
         progress: Progress | None = None,
     ) -> None:
         """Writes a folder that starts without compiling anything: `graft.LLM(path)`, `graft run -m path`.
 
-        It holds the weights, and starts on the same kind of machine with the same graft and torch. made_by: the
-        command that would make it anew, for those who find that it does not.
+        It starts on the same kind of machine with the same graft and torch. made_by: the
+        command that would make it anew, for those who find that it does not. with_weights: without it, weights that
+        lie in the model's own folder as kernels read them stay there, if they are most of them.
         """
         from graft.engine.artifact.save import save_engine
 
-        save_engine(self.parts, Path(path), overwrite=overwrite, made_by=tuple(made_by), progress=progress)
+        save_engine(
+            self.parts, Path(path), overwrite=overwrite, made_by=tuple(made_by), with_weights=with_weights,
+            progress=progress,
+        )  # fmt: skip
 
     def kv_cache_events(self, timeout: float | None = None) -> list[Event]:
         """What happened in the cache since the last call; waits up to `timeout` seconds for something to happen."""

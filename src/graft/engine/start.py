@@ -56,7 +56,9 @@ def recompiled(path: Path, request: EngineRequest, starter: Starter, differences
         starter.tell((note,))
     own = {name: getattr(again.sizes, name) for name in SIZES}
     built = build(replace(again, sizes=replace(request.sizes, **own), use_cache=False), starter)
-    save_engine(built, path, overwrite=True, made_by=made_by, progress=starter.progress)
+    save_engine(
+        built, path, overwrite=True, made_by=made_by, with_weights=again.with_weights, progress=starter.progress
+    )
     return noted(built, note)
 
 

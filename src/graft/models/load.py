@@ -108,14 +108,16 @@ def load_folder(
     refuse_foreign_tensors(folder, model)
     tokenizer = load_tokenizer(folder, trust_remote_code)
     notes = (*code_notes(folder, trust_remote_code), *unused_notes(folder, model), *sampling_notes(model))
-    return LoadedModel(name, on_device(model.eval(), device), tokenizer, family, context, notes=notes)
+    return LoadedModel(
+        name, on_device(model.eval(), device), tokenizer, family, context, folder=folder.resolve(), notes=notes
+    )
 
 
 def load_converted(folder: Path, name: str, dtype: str, device: torch.device) -> LoadedModel:
     """A folder that was made from a GGUF file."""
     note_use(folder)
     model = load_folder(folder, name, dtype, device)
-    return replace(model, notes=(*model.notes, converted_note(folder, model.module.dtype)))
+    return replace(model, folder=None, notes=(*model.notes, converted_note(folder, model.module.dtype)))
 
 
 def load_blocks(folder: Path, name: str, dtype: str) -> LoadedModel:

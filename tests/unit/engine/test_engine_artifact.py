@@ -328,7 +328,7 @@ def test_what_cannot_be_recompiled_is_told(folder, tmp_path):
         EngineRequest(
             "m", EngineOptions(max_model_len=64, kv_cache_dtype="fp8"), sets=("a.b=c",), plugins=("p", "q")
         ),
-        EngineRequest("m", trust_remote_code=True),
+        EngineRequest("m", trust_remote_code=True, with_weights=True),
     ],
     ids=str,
 )

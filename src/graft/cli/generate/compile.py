@@ -24,6 +24,10 @@ from graft.cli.options import (
     TrustRemoteCode,
 )
 
+WithWeights = Annotated[
+    bool, typer.Option("--with-weights", help="Weights too that could stay in the model's own folder.")
+]
+
 
 def compile(
     model: Model,
@@ -39,11 +43,13 @@ def compile(
     kv_cache_dtype: CacheDtype = "auto",
     max_model_len: MaxModelLen = None,
     trust_remote_code: TrustRemoteCode = False,
+    with_weights: WithWeights = False,
     as_json: Json = False,
 ) -> None:
     """Compile a model into a folder that run, chat, serve and bench start from in a moment.
 
-    It holds the graph, the kernels, the weights as kernels read them, and the tokenizer. It starts on a machine of
+    It holds the graph, the kernels, the weights as kernels read them (but those that lie so in the model's own
+    folder: they stay there, see --with-weights) and the tokenizer. It starts on a machine of
     this kind with this graft and torch; elsewhere it is refused with what differs.
     """
     from graft.base.errors import UsageError
@@ -65,9 +71,9 @@ def compile(
         asked = EngineRequest(
             model, EngineOptions(kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len), dtype, device, config,
             backend, quantize=quantize, trust_remote_code=trust_remote_code, sets=tuple(sets or ()),
-            plugins=tuple(plugins or ()),
+            plugins=tuple(plugins or ()), with_weights=with_weights,
         )  # fmt: skip
-        llm.save(output, overwrite=overwrite, made_by=asked.command(), progress=progress)
+        llm.save(output, overwrite=overwrite, made_by=asked.command(), with_weights=with_weights, progress=progress)
     show(output, llm, as_json)
 
 

@@ -79,7 +79,14 @@ def keep_engine(kept: KeptEngine, parts: EngineParts, progress: Progress | None 
             return f"engine cache: not kept, because it takes {size_text(size)} of {size_text(free)} that are free"
         if progress:
             progress("keeping the engine for the next start", 0, 1)
-        save_engine(parts, kept.path, overwrite=True, made_by=("compile", parts.model.name), kept_for=kept.parts)
+        save_engine(
+            parts,
+            kept.path,
+            overwrite=True,
+            made_by=("compile", parts.model.name),
+            kept_for=kept.parts,
+            with_weights=True,
+        )
         evict(kept.path.parent, limit, kept.path)
     except (ArtifactError, DiskFull, OSError) as error:
         return f"engine cache: not kept, because {error}"

@@ -17,8 +17,19 @@ from torch import Tensor
 from graft.backends.lowered import Lowered
 from graft.base.errors import ArtifactError, DumpError, UsageError
 from graft.base.kernel_cache import adopt_platform, record, seed
-from graft.base.manifest import OpenFolder
-from graft.engine.artifact.format import CONFIG, ENGINE, GRAPH, KERNELS, OBJECT, REPORT, STEP, TUNED, WEIGHTS
+from graft.base.manifest import OpenCheckpoint, OpenFolder
+from graft.engine.artifact.format import (
+    CONFIG,
+    ENGINE,
+    GRAPH,
+    KERNELS,
+    OBJECT,
+    REFERENCES,
+    REPORT,
+    STEP,
+    TUNED,
+    WEIGHTS,
+)
 from graft.engine.artifact.model import StoredConfig, StoredModule
 from graft.engine.artifact.request import SILENT, Starter
 from graft.engine.artifact.target import again, check_target
@@ -34,6 +45,7 @@ from graft.ops.fused_linear.choice import adopt
 from graft.ops.fused_linear.tables import parse_table
 from graft.weights.mapped import map_tensors, stream_tensors
 from graft.weights.quantize import Saving
+from graft.weights.references import read_references
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -143,7 +155,24 @@ def read_weights(folder: OpenFolder, device: torch.device) -> dict[str, Tensor]:
     """On a CPU pages of the file, which are shared and read when they are needed."""
     file, descriptor = folder.path / WEIGHTS, folder.descriptors[WEIGHTS]
     found = map_tensors(file, descriptor) if device.type == "cpu" else stream_tensors(file, descriptor, device)
+    if folder.manifest["checkpoint"] is not None:
+        found |= referred_weights(folder, device)
     folder.take(WEIGHTS)  # what was read is what was written
+    return found
+
+
+def referred_weights(folder: OpenFolder, device: torch.device) -> dict[str, Tensor]:
+    """Out of the checkpoint, whose files are checked like the folder's own."""
+    about = folder.manifest["checkpoint"]
+    checkpoint = OpenCheckpoint(Path(about["folder"]), about["files"], ENGINE)
+    try:
+        checkpoint.start_checks()
+        data = json.loads(folder.text(REFERENCES))
+        found = read_references(data, checkpoint.path, checkpoint.descriptors, device)
+        for name in about["files"]:
+            checkpoint.take(name)
+    finally:
+        checkpoint.close()
     return found
 
 

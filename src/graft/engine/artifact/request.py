@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from graft.engine.stages import Config
 
 WORDS = ("dtype", "device", "backend", "config", "quantize")  # of `graft compile`, as here
+FLAGS = ("trust_remote_code", "with_weights")
 SIZES = ("kv_cache_dtype", "max_model_len")  # and of EngineOptions
 
 
@@ -22,7 +23,7 @@ SIZES = ("kv_cache_dtype", "max_model_len")  # and of EngineOptions
 class EngineRequest:
     """model: a name, folder or file. sizes: of these, the context and the cache's dtype are part of the graph.
     use_cache: an engine that an earlier start kept may serve, and this one is kept. recompile: a compiled engine that
-    is for another place is made anew where it lies."""
+    is for another place is made anew where it lies. with_weights: of what is compiled, see save_engine."""
 
     model: str | Path
     sizes: EngineOptions = EngineOptions()  # noqa: RUF009 (frozen)
@@ -38,6 +39,7 @@ class EngineRequest:
     plugins: tuple[str, ...] = ()
     use_cache: bool = True
     recompile: bool = False
+    with_weights: bool = False
 
     def command(self) -> tuple[str, ...]:
         """What would compile it anew, but for the folder: `compile MODEL --dtype=…`."""
@@ -46,7 +48,8 @@ class EngineRequest:
         }
         given = [f"--{name}={value}" for name, value in values.items() if value not in (None, "auto")]
         repeated = [f"--set={text}" for text in self.sets] + [f"--plugin={name}" for name in self.plugins]
-        return ("compile", str(self.model), *given, *repeated, *(["--trust-remote-code"] * self.trust_remote_code))
+        flags = [f"--{name.replace('_', '-')}" for name in FLAGS if getattr(self, name)]
+        return ("compile", str(self.model), *given, *repeated, *flags)
 
     @classmethod
     def of_command(cls, words: Sequence[str]) -> EngineRequest:
@@ -61,8 +64,8 @@ class EngineRequest:
                 found[f"{name}s"] += (value,)
             elif name in SIZES:
                 sizes[name] = int(value) if name == "max_model_len" else value
-            elif name == "trust_remote_code" or (name in WORDS and equals):
-                found[name] = value or True
+            elif (name in WORDS and equals) or (name in FLAGS and not equals):
+                found[name] = value if equals else True
             else:
                 raise ValueError(f"{word!r} is no option of graft compile")
         return cls(model, EngineOptions(**sizes), **found)

@@ -22,13 +22,14 @@ from graft.backends.native.stored import NativeStep, plain_shell, program_data, 
 from graft.base.errors import ArtifactError, DumpError
 from graft.base.files import Progress, atomic_folder
 from graft.base.kernel_cache import launcher_platform, record, used_files
-from graft.base.manifest import MANIFEST, OWN_KEYS, OpenFolder, is_marked, write_manifest
+from graft.base.manifest import MANIFEST, OWN_KEYS, OpenFolder, fingerprint, is_marked, write_manifest
 from graft.engine.artifact.format import (
     CONFIG,
     ENGINE,
     GRAPH,
     KERNELS,
     OBJECT,
+    REFERENCES,
     REPORT,
     SOURCE,
     STEP,
@@ -49,6 +50,7 @@ from graft.ops.launch import device_name
 from graft.passes.report import Report
 from graft.weights.mapped import write_mapped
 from graft.weights.named_tensors import entries_data, pack
+from graft.weights.references import find_references
 
 PROMPTS = (3, 60, 500, 2000)  # tokens
 
@@ -61,10 +63,12 @@ def save_engine(
     made_by: tuple[str, ...],
     progress: Progress | None = None,
     kept_for: Mapping[str, str] | None = None,
+    with_weights: bool = False,
 ) -> None:
     """A folder that graft did not write is never touched; an engine is replaced with `overwrite` alone.
 
-    kept_for: the parts of its key, for one in graft's cache.
+    kept_for: the parts of its key, for one in graft's cache. with_weights: all of them are in the folder; without it,
+    those that lie in the model's own folder as kernels read them stay there, if they are most of them.
     """
     check_place(path, overwrite)
     if parts.kept_at is not None:
@@ -84,14 +88,33 @@ def save_engine(
             write_kernels(folder / KERNELS)
             write_tuned(tuned_file(device_name(parts.device)), folder / TUNED)
         tell("writing the weights", 0, 1)
+        checkpoint = None if with_weights else refer(parts.model.folder, weights, folder)
         write_mapped(folder / WEIGHTS, weights)
         tell("checking what was written", 0, 1)
-        about = {**describe(parts), "tensors": tensors, "native": native, "fast_tokenizer": fast}
+        about = {
+            **describe(parts),
+            "tensors": tensors,
+            "native": native,
+            "fast_tokenizer": fast,
+            "checkpoint": checkpoint,
+        }
         if parts.device.type == "cuda":
             about["launcher_platform"] = launcher_platform()
         if kept_for is not None:
             about["kept_for"] = dict(kept_for)
         write_manifest(folder, {**about, "made_by": made_by or ("compile", parts.model.name)}, ENGINE)
+
+
+def refer(checkpoint: Path | None, weights: dict[str, Tensor], folder: Path) -> dict[str, Any] | None:
+    """Takes those out of `weights` that the checkpoint has; what is to be known of its files."""
+    found = find_references(checkpoint, weights) if checkpoint is not None else {}
+    if checkpoint is None or 2 * sum(one.size for one in found.values()) < sum(t.nbytes for t in weights.values()):
+        return None
+    for name in found:
+        del weights[name]
+    (folder / REFERENCES).write_text(json.dumps({name: one.to_data() for name, one in found.items()}))
+    files = sorted({file for one in found.values() for file, _, _ in one.pieces})
+    return {"folder": str(checkpoint), "files": {name: fingerprint(checkpoint / name) for name in files}}
 
 
 def copy_engine(source: Path, path: Path, *, overwrite: bool, made_by: tuple[str, ...]) -> None:
