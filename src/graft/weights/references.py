@@ -48,7 +48,7 @@ class Referred:
 
 
 @dataclass(frozen=True)
-class StoredBlock:
+class CheckpointBlock:
     """A tensor of a checkpoint: its bytes, and where they lie."""
 
     file: str
@@ -58,7 +58,7 @@ class StoredBlock:
 
 def find_references(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Referred]:
     """Of the weights that a checkpoint holds. A file that cannot be read as safetensors holds none."""
-    known: dict[tuple[Any, ...], list[StoredBlock]] = {}
+    known: dict[tuple[Any, ...], list[CheckpointBlock]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         for block in blocks(file):
             if block.place.size:
@@ -71,7 +71,7 @@ def find_references(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Re
     }
 
 
-def blocks(file: Path) -> Iterator[StoredBlock]:
+def blocks(file: Path) -> Iterator[CheckpointBlock]:
     descriptor = os.open(file, os.O_RDONLY)
     try:
         data, found = map_bytes(descriptor), locations(file, descriptor)
@@ -80,7 +80,7 @@ def blocks(file: Path) -> Iterator[StoredBlock]:
     finally:
         os.close(descriptor)
     for place in found.values():
-        yield StoredBlock(file.name, place, data[place.start : place.start + place.size])
+        yield CheckpointBlock(file.name, place, data[place.start : place.start + place.size])
 
 
 def block_key(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -89,7 +89,7 @@ def block_key(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple
     return dtype, shape[1:], bytes(data[:row].numpy())
 
 
-def pieces_of(tensor: Tensor, known: Mapping[tuple[Any, ...], list[StoredBlock]]) -> list[tuple[str, int, int]]:
+def pieces_of(tensor: Tensor, known: Mapping[tuple[Any, ...], list[CheckpointBlock]]) -> list[tuple[str, int, int]]:
     """Blocks that make up all of the tensor; none where one is lacking."""
     if not tensor.numel() or tensor.dtype not in NAMES or not tensor.is_contiguous():
         return []

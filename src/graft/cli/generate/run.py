@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from graft.engine.params import SamplingParams
 
 Compare = Annotated[bool, typer.Option(help="Also time plain Hugging Face eager, and compare logits with float64.")]
+Dump = Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")]
 Verify = Annotated[bool, typer.Option(help="Check every match numerically: run it beside what it replaced.")]
 
 
@@ -83,19 +84,19 @@ def run(
     use_cache: UseCache = True,
     recompile: Recompile = False,
     nvtx: Nvtx = False,  # noqa: ARG001 (its callback does it)
-    dump: Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")] = None,
+    dump: Dump = None,
     as_json: Json = False,
 ) -> None:
     """Complete prompts with a model."""
     from graft.cli.show import progress_bar
 
     sets = [*(sets or ()), *(["verify=matches"] if verify else [])]
+    given = read_prompts(prompts, token_ids)
     params = sampling_params(
         stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
         n=n, logprobs=logprobs,
     )  # fmt: skip
-    given = read_prompts(prompts, token_ids)
     with progress_bar() as progress:
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
@@ -108,9 +109,13 @@ def run(
         outputs = [] if live else llm.generate(asked, params, progress=progress)
     if live:
         stream(llm, asked[0], params)
-    right = [prompt for prompt, output in zip(asked, outputs, strict=True) if not output.error] if outputs else asked
-    speeds = measure(llm, right, compare)
+    speeds = measure(llm, answered(asked, outputs), compare)
     show(llm, given, outputs, speeds, as_json=as_json, table=table, verify=verify, compare=compare)
+
+
+def answered(asked: list[Any], outputs: list[Output]) -> list[Any]:
+    """The prompts without an error; one that was streamed has no output here."""
+    return [prompt for prompt, output in zip(asked, outputs, strict=True) if not output.error] if outputs else asked
 
 
 def show(

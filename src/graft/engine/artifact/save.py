@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,19 @@ def renamed_symbols(data: dict[str, Any]) -> str:
     if known & {node["name"] for node in data["nodes"]}:
         return json.dumps(data)  # a node with the name of a size: they stay as they are
     data["symbols"].sort(key=lambda entry: int(names[entry["name"]][1:]))
-    return re.sub(r"\bs\d+\b", lambda match: names.get(match[0], match[0]), json.dumps(data))
+    text = re.sub(r"\bs\d+\b", lambda match: names.get(match[0], match[0]), json.dumps(data))
+    return re.sub(r'"([s\d*+() -]*[*+][s\d*+() -]*)"', lambda match: f'"{ordered(match[1])}"', text)
+
+
+@cache
+def ordered(size: str) -> str:
+    """Factors and terms in the order of these names: sympy wrote them in that of the names before."""
+    import sympy
+
+    try:
+        return str(sympy.sympify(size))
+    except (sympy.SympifyError, TypeError, SyntaxError):  # a text that only looks like a size
+        return size
 
 
 def lasting_report(parts: EngineParts) -> Report:
