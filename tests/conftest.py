@@ -97,7 +97,8 @@ def compiled_anew() -> Iterator[None]:
     """Dynamo and Inductor have nothing from before, and keep nothing; no gradients."""
     import torch
 
-    from graft.backends.inductor import reset_compiler, without_caches
+    from graft.backends.inductor import reset_compiler
+    from graft.backends.inductor_caches import without_caches
 
     reset_compiler()
     with without_caches(), torch.no_grad():

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from graft.api.inductor_passes import inductor_reports, passes_for_inductor
     from graft.api.load import load
     from graft.api.torch_compile import Backend, backend_reports
+    from graft.backends.inductor_caches import load_cache_artifacts, save_cache_artifacts
     from graft.base.errors import GraftError, UsageError
     from graft.engine.core import Output
     from graft.engine.llm import LLM
@@ -73,6 +74,8 @@ _HOMES = {
     "inline_buffers": "graft.memory.lifting",
     "Lifted": "graft.memory.lifting",
     "Binding": "graft.memory.lifting",
+    "load_cache_artifacts": "graft.backends.inductor_caches",
+    "save_cache_artifacts": "graft.backends.inductor_caches",
     "load_dump": "graft.workbench.stored",
     "diff_graphs": "graft.workbench.diff",
     "open_run": "graft.workbench.runs",
@@ -113,11 +116,13 @@ __all__ = [
     "inline_buffers",
     "lift_buffers",
     "load",
+    "load_cache_artifacts",
     "load_dump",
     "native_kernel",
     "needs_triton",
     "open_run",
     "passes_for_inductor",
+    "save_cache_artifacts",
 ]
 
 

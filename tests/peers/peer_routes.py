@@ -12,7 +12,8 @@ from peer_programs import Program
 
 import graft
 from graft.api import torch_compile as route
-from graft.backends.inductor import inductor_settings, post_grad_backend, reset_compiler, without_caches
+from graft.backends.inductor import inductor_settings, post_grad_backend, reset_compiler
+from graft.backends.inductor_caches import without_caches
 
 COMPILE = torch.compile
 

@@ -77,6 +77,8 @@ class CompiledModule(torch.nn.Module):
     def report(self) -> Report:
         """The first variant's, with a note for each later one, and with what fix_functionalization did to all."""
         first = self.variants[0].report
+        later = [note for variant in self.variants for note in variant.later()]
+        first = replace(first, notes=(*first.notes, *later)) if later else first
         recorders = [variant.fix for variant in self.variants if variant.fix is not None]
         if not recorders:
             return first

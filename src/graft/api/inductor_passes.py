@@ -26,13 +26,13 @@ from graft.backends.inductor import (
     FUSION_PASS,
     CachedPass,
     apart_from_dynamo,
-    cache_hits,
     decompositions,
     inductor_patches,
     refuse_named_kernels,
     sort_graph,
     static_inputs,
 )
+from graft.backends.inductor_caches import cache_hits
 from graft.ir.canonical.normal_form import sweep
 from graft.ir.checks import drop_restated_metadata
 from graft.ir.nodes import placeholders

@@ -27,10 +27,10 @@ from graft.backends.float_inputs import Constants
 from graft.backends.inductor import (
     INDUCTOR_NOTE,
     apart_from_dynamo,
-    cache_hits,
     compile_with_inductor,
     refuse_named_kernels,
 )
+from graft.backends.inductor_caches import watched_lookups
 from graft.base.errors import GraftError, GraphRefused, UsageError
 from graft.passes.base import Context
 from graft.passes.config import PipelineConfig, load_config
@@ -140,14 +140,16 @@ class Backend:
     ) -> tuple[Compiled, tuple[str, ...], TransformRecord]:
         """The compiled graph, and what was written in place in it, or that a cache holds that knowledge."""
         if not self.config.transforms[FIX].enabled:
-            compiled = compile_with_inductor(gm, inputs, replace(asked, fix=False))
-            return compiled, (OFF,), TransformRecord(FIX, "inductor", "disabled")
+            with watched_lookups() as lookups:
+                compiled = compile_with_inductor(gm, inputs, replace(asked, fix=False))
+            return compiled, (OFF, *filter(None, [lookups.note()])), TransformRecord(FIX, "inductor", "disabled")
         folder = self.dump_folder(name)
         recorder = FixRecorder(folder / "inductor" if folder else None, self.config)
-        before = cache_hits()
-        compiled = compile_with_inductor(gm, inputs, replace(asked, observer=recorder.key))
+        with watched_lookups() as lookups:
+            compiled = compile_with_inductor(gm, inputs, replace(asked, observer=recorder.key))
         lines = [line for fixed in recorder.fixed for line in fixed.lines()]
-        if cache_hits() > before:
+        lines += [lookups.note()] if lookups.note() else []
+        if lookups.counts["hit"]:
             lines.append(
                 "it came from Inductor's cache; what is written in place in it was told when it was first compiled"
             )

@@ -70,14 +70,16 @@ class Variant:
     made_by: str = "compile"  # or the guard of another variant that a call did not meet
     fix: FixRecorder | None = None  # on Inductor: what its pass does, when it compiles
     donated: tuple[str, ...] = ()  # inputs that the graph writes although the program does not
+    later: Callable[[], tuple[str, ...]] = tuple  # notes on what happened since it was lowered
     filled: dict[Any, Any] = field(default_factory=dict, compare=False)  # graphs that fill `out=`, once asked for
 
     @property
     def report_now(self) -> Report:
         """The report, with what was done since the graph was lowered."""
+        report = replace(self.report, notes=(*self.report.notes, *self.later()))
         if self.fix is None:
-            return self.report
-        return replace(self.report, transforms={**self.report.transforms, FIX: self.fix.record})
+            return report
+        return replace(report, transforms={**report.transforms, FIX: self.fix.record})
 
     @property
     def names(self) -> list[str]:
@@ -198,7 +200,7 @@ def lower_variant(
     notes = (*report.notes, *notes, *positions.unchecked, *lowered.notes)
     report = replace(report, kernels=lowered.kernels, notes=notes, state=state)
     made = Variant(gm, signature, lowered.call, lowered.backend, report, aliases, positions, returned)
-    return replace(made, donated=tuple(donated), fix=fix)
+    return replace(made, donated=tuple(donated), fix=fix, later=lowered.later)
 
 
 def inductor_request(

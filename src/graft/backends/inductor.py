@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NoReturn
 
@@ -12,7 +12,6 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
-from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, TracingContext, tracing
 from torch._inductor import custom_graph_pass
@@ -20,6 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from graft.backends.eager import ran_here
+from graft.backends.inductor_caches import WatchedCall, without_caches
 from graft.backends.lowered import InductorSettings, Lowered
 from graft.base.errors import Recompiled, UsageError, near
 from graft.ir.branches import all_nodes
@@ -51,7 +51,8 @@ def lower_inductor(
     if not torch._inductor.config.fallback_random and any(map(is_random, all_nodes(gm.graph))):
         notes.append("inductor: it samples other random numbers than eager for the same seed")
     compiled = torch.compile(gm, dynamic=has_symbols(gm.graph), options=patches)
-    return Lowered(with_right_artifacts(compiled, gm), "inductor", ran_here(gm), tuple(notes))
+    call = WatchedCall(with_right_artifacts(compiled, gm))
+    return Lowered(call, "inductor", ran_here(gm), tuple(notes), later=call.notes)
 
 
 def has_symbols(graph: Graph) -> bool:
@@ -221,11 +222,6 @@ def static_inputs() -> list[int]:
     return list(metadata.static_input_indices) if metadata is not None else []
 
 
-def cache_hits() -> int:
-    """How many graphs of this process came from Inductor's caches; a hit of the outer cache counts in both."""
-    return max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
-
-
 # ── what tests look at ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -244,21 +240,6 @@ def refuse_recompiles() -> Iterator[None]:
             yield
         except RecompileError as error:
             raise Recompiled(str(error)) from error
-
-
-@contextmanager
-def without_caches() -> Iterator[None]:
-    """Within it, graphs are compiled and passes run; nothing comes from AOTAutograd's or Inductor's caches."""
-    with ExitStack() as stack:
-        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
-        stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False))
-        yield
-
-
-def cache_counts() -> dict[str, int]:
-    """Hits, misses and bypasses of both caches so far; a hit of the outer cache counts in both."""
-    pairs = {kind: (f"fxgraph_cache_{kind}", f"autograd_cache_{kind}") for kind in ("hit", "miss", "bypass")}
-    return {k: max(counters["inductor"][a], counters["aot_autograd"][b]) for k, (a, b) in pairs.items()}
 
 
 def post_grad_backend(options: Mapping[str, Any], see: Callable[[str, GraphModule], None]) -> Callable[..., Any]:

@@ -12,13 +12,14 @@ from graft.ops.ran import OpKernels
 @dataclass(frozen=True)
 class Lowered:
     """A runnable graph, the kernel chosen for each op, and notes for the report. step: of the native backend, what an
-    artifact keeps (backends/native/stored.py)."""
+    artifact keeps (backends/native/stored.py). later: notes on what is compiled when it is first called."""
 
     call: Callable[..., Any]
     backend: str
     kernels: Mapping[str, OpKernels] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     step: Any = None
+    later: Callable[[], tuple[str, ...]] = tuple
 
 
 @dataclass(frozen=True)

@@ -73,14 +73,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in told or "out of memory" in told)
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: int | str, name: str = "kv_cache_memory") -> int:
     """2147483648, "2GiB", "2G", "0.5 GB" or "512MiB"; units are powers of 1,024."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if found is None or found[2].upper() not in UNITS or isinstance(size, bool):
-        raise UsageError(f"kv_cache_memory is a size like 2GiB or 512MiB or a number of bytes, not {size!r}")
+        raise UsageError(f"{name} is a size like 2GiB or 512MiB or a number of bytes, not {size!r}")
     amount = int(Decimal(found[1]) * UNITS[found[2].upper()])
     if amount < 1:
-        raise UsageError(f"kv_cache_memory must be more than 0, but is {size!r}")
+        raise UsageError(f"{name} must be more than 0, but is {size!r}")
     return amount
 
 

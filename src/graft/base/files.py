@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -176,10 +177,34 @@ def remove_stale(target: Path) -> None:
         pid = path.name.removeprefix(start).removesuffix(end)
         if not pid.isdigit() or Path(f"/proc/{pid}").exists():
             continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        remove(path)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Takes away all that killed processes left half written or half removed in a folder of graft's own."""
+    for path in folder.glob(".*"):
+        found = re.fullmatch(r"\..*\.(\d+)\.(partial|old)(\..*)?", path.name)
+        if found and not Path(f"/proc/{found[1]}").exists():
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def drop_folder(path: Path) -> None:
+    """Gone at once for those who look for it; one who has its files open keeps them."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.old")
+    with locked_folder(path.parent):
+        path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def write_failed(path: str, error: BaseException) -> DiskFull:

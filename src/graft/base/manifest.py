@@ -23,6 +23,7 @@ MANIFEST = "manifest.json"
 PART = 1 << 26  # bytes that are hashed at once
 READ = 1 << 20
 LARGEST = 1 << 24  # bytes of a manifest: one that is longer is none of graft's
+OWN_KEYS = ("kind", "format", "files", "sha256")  # that write_manifest gives a manifest
 AGAIN = "copy the folder again or save it again"
 
 
@@ -53,8 +54,9 @@ def write_manifest(folder: Path, content: Mapping[str, Any], kind: FolderKind) -
 
 def fingerprint(file: Path) -> dict[str, Any]:
     size = file.stat().st_size
-    with file.open("rb") as opened:
-        return {"bytes": size, "sha256": [part_hash(opened.fileno(), start, size) for start in starts(size)]}
+    with file.open("rb") as opened, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        hashes = threads.map(lambda start: part_hash(opened.fileno(), start, size), starts(size))
+        return {"bytes": size, "sha256": list(hashes)}
 
 
 def starts(size: int) -> range:
@@ -159,7 +161,7 @@ class OpenFolder:
         return manifest
 
     def open_file(self, name: str, size: int) -> None:
-        file = self.path / name
+        file = self.locate(name)
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ArtifactError(self.path / MANIFEST, f"names {name!r}, which is not inside of the folder")
         try:
@@ -171,6 +173,9 @@ class OpenFolder:
         if found != size:
             what = "truncated" if found < size else "longer than it was"
             raise ArtifactError(file, f"is {what}: {found} bytes instead of {size}; {AGAIN}")
+
+    def locate(self, name: str) -> Path:
+        return self.path / name
 
     def start_checks(self) -> None:
         """The largest files last: what is needed first is short."""
@@ -214,3 +219,24 @@ class OpenFolder:
         """No more than what was mapped stays."""
         self.threads.shutdown(cancel_futures=True)
         self.close_files()
+
+
+class OpenCheckpoint(OpenFolder):
+    """The files of a checkpoint that a folder refers to, held against what the folder's own manifest says of them."""
+
+    def __init__(self, path: Path, files: Mapping[str, Any], kind: FolderKind) -> None:
+        self.files = files
+        super().__init__(path, kind)
+
+    def open_all(self) -> dict[str, Any]:
+        if not self.path.is_dir():
+            raise ArtifactError(
+                self.path, "is the checkpoint whose weights are used, and is not there; put it back, or compile the"
+                " model again (--with-weights makes a folder that needs no checkpoint)",
+            )  # fmt: skip
+        for name, recorded in self.files.items():
+            self.open_file(name, recorded["bytes"])
+        return {"files": self.files}
+
+    def locate(self, name: str) -> Path:
+        return (self.path / name).resolve()  # the Hub's own cache is a folder of links

@@ -19,8 +19,9 @@ import torch
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
+from graft.base.caches import GRAPHS, note_use
 from graft.base.errors import DumpError
-from graft.base.files import Progress, atomic_file, cache_folder
+from graft.base.files import Progress, atomic_file
 from graft.base.progress import CAPTURE, Doing
 from graft.capture.code import Unknowable
 from graft.capture.decoder import capture_decoder
@@ -29,7 +30,6 @@ from graft.ir.io.serial import graph_from_json, graph_to_json
 from graft.ir.verify import module_state
 
 OFF = "GRAFT_NO_GRAPH_CACHE"
-FOLDER = "GRAFT_GRAPH_CACHE_DIR"
 CLASS_NAME = "CapturedDecoder"
 
 
@@ -37,12 +37,13 @@ def captured_decoder(model: PreTrainedModel, progress: Progress | None = None) -
     """What `capture_decoder` gives, from the cache where it is there, and a note on how it came."""
     started = time.perf_counter()
     key, why = cache_key(model)
-    file = None if key is None else cache_folder("graphs", FOLDER) / f"{key}.json"
+    file = None if key is None else GRAPHS.folder() / f"{key}.json"
     if key is not None and file is not None and file.exists():
         if progress:
             progress(Doing("loading the captured graph", CAPTURE), 0, 1)
         found = load(file, key, model)
         if isinstance(found, GraphModule):
+            note_use(file)
             seconds = time.perf_counter() - started
             return found, f"captured graph: from the cache ({key[:12]}), {seconds:.1f} s"
         why = f"; the stored graph was not used: {found}"
@@ -52,6 +53,9 @@ def captured_decoder(model: PreTrainedModel, progress: Progress | None = None) -
     gm = capture_decoder(model)
     seconds = time.perf_counter() - started
     stored = "not stored" if key is None or file is None else store(file, key, gm, model)
+    if key is not None and file is not None and stored == "stored":
+        again = load(file, key, model)  # what later starts get, so that the first builds the same bytes
+        gm = again if isinstance(again, GraphModule) else gm
     return gm, f"captured graph: captured in {seconds:.1f} s, {stored}{why}"
 
 
@@ -75,7 +79,7 @@ def load(file: Path, key: str, model: PreTrainedModel) -> GraphModule | str:
     """The graph around the model's own tensors, or what is wrong with the file."""
     try:
         head, _, text = file.read_text().partition("\n")
-        if json.loads(head) != header(key, text):
+        if not header(key, text).items() <= json.loads(head).items():
             return "its checksum is not what it says"
         state = model_state(model)
         gm = graph_from_json(text, state)
@@ -97,10 +101,17 @@ def store(file: Path, key: str, gm: GraphModule, model: PreTrainedModel) -> str:
     try:
         text = graph_to_json(gm, exact=True)
         with atomic_file(file) as partial:
-            partial.write_text(f"{json.dumps(header(key, text))}\n{text}")
+            partial.write_text(f"{json.dumps(header(key, text) | {'about': about(model)})}\n{text}")
     except (OSError, DumpError) as error:
         return f"not stored: {error}"
+    note_use(file)
     return "stored"
+
+
+def about(model: PreTrainedModel) -> str:
+    """For those who look at the cache."""
+    layers = getattr(model.config, "num_hidden_layers", "?")
+    return f"{type(model).__name__}, {layers} layers, {str(model.dtype).removeprefix('torch.')}, {model.device}"
 
 
 def header(key: str, text: str) -> dict[str, str]:

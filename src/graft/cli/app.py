@@ -19,6 +19,7 @@ from graft.cli.generate.events import events
 from graft.cli.generate.run import run
 from graft.cli.generate.serve import serve
 from graft.cli.guard import guarded
+from graft.cli.inspect.cache import cache
 from graft.cli.inspect.config import config
 from graft.cli.inspect.diff import diff
 from graft.cli.inspect.dump import dump
@@ -80,6 +81,7 @@ VERBS = (
 for verb in VERBS:
     app.command()(guarded(verb))
 app.add_typer(stages, name="stages")
+app.add_typer(cache, name="cache")
 app.add_typer(skills, name="skills")
 
 

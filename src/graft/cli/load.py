@@ -30,39 +30,28 @@ def load_llm(
     quantize: str | None = None,
     keep_weights: bool = False,
     trust_remote_code: bool = False,
+    use_cache: bool = True,
+    recompile: bool = False,
     options_for: Callable[[LoadedModel], Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> LLM:
     """The model's own settings lie between the defaults and what the user gave. `options` go to LLM, and so do those
     that `options_for` gives for the loaded model.
 
-    keep_weights: the Hugging Face module is used as well, so quantizing must leave it its weights.
+    keep_weights: the Hugging Face module is used as well, so quantizing must leave it its weights. use_cache: see
+    LLM.
     """
     from graft.cli.show import tell_notes
-    from graft.engine.artifact.format import is_engine
+    from graft.engine.artifact.request import EngineRequest, Starter
     from graft.engine.llm import LLM, engine_options
     from graft.engine.options import EngineOptions
+    from graft.engine.start import start_engine
 
-    if is_engine(model):
-        from graft.engine.artifact.load import loaded_model
-
-        more = options_for(loaded_model(model)) if options_for else {}
-        return LLM(
-            model, dtype=dtype, device=device, config=config or dict.fromkeys(sets or ()) or None,
-            progress=progress, quantize=quantize, keep_weights=keep_weights, **options, **more,
-        )  # fmt: skip
-    from graft.engine.stages import load_decoder, settings_for
-    from graft.passes.config import load_config, quantize_sets
-
-    given = {"sets": tuple(sets or ()), "plugins": tuple(plugins or ())}
-    # a wrong key or size is told before the model is loaded
-    load_config(config, sets=(*given["sets"], *quantize_sets(quantize)), plugins=given["plugins"])
-    engine_options({name: value for name, value in options.items() if name in EngineOptions.__dataclass_fields__})
-    loaded = load_decoder(
-        model, dtype=dtype, device=device, backend=options.get("backend", "auto"), quantize=quantize,
-        kv_cache_dtype=options.get("kv_cache_dtype", "auto"), trust_remote_code=trust_remote_code, progress=progress,
+    sizes = {name: value for name, value in options.items() if name in EngineOptions.__dataclass_fields__}
+    rest = {name: value for name, value in options.items() if name not in sizes}
+    request = EngineRequest(
+        model, engine_options(sizes), dtype, device, config, quantize=quantize, keep_weights=keep_weights,
+        trust_remote_code=trust_remote_code, sets=tuple(sets or ()), plugins=tuple(plugins or ()),
+        use_cache=use_cache, recompile=recompile, **rest,
     )  # fmt: skip
-    tell_notes(loaded.notes)
-    settings = settings_for(loaded, config, quantize, **given)
-    more = options_for(loaded) if options_for else {}
-    return LLM(loaded, config=settings, progress=progress, keep_weights=keep_weights, **options, **more)
+    return LLM.of(start_engine(request, Starter(options_for, tell_notes, progress)))

@@ -80,4 +80,14 @@ Quantize = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let Python code that comes with the model's folder run.")
 ]
+UseCache = Annotated[
+    bool,
+    typer.Option("--cache/--no-cache", help="Start from the engine that an earlier start kept, and keep this one."),
+]
+Recompile = Annotated[
+    bool,
+    typer.Option(
+        "--recompile", help="A compiled engine for another graft, torch or machine is compiled anew in place."
+    ),
+]
 DEFAULT_MODEL = "smollm2-135m"

@@ -1,4 +1,4 @@
-"""From a checkpoint to the parts of an LLM: load, capture, transform, lower, build, check."""
+"""From a loaded model to the parts of an LLM: capture, transform, lower, build, check."""
 
 from __future__ import annotations
 
@@ -14,46 +14,32 @@ from graft.engine.options import EngineOptions
 from graft.engine.parts import CacheLayout, EngineParts
 from graft.engine.self_check import self_check
 from graft.engine.stages import (
-    Config,
     cache_dtype_of,
     capture,
-    load_decoder,
     lower,
-    settings_for,
     target_of,
     transform,
     weight_formats,
 )
 from graft.models.loaded import LoadedModel
-from graft.passes.config import quantize_sets
+from graft.passes.config import PipelineConfig
 
 
 def assemble(
-    model: str | Path | LoadedModel,
+    loaded: LoadedModel,
     sizes: EngineOptions,
+    settings: PipelineConfig,
     *,
-    dtype: str,
-    device: str,
-    config: Config,
     backend: str,
-    dump_dir: str | Path | None,
-    progress: Progress | None,
-    quantize: str | None,
-    keep_weights: bool | None,
-    trust_remote_code: bool,
+    keep_weights: bool,
+    dump_dir: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> EngineParts:
-    given = model if isinstance(model, LoadedModel) else None
-    quantize_sets(quantize)  # a wrong format is told before the model is loaded
-    loaded = given or load_decoder(
-        model,  # pyrefly: ignore
-        dtype=dtype, device=device, backend=backend, quantize=quantize, kv_cache_dtype=sizes.kv_cache_dtype,
-        trust_remote_code=trust_remote_code, progress=progress,
-    )  # fmt: skip
+    """keep_weights: the module can still run afterwards, which takes weights of its own."""
     loaded = replace(loaded, context=sizes.context(loaded.context))
-    settings = settings_for(loaded, config, quantize)
     cache = cache_dtype_of(sizes.kv_cache_dtype, next(loaded.module.parameters()).device)
     target = target_of(loaded, settings, backend, cache)
-    keep = (given is not None if keep_weights is None else keep_weights) and loaded.lazy is None
+    keep = keep_weights and loaded.lazy is None
     if target.device.type == "cuda":
         record_kernels()
     captured = capture(loaded, progress)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from graft.base.errors import UsageError, near
 from graft.base.files import Progress
-from graft.engine.artifact.format import is_engine
+from graft.engine.artifact.request import EngineRequest, Starter
 from graft.engine.frontend import Frontend
 from graft.engine.kv.events import Event
 from graft.engine.kv.subscription import EventSubscription
 from graft.engine.options import EngineOptions
 from graft.engine.parts import EngineParts
+from graft.engine.start import start_engine
 from graft.models.loaded import LoadedModel
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ class LLM(Frontend):
     loaded the model itself, it frees the weights that were quantized, or packed for native kernels, and
     `llm.model.module` refuses to run; a LoadedModel of the caller keeps them. keep_weights says it either way; of a
     file's own blocks it makes a second, dequantised copy. trust_remote_code: Python code that comes with a model's
-    folder may run; without it, it never does.
+    folder may run; without it, it never does. use_cache: an engine that an earlier start of the same request kept
+    may serve; nothing is captured or compiled then (engine/artifact/kept.py). recompile: a compiled engine that is
+    for another graft, torch or machine is made anew in its folder, by the command that made it; otherwise it is
+    refused.
     """
 
     def __init__(
@@ -51,21 +55,35 @@ class LLM(Frontend):
         quantize: str | None = None,
         keep_weights: bool | None = None,
         trust_remote_code: bool = False,
+        use_cache: bool = True,
+        recompile: bool = False,
         **options: Any,
     ) -> None:
         sizes = engine_options(options)
-        asked: dict[str, Any] = {
-            "dtype": dtype, "device": device, "config": config, "backend": backend, "dump_dir": dump_dir,
-            "quantize": quantize, "keep_weights": keep_weights, "trust_remote_code": trust_remote_code,
-        }  # fmt: skip
-        if is_engine(model):
-            from graft.engine.artifact.load import load_engine
-
-            parts = load_engine(Path(str(model)), sizes, asked, progress)
-        else:
+        if isinstance(model, LoadedModel):
             from graft.engine.assemble import assemble
+            from graft.engine.stages import settings_for
 
-            parts = assemble(model, sizes, progress=progress, **asked)
+            settings, keep = settings_for(model, config, quantize), keep_weights is None or keep_weights
+            parts = assemble(
+                model, sizes, settings, backend=backend, keep_weights=keep, dump_dir=dump_dir, progress=progress
+            )
+        else:
+            request = EngineRequest(
+                model, sizes, dtype, device, config, backend, dump_dir, quantize, keep_weights, trust_remote_code,
+                use_cache=use_cache, recompile=recompile,
+            )  # fmt: skip
+            parts = start_engine(request, Starter(progress=progress))
+        self.take(parts)
+
+    @classmethod
+    def of(cls, parts: EngineParts) -> LLM:
+        """Of an engine that was started already."""
+        made = cls.__new__(cls)
+        made.take(parts)
+        return made
+
+    def take(self, parts: EngineParts) -> None:
         self.parts: EngineParts = parts
         self.engine, self.size, self.model, self.cache = parts.engine, parts.size, parts.model, parts.cache
         self.device, self.backend, self.quantized = parts.device, parts.backend, parts.quantized
@@ -85,16 +103,21 @@ class LLM(Frontend):
         *,
         overwrite: bool = False,
         made_by: Sequence[str] = (),
+        with_weights: bool = False,
         progress: Progress | None = None,
     ) -> None:
         """Writes a folder that starts without compiling anything: `graft.LLM(path)`, `graft run -m path`.
 
-        It holds the weights, and starts on the same kind of machine with the same graft and torch. made_by: the
-        command that would make it anew, for those who find that it does not.
+        It starts on the same kind of machine with the same graft and torch. made_by: the
+        command that would make it anew, for those who find that it does not. with_weights: without it, weights that
+        lie in the model's own folder as kernels read them stay there, if they are most of them.
         """
         from graft.engine.artifact.save import save_engine
 
-        save_engine(self.parts, Path(path), overwrite=overwrite, made_by=tuple(made_by), progress=progress)
+        save_engine(
+            self.parts, Path(path), overwrite=overwrite, made_by=tuple(made_by), with_weights=with_weights,
+            progress=progress,
+        )  # fmt: skip
 
     def kv_cache_events(self, timeout: float | None = None) -> list[Event]:
         """What happened in the cache since the last call; waits up to `timeout` seconds for something to happen."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,8 @@ class CacheLayout:
 @dataclass(frozen=True)
 class EngineParts:
     """size: the cache's, for the report. report: without the engine's own notes. lasting: notes of it that hold
-    wherever and whenever this graph runs. lowered: None where it was read from an artifact."""
+    wherever and whenever this graph runs. lowered: None where it was read from an artifact. kept_at: where it lies in
+    graft's cache, if it came from there."""
 
     engine: Engine
     model: LoadedModel
@@ -48,3 +50,4 @@ class EngineParts:
     settings: Any = None  # the PipelineConfig
     lowered: Any = None
     lasting: tuple[str, ...] = ()
+    kept_at: Path | None = None

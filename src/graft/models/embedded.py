@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from graft.base.caches import note_use
 from graft.base.errors import CheckpointError
 from graft.base.files import Progress, atomic_folder, cache_dir, sha256
 from graft.weights.checkpoint import check_folder
@@ -41,6 +42,7 @@ def embedded_gguf(name: str, package: Mapping[str, str], progress: Progress | No
     found = sha256(file, progress)
     if found != package["sha256"]:
         raise CheckpointError(f"{file} has sha256 {found}, expected {package['sha256']}; delete it and run again")
+    note_use(folder)
     return file
 
 

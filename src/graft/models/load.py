@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from graft.base.caches import note_use
 from graft.base.device_memory import free_memory, is_out_of_memory, size_text
 from graft.base.errors import OutOfMemory
 from graft.base.files import Progress
@@ -105,17 +106,21 @@ def load_folder(
     refuse_foreign_tensors(folder, model)
     tokenizer = load_tokenizer(folder, trust_remote_code)
     notes = (*code_notes(folder, trust_remote_code), *unused_notes(folder, model), *sampling_notes(model))
-    return LoadedModel(name, on_device(model.eval(), device), tokenizer, family, context, notes=notes)
+    return LoadedModel(
+        name, on_device(model.eval(), device), tokenizer, family, context, folder=folder.resolve(), notes=notes
+    )
 
 
 def load_converted(folder: Path, name: str, dtype: str, device: torch.device) -> LoadedModel:
     """A folder that was made from a GGUF file."""
+    note_use(folder)
     model = load_folder(folder, name, dtype, device)
-    return replace(model, notes=(*model.notes, converted_note(folder, model.module.dtype)))
+    return replace(model, folder=None, notes=(*model.notes, converted_note(folder, model.module.dtype)))
 
 
 def load_blocks(folder: Path, name: str, dtype: str) -> LoadedModel:
     """A GGUF file on the CPU, its quantised weights left where they are."""
+    note_use(folder)
     target = torch.device("cpu")
     number = resolve_dtype(dtype, target, torch.float32)
     with refusing(f"{folder} cannot be loaded"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graft.models.registry import Family
@@ -23,6 +24,7 @@ class LoadedModel:
     context: int  # how many tokens fit
     lazy: LazyWeights | None = None  # weights that still lie in their file: the module has shapes alone
     floats: Callable[[], PreTrainedModel] | None = None  # of a model with such weights: a module that has them
+    folder: Path | None = None  # the checkpoint that its weights were read from, if it is the user's own
     notes: tuple[str, ...] = ()  # for the report: what of its folder is not used, and how weights were read
 
     @property

@@ -32,6 +32,8 @@ class ModelOptions:
     plugins: tuple[str, ...] = ()
     quantize: str | None = None
     trust_remote_code: bool = False
+    use_cache: bool = True
+    recompile: bool = False
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 

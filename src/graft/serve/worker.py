@@ -22,12 +22,13 @@ from typing import Any
 
 from graft.base.errors import GraftError, UsageError
 from graft.base.progress import phase_of
-from graft.engine.artifact.format import is_engine
+from graft.engine.artifact.request import EngineRequest, Starter
 from graft.engine.core import Request
 from graft.engine.kv.events import Event
 from graft.engine.kv.subscription import EventSubscription
 from graft.engine.llm import LLM, engine_options
 from graft.engine.params import SamplingParams
+from graft.engine.start import start_engine
 from graft.engine.watch import Watch
 from graft.serve.logs import print_traceback
 from graft.serve.options import ModelOptions
@@ -252,26 +253,17 @@ def load_model(options: ModelOptions, outbox: Outbox) -> LLM:
             told.append(phase)
             outbox.send({"progress": phase})
 
-    engine_options(options.engine)  # a wrong size is told before the model is loaded
-    if is_engine(options.model):
-        return LLM(
-            options.model, dtype=options.dtype, device=options.device, backend=options.backend,
-            config=options.config or dict.fromkeys(options.sets) or None, quantize=options.quantize,
-            progress=progress,
-            **options.engine,
-        )  # fmt: skip
-    from graft.engine.stages import load_decoder, settings_for
-
-    loaded = load_decoder(
-        options.model, dtype=options.dtype, device=options.device, backend=options.backend,
-        quantize=options.quantize, trust_remote_code=options.trust_remote_code, progress=progress,
+    request = EngineRequest(
+        options.model, engine_options(options.engine), options.dtype, options.device, options.config,
+        options.backend, quantize=options.quantize, trust_remote_code=options.trust_remote_code, sets=options.sets,
+        plugins=options.plugins, use_cache=options.use_cache, recompile=options.recompile,
     )  # fmt: skip
-    settings = settings_for(loaded, options.config, options.quantize, sets=options.sets, plugins=options.plugins)
-    for note in loaded.notes:
-        outbox.send({"note": note})
-    return LLM(
-        loaded, config=settings, progress=progress, keep_weights=False, backend=options.backend, **options.engine
-    )
+
+    def tell(notes: Sequence[str]) -> None:
+        for note in notes:
+            outbox.send({"note": note})
+
+    return LLM.of(start_engine(request, Starter(tell=tell, progress=progress)))
 
 
 def run(connection: socket.socket) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch._functorch.config
 import torch._inductor.config
 
-from graft.backends.inductor import without_caches
+from graft.backends.inductor_caches import without_caches
 from graft.stages.needs import missing, swapped
 from graft.stages.story import CacheLookup, CacheStage
 from graft.stages.trace import TraceCollector, TraceRow
@@ -77,10 +77,6 @@ def read_lookup(row: TraceRow) -> CacheLookup:
     reason = data.get("cache_bypass_reason") or (data.get("cache_status_detailed", "") if outcome == "miss" else "")
     saved = float(data.get("time_saved_ns") or 0) / 1e6 or float(data.get("time_saved_ms") or 0)
     return CacheLookup(row.graph, cache, outcome, data.get("key") or "", str(reason), components, saved)
-
-
-def folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def cache_stage(

@@ -12,7 +12,8 @@ import torch
 import torch._inductor.compile_fx
 from torch.fx import Graph, GraphModule, Node
 
-from graft.backends.inductor import reset_compiler, without_caches
+from graft.backends.inductor import reset_compiler
+from graft.backends.inductor_caches import without_caches
 from graft.ir.effects import mutated_args, storage_root
 from graft.ir.nodes import calls, is_op, source_line
 from graft.stages.graphs import record_graph, tensor_bytes

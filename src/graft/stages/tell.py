@@ -15,8 +15,9 @@ import torch
 from graft.api.torch_compile import Backend
 from graft.backends.inductor import reset_compiler, trust_instruction_sets
 from graft.base.errors import GraftError
+from graft.base.files import folder_bytes
 from graft.passes.report import Report
-from graft.stages.caches import folder_bytes, own_caches
+from graft.stages.caches import own_caches
 from graft.stages.functional import trace_whole
 from graft.stages.kernels import SeenKernels, watch_kernels
 from graft.stages.needs import missing

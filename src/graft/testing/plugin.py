@@ -82,7 +82,8 @@ def device_problem(name: str) -> str | None:
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """torch.compile starts and ends with nothing compiled, and takes nothing from caches on disk."""
-    from graft.backends.inductor import reset_compiler, without_caches
+    from graft.backends.inductor import reset_compiler
+    from graft.backends.inductor_caches import without_caches
 
     reset_compiler()
     with without_caches():

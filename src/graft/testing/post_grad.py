@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from graft.backends.inductor import post_grad_backend, reset_compiler, without_caches
+from graft.backends.inductor import post_grad_backend, reset_compiler
+from graft.backends.inductor_caches import without_caches
 from graft.ir.io.text import graph_text, target_text
 from graft.ir.nodes import calls
 from graft.testing.failure import failure

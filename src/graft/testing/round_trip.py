@@ -18,7 +18,8 @@ from torch import nn
 from graft.api.compile import compile as graft_compile
 from graft.api.compiled import CompiledModule
 from graft.api.inductor_passes import passes_for_inductor
-from graft.backends.inductor import cache_counts, reset_compiler, trust_instruction_sets
+from graft.backends.inductor import reset_compiler, trust_instruction_sets
+from graft.backends.inductor_caches import cache_counts, only_new_artifacts, save_cache_artifacts
 from graft.testing.failure import failure
 from graft.testing.fusion import Config, Tried, as_module, name_of
 from graft.testing.numbers import compare
@@ -30,6 +31,21 @@ for name in plugins:
     importlib.import_module(name)
 args = torch.load(f"{folder}/args.pt", weights_only=False)
 torch.save(graft.load(f"{folder}/artifact")(*args), f"{folder}/results.pt")
+"""
+
+HOT = """
+import sys, torch, graft
+from graft.backends.inductor import trust_instruction_sets
+from graft.backends.inductor_caches import watched_lookups
+from graft.stages.caches import own_caches
+folder = sys.argv[1]
+trust_instruction_sets()
+module, args = torch.load(f"{folder}/program.pt", weights_only=False)
+with own_caches(), torch.no_grad():  # which are empty
+    graft.load_cache_artifacts(open(f"{folder}/artifacts", "rb").read())
+    with watched_lookups() as found:
+        results = torch.compile(module, backend="graft")(*args)
+torch.save((results, found.counts, found.reasons), f"{folder}/results.pt")
 """
 
 
@@ -48,7 +64,7 @@ def cache_round_trip(
     module: Tried,
     args: tuple[Any, ...],
     *,
-    route: Literal["artifact", "inductor"] = "artifact",
+    route: Literal["artifact", "inductor", "cache artifacts"] = "artifact",
     config: Config = None,
     plugins: Sequence[str] = (),
 ) -> RoundTrip:
@@ -56,10 +72,14 @@ def cache_round_trip(
 
     artifact: `graft.compile`, `save`, and `graft.load` in a fresh process (`plugins`: modules that it must import for
     their ops). inductor: torch.compile with graft's passes, forgotten and compiled again, now out of its cache.
+    cache artifacts: torch.compile(backend="graft"), `graft.save_cache_artifacts`, and a fresh process with empty
+    caches that loads them and compiles; the module's class must be one that it can import.
     """
     __tracebackhide__ = True
     with torch.no_grad():
-        if route == "inductor":
+        if route == "cache artifacts":
+            trip = through_artifacts(as_module(module), args, name_of(module))
+        elif route == "inductor":
             trip = through_inductor(as_module(module), args, config, name_of(module))
         else:
             trip = through_artifact(module, args, config, plugins)
@@ -81,21 +101,8 @@ def through_artifact(module: Tried, args: tuple[Any, ...], config: Config, plugi
         torch.save(args, f"{folder}/args.pt")
         first = compiled(*args)
         middle = time.perf_counter()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        done = subprocess.run(
-            [sys.executable, "-c", CHILD, folder, *plugins],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise failure(
-                f"a fresh process loads the artifact of {name_of(module)} and runs it",
-                f"it ended with {done.returncode}",
-                done.stderr.strip().splitlines()[-3:],
-                advice="name the modules that define its ops in plugins=…; all else must be saved with the graph",
-            )
+        advice = "name the modules that define its ops in plugins=…; all else must be saved with the graph"
+        fresh_process(CHILD, folder, plugins, f"loads the artifact of {name_of(module)} and runs it", advice)
         second = torch.load(Path(folder) / "results.pt", weights_only=False)
     return RoundTrip(first, second, (middle - started, time.perf_counter() - middle))
 
@@ -119,3 +126,37 @@ def through_inductor(module: nn.Module, args: tuple[Any, ...], config: Config, n
             advice="TORCH_LOGS=+torch._inductor.codecache says what is left out; switch caches on if they are off",
         )
     return RoundTrip(results[0], results[1], (seconds[0], seconds[1]), second["hit"], second["miss"])
+
+
+def fresh_process(program: str, folder: str, arguments: Sequence[str], what: str, advice: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", program, folder, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-3:]
+        raise failure(f"a fresh process {what}", f"it ended with {done.returncode}", said, advice=advice)
+
+
+def through_artifacts(module: nn.Module, args: tuple[Any, ...], name: str) -> RoundTrip:
+    trust_instruction_sets()
+    reset_compiler()
+    started = time.perf_counter()
+    with only_new_artifacts(), tempfile.TemporaryDirectory() as folder:
+        torch.save((module, args), f"{folder}/program.pt")  # as it is before the call
+        first = torch.compile(module, backend="graft")(*args)
+        content = save_cache_artifacts()
+        if content is None:
+            raise failure(f"{name} leaves cache artifacts", "there are none", advice="switch torch's caches on")
+        Path(folder, "artifacts").write_bytes(content)
+        middle = time.perf_counter()
+        advice = "the module's class must be in a module that another process can import"
+        fresh_process(HOT, folder, (), f"compiles {name} with the cache artifacts", advice)
+        second, counts, reasons = torch.load(Path(folder) / "results.pt", weights_only=False)
+    reset_compiler()
+    if not counts["hit"] or counts["miss"] or counts["bypass"]:
+        raise failure(
+            f"{name} comes out of the cache artifacts in a fresh process", f"it looked up: {counts}", reasons,
+            advice="a bypass has no key (a pass without uuid, an unknown op); a miss, another key: compare versions",
+        )  # fmt: skip
+    seconds = middle - started, time.perf_counter() - middle
+    return RoundTrip(first, second, seconds, counts["hit"], counts["miss"])

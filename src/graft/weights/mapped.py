@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,25 @@ class Located:
     shape: tuple[int, ...]
     start: int
     size: int
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """Bytes of an open file."""
+
+    path: Path
+    descriptor: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A contiguous tensor, whose bytes are those of the pieces one after another."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[FilePiece, ...]
 
 
 def write_mapped(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -104,9 +123,14 @@ def located(header: Mapping[str, Any], base: int, whole: int) -> Iterator[tuple[
 def map_tensors(path: Path, descriptor: int) -> dict[str, Tensor]:
     """Every tensor where it lies in the file. Writing to one changes a copy of its page, never the file."""
     found = locations(path, descriptor)
-    mapped = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    data = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping as long as a tensor is there
+    data = map_bytes(descriptor)
     return {name: view(data[one.start : one.start + one.size], one) for name, one in found.items()}
+
+
+def map_bytes(descriptor: int) -> Tensor:
+    """A file as bytes; the mapping stays as long as a tensor of it is there."""
+    mapped = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def view(data: Tensor, one: Located) -> Tensor:
@@ -116,29 +140,48 @@ def view(data: Tensor, one: Located) -> Tensor:
 def stream_tensors(
     path: Path, descriptor: int, device: torch.device, keep: Callable[[str], bool] = lambda _: True
 ) -> dict[str, Tensor]:
-    """Every tensor in the memory of a device: several threads read into pinned memory and copy from there, so that
-    the host holds READERS chunks and no second copy of the weights."""
+    """Every tensor of a file in the memory of a device."""
     found = {name: one for name, one in locations(path, descriptor).items() if keep(name)}
+    return stream_pieces(
+        {
+            name: PlacedTensor(one.dtype, one.shape, (FilePiece(path, descriptor, one.start, one.size),))
+            for name, one in found.items()
+        },
+        device,
+    )
+
+
+def stream_pieces(found: Mapping[str, PlacedTensor], device: torch.device) -> dict[str, Tensor]:
+    """Several threads read into pinned memory and copy from there, so that the host holds READERS chunks and no
+    second copy of the weights."""
     made = {name: torch.empty(one.shape, dtype=one.dtype, device=device) for name, one in found.items()}
-    flat = {name: tensor.reshape(-1).view(torch.uint8) if tensor.numel() else None for name, tensor in made.items()}
-    jobs = [(name, at) for name, one in found.items() for at in range(0, one.size, CHUNK)]
+    jobs = [job for name, one in found.items() for job in chunks(one, made[name])]
     lanes = [jobs[lane::READERS] for lane in range(READERS)]
 
-    def read(lane: list[tuple[str, int]]) -> None:
+    def read(lane: list[tuple[FilePiece, Tensor]]) -> None:
         if not lane:
             return
         pinned = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=device.type == "cuda")
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        for name, at in lane:
-            one, target = found[name], flat[name]
-            assert target is not None
-            count = min(CHUNK, one.size - at)
-            read_into(path, descriptor, pinned.data_ptr(), one.start + at, count)
-            copy(pinned[:count], target[at : at + count], stream)
+        for piece, target in lane:
+            read_into(piece.path, piece.descriptor, pinned.data_ptr(), piece.start, piece.size)
+            copy(pinned[: piece.size], target, stream)
 
     with ThreadPoolExecutor(READERS, "graft-read") as threads:
         list(threads.map(read, lanes))
     return made
+
+
+def chunks(one: PlacedTensor, made: Tensor) -> Iterator[tuple[FilePiece, Tensor]]:
+    """What one thread reads at a time, and where it goes."""
+    if not made.numel():
+        return
+    flat, done = made.reshape(-1).view(torch.uint8), 0
+    for piece in one.pieces:
+        for at in range(0, piece.size, CHUNK):
+            count = min(CHUNK, piece.size - at)
+            yield replace(piece, start=piece.start + at, size=count), flat[done : done + count]
+            done += count
 
 
 def copy(source: Tensor, target: Tensor, stream: Any) -> None:

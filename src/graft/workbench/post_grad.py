@@ -10,7 +10,8 @@ from torch.fx import GraphModule
 
 from graft.api.functionalization import FixRecorder
 from graft.backends import InductorSettings
-from graft.backends.inductor import inductor_patches, post_grad_backend, reset_compiler, without_caches
+from graft.backends.inductor import inductor_patches, post_grad_backend, reset_compiler
+from graft.backends.inductor_caches import without_caches
 from graft.ir.nodes import placeholders, val
 from graft.passes.config import PipelineConfig
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import graft
-from graft.backends.inductor import FUSION_PASS, CachedPass, without_caches
+from graft.backends.inductor import FUSION_PASS, CachedPass
+from graft.backends.inductor_caches import without_caches
 from graft.models.load import load_model
 from graft.models.registry import families
 from inductor_cases import compilations

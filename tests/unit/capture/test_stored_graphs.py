@@ -10,7 +10,8 @@ import torch
 
 import graft.ops  # noqa: F401
 from conftest import FAMILIES
-from graft.capture.cache import FOLDER, captured_decoder
+from graft.base.caches import GRAPHS
+from graft.capture.cache import captured_decoder
 from graft.ir.io.serial import graph_from_json, graph_to_json
 from graft.ir.io.symbols import Symbol, declare, fresh_mode
 from graft.ir.io.text import graph_text
@@ -27,7 +28,7 @@ from marks import short
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    monkeypatch.delenv(FOLDER)
+    monkeypatch.delenv(GRAPHS.variable)
     monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
 
 

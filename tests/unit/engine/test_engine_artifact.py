@@ -25,7 +25,9 @@ from graft.cli.app import app
 from graft.engine.artifact import load as loading
 from graft.engine.artifact import save as saving
 from graft.engine.artifact.format import ENGINE, is_engine
+from graft.engine.artifact.request import EngineRequest
 from graft.engine.artifact.tokenizer import StoredTokenizer
+from graft.engine.options import EngineOptions
 from graft.ir.io.serial import graph_to_json
 from graft.models.load import load_model
 from graft.ops.fused_linear import choice
@@ -293,6 +295,45 @@ def sign(folder, **changes):
     for key, value in changes.items():
         content[key] = content[key] | value if isinstance(value, dict) else value
     (folder / "manifest.json").write_text(json.dumps(content | {"sha256": checksum(content)}))
+
+
+def test_another_place_is_recompiled_where_that_is_asked_for(folder, llm, tmp_path):
+    shutil.copytree(folder, tmp_path / "engine")
+    sign(tmp_path / "engine", built_for={"torch": "2.9.0"}, made_by=["compile", "tiny-llama", "--backend=native"])
+    again = graft.LLM(tmp_path / "engine", recompile=True, **SMALL)
+    (note,) = [note for note in again.report.notes if note.startswith("recompiled")]
+    assert "torch was 2.9.0" in note and note.endswith("as by graft compile tiny-llama --backend=native")
+    assert answers(again) == answers(llm)
+    plain = graft.LLM(tmp_path / "engine", recompile=True, **SMALL)  # which is for this place by now
+    assert answers(plain) == answers(llm) and not any("recompiled" in note for note in plain.report.notes)
+
+
+def test_what_cannot_be_recompiled_is_told(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "engine")
+    for made_by, told in ((["compile", "m", "--color=red"], "no option of graft compile"), (["compile"], "unpack")):
+        sign(tmp_path / "engine", built_for={"torch": "2.9.0"}, made_by=made_by)
+        with pytest.raises(ArtifactError, match=told):
+            graft.LLM(tmp_path / "engine", recompile=True)
+    with pytest.raises(UsageError, match="is for compiled engines"):
+        graft.LLM("tiny-llama", recompile=True)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        EngineRequest("m"),
+        EngineRequest(
+            "a folder/m", dtype="bfloat16", device="cpu", backend="eager", config="x.yaml", quantize="int8"
+        ),
+        EngineRequest(
+            "m", EngineOptions(max_model_len=64, kv_cache_dtype="fp8"), sets=("a.b=c",), plugins=("p", "q")
+        ),
+        EngineRequest("m", trust_remote_code=True, with_weights=True),
+    ],
+    ids=str,
+)
+def test_the_command_of_a_request_gives_it_back(request_):
+    assert EngineRequest.of_command(request_.command()) == request_
 
 
 def test_an_engine_for_a_gpu_says_that_there_is_none(folder, tmp_path):

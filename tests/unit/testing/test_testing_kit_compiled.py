@@ -131,6 +131,13 @@ def test_inductors_cache_makes_the_round_trip():
         cache_round_trip(Gated(), (X,), route="inductor")
 
 
+def test_cache_artifacts_make_the_round_trip(forks, tmp_path, monkeypatch):
+    """torch's and graft's in one file: the fresh process has empty caches, and finds all in it."""
+    monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path))
+    trip = cache_round_trip(Gated(), (X,), route="cache artifacts")
+    assert trip.hits and not trip.misses and torch.equal(trip.first, trip.second)
+
+
 def test_a_round_trip_that_changes_the_numbers_is_told(forks, monkeypatch):
     from graft.testing import round_trip
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graft.backends.native.compiler import find_compiler, fingerprint, flags
+from graft.base.caches import NATIVE, note_use
 from graft.base.errors import CannotLoad, CompilerFailed, DiskFull
-from graft.base.files import atomic_file, cache_folder, disk_errors, write_whole
+from graft.base.files import atomic_file, disk_errors, write_whole
 
-FOLDER = "GRAFT_NATIVE_CACHE_DIR"
 FIRST_LINES = 12  # of what a compiler that failed said
 
 
@@ -51,7 +51,7 @@ def build(source: Source) -> Built:
     """The shared object of a source, from the cache or compiled now. A second process waits for the first."""
     compiler = find_compiler()
     try:
-        return build_in(cache_folder("native", FOLDER), source, compiler)
+        return build_in(NATIVE.folder(), source, compiler)
     except DiskFull as error:
         with disk_errors(Path(tempfile.gettempdir())):
             folder = Path(tempfile.mkdtemp(prefix="graft-native-"))
@@ -64,6 +64,7 @@ def build_in(folder: Path, source: Source, compiler: list[str]) -> Built:
     key = fingerprint(f"{source.step}\0{source.kernels}", compiler)
     made, text = folder / f"{key}.so", folder / f"{key}.cpp"
     if made.exists():
+        note_use(made)
         return Built(made, text, compiled=False)
     with disk_errors(made):
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,6 +72,7 @@ def build_in(folder: Path, source: Source, compiler: list[str]) -> Built:
             if made.exists():
                 return Built(made, text, compiled=False)
             compile_all(folder, source, compiler, text, made)
+    note_use(made)
     return Built(made, text, compiled=True)
 
 
@@ -97,6 +99,7 @@ def kernel_object(folder: Path, kernels: str, compiler: list[str]) -> Path:
             if not made.exists():
                 write_whole(text, kernels)
                 compile_to(compiler, ["-c"], [text], made)
+    note_use(made)
     return made
 
 

@@ -40,7 +40,7 @@ from graft.base.errors.engine import (
     OutOfCache,
     OutOfMemory,
 )
-from graft.base.errors.files import ArtifactError, DiskFull, ProfileError, TableError
+from graft.base.errors.files import ArtifactError, DiskFull, OtherTarget, ProfileError, TableError
 from graft.base.errors.graphs import (
     CaptureError,
     DecodeMismatch,
@@ -140,6 +140,7 @@ __all__ = [
     "NothingNative",
     "NumericCheckError",
     "OrderError",
+    "OtherTarget",
     "OutOfCache",
     "OutOfMemory",
     "OutRefused",

@@ -29,3 +29,11 @@ class ArtifactError(GraftError):
 
     def __init__(self, path: object, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
+
+
+class OtherTarget(ArtifactError):
+    """A compiled engine is for another graft, torch or machine. differences: in words, for whoever compiles again."""
+
+    def __init__(self, path: object, differences: str, advice: str) -> None:
+        super().__init__(path, f"was compiled for another place: {differences}. {advice}")
+        self.differences = differences

@@ -25,6 +25,7 @@ from graft.cli.options import (
     Model,
     Presence,
     Quantize,
+    Recompile,
     Repetition,
     Seed,
     Sets,
@@ -33,6 +34,7 @@ from graft.cli.options import (
     TopK,
     TopP,
     TrustRemoteCode,
+    UseCache,
 )
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ def chat(
     kv_cache_dtype: CacheDtype = "auto",
     max_model_len: MaxModelLen = None,
     trust_remote_code: TrustRemoteCode = False,
+    use_cache: UseCache = True,
+    recompile: Recompile = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line for each answer, and nothing else.")] = False,
 ) -> None:
     """Talk with a model. Lines from a pipe are answered one after another."""
@@ -79,7 +83,7 @@ def chat(
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, quantize=quantize, backend=backend,
             kv_cache_memory=kv_cache_memory, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=trust_remote_code, use_cache=use_cache, recompile=recompile,
         )  # fmt: skip
     start: Messages = [{"role": "system", "content": system}] if system else []
     llm.chat_prompt([*start, {"role": "user", "content": "hi"}])  # a model that cannot chat says so now

@@ -24,6 +24,10 @@ from graft.cli.options import (
     TrustRemoteCode,
 )
 
+WithWeights = Annotated[
+    bool, typer.Option("--with-weights", help="Weights too that could stay in the model's own folder.")
+]
+
 
 def compile(
     model: Model,
@@ -39,17 +43,21 @@ def compile(
     kv_cache_dtype: CacheDtype = "auto",
     max_model_len: MaxModelLen = None,
     trust_remote_code: TrustRemoteCode = False,
+    with_weights: WithWeights = False,
     as_json: Json = False,
 ) -> None:
     """Compile a model into a folder that run, chat, serve and bench start from in a moment.
 
-    It holds the graph, the kernels, the weights as kernels read them, and the tokenizer. It starts on a machine of
+    It holds the graph, the kernels, the weights as kernels read them (but those that lie so in the model's own
+    folder: they stay there, see --with-weights) and the tokenizer. It starts on a machine of
     this kind with this graft and torch; elsewhere it is refused with what differs.
     """
     from graft.base.errors import UsageError
     from graft.cli.show import progress_bar
     from graft.engine.artifact.format import is_engine
+    from graft.engine.artifact.request import EngineRequest
     from graft.engine.artifact.save import check_place
+    from graft.engine.options import EngineOptions
 
     if is_engine(model):
         raise UsageError(f"{model} is a compiled engine already; copy the folder, or compile the model itself")
@@ -58,21 +66,15 @@ def compile(
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
             quantize=quantize, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=trust_remote_code, use_cache=False,
         )  # fmt: skip
-        asked = {
-            "dtype": dtype, "device": device, "backend": backend, "config": config, "quantize": quantize,
-            "kv-cache-dtype": kv_cache_dtype, "max-model-len": max_model_len,
-        }  # fmt: skip
-        llm.save(output, overwrite=overwrite, made_by=command(model, asked, sets, plugins), progress=progress)
+        asked = EngineRequest(
+            model, EngineOptions(kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len), dtype, device, config,
+            backend, quantize=quantize, trust_remote_code=trust_remote_code, sets=tuple(sets or ()),
+            plugins=tuple(plugins or ()), with_weights=with_weights,
+        )  # fmt: skip
+        llm.save(output, overwrite=overwrite, made_by=asked.command(), with_weights=with_weights, progress=progress)
     show(output, llm, as_json)
-
-
-def command(model: str, asked: dict[str, Any], sets: list[str] | None, plugins: list[str] | None) -> list[str]:
-    """What would make the same folder, but for its name."""
-    given = [f"--{name}={value}" for name, value in asked.items() if value not in (None, "auto")]
-    repeated = [f"--set={text}" for text in sets or ()] + [f"--plugin={name}" for name in plugins or ()]
-    return ["compile", model, *given, *repeated]
 
 
 def show(output: Path, llm: Any, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graft.cli.load import load_llm
-from graft.cli.options import DEFAULT_MODEL, CacheMemory, Device, DType, Model, TrustRemoteCode
+from graft.cli.options import DEFAULT_MODEL, CacheMemory, Device, DType, Model, TrustRemoteCode, UseCache
 
 if TYPE_CHECKING:
     from graft.engine.kv.events import Event
@@ -28,6 +28,7 @@ def events(
     device: Device = "auto",
     kv_cache_memory: CacheMemory = None,
     trust_remote_code: TrustRemoteCode = False,
+    use_cache: UseCache = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, and nothing else.")] = False,
 ) -> None:
     """Answer prompts and print the life cycle of the cache's blocks, as a table or (--json) as JSON lines."""
@@ -39,7 +40,7 @@ def events(
     with progress_bar() as progress:
         llm = load_llm(
             model, progress, dtype=dtype, device=device, kv_cache_memory=kv_cache_memory,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=trust_remote_code, use_cache=use_cache,
         )  # fmt: skip
         told += [("start", event) for event in llm.kv_cache_events()]
         given: list[Any] = list(prompts or PROMPTS)

@@ -28,6 +28,7 @@ from graft.cli.options import (
     Plugins,
     Presence,
     Quantize,
+    Recompile,
     Repetition,
     Seed,
     Sets,
@@ -36,6 +37,7 @@ from graft.cli.options import (
     TopK,
     TopP,
     TrustRemoteCode,
+    UseCache,
 )
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from graft.engine.llm import LLM
     from graft.engine.params import SamplingParams
 
+Compare = Annotated[bool, typer.Option(help="Also time plain Hugging Face eager, and compare logits with float64.")]
+Dump = Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")]
 Verify = Annotated[bool, typer.Option(help="Check every match numerically: run it beside what it replaced.")]
 
 
@@ -63,9 +67,7 @@ def run(
     stop: Stop = None,
     chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
     token_ids: Annotated[str | None, typer.Option(help="A prompt as token ids: 1,2,3.")] = None,
-    compare: Annotated[
-        bool, typer.Option(help="Also time plain Hugging Face eager, and compare logits with float64.")
-    ] = False,
+    compare: Compare = False,
     table: Annotated[bool, typer.Option(help="Print the pipeline table.")] = False,
     dtype: DType = "auto",
     device: Device = "auto",
@@ -79,34 +81,41 @@ def run(
     kv_cache_dtype: CacheDtype = "auto",
     max_model_len: MaxModelLen = None,
     trust_remote_code: TrustRemoteCode = False,
+    use_cache: UseCache = True,
+    recompile: Recompile = False,
     nvtx: Nvtx = False,  # noqa: ARG001 (its callback does it)
-    dump: Annotated[str | None, typer.Option(help="Write graph dumps to this folder.", metavar="DIR")] = None,
+    dump: Dump = None,
     as_json: Json = False,
 ) -> None:
     """Complete prompts with a model."""
     from graft.cli.show import progress_bar
 
     sets = [*(sets or ()), *(["verify=matches"] if verify else [])]
+    given = read_prompts(prompts, token_ids)
     params = sampling_params(
         stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
         n=n, logprobs=logprobs,
     )  # fmt: skip
-    given = read_prompts(prompts, token_ids)
     with progress_bar() as progress:
         llm = load_llm(
             model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
             dump_dir=dump, quantize=quantize, keep_weights=compare, kv_cache_memory=kv_cache_memory,
             kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code,
+            use_cache=use_cache, recompile=recompile,
         )  # fmt: skip
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
         live = not as_json and len(asked) == n == 1 and logprobs is None and llm.tokenizer is not None
         outputs = [] if live else llm.generate(asked, params, progress=progress)
     if live:
         stream(llm, asked[0], params)
-    right = [prompt for prompt, output in zip(asked, outputs, strict=True) if not output.error] if outputs else asked
-    speeds = measure(llm, right, compare)
+    speeds = measure(llm, answered(asked, outputs), compare)
     show(llm, given, outputs, speeds, as_json=as_json, table=table, verify=verify, compare=compare)
+
+
+def answered(asked: list[Any], outputs: list[Output]) -> list[Any]:
+    """The prompts without an error; one that was streamed has no output here."""
+    return [prompt for prompt, output in zip(asked, outputs, strict=True) if not output.error] if outputs else asked
 
 
 def show(

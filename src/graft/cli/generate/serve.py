@@ -17,8 +17,10 @@ from graft.cli.options import (
     Model,
     Plugins,
     Quantize,
+    Recompile,
     Sets,
     TrustRemoteCode,
+    UseCache,
 )
 
 Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every interface.")]
@@ -117,6 +119,8 @@ def serve(
     kv_cache_memory: CacheMemory = None,
     kv_cache_dtype: CacheDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    use_cache: UseCache = True,
+    recompile: Recompile = False,
     json_logs: JsonLogs = False,
 ) -> None:
     """Serve a model over HTTP as OpenAI's API has it: chat, completions, streams, metrics."""

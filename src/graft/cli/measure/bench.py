@@ -156,7 +156,8 @@ def bench_engine(
     with use_threads(plan.threads), phase_lines(peers) as progress:
         clock = PhaseClock(progress)
         llm = load_llm(
-            model, clock, **given, keep_weights=module_runs, max_num_seqs=max(max_num_seqs, *plan.batches),
+            model, clock, **given, keep_weights=module_runs, use_cache=False,
+            max_num_seqs=max(max_num_seqs, *plan.batches),
             options_for=lambda loaded: cache_options(loaded, plan, kv_cache_memory),
         )  # fmt: skip
         notes = {"command": shlex.join(["graft", *sys.argv[1:]]), "build_phases": clock.phases()}

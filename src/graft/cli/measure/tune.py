@@ -56,7 +56,7 @@ def tune(
     with progress_bar() as progress:
         llm = load_llm(
             model, progress, dtype="bfloat16", device=str(device), quantize=quantize, enforce_eager=True,
-            kv_cache_memory=CACHE, trust_remote_code=trust_remote_code,
+            kv_cache_memory=CACHE, trust_remote_code=trust_remote_code, use_cache=False,
         )  # fmt: skip
         shapes = model_shapes(llm.graph_module)
         if not shapes:

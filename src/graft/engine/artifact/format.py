@@ -9,7 +9,8 @@ native/step.so, .cpp     the compiled step, and the C++ that it was made of
 native/step.json         how its regions are called
 kernels/<key>/…          Triton's compiled kernels and launchers, by its own keys
 tuned.json               the measured choices that were used
-weights.safetensors      as kernels read them; mapped, or streamed to a GPU
+references.json          which weights are bytes of the checkpoint, and where they lie in it
+weights.safetensors      the others, as kernels read them; mapped, or streamed to a GPU
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from pathlib import Path
 from graft.base.manifest import MANIFEST, FolderKind, is_marked
 
 ENGINE = FolderKind(
-    "graft engine", 1, "a compiled engine", "`graft compile MODEL -o DIR` writes one", "compile the model again"
+    "graft engine", 2, "a compiled engine", "`graft compile MODEL -o DIR` writes one", "compile the model again"
 )
 GRAPH, REPORT, CONFIG, WEIGHTS = "graph.json", "report.json", "config.json", "weights.safetensors"
-TOKENIZER, KERNELS, TUNED = "tokenizer", "kernels", "tuned.json"
+TOKENIZER, KERNELS, TUNED, REFERENCES = "tokenizer", "kernels", "tuned.json", "references.json"
 OBJECT, SOURCE, STEP = "native/step.so", "native/step.cpp", "native/step.json"
 
 

@@ -16,11 +16,22 @@ from torch import Tensor
 
 from graft.backends.lowered import Lowered
 from graft.base.errors import ArtifactError, DumpError, UsageError
-from graft.base.files import Progress
 from graft.base.kernel_cache import adopt_platform, record, seed
-from graft.base.manifest import OpenFolder
-from graft.engine.artifact.format import CONFIG, ENGINE, GRAPH, KERNELS, OBJECT, REPORT, STEP, TUNED, WEIGHTS
+from graft.base.manifest import OpenCheckpoint, OpenFolder
+from graft.engine.artifact.format import (
+    CONFIG,
+    ENGINE,
+    GRAPH,
+    KERNELS,
+    OBJECT,
+    REFERENCES,
+    REPORT,
+    STEP,
+    TUNED,
+    WEIGHTS,
+)
 from graft.engine.artifact.model import StoredConfig, StoredModule
+from graft.engine.artifact.request import SILENT, Starter
 from graft.engine.artifact.target import again, check_target
 from graft.engine.artifact.tokenizer import read_tokenizer
 from graft.engine.build import build_engine
@@ -34,6 +45,7 @@ from graft.ops.fused_linear.choice import adopt
 from graft.ops.fused_linear.tables import parse_table
 from graft.weights.mapped import map_tensors, stream_tensors
 from graft.weights.quantize import Saving
+from graft.weights.references import read_references
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -42,9 +54,11 @@ if TYPE_CHECKING:
 
 
 def load_engine(
-    path: Path, sizes: EngineOptions, asked: Mapping[str, Any], progress: Progress | None = None
+    path: Path, sizes: EngineOptions, asked: Mapping[str, Any], starter: Starter = SILENT, said: str = ""
 ) -> EngineParts:
-    """asked: what LLM was asked for; what contradicts the folder is refused, since nothing is compiled anew."""
+    """asked: what LLM was asked for; what contradicts the folder is refused, since nothing is compiled anew. said:
+    where it is from, for the report, if it is one of graft's cache."""
+    progress = starter.progress
     tell = progress or (lambda *_: None)
     tell("opening the compiled engine", 0, 1)
     folder = OpenFolder(path, ENGINE)
@@ -54,6 +68,7 @@ def load_engine(
         device = check_request(path, manifest, sizes, asked)
         check_target(path, manifest, device)
         model = stored_model(folder, sizes)
+        sizes = starter.sizes(sizes, model)
         carried = seed_kernels(folder) if device.type == "cuda" else None
         tell("mapping the weights", 0, 1)
         weights = read_weights(folder, device)
@@ -68,11 +83,11 @@ def load_engine(
         backend=lowered.backend, progress=progress, ends=frozenset(manifest["model"]["end_tokens"]),
     )  # fmt: skip
     checked = self_check(engine, model, cache.names, quantized=manifest["quantized_weights"], wanted=sizes.self_check)
-    said = (f"compiled engine: {path}, {made_here(carried)}", *lowered.notes, checked)
+    notes = (f"{said or f'compiled engine: {path}'}, {made_here(carried)}", *lowered.notes, checked)
     return EngineParts(
         engine, model, device, lowered.backend, size, cache, partial(read_graph, path, texts[0], weights),
-        partial(read_report, texts[1], said), saving(manifest["quantized"]), manifest["quantized_weights"],
-        manifest["kernels"],
+        partial(read_report, texts[1], notes), saving(manifest["quantized"]), manifest["quantized_weights"],
+        manifest["kernels"], kept_at=path if said else None,
     )  # fmt: skip
 
 
@@ -96,15 +111,6 @@ def made_here(carried: int | None) -> str:
     made = len(record().made) if carried is not None else 0
     brought = "" if carried is None else f"{carried} kernels of Triton were brought along, "
     return f"{brought}{made} were compiled" if made else f"{brought}nothing was compiled"
-
-
-def loaded_model(path: str | Path) -> LoadedModel:
-    """The model of a compiled engine, without its weights: for those who must know its sizes before it is loaded."""
-    folder = OpenFolder(Path(path), ENGINE)
-    try:
-        return stored_model(folder, EngineOptions())
-    finally:
-        folder.close()
 
 
 def check_request(
@@ -140,14 +146,33 @@ def stored_model(folder: OpenFolder, sizes: EngineOptions) -> LoadedModel:
     module: Any = StoredModule(config, getattr(torch, about["dtype"]))
     family = families().get(about["family"])
     tokenizer = read_tokenizer(folder, folder.manifest["fast_tokenizer"])
-    return LoadedModel(about["name"], module, tokenizer, family, sizes.context(about["context"]))
+    return LoadedModel(
+        about["name"], module, tokenizer, family, sizes.context(about["context"]), notes=tuple(about["notes"])
+    )
 
 
 def read_weights(folder: OpenFolder, device: torch.device) -> dict[str, Tensor]:
     """On a CPU pages of the file, which are shared and read when they are needed."""
     file, descriptor = folder.path / WEIGHTS, folder.descriptors[WEIGHTS]
     found = map_tensors(file, descriptor) if device.type == "cpu" else stream_tensors(file, descriptor, device)
+    if folder.manifest["checkpoint"] is not None:
+        found |= referred_weights(folder, device)
     folder.take(WEIGHTS)  # what was read is what was written
+    return found
+
+
+def referred_weights(folder: OpenFolder, device: torch.device) -> dict[str, Tensor]:
+    """Out of the checkpoint, whose files are checked like the folder's own."""
+    about = folder.manifest["checkpoint"]
+    checkpoint = OpenCheckpoint(Path(about["folder"]), about["files"], ENGINE)
+    try:
+        checkpoint.start_checks()
+        data = json.loads(folder.text(REFERENCES))
+        found = read_references(data, checkpoint.path, checkpoint.descriptors, device)
+        for name in about["files"]:
+            checkpoint.take(name)
+    finally:
+        checkpoint.close()
     return found
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ from graft.backends.native.stored import NativeStep, plain_shell, program_data, 
 from graft.base.errors import ArtifactError, DumpError
 from graft.base.files import Progress, atomic_folder
 from graft.base.kernel_cache import launcher_platform, record, used_files
-from graft.base.manifest import MANIFEST, is_marked, write_manifest
+from graft.base.manifest import MANIFEST, OWN_KEYS, OpenFolder, fingerprint, is_marked, write_manifest
 from graft.engine.artifact.format import (
     CONFIG,
     ENGINE,
     GRAPH,
     KERNELS,
     OBJECT,
+    REFERENCES,
     REPORT,
     SOURCE,
     STEP,
@@ -42,20 +45,35 @@ from graft.engine.parts import EngineParts
 from graft.ir.edit import attribute
 from graft.ir.io.serial import graph_to_json
 from graft.ir.nodes import tensor_val
+from graft.ir.verify import module_state
 from graft.ops.fused_linear.choice import tuned_file
 from graft.ops.launch import device_name
 from graft.passes.report import Report
 from graft.weights.mapped import write_mapped
 from graft.weights.named_tensors import entries_data, pack
+from graft.weights.references import find_references
 
 PROMPTS = (3, 60, 500, 2000)  # tokens
 
 
 def save_engine(
-    parts: EngineParts, path: Path, *, overwrite: bool, made_by: tuple[str, ...], progress: Progress | None = None
+    parts: EngineParts,
+    path: Path,
+    *,
+    overwrite: bool,
+    made_by: tuple[str, ...],
+    progress: Progress | None = None,
+    kept_for: Mapping[str, str] | None = None,
+    with_weights: bool = False,
 ) -> None:
-    """A folder that graft did not write is never touched; an engine is replaced with `overwrite` alone."""
+    """A folder that graft did not write is never touched; an engine is replaced with `overwrite` alone.
+
+    kept_for: the parts of its key, for one in graft's cache. with_weights: all of them are in the folder; without it,
+    those that lie in the model's own folder as kernels read them stay there, if they are most of them.
+    """
     check_place(path, overwrite)
+    if parts.kept_at is not None:
+        return copy_engine(parts.kept_at, path, overwrite=overwrite, made_by=made_by)
     refuse_unsavable(parts, path)
     tell = progress or (lambda *_: None)
     with written(path), atomic_folder(path, lambda: check_place(path, overwrite)) as folder:
@@ -71,12 +89,58 @@ def save_engine(
             write_kernels(folder / KERNELS)
             write_tuned(tuned_file(device_name(parts.device)), folder / TUNED)
         tell("writing the weights", 0, 1)
+        checkpoint = None if with_weights else refer(parts.model.folder, weights, folder)
         write_mapped(folder / WEIGHTS, weights)
         tell("checking what was written", 0, 1)
-        about = {**describe(parts), "tensors": tensors, "native": native, "fast_tokenizer": fast}
+        about = {
+            **describe(parts),
+            "tensors": tensors,
+            "native": native,
+            "fast_tokenizer": fast,
+            "checkpoint": checkpoint,
+        }
         if parts.device.type == "cuda":
             about["launcher_platform"] = launcher_platform()
+        if kept_for is not None:
+            about["kept_for"] = dict(kept_for)
         write_manifest(folder, {**about, "made_by": made_by or ("compile", parts.model.name)}, ENGINE)
+
+
+def refer(checkpoint: Path | None, weights: dict[str, Tensor], folder: Path) -> dict[str, Any] | None:
+    """Takes those out of `weights` that the checkpoint has; what is to be known of its files."""
+    found = find_references(checkpoint, weights) if checkpoint is not None else {}
+    if checkpoint is None or 2 * sum(one.size for one in found.values()) < sum(t.nbytes for t in weights.values()):
+        return None
+    for name in found:
+        del weights[name]
+    (folder / REFERENCES).write_text(json.dumps({name: one.to_data() for name, one in found.items()}))
+    files = sorted({file for one in found.values() for file, _, _ in one.pieces})
+    return {"folder": str(checkpoint), "files": {name: fingerprint(checkpoint / name) for name in files}}
+
+
+def copy_engine(source: Path, path: Path, *, overwrite: bool, made_by: tuple[str, ...]) -> None:
+    """Of one in graft's cache, whose files are checked on the way."""
+    opened = OpenFolder(source, ENGINE)
+    try:
+        opened.start_checks()
+        about = {name: value for name, value in opened.manifest.items() if name not in ("kept_for", *OWN_KEYS)}
+        with written(path), atomic_folder(path, lambda: check_place(path, overwrite)) as folder:
+            for name in opened.manifest["files"]:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                with open(os.dup(opened.take(name)), "rb") as file, (folder / name).open("wb") as target:
+                    file.seek(0)
+                    shutil.copyfileobj(file, target, 1 << 22)
+            write_manifest(folder, {**about, "made_by": made_by or about["made_by"]}, ENGINE)
+    finally:
+        opened.close()
+
+
+def stored_bytes(parts: EngineParts) -> int:
+    """About what a folder of it takes: its weights."""
+    step: NativeStep | None = parts.lowered.step
+    if step is None:
+        return sum({id(t): t.nbytes for t in module_state(parts.graph_module()).values()}.values())
+    return sum(tensor.nbytes for tensor in step_weights(step).values())
 
 
 @contextmanager
@@ -163,7 +227,19 @@ def renamed_symbols(data: dict[str, Any]) -> str:
     if known & {node["name"] for node in data["nodes"]}:
         return json.dumps(data)  # a node with the name of a size: they stay as they are
     data["symbols"].sort(key=lambda entry: int(names[entry["name"]][1:]))
-    return re.sub(r"\bs\d+\b", lambda match: names.get(match[0], match[0]), json.dumps(data))
+    text = re.sub(r"\bs\d+\b", lambda match: names.get(match[0], match[0]), json.dumps(data))
+    return re.sub(r'"([s\d*+() -]*[*+][s\d*+() -]*)"', lambda match: f'"{ordered(match[1])}"', text)
+
+
+@cache
+def ordered(size: str) -> str:
+    """Factors and terms in the order of these names: sympy wrote them in that of the names before."""
+    import sympy
+
+    try:
+        return str(sympy.sympify(size))
+    except (sympy.SympifyError, TypeError, SyntaxError):  # a text that only looks like a size
+        return size
 
 
 def lasting_report(parts: EngineParts) -> Report:
@@ -223,6 +299,7 @@ def describe(parts: EngineParts) -> dict[str, Any]:
             "name": model.name,
             "family": model.family.name if model.family else None,
             "context": model.context,
+            "notes": list(model.notes),
             "dtype": str(module.dtype).removeprefix("torch."),
             "end_tokens": sorted(parts.engine.end_tokens),
         },

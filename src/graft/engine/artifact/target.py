@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import shlex
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 import graft
 from graft.backends.native.cpu import cpu_features
-from graft.base.errors import ArtifactError
+from graft.base.errors import OtherTarget
 
 ROOT = Path(graft.__file__).parent
 # what makes a graph, a kernel or a step; commands, servers and tools around them may change
@@ -58,17 +59,18 @@ def source_hash() -> str:
 
 
 def check_target(path: Path, manifest: dict[str, Any], device: torch.device) -> None:
-    """Raises ArtifactError with everything that differs, and what to do."""
+    """Raises OtherTarget with everything that differs, and what to do."""
     saved, here = manifest["built_for"], built_for(device)
     told = [difference(name, saved.get(name), here.get(name)) for name in {**saved, **here}]
     found = [text for text in told if text]
     if found:
-        raise ArtifactError(path, f"was compiled for another place: {'; '.join(found)}. {again(path, manifest)}")
+        raise OtherTarget(path, "; ".join(found), again(path, manifest))
 
 
 def again(path: Path, manifest: dict[str, Any]) -> str:
     """The command that would make it anew."""
-    return f"Compile it again: graft {' '.join(manifest['made_by'])} -o {path} --overwrite"
+    command = shlex.join(["graft", *manifest["made_by"], "-o", str(path), "--overwrite"])
+    return f"Start it with --recompile (LLM: recompile=True), or compile it again: {command}"
 
 
 def difference(name: str, saved: str | None, here: str | None) -> str:

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graft.base.files import atomic_file, cache_folder
+from graft.base.caches import CHECKS, note_use
+from graft.base.files import atomic_file
 from graft.ir.evaluate import Subprogram
 from graft.ir.nodes import OpOverload, leaves, val
 from graft.ops import OPS
@@ -37,7 +38,6 @@ from graft.passes.report import NumericCheck, read_check
 
 log = logging.getLogger("graft")
 OFF = "GRAFT_NO_CHECK_CACHE"
-FOLDER = "GRAFT_CHECK_CACHE_DIR"
 BUILT_IN = ("aten", "prims", "prim")  # namespaces that torch's version stands for
 FROM_CACHE = "from the cache"
 
@@ -66,11 +66,12 @@ class StoredChecks:
             key = digest([self.common, *facts()])
         except NoFingerprint as error:
             return replace(make(), origin=f"not stored: {error}")
-        file = cache_folder("checks", FOLDER) / f"{key}.json"
+        file = CHECKS.folder() / f"{key}.json"
         problem = ""
         if file.exists():
             found = load(file, key)
             if isinstance(found, NumericCheck):
+                note_use(file)
                 return replace(found, origin=FROM_CACHE)
             problem = f"tried again: the stored result is damaged ({found})"
             log.warning("graft: the numeric check in %s is damaged (%s); it is made anew", file, found)
@@ -172,6 +173,7 @@ def store(file: Path, key: str, check: NumericCheck) -> str:
             partial.write_text(f"{json.dumps(header(key, body))}\n{body}")
     except OSError as error:
         return f"not stored: {error}"
+    note_use(file)
     return ""
 
 

@@ -1,0 +1,111 @@
+"""From a request to an engine: out of a compiled one, out of the engine cache, or built and kept there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from graft.base.caches import note_use
+from graft.base.errors import ArtifactError, OtherTarget, UsageError
+from graft.base.manifest import OpenFolder
+from graft.engine.artifact.format import ENGINE, is_engine
+from graft.engine.artifact.kept import KeptEngine, drop, keep_engine, kept_engine
+from graft.engine.artifact.request import SIZES, EngineRequest, Starter
+from graft.engine.parts import EngineParts
+
+
+def start_engine(request: EngineRequest, starter: Starter) -> EngineParts:
+    if is_engine(request.model):
+        return from_folder(Path(request.model), request, starter)
+    if request.recompile:
+        raise UsageError(f"recompile (--recompile) is for compiled engines, and {request.model} is none")
+    kept = kept_engine(request)
+    damaged = ""
+    if kept.is_there:
+        try:
+            return from_cache(kept, request, starter)
+        except ArtifactError as error:
+            drop(kept)
+            damaged = f"; what was kept could not be used: {error}"
+    built = build(request, starter)
+    return noted(built, keep_engine(kept, built, starter.progress) + damaged)
+
+
+def from_folder(path: Path, request: EngineRequest, starter: Starter) -> EngineParts:
+    try:
+        return stored(path, request, request.against_folder(), starter)
+    except OtherTarget as error:
+        if not request.recompile:
+            raise
+        return recompiled(path, request, starter, error.differences)
+
+
+def recompiled(path: Path, request: EngineRequest, starter: Starter, differences: str) -> EngineParts:
+    """By the command that made it, in its place, and said aloud."""
+    from graft.engine.artifact.save import save_engine
+
+    made_by = made_by_of(path)
+    try:
+        again = EngineRequest.of_command(made_by)
+    except ValueError as error:
+        raise ArtifactError(path, f"cannot be recompiled: it was made by {' '.join(made_by)} ({error})") from error
+    note = f"recompiled {path}: {differences}; as by graft {' '.join(made_by)}"
+    if starter.tell:
+        starter.tell((note,))
+    own = {name: getattr(again.sizes, name) for name in SIZES}
+    built = build(replace(again, sizes=replace(request.sizes, **own), use_cache=False), starter)
+    save_engine(
+        built, path, overwrite=True, made_by=made_by, with_weights=again.with_weights, progress=starter.progress
+    )
+    return noted(built, note)
+
+
+def made_by_of(path: Path) -> tuple[str, ...]:
+    opened = OpenFolder(path, ENGINE)
+    opened.close()
+    return tuple(opened.manifest["made_by"])
+
+
+def from_cache(kept: KeptEngine, request: EngineRequest, starter: Starter) -> EngineParts:
+    assert kept.path is not None
+    said = f"engine cache: an engine that an earlier start kept ({kept.short})"
+    parts = stored(kept.path, request, request.of_kept(), starter, said)
+    note_use(kept.path)
+    return parts
+
+
+def stored(
+    path: Path, request: EngineRequest, asked: Mapping[str, Any], starter: Starter, said: str = ""
+) -> EngineParts:
+    from graft.engine.artifact.load import load_engine
+
+    return load_engine(path, request.sizes, asked, starter, said)
+
+
+def build(request: EngineRequest, starter: Starter) -> EngineParts:
+    from graft.engine.assemble import assemble
+    from graft.engine.stages import load_decoder, settings_for
+    from graft.passes.config import PipelineConfig, load_config, quantize_sets
+
+    chosen = (*request.sets, *quantize_sets(request.quantize))
+    if not isinstance(request.config, PipelineConfig):  # a wrong key is told before the model is loaded
+        load_config(request.config, sets=chosen, plugins=request.plugins)
+    loaded = load_decoder(
+        request.model, dtype=request.dtype, device=request.device, backend=request.backend,
+        quantize=request.quantize, kv_cache_dtype=request.sizes.kv_cache_dtype,
+        trust_remote_code=request.trust_remote_code, progress=starter.progress,
+    )  # fmt: skip
+    sizes = starter.sizes(request.sizes, loaded)
+    settings = settings_for(loaded, request.config, request.quantize, sets=request.sets, plugins=request.plugins)
+    return assemble(
+        loaded, sizes, settings, backend=request.backend, dump_dir=request.dump_dir, progress=starter.progress,
+        keep_weights=bool(request.keep_weights),
+    )  # fmt: skip
+
+
+def noted(parts: EngineParts, note: str) -> EngineParts:
+    """With one more note in its report."""
+    report = parts.report
+    return replace(parts, report=lambda: replace(report(), notes=(*report().notes, note)))

@@ -1,0 +1,124 @@
+"""Weights that a compiled engine leaves in their checkpoint: those whose bytes lie there as kernels read them.
+
+Merged projections are several tensors of a checkpoint one after another. Nothing is believed of names: bytes are
+compared, and what is found nowhere is packed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.base.errors import ArtifactError
+from graft.weights.mapped import (
+    ALIGN,
+    DTYPES,
+    NAMES,
+    FilePiece,
+    Located,
+    PlacedTensor,
+    content,
+    locations,
+    map_bytes,
+    stream_pieces,
+    view,
+)
+
+
+@dataclass(frozen=True)
+class Referred:
+    """pieces: file, start and bytes, in the order in which they make the tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[str, int, int], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(size for _, _, size in self.pieces)
+
+    def to_data(self) -> list[Any]:
+        return [self.dtype, list(self.shape), [list(piece) for piece in self.pieces]]
+
+
+@dataclass(frozen=True)
+class CheckpointBlock:
+    """A tensor of a checkpoint: its bytes, and where they lie."""
+
+    file: str
+    place: Located
+    data: Tensor
+
+
+def find_references(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Referred]:
+    """Of the weights that a checkpoint holds. A file that cannot be read as safetensors holds none."""
+    known: dict[tuple[Any, ...], list[CheckpointBlock]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for block in blocks(file):
+            if block.place.size:
+                known.setdefault(block_key(block.data, block.place.dtype, block.place.shape), []).append(block)
+    found = {name: tuple(pieces_of(tensor, known)) for name, tensor in weights.items() if known}
+    return {
+        name: Referred(NAMES[weights[name].dtype], tuple(weights[name].shape), pieces)
+        for name, pieces in found.items()
+        if pieces
+    }
+
+
+def blocks(file: Path) -> Iterator[CheckpointBlock]:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        data, found = map_bytes(descriptor), locations(file, descriptor)
+    except (ArtifactError, ValueError):
+        return
+    finally:
+        os.close(descriptor)
+    for place in found.values():
+        yield CheckpointBlock(file.name, place, data[place.start : place.start + place.size])
+
+
+def block_key(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Of the first row: what may begin at some row of a weight."""
+    row = data.numel() // (shape[0] if shape else 1)
+    return dtype, shape[1:], bytes(data[:row].numpy())
+
+
+def pieces_of(tensor: Tensor, known: Mapping[tuple[Any, ...], list[CheckpointBlock]]) -> list[tuple[str, int, int]]:
+    """Blocks that make up all of the tensor; none where one is lacking."""
+    if not tensor.numel() or tensor.dtype not in NAMES or not tensor.is_contiguous():
+        return []
+    flat = torch.frombuffer(content(tensor), dtype=torch.uint8)
+    row, at, found = flat.numel() // (tensor.shape[0] if tensor.dim() else 1), 0, []
+    while at < flat.numel():
+        key = tensor.dtype, tuple(tensor.shape[1:]), bytes(flat[at : at + row].numpy())
+        rest = flat[at:]
+        block = next((one for one in known.get(key, ()) if torch.equal(rest[: one.data.numel()], one.data)), None)
+        if block is None:
+            return []
+        found.append((block.file, block.place.start, block.place.size))
+        at += block.place.size
+    return found
+
+
+def read_references(
+    data: Mapping[str, Any], folder: Path, descriptors: Mapping[str, int], device: torch.device
+) -> dict[str, Tensor]:
+    """On a CPU a tensor of one aligned piece stays a page of its file; all others are read."""
+    mapped: dict[str, Tensor] = {}
+    streamed: dict[str, PlacedTensor] = {}
+    files = {name: map_bytes(descriptor) for name, descriptor in descriptors.items()} if device.type == "cpu" else {}
+    for name, (dtype, shape, pieces) in data.items():
+        file, start, size = pieces[0]
+        kind = DTYPES[dtype]
+        if files and len(pieces) == 1 and start % ALIGN == 0:
+            mapped[name] = view(files[file][start : start + size], Located(kind, tuple(shape), start, size))
+        else:
+            parts = tuple(FilePiece(folder / one, descriptors[one], begin, count) for one, begin, count in pieces)
+            streamed[name] = PlacedTensor(kind, tuple(shape), parts)
+    return mapped | stream_pieces(streamed, device)
