@@ -20,6 +20,7 @@ class Stage(StrEnum):
     """Stages run in this order."""
 
     MATCH = "match"
+    SHARD = "shard"
     FUSE = "fuse"
     STATE = "state"
     SCHEDULE = "schedule"
