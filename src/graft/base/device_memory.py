@@ -31,9 +31,12 @@ class CacheSize:
     reason: str
 
 
-def cache_size(block_bytes: int, most_blocks: int, device: torch.device, asked: int | str | None = None) -> CacheSize:
-    """As many blocks as the memory allows, and no more than the engine can ever use at once."""
-    free = free_memory(device)
+def cache_size(
+    block_bytes: int, most_blocks: int, device: torch.device, asked: int | str | None = None, *, sharers: int = 1
+) -> CacheSize:
+    """As many blocks as the memory allows, and no more than the engine can ever use at once. sharers: processes that
+    each take as much of the device's memory as this one."""
+    free = free_memory(device) // sharers
     if asked is not None:
         limit, reason = parse_size(asked), "as asked for"
         if limit > free:
@@ -43,7 +46,7 @@ def cache_size(block_bytes: int, most_blocks: int, device: torch.device, asked: 
         limit = free - max(int(free * CUDA_MARGIN), CUDA_LEAST_MARGIN)
         reason = f"{size_text(free)} are free on {device}; a margin of {size_text(free - limit)} is kept"
     else:
-        limit = min(int(free * CPU_SHARE), CPU_MOST)
+        limit = min(int(free * CPU_SHARE), CPU_MOST // sharers)
         reason = f"{size_text(free)} are free; on a CPU half of it, and at most {size_text(CPU_MOST)}, is taken"
     if limit >= most_blocks * block_bytes:
         blocks, reason = most_blocks, "all that the engine can use at once"

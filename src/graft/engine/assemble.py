@@ -7,11 +7,15 @@ from pathlib import Path
 
 from graft.base.files import Progress
 from graft.base.kernel_cache import record as record_kernels
-from graft.engine.build import build_engine
+from graft.dist.sizes import check_heads
+from graft.dist.workers import Workers
+from graft.engine.build import build_engine, fingerprint
 from graft.engine.cache_error import cache_error_text
 from graft.engine.choices import choice_notes
 from graft.engine.options import EngineOptions
 from graft.engine.parts import CacheLayout, EngineParts
+from graft.engine.ranks.leader import LeaderGraph
+from graft.engine.ranks.task import RankPlace
 from graft.engine.self_check import self_check
 from graft.engine.stages import (
     Config,
@@ -25,7 +29,7 @@ from graft.engine.stages import (
     weight_formats,
 )
 from graft.models.loaded import LoadedModel
-from graft.passes.config import quantize_sets
+from graft.passes.config import quantize_sets, shard_sets, with_sets
 
 
 def assemble(
@@ -41,16 +45,24 @@ def assemble(
     quantize: str | None,
     keep_weights: bool | None,
     trust_remote_code: bool,
+    place: RankPlace | None = None,
+    workers: Workers | None = None,
 ) -> EngineParts:
+    """place: of one of several ranks, whose part this is. workers: the processes of the others, on rank 0."""
     given = model if isinstance(model, LoadedModel) else None
     quantize_sets(quantize)  # a wrong format is told before the model is loaded
     loaded = given or load_decoder(
         model,  # pyrefly: ignore
-        dtype=dtype, device=device, backend=backend, quantize=quantize, kv_cache_dtype=sizes.kv_cache_dtype,
+        dtype=dtype, device=device, backend=backend, quantize=floats(quantize, place),
+        kv_cache_dtype=sizes.kv_cache_dtype,
         trust_remote_code=trust_remote_code, progress=progress,
     )  # fmt: skip
     loaded = replace(loaded, context=sizes.context(loaded.context))
     settings = settings_for(loaded, config, quantize)
+    if place is not None:
+        check_heads(loaded.module.config, place.world, loaded.name)
+        place.group.agree("checkpoint", fingerprint(loaded, loaded.module))
+        settings = with_sets(settings, shard_sets(place.rank, place.world))
     cache = cache_dtype_of(sizes.kv_cache_dtype, next(loaded.module.parameters()).device)
     target = target_of(loaded, settings, backend, cache)
     keep = (given is not None if keep_weights is None else keep_weights) and loaded.lazy is None
@@ -63,11 +75,15 @@ def assemble(
     lowered = lower(loaded, made, settings, target, keep_weights=keep)
     engine, size = build_engine(
         lowered.call, loaded, made.layers, made.block_size, sizes, target.device, backend=lowered.backend,
-        progress=progress, content=made.content,
+        progress=progress, content=made.content, place=place,
     )  # fmt: skip
+    if place is not None and place.rank == 0:
+        leader = LeaderGraph(lowered.call, place.group, workers)
+        engine.graph, engine.copy = leader, leader.copy
     quantized = bool(weight_formats(settings))
-    checked = self_check(engine, loaded, made.layer_names, quantized=quantized, wanted=sizes.self_check)
-    if cache is not None and sizes.self_check:
+    wanted = sizes.self_check and (place is None or place.rank == 0)
+    checked = self_check(engine, loaded, made.layer_names, quantized=quantized, wanted=wanted)
+    if cache is not None and sizes.self_check and place is None:
         checked += f"; {cache_error_text(engine, loaded, lowered.backend)}"
     if keep_weights and loaded.floats is not None:
         loaded = replace(loaded, module=loaded.floats(), lazy=None, floats=None)
@@ -82,3 +98,8 @@ def assemble(
         engine, loaded, target.device, lowered.backend, size, layout, lambda: made.graph_module, lambda: report,
         made.quantized, quantized, settings.kernels, settings, lowered, lasting,
     )  # fmt: skip
+
+
+def floats(quantize: str | None, place: RankPlace | None) -> str | None:
+    """Parts are cut from floats: the blocks of a GGUF file are read as such."""
+    return "none" if quantize is None and place is not None else quantize

@@ -19,6 +19,7 @@ from graft.engine.kv.events import EventQueue
 from graft.engine.kv.manager import BlockManager
 from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block
 from graft.engine.options import EngineOptions
+from graft.engine.ranks.task import RankPlace
 from graft.engine.scheduler import Scheduler
 from graft.models.loaded import LoadedModel
 from graft.weights.quantize import FP8
@@ -37,16 +38,20 @@ def build_engine(
     progress: Progress | None = None,
     record: bool | None = None,
     ends: frozenset[int] | None = None,
+    place: RankPlace | None = None,
 ) -> tuple[Engine, str]:
     """The engine, and a line about the size of its cache.
 
     content: the fingerprint of the weights that the graph reads. ends: the end tokens, where the module
-    does not know them. record: whether decode steps are captured; None: where that is of use (see loop_problem).
+    does not know them. place: of one of several ranks, which all have as many blocks. record: whether decode steps are captured; None: where that is of use (see loop_problem).
     """
     size = bytes_per_block(layers, block_size)
     most = options.max_num_seqs * -(-model.context // block_size)
-    found = cache_size(size, most, device, options.kv_cache_memory)
-    problem = loop_problem(device, backend, options)
+    found = cache_size(size, most, device, options.kv_cache_memory, sharers=place.sharers if place else 1)
+    problem = loop_problem(device, backend, options, ranks=place.world if place else 1)
+    if place is not None:
+        blocks = place.group.least(found.blocks)
+        found = replace(found, blocks=blocks, bytes=blocks * size)
     record = problem is None if record is None else record
     try:
         tensors = allocate(layers, found.blocks + record, block_size, device)  # one block more for padding rows

@@ -5,18 +5,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graft.base.errors import UsageError, near
 from graft.base.files import Progress
+from graft.dist.sizes import check_size
 from graft.engine.artifact.format import is_engine
 from graft.engine.frontend import Frontend
 from graft.engine.kv.events import Event
 from graft.engine.kv.subscription import EventSubscription
 from graft.engine.options import EngineOptions
 from graft.engine.parts import EngineParts
+from graft.engine.ranks.leader import LeaderGraph
 from graft.models.loaded import LoadedModel
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ class LLM(Frontend):
     loaded the model itself, it frees the weights that were quantized, or packed for native kernels, and
     `llm.model.module` refuses to run; a LoadedModel of the caller keeps them. keep_weights says it either way; of a
     file's own blocks it makes a second, dequantised copy. trust_remote_code: Python code that comes with a model's
-    folder may run; without it, it never does.
+    folder may run; without it, it never does. tensor_parallel_size: so many processes compute the model together,
+    each with its part of the weights and of the cache (docs/scale.md); this one is rank 0, and ends the others.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class LLM(Frontend):
         quantize: str | None = None,
         keep_weights: bool | None = None,
         trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
         **options: Any,
     ) -> None:
         sizes = engine_options(options)
@@ -58,7 +62,10 @@ class LLM(Frontend):
             "dtype": dtype, "device": device, "config": config, "backend": backend, "dump_dir": dump_dir,
             "quantize": quantize, "keep_weights": keep_weights, "trust_remote_code": trust_remote_code,
         }  # fmt: skip
-        if is_engine(model):
+        check_size(tensor_parallel_size)
+        if tensor_parallel_size > 1:
+            parts = self.on_ranks(model, sizes, asked, tensor_parallel_size, progress)
+        elif is_engine(model):
             from graft.engine.artifact.load import load_engine
 
             parts = load_engine(Path(str(model)), sizes, asked, progress)
@@ -69,6 +76,25 @@ class LLM(Frontend):
         self.parts: EngineParts = parts
         self.engine, self.size, self.model, self.cache = parts.engine, parts.size, parts.model, parts.cache
         self.device, self.backend, self.quantized = parts.device, parts.backend, parts.quantized
+
+    def on_ranks(
+        self, model: Any, sizes: EngineOptions, asked: Mapping[str, Any], world: int, progress: Progress | None
+    ) -> EngineParts:
+        """The engine of rank 0, with the others in processes of their own; they end with this LLM."""
+        if isinstance(model, LoadedModel) or is_engine(model):
+            what = "a model that is loaded already" if isinstance(model, LoadedModel) else "a compiled engine"
+            raise UsageError(f"tensor_parallel_size={world}: every rank loads its part, of a name or folder, not {what}")
+        if asked["keep_weights"]:
+            raise UsageError(f"tensor_parallel_size={world}: every rank keeps its part of the weights, not all of them")
+        from graft.engine.ranks.start import close_ranks, start_ranks
+        from graft.engine.ranks.task import RankTask
+
+        parts = start_ranks(RankTask(str(model), sizes, {**asked, "dump_dir": None}), world, progress)
+        leader = parts.engine.graph
+        if leader.workers is not None:
+            leader.workers.on_failure = partial(setattr, parts.engine, "broken")
+        weakref.finalize(self, close_ranks, leader)
+        return parts
 
     @cached_property
     def graph_module(self) -> GraphModule:
@@ -117,7 +143,8 @@ class LLM(Frontend):
     @property
     def report(self) -> Report:
         """What was built, with what the engine has had to say since."""
-        return replace(self.built, notes=(*self.built.notes, *self.engine.notes, self.size))
+        ranks = (self.engine.graph.note,) if isinstance(self.engine.graph, LeaderGraph) else ()
+        return replace(self.built, notes=(*self.built.notes, *self.engine.notes, *ranks, self.size))
 
 
 def engine_options(options: Mapping[str, Any]) -> EngineOptions:

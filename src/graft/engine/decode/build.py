@@ -21,12 +21,14 @@ from graft.ops.launch import pdl_problem
 PROMPTS = "the largest step with prompts"
 
 
-def loop_problem(device: torch.device, backend: str, options: EngineOptions) -> str | None:
+def loop_problem(device: torch.device, backend: str, options: EngineOptions, ranks: int = 1) -> str | None:
     """Why decode steps are not captured, or None."""
     if options.enforce_eager:
         return "enforce_eager was asked for"
     if device.type != "cuda":
         return f"the model is on {device}"
+    if ranks > 1:
+        return f"the {ranks} ranks are told each step one by one"
     if backend != "eager":
         return f"backend {backend!r} runs each step as it always does"
     return None

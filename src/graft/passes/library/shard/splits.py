@@ -60,11 +60,6 @@ def kv_share(heads: int, kv_heads: int, wanted: Ranges, node: Node) -> Ranges:
     return ((first // group, (last - 1) // group + 1),)
 
 
-def fits(heads: int, kv_heads: int, world: int) -> bool:
-    """Whether attention can be split by heads; key-value heads are repeated where there are fewer than ranks."""
-    return heads % world == 0 and (kv_heads % world == 0 or world % kv_heads == 0)
-
-
 # ── what a call needs of its arguments for a part of its result ─────────────────────────────────────────────────
 
 
