@@ -31,6 +31,7 @@ def load_llm(
     keep_weights: bool = False,
     trust_remote_code: bool = False,
     options_for: Callable[[LoadedModel], Mapping[str, Any]] | None = None,
+    tensor_parallel_size: int = 1,
     **options: Any,
 ) -> LLM:
     """The model's own settings lie between the defaults and what the user gave. `options` go to LLM, and so do those
@@ -38,6 +39,11 @@ def load_llm(
 
     keep_weights: the Hugging Face module is used as well, so quantizing must leave it its weights.
     """
+    if tensor_parallel_size != 1:
+        return load_on_ranks(
+            model, progress, tensor_parallel_size, config, sets, plugins, dtype=dtype, device=device,
+            quantize=quantize, keep_weights=keep_weights or None, trust_remote_code=trust_remote_code, **options,
+        )  # fmt: skip
     from graft.cli.show import tell_notes
     from graft.engine.artifact.format import is_engine
     from graft.engine.llm import LLM, engine_options
@@ -66,3 +72,23 @@ def load_llm(
     settings = settings_for(loaded, config, quantize, **given)
     more = options_for(loaded) if options_for else {}
     return LLM(loaded, config=settings, progress=progress, keep_weights=keep_weights, **options, **more)
+
+
+def load_on_ranks(
+    model: str,
+    progress: Progress,
+    size: int,
+    config: str | None,
+    sets: Sequence[str] | None,
+    plugins: Sequence[str] | None,
+    **options: Any,
+) -> LLM:
+    """Every rank loads its part by itself: what the user gave goes to each as one mapping."""
+    from graft.base.errors import UsageError
+    from graft.engine.llm import LLM
+    from graft.passes.config import load_config, nested, quantize_sets
+
+    if plugins:
+        raise UsageError("--tensor-parallel: --plugin is not handed to the other ranks; install the plugin's package")
+    load_config(config, sets=(*(sets or ()), *quantize_sets(options["quantize"])))  # told before anything starts
+    return LLM(model, progress=progress, config=nested(config, sets or ()), tensor_parallel_size=size, **options)

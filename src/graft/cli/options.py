@@ -80,4 +80,12 @@ Quantize = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let Python code that comes with the model's folder run.")
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel",
+        help="So many processes compute the model together, each with its part of the weights and the cache.",
+        metavar="N",
+    ),
+]
 DEFAULT_MODEL = "smollm2-135m"

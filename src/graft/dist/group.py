@@ -14,7 +14,8 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from graft.base.errors import GraftError, RanksDiffer, UsageError
+from graft.base.errors import RanksDiffer, UsageError
+from graft.ops import ranks
 
 STUCK = timedelta(minutes=10)  # one exchange takes milliseconds; a first step may compile for minutes
 IDLE = timedelta(days=365)  # a rank without work waits for the next message
@@ -34,6 +35,7 @@ class TorchGroup:
     seconds: float = 0.0
     calls: int = 0
     bytes: int = 0
+    broken: bool = False  # a rank is gone
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
@@ -73,32 +75,44 @@ class TorchGroup:
         distributed.all_reduce(found, op=distributed.ReduceOp.MIN, group=self.messages)
         return int(found)
 
+    def enter(self) -> None:
+        """This process computes with the others from now on."""
+        ranks.join(self)
+
     def leave(self) -> None:
+        ranks.join(None)
         if distributed.is_initialized():
             distributed.destroy_process_group()
 
 
 def connect(rank: int, world: int, backend: str, store: Any = None) -> TorchGroup:
     """Meets the other ranks, at `store` or where the environment says (torchrun: MASTER_ADDR, MASTER_PORT)."""
+    for group in ranks.PROCESS:
+        if isinstance(group, TorchGroup) and group.broken:
+            group.leave()
     if distributed.is_initialized():
         raise UsageError("this process is a rank of another model already; load one LLM with several ranks a process")
     if not distributed.is_available() or not available(backend):
         raise UsageError(f"this build of torch has no {backend}, which ranks exchange numbers with")
-    where = {"store": store} if store is not None else {"init_method": "env://"}
-    try:
-        distributed.init_process_group(backend, rank=rank, world_size=world, timeout=STUCK, **where)
-    except (RuntimeError, ValueError) as error:
-        raise meeting_failed(error) from error
+    store = store if store is not None else launched_store(rank, world)
+    distributed.init_process_group(backend, rank=rank, world_size=world, timeout=STUCK, store=store)
     messages = distributed.new_group(backend="gloo", timeout=IDLE)
     return TorchGroup(rank, world, backend, distributed.group.WORLD, messages)
 
 
-def meeting_failed(error: BaseException) -> GraftError:
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    address = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '?')}"
-    if "EADDRINUSE" in str(error) or "in use" in str(error):
-        return UsageError(f"the ranks cannot meet at {address}: the port is in use; set MASTER_PORT to another")
-    return UsageError(f"the ranks cannot meet at {address}: {text}")
+def launched_store(rank: int, world: int) -> Any:
+    """Where the ranks of torchrun meet. Made here, and not by init_process_group: one that fails in there leaves a
+    count behind, by which the groups of a later one have other names on each rank."""
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = distributed.TCPStore(host, int(port), world, is_master=hosts, timeout=STUCK, wait_for_workers=False)
+    except (RuntimeError, ValueError) as error:
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        used = "EADDRINUSE" in str(error) or "in use" in str(error)
+        why = "the port is in use; set MASTER_PORT to another" if used else told
+        raise UsageError(f"the ranks cannot meet at {host}:{port}: {why}") from error
+    return distributed.PrefixStore("graft", store)
 
 
 def available(backend: str) -> bool:

@@ -1,6 +1,6 @@
 """What rank 0 tells the others: a kind and some tensors of int64, in one broadcast where they are short.
 
-    ints   total, kind, number of tensors, then dims and sizes of each, then all their elements
+ints   total, kind, number of tensors, then dims and sizes of each, then all their elements
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The processes of the other ranks on this machine: started by rank 0, watched by it, and gone when it is.
 
-    rank 0   Popen(python -m graft.engine.ranks.worker)  ──▶  rank 1 … world - 1
+    rank 0   Popen(python -m graft.engine.launch.worker)  ──▶  rank 1 … world - 1
              what to load, down the pipe of their standard input; its end ends them
 
 A worker's output goes to a file; when it dies by itself, the last of it is the reason that rank 0 tells.
@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ LEAVING = 5.0  # seconds that a worker has to end
 TOLD = 5.0  # seconds between a broken connection and the end of the process that broke it
 JOINING = 600.0  # seconds that workers have to import torch on a busy machine
 LAST_LINES = 12
-MODULE = "graft.engine.ranks.worker"
+MODULE = "graft.engine.launch.worker"
 
 
 @dataclass(eq=False)
@@ -116,11 +117,9 @@ def log_file(folder: Path, rank: int) -> Path:
 def hand_over(process: subprocess.Popen[bytes], message: Mapping[str, Any]) -> None:
     data = pickle.dumps(message)
     assert process.stdin is not None
-    try:
+    with suppress(BrokenPipeError):  # it is gone; `watch` tells why
         process.stdin.write(struct.pack("<Q", len(data)) + data)
         process.stdin.flush()
-    except BrokenPipeError:
-        pass  # it is gone; `watch` tells why
 
 
 def take_over() -> dict[str, Any]:
@@ -139,10 +138,8 @@ def end_with_input() -> None:
 
 def close_input(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
-        try:
+        with suppress(BrokenPipeError):
             process.stdin.close()
-        except BrokenPipeError:
-            pass
 
 
 def ended(code: int) -> str:

@@ -42,8 +42,9 @@ def build_engine(
 ) -> tuple[Engine, str]:
     """The engine, and a line about the size of its cache.
 
-    content: the fingerprint of the weights that the graph reads. ends: the end tokens, where the module
-    does not know them. place: of one of several ranks, which all have as many blocks. record: whether decode steps are captured; None: where that is of use (see loop_problem).
+    content: the fingerprint of the weights that the graph reads. ends: the end tokens, where the module does not
+    know them. place: of one of several ranks, which all have as many blocks. record: whether decode steps are
+    captured; None: where that is of use (see loop_problem).
     """
     size = bytes_per_block(layers, block_size)
     most = options.max_num_seqs * -(-model.context // block_size)

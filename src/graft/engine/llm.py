@@ -9,10 +9,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graft.base.errors import UsageError, near
+from graft.base.errors import RankFailed, UsageError, near
 from graft.base.files import Progress
 from graft.dist.sizes import check_size
 from graft.engine.artifact.format import is_engine
+from graft.engine.engine import Engine
 from graft.engine.frontend import Frontend
 from graft.engine.kv.events import Event
 from graft.engine.kv.subscription import EventSubscription
@@ -83,16 +84,21 @@ class LLM(Frontend):
         """The engine of rank 0, with the others in processes of their own; they end with this LLM."""
         if isinstance(model, LoadedModel) or is_engine(model):
             what = "a model that is loaded already" if isinstance(model, LoadedModel) else "a compiled engine"
-            raise UsageError(f"tensor_parallel_size={world}: every rank loads its part, of a name or folder, not {what}")
+            raise UsageError(
+                f"tensor_parallel_size={world}: every rank loads its part, of a name or folder, not {what}"
+            )
         if asked["keep_weights"]:
-            raise UsageError(f"tensor_parallel_size={world}: every rank keeps its part of the weights, not all of them")
-        from graft.engine.ranks.start import close_ranks, start_ranks
+            raise UsageError(
+                f"tensor_parallel_size={world}: every rank keeps its part of the weights, not all of them"
+            )
+        from graft.engine.launch.start import close_ranks, start_ranks
         from graft.engine.ranks.task import RankTask
 
-        parts = start_ranks(RankTask(str(model), sizes, {**asked, "dump_dir": None}), world, progress)
+        parts = start_ranks(RankTask(str(model), sizes, asked), world, progress)
         leader = parts.engine.graph
+        assert isinstance(leader, LeaderGraph)
         if leader.workers is not None:
-            leader.workers.on_failure = partial(setattr, parts.engine, "broken")
+            leader.workers.on_failure = partial(rank_lost, parts.engine, leader)
         weakref.finalize(self, close_ranks, leader)
         return parts
 
@@ -120,6 +126,8 @@ class LLM(Frontend):
         """
         from graft.engine.artifact.save import save_engine
 
+        if isinstance(self.engine.graph, LeaderGraph):
+            raise UsageError("an engine on several ranks cannot be saved: each rank has its part; save it with one")
         save_engine(self.parts, Path(path), overwrite=overwrite, made_by=tuple(made_by), progress=progress)
 
     def kv_cache_events(self, timeout: float | None = None) -> list[Event]:
@@ -153,3 +161,9 @@ def engine_options(options: Mapping[str, Any]) -> EngineOptions:
         if name not in known:
             raise UsageError(f"unknown option {name!r} of LLM{near(name, known)}")
     return EngineOptions(**options)
+
+
+def rank_lost(engine: Engine, leader: LeaderGraph, failed: RankFailed) -> None:
+    """Told by the thread that watches the workers: nothing more is taken, also where nothing was running."""
+    leader.gone(failed)
+    engine.broken = failed

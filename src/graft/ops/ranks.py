@@ -1,7 +1,7 @@
 """The ranks that compute one model together, as graft::all_reduce and graft::all_gather see them.
 
-A process has one group (`join`, from dist/group.py); a thread may have another for a while (`as_rank`): the ranks of a
-model can then run as threads of one process, which is how rewrites are checked without starting any.
+A process has one group (`join`, from dist/group.py); a thread may have another for a while (`as_rank`): the ranks of
+a model can then run as threads of one process, which is how rewrites are checked without starting any.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ Result = TypeVar("Result")
 class RankGroup(Protocol):
     """What a group must be able to do; every rank calls the same in the same order."""
 
-    rank: int
-    world: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, equal on each; x stays as it is."""

@@ -130,6 +130,21 @@ def parse_set(text: str) -> ConfigLayer:
         raise ConfigError(f"--set {text}: the value is not YAML: {error}") from error
 
 
+def nested(user: str | Path | None, sets: Sequence[str]) -> dict[str, Any] | None:
+    """A user's file with `--set` values laid over it, as one mapping; None where there is neither."""
+    if user is None and not sets:
+        return None
+    found: dict[str, Any] = read_yaml(Path(user)) if user is not None else {}
+    for layer in map(parse_set, sets):
+        for key, value in layer.values.items():
+            *above, last = key.split(".")
+            place = found
+            for name in above:
+                place = place.setdefault(name, {})
+            place[last] = value
+    return found
+
+
 def quantize_sets(kind: str | None) -> tuple[str, ...]:
     """What `--quantize KIND` stands for, as values of `--set`. `none`: floats, whatever the file has."""
     if kind in (None, "none"):

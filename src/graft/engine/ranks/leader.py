@@ -68,12 +68,18 @@ class LeaderGraph:
             self.end()
             raise
 
+    def gone(self, failed: RankFailed) -> None:
+        """A worker died, whatever rank 0 was doing."""
+        self.lost = self.lost or failed
+        self.group.broken = True
+
     def failure(self, error: Exception) -> RankFailed:
         """The worker that died, or what went wrong here."""
         found = self.workers.failure() if self.workers is not None else None
         return found or RankFailed(0, f"{type(error).__name__}: {error}")
 
     def end(self) -> None:
+        self.group.broken = True
         if self.workers is not None:
             self.workers.stop()
 
@@ -91,6 +97,8 @@ class LeaderGraph:
         if not self.steps:
             return said
         each = f"{group.calls / self.steps:.0f} exchanges and {size_text(group.bytes // self.steps)} a step"
-        share = f"communication is {group.seconds / self.seconds:.0%} of a step on rank 0, waiting for others included"
+        share = (
+            f"communication is {group.seconds / self.seconds:.0%} of a step on rank 0, waiting for others included"
+        )
         times = f"{1000 * group.seconds / self.steps:.2f} of {1000 * self.seconds / self.steps:.2f} ms"
         return f"{said}; {each}; {share} ({times}, {self.steps} steps)"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch.fx import GraphModule, Node
 
 from graft.ir.io.text import op_text
-from graft.ir.nodes import is_op, static_int, tensor_of, where
+from graft.ir.nodes import is_op, options_of, static_int, tensor_of, where
 from graft.ir.patterns.match import Refused
 from graft.passes.library.merge.stacking import is_parameter
 from graft.passes.library.shard.splits import (
@@ -16,9 +17,9 @@ from graft.passes.library.shard.splits import (
     LINEARS,
     RMS_NORM,
     SLICE,
+    AxisSplit,
     Needs,
     Ranges,
-    Split,
     needs_of,
     share,
     slice_args,
@@ -26,12 +27,12 @@ from graft.passes.library.shard.splits import (
 
 
 @dataclass
-class Region:
+class SplitRegion:
     """splits: what this rank has of each value, the last first. needs: of the arguments of each call. columns: the
     linear layers that it has rows of. whole: values that every rank computes, and takes its part of."""
 
     row: Node
-    splits: dict[Node, Split] = field(default_factory=dict)
+    splits: dict[Node, AxisSplit] = field(default_factory=dict)
     needs: dict[Node, Needs] = field(default_factory=dict)
     columns: list[Node] = field(default_factory=list)
     whole: list[Node] = field(default_factory=list)
@@ -65,15 +66,17 @@ def problem_of(gm: GraphModule, linear: Node) -> str | None:
     return None
 
 
-def find_region(gm: GraphModule, row: Node, taken: Collection[Node], rank: int, world: int) -> Region | None:
+def find_region(gm: GraphModule, row: Node, taken: Collection[Node], rank: int, world: int) -> SplitRegion | None:
     """The region that ends with `row`; None where no linear layer begins one. Refused where one nearly does."""
     x, weight, _, outputs = linear_parts(row)
     width = static_int(tensor_of(weight).shape[1 - outputs]) if tensor_of(weight).dim() == 2 else None
     if width is None:
         return None
-    region, stopped = Region(row), None
-    attends = leads_to_attention(x)
-    wanted: dict[Node, list[tuple[Node, Split]]] = {x: [(row, Split(tensor_of(x).dim() - 1, share(width, rank, world)))]}
+    region, stopped = SplitRegion(row), None
+    attends = attention_above(x) is not None
+    wanted: dict[Node, list[tuple[Node, AxisSplit]]] = {
+        x: [(row, AxisSplit(tensor_of(x).dim() - 1, share(width, rank, world)))]
+    }
     while wanted:
         node = max(wanted)
         split = together(node, wanted.pop(node))
@@ -102,7 +105,7 @@ def find_region(gm: GraphModule, row: Node, taken: Collection[Node], rank: int, 
     return region
 
 
-def check(gm: GraphModule, region: Region, width: int, world: int) -> None:
+def check(gm: GraphModule, region: SplitRegion, width: int, world: int) -> None:
     problem = problem_of(gm, region.row)
     if problem is not None:
         raise Refused(region.row, problem)
@@ -122,29 +125,40 @@ def check(gm: GraphModule, region: Region, width: int, world: int) -> None:
             raise Refused(node, f"{where(node)} is {op_text(node)}, of which pieces are wanted")
 
 
-def takes_piece(node: Node, have: Split) -> bool:
+def takes_piece(node: Node, have: AxisSplit) -> bool:
     """A slice of the axis that is split has its own idea of where a piece begins."""
     return is_op(node, SLICE) and slice_args(node)[0] == have.axis
 
 
-def check_column(node: Node, split: Split) -> None:
+def check_column(node: Node, split: AxisSplit) -> None:
     if split.axis != tensor_of(node).dim() - 1:
         raise Refused(node, f"{where(node)}: its rows would be split, and they are tokens")
 
 
-def together(node: Node, wanted: list[tuple[Node, Split]]) -> Split:
+def together(node: Node, wanted: list[tuple[Node, AxisSplit]]) -> AxisSplit:
     """All that the readers of a value want of it: the same part, or parts beside each other."""
     axes = {split.axis for _, split in wanted}
     if len(axes) > 1:
         raise Refused(node, f"{where(node)} would be split on axes {' and '.join(map(str, sorted(axes)))} at once")
     ranges: Ranges = tuple(sorted({pair for _, split in wanted for pair in split.ranges}))
-    if any(a[1] > b[0] for a, b in zip(ranges, ranges[1:], strict=False)):
+    if any(a[1] > b[0] for a, b in pairwise(ranges)):
         raise Refused(node, f"{where(node)}: its readers want parts of it that overlap")
-    return Split(axes.pop(), ranges)
+    return AxisSplit(axes.pop(), ranges)
 
 
-def leads_to_attention(node: Node) -> bool:
-    """Whether a row-split layer's input is what attention gives: a norm on the way to it is one of heads."""
+def check_attention(row: Node, world: int) -> None:
+    """Refused where the heads cannot be shared evenly."""
+    attention = attention_above(linear_parts(row)[0])
+    if attention is None:
+        return
+    heads, kv_heads = (int(tensor_of(options_of(attention)[name]).shape[1]) for name in ("q", "k"))
+    if heads % world or (kv_heads % world and world % kv_heads):
+        reason = f"{where(attention)}: {heads} heads ({kv_heads} for keys and values) do not divide by {world} ranks"
+        raise Refused(attention, reason)
+
+
+def attention_above(node: Node) -> Node | None:
+    """The attention that a row-split layer's input comes from: a norm on the way to it is one of heads."""
     seen, waiting = set(), [node]
     while waiting:
         here = waiting.pop()
@@ -152,8 +166,8 @@ def leads_to_attention(node: Node) -> bool:
             continue
         seen.add(here)
         if is_op(here, ATTENTION):
-            return True
+            return here
         if is_op(here, *LINEARS, RMS_NORM):
             continue
         waiting += here.all_input_nodes
-    return False
+    return None

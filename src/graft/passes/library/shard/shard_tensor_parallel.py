@@ -12,11 +12,17 @@ from torch.fx import GraphModule, Node
 from graft.base.device_memory import size_text
 from graft.base.errors import UsageError
 from graft.ir.edit import Editor
-from graft.ir.nodes import calls, is_op, tensor_of, where
+from graft.ir.nodes import calls, is_op, where
 from graft.ir.patterns.match import Match, NearMiss, Refused
 from graft.passes.base import Context, TransformConfig
 from graft.passes.library.shard.experts import check_experts, write_experts
-from graft.passes.library.shard.regions import Region, find_region, leads_to_attention, linear_parts
+from graft.passes.library.shard.regions import (
+    SplitRegion,
+    attention_above,
+    check_attention,
+    find_region,
+    linear_parts,
+)
 from graft.passes.library.shard.splits import ATTENTION, LINEARS
 from graft.passes.library.shard.vocabulary import check_vocabulary, is_head, reads_tokens, write_embedding, write_head
 from graft.passes.library.shard.weights import Shards
@@ -54,7 +60,7 @@ class ShardSite:
 
 @dataclass(frozen=True)
 class ShardMatch(Match):
-    region: Region | None = None
+    region: SplitRegion | None = None
 
 
 @dataclass
@@ -111,17 +117,16 @@ class ShardTensorParallel(Rewriter):
         return ShardRun(gm, context, editor, shards=Shards(editor))
 
     def candidates(self, run: ShardRun) -> Iterable[ShardSite]:
-        """The embedding first: a tied head shares its part. Then attention: what leads to it is none of an MLP."""
+        """The embedding first: a tied head shares its part. Then attention: what leads to it is none of an MLP. The
+        output head last: it ends no MLP."""
         graph = run.gm.graph
         linears = [node for node in calls(graph) if is_op(node, *LINEARS)]
-        heads = [node for node in linears if is_head(node)]
+        attention = [node for node in linears if attention_above(linear_parts(node)[0])]
         yield from (ShardSite(node, "embedding") for node in calls(graph) if is_op(node, EMBEDDING))
-        yield from (ShardSite(node, "head") for node in heads)
-        rows = [node for node in linears if node not in heads]
-        attention = [node for node in rows if leads_to_attention(linear_parts(node)[0])]
         yield from (ShardSite(node, "attention") for node in attention)
         yield from (ShardSite(node, "experts") for node in calls(graph) if is_op(node, EXPERTS))
-        yield from (ShardSite(node, "mlp") for node in rows if node not in attention)
+        yield from (ShardSite(node, "mlp") for node in linears if node not in attention)
+        yield from (ShardSite(node, "head") for node in linears if node not in run.taken and is_head(node))
 
     def find(self, run: ShardRun, site: ShardSite) -> ShardMatch | None:
         node, world = site.anchor, self.config.world
@@ -134,6 +139,8 @@ class ShardTensorParallel(Rewriter):
         elif node in run.taken:
             return None
         else:
+            if site.kind == "attention":
+                check_attention(node, world)
             region = find_region(run.gm, node, run.taken, self.config.rank, world)
             if region is None:
                 return None

@@ -1,4 +1,4 @@
-"""What a rank has of a value: some ranges of one axis; and what it then needs of the values that it is computed from."""
+"""What a rank has of a value: some ranges of one axis; and what it needs for that of other values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ATTENTION, RMS_NORM, LAYER_NORM = ops.attention.default, ops.rms_norm.default, o
 
 
 @dataclass(frozen=True)
-class Split:
+class AxisSplit:
     """The ranges of `axis`, in order, that a rank has; side by side they are its part."""
 
     axis: int
@@ -34,16 +34,16 @@ class Split:
     def size(self) -> int:
         return sum(last - first for first, last in self.ranges)
 
-    def scaled(self, axis: int, by: int, through: int, node: Node) -> Split:
+    def scaled(self, axis: int, by: int, through: int, node: Node) -> AxisSplit:
         """The same elements on another axis, whose steps are `through` where those of this one are `by`."""
         edges = [edge * by for pair in self.ranges for edge in pair]
         if any(edge % through for edge in edges):
             cut = next(edge for edge in edges if edge % through)
             raise Refused(node, f"{where(node)}: a cut at {cut} goes through one of its parts of {through}")
-        return Split(axis, tuple((a * by // through, b * by // through) for a, b in self.ranges))
+        return AxisSplit(axis, tuple((a * by // through, b * by // through) for a, b in self.ranges))
 
 
-Needs = dict[Node, Split]  # of the arguments of a call; the others are needed whole
+Needs = dict[Node, AxisSplit]  # of the arguments of a call; the others are needed whole
 
 
 def share(size: int, rank: int, world: int) -> Ranges:
@@ -63,7 +63,7 @@ def kv_share(heads: int, kv_heads: int, wanted: Ranges, node: Node) -> Ranges:
 # ── what a call needs of its arguments for a part of its result ─────────────────────────────────────────────────
 
 
-def reshape_needs(node: Node, split: Split) -> Needs:
+def reshape_needs(node: Node, split: AxisSplit) -> Needs:
     into, of = tensor_of(node).shape, tensor_of(node.args[0]).shape
     step = steps(into, split.axis)
     span = None if step is None else static_int(into[split.axis])
@@ -82,28 +82,28 @@ def steps(shape: Iterable[object], axis: int) -> int | None:
     return None if None in sizes else prod(size for size in sizes if size is not None)
 
 
-def transpose_needs(node: Node, split: Split) -> Needs:
+def transpose_needs(node: Node, split: AxisSplit) -> Needs:
     dims = tensor_of(node).dim()
     one, other = (int(dim) % dims for dim in node.args[1:3])
-    return {node.args[0]: Split({one: other, other: one}.get(split.axis, split.axis), split.ranges)}
+    return {node.args[0]: AxisSplit({one: other, other: one}.get(split.axis, split.axis), split.ranges)}
 
 
-def permute_needs(node: Node, split: Split) -> Needs:
-    return {node.args[0]: Split(node.args[1][split.axis] % tensor_of(node).dim(), split.ranges)}
+def permute_needs(node: Node, split: AxisSplit) -> Needs:
+    return {node.args[0]: AxisSplit(node.args[1][split.axis] % tensor_of(node).dim(), split.ranges)}
 
 
-def unsqueeze_needs(node: Node, split: Split) -> Needs:
+def unsqueeze_needs(node: Node, split: AxisSplit) -> Needs:
     at = node.args[1] % tensor_of(node).dim()
-    return {node.args[0]: Split(split.axis - (at < split.axis), split.ranges)}
+    return {node.args[0]: AxisSplit(split.axis - (at < split.axis), split.ranges)}
 
 
-def slice_needs(node: Node, split: Split) -> Needs:
+def slice_needs(node: Node, split: AxisSplit) -> Needs:
     dim, start, end, step = slice_args(node)
     if dim != split.axis:
         return {node.args[0]: split}
     if start is None or end is None or step != 1:
         raise Refused(node, f"{where(node)} takes a piece of the axis that is split, and not a known one")
-    return {node.args[0]: Split(dim, tuple((start + a, start + b) for a, b in split.ranges))}
+    return {node.args[0]: AxisSplit(dim, tuple((start + a, start + b) for a, b in split.ranges))}
 
 
 def slice_args(node: Node) -> tuple[int, int | None, int | None, int]:
@@ -119,46 +119,46 @@ def slice_args(node: Node) -> tuple[int, int | None, int | None, int]:
     return dim, start, end, given["step"]
 
 
-def broadcast_needs(node: Node, split: Split) -> Needs:
+def broadcast_needs(node: Node, split: AxisSplit) -> Needs:
     """Each argument at its place from the right; one that has a single element there is needed whole."""
     from_right = split.axis - tensor_of(node).dim()
     found = {}
     for given in node.all_input_nodes:
         tensor = tensor_val(given)
         if tensor is not None and tensor.dim() >= -from_right and static_int(tensor.shape[from_right]) != 1:
-            found[given] = Split(tensor.dim() + from_right, split.ranges)
+            found[given] = AxisSplit(tensor.dim() + from_right, split.ranges)
     return found
 
 
-def head_needs(node: Node, split: Split) -> Needs:
+def head_needs(node: Node, split: AxisSplit) -> Needs:
     """What works on each head, or each row, by itself: rope and norms."""
     if split.axis == tensor_of(node).dim() - 1:
         raise Refused(node, f"{where(node)} is {op_text(node)}, which needs whole rows of the axis that is split")
     return broadcast_needs(node, split)
 
 
-def norm_needs(node: Node, split: Split) -> Needs:
+def norm_needs(node: Node, split: AxisSplit) -> Needs:
     """A norm over all heads: sums of squares are added up over the ranks (writing.py)."""
     if split.axis == tensor_of(node).dim() - 1:
-        return {node.args[0]: split, node.args[1]: Split(0, split.ranges)}
+        return {node.args[0]: split, node.args[1]: AxisSplit(0, split.ranges)}
     return broadcast_needs(node, split)
 
 
-def attention_needs(node: Node, split: Split) -> Needs:
+def attention_needs(node: Node, split: AxisSplit) -> Needs:
     """The result is [b, s, heads, d]; queries, keys and values are [b, heads, s, d]."""
     given = options_of(node)
     if split.axis != 2:
         raise Refused(node, f"{where(node)}: attention is split by heads, not inside them")
     heads, kv_heads = (int(tensor_of(given[name]).shape[1]) for name in ("q", "k"))
     own = kv_share(heads, kv_heads, split.ranges, node)
-    needs = {given["q"]: Split(1, split.ranges), given["k"]: Split(1, own), given["v"]: Split(1, own)}
+    needs = {given["q"]: AxisSplit(1, split.ranges), given["k"]: AxisSplit(1, own), given["v"]: AxisSplit(1, own)}
     mask, sinks = given["mask"], given["sinks"]
     if mask is not None and static_int(tensor_of(mask).shape[1]) != 1:
-        needs[mask] = Split(1, split.ranges)
-    return needs | ({} if sinks is None else {sinks: Split(0, split.ranges)})
+        needs[mask] = AxisSplit(1, split.ranges)
+    return needs | ({} if sinks is None else {sinks: AxisSplit(0, split.ranges)})
 
 
-RULES: Mapping[object, Callable[[Node, Split], Needs]] = {
+RULES: Mapping[object, Callable[[Node, AxisSplit], Needs]] = {
     **dict.fromkeys(RESHAPES, reshape_needs),
     **dict.fromkeys(COPIES, broadcast_needs),
     aten.transpose.int: transpose_needs,
@@ -174,7 +174,7 @@ RULES: Mapping[object, Callable[[Node, Split], Needs]] = {
 }
 
 
-def needs_of(node: Node, split: Split, *, attends: bool = False) -> Needs | None:
+def needs_of(node: Node, split: AxisSplit, *, attends: bool = False) -> Needs | None:
     """What the part of a call's result is computed from; None where no rule says. attends: below attention."""
     if attends and is_op(node, RMS_NORM):
         return norm_needs(node, split)

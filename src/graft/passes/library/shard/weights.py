@@ -15,7 +15,7 @@ from graft.passes.library.shard.splits import Ranges
 
 @dataclass
 class Shards:
-    """made: nodes by weight and part, so that tied weights stay one. cut: the names of weights that have parts now."""
+    """made: nodes by weight and part, so that tied weights stay one. cut: weights that have parts now."""
 
     editor: Editor
     made: dict[tuple[str, int, Ranges], Node] = field(default_factory=dict)

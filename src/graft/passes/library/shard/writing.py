@@ -10,8 +10,8 @@ from torch.fx import Node, map_arg
 
 from graft.ir.edit import Editor
 from graft.ir.nodes import is_op, options_of, tensor_of
-from graft.passes.library.shard.regions import Region, linear_parts
-from graft.passes.library.shard.splits import LINEARS, RESHAPES, RMS_NORM, SLICE, Split, slice_args
+from graft.passes.library.shard.regions import SplitRegion, linear_parts
+from graft.passes.library.shard.splits import LINEARS, RESHAPES, RMS_NORM, SLICE, AxisSplit, slice_args
 from graft.passes.library.shard.weights import Shards
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -23,7 +23,7 @@ class Twins:
 
     editor: Editor
     shards: Shards
-    region: Region
+    region: SplitRegion
     world: int
     parts: dict[Node, Node] = field(default_factory=dict)
     made: list[Node] = field(default_factory=list)
@@ -39,12 +39,14 @@ class Twins:
         self.made.append(node)
         return node
 
-    def part(self, node: Node, split: Split) -> Node:
+    def part(self, node: Node, split: AxisSplit) -> Node:
         if node.op == "get_attr":
             return self.shard(node, split.axis, split, next(user for user in sorted(node.users)))
         if node in self.region.whole:
             ((first, last),) = split.ranges
-            reader = next(user for user in sorted(node.users) if user in self.region.splits or user is self.region.row)
+            reader = next(
+                user for user in sorted(node.users) if user in self.region.splits or user is self.region.row
+            )
             value = self.editor.current(node)
             made = self.editor.call(SLICE, (value, split.axis, first, last), before=reader, like=reader)
             self.made.append(made)
@@ -56,7 +58,9 @@ class Twins:
         if is_op(node, RMS_NORM) and split.axis == tensor_of(node).dim() - 1:
             return self.norm_over_ranks(node, split)
         needed = self.region.needs[node]
-        args, kwargs = (map_arg(given, lambda n: self.parts[n] if n in needed else n) for given in (node.args, node.kwargs))
+        args, kwargs = (
+            map_arg(given, lambda n: self.parts[n] if n in needed else n) for given in (node.args, node.kwargs)
+        )
         if is_op(node, *RESHAPES):
             sizes = list(args[1])
             if sizes[split.axis] != -1:
@@ -64,12 +68,12 @@ class Twins:
             args = (args[0], sizes)
         return self.call(node.target, args, kwargs, like=node)
 
-    def shard(self, weight: Node, axis: int, split: Split, reader: Node) -> Node:
+    def shard(self, weight: Node, axis: int, split: AxisSplit, reader: Node) -> Node:
         node = self.shards.part(weight, axis, split.ranges, before=reader)
         self.made.append(node)
         return node
 
-    def column(self, node: Node, split: Split) -> Node:
+    def column(self, node: Node, split: AxisSplit) -> Node:
         """Rows of the weight and of the bias; each rank reads the whole input."""
         x, weight, bias, outputs = linear_parts(node)
         rows = self.shard(weight, outputs, split, node)
@@ -87,7 +91,7 @@ class Twins:
         before = sum(last - first for first, last in have.ranges if first < wanted.ranges[0][0])
         return self.call(SLICE, (self.parts[source], have.axis, before, before + wanted.size), like=node)
 
-    def norm_over_ranks(self, node: Node, split: Split) -> Node:
+    def norm_over_ranks(self, node: Node, split: AxisSplit) -> Node:
         """An RMSNorm over all heads: each rank sums the squares of its own, in float32, as ops/rms_norm does. Heads
         that several ranks have are counted by each of them, all equally often."""
         given = options_of(node)
@@ -116,7 +120,7 @@ class Twins:
         """Columns of the weight, the sum over the ranks, and then the bias: once, not once a rank."""
         node = self.region.row
         x, weight, bias, outputs = linear_parts(node)
-        columns = self.shard(weight, 1 - outputs, Split(1 - outputs, self.region.splits[x].ranges), node)
+        columns = self.shard(weight, 1 - outputs, AxisSplit(1 - outputs, self.region.splits[x].ranges), node)
         if outputs:
             partial = self.call(aten.mm.default, (self.parts[x], columns), like=node)
         else:

@@ -74,15 +74,17 @@ def start_here(task: RankTask, world: int, progress: Progress | None) -> EngineP
             return build(task, RankPlace(group, device, sharers, threads), progress, workers)
     except BaseException:
         workers.stop()
-        leave(group)
+        if group is not None:
+            group.leave()
         raise
 
 
 def build(task: RankTask, place: RankPlace, progress: Progress | None = None, workers: Workers | None = None) -> Any:
     """The part of this rank."""
     place.group.agree("version", f"graft {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")
-    ranks.join(place.group)
-    asked = {**task.asked, "device": place.device}
+    place.group.enter()
+    asked: dict[str, Any] = {**task.asked, "device": place.device}
+    asked["dump_dir"] = None if place.rank else asked["dump_dir"]
     return assemble(task.model, task.sizes, progress=progress, place=place, workers=workers, **asked)
 
 
@@ -146,17 +148,12 @@ def join_launched(task: RankTask, world: int, progress: Progress | None) -> Engi
     if rank == 0:
         return parts
     follow(parts.engine, group)
-    leave(group)
+    group.leave()
     sys.exit(0)
-
-
-def leave(group: TorchGroup | None) -> None:
-    ranks.join(None)
-    if group is not None:
-        group.leave()
 
 
 def close_ranks(leader: LeaderGraph) -> None:
     """When nobody has the LLM any more, or the process ends."""
     leader.close()
-    leave(leader.group)
+    if leader.group in ranks.PROCESS:
+        leader.group.leave()

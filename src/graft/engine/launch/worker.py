@@ -1,4 +1,4 @@
-"""A rank that rank 0 started: `python -m graft.engine.ranks.worker`, told what to do by its standard input."""
+"""A rank that rank 0 started: `python -m graft.engine.launch.worker`, told what to do by its standard input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
         work(message["rank"], message["world"], message["port"], message["task"])
     except GraftError as error:
         print(error, flush=True)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  rank 0 reads it in the log
         traceback.print_exc()
         sys.stderr.flush()
     else:
@@ -31,8 +31,8 @@ def work(rank: int, world: int, port: int, task: object) -> None:
     import torch
 
     from graft.dist.group import connect
+    from graft.engine.launch.start import HOST, THREADS, build
     from graft.engine.ranks.follow import follow
-    from graft.engine.ranks.start import HOST, THREADS, build
     from graft.engine.ranks.task import RankPlace, RankTask, place_of
 
     assert isinstance(task, RankTask)
