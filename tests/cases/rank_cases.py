@@ -19,27 +19,34 @@ from graft.passes.config import load_config, shard_sets
 from graft.passes.pipeline import run_pipeline
 from graft.passes.report import Report, TransformRecord
 
-BEFORE_STATE = (Stage.MATCH, Stage.SHARD, Stage.FUSE)
 NAME = "shard_tensor_parallel"
 
 
 @cache
 def whole_graph(family: str) -> GraphModule:
-    """Of the tiny model in float32, with biases and weights of norms that are not all zeros or ones."""
+    """Of the tiny model in float32 with its named ops; biases and weights of norms are not all zeros or ones."""
     module = load_model(f"tiny-{family}", dtype="float32", device="cpu").module
     generator = torch.Generator().manual_seed(3)
     for parameter in module.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return graph_of(module)
+    gm = graph_of(module)
+    run_stages(gm, (Stage.MATCH,))
+    return gm
 
 
-def sharded(gm: GraphModule, rank: int, world: int, *sets: str) -> tuple[GraphModule, Report]:
+def run_stages(gm: GraphModule, stages: Sequence[Stage], *sets: str) -> Report:
+    config = load_config(None, sets=sets)
+    chosen = {name: settings for name, settings in config.transforms.items() if settings.stage in stages}
+    return run_pipeline(gm, dataclasses.replace(config, transforms=chosen), Context(route="decoder"))
+
+
+def sharded(
+    gm: GraphModule, rank: int, world: int, *sets: str, stages: Sequence[Stage] = (Stage.SHARD, Stage.FUSE)
+) -> tuple[GraphModule, Report]:
     """The part of one rank; the graph that is given stays as it is."""
-    config = load_config(None, sets=(*shard_sets(rank, world), *sets))
-    chosen = {name: settings for name, settings in config.transforms.items() if settings.stage in BEFORE_STATE}
     part = second_module(gm)
-    return part, run_pipeline(part, dataclasses.replace(config, transforms=chosen), Context(route="decoder"))
+    return part, run_stages(part, stages, *shard_sets(rank, world), *sets)
 
 
 def parts_of(gm: GraphModule, world: int, *sets: str) -> tuple[list[GraphModule], TransformRecord]:

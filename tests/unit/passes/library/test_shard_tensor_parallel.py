@@ -10,6 +10,7 @@ import graft.passes.library.shard.vocabulary as vocabulary
 from conftest import FAMILIES
 from graft.base.errors import NoRanks, TransformError, UsageError
 from graft.ir.nodes import calls, is_op, tensor_of
+from graft.passes.base import Stage
 from graft.passes.library.shard.shard_tensor_parallel import ShardConfig
 from graft.passes.library.shard.splits import share
 from graft.passes.library.shard.writing import Twins
@@ -151,6 +152,19 @@ def test_a_region_that_others_read_is_left_alone():
     record = compiled.report.transforms["shard_tensor_parallel"]
     assert "needs all of it" in " ".join(miss.reason for miss in record.near_misses)
     assert [match.pattern for match in record.matches] == ["head"]  # columns of `down`, gathered
+
+
+def test_every_match_is_checked_with_all_ranks_beside_each_other():
+    _, report = sharded(whole_graph("llama"), 1, 2, "verify=matches", stages=[Stage.SHARD])
+    checks = [match.numeric_check for match in report.transforms["shard_tensor_parallel"].matches]
+    assert len(checks) == 6 and all(check is not None and check.share < 1 and check.trials > 10 for check in checks)
+
+
+@pytest.mark.parametrize("wrong", [no_sum, bias_of_each])
+def test_the_check_finds_a_wrong_split(monkeypatch, wrong):
+    monkeypatch.setattr(Twins, "reduced", wrong)
+    with pytest.raises(TransformError, match=r"the replacement at .* is"):
+        sharded(whole_graph("starcoder2"), 0, 2, "verify=matches", stages=[Stage.SHARD])
 
 
 # ── how it is told and asked ────────────────────────────────────────────────────────────────────────────────────

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,8 @@ from graft.base.errors import UsageError
 from graft.ir.edit import Editor
 from graft.ir.nodes import calls, is_op, where
 from graft.ir.patterns.match import Match, NearMiss, Refused
-from graft.passes.base import Context, TransformConfig
+from graft.passes.base import Context, NumericChecker, TransformConfig
+from graft.passes.library.shard.checking import check_ranks
 from graft.passes.library.shard.experts import check_experts, write_experts
 from graft.passes.library.shard.regions import (
     SplitRegion,
@@ -28,6 +30,7 @@ from graft.passes.library.shard.vocabulary import check_vocabulary, is_head, rea
 from graft.passes.library.shard.weights import Shards
 from graft.passes.library.shard.writing import Twins
 from graft.passes.registry import TransformRegistry
+from graft.passes.report import MatchRecord
 from graft.passes.rewriter import Rewriter, RewriteRun
 
 aten, ops = torch.ops.aten, torch.ops.graft
@@ -96,7 +99,6 @@ class ShardTensorParallel(Rewriter):
     """
 
     config: ShardConfig  # pyrefly: ignore
-    uncheckable = "the ranks add up their parts, and one rank has no others beside it"
     find_first = True
     lacking = "the graph has no linear layer that can be split"
     size = 3
@@ -158,6 +160,18 @@ class ShardTensorParallel(Rewriter):
             return Twins(run.editor, run.shards, match.region, world).write()
         write: Any = {"embedding": write_embedding, "head": write_head, "experts": write_experts}[match.pattern]
         return write(run.editor, run.shards, match.anchor, rank, world)
+
+    def own_check(self, context: Context) -> NumericChecker:
+        """All ranks beside each other, as threads: one by itself gives nothing that could be compared."""
+
+        def part_of(rank: int) -> Callable[[GraphModule], Sequence[MatchRecord]]:
+            other = ShardTensorParallel(replace(self.config, rank=rank))
+            return lambda gm: other.apply(gm, replace(context, outputs={}, notes=[])).matches
+
+        own = self.config.rank
+        return partial(
+            check_ranks, others={rank: part_of(rank) for rank in range(self.config.world) if rank != own}, rank=own
+        )
 
     def finish(self, run: ShardRun) -> None:
         told = {miss.name for miss in run.misses}
