@@ -5,6 +5,7 @@ Every value remembers where it came from. An unknown key or a value of the wrong
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
 import typing
@@ -130,11 +131,12 @@ def parse_set(text: str) -> ConfigLayer:
         raise ConfigError(f"--set {text}: the value is not YAML: {error}") from error
 
 
-def nested(user: str | Path | None, sets: Sequence[str]) -> dict[str, Any] | None:
-    """A user's file with `--set` values laid over it, as one mapping; None where there is neither."""
+def nested(user: str | Path | Mapping[str, Any] | None, sets: Sequence[str]) -> dict[str, Any] | None:
+    """A user's file or mapping with `--set` values laid over it, as one mapping; None where there is neither."""
     if user is None and not sets:
         return None
-    found: dict[str, Any] = read_yaml(Path(user)) if user is not None else {}
+    given = user if isinstance(user, Mapping) else {} if user is None else read_yaml(Path(user))
+    found: dict[str, Any] = copy.deepcopy(dict(given))
     for layer in map(parse_set, sets):
         for key, value in layer.values.items():
             *above, last = key.split(".")

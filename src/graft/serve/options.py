@@ -32,6 +32,7 @@ class ModelOptions:
     plugins: tuple[str, ...] = ()
     quantize: str | None = None
     trust_remote_code: bool = False
+    tensor_parallel: int = 1
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from graft.base.errors import GraftError, UsageError
+from graft.base.files import Progress
 from graft.base.progress import phase_of
 from graft.engine.artifact.format import is_engine
 from graft.engine.core import Request
@@ -260,6 +261,8 @@ def load_model(options: ModelOptions, outbox: Outbox) -> LLM:
             progress=progress,
             **options.engine,
         )  # fmt: skip
+    if options.tensor_parallel != 1:
+        return load_on_ranks(options, progress)
     from graft.engine.stages import load_decoder, settings_for
 
     loaded = load_decoder(
@@ -272,6 +275,19 @@ def load_model(options: ModelOptions, outbox: Outbox) -> LLM:
     return LLM(
         loaded, config=settings, progress=progress, keep_weights=False, backend=options.backend, **options.engine
     )
+
+
+def load_on_ranks(options: ModelOptions, progress: Progress) -> LLM:
+    """Every rank loads its part by itself; they end with this process."""
+    from graft.passes.config import nested
+
+    if options.plugins:
+        raise UsageError("--tensor-parallel: --plugin is not handed to the other ranks; install the plugin's package")
+    return LLM(
+        options.model, dtype=options.dtype, device=options.device, backend=options.backend, quantize=options.quantize,
+        config=nested(options.config, options.sets), trust_remote_code=options.trust_remote_code, progress=progress,
+        tensor_parallel_size=options.tensor_parallel, **options.engine,
+    )  # fmt: skip
 
 
 def run(connection: socket.socket) -> None:

@@ -18,6 +18,7 @@ from graft.cli.options import (
     Plugins,
     Quantize,
     Sets,
+    TensorParallel,
     TrustRemoteCode,
 )
 
@@ -116,6 +117,7 @@ def serve(
     quantize: Quantize = None,
     kv_cache_memory: CacheMemory = None,
     kv_cache_dtype: CacheDtype = "auto",
+    tensor_parallel: TensorParallel = 1,
     trust_remote_code: TrustRemoteCode = False,
     json_logs: JsonLogs = False,
 ) -> None:
