@@ -105,7 +105,8 @@ def measure(model: str, world: int, batch: int, new: int, backend: str) -> dict[
     ranks = [note for note in llm.report.notes if note.startswith(("tensor parallel", "shard_tensor_parallel"))]
     pids = ["self"]
     if world > 1:
-        pids += [str(process.pid) for process in llm.engine.graph.workers.processes.values()]
+        leader: Any = llm.engine.graph
+        pids += [str(process.pid) for process in leader.workers.processes.values()]
     return {
         "model": model, "ranks": world, "batch": batch, "threads": torch.get_num_threads(), "backend": llm.backend,
         "ms_a_step": round(1000 * sorted(times)[1], 2), "resident_mb": [*map(resident, pids)], "notes": ranks,

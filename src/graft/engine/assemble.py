@@ -12,6 +12,7 @@ from graft.dist.workers import Workers
 from graft.engine.build import build_engine, fingerprint
 from graft.engine.cache_error import cache_error_text
 from graft.engine.choices import choice_notes
+from graft.engine.engine import Engine
 from graft.engine.options import EngineOptions
 from graft.engine.parts import CacheLayout, EngineParts
 from graft.engine.ranks.leader import LeaderGraph
@@ -29,7 +30,7 @@ from graft.engine.stages import (
     weight_formats,
 )
 from graft.models.loaded import LoadedModel
-from graft.passes.config import quantize_sets, shard_sets, with_sets
+from graft.passes.config import PipelineConfig, quantize_sets, shard_sets, with_sets
 
 
 def assemble(
@@ -58,11 +59,7 @@ def assemble(
         trust_remote_code=trust_remote_code, progress=progress,
     )  # fmt: skip
     loaded = replace(loaded, context=sizes.context(loaded.context))
-    settings = settings_for(loaded, config, quantize)
-    if place is not None:
-        check_heads(loaded.module.config, place.world, loaded.name)
-        place.group.agree("checkpoint", fingerprint(loaded, loaded.module))
-        settings = with_sets(settings, shard_sets(place.rank, place.world))
+    settings = of_rank(settings_for(loaded, config, quantize), loaded, place)
     cache = cache_dtype_of(sizes.kv_cache_dtype, next(loaded.module.parameters()).device)
     target = target_of(loaded, settings, backend, cache)
     keep = (given is not None if keep_weights is None else keep_weights) and loaded.lazy is None
@@ -77,9 +74,7 @@ def assemble(
         lowered.call, loaded, made.layers, made.block_size, sizes, target.device, backend=lowered.backend,
         progress=progress, content=made.content, place=place,
     )  # fmt: skip
-    if place is not None and place.rank == 0:
-        leader = LeaderGraph(lowered.call, place.group, workers)
-        engine.graph, engine.copy = leader, leader.copy
+    lead(engine, place, workers)
     quantized = bool(weight_formats(settings))
     wanted = sizes.self_check and (place is None or place.rank == 0)
     checked = self_check(engine, loaded, made.layer_names, quantized=quantized, wanted=wanted)
@@ -98,6 +93,22 @@ def assemble(
         engine, loaded, target.device, lowered.backend, size, layout, lambda: made.graph_module, lambda: report,
         made.quantized, quantized, settings.kernels, settings, lowered, lasting,
     )  # fmt: skip
+
+
+def of_rank(settings: PipelineConfig, loaded: LoadedModel, place: RankPlace | None) -> PipelineConfig:
+    """With the part that a rank has, of a model that all ranks have loaded alike."""
+    if place is None:
+        return settings
+    check_heads(loaded.module.config, place.world, loaded.name)
+    place.group.agree("checkpoint", fingerprint(loaded, loaded.module))
+    return with_sets(settings, shard_sets(place.rank, place.world))
+
+
+def lead(engine: Engine, place: RankPlace | None, workers: Workers | None) -> None:
+    """On rank 0 of several: its steps are those of all."""
+    if place is not None and place.rank == 0:
+        leader = LeaderGraph(engine.graph, place.group, workers)
+        engine.graph, engine.copy = leader, leader.copy
 
 
 def floats(quantize: str | None, place: RankPlace | None) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from graft.base.device_memory import cache_size, is_out_of_memory, size_text
+from graft.base.device_memory import CacheSize, cache_size, is_out_of_memory, size_text
 from graft.base.errors import OutOfMemory
 from graft.base.files import Progress
 from graft.engine.decode.build import loop_problem, make_loop
@@ -48,11 +48,8 @@ def build_engine(
     """
     size = bytes_per_block(layers, block_size)
     most = options.max_num_seqs * -(-model.context // block_size)
-    found = cache_size(size, most, device, options.kv_cache_memory, sharers=place.sharers if place else 1)
+    found = room(size, most, device, options, place)
     problem = loop_problem(device, backend, options, ranks=place.world if place else 1)
-    if place is not None:
-        blocks = place.group.least(found.blocks)
-        found = replace(found, blocks=blocks, bytes=blocks * size)
     record = problem is None if record is None else record
     try:
         tensors = allocate(layers, found.blocks + record, block_size, device)  # one block more for padding rows
@@ -90,6 +87,15 @@ def build_engine(
     if tokens < model.context:
         note += f"; the model's context of {model.context} does not fit"
     return engine, note
+
+
+def room(size: int, most: int, device: torch.device, options: EngineOptions, place: RankPlace | None) -> CacheSize:
+    """For the cache; of several ranks each has as many blocks as the one with the least room."""
+    if place is None:
+        return cache_size(size, most, device, options.kv_cache_memory)
+    found = cache_size(size, most, device, options.kv_cache_memory, sharers=place.sharers)
+    blocks = place.group.least(found.blocks)
+    return replace(found, blocks=blocks, bytes=blocks * size)
 
 
 def wide(layers: Sequence[LayerShape], model: LoadedModel) -> list[LayerShape]:

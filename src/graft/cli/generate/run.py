@@ -106,9 +106,13 @@ def run(
         outputs = [] if live else llm.generate(asked, params, progress=progress)
     if live:
         stream(llm, asked[0], params)
-    right = [prompt for prompt, output in zip(asked, outputs, strict=True) if not output.error] if outputs else asked
-    speeds = measure(llm, right, compare)
+    speeds = measure(llm, answered(asked, outputs), compare)
     show(llm, given, outputs, speeds, as_json=as_json, table=table, verify=verify, compare=compare)
+
+
+def answered(asked: list[Any], outputs: list[Output]) -> list[Any]:
+    """The prompts that could run; outputs: none where the answer was printed as it came."""
+    return [p for p, output in zip(asked, outputs, strict=True) if not output.error] if outputs else asked
 
 
 def show(

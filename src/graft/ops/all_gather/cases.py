@@ -14,6 +14,11 @@ def make(shape: tuple[int, ...], device: str, dtype: torch.dtype, generator: tor
     return randn(shape, device, dtype, generator), 1
 
 
+def wrong(args: list[Any]) -> list[Any]:
+    """Some of a part twice."""
+    return [args[0] * 1.1, *args[1:]]
+
+
 CASES = [
     Case("llama-3 decode", partial(make, (1, 1, 16_032)), 1),
     Case("smollm2 decode 3", partial(make, (1, 3, 24_576)), 1),
