@@ -79,12 +79,11 @@ def build_engine(
         loop=loop,
         notes=() if record else (f"decode: no CUDA graphs, because {problem}",),
     )
-    tokens = found.blocks * block_size
     note = f"key-value cache: {found.blocks} blocks of {block_size} tokens, {size_text(found.bytes)} ({found.reason})"
     if layers and layers[0].dtype is FP8:
         each, own = (bytes_per_block(some, block_size) // block_size for some in (layers, wide(layers, model)))
         note += f"; float8_e4m3fn with a scale a token and head, {each:,} bytes a token and not {own:,}"
-    if tokens < model.context:
+    if found.blocks * block_size < model.context:
         note += f"; the model's context of {model.context} does not fit"
     return engine, note
 
