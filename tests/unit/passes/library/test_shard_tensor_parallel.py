@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
+
 import pytest
 import torch
 
 import graft
 import graft.passes.library.shard.vocabulary as vocabulary
-from conftest import FAMILIES
+from conftest import FAMILIES, tiny
 from graft.base.errors import NoRanks, TransformError, UsageError
 from graft.ir.nodes import calls, is_op, tensor_of
+from graft.ops.ranks import run_as_ranks
 from graft.passes.base import Stage
 from graft.passes.library.shard.shard_tensor_parallel import ShardConfig
 from graft.passes.library.shard.splits import share
@@ -87,6 +90,57 @@ def test_a_tied_embedding_stays_one_weight():
     embedding = next(node for node in calls(part.graph) if is_op(node, aten.embedding.default))
     gathered = next(node for node in calls(part.graph) if is_op(node, ops.all_gather.default))
     assert embedding.args[0].target == gathered.args[0].args[1].target
+
+
+class Experts(torch.nn.Module):
+    """A mixture with all that gpt-oss has: biases, rows of gate and up that take turns."""
+
+    def __init__(self, interleaved):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        sizes = {"router": (4, 8), "gate_up": (4, 12, 8), "down": (4, 8, 6), "up_bias": (4, 12), "down_bias": (4, 8)}
+        for name, size in sizes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(size, generator=generator)))
+        self.interleaved = interleaved
+
+    def forward(self, x):
+        weights, ids = torch.softmax(x @ self.router.T, -1).topk(2)
+        biases = self.up_bias, self.down_bias
+        return ops.moe_experts(x, weights, ids, self.gate_up, self.down, "silu", *biases, self.interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_bias_of_experts_is_added_once(interleaved):
+    module, x = Experts(interleaved), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    settings = [{"transforms": {"shard_tensor_parallel": {"enabled": True, "world": 2, "rank": r}}} for r in (0, 1)]
+    with torch.no_grad():
+        parts = [graft.compile(module, (x,), config=config, backend="eager") for config in settings]
+        found = run_as_ranks([no_grad(part, x) for part in parts])
+        assert all((one - module(x)).abs().max() < LIMIT for one in found)
+
+
+def no_grad(part, x):
+    """Threads begin with gradients."""
+
+    def run():
+        with torch.no_grad():
+            return part(x)
+
+    return run
+
+
+@pytest.mark.parametrize("family", short(FAMILIES, *KINDS))
+def test_columns_and_rows_are_those_of_hugging_faces_plan(family):
+    """Where transformers has a plan for the family, it splits the same axis; it is not what ours is made from."""
+    world, config = (3 if family == "smollm2" else 2), tiny(family).module.config
+    plan = {name: kind for name, kind in (config.base_model_tp_plan or {}).items() if kind in ("colwise", "rowwise")}
+    part, _ = sharded(whole_graph(family), 0, world, stages=[Stage.SHARD])
+    parts, whole = dict(part.named_parameters()), dict(whole_graph(family).named_parameters())
+    for glob, kind in plan.items():
+        for name in (name for name in whole if fnmatch(name, f"model.{glob}.weight")):
+            expected = list(whole[name].shape)
+            expected[0 if kind == "colwise" else 1] //= world
+            assert list(parts[name.removesuffix(".weight") + "_2.weight"].shape) == expected, name
 
 
 # ── wrong variants ──────────────────────────────────────────────────────────────────────────────────────────────
