@@ -33,11 +33,12 @@ class CacheSize:
 
 def cache_size(
     block_bytes: int, most_blocks: int, device: torch.device, asked: int | str | None = None,
-    addressable: int | None = None,
+    addressable: int | None = None, *, sharers: int = 1,
 ) -> CacheSize:  # fmt: skip
     """As many blocks as the memory allows, and no more than the engine can ever use at once. addressable: blocks
-    beyond these are for those who ask for them."""
-    free = free_memory(device)
+    beyond these are for those who ask for them. sharers: processes that each take as much of the device's memory as
+    this one."""
+    free = free_memory(device) // sharers
     if asked is not None:
         limit, reason = parse_size(asked), "as asked for"
         if limit > free:
@@ -50,7 +51,7 @@ def cache_size(
             limit = addressable * block_bytes
             reason = f"what kernels address with 32 bits, of {size_text(free)} that are free on {device}"
     else:
-        limit = min(int(free * CPU_SHARE), CPU_MOST)
+        limit = min(int(free * CPU_SHARE), CPU_MOST // sharers)
         reason = f"{size_text(free)} are free; on a CPU half of it, and at most {size_text(CPU_MOST)}, is taken"
     if limit >= most_blocks * block_bytes:
         blocks, reason = most_blocks, "all that the engine can use at once"

@@ -33,6 +33,7 @@ def load_llm(
     use_cache: bool = True,
     recompile: bool = False,
     options_for: Callable[[LoadedModel], Mapping[str, Any]] | None = None,
+    tensor_parallel_size: int = 1,
     **options: Any,
 ) -> LLM:
     """The model's own settings lie between the defaults and what the user gave. `options` go to LLM, and so do those
@@ -52,6 +53,6 @@ def load_llm(
     request = EngineRequest(
         model, engine_options(sizes), dtype, device, config, quantize=quantize, keep_weights=keep_weights,
         trust_remote_code=trust_remote_code, sets=tuple(sets or ()), plugins=tuple(plugins or ()),
-        use_cache=use_cache, recompile=recompile, **rest,
+        use_cache=use_cache, recompile=recompile, tensor_parallel_size=tensor_parallel_size, **rest,
     )  # fmt: skip
     return LLM.of(start_engine(request, Starter(options_for, tell_notes, progress)))

@@ -90,4 +90,12 @@ Recompile = Annotated[
         "--recompile", help="A compiled engine for another graft, torch or machine is compiled anew in place."
     ),
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel",
+        help="So many processes compute the model together, each with its part of the weights and the cache.",
+        metavar="N",
+    ),
+]
 DEFAULT_MODEL = "smollm2-135m"

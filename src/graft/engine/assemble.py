@@ -7,11 +7,16 @@ from pathlib import Path
 
 from graft.base.files import Progress
 from graft.base.kernel_cache import record as record_kernels
-from graft.engine.build import build_engine
+from graft.dist.sizes import check_heads
+from graft.dist.workers import Workers
+from graft.engine.build import build_engine, fingerprint
 from graft.engine.cache_error import cache_error_text
 from graft.engine.choices import choice_notes
+from graft.engine.engine import Engine
 from graft.engine.options import EngineOptions
 from graft.engine.parts import CacheLayout, EngineParts
+from graft.engine.ranks.leader import LeaderGraph
+from graft.engine.ranks.task import RankPlace
 from graft.engine.self_check import self_check
 from graft.engine.stages import (
     cache_dtype_of,
@@ -22,7 +27,7 @@ from graft.engine.stages import (
     weight_formats,
 )
 from graft.models.loaded import LoadedModel
-from graft.passes.config import PipelineConfig
+from graft.passes.config import PipelineConfig, shard_sets, with_sets
 
 
 def assemble(
@@ -34,9 +39,13 @@ def assemble(
     keep_weights: bool,
     dump_dir: str | Path | None = None,
     progress: Progress | None = None,
+    place: RankPlace | None = None,
+    workers: Workers | None = None,
 ) -> EngineParts:
-    """keep_weights: the module can still run afterwards, which takes weights of its own."""
+    """keep_weights: the module can still run afterwards, which takes weights of its own. place: of one of several
+    ranks, whose part this is. workers: the processes of the others, on rank 0."""
     loaded = replace(loaded, context=sizes.context(loaded.context))
+    settings = of_rank(settings, loaded, place)
     cache = cache_dtype_of(sizes.kv_cache_dtype, next(loaded.module.parameters()).device)
     target = target_of(loaded, settings, backend, cache)
     keep = keep_weights and loaded.lazy is None
@@ -49,11 +58,13 @@ def assemble(
     lowered = lower(loaded, made, settings, target, keep_weights=keep)
     engine, size = build_engine(
         lowered.call, loaded, made.layers, made.block_size, sizes, target.device, backend=lowered.backend,
-        progress=progress, content=made.content,
+        progress=progress, content=made.content, place=place,
     )  # fmt: skip
+    lead(engine, place, workers)
     quantized = bool(weight_formats(settings))
-    checked = self_check(engine, loaded, made.layer_names, quantized=quantized, wanted=sizes.self_check)
-    if cache is not None and sizes.self_check:
+    wanted = sizes.self_check and (place is None or place.rank == 0)
+    checked = self_check(engine, loaded, made.layer_names, quantized=quantized, wanted=wanted)
+    if cache is not None and sizes.self_check and place is None:
         checked += f"; {cache_error_text(engine, loaded, lowered.backend)}"
     if keep_weights and loaded.floats is not None:
         loaded = replace(loaded, module=loaded.floats(), lazy=None, floats=None)
@@ -68,3 +79,19 @@ def assemble(
         engine, loaded, target.device, lowered.backend, size, layout, lambda: made.graph_module, lambda: report,
         made.quantized, quantized, settings.kernels, settings, lowered, lasting,
     )  # fmt: skip
+
+
+def of_rank(settings: PipelineConfig, loaded: LoadedModel, place: RankPlace | None) -> PipelineConfig:
+    """With the part that a rank has, of a model that all ranks have loaded alike."""
+    if place is None:
+        return settings
+    check_heads(loaded.module.config, place.world, loaded.name)
+    place.group.agree("checkpoint", fingerprint(loaded, loaded.module))
+    return with_sets(settings, shard_sets(place.rank, place.world))
+
+
+def lead(engine: Engine, place: RankPlace | None, workers: Workers | None) -> None:
+    """On rank 0 of several: its steps are those of all."""
+    if place is not None and place.rank == 0:
+        leader = LeaderGraph(engine.graph, place.group, workers)
+        engine.graph, engine.copy = leader, leader.copy

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from graft.base.device_memory import cache_size, is_out_of_memory, size_text
+from graft.base.device_memory import CacheSize, cache_size, is_out_of_memory, size_text
 from graft.base.errors import OutOfMemory
 from graft.base.files import Progress
 from graft.engine.decode.build import loop_problem, make_loop
@@ -19,6 +19,7 @@ from graft.engine.kv.events import EventQueue
 from graft.engine.kv.manager import BlockManager
 from graft.engine.kv.tensors import LayerShape, allocate, bytes_per_block, narrow_blocks
 from graft.engine.options import EngineOptions
+from graft.engine.ranks.task import RankPlace
 from graft.engine.scheduler import Scheduler
 from graft.models.loaded import LoadedModel
 from graft.weights.quantize import FP8
@@ -37,16 +38,18 @@ def build_engine(
     progress: Progress | None = None,
     record: bool | None = None,
     ends: frozenset[int] | None = None,
+    place: RankPlace | None = None,
 ) -> tuple[Engine, str]:
     """The engine, and a line about the size of its cache.
 
-    content: the fingerprint of the weights that the graph reads. ends: the end tokens, where the module
-    does not know them. record: whether decode steps are captured; None: where that is of use (see loop_problem).
+    content: the fingerprint of the weights that the graph reads. ends: the end tokens, where the module does not
+    know them. place: of one of several ranks, which all have as many blocks. record: whether decode steps are
+    captured; None: where that is of use (see loop_problem).
     """
     size = bytes_per_block(layers, block_size)
     most = options.max_num_seqs * -(-model.context // block_size)
-    found = cache_size(size, most, device, options.kv_cache_memory, narrow_blocks(layers, block_size))
-    problem = loop_problem(device, backend, options)
+    found = room(size, most, device, options, narrow_blocks(layers, block_size), place)
+    problem = loop_problem(device, backend, options, ranks=place.world if place else 1)
     record = problem is None if record is None else record
     try:
         tensors = allocate(layers, found.blocks + record, block_size, device)  # one block more for padding rows
@@ -76,14 +79,24 @@ def build_engine(
         loop=loop,
         notes=() if record else (f"decode: no CUDA graphs, because {problem}",),
     )
-    tokens = found.blocks * block_size
     note = f"key-value cache: {found.blocks} blocks of {block_size} tokens, {size_text(found.bytes)} ({found.reason})"
     if layers and layers[0].dtype is FP8:
         each, own = (bytes_per_block(some, block_size) // block_size for some in (layers, wide(layers, model)))
         note += f"; float8_e4m3fn with a scale a token and head, {each:,} bytes a token and not {own:,}"
-    if tokens < model.context:
+    if found.blocks * block_size < model.context:
         note += f"; the model's context of {model.context} does not fit"
     return engine, note
+
+
+def room(
+    size: int, most: int, device: torch.device, options: EngineOptions, narrow: int | None, place: RankPlace | None
+) -> CacheSize:
+    """For the cache; of several ranks each has as many blocks as the one with the least room."""
+    if place is None:
+        return cache_size(size, most, device, options.kv_cache_memory, narrow)
+    found = cache_size(size, most, device, options.kv_cache_memory, narrow, sharers=place.sharers)
+    blocks = place.group.least(found.blocks)
+    return replace(found, blocks=blocks, bytes=blocks * size)
 
 
 def wide(layers: Sequence[LayerShape], model: LoadedModel) -> list[LayerShape]:

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 
 import torch
 
-from graft.base.errors import EngineFailed, GraftError
+from graft.base.errors import EngineFailed, GraftError, RankFailed
 from graft.base.garbage import old_objects_frozen
 from graft.engine.core import Request
 from graft.engine.engine import Engine
@@ -229,8 +229,9 @@ class Shift:
 
 
 def lost_device(error: BaseException) -> bool:
-    """An error of the device's own, such as an illegal access: whatever else the process asks of it fails too."""
-    return isinstance(error, torch.AcceleratorError)
+    """An error of the device's own, such as an illegal access, or ranks that are gone: whatever else the process
+    asks of it fails too."""
+    return isinstance(error, (torch.AcceleratorError, RankFailed))
 
 
 def step_failed(error: BaseException) -> EngineFailed:

@@ -21,7 +21,7 @@ from graft.engine.decode.in_flight import Feed, InFlightStep
 from graft.engine.decode.loop import Counts, DecodeLoop
 from graft.engine.due import Due
 from graft.engine.grammar import GrammarMask
-from graft.engine.kv.manager import BlockManager
+from graft.engine.kv.manager import BlockManager, Copy
 from graft.engine.kv.tensors import copy_blocks
 from graft.engine.params import SamplingParams
 from graft.engine.sampling.sampling import SampledToken, make_generator, sample
@@ -46,6 +46,7 @@ class Engine:
         tokenizer: Any = None,
         loop: DecodeLoop | None = None,
         notes: Sequence[str] = (),
+        copy: Callable[[Sequence[Tensor], Sequence[Copy]], None] = copy_blocks,
     ) -> None:
         self.graph = graph
         self.tensors = tensors
@@ -55,6 +56,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.loop = loop  # decodes by captures, a step ahead of the host; None: every step is `run`
         self.pending: StepPlan | None = None  # made while a step was in flight, and not launched yet
+        self.copy = copy  # blocks of the cache; rank 0 of several tells the others
         self.said = tuple(notes)
         self.stats = Stats()
         self.lock = threading.RLock()
@@ -79,7 +81,7 @@ class Engine:
             return self.nothing_to_do()
         due: list[Due] = []
         with self.undone_on_error(plan, due):
-            copy_blocks(self.tensors, plan.copies)
+            self.copy(self.tensors, plan.copies)
             due += self.due(plan)
             scored = scored_prompts(plan)
             step = None if loop is None or scored else loop.begin(plan, due, self.run)
@@ -117,7 +119,7 @@ class Engine:
             return self.scheduler.schedule()
         left = [(r, n) for r, n in zip(plan.requests, plan.counts, strict=True) if r.table is not None]
         if not left:
-            copy_blocks(self.tensors, plan.copies)
+            self.copy(self.tensors, plan.copies)
             return self.scheduler.schedule()
         return replace(plan, requests=[r for r, _ in left], counts=[n for _, n in left])
 

@@ -17,7 +17,8 @@ from graft.engine.kv.events import Event
 from graft.engine.kv.subscription import EventSubscription
 from graft.engine.options import EngineOptions
 from graft.engine.parts import EngineParts
-from graft.engine.start import start_engine
+from graft.engine.ranks.leader import LeaderGraph
+from graft.engine.start import refuse_on_ranks, start_engine
 from graft.models.loaded import LoadedModel
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class LLM(Frontend):
     folder may run; without it, it never does. use_cache: an engine that an earlier start of the same request kept
     may serve; nothing is captured or compiled then (engine/artifact/kept.py). recompile: a compiled engine that is
     for another graft, torch or machine is made anew in its folder, by the command that made it; otherwise it is
-    refused.
+    refused. tensor_parallel_size: so many processes compute the model together, each with its part of the weights and
+    of the cache (docs/scale.md); this one is rank 0, and ends the others.
     """
 
     def __init__(
@@ -57,10 +59,13 @@ class LLM(Frontend):
         trust_remote_code: bool = False,
         use_cache: bool = True,
         recompile: bool = False,
+        tensor_parallel_size: int = 1,
         **options: Any,
     ) -> None:
         sizes = engine_options(options)
         if isinstance(model, LoadedModel):
+            if tensor_parallel_size != 1:
+                refuse_on_ranks(tensor_parallel_size, "a model that is loaded already")
             from graft.engine.assemble import assemble
             from graft.engine.stages import settings_for
 
@@ -71,7 +76,7 @@ class LLM(Frontend):
         else:
             request = EngineRequest(
                 model, sizes, dtype, device, config, backend, dump_dir, quantize, keep_weights, trust_remote_code,
-                use_cache=use_cache, recompile=recompile,
+                use_cache=use_cache, recompile=recompile, tensor_parallel_size=tensor_parallel_size,
             )  # fmt: skip
             parts = start_engine(request, Starter(progress=progress))
         self.take(parts)
@@ -87,6 +92,8 @@ class LLM(Frontend):
         self.parts: EngineParts = parts
         self.engine, self.size, self.model, self.cache = parts.engine, parts.size, parts.model, parts.cache
         self.device, self.backend, self.quantized = parts.device, parts.backend, parts.quantized
+        if isinstance(parts.engine.graph, LeaderGraph):
+            weakref.finalize(self, parts.engine.graph.close)
 
     @cached_property
     def graph_module(self) -> GraphModule:
@@ -114,6 +121,8 @@ class LLM(Frontend):
         """
         from graft.engine.artifact.save import save_engine
 
+        if isinstance(self.engine.graph, LeaderGraph):
+            raise UsageError("an engine on several ranks cannot be saved: each rank has its part; save it with one")
         save_engine(
             self.parts, Path(path), overwrite=overwrite, made_by=tuple(made_by), with_weights=with_weights,
             progress=progress,
@@ -140,7 +149,8 @@ class LLM(Frontend):
     @property
     def report(self) -> Report:
         """What was built, with what the engine has had to say since."""
-        return replace(self.built, notes=(*self.built.notes, *self.engine.notes, self.size))
+        ranks = (self.engine.graph.note,) if isinstance(self.engine.graph, LeaderGraph) else ()
+        return replace(self.built, notes=(*self.built.notes, *self.engine.notes, *ranks, self.size))
 
 
 def engine_options(options: Mapping[str, Any]) -> EngineOptions:

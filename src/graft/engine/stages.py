@@ -28,16 +28,17 @@ from graft.capture.cache import captured_decoder
 from graft.engine.build import fingerprint
 from graft.engine.kv.tensors import LayerShape
 from graft.ir.edit import attribute
+from graft.ir.verify import GraphSnapshot
 from graft.models.load import load_model
 from graft.models.loaded import LoadedModel
 from graft.models.places import resolve_device
 from graft.ops.launch import float8_missing
 from graft.ops.layout import check_graph
-from graft.passes.base import Context
+from graft.passes.base import BaseTransform, Context
 from graft.passes.config import DEFAULTS, ConfigLayer, PipelineConfig, flatten, load_config, quantize_sets, with_sets
 from graft.passes.library.quantize.quantization import release
 from graft.passes.pipeline import run_pipeline
-from graft.passes.report import Report
+from graft.passes.report import Report, TransformRecord
 from graft.weights.lazy import LazyWeights
 from graft.weights.quantize import FP8, Saving, fp8_problem
 
@@ -156,8 +157,9 @@ def transform(
     if settings.verify == "matches":
         context.notes += filled(lazy, gm, "verify: matches computes with them")
     report = run_pipeline(
-        gm, settings, context, model=model.name, dump_dir=dump_dir, progress=transform_progress(progress)
-    )
+        gm, settings, context, model=model.name, dump_dir=dump_dir, progress=transform_progress(progress),
+        observe=None if owned is None else partial(free_cut_weights, owned, context),
+    )  # fmt: skip
     check_graph(gm.graph)
     notes = filled(lazy, gm, "the graph reads them as floats")
     return Transformed(
@@ -170,6 +172,21 @@ def transform(
         quantized=context.outputs.get("quantized"),
         notes=tuple(notes),
     )
+
+
+def free_cut_weights(
+    owned: torch.nn.Module,
+    context: Context,
+    gm: GraphModule,
+    _: GraphSnapshot,
+    transform: BaseTransform,
+    record: TransformRecord,
+) -> TransformRecord:
+    """A rank keeps its parts of the weights, and gives up the rest as soon as the parts are checked."""
+    if transform.name == "shard_tensor_parallel":
+        read = {str(node.target) for node in gm.graph.nodes if node.op == "get_attr" and node.users}
+        release(gm, owned, *(name for name in context.outputs["sharded"] if name not in read))
+    return record
 
 
 def lower(

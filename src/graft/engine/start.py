@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from graft.base.caches import note_use
 from graft.base.errors import ArtifactError, OtherTarget, UsageError
 from graft.base.manifest import OpenFolder
+from graft.dist.sizes import check_size
 from graft.engine.artifact.format import ENGINE, is_engine
 from graft.engine.artifact.kept import KeptEngine, drop, keep_engine, kept_engine
 from graft.engine.artifact.request import SIZES, EngineRequest, Starter
+from graft.engine.fresh import build
 from graft.engine.parts import EngineParts
 
 
 def start_engine(request: EngineRequest, starter: Starter) -> EngineParts:
+    check_size(request.tensor_parallel_size)
+    if request.tensor_parallel_size > 1:
+        return on_ranks(request, starter)
     if is_engine(request.model):
         return from_folder(Path(request.model), request, starter)
     if request.recompile:
@@ -31,6 +36,27 @@ def start_engine(request: EngineRequest, starter: Starter) -> EngineParts:
             damaged = f"; what was kept could not be used: {error}"
     built = build(request, starter)
     return noted(built, keep_engine(kept, built, starter.progress) + damaged)
+
+
+def on_ranks(request: EngineRequest, starter: Starter) -> EngineParts:
+    """The engine of rank 0, with the others in processes of their own."""
+    world = request.tensor_parallel_size
+    if is_engine(request.model):
+        refuse_on_ranks(world, "a compiled engine")
+    if request.keep_weights:
+        raise UsageError(f"tensor_parallel_size={world}: every rank keeps its part of the weights, not all of them")
+    if request.plugins:
+        raise UsageError("--tensor-parallel: --plugin is not handed to the other ranks; install the plugin's package")
+    from graft.engine.launch.start import start_ranks
+    from graft.passes.config import PipelineConfig, load_config, quantize_sets
+
+    if not isinstance(request.config, PipelineConfig):  # a wrong key is told before anything starts
+        load_config(request.config, sets=(*request.sets, *quantize_sets(request.quantize)))
+    return start_ranks(replace(request, use_cache=False), starter.progress)
+
+
+def refuse_on_ranks(world: int, what: str) -> NoReturn:
+    raise UsageError(f"tensor_parallel_size={world}: every rank loads its part, of a name or folder, not {what}")
 
 
 def from_folder(path: Path, request: EngineRequest, starter: Starter) -> EngineParts:
@@ -82,27 +108,6 @@ def stored(
     from graft.engine.artifact.load import load_engine
 
     return load_engine(path, request.sizes, asked, starter, said)
-
-
-def build(request: EngineRequest, starter: Starter) -> EngineParts:
-    from graft.engine.assemble import assemble
-    from graft.engine.stages import load_decoder, settings_for
-    from graft.passes.config import PipelineConfig, load_config, quantize_sets
-
-    chosen = (*request.sets, *quantize_sets(request.quantize))
-    if not isinstance(request.config, PipelineConfig):  # a wrong key is told before the model is loaded
-        load_config(request.config, sets=chosen, plugins=request.plugins)
-    loaded = load_decoder(
-        request.model, dtype=request.dtype, device=request.device, backend=request.backend,
-        quantize=request.quantize, kv_cache_dtype=request.sizes.kv_cache_dtype,
-        trust_remote_code=request.trust_remote_code, progress=starter.progress,
-    )  # fmt: skip
-    sizes = starter.sizes(request.sizes, loaded)
-    settings = settings_for(loaded, request.config, request.quantize, sets=request.sets, plugins=request.plugins)
-    return assemble(
-        loaded, sizes, settings, backend=request.backend, dump_dir=request.dump_dir, progress=starter.progress,
-        keep_weights=bool(request.keep_weights),
-    )  # fmt: skip
 
 
 def noted(parts: EngineParts, note: str) -> EngineParts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Literal
@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from graft.ir.patterns.match import NearMiss
+from graft.ir.verify import GraphSnapshot
 from graft.passes.costs import Measure
 from graft.passes.report import MatchRecord
 from graft.weights.lazy import LazyWeights
@@ -20,6 +21,7 @@ class Stage(StrEnum):
     """Stages run in this order."""
 
     MATCH = "match"
+    SHARD = "shard"
     FUSE = "fuse"
     STATE = "state"
     SCHEDULE = "schedule"
@@ -71,6 +73,10 @@ class Outcome:
     skipped: bool = False
 
 
+# of a graph, what it was before, the matches, and the largest size of an input: the matches with their checks
+NumericChecker = Callable[[GraphModule, GraphSnapshot, tuple[MatchRecord, ...], int | None], tuple[MatchRecord, ...]]
+
+
 class BaseTransform:
     """What the pipeline runs: it times, checks, records and rolls back.
 
@@ -92,6 +98,10 @@ class BaseTransform:
     @classmethod
     def get_config_class(cls) -> type[TransformConfig]:
         return TransformConfig
+
+    def own_check(self, context: Context) -> NumericChecker | None:
+        """The numeric check of its matches, where the one of passes/numeric_check.py does not do."""
+        return None
 
     def apply(self, gm: GraphModule, context: Context) -> Outcome:
         """Rewrites `gm` in place."""

@@ -139,6 +139,12 @@ def quantize_sets(kind: str | None) -> tuple[str, ...]:
     return "transforms.quantize_linear.enabled=true", f"transforms.quantize_linear.format={kind}"
 
 
+def shard_sets(rank: int, world: int) -> tuple[str, ...]:
+    """What `--tensor-parallel WORLD` stands for, on one of the ranks."""
+    name = "transforms.shard_tensor_parallel"
+    return f"{name}.enabled=true", f"{name}.world={world}", f"{name}.rank={rank}"
+
+
 def with_sets(config: PipelineConfig, sets: Sequence[str]) -> PipelineConfig:
     """A loaded configuration with `--set` values laid over it."""
     transforms, origins = dict(config.transforms), dict(config.origins)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,8 @@ def run_one(
                 check_accounted(gm, before, outcome.matches, measured=context.measure is not None)
             if checked == "matches" and not transform.uncheckable:
                 with clock.phase("numeric check"):
-                    matches = check_matches(gm, before, outcome.matches, most_of(context), transform.not_kept)
+                    check = transform.own_check(context) or partial(check_matches, not_kept=transform.not_kept)
+                    matches = check(gm, before, outcome.matches, most_of(context))
                     outcome = replace(outcome, matches=matches)
         else:
             check_accounted(gm, before, (), measured=context.measure is not None)

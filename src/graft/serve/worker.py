@@ -257,6 +257,7 @@ def load_model(options: ModelOptions, outbox: Outbox) -> LLM:
         options.model, engine_options(options.engine), options.dtype, options.device, options.config,
         options.backend, quantize=options.quantize, trust_remote_code=options.trust_remote_code, sets=options.sets,
         plugins=options.plugins, use_cache=options.use_cache, recompile=options.recompile,
+        tensor_parallel_size=options.tensor_parallel,
     )  # fmt: skip
 
     def tell(notes: Sequence[str]) -> None:

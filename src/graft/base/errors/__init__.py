@@ -37,8 +37,11 @@ from graft.base.errors.engine import (
     EventOrder,
     GrammarRefused,
     LayoutError,
+    NoRanks,
     OutOfCache,
     OutOfMemory,
+    RankFailed,
+    RanksDiffer,
 )
 from graft.base.errors.files import ArtifactError, DiskFull, OtherTarget, ProfileError, TableError
 from graft.base.errors.graphs import (
@@ -136,6 +139,7 @@ __all__ = [
     "NoCompiler",
     "NoFloat8",
     "NoGpu",
+    "NoRanks",
     "NotText",
     "NothingNative",
     "NumericCheckError",
@@ -153,6 +157,8 @@ __all__ = [
     "PromptTooLong",
     "QuantizationError",
     "QueueTimeout",
+    "RankFailed",
+    "RanksDiffer",
     "ReadOnlyInput",
     "Recompiled",
     "ReplacedBuffer",

@@ -47,3 +47,19 @@ class CacheCorrupt(GraftError):
 
 class EventOrder(GraftError):
     """A key-value cache event that cannot follow on those before it: events were lost, repeated or mixed up."""
+
+
+class NoRanks(GraftError):
+    """A graph that is the part of one rank, where there are no others to exchange with."""
+
+
+class RankFailed(GraftError):
+    """A rank of a model on several is gone, or they are out of step; the engine ends with all of them."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} failed: {why}. All ranks of this engine are stopped; load the LLM again")
+        self.rank, self.why = rank, why
+
+
+class RanksDiffer(GraftError):
+    """Ranks that cannot compute one model together: another version, configuration or checkpoint."""

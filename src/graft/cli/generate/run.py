@@ -34,6 +34,7 @@ from graft.cli.options import (
     Sets,
     Stop,
     Temperature,
+    TensorParallel,
     TopK,
     TopP,
     TrustRemoteCode,
@@ -80,6 +81,7 @@ def run(
     kv_cache_memory: CacheMemory = None,
     kv_cache_dtype: CacheDtype = "auto",
     max_model_len: MaxModelLen = None,
+    tensor_parallel: TensorParallel = 1,
     trust_remote_code: TrustRemoteCode = False,
     use_cache: UseCache = True,
     recompile: Recompile = False,
@@ -90,7 +92,6 @@ def run(
     """Complete prompts with a model."""
     from graft.cli.show import progress_bar
 
-    sets = [*(sets or ()), *(["verify=matches"] if verify else [])]
     given = read_prompts(prompts, token_ids)
     params = sampling_params(
         stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
@@ -99,9 +100,10 @@ def run(
     )  # fmt: skip
     with progress_bar() as progress:
         llm = load_llm(
-            model, progress, dtype=dtype, device=device, config=config, sets=sets, plugins=plugins, backend=backend,
+            model, progress, dtype=dtype, device=device, config=config, plugins=plugins, backend=backend,
+            sets=[*(sets or ()), *(["verify=matches"] if verify else [])], kv_cache_dtype=kv_cache_dtype,
             dump_dir=dump, quantize=quantize, keep_weights=compare, kv_cache_memory=kv_cache_memory,
-            kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code,
+            max_model_len=max_model_len, trust_remote_code=trust_remote_code, tensor_parallel_size=tensor_parallel,
             use_cache=use_cache, recompile=recompile,
         )  # fmt: skip
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]

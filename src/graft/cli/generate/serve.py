@@ -19,6 +19,7 @@ from graft.cli.options import (
     Quantize,
     Recompile,
     Sets,
+    TensorParallel,
     TrustRemoteCode,
     UseCache,
 )
@@ -118,6 +119,7 @@ def serve(
     quantize: Quantize = None,
     kv_cache_memory: CacheMemory = None,
     kv_cache_dtype: CacheDtype = "auto",
+    tensor_parallel: TensorParallel = 1,
     trust_remote_code: TrustRemoteCode = False,
     use_cache: UseCache = True,
     recompile: Recompile = False,

@@ -23,7 +23,8 @@ SIZES = ("kv_cache_dtype", "max_model_len")  # and of EngineOptions
 class EngineRequest:
     """model: a name, folder or file. sizes: of these, the context and the cache's dtype are part of the graph.
     use_cache: an engine that an earlier start kept may serve, and this one is kept. recompile: a compiled engine that
-    is for another place is made anew where it lies. with_weights: of what is compiled, see save_engine."""
+    is for another place is made anew where it lies. with_weights: of what is compiled, see save_engine.
+    tensor_parallel_size: ranks that each have a part of it; every one of them gets this request."""
 
     model: str | Path
     sizes: EngineOptions = EngineOptions()  # noqa: RUF009 (frozen)
@@ -40,6 +41,7 @@ class EngineRequest:
     use_cache: bool = True
     recompile: bool = False
     with_weights: bool = False
+    tensor_parallel_size: int = 1
 
     def command(self) -> tuple[str, ...]:
         """What would compile it anew, but for the folder: `compile MODEL --dtype=…`."""

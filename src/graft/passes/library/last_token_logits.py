@@ -28,6 +28,7 @@ ROW_WISE = frozenset(
         aten.tanh.default,
         aten.slice.Tensor,
         aten.reshape.default,
+        ops.all_gather.default,  # of a row that several ranks have parts of
     }
 )
 

@@ -107,5 +107,5 @@ def check_not_merged(node: Node) -> None:
     """Merging once more would move the weights that are views of this one away from it."""
     weight = node.args[1]
     maker = weight.meta.get("made_by") if isinstance(weight, Node) else None
-    if maker:
+    if maker and maker != "shard_tensor_parallel":  # a part of a weight is a weight like any other
         raise Refused(node, f"{where(node)} was merged by {maker} already")

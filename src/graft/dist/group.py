@@ -1,0 +1,119 @@
+"""The process group of a model's ranks: torch.distributed, with NCCL on GPUs of their own and gloo elsewhere."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+
+from graft.base.errors import RanksDiffer, UsageError
+from graft.ops import ranks
+
+STUCK = timedelta(minutes=10)  # one exchange takes milliseconds; a first step may compile for minutes
+IDLE = timedelta(days=365)  # a rank without work waits for the next message
+MESSAGE_TAG = "graft-messages"
+
+
+@dataclass
+class TorchGroup:
+    """The ranks of this process's model. seconds, calls, bytes: spent in exchanges since they were last set to 0;
+    seconds are None on a GPU, where a call ends before the exchange does."""
+
+    rank: int
+    world: int
+    backend: str
+    data: Any  # the group that numbers go through
+    messages: Any  # gloo, for what the ranks tell each other
+    seconds: float = 0.0
+    calls: int = 0
+    bytes: int = 0
+    broken: bool = False  # a rank is gone
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        with self.counted(total):
+            distributed.all_reduce(total, group=self.data)
+        return total
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        own = x.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.world)]
+        with self.counted(own):
+            distributed.all_gather(parts, own, group=self.data)
+        return torch.cat(parts, dim=-1)
+
+    @contextmanager
+    def counted(self, x: Tensor) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started
+        self.calls += 1
+        self.bytes += x.nbytes
+
+    def agree(self, what: str, own: str) -> None:
+        """Refuses ranks of which one has something else here than rank 0."""
+        said: list[Any] = [None] * self.world
+        distributed.all_gather_object(said, own, group=self.messages)
+        other = next((rank for rank, text in enumerate(said) if text != said[0]), None)
+        if other is not None:
+            raise RanksDiffer(
+                f"rank {other} has another {what} than rank 0 ({said[other]}, not {said[0]}); start all ranks with the"
+                " same versions, options and checkpoint"
+            )
+
+    def least(self, number: int) -> int:
+        """The smallest that a rank has."""
+        found = torch.tensor(number)
+        distributed.all_reduce(found, op=distributed.ReduceOp.MIN, group=self.messages)
+        return int(found)
+
+    def enter(self) -> None:
+        """This process computes with the others from now on."""
+        ranks.join(self)
+
+    def leave(self) -> None:
+        ranks.join(None)
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def connect(rank: int, world: int, backend: str, store: Any = None) -> TorchGroup:
+    """Meets the other ranks, at `store` or where the environment says (torchrun: MASTER_ADDR, MASTER_PORT)."""
+    for group in ranks.PROCESS:
+        if isinstance(group, TorchGroup) and group.broken:
+            group.leave()
+    if distributed.is_initialized():
+        raise UsageError("this process is a rank of another model already; load one LLM with several ranks a process")
+    if not distributed.is_available() or not available(backend):
+        raise UsageError(f"this build of torch has no {backend}, which ranks exchange numbers with")
+    store = store if store is not None else launched_store(rank, world)
+    distributed.init_process_group(backend, rank=rank, world_size=world, timeout=STUCK, store=store)
+    messages = distributed.new_group(backend="gloo", timeout=IDLE)
+    return TorchGroup(rank, world, backend, distributed.group.WORLD, messages)
+
+
+def launched_store(rank: int, world: int) -> Any:
+    """Where the ranks of torchrun meet. Made here, and not by init_process_group: one that fails in there leaves a
+    count behind, by which the groups of a later one have other names on each rank."""
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = distributed.TCPStore(host, int(port), world, is_master=hosts, timeout=STUCK, wait_for_workers=False)
+    except (RuntimeError, ValueError) as error:
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        used = "EADDRINUSE" in str(error) or "in use" in str(error)
+        why = "the port is in use; set MASTER_PORT to another" if used else told
+        raise UsageError(f"the ranks cannot meet at {host}:{port}: {why}") from error
+    return distributed.PrefixStore("graft", store)
+
+
+def available(backend: str) -> bool:
+    return {"gloo": distributed.is_gloo_available, "nccl": distributed.is_nccl_available}[backend]()

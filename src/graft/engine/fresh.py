@@ -1,0 +1,37 @@
+"""An engine of a request, built anew: loaded, with its settings, captured, transformed and lowered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from graft.engine.artifact.request import EngineRequest, Starter
+from graft.engine.parts import EngineParts
+
+if TYPE_CHECKING:
+    from graft.dist.workers import Workers
+    from graft.engine.ranks.task import RankPlace
+
+
+def build(
+    request: EngineRequest, starter: Starter, place: RankPlace | None = None, workers: Workers | None = None
+) -> EngineParts:
+    """place, workers: see assemble. Parts are cut from floats: the blocks of a GGUF file are read as such."""
+    from graft.engine.assemble import assemble
+    from graft.engine.stages import load_decoder, settings_for
+    from graft.passes.config import PipelineConfig, load_config, quantize_sets
+
+    chosen = (*request.sets, *quantize_sets(request.quantize))
+    if not isinstance(request.config, PipelineConfig):  # a wrong key is told before the model is loaded
+        load_config(request.config, sets=chosen, plugins=request.plugins)
+    loaded = load_decoder(
+        request.model, dtype=request.dtype, device=request.device, backend=request.backend,
+        quantize="none" if request.quantize is None and place is not None else request.quantize,
+        kv_cache_dtype=request.sizes.kv_cache_dtype, trust_remote_code=request.trust_remote_code,
+        progress=starter.progress,
+    )  # fmt: skip
+    sizes = starter.sizes(request.sizes, loaded)
+    settings = settings_for(loaded, request.config, request.quantize, sets=request.sets, plugins=request.plugins)
+    return assemble(
+        loaded, sizes, settings, backend=request.backend, dump_dir=request.dump_dir, progress=starter.progress,
+        keep_weights=bool(request.keep_weights), place=place, workers=workers,
+    )  # fmt: skip

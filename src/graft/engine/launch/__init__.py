@@ -1,0 +1,1 @@
+"""Ranks that are started: by rank 0 on this machine, or by torchrun."""

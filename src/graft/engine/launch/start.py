@@ -1,0 +1,174 @@
+"""From the arguments of an LLM to its engine on several ranks: started here, or by torchrun before."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from graft import __version__
+from graft.base.errors import GraftError, RankFailed, UsageError
+from graft.base.files import Progress
+from graft.dist.group import TorchGroup, connect
+from graft.dist.sizes import check_heads
+from graft.dist.workers import JOINING, Workers
+from graft.engine.artifact.request import EngineRequest, Starter
+from graft.engine.engine import Engine
+from graft.engine.fresh import build
+from graft.engine.parts import EngineParts
+from graft.engine.ranks.follow import follow
+from graft.engine.ranks.leader import LeaderGraph
+from graft.engine.ranks.task import RankPlace, place_of
+from graft.models.registry import entries
+
+HOST = "127.0.0.1"
+THREADS = "GRAFT_NUM_THREADS"
+
+
+def start_ranks(request: EngineRequest, progress: Progress | None) -> EngineParts:
+    """The engine of rank 0. In the other processes of torchrun this follows rank 0, and never returns."""
+    world = request.tensor_parallel_size
+    check_early(str(request.model), world)
+    launched = launched_world()
+    if launched is None:
+        return led(start_here(request, progress))
+    if launched != world:
+        raise UsageError(
+            f"tensor_parallel_size is {world}, but torchrun started {launched} processes; the two must be equal"
+        )
+    return led(join_launched(request, progress))
+
+
+def led(parts: EngineParts) -> EngineParts:
+    """With an engine that says at once that a rank was lost, also where nothing is running."""
+    leader = parts.engine.graph
+    assert isinstance(leader, LeaderGraph)
+    if leader.workers is not None:
+        leader.workers.on_failure = partial(rank_lost, parts.engine, leader)
+    return parts
+
+
+def rank_lost(engine: Engine, leader: LeaderGraph, failed: RankFailed) -> None:
+    """Told by the thread that watches the workers: nothing more is taken."""
+    leader.gone(failed)
+    engine.broken = failed
+
+
+def check_early(model: str, world: int) -> None:
+    """Heads of a model that is only a configuration, before any process starts; others are checked once loaded."""
+    entry = entries().get(model)
+    if entry is not None and entry.kind == "random":
+        from transformers import AutoConfig
+
+        check_heads(AutoConfig.for_model(entry.family.model_type, **entry.settings), world, model)
+
+
+def launched_world() -> int | None:
+    """How many processes torchrun (or srun with its variables) started; None: nobody did."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["WORLD_SIZE"])
+
+
+def start_here(request: EngineRequest, progress: Progress | None) -> EngineParts:
+    world = request.tensor_parallel_size
+    device, backend, sharers = place_of(request.device, 0, world)
+    threads = threads_of_each(world) if backend == "gloo" else None
+    store = torch.distributed.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
+    environment = {} if threads is None else {THREADS: str(threads), "OMP_NUM_THREADS": str(threads)}
+    if progress is not None:
+        progress(f"starting {world} ranks", 0, 1)
+    workers = Workers.start(world, store.port, request, environment)
+    group: TorchGroup | None = None
+    try:
+        with told(workers), few_threads(threads):
+            wait_for_all(store, workers, world)
+            group = connect(0, world, backend, store)
+            return build_rank(request, RankPlace(group, device, sharers, threads), progress, workers)
+    except BaseException:
+        workers.stop()
+        if group is not None:
+            group.leave()
+        raise
+
+
+def build_rank(
+    request: EngineRequest, place: RankPlace, progress: Progress | None = None, workers: Workers | None = None
+) -> EngineParts:
+    """The part of this rank."""
+    place.group.agree("version", f"graft {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+    place.group.enter()
+    own = replace(request, device=place.device, dump_dir=None if place.rank else request.dump_dir)
+    return build(own, Starter(progress=progress), place, workers)
+
+
+def wait_for_all(store: Any, workers: Workers, world: int) -> None:
+    """Until every worker has come so far, or one has died, which nobody must wait for."""
+    until = time.monotonic() + JOINING
+    while not store.check([f"rank{rank}" for rank in range(1, world)]):
+        if workers.failed is not None:
+            raise workers.failed
+        if time.monotonic() > until:
+            raise RankFailed(1, f"it did not come within {JOINING:.0f} s")
+        time.sleep(0.02)
+
+
+@contextmanager
+def told(workers: Workers) -> Iterator[None]:
+    """An error of an exchange is told as the end of the worker that caused it. One of graft's own is told as it is:
+    every rank meets it, and rank 0 says it best."""
+    try:
+        yield
+    except GraftError:
+        raise
+    except Exception as error:
+        found = workers.failure()
+        if found is None:
+            raise
+        raise found from error
+
+
+def threads_of_each(world: int) -> int:
+    """Ranks on one machine share its cores."""
+    from graft.backends.native.cpu import thread_count
+
+    return max(1, thread_count() // world)
+
+
+@contextmanager
+def few_threads(count: int | None) -> Iterator[None]:
+    """While rank 0 is built: what it makes keeps the number; torch has one number for each thread that calls it."""
+    before = os.environ.get(THREADS)
+    if count is not None:
+        os.environ[THREADS] = str(count)
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(THREADS, None)
+        else:
+            os.environ[THREADS] = before
+
+
+def join_launched(request: EngineRequest, progress: Progress | None) -> EngineParts:
+    world = request.tensor_parallel_size
+    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    device, backend, sharers = place_of(request.device, local, sharing)
+    threads = threads_of_each(sharing) if backend == "gloo" else None
+    with few_threads(threads):
+        group = connect(rank, world, backend)
+        parts = build_rank(request, RankPlace(group, device, sharers, threads), None if rank else progress)
+    if rank == 0:
+        return parts
+    follow(parts.engine, group)
+    group.leave()
+    sys.exit(0)

@@ -1,0 +1,27 @@
+"""The side of every other rank: the steps that rank 0 tells it, on its own part of weights and cache."""
+
+from __future__ import annotations
+
+import torch
+
+from graft.dist.group import TorchGroup
+from graft.dist.messages import COPY, STOP, Messages
+from graft.engine.engine import Engine
+from graft.engine.kv.manager import Copy
+from graft.engine.kv.tensors import copy_blocks
+from graft.ops.layout import INPUTS
+
+
+@torch.inference_mode()
+def follow(engine: Engine, group: TorchGroup) -> None:
+    """Until rank 0 says that nothing more will come. Logits are for rank 0 to read."""
+    messages, device = Messages(group), engine.tensors[0].device
+    while True:
+        kind, tensors = messages.receive()
+        if kind == STOP:
+            return
+        if kind == COPY:
+            copy_blocks(engine.tensors, [Copy(int(source), int(target)) for source, target in tensors[0].tolist()])
+            continue
+        inputs = [t if one.on_host else t.to(device) for one, t in zip(INPUTS, tensors, strict=True)]
+        engine.graph(*inputs, *engine.tensors)

@@ -1,0 +1,107 @@
+"""Rank 0's side of a step: it tells the others what to feed, and runs its own part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graft.base.device_memory import size_text
+from graft.base.errors import RankFailed
+from graft.dist.group import TorchGroup
+from graft.dist.messages import COPY, STEP, STOP, Messages
+from graft.dist.workers import Workers
+from graft.engine.kv.manager import Copy
+from graft.engine.kv.tensors import copy_blocks
+from graft.ops import ranks
+from graft.ops.layout import NAMES
+
+
+@dataclass(eq=False)
+class LeaderGraph:
+    """Takes the place of the lowered graph: the same call, on all ranks. workers: those that this process started."""
+
+    graph: Callable[..., Any]
+    group: TorchGroup
+    workers: Workers | None = None
+    messages: Messages = field(init=False)
+    steps: int = 0
+    seconds: float = 0.0  # of all steps
+    lost: RankFailed | None = None
+
+    def __post_init__(self) -> None:
+        self.messages = Messages(self.group)
+        self.group.seconds, self.group.calls, self.group.bytes = 0.0, 0, 0
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        started = time.perf_counter()
+        result = self.together(lambda: self.step(inputs))
+        self.steps, self.seconds = self.steps + 1, self.seconds + time.perf_counter() - started
+        return result
+
+    def step(self, inputs: Sequence[Tensor]) -> Any:
+        self.messages.send(STEP, inputs[: len(NAMES)])
+        return self.graph(*inputs)
+
+    def copy(self, tensors: Sequence[Tensor], copies: Sequence[Copy]) -> None:
+        """copy_blocks, on every rank."""
+        if copies:
+            pairs = torch.tensor([[copy.source, copy.target] for copy in copies])
+            self.together(lambda: self.messages.send(COPY, [pairs]))
+        copy_blocks(tensors, copies)
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        """A rank that fails leaves the others in the middle of a step: there is no way back from that."""
+        if self.lost is not None:
+            raise self.lost
+        try:
+            return work()
+        except Exception as error:
+            self.lost = self.failure(error)
+            self.end()
+            raise self.lost from error
+        except BaseException:
+            self.lost = RankFailed(0, "it was interrupted in the middle of a step")
+            self.end()
+            raise
+
+    def gone(self, failed: RankFailed) -> None:
+        """A worker died, whatever rank 0 was doing."""
+        self.lost = self.lost or failed
+        self.group.broken = True
+
+    def failure(self, error: Exception) -> RankFailed:
+        """The worker that died, or what went wrong here."""
+        found = self.workers.failure() if self.workers is not None else None
+        return found or RankFailed(0, f"{type(error).__name__}: {error}")
+
+    def end(self) -> None:
+        self.group.broken = True
+        if self.workers is not None:
+            self.workers.stop()
+
+    def close(self) -> None:
+        """Nothing more will come: nobody has the LLM any more, or the process ends."""
+        if self.workers is None and self.lost is None:
+            self.messages.send(STOP)
+        self.lost = self.lost or RankFailed(0, "the engine was closed")
+        self.end()
+        if self.group in ranks.PROCESS:
+            self.group.leave()
+
+    @property
+    def note(self) -> str:
+        group = self.group
+        said = f"tensor parallel: {group.world} ranks over {group.backend}"
+        if not self.steps:
+            return said
+        each = f"{group.calls / self.steps:.0f} exchanges and {size_text(group.bytes // self.steps)} a step"
+        share = (
+            f"communication is {group.seconds / self.seconds:.0%} of a step on rank 0, waiting for others included"
+        )
+        times = f"{1000 * group.seconds / self.steps:.2f} of {1000 * self.seconds / self.steps:.2f} ms"
+        return f"{said}; {each}; {share} ({times}, {self.steps} steps)"

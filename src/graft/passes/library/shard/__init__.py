@@ -1,0 +1,1 @@
+"""One model on several ranks: which values each computes a part of."""

@@ -1,0 +1,234 @@
+"""An engine on several processes: the tokens of one, its share of the memory, and an end that nobody waits for."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import graft
+from conftest import tiny
+from graft.base.errors import EngineFailed, RankFailed, UsageError
+from graft.dist.group import connect
+from graft.dist.sizes import check_heads, possible_sizes
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(20, 60))]
+GREEDY = graft.SamplingParams(max_tokens=12, ignore_eos=True)
+OPTIONS = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB", "max_num_batched_tokens": 32}
+SOON = 30.0  # seconds; without a watch it would be the group's ten minutes
+
+
+def tokens_of(llm, params=GREEDY, prompts=PROMPTS):
+    return [output.token_ids for output in llm.generate(prompts, params)]
+
+
+def start(family="llama", world=2, backend="eager", **options):
+    return graft.LLM(f"tiny-{family}", tensor_parallel_size=world, backend=backend, **OPTIONS, **options)
+
+
+def test_a_port_in_use_is_told(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(UsageError, match="the port is in use; set MASTER_PORT"):
+            connect(0, 2, "gloo")
+
+
+@pytest.fixture
+def own_threads():
+    """Ranks share the cores: rank 0 is this process, and has fewer threads from then on."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_two_ranks_from_their_start_to_their_end(tmp_path):
+    """One test, because starting a process takes seconds."""
+    one, two = graft.LLM("tiny-llama", backend="eager", **OPTIONS), start()
+    same_tokens(one, two)
+    smaller(one, two)
+    told(two)
+    with pytest.raises(UsageError, match="cannot be saved"):
+        two.save(tmp_path / "engine")
+    with pytest.raises(UsageError, match="a rank of another model already"):
+        connect(0, 2, "gloo")
+    killed(two)
+
+
+def same_tokens(one, two):
+    """Prompts in chunks, batches, samples that share blocks and part from each other."""
+    assert tokens_of(two) == tokens_of(one)
+    sampled = graft.SamplingParams(max_tokens=8, n=3, temperature=1.0, seed=1, ignore_eos=True)
+    alternatives = [[o.token_ids for o in llm.generate([PROMPTS[2]], sampled)[0].alternatives] for llm in (one, two)]
+    assert alternatives[0] == alternatives[1]
+
+
+def smaller(one, two):
+    """Half of the heads in the cache, half of the weights in the graph."""
+    assert two.engine.tensors[0].shape[2] * 2 == one.engine.tensors[0].shape[2]
+    weights = [sum(p.nbytes for p in llm.graph_module.parameters()) for llm in (one, two)]
+    assert weights[1] < 0.52 * weights[0]
+
+
+def told(two):
+    record = two.report.transforms["shard_tensor_parallel"]
+    assert record.status == "applied" and len(record.matches) == 6
+    note = next(note for note in two.report.notes if note.startswith("tensor parallel"))
+    assert re.search(r"2 ranks over gloo; 6 exchanges and .* a step; communication is \d+% of a step on rank 0", note)
+
+
+def killed(two):
+    """While it steps, the step fails; afterwards nothing is taken."""
+    worker, started = two.engine.graph.workers.processes[1], time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 failed: it was killed by signal 9"):
+        for count, _ in enumerate(steps_of(two)):
+            if count == 2:
+                worker.send_signal(signal.SIGKILL)
+    with pytest.raises(EngineFailed, match="rank 1 failed"):
+        two.generate(PROMPTS)
+    assert time.monotonic() - started < SOON
+    assert two.engine.graph.group.broken  # so that another LLM may be loaded
+
+
+def steps_of(llm):
+    request = llm.engine.make(PROMPTS[0], graft.SamplingParams(max_tokens=200, ignore_eos=True))
+    with llm.driver.held() as engine:
+        engine.enter(request)
+        while request.finish_reason is None:
+            yield from engine.step()
+
+
+# ── bad input ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (0, "at least 1"),
+        (True, "at least 1"),
+        ("2", "at least 1"),
+        (3, "the nearest that can: 2 or 4"),
+        (8, "cannot share evenly; the nearest that can: 2 or 4 (all: 1, 2, 4)"),
+    ],
+)
+def test_a_number_of_ranks_that_cannot_be_is_told_at_once(size, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        graft.LLM("tiny-llama", tensor_parallel_size=size, **OPTIONS)
+
+
+def test_sizes_follow_from_heads():
+    assert possible_sizes(9, 3) == [1, 3, 9]
+    assert possible_sizes(32, 8) == [1, 2, 4, 8, 16, 32]
+    with pytest.raises(UsageError, match="has 4 heads"):
+        check_heads(tiny("gpt2").module.config, 3, "gpt2")
+
+
+@pytest.mark.parametrize("more", [{"keep_weights": True}, {"loaded": True}])
+def test_what_ranks_cannot_have_is_refused(more):
+    model = tiny("llama") if more.pop("loaded", False) else "tiny-llama"
+    with pytest.raises(UsageError, match="tensor_parallel_size=2: every rank"):
+        graft.LLM(model, tensor_parallel_size=2, **OPTIONS, **more)
+
+
+def test_another_number_of_processes_than_ranks_is_an_error(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="torchrun started 4 processes"):
+        graft.LLM("tiny-llama", tensor_parallel_size=2, **OPTIONS)
+
+
+# ── more processes ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("own_threads")
+@pytest.mark.parametrize(
+    ("family", "world", "backend"),
+    [
+        ("llama", 4, "eager"),
+        ("qwen3-moe", 2, "eager"),
+        ("gpt2", 2, "eager"),
+        ("olmo-2", 4, "eager"),
+        ("llama", 2, "auto"),
+    ],
+)
+def test_more_ranks_and_families_give_the_tokens_of_one(family, world, backend):
+    expected = tokens_of(graft.LLM(f"tiny-{family}", backend=backend, **OPTIONS))
+    llm = start(family, world, backend)
+    assert tokens_of(llm) == expected
+    processes = list(llm.engine.graph.workers.processes.values())
+    del llm
+    gc.collect()
+    assert all(process.wait(SOON) is not None for process in processes)
+
+
+COMMAND = [
+    "-m",
+    "graft",
+    "run",
+    "-m",
+    "tiny-llama",
+    "--token-ids",
+    "5,6,7,8",
+    "--dtype",
+    "float32",
+    "--backend",
+    "eager",
+]
+
+
+@pytest.mark.exhaustive
+def test_torchrun_starts_the_ranks_as_well():
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29651"]
+    asked = [*COMMAND, "--max-tokens", "6", "--tensor-parallel", "2"]
+    done = subprocess.run([*launcher, *asked], capture_output=True, text=True, timeout=300, check=True)
+    alone = subprocess.run(
+        [sys.executable, *COMMAND, "--max-tokens", "6"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[0] == alone.stdout.splitlines()[0]
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_ends_all_ranks():
+    asked = [sys.executable, *COMMAND, "--max-tokens", "250", "--tensor-parallel", "2"]
+    run = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    workers = wait_for_worker(run.pid)
+    time.sleep(1)
+    os.killpg(run.pid, signal.SIGINT)
+    _, told = run.communicate(timeout=SOON)
+    assert run.returncode and "interrupted" in told
+    until = time.monotonic() + SOON
+    while any(map(is_running, workers)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(map(is_running, workers))
+
+
+def wait_for_worker(parent):
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        listed = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False
+        )
+        if listed.stdout.split():
+            return [int(pid) for pid in listed.stdout.split()]
+        time.sleep(0.2)
+    raise AssertionError("no worker came")
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
