@@ -34,7 +34,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # the captured one. The folder is this run's own: its first process makes it, and the workers inherit the name.
 OWN_GRAPHS = "" if os.environ.get("GRAFT_GRAPH_CACHE_DIR") else tempfile.mkdtemp(prefix="graft-graphs-")
 os.environ["GRAFT_GRAPH_CACHE_DIR"] = OWN_GRAPHS or os.environ["GRAFT_GRAPH_CACHE_DIR"]
-# the same for the C++ that tests compile
+# the same for engines that starts keep, and for the C++ that tests compile
+OWN_ENGINES = "" if os.environ.get("GRAFT_ENGINE_CACHE_DIR") else tempfile.mkdtemp(prefix="graft-engines-")
+os.environ["GRAFT_ENGINE_CACHE_DIR"] = OWN_ENGINES or os.environ["GRAFT_ENGINE_CACHE_DIR"]
 OWN_BUILDS = "" if os.environ.get("GRAFT_TEST_BUILDS") else tempfile.mkdtemp(prefix="graft-native-test-")
 os.environ["GRAFT_TEST_BUILDS"] = OWN_BUILDS or os.environ["GRAFT_TEST_BUILDS"]
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # the CPU's instruction sets are not tried out in each process
@@ -130,7 +132,7 @@ def graph_of(module: torch.nn.Module) -> GraphModule:
 
 
 def pytest_unconfigure() -> None:
-    for folder in filter(None, (OWN_GRAPHS, OWN_BUILDS)):
+    for folder in filter(None, (OWN_GRAPHS, OWN_ENGINES, OWN_BUILDS)):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -104,9 +104,15 @@ FAULTS = [
     ),
     fault(
         "capture/cache.py",
-        "if json.loads(head) != header(key, text):",
-        'if json.loads(head).keys() != {"graft_graph", "sha256"}:',
+        "if not header(key, text).items() <= json.loads(head).items():",
+        "if not header(key, text).keys() <= json.loads(head).keys():",
         "unit/capture/test_capture_cache.py::test_a_file_of_another_model_under_its_name_is_not_used",
+    ),
+    fault(
+        "engine/artifact/key.py",
+        "{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_dev}",
+        "{found.st_size} {found.st_mtime_ns} {found.st_dev}",
+        "unit/engine/test_kept_engines.py::test_every_change_is_another_engine",
     ),
     fault(
         "capture/attention.py",
