@@ -49,7 +49,8 @@ class Workers:
         try:
             for rank in range(1, world):
                 workers.processes[rank] = launch(rank, folder, environment)
-                hand_over(workers.processes[rank], {"rank": rank, "world": world, "port": port, "task": task})
+                told = {"rank": rank, "world": world, "port": port, "task": task, "folder": str(folder)}
+                hand_over(workers.processes[rank], told)
         except BaseException:
             workers.stop()
             raise
@@ -127,14 +128,17 @@ def take_over() -> dict[str, Any]:
     source = sys.stdin.buffer
     (size,) = struct.unpack("<Q", source.read(8))
     message = pickle.loads(source.read(size))
-    threading.Thread(target=end_with_input, name="graft-parent", daemon=True).start()
+    folder = message["folder"]
+    threading.Thread(target=end_with_input, args=(folder,), name="graft-parent", daemon=True).start()
     return message
 
 
-def end_with_input() -> None:
-    """Past Python's buffer: a thread that holds its lock makes the interpreter abort when it ends."""
+def end_with_input(folder: str) -> None:
+    """Past Python's buffer: a thread that holds its lock makes the interpreter abort when it ends. folder: of the
+    logs, which rank 0 does not remove where it is killed."""
     while os.read(sys.stdin.fileno(), 4096):
         continue
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

@@ -38,8 +38,10 @@ def test_a_worker_that_fails_is_told_with_its_last_lines_and_ends_the_others():
 def test_workers_end_with_their_input():
     workers = Workers.start(2, 1, "wait", {})
     assert "rank 1 of 2 was told wait" in wait_for_line(workers, 1)
-    workers.stop()
-    assert workers.processes[1].returncode == 0 and workers.failed is None
+    workers.stopping = True
+    workers.processes[1].stdin.close()  # all that is left of a rank 0 that was killed
+    assert workers.processes[1].wait(SOON) == 0 and workers.failed is None
+    assert not workers.folder.exists()
 
 
 def test_a_worker_that_does_not_listen_is_killed(monkeypatch):

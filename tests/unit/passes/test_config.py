@@ -6,7 +6,7 @@ import pytest
 
 from graft.base.errors import ConfigError, UnknownKey, UnknownTransform, UsageError, WrongType
 from graft.passes.base import Stage
-from graft.passes.config import ConfigLayer, convert, load_config
+from graft.passes.config import ConfigLayer, convert, load_config, nested
 from graft.passes.registry import TransformRegistry
 
 
@@ -40,7 +40,7 @@ def test_layers_lie_over_each_other_in_order(tmp_path):
         ({"transforms": {"fuse_roap": {"enabled": False}}}, UnknownTransform, "did you mean 'fuse_rope'"),
         ({"transforms": {"fuse_rope": {"enabled": "no thanks"}}}, WrongType, "must be true or false"),
         ({"transforms": {"fuse_rope": {"enabled": 1}}}, WrongType, "must be true or false"),
-        ({"transforms": {"fuse_rope": {"stage": "fuze"}}}, WrongType, "one of match, fuse, state, schedule"),
+        ({"transforms": {"fuse_rope": {"stage": "fuze"}}}, WrongType, "one of match, shard, fuse, state, schedule"),
         ({"transforms": {"fuse_rope": {"on_error": "ignore"}}}, WrongType, "one of raise, skip"),
         ({"transforms": {"fuse_rope": {"after": "merge_qkv"}}}, WrongType, "a list"),
         ({"transforms": {"fuse_rope": False}}, WrongType, "a mapping"),
@@ -97,3 +97,17 @@ def test_a_plugin_registers_its_transform(tmp_path, monkeypatch):
         assert "from_plugin" in config.transforms
     finally:
         del TransformRegistry._known["from_plugin"]
+
+
+def test_a_file_and_sets_become_one_mapping(tmp_path):
+    """What ranks in other processes are handed."""
+    file = tmp_path / "own.yaml"
+    file.write_text("transforms: {fuse_rope: {enabled: false}}\n")
+    sets = ["transforms.fuse_rope.on_error=skip", "verify=matches"]
+    found = nested(file, sets)
+    assert found == {"transforms": {"fuse_rope": {"enabled": False, "on_error": "skip"}}, "verify": "matches"}
+    assert load_config(found).transforms == load_config(file, sets=sets).transforms
+    assert nested(None, ()) is None
+    given = {"transforms": {"fuse_rope": {"enabled": True}}}
+    nested(given, sets)
+    assert given == {"transforms": {"fuse_rope": {"enabled": True}}}

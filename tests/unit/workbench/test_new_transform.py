@@ -99,7 +99,11 @@ def test_a_name_is_an_identifier_or_refused(name):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"op": True, "name": "fuse_rms_norm_2", "stage": "later"}, UsageError, "match, fuse, state, schedule"),
+        (
+            {"op": True, "name": "fuse_rms_norm_2", "stage": "later"},
+            UsageError,
+            "match, shard, fuse, state, schedule",
+        ),
         ({"op": True, "name": "fuse_on_cuda"}, UsageError, "ops carry no backend"),
         ({"op": True, "name": "fuse_x"}, UsageError, "its own files use for something else"),
         ({"op": True, "name": "fuse_define"}, UsageError, "its own files use for something else"),

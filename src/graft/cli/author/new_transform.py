@@ -41,7 +41,9 @@ FoundIn = Annotated[
 ]
 StageName = Annotated[
     str | None,
-    typer.Option(help="match, fuse, state or schedule; match if left out, with --from schedule.", metavar="STAGE"),
+    typer.Option(
+        help="match, shard, fuse, state or schedule; match if left out, with --from schedule.", metavar="STAGE"
+    ),
 ]
 Folder = Annotated[
     Path | None,

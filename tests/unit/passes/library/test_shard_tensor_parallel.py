@@ -221,6 +221,24 @@ def test_the_check_finds_a_wrong_split(monkeypatch, wrong):
         sharded(whole_graph("gpt2"), 0, 2, "verify=matches", stages=[Stage.SHARD])
 
 
+def test_a_weight_that_the_model_writes_stays_whole():
+    class Learning(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+        def forward(self, x):
+            self.up.weight.data.mul_(0.5)
+            return self.down(torch.relu(self.up(x))) + x
+
+    config = {"transforms": {"shard_tensor_parallel": {"enabled": True, "world": 2, "rank": 0}}}
+    with torch.no_grad():
+        compiled = graft.compile(Learning(), (torch.randn(3, 8),), config=config, backend="eager")
+    record = compiled.report.transforms["shard_tensor_parallel"]
+    assert not any(match.pattern == "mlp" for match in record.matches)
+    assert "written in place" in " ".join(miss.reason for miss in record.near_misses)
+
+
 # ── how it is told and asked ────────────────────────────────────────────────────────────────────────────────────
 
 

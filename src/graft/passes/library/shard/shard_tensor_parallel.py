@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from graft.base.device_memory import size_text
 from graft.base.errors import UsageError
 from graft.ir.edit import Editor
+from graft.ir.effects import storage_root
 from graft.ir.nodes import calls, is_op, where
 from graft.ir.patterns.match import Match, NearMiss, Refused
 from graft.passes.base import Context, NumericChecker, TransformConfig
@@ -152,7 +153,11 @@ class ShardTensorParallel(Rewriter):
         return ShardMatch(site.kind, {}, {}, (node,), (node,))
 
     def check(self, run: ShardRun, match: ShardMatch) -> None:
-        """Who else reads a value was asked of each (regions.py); nothing is written in place."""
+        """Who else reads a value was asked of each (regions.py); here, who writes one or its weight."""
+        for node in match.nodes:
+            written = next((one for one in (node, *node.all_input_nodes) if storage_root(one) in run.mutated), None)
+            if written is not None:
+                raise Refused(node, f"{where(written)} is written in place, and a part of it would not see that")
 
     def write(self, run: ShardRun, match: ShardMatch) -> list[Node]:
         rank, world = self.config.rank, self.config.world

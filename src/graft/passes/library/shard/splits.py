@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch.fx import Node
 
+from graft.ir.canonical.normal_form import is_random
 from graft.ir.io.text import op_text
 from graft.ir.nodes import is_op, options_of, static_int, tensor_of, tensor_val, where
 from graft.ir.patterns.match import Refused
@@ -178,5 +179,5 @@ def needs_of(node: Node, split: AxisSplit, *, attends: bool = False) -> Needs | 
     """What the part of a call's result is computed from; None where no rule says. attends: below attention."""
     if attends and is_op(node, RMS_NORM):
         return norm_needs(node, split)
-    rule = RULES.get(node.target) or (broadcast_needs if is_pointwise(node) else None)
+    rule = RULES.get(node.target) or (broadcast_needs if is_pointwise(node) and not is_random(node) else None)
     return None if rule is None else rule(node, split)
