@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from graft import __version__
+from graft.cli.author.autofuse import autofuse
 from graft.cli.author.check import check
 from graft.cli.author.compare import compare
 from graft.cli.author.discover import discover
@@ -70,6 +71,7 @@ VERBS = (
     dump,
     diff,
     discover,
+    autofuse,
     new_transform,
     check,
     compare,

@@ -50,16 +50,18 @@ def discover(
     tokens: Sequence[int] = TOKENS,
     machine: Machine | None = None,
     progress: Progress | None = None,
+    other_devices: bool = True,
 ) -> Discovery:
     """The fusion candidates of a captured or transformed graph, which stays as it is.
 
-    `config` is the one that the graph was transformed with: what its transforms would do on a GPU is not a candidate.
+    `config` is the one that the graph was transformed with: what its transforms would do on a GPU is not a candidate,
+    unless `other_devices` is off, for a graph that was transformed for the device where it runs.
     """
     started = time.perf_counter()
     machine, tokens = machine or Machine(), tuple(tokens)
     groups = grouped(find_pieces(gm))
     config = config or load_config()
-    elsewhere = taken_on_gpu(gm, config) if groups else {}
+    elsewhere = taken_on_gpu(gm, config) if groups and other_devices else {}
     off = {name for name, settings in config.transforms.items() if not settings.enabled}
     steps = tuple(step_of(gm.graph, count, machine) for count in tokens)
     found = []

@@ -24,8 +24,9 @@ def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     return grown / grown.sum(dim, keepdim=True)
 
 
-def layer_norm(x: Tensor, shape: list[int], weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
-    assert len(shape) == 1
+def layer_norm(x: Tensor, shape: list[int], weight: Any, bias: Any, eps: float, cudnn: bool = True) -> Tensor:  # noqa: ARG001
+    if len(shape) > 1:
+        return torch.layer_norm(x, shape, weight, bias, eps)  # stays as it is
     wide = x.to(torch.float32)
     centred = wide - wide.mean(-1, keepdim=True)
     made = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
@@ -73,15 +74,16 @@ def without(gm: GraphModule) -> GraphModule:
 
 
 def put_in(graph: Graph, node: Node, function: Callable[..., Any], copies: dict[Node, Any]) -> Any:
-    options = dict(options_of(node))
-    given = {name: value for name, value in options.items() if isinstance(value, Node)}
-    fixed = {name: value for name, value in options.items() if name not in given}
-    tensors = tuple(
-        torch.zeros([int(s) for s in tensor_of(n).shape], dtype=tensor_of(n).dtype) for n in given.values()
-    )
-    names = list(given)
-    made = trace_function(lambda *args: function(**dict(zip(names, args, strict=True)), **fixed), tensors).graph
-    inner = dict(zip(placeholders(made), (copies[n] for n in given.values()), strict=True))
+    values = list(options_of(node).values())
+    given = [value for value in values if isinstance(value, Node)]
+    tensors = tuple(torch.zeros([int(s) for s in tensor_of(n).shape], dtype=tensor_of(n).dtype) for n in given)
+
+    def called(*args: Tensor) -> Any:
+        rest = iter(args)
+        return function(*(next(rest) if isinstance(value, Node) else value for value in values))
+
+    made = trace_function(called, tensors).graph
+    inner = dict(zip(placeholders(made), (copies[n] for n in given), strict=True))
     for one in calls(made):
         inner[one] = graph.node_copy(one, inner.__getitem__)
     results = output_node(made).args[0]

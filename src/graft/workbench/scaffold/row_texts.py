@@ -65,10 +65,10 @@ def triton_rows_text(program: RowProgram, common: Mapping[str, str]) -> str:
             "starts": "".join(
                 f"    r_{name} = {name}_ptr + i0 * {name}_s0 + i1 * {name}_s1 + i2 * {name}_s2\n" for name in rows
             )
-            + "".join(f"    r_{output.name} = {output.name}_ptr + row * {size(output.width)}\n" for output in program.outputs),
+            + "".join(f"    r_{o.name} = {o.name}_ptr + row * {size(o.width)}\n" for o in program.outputs),
             "blocks": blocks.rstrip("\n"),
             "rows": "".join(f"{name}, " for name in rows),
-            "widest": ", ".join([*sizes, *map(str, sorted({g.width for g in program.inputs if isinstance(g.width, int)}))]),
+            "widest": ", ".join(dict.fromkeys(size(given.width) for given in program.inputs)),
             "measured": "".join(f"    n_{letter} = {name}.shape[-1]\n" for letter, name in known.items()),
             "vectors": "".join(f"{name}.contiguous(), " for name in vectors),
             "made": "".join(
