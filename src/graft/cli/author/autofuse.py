@@ -11,7 +11,7 @@ import typer
 from graft.cli.options import Backend, ConfigFile, Device, DType, Json, Plugins, Sets, TrustRemoteCode
 
 if TYPE_CHECKING:
-    from graft.workbench.autofuse import Ledger, Outcome
+    from graft.workbench.autofuse import CandidateOutcome, Ledger
 
 STYLES = {"kept": "green", "wrong": "red", "failed": "red", "refused": "yellow", "no gain": "yellow"}
 
@@ -62,7 +62,7 @@ def autofuse(
     out.print(ending(ledger, output), markup=False, soft_wrap=True)
 
 
-def show_one(outcome: Outcome) -> None:
+def show_one(outcome: CandidateOutcome) -> None:
     from graft.cli.show import out
 
     head = f"{outcome.id}  {outcome.status}  {outcome.title} × {outcome.count}  ({outcome.seconds:.0f} s)"

@@ -50,7 +50,7 @@ def native_kernel_problem(op: str, shapes: Mapping[str, str]) -> tuple[str, int]
 
 
 def open_width(shapes: Mapping[str, str]) -> bool:
-    return any(dims(shape)[-1].isalpha() for shape in shapes.values())
+    return any(dims(shape)[-1].isalpha() for shape in shapes.values() if dims(shape))
 
 
 def dims(shape: str) -> list[str]:
@@ -88,7 +88,7 @@ def compiled(op: str, shapes: Mapping[str, str], width: int) -> Callable[[list[T
         ids.meta["val"] = torch.empty(1, TOKENS, dtype=torch.int64)
         nodes, fakes, given = [], [], []
         for (name, _), tensor in zip(shapes.items(), args, strict=True):
-            if tensor.dim() == 1:
+            if tensor.dim() < 2:
                 root.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
                 node = graph.get_attr(name)
             else:
@@ -131,7 +131,7 @@ def results(value: Any) -> list[Tensor]:
 
 def shake(tensor: Tensor) -> Tensor:
     """Slightly other inputs: what the comparison must be able to tell."""
-    return tensor.roll(1) * 1.01
+    return (tensor.roll(1) if tensor.dim() else tensor) * 1.01
 
 
 def distance(got: Tensor, wanted: Tensor) -> float:

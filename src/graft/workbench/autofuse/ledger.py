@@ -17,7 +17,7 @@ KernelPath = Literal["existing_kernel_path", "triton_fallback_path", ""]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CandidateOutcome:
     """One candidate. predicted: µs at each count of tokens, by the model of `graft discover`; share: of that step.
 
     kernels: what was written (native, triton). seconds: what trying it took.
@@ -50,20 +50,20 @@ class Outcome:
 @dataclass(frozen=True)
 class Ledger:
     kind: dict[str, Any]
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[CandidateOutcome, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)  # of the machine
 
-    def find(self, name: str) -> Outcome | None:
+    def find(self, name: str) -> CandidateOutcome | None:
         return next((one for one in self.outcomes if one.id == name), None)
 
-    def having(self, outcome: Outcome) -> Ledger:
+    def having(self, outcome: CandidateOutcome) -> Ledger:
         """With one outcome more, or in place of an earlier one of the same candidate."""
         if self.find(outcome.id) is None:
             return replace(self, outcomes=(*self.outcomes, outcome))
         return replace(self, outcomes=tuple(outcome if one.id == outcome.id else one for one in self.outcomes))
 
     @property
-    def kept(self) -> tuple[Outcome, ...]:
+    def kept(self) -> tuple[CandidateOutcome, ...]:
         return tuple(one for one in self.outcomes if one.status == "kept")
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def open_ledger(package: Path, kind: dict[str, Any]) -> Ledger:
     return Ledger(kind, outcomes, data.get("facts", {}))
 
 
-def outcome_of(data: dict[str, Any]) -> Outcome:
+def outcome_of(data: dict[str, Any]) -> CandidateOutcome:
     given: dict[str, Any] = {**data, "times": [ShapeTimes.of(one) for one in data["times"]]}
     lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return Outcome(**(given | lists))
+    return CandidateOutcome(**(given | lists))

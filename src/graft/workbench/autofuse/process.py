@@ -35,7 +35,7 @@ def run_trial(order: TrialOrder, search: Sequence[Path], limit: float) -> dict[s
             told = " ".join(said.read_text(errors="replace").split())[-LAST:]
             last = f"; it said last: {told}" if told and "longer" not in ended else ""
             data["failure"] = f"{ended} in its part {data['phase']!r}{last}"
-            data["phase"] = "failed"
+            data["phase"] = "out of time" if "longer" in ended else "failed"
         return data
 
 

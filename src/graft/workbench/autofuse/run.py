@@ -14,7 +14,7 @@ from graft.base.files import Progress, write_whole
 from graft.bench.machine import facts
 from graft.models.places import resolve_device
 from graft.workbench.autofuse.engines import candidates_of
-from graft.workbench.autofuse.ledger import KernelPath, Ledger, Outcome, Status, open_ledger
+from graft.workbench.autofuse.ledger import CandidateOutcome, KernelPath, Ledger, Status, open_ledger
 from graft.workbench.autofuse.process import run_trial
 from graft.workbench.autofuse.request import AutofuseRequest, check_request
 from graft.workbench.autofuse.table import table_text
@@ -26,7 +26,7 @@ from graft.workbench.scaffold.candidate import Seed, seed_of
 from graft.workbench.scaffold.destination import Destination
 from graft.workbench.scaffold.plan import Written, transform_from
 
-Tell = Callable[[Outcome], None]
+Tell = Callable[[CandidateOutcome], None]
 LEAST = 20.0  # seconds: less is not enough to import torch, capture and compile
 TABLE = "AUTOFUSE.md"
 
@@ -86,8 +86,8 @@ def skipped(request: AutofuseRequest, candidate: Candidate, tried: int, left: fl
     return None
 
 
-def blank(candidate: Candidate) -> Outcome:
-    return Outcome(
+def blank(candidate: Candidate) -> CandidateOutcome:
+    return CandidateOutcome(
         candidate.id, candidate.title, candidate.kind, candidate.count,
         tuple(round(e.saving_us, 3) for e in candidate.estimates), tuple(e.share for e in candidate.estimates),
         "not tried", "",
@@ -96,7 +96,7 @@ def blank(candidate: Candidate) -> Outcome:
 
 def try_candidate(
     request: AutofuseRequest, candidate: Candidate, model: str, final: Destination, ledger: Ledger, limit: float
-) -> Outcome:
+) -> CandidateOutcome:
     started = time.monotonic()
     outcome = replace(blank(candidate), transform=f"fuse_{candidate.function_name}")
     with tempfile.TemporaryDirectory(prefix="graft-autofuse-") as scratch:
@@ -115,7 +115,9 @@ def try_candidate(
         data = run_trial(order, search, limit)
         outcome = replace(outcome, path=path, kernels=kernels, checks=tuple(data["checks"]), seconds=since(started))
         if data["failure"]:
-            status = "wrong" if data["phase"] == "wrong" else "failed"
+            status: Status = "wrong" if data["phase"] == "wrong" else "failed"
+            if data["phase"] == "out of time" and limit < request.limit:
+                return replace(outcome, status="not tried", reason="the budget ended while it was tried")
             return replace(outcome, status=status, reason=one_line(data["failure"]))
         times = tuple(ShapeTimes.of(one) for one in data["times"])
         pays, told = verdict(times, request.gain)
@@ -154,7 +156,7 @@ def order_of(
     )  # fmt: skip
 
 
-def keep(outcome: Outcome, seed: Seed, final: Destination, order: TrialOrder, *, op: bool) -> None:
+def keep(outcome: CandidateOutcome, seed: Seed, final: Destination, order: TrialOrder, *, op: bool) -> None:
     """The same files in the package, switched on, with the note of the review. A run that was killed in between
     writes them anew."""
     transform_from(outcome.transform, seed, final, op=op, force=True, enabled=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graft.workbench.autofuse.ledger import Ledger, Outcome
+from graft.workbench.autofuse.ledger import CandidateOutcome, Ledger
 
 HEAD = "| candidate | calls | × | predicted | decode | prefill | status | kernels | reason |"
 
@@ -15,7 +15,7 @@ def table_text(ledger: Ledger) -> str:
     return "\n".join([*lines, ""])
 
 
-def cells(one: Outcome) -> list[str]:
+def cells(one: CandidateOutcome) -> list[str]:
     predicted = " / ".join(f"{share:.1%}" for share in one.predicted_share)
     return [
         f"`{one.id}`",
@@ -30,7 +30,7 @@ def cells(one: Outcome) -> list[str]:
     ]
 
 
-def measured(one: Outcome, shape: str) -> str:
+def measured(one: CandidateOutcome, shape: str) -> str:
     """`+12.3 % ± 0.4 %` of a step."""
     found = next((times for times in one.times if times.shape == shape), None)
     return "" if found is None else f"{found.saving:+.1%} ± {found.noise:.1%}"

@@ -103,9 +103,10 @@ def run_parts(kernel: KernelSource | RowProgram, common: dict[str, str]) -> str:
     if isinstance(kernel, KernelSource):
         return fill("op_triton", common).strip("\n")
     known = {f"n_{letter}": f"call.{name}.shape[-1]" for letter, name in letters(kernel).items()}
-    widths = [known.get(size(given.width), size(given.width)) for given in kernel.inputs]
+    inputs = [given for given in kernel.inputs if not given.vector or given.width != 1]
+    widths = [known.get(size(given.width), size(given.width)) for given in inputs]
     values = {
-        "row_tuple": tuple_text([f"call.{given.name}" for given in kernel.inputs]),
+        "row_tuple": tuple_text([f"call.{given.name}" for given in inputs]),
         "width_tuple": tuple_text(widths),
         "most": str(MOST_COLUMNS),
     }
@@ -161,7 +162,9 @@ def cases_text(op: str, body: Body, called: list[Any]) -> str:
 
 def sizes_text(first: list[str], letters: str, tokens: int, others: int, width: int) -> str:
     """A size for each letter: the first tensor's last dim is the width, those before it are tokens."""
-    last = next((dim for dim in reversed(first) if dim.isalpha()), letters[-1:] or "a")
+    if not first[-1].isalpha():  # the width is a number: every letter counts tokens
+        return f'dict.fromkeys("{letters}", {tokens})'
+    last = first[-1]
     leading = "".join(letter for letter in letters if letter in "".join(first) and letter != last)
     rest = "".join(letter for letter in letters if letter not in leading and letter != last)
     if tokens == others:

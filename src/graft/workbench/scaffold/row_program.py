@@ -109,8 +109,7 @@ class RowWriter:
     helpers: set[str] = field(default_factory=set)
 
     def width(self, node: Node) -> int | str:
-        shape = tensor_of(node).shape
-        size = int(shape[-1]) if len(shape) else 1
+        size = last_size(node)
         return self.widths.get(size, size)
 
     def columns(self, node: Node, offset: int = 0) -> list[int]:
@@ -215,6 +214,12 @@ def named(text: str, lines: Lines) -> str:
     return lines[-1][0]
 
 
+def last_size(node: Node) -> int:
+    """Columns; a single number has one."""
+    shape = tensor_of(node).shape
+    return int(shape[-1]) if len(shape) else 1
+
+
 def sources(node: Node) -> list[Node]:
     return [source for source in node.all_input_nodes if tensor_val(source) is not None]
 
@@ -297,10 +302,10 @@ def read_inputs(graph: Graph, body: Body, sizes: dict[str, int]) -> dict[Node, R
         raise NoRows(f"its tensors have {rank} dims; rows are of two to {MOST_DIMS}")
     for node, name in zip(placeholders(graph), tensor_arguments(body.pattern), strict=True):
         shape = tensor_of(node).shape
-        if len(shape) not in (1, rank):
+        if len(shape) not in (0, 1, rank):
             raise NoRows(f"{name} has {len(shape)} dims beside {rank}")
-        width = int(shape[-1])
-        found[node] = RowInput(name, len(shape) == 1, letters.get(width, width))
+        width = last_size(node)
+        found[node] = RowInput(name, len(shape) < 2, letters.get(width, width))
     return found
 
 
@@ -327,8 +332,8 @@ def check_shapes(graph: Graph, inputs: dict[Node, RowInput], results: tuple[Node
     if any(tensor_of(node).shape[:-1] != lead for node in results):
         raise NoRows("its results have other rows than its inputs")
     for node in calls(graph):
-        wide = {int(tensor_of(n).shape[-1]) for n in sources(node) if tensor_of(n).dim()} - {1}
-        made = int(tensor_of(node).shape[-1])
+        wide = {last_size(n) for n in sources(node)} - {1}
+        made = last_size(node)
         plain = not is_op(node, aten.slice.Tensor, aten.cat.default) and node.target not in REDUCTIONS
         if plain and (len(wide) > 1 or (wide and made not in wide)):
             raise NoRows(f"{where(node)} ({target_text(node.target)}) reads rows of different widths")

@@ -149,7 +149,7 @@ def native_rows_files(program: RowProgram, common: Mapping[str, str], struct: st
             f'    if tensor_of(given["{given.name}"]).shape[-1] != {size(given.width)}:\n'
             f'        raise NotLowered("{given.name} is not as wide as the rows")\n'
             for given in program.inputs
-            if given.vector
+            if given.vector and given.width != 1
         ),
         "outputs": ", ".join(outs),
         "sizes": "".join(f"({output.name}, {size(output.width)}), " for output in program.outputs),
@@ -157,7 +157,7 @@ def native_rows_files(program: RowProgram, common: Mapping[str, str], struct: st
         "writes": ", ".join(f'"{name}"' for name in outs) + ",",
         "fields": ", ".join(f"{n}={n}" for n in (*(g.name for g in rows), *vectors, *program.numbers, *outs)),
         "bound": outs[0] if len(outs) == 1 else f"({', '.join(outs)})",
-        "tensor_import": ", tensor_of" if vectors else "",
+        "tensor_import": ", tensor_of" if any(g.vector and g.width != 1 for g in program.inputs) else "",
     }  # fmt: skip
     return {"native.h": fill("native_rows_header", values), "native.py": fill("native_rows", values)}
 
