@@ -13,6 +13,7 @@ from graft.cli.author.compare import compare
 from graft.cli.author.discover import discover
 from graft.cli.author.new_transform import new_transform
 from graft.cli.author.repro import repro
+from graft.cli.author.search import search
 from graft.cli.author.skills import skills
 from graft.cli.generate.chat import chat
 from graft.cli.generate.compile import compile
@@ -71,6 +72,7 @@ VERBS = (
     dump,
     diff,
     discover,
+    search,
     autofuse,
     new_transform,
     check,
