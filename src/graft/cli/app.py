@@ -11,6 +11,7 @@ from graft.cli.author.autofuse import autofuse
 from graft.cli.author.check import check
 from graft.cli.author.compare import compare
 from graft.cli.author.discover import discover
+from graft.cli.author.mcp import mcp
 from graft.cli.author.new_transform import new_transform
 from graft.cli.author.repro import repro
 from graft.cli.author.search import search
@@ -80,6 +81,7 @@ VERBS = (
     repro,
     report,
     export,
+    mcp,
 )
 for verb in VERBS:
     app.command()(guarded(verb))
