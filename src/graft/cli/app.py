@@ -13,6 +13,7 @@ from graft.cli.author.compare import compare
 from graft.cli.author.discover import discover
 from graft.cli.author.mcp import mcp
 from graft.cli.author.new_transform import new_transform
+from graft.cli.author.note import note
 from graft.cli.author.repro import repro
 from graft.cli.author.search import search
 from graft.cli.author.skills import skills
@@ -87,6 +88,7 @@ for verb in VERBS:
     app.command()(guarded(verb))
 app.add_typer(stages, name="stages")
 app.add_typer(skills, name="skills")
+app.add_typer(note, name="note")
 
 
 def main() -> None:

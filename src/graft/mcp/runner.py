@@ -21,7 +21,7 @@ TICK = 1.0  # seconds from one report of progress to the next
 Tell = Callable[[float, str], Awaitable[None]]
 
 
-class Answer(TypedDict):
+class ToolAnswer(TypedDict):
     """What a tool gives. data: the command's JSON, where it fits into a page; else `page` is the beginning of its
     text, and `more(result, next_offset)` gives the rest. error: what was wrong, where ok is false."""
 
@@ -36,7 +36,9 @@ class Answer(TypedDict):
     seconds: float
 
 
-async def run_verb(workspace: Workspace, arguments: Sequence[str], limit: float, tell: Tell | None = None) -> Answer:
+async def run_verb(
+    workspace: Workspace, arguments: Sequence[str], limit: float, tell: Tell | None = None
+) -> ToolAnswer:
     """No shell: `arguments` are those of one command, which runs in the workspace."""
     started = time.monotonic()
     root = str(Path(graft.__file__).parent.parent)
@@ -81,10 +83,10 @@ def end(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def answer(workspace: Workspace, text: str, code: int, error: str, seconds: float) -> Answer:
+def answer(workspace: Workspace, text: str, code: int, error: str, seconds: float) -> ToolAnswer:
     data = read_json(text)
     small = len(text) <= PAGE
-    return Answer(
+    return ToolAnswer(
         ok=code == 0,
         exit_code=code,
         error=error,
@@ -97,18 +99,18 @@ def answer(workspace: Workspace, text: str, code: int, error: str, seconds: floa
     )
 
 
-def page_of(workspace: Workspace, result: str, offset: int) -> Answer:
+def page_of(workspace: Workspace, result: str, offset: int) -> ToolAnswer:
     text = workspace.kept(result)
     rest = offset + PAGE
-    return Answer(
+    return ToolAnswer(
         ok=True, exit_code=0, error="", data=None, page=text[offset:rest], total_chars=len(text),
         next_offset=rest if rest < len(text) else None, result=result, seconds=0.0,
     )  # fmt: skip
 
 
-def refusal(error: GraftError) -> Answer:
+def refusal(error: GraftError) -> ToolAnswer:
     """Of a request that was not begun."""
-    return Answer(
+    return ToolAnswer(
         ok=False, exit_code=error.exit_code, error=str(error), data=None, page="", total_chars=0, next_offset=None,
         result="", seconds=0.0,
     )  # fmt: skip

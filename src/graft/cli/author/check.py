@@ -30,6 +30,7 @@ def check(
     save_baseline: Annotated[Path | None, typer.Option(help="Keep this run, to compare with.", metavar="DIR")] = None,
     note: Annotated[Path | None, typer.Option(help="Write the iteration note.", metavar="FILE.md")] = None,
     tests: Annotated[Path | None, typer.Option(help="The tests, if not beside it.", metavar="DIR")] = None,
+    run_tests: Annotated[bool, typer.Option("--run-tests", help="Run its tests, and record the result.")] = False,
     dtype: DType = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
@@ -55,7 +56,7 @@ def check(
         settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))
         request = CheckRequest(
             settings, transform, dtype, baseline, save_baseline, tests and tests.resolve(), note,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=trust_remote_code, run_tests=run_tests,
         )  # fmt: skip
         if all_models:
             every_model(request, as_json)
