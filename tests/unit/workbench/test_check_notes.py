@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 from typer.testing import CliRunner
 
 from graft.base.errors import UsageError
 from graft.cli.app import app
+from graft.passes.config import DEFAULTS
 from graft.workbench.check.note_diff import diff_notes
+from graft.workbench.check.since import PatchReview, review_patch, touched
 from graft.workbench.check.tests_run import run_tests
 
 NOTE = """# fuse_mine on tiny-llama: accepted
@@ -106,3 +109,51 @@ def test_other_files_are_no_notes(text, told, tmp_path):
 def test_run_tests_needs_a_transform():
     done = CliRunner().invoke(app, ["check", "--run-tests"])
     assert done.exit_code == 2 and "--run-tests is about one transform" in done.output
+
+
+# ── --since ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def git(folder, *arguments):
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
+
+
+def test_a_patch_is_named_by_what_it_touches(tmp_path, monkeypatch):
+    listing = "transforms:\n  fuse_one: {stage: match, enabled: false}\n  fuse_two: {stage: match, enabled: true}\n"
+    (tmp_path / "graft.yaml").write_text(listing)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "first")
+    (tmp_path / "graft.yaml").write_text(
+        listing.replace("enabled: false}", "enabled: true}  # × 1.2 on a CPU").replace(
+            "fuse_two: {stage: match, enabled: true", "fuse_two: {stage: match, enabled: false"
+        )
+    )
+    (tmp_path / "new.txt").write_text("not added yet")
+    found = review_patch("HEAD", tmp_path)
+    assert found.changed == 2 and not found.transforms
+    assert [(t.transform, t.before, t.after, t.reason) for t in found.toggles] == [
+        ("fuse_one", False, True, "× 1.2 on a CPU"),
+        ("fuse_two", True, False, ""),
+    ]
+    assert found.warnings == ["fuse_two was switched without a reason beside it"]
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["check", "--since", "HEAD"])
+    assert done.exit_code == 0 and "fuse_one: off → on in graft.yaml: × 1.2 on a CPU" in done.output
+    done = CliRunner().invoke(app, ["check", "--since", "nowhere"])
+    assert done.exit_code == 2 and done.output.startswith("graft: error: --since: ")
+    done = CliRunner().invoke(app, ["check", "fuse_rope", "--since", "HEAD"])
+    assert done.exit_code == 2 and "names the transforms itself" in done.output
+
+
+def test_transforms_and_their_tests_are_told_apart():
+    root = DEFAULTS.parents[3]
+    own = [root / "src/graft/passes/library/rope/fuse_rope.py", root / "src/graft/ops/swiglu/op.py"]
+    tests = [root / "tests/unit/passes/library/rope/test_fuse_rope_refusals.py"]
+    found = {one.transform: one for one in touched([*own, *tests], root)}
+    assert set(found) == {"fuse_rope", "fuse_swiglu"}
+    assert found["fuse_rope"].tests == ("tests/unit/passes/library/rope/test_fuse_rope_refusals.py",)
+    review = PatchReview("HEAD", 3, tuple(found.values()), ())
+    assert review.warnings[0].startswith("2 transforms in one patch: fuse_rope, fuse_swiglu")
+    assert review.warnings[1:] == ["fuse_swiglu: the patch changes no test of it"]

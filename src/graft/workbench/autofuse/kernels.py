@@ -80,7 +80,7 @@ def inputs(shapes: Mapping[str, str], width: int, scale: float) -> list[Tensor]:
 
 
 def one_sided(rows: Tensor) -> Tensor:
-    """Of three rows one without a positive number, one without a negative: an extreme that starts at 0 shows there."""
+    """Of three rows one has no positive number and one no negative: an extreme that starts at 0 shows there."""
     tokens = torch.arange(rows.shape[-2])[:, None] % 3
     return torch.where(tokens == 0, -rows.abs(), torch.where(tokens == 1, rows.abs(), rows))
 
