@@ -1,7 +1,7 @@
 """A small decoder with three blocks that no library has kernels for, as a model folder with its own code.
 
-    python examples/novel_blocks.py novel
-    graft autofuse novel --trust-remote-code -o novel-fusions
+python examples/novel_blocks.py novel
+graft autofuse novel --trust-remote-code -o novel-fusions
 """
 
 from __future__ import annotations

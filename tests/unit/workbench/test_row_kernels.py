@@ -29,7 +29,7 @@ def triton_error(module: str, pattern: RowPattern) -> float:
         pairs = zip(*(v if isinstance(v, tuple) else (v,) for v in (kernel(*args), wanted)), strict=True)
         for got, exact in pairs:
             assert got.shape == exact.shape and got.dtype is torch.float32
-            top = exact.abs().amax(-1, keepdim=True)
+            top = exact.abs().amax(-1, keepdim=True).clamp_min(1e-30)
             worst = max(worst, float(((got.double() - exact).abs() / top).max().nan_to_num(1e9)))
     return worst
 
