@@ -7,11 +7,15 @@ from typing import Annotated
 import typer
 
 from graft import __version__
+from graft.cli.author.autofuse import autofuse
 from graft.cli.author.check import check
 from graft.cli.author.compare import compare
 from graft.cli.author.discover import discover
+from graft.cli.author.mcp import mcp
 from graft.cli.author.new_transform import new_transform
+from graft.cli.author.note import note
 from graft.cli.author.repro import repro
+from graft.cli.author.search import search
 from graft.cli.author.skills import skills
 from graft.cli.generate.chat import chat
 from graft.cli.generate.compile import compile
@@ -71,18 +75,22 @@ VERBS = (
     dump,
     diff,
     discover,
+    search,
+    autofuse,
     new_transform,
     check,
     compare,
     repro,
     report,
     export,
+    mcp,
 )
 for verb in VERBS:
     app.command()(guarded(verb))
 app.add_typer(stages, name="stages")
 app.add_typer(cache, name="cache")
 app.add_typer(skills, name="skills")
+app.add_typer(note, name="note")
 
 
 def main() -> None:

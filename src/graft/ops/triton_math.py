@@ -79,3 +79,14 @@ def maximum(a, b):
 def clamp(x, low, high):
     x = tl.where(x < low, low, x)
     return tl.where(x > high, high, x)
+
+
+@triton.jit
+def row_max(x, axis: tl.constexpr):
+    odd = tl.max((x != x).to(tl.int32), axis)  # a NaN among them is the result, as in torch
+    return tl.where(odd > 0, float("nan"), tl.max(x, axis))
+
+
+@triton.jit
+def row_min(x, axis: tl.constexpr):
+    return -row_max(-x, axis)

@@ -30,6 +30,11 @@ def check(
     save_baseline: Annotated[Path | None, typer.Option(help="Keep this run, to compare with.", metavar="DIR")] = None,
     note: Annotated[Path | None, typer.Option(help="Write the iteration note.", metavar="FILE.md")] = None,
     tests: Annotated[Path | None, typer.Option(help="The tests, if not beside it.", metavar="DIR")] = None,
+    run_tests: Annotated[bool, typer.Option("--run-tests", help="Run its tests, and record the result.")] = False,
+    since: Annotated[
+        str,
+        typer.Option(help="Instead: what the patch since this revision touches, and what it lacks.", metavar="REV"),
+    ] = "",
     dtype: DType = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
@@ -42,6 +47,10 @@ def check(
     With --baseline, what changed since a saved run is classified for each transform. Where the results are wrong, the
     first bad transform and match are searched for by halves. The exit code is 1 where something is wrong.
     """
+    if since:
+        if transform or model or all_models:
+            raise UsageError("--since names the transforms itself; leave out TRANSFORM, --model and --all-models")
+        return patch_since(since, as_json)
     one = [(model, "--model"), (baseline, "--baseline"), (save_baseline, "--save-baseline"), (note, "--note")]
     if all_models and any(given for given, _ in one):
         flag = next(name for given, name in one if given)
@@ -55,13 +64,37 @@ def check(
         settings = load_config(config, sets=sets or (), plugins=tuple(plugins or ()))
         request = CheckRequest(
             settings, transform, dtype, baseline, save_baseline, tests and tests.resolve(), note,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=trust_remote_code, run_tests=run_tests,
         )  # fmt: skip
         if all_models:
             every_model(request, as_json)
         else:
             refuse_sets(model, sets)
             one_model(model, request, as_json)
+
+
+def patch_since(rev: str, as_json: bool) -> None:
+    from graft.cli.show import out
+    from graft.workbench.check.since import review_patch
+
+    found = review_patch(rev, Path.cwd())
+    if as_json:
+        print(json.dumps(found.to_dict()))
+        return
+    out.print(f"{found.changed} files since {rev}", style="bold", markup=False)
+    for one in found.transforms:
+        tests = f"; tests: {', '.join(one.tests)}" if one.tests else ""
+        out.print(f"  {one.transform}: {', '.join(one.files)}{tests}", markup=False, soft_wrap=True)
+    for toggle in found.toggles:
+        states = " → ".join(
+            {True: "on", False: "off", None: "not listed"}[state] for state in (toggle.before, toggle.after)
+        )
+        text = f"  {toggle.transform}: {states} in {toggle.file}: {toggle.reason or 'no reason is given'}"
+        out.print(text, markup=False, soft_wrap=True)
+    for text in found.warnings:
+        out.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
+    if not found.transforms:
+        out.print("no transform is touched", markup=False)
 
 
 def refuse_sets(model: str, sets: list[str] | None) -> None:

@@ -15,13 +15,14 @@ from graft.workbench.check import baseline as saved
 from graft.workbench.check.bisect import Bisection, bisect
 from graft.workbench.check.graphs import run_lines
 from graft.workbench.check.line import CheckLine
-from graft.workbench.check.negative_tests import negative_line
+from graft.workbench.check.negative_tests import negative_line, negative_tests, own_files
 from graft.workbench.check.note import note_text, write_note
 from graft.workbench.check.outputs import StepLogits, distance, limit, stored_outputs
 from graft.workbench.check.request import CheckRequest, check_request, chosen_model, names_of
 from graft.workbench.check.results import CheckReport, TransformCheck
+from graft.workbench.check.tests_run import run_tests
 from graft.workbench.check.trial import CheckTrial, read_run, try_model
-from graft.workbench.check.written import home_of, written_lines
+from graft.workbench.check.written import Home, home_of, written_lines
 from graft.workbench.discover.sources import is_run
 
 
@@ -92,8 +93,15 @@ def check_one(trial: CheckTrial, name: str, request: CheckRequest) -> TransformC
         negative_line(name, home.tests),
         *run_lines(trial, name, wanted=request.must_match and name == request.transform),
     ]
+    tests = run_tests(own_tests(name, home), home.root) if request.run_tests else None
+    lines += [tests.line()] if tests else []
     record = trial.run.report.transforms[name]
-    return TransformCheck(name, tuple(lines), record.summary, len(record.matches))
+    return TransformCheck(name, tuple(lines), record.summary, len(record.matches), tests)
+
+
+def own_tests(name: str, home: Home) -> list[Path]:
+    """The test files that are about this transform; in a note they are the command that runs them."""
+    return [] if home.tests is None else list(own_files(name, home.tests, negative_tests(name, home.tests)))
 
 
 def end_to_end(trial: CheckTrial, outputs: StepLogits, allowed: float) -> tuple[CheckLine, Bisection | None]:

@@ -50,7 +50,7 @@ def note_text(trial: CheckTrial, report: CheckReport, config: PipelineConfig, ho
         *section("Rationale", rationale(record, trial)),
         *section("Graph validation", validation(checked, report)),
         *section("Summary before and after", before_and_after(record, report, trial)),
-        *section("Tests", tests(checked.name, home)),
+        *section("Tests", [*tests(checked.name, home), *as_run(checked)]),
         *section("Open risks", open_risks(record, report, trial)),
     ]
     return "\n".join(lines) + "\n"
@@ -181,3 +181,11 @@ def tests(name: str, home: Home) -> Iterator[str]:
         yield "\n```bash"
         yield f"python -m pytest {' '.join(shown(file, home.root) for file in files)}"
         yield "```"
+
+
+def as_run(checked: TransformCheck) -> Iterator[str]:
+    if checked.tests is None:
+        yield "\nNot run with this note (`--run-tests`)."
+        return
+    yield f"\nAs run: {checked.tests.problem or checked.tests.counts} in {checked.tests.seconds:.1f} s."
+    yield from (f"- failed: `{text}`" for text in checked.tests.failures)

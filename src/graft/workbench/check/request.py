@@ -33,6 +33,7 @@ class CheckRequest:
         True  # a transform that was named and matches nothing is a failure, unless the registry says why
     )
     trust_remote_code: bool = False
+    run_tests: bool = False  # its own test files, and their result goes into list and note
 
     @property
     def running(self) -> PipelineConfig:
@@ -64,6 +65,8 @@ def check_request(request: CheckRequest) -> None:
         if name not in known:
             where = "the configuration (a plugin's transform needs --config, with its stage)"
             raise UnknownTransform(name, known, where)
+    if request.run_tests and not request.transform:
+        raise UsageError("--run-tests is about one transform; name it: graft check TRANSFORM --run-tests")
     if request.note is not None and not request.transform:
         raise UsageError("--note is about one transform; name it: graft check TRANSFORM --note FILE.md")
     if request.save is not None and same_folder(request.save, request.baseline):

@@ -11,6 +11,7 @@ from typing import Any
 from graft.workbench.check.baseline import BaselineChange
 from graft.workbench.check.bisect import Bisection
 from graft.workbench.check.line import CheckLine, Verdict
+from graft.workbench.check.tests_run import TestsRun
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class TransformCheck:
     lines: tuple[CheckLine, ...]
     summary: str = ""
     matches: int = 0
+    tests: TestsRun | None = None  # where they were run
 
     @property
     def verdict(self) -> Verdict:
@@ -78,6 +80,7 @@ class CheckReport:
                     "summary": c.summary,
                     "matches": c.matches,
                     "lines": [asdict(n) for n in c.lines],
+                    "tests": c.tests.to_dict() if c.tests else None,
                 }
                 for c in self.checks
             ],

@@ -23,8 +23,9 @@ from graft.workbench.discover.calls import is_attention, is_free, is_matmul
 from graft.workbench.discover.candidates import Candidate, Discovery
 from graft.workbench.discover.grouping import grouped, sites
 from graft.workbench.discover.inductor import inductor_patterns
+from graft.workbench.discover.installed import installed_kernels
 from graft.workbench.discover.judge import CandidateEvidence, judge
-from graft.workbench.discover.known import look_by_value
+from graft.workbench.discover.known import Known, look_by_value
 from graft.workbench.discover.lookup import Existing, graft_op, has_devices, look_in_graft, transform_file
 from graft.workbench.discover.regions import CandidateRegion, find_pieces
 from graft.workbench.discover.savings import Estimate, Machine, StepEstimate, cost, fused_bytes, size_notes, step_of
@@ -50,16 +51,18 @@ def discover(
     tokens: Sequence[int] = TOKENS,
     machine: Machine | None = None,
     progress: Progress | None = None,
+    other_devices: bool = True,
 ) -> Discovery:
     """The fusion candidates of a captured or transformed graph, which stays as it is.
 
-    `config` is the one that the graph was transformed with: what its transforms would do on a GPU is not a candidate.
+    `config` is the one that the graph was transformed with: what its transforms would do on a GPU is not a candidate,
+    unless `other_devices` is off, for a graph that was transformed for the device where it runs.
     """
     started = time.perf_counter()
     machine, tokens = machine or Machine(), tuple(tokens)
     groups = grouped(find_pieces(gm))
     config = config or load_config()
-    elsewhere = taken_on_gpu(gm, config) if groups else {}
+    elsewhere = taken_on_gpu(gm, config) if groups and other_devices else {}
     off = {name for name, settings in config.transforms.items() if not settings.enabled}
     steps = tuple(step_of(gm.graph, count, machine) for count in tokens)
     found = []
@@ -121,10 +124,10 @@ def gather(
     if piece.walk is not None:
         found = [graft_op(op, (piece.walk.transform,)) for op in piece.walk.ops]
         if piece.kind != "experts":
-            found += look_by_value(subgraph, (*aten_kernels(), *inductor_patterns()))[0]
+            found += look_by_value(subgraph, every_kernel())[0]
         return CandidateEvidence(tuple(found), subgraph, launches=piece.walk.launches, on_gpu=on_gpu)
     own = look_in_graft(subgraph)
-    others, unseen = look_by_value(subgraph, (*aten_kernels(), *inductor_patterns()))
+    others, unseen = look_by_value(subgraph, every_kernel())
     launches = sum(not is_free(node) for node in calls(own.rewritten.graph))
     # a part that a switch brings back comes first; what is then left of the piece is another candidate
     off = any(name in setting.off for name in own.transforms)
@@ -141,6 +144,11 @@ def gather(
         on_gpu,
         unseen,
     )
+
+
+def every_kernel() -> tuple[Known, ...]:
+    """All that can be compared by value: ATen's, Inductor's patterns, and what other packages registered."""
+    return (*aten_kernels(), *inductor_patterns(), *installed_kernels())
 
 
 def takers(pieces: list[CandidateRegion], elsewhere: dict[str, str]) -> tuple[str, ...]:

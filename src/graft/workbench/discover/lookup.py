@@ -22,7 +22,7 @@ from graft.passes.pipeline import run_pipeline
 from graft.passes.registry import TransformRegistry
 from graft.workbench.discover.calls import is_free, is_graft
 
-Where = Literal["graft", "aten", "inductor"]
+Where = Literal["graft", "aten", "inductor", "installed"]
 ROOT = Path(graft.__file__).parent.parent
 # They change what a graph computes, or write kernels of their own: not what exists for a piece.
 NOT_FOR_PIECES = (

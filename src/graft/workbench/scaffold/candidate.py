@@ -18,6 +18,7 @@ from graft.ir.patterns.arguments import example_dtype, size_of
 from graft.ir.trace import trace_function
 from graft.workbench.discover import Candidate, Discovery
 from graft.workbench.discover.aten import aten_kernels
+from graft.workbench.discover.installed import installed_kernels
 from graft.workbench.discover.known import filling
 from graft.workbench.discover.lookup import look_in_graft
 from graft.workbench.discover.source import function_source
@@ -141,7 +142,7 @@ def existing_call(seed: Seed, name: str) -> tuple[str, str]:
     """Source of the same function by a kernel that exists, and a note; an error says why none can be filled in."""
     problems = []
     for where, symbol, transforms in seed.existing:
-        fill = {"graft": graft_call, "aten": aten_call}.get(where)
+        fill = {"graft": graft_call, "aten": aten_call, "installed": aten_call}.get(where)
         try:
             sources = [fill(seed, symbol, name, sizes) for sizes in SIZES] if fill else []
         except GraftError as error:
@@ -172,7 +173,7 @@ def aten_call(seed: Seed, symbol: str, name: str, sizes: Mapping[str, int]) -> s
     if values is None:
         raise PatternError("its inputs are too large to be compared")
     (wanted,) = run_in_float64(gm, values)
-    for known in aten_kernels():
+    for known in (*aten_kernels(), *installed_kernels()):
         if known.symbol == symbol and known.tensors == len(values):
             found = filling(known, values, literals_of(gm), wanted)
             if found is not None:

@@ -73,12 +73,17 @@ def kernel_of(body: Body, rewrite: Rewrite, language: KernelLanguage = TRITON) -
             text = expression(step, other, destinations, own, values, language)
             if text is None:
                 return f"{step.op} at {step.args} has no expression in {language.title} here"
-            helpers |= {step.op} if TABLE[step.op].helper else set()
+            helpers |= table_helper(step.op)
             own.append(f"t{len(lines)}")
             lines.append(f"{own[-1]} = {text}")
         destinations[node] = own[-1]
     (returned,) = output_node(graphs[0]).all_input_nodes
     return KernelSource(tuple(lines), destinations[returned], tuple(sorted(helpers)), tuple(names))
+
+
+def table_helper(op: str) -> set[str]:
+    """The function of ops/triton_math.py that its expression calls, if any."""
+    return {op} if TABLE[op].helper else set()
 
 
 def dtypes_of(body: Body) -> list[str]:

@@ -1,5 +1,5 @@
-"""The folder of a new op: its schema, a reference that is the pattern, cases, and a Triton kernel where one can be
-written from the pattern (tensors of one shape, element by element)."""
+"""The folder of a new op: its schema, a reference that is the pattern, cases, and kernels in Triton and C++ where
+they can be written from the pattern: element by element (kernel.py), else row by row (row_program.py)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graft.ir.nodes import calls
+from graft.passes.patterns import Rewrite
 from graft.workbench.scaffold.body import (
     Body,
     Tried,
@@ -19,9 +20,18 @@ from graft.workbench.scaffold.body import (
     tensor_arguments,
     typed_arguments,
 )
-from graft.workbench.scaffold.kernel import CPP, KernelSource, kernel_of
+from graft.workbench.scaffold.kernel import CPP, TRITON, KernelLanguage, KernelSource, kernel_of
 from graft.workbench.scaffold.names import class_name
 from graft.workbench.scaffold.render import fill
+from graft.workbench.scaffold.row_program import RowLanguage, RowProgram, row_program
+from graft.workbench.scaffold.row_texts import (
+    CPP_ROWS,
+    TRITON_ROWS,
+    letters,
+    native_rows_files,
+    size,
+    triton_rows_text,
+)
 
 aten = torch.ops.aten
 MATMULS = (
@@ -31,12 +41,13 @@ MATMULS = (
     torch.ops.graft.fused_linear.default,
 )
 LINE = 118  # characters
+MOST_COLUMNS = 16384  # of a row that one program of Triton holds
 WIDTH = 1536  # of the last dim, in the case for one token
 
 
 def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, str], str]:
     """File name → text, and why there is no Triton kernel ('' where there is one)."""
-    kernel = kernel_of(body, tried.rewrite)
+    kernel = generated(body, tried.rewrite, TRITON, TRITON_ROWS)
     tensors, typed = tensor_arguments(body.pattern), typed_arguments(body.pattern)
     names = ", ".join(name for name, _ in typed)
     common = {
@@ -51,14 +62,15 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
         "results": f"({', '.join(['Tensor'] * count)})" if (count := results_of(body.pattern)) else "Tensor",
         "empty": "tuple(t.new_empty(t.shape) for t in result)" if count else "result.new_empty(result.shape)",
     }
-    has = isinstance(kernel, KernelSource)
-    native = None if module.startswith("graft.") else kernel_of(body, tried.rewrite, CPP)
+    has = not isinstance(kernel, str)
+    native = "of the checkout" if module.startswith("graft.") else generated(body, tried.rewrite, CPP, CPP_ROWS)
+    has_native = not isinstance(native, str)
     table = ['Kernel("triton", "triton", triton_problem, run_triton)'] * has
-    table += ["native_kernel()"] * isinstance(native, KernelSource)
+    table += ["native_kernel()"] * has_native
     parts = {
-        "imports": op_imports(op, module, has, isinstance(native, KernelSource)),
+        "imports": op_imports(op, module, has, has_native),
         "define": "define" if module.startswith("graft.") else "define_op",
-        "triton_parts": "\n\n" + fill("op_triton", common).strip("\n") + "\n" if has else "",
+        "triton_parts": "" if isinstance(kernel, str) else f"\n\n{run_parts(kernel, common)}\n",
         "kernels": f"\n        kernels={tuple_text(table)}," if table else "",
     }
     files = {
@@ -69,10 +81,36 @@ def op_files(op: str, module: str, body: Body, tried: Tried) -> tuple[dict[str, 
     }
     if isinstance(native, KernelSource):
         files |= native_files(native, common, tensors, class_name(op))
+    elif isinstance(native, RowProgram):
+        files |= native_rows_files(native, common, class_name(op))
+    if isinstance(kernel, str):
+        return files, kernel
+    elementwise = isinstance(kernel, KernelSource)
+    files["triton.py"] = triton_text(kernel, common, tensors) if elementwise else triton_rows_text(kernel, common)
+    return files, ""
+
+
+def generated(
+    body: Body, rewrite: Rewrite, language: KernelLanguage, rows: RowLanguage
+) -> KernelSource | RowProgram | str:
+    """Element by element where that will do, else row by row; or why neither can be written."""
+    found = kernel_of(body, rewrite, language)
+    return row_program(body, rewrite, rows) if isinstance(found, str) else found
+
+
+def run_parts(kernel: KernelSource | RowProgram, common: dict[str, str]) -> str:
+    """When the Triton kernel can run, and how."""
     if isinstance(kernel, KernelSource):
-        files["triton.py"] = triton_text(kernel, common, tensors)
-        return files, ""
-    return files, kernel
+        return fill("op_triton", common).strip("\n")
+    known = {f"n_{letter}": f"call.{name}.shape[-1]" for letter, name in letters(kernel).items()}
+    inputs = [given for given in kernel.inputs if not given.vector or given.width != 1]
+    widths = [known.get(size(given.width), size(given.width)) for given in inputs]
+    values = {
+        "row_tuple": tuple_text([f"call.{given.name}" for given in inputs]),
+        "width_tuple": tuple_text(widths),
+        "most": str(MOST_COLUMNS),
+    }
+    return fill("op_triton_rows", common | values).strip("\n")
 
 
 def op_imports(op: str, module: str, kernel: bool, native: bool) -> str:
@@ -124,7 +162,9 @@ def cases_text(op: str, body: Body, called: list[Any]) -> str:
 
 def sizes_text(first: list[str], letters: str, tokens: int, others: int, width: int) -> str:
     """A size for each letter: the first tensor's last dim is the width, those before it are tokens."""
-    last = next((dim for dim in reversed(first) if dim.isalpha()), letters[-1:] or "a")
+    if not first[-1].isalpha():  # the width is a number: every letter counts tokens
+        return f'dict.fromkeys("{letters}", {tokens})'
+    last = first[-1]
     leading = "".join(letter for letter in letters if letter in "".join(first) and letter != last)
     rest = "".join(letter for letter in letters if letter not in leading and letter != last)
     if tokens == others:

@@ -69,12 +69,15 @@ def transform_from(
     op: bool = False,
     stage: str | None = None,
     force: bool = False,
+    enabled: bool = False,
 ) -> Written:
-    """The same for a candidate of `graft discover`: its op is made, unless a kernel that exists can be called."""
+    """The same for a candidate of `graft discover`: its op is made, unless a kernel that exists can be called.
+    enabled: listed as on, for one that was measured."""
     check_request(name, stage)
     body, note = body_of_seed(seed, name, op)
     try:
-        written = write_transform(name, body, destination(folder), stage or STAGE, force, BEFORE if not stage else ())
+        before = BEFORE if not stage else ()
+        written = write_transform(name, body, destination(folder), stage or STAGE, force, before, enabled=enabled)
     except PatternError as error:
         if body.replacement is None:
             raise
@@ -128,6 +131,8 @@ def write_transform(
     stage: str = "match",
     force: bool = False,
     before: tuple[str, ...] = (),
+    *,
+    enabled: bool = False,
 ) -> Written:
     """The whole of it for a given pattern; `body.replacement` None makes an op, whose reference is the pattern.
     before: the transforms of its stage that come after it."""
@@ -153,7 +158,7 @@ def write_transform(
     if not destination.checkout:
         own = {destination.module(name).partition(".")[0], destination.op_module(op).partition(".")[0]}
         made = {path: with_sorted_imports(text, own) if path.suffix == ".py" else text for path, text in made.items()}
-    added, changed = listings(name, stage, destination, before, op=bool(op))
+    added, changed = listings(name, stage, destination, before, op=bool(op), enabled=enabled)
     made |= added
     taken = [path for path in made if path.exists()]
     if taken and not force:
@@ -180,16 +185,21 @@ transforms:
 
 
 def listings(
-    name: str, stage: str, destination: Destination, before: tuple[str, ...] = (), *, op: bool = False
+    name: str,
+    stage: str,
+    destination: Destination,
+    before: tuple[str, ...] = (),
+    *,
+    op: bool = False,
+    enabled: bool = False,
 ) -> tuple[dict[Path, str], dict[Path, str]]:
-    """The YAML files in which the transform is listed: off, and for every family why it is absent. Those that are new
-    (with the project around a package), and those that are changed."""
+    """The YAML files in which the transform is listed: off unless `enabled`, and for every family why it is absent.
+    Those that are new (with the project around a package), and those that are changed."""
     if destination.package:
-        return package_files(destination, name, entry_text(stage, before), op=op)
+        return package_files(destination, name, entry_text(stage, before, enabled=enabled), op=op)
     if not destination.checkout:
-        return {
-            destination.root / f"{name}.yaml": PLUGIN_CONFIG.format(name=name, entry=entry_text(stage, before))
-        }, {}
+        text = PLUGIN_CONFIG.format(name=name, entry=entry_text(stage, before))
+        return {destination.root / f"{name}.yaml": text}, {}
     defaults = destination.root / "src/graft/passes/default.yaml"
     common = destination.root / "src/graft/models/registry/common.yaml"
     changed = {defaults: with_entry(defaults.read_text(), name, stage, before)}
@@ -199,9 +209,9 @@ def listings(
     return {}, changed
 
 
-def entry_text(stage: str, before: tuple[str, ...]) -> str:
+def entry_text(stage: str, before: tuple[str, ...], *, enabled: bool = False) -> str:
     order = f", before: [{', '.join(before)}]" if before else ""
-    return f"stage: {stage}, enabled: false{order}"
+    return f"stage: {stage}, enabled: {str(enabled).lower()}{order}"
 
 
 def with_entry(text: str, name: str, stage: str, before: tuple[str, ...] = ()) -> str:

@@ -1,0 +1,150 @@
+"""graft autofuse: what it decides, what it keeps between runs, and that nothing a kernel does ends the run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from graft.base.errors import UsageError
+from graft.workbench.autofuse import AutofuseRequest, CandidateOutcome, Ledger, autofuse, read_budget
+from graft.workbench.autofuse.ledger import FILE, open_ledger
+from graft.workbench.autofuse.process import run_trial
+from graft.workbench.autofuse.request import check_request
+from graft.workbench.autofuse.table import table_text
+from graft.workbench.autofuse.timing import ShapeTimes, verdict
+from graft.workbench.autofuse.trial import TrialOrder
+from graft.workbench.scaffold.destination import Destination
+from row_cases import GATED, fresh, write
+
+OFF = tuple(f"transforms.{name}.enabled=false" for name in ("fuse_rms_norm", "fuse_swiglu", "fuse_rope"))
+
+
+def shape(before: list[float], after: list[float], name: str = "decode") -> ShapeTimes:
+    return ShapeTimes(name, tuple(before), tuple(after))
+
+
+def outcome(name: str = "a", status: str = "kept") -> CandidateOutcome:
+    times = (shape([2.0, 2.1, 2.2], [1.0, 1.1, 1.2]), shape([5.0, 5.0, 5.0], [4.0, 4.0, 4.1], "prefill"))
+    return CandidateOutcome(
+        name, "relu → mul", "gemm_epilogue", 2, (3.0, 4.0), (0.1, 0.2), status, "because a|b", "fuse_a",
+        "triton_fallback_path", ("native",), times, ({"check": "tests", "verdict": "pass", "reason": "3"},), 1.5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400)])
+def test_budgets(text, seconds):
+    assert read_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "0m", "", "ten", "-5m", "10d", "nan"])
+def test_a_budget_of_nothing_is_refused(text):
+    with pytest.raises(UsageError, match="--budget"):
+        read_budget(text)
+
+
+@pytest.mark.parametrize("change", [{"steps": 0}, {"repeats": 2}, {"gain": 0.0}, {"gain": 1.5}, {"limit": 0}])
+def test_bad_requests(change):
+    with pytest.raises(UsageError, match=f"--{next(iter(change))}"):
+        check_request(replace(AutofuseRequest("tiny-llama", Path("x")), **change))
+
+
+def test_only_what_pays_is_kept():
+    steady = [10.0, 10.1, 9.9, 10.0, 10.2]
+    faster, same = [t * 0.9 for t in steady], list(steady)
+    assert verdict([shape(steady, faster), shape(steady, same, "prefill")], 0.02)[0]
+    assert not verdict([shape(steady, same), shape(steady, same, "prefill")], 0.02)[0]
+    assert not verdict([shape(steady, [t * 0.985 for t in steady])], 0.02)[0]  # less than two per cent
+    pays, told = verdict([shape(steady, faster), shape(faster, steady, "prefill")], 0.02)
+    assert not pays and "a prefill step gets slower" in told
+
+
+def test_a_saving_within_the_noise_is_none():
+    before = [10.0, 14.0, 9.0, 15.0, 10.0]
+    after = [13.0, 9.0, 14.0, 10.0, 9.6]
+    times = shape(before, after)
+    assert times.saving > 0.02 and times.noise > times.saving
+    assert not verdict([times], 0.02)[0]
+
+
+def test_outcomes_are_kept_between_runs(tmp_path):
+    kind = AutofuseRequest("tiny-llama", tmp_path).kind()
+    ledger = Ledger(kind, (outcome(), outcome("b", "not tried")), {"model": "tiny-llama"})
+    ledger.save(tmp_path)
+    again = open_ledger(tmp_path, kind)
+    assert again == ledger and again.find("a").decided and not again.find("b").decided
+    assert len(again.having(outcome("b", "no gain")).outcomes) == 2
+    assert "because a\\|b" in table_text(again) and "+50.0%" not in table_text(Ledger(kind))
+
+
+def test_a_package_of_another_run_is_left_alone(tmp_path):
+    kind = AutofuseRequest("tiny-llama", tmp_path).kind()
+    Ledger(kind).save(tmp_path)
+    with pytest.raises(UsageError, match="model = 'tiny-llama', not 'tiny-qwen3'"):
+        open_ledger(tmp_path, kind | {"model": "tiny-qwen3"})
+    (tmp_path / FILE).write_text('{"format": 1}')
+    with pytest.raises(UsageError, match="cannot be read"):
+        open_ledger(tmp_path, kind)
+    (tmp_path / FILE).write_text(json.dumps({"format": 99, "request": kind, "candidates": []}))
+    with pytest.raises(UsageError, match="format 99"):
+        open_ledger(tmp_path, kind)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine.txt").write_text("not graft's")
+    with pytest.raises(UsageError, match="not made by graft autofuse"):
+        open_ledger(other, kind)
+
+
+# ── trials ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def order(folder: Path, tests: str) -> TrialOrder:
+    """Of a package whose test file is this text."""
+    pattern = fresh(GATED)
+    place = Destination.in_package(folder / "trial-package")
+    write(pattern, place.root)
+    test = place.test(f"fuse_{pattern.name}")
+    test.write_text(tests)
+    return TrialOrder(
+        "tiny-llama", f"fuse_{pattern.name}", pattern.name, pattern.shapes, (str(place.source),), str(test),
+        str(folder / "note.md"), "cpu", "eager", "float32", None, OFF, (), 16, 2, 3, False,
+    )  # fmt: skip
+
+
+HANGS = "import time\ndef test_it():\n    time.sleep(600)\n"
+CRASHES = "import os, signal\ndef test_it():\n    os.kill(os.getpid(), signal.SIGSEGV)\n"
+FAILS = "def test_it():\n    assert 1 == 2, 'the kernel is wrong'\n"
+
+
+@pytest.mark.parametrize(
+    ("tests", "limit", "failure"),
+    [
+        (CRASHES, 300.0, "crashed (SIGSEGV) in its part 'tests'"),
+        pytest.param(HANGS, 30.0, "took longer than 30 s in its part", marks=pytest.mark.exhaustive),
+        pytest.param(FAILS, 300.0, "tests: test_it: ", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_a_kernel_does_ends_in_its_own_process(tests, limit, failure, tmp_path):
+    asked = order(tmp_path, tests)
+    found = run_trial(asked, [Path(asked.packages[0]).parent], limit)
+    assert failure in found["failure"] and found["times"] == []
+
+
+@pytest.mark.exhaustive
+def test_a_whole_run_and_one_that_goes_on(tmp_path):
+    """The first candidate is tried and decided, the others wait; the second run takes the next one."""
+    request = AutofuseRequest(
+        "tiny-llama", tmp_path / "tiny-fusions", None, 1, "cpu", "native", "float32", sets=OFF, own=True, prompt=16,
+        new=4, repeats=3,
+    )  # fmt: skip
+    first = autofuse(request)
+    tried = [one for one in first.outcomes if one.decided]
+    assert len(tried) == 1 and tried[0].status in ("kept", "no gain") and len(tried[0].times) == 2
+    assert {line["check"] for line in tried[0].checks} >= {"tests", "numerics", "native kernel", "same answers"}
+    second = autofuse(request)
+    assert [one.id for one in second.outcomes] == [one.id for one in first.outcomes]
+    assert second.outcomes[0] == first.outcomes[0] and sum(one.decided for one in second.outcomes) == 2
+    kept = [one.transform for one in second.kept]
+    assert all((tmp_path / "tiny-fusions/src/tiny_fusions" / f"{name}.py").is_file() for name in kept)
