@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,15 @@ import pytest
 
 from graft.base.errors import UsageError
 from graft.workbench.autofuse import AutofuseRequest, CandidateOutcome, Ledger, autofuse, read_budget
+from graft.workbench.autofuse.engines import candidates_of
 from graft.workbench.autofuse.ledger import FILE, open_ledger
 from graft.workbench.autofuse.process import run_trial
 from graft.workbench.autofuse.request import check_request
+from graft.workbench.autofuse.run import write_trial
 from graft.workbench.autofuse.table import table_text
 from graft.workbench.autofuse.timing import ShapeTimes, verdict
 from graft.workbench.autofuse.trial import TrialOrder
+from graft.workbench.scaffold.candidate import seed_of
 from graft.workbench.scaffold.destination import Destination
 from row_cases import GATED, fresh, write
 
@@ -148,3 +152,24 @@ def test_a_whole_run_and_one_that_goes_on(tmp_path):
     assert second.outcomes[0] == first.outcomes[0] and sum(one.decided for one in second.outcomes) == 2
     kept = [one.transform for one in second.kept]
     assert all((tmp_path / "tiny-fusions/src/tiny_fusions" / f"{name}.py").is_file() for name in kept)
+
+
+@pytest.mark.exhaustive
+def test_the_three_novel_blocks_of_the_example_are_candidates(tmp_path, monkeypatch):
+    """Squared ReLU, the gated residual with the norm behind it, the scaled norm: each gets kernels of its own."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    write_model = importlib.import_module("novel_blocks").write_model
+    write_model(tmp_path / "novel", hidden=32, layers=2)
+    request = AutofuseRequest(
+        str(tmp_path / "novel"), tmp_path / "out", dtype="float32", device="cpu", trust_remote_code=True
+    )
+    found = candidates_of(request)
+    titles = {one.title: one for one in found.worthwhile}
+    assert "relu → pow → mul" in titles and len([t for t in titles if "sigmoid" in t and "mean" in t]) >= 2
+    for number, candidate in enumerate(found.worthwhile):
+        place = Destination.in_package(tmp_path / f"novel-trial-{number}")
+        written, path, _ = write_trial(
+            f"fuse_{candidate.function_name}", seed_of(candidate, "novel"), place, own=True
+        )
+        assert path == "triton_fallback_path" and not written.no_kernel
+        assert any(file.name == "native.h" for file in written.files)
