@@ -69,7 +69,7 @@ def save_engine(
     """A folder that graft did not write is never touched; an engine is replaced with `overwrite` alone.
 
     kept_for: the parts of its key, for one in graft's cache. with_weights: all of them are in the folder; without it,
-    those that lie in the model's own folder as kernels read them stay there, if they are most of them.
+    on a CPU, those that lie in the model's own folder as kernels read them stay there, if they are most of them.
     """
     check_place(path, overwrite)
     if parts.kept_at is not None:
@@ -89,7 +89,8 @@ def save_engine(
             write_kernels(folder / KERNELS)
             write_tuned(tuned_file(device_name(parts.device)), folder / TUNED)
         tell("writing the weights", 0, 1)
-        checkpoint = None if with_weights else refer(parts.model.folder, weights, folder)
+        packed = with_weights or parts.device.type == "cuda"  # a GPU's are read in one go
+        checkpoint = None if packed else refer(parts.model.folder, weights, folder)
         write_mapped(folder / WEIGHTS, weights)
         tell("checking what was written", 0, 1)
         about = {
