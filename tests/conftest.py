@@ -167,6 +167,16 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What outlives a file (captured graphs, engines, what torch keeps) is frozen, too: a collection that a test asks
+    for took seconds in a process that was through with a thousand others."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def resized(llm: LLM, **options: Any) -> LLM:
     """The same graph with an engine of another size: capturing the model once more would take seconds."""
     from graft.engine.build import build_engine
