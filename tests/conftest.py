@@ -27,6 +27,7 @@ for hook in sys.meta_path:
         hook.mark_rewrite("graft.testing")
 
 from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
 
 from graft.models.registry import families  # noqa: E402
 from marks import FULL, keep_some, thin_out  # noqa: E402
@@ -62,6 +63,10 @@ settings.register_profile("repeatable", PATIENT, derandomize=True, max_examples=
 settings.register_profile("all", PATIENT, derandomize=True)
 settings.register_profile("fuzz", PATIENT, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+if not FULL:
+    # hypothesis also draws numbers and texts that stand in the source of whatever is imported: examples would follow
+    # from what a process ran before, and from lines that have nothing to do with the test; and 1,000 files are parsed
+    providers._get_local_constants = lambda: providers._local_constants
 
 # the kit comes with graft when that is installed; from a checkout it is named here (under the same name: never twice)
 pytest_plugins = ["graft.testing.plugin", "pytester"]

@@ -84,9 +84,7 @@ def together(*routes: str, short):
     "dynamo-dynamic",
     "inductor",
     "torch.compile",
-    short=(
-        *("passes-custom_ops_0", "dynamo-dynamic-mutation_0"),
-    ),
+    short=(*("passes-custom_ops_0", "dynamo-dynamic-mutation_0"),),
 )
 def test_together(route, programs):
     subject, twin = Together(programs), Together(programs)
