@@ -17,8 +17,9 @@ run: $(READY)
 	$(BIN)/graft run "$(PROMPT)" --table --compare
 	@echo "serve it: $(BIN)/graft serve smollm2-135m, then http://127.0.0.1:8000/v1 speaks OpenAI's API (docs/serve.md)"
 
-# processes with one thread each: most tests are many small calls; one order of sets, so that a run repeats
-TESTS := PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# processes with one thread each: most tests are many small calls; one order of sets, so that a run repeats; bytecode
+# is kept, whatever the environment says: each process would compile all that it imports
+TESTS := PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # the short run compiles native code in half the time; make test-all has it as it is shipped
 test: check

@@ -96,8 +96,8 @@ def chosen_values(item: Any) -> set[Any]:
 
 
 def examples(count: int) -> int:
-    """Examples of a property: the short run takes a third."""
-    return count if FULL else max(4, count // 3)
+    """Examples of a property: the short run takes a quarter."""
+    return count if FULL else max(3, count // 4)
 
 
 def cross(groups: Sequence[Any], cases: Sequence[tuple[Any, ...]], dtypes: Sequence[Any]) -> list[Any]:

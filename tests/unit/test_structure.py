@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -23,9 +24,15 @@ PRIVATE_ALLOWED = {
 }
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Of the whole file: parsed once for all tests."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
         elif isinstance(node, ast.Import):
@@ -42,7 +49,7 @@ def test_private_torch_modules_stay_in_their_files():
 def test_a_class_name_means_one_thing():
     homes: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in nodes(path)[0].body:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: files for name, files in homes.items() if len(files) > 1}
@@ -52,7 +59,7 @@ def test_files_and_functions_stay_short():
     for path in FILES:
         text = path.read_text()
         assert text.count("\n") <= 400, f"{path} is longer than 400 lines"
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno <= 60, f"{path}: {node.name} is longer than a screen"
 
@@ -77,7 +84,7 @@ def test_every_op_folder_is_complete():
 
 def test_nothing_is_swallowed():
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ExceptHandler):
                 assert node.type is not None, f"bare except in {path.name}"
                 assert not all(isinstance(s, ast.Pass) for s in node.body), f"swallowed in {path.name}"

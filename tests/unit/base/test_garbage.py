@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from processes import run_python
+
+# in a process of its own: a test run has frozen what it imported, and would have to thaw it
+PROGRAM = """
 import gc
 import weakref
-
-import pytest
 
 from graft.base.garbage import old_objects_frozen
 
@@ -15,23 +17,48 @@ class Node:
         self.me = self
 
 
-def test_what_is_old_waits_and_what_is_new_is_collected():
-    gc.collect()
-    old = Node()
-    found = weakref.ref(old)
+gc.unfreeze()
+gc.collect()
+old = Node()
+found = weakref.ref(old)
+with old_objects_frozen():
+    del old
     with old_objects_frozen():
-        del old
-        with old_objects_frozen():
-            pass
-        new = weakref.ref(Node())
-        gc.collect()
-        assert found() is not None and gc.get_freeze_count() > 0, "an inner block does not thaw"
-        assert new() is None
+        pass
+    new = weakref.ref(Node())
     gc.collect()
-    assert found() is None and gc.get_freeze_count() == 0
+    assert found() is not None and gc.get_freeze_count() > 0, "an inner block does not thaw"
+    assert new() is None
+gc.collect()
+assert found() is None and gc.get_freeze_count() == 0
+try:
+    with old_objects_frozen():
+        1 / 0
+except ZeroDivisionError:
+    assert gc.get_freeze_count() == 0, "an error thaws"
+    print("through")
+"""
 
 
-def test_an_error_thaws():
-    with pytest.raises(ZeroDivisionError), old_objects_frozen():
-        raise ZeroDivisionError
-    assert gc.get_freeze_count() == 0
+def test_what_is_old_waits_and_what_is_new_is_collected():
+    done = run_python("-c", PROGRAM)
+    assert (done.returncode, done.stdout) == (0, "through\n"), done.stderr
+
+
+FROZEN = """
+import gc
+
+from graft.base.garbage import old_objects_frozen
+
+gc.freeze()
+before, made = gc.get_freeze_count(), [[] for _ in range(1000)]
+with old_objects_frozen(), old_objects_frozen():
+    assert 0 < before <= gc.get_freeze_count() + 100 < before + len(made), "nothing that could not be taken back"
+assert gc.get_freeze_count() > before - 100  # less what was let go
+print("through")
+"""
+
+
+def test_what_others_froze_stays_frozen():
+    done = run_python("-c", FROZEN)
+    assert (done.returncode, done.stdout) == (0, "through\n"), done.stderr

@@ -236,7 +236,7 @@ REAL = [
 ]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("fn", "inputs"), REAL, ids=lambda value: getattr(value, "__name__", ""))
 def test_compiled_code_is_right(fn, inputs):
     args = inputs()

@@ -112,7 +112,7 @@ def test_reference_agrees_with_float64(name, case, dtype):
     assert close(OPS[name].reference(*copied(args)), exact, dtype, case.reduction, scale=4)
 
 
-@pytest.mark.some(70)
+@pytest.mark.some(45)
 @every_case(*DTYPES)
 def test_triton_agrees_with_the_reference(name, case, dtype, monkeypatch):
     kernel = triton_kernel(name)

@@ -63,7 +63,7 @@ def two_ops_left(gm):
     assert not re.search("topk|one_hot|where|index_add|scatter|bmm|silu|assert", names), names
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @crossed("name", FUSED, [torch.float32, torch.bfloat16])
 def test_every_spelling_becomes_the_two_ops(name, dtype):
     module, x = FUSED[name]().to(dtype), tokens(dtype=dtype)
@@ -313,7 +313,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.some(6)
+@pytest.mark.some(4)
 @pytest.mark.parametrize("make", REFUSED)
 def test_what_is_another_mixture_stays_byte_for_byte_with_the_reason(make):
     module, x = make(), tokens()
