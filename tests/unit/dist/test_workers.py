@@ -10,7 +10,7 @@ import pytest
 import graft.dist.workers as workers_module
 from graft.dist.workers import Workers, log_file
 
-SOON = 60.0  # seconds, of a busy machine; each of these waits for an end that comes by itself
+SOON = 300.0  # seconds, of the slowest machine; each of these waits for an end that comes by itself
 
 
 @pytest.fixture(autouse=True)
