@@ -26,7 +26,7 @@ from typing import Any
 from graft.base.errors import RankFailed
 
 LEAVING = 5.0  # seconds that a worker has to end
-TOLD = 5.0  # seconds between a broken connection and the end of the process that broke it
+TOLD = 20.0  # seconds between a broken connection and the end of the process that broke it
 JOINING = 600.0  # seconds that workers have to import torch on a busy machine
 LAST_LINES = 12
 MODULE = "graft.engine.launch.worker"
