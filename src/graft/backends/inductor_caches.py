@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 
-from graft.base.cache_bundle import NAME
+from graft.base.cache_bundle import is_name
 from graft.base.caches import CARRIED, USED
 from graft.base.errors import UsageError
 from graft.base.files import write_whole
@@ -123,7 +123,7 @@ class GraftArtifact(CacheArtifact):
     def populate_cache(self) -> None:
         folder, _, name = self.key.partition("/")
         kind = next((kind for kind in CARRIED if kind.name == folder), None)
-        if kind is None or not NAME.fullmatch(name):
+        if kind is None or not is_name(name):
             raise UsageError(f"the artifacts hold {self.key!r}, which is no file of graft's caches; save them again")
         if not (kind.folder() / name).exists():
             write_whole(kind.folder() / name, self.content)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from graft.base.files import atomic_file, atomic_folder, disk_errors, sha256
 LIST = "graft-cache.json"
 MARK, FORMAT = "graft cache", 1
 LARGEST_LIST = 1 << 26
-NAME = re.compile(r"[\w-][\w.-]*")  # one part of a path
+PIECE = 1 << 22  # bytes that are copied at a time
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,7 @@ def import_bundle(file: Path) -> Imported:
     with opened_bundle(file) as bundle:
         for about in read_list(file, bundle):
             kind, name, files = checked_entry(file, about)
-            (known if is_there(kind, files) else new).append(f"{kind.name}/{name}")
-            put_entry(file, bundle, kind, name, files)
+            (new if put_entry(file, bundle, kind, name, files) else known).append(f"{kind.name}/{name}")
     return Imported(tuple(new), tuple(known))
 
 
@@ -92,13 +90,13 @@ def opened_bundle(file: Path) -> Iterator[tarfile.TarFile]:
             yield bundle
     except FileNotFoundError as error:
         raise ArtifactError(file, "does not exist; `graft cache export FILE` writes one") from error
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, IsADirectoryError, PermissionError, ValueError, OverflowError) as error:
         raise ArtifactError(file, f"is no bundle of graft's caches, or is damaged ({error})") from error
 
 
 def read_list(file: Path, bundle: tarfile.TarFile) -> list[Any]:
     first = bundle.next()
-    if first is None or first.name != LIST or not first.isreg() or first.size > LARGEST_LIST:
+    if first is None or first.name != LIST or not is_plain(first) or first.size > LARGEST_LIST:
         raise ArtifactError(file, f"is no bundle of graft's caches: it does not begin with {LIST}")
     content = bundle.extractfile(first)
     assert content is not None
@@ -107,57 +105,81 @@ def read_list(file: Path, bundle: tarfile.TarFile) -> list[Any]:
         if data["kind"] != MARK or data["format"] != FORMAT:
             raise ArtifactError(file, f"has format {data.get('format')}, but this graft reads {FORMAT}")
         return list(data["entries"])
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(file, f"has a damaged {LIST} ({type(error).__name__}); copy it again") from error
 
 
+def is_plain(member: tarfile.TarInfo) -> bool:
+    """A file with its bytes: of a sparse one a few kilobytes may stand for gigabytes."""
+    return member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse()
+
+
 def checked_entry(file: Path, about: Any) -> tuple[CacheKind, str, dict[str, tuple[int, str]]]:
-    """The kind, the name, and size and sha256 of each file; no name leads out of the kind's folder."""
+    """The kind, the name, and size and sha256 of each file: files of that name, or all in a folder of that name. No
+    name leads out of the kind's folder."""
     try:
         kind = next(kind for kind in KINDS if kind.name == about["kind"])
         name, files = about["name"], {path: (int(size), str(sha)) for path, (size, sha) in about["files"].items()}
-        sound = all(NAME.fullmatch(part) for path in files for part in path.split("/")) and NAME.fullmatch(name)
-        if not sound or not all(path.split("/")[0] in (name, Path(path).name) for path in files):
+        sound = is_name(name) and all(is_name(path.split("/")[0]) for path in files)
+        sound = sound and all(is_part(part) for path in files for part in path.split("/"))
+        inside = [path.startswith(f"{name}/") for path in files]
+        if not sound or not (all(inside) or not any("/" in path for path in files)):
             raise ValueError(name)
-    except (StopIteration, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (StopIteration, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ArtifactError(file, f"lists an entry that no cache of graft's has ({error})") from error
     return kind, name, files
 
 
-def is_there(kind: CacheKind, files: dict[str, Any]) -> bool:
-    return all((kind.folder() / path).exists() for path in files)
+def is_name(name: str) -> bool:
+    """Of an entry: hidden files are none."""
+    return is_part(name) and not name.startswith(".")
+
+
+def is_part(name: str) -> bool:
+    """Of a path: the name of a file or folder."""
+    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 def put_entry(
     file: Path, bundle: tarfile.TarFile, kind: CacheKind, name: str, files: dict[str, tuple[int, str]]
-) -> None:
-    """From the next members of the bundle, in the order of its list."""
+) -> bool:
+    """From the next members of the bundle, in the order of its list; whether anything of it is new here."""
     folder = kind.folder()
-    if not any("/" in path for path in files):
-        for path, about in files.items():
-            content = member_content(file, bundle, f"{kind.name}/{path}", about)
-            if not (folder / path).exists():
-                with disk_errors(folder / path), atomic_file(folder / path) as partial:
-                    partial.write_bytes(content)
-        return
-    if (folder / name).exists():
-        for path, about in files.items():
-            member_content(file, bundle, f"{kind.name}/{path}", about)
-        return
-    with atomic_folder(folder / name) as temporary:
-        for path, about in files.items():
-            target = temporary / path.removeprefix(f"{name}/")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(member_content(file, bundle, f"{kind.name}/{path}", about))
+    if any("/" in path for path in files):
+        if (folder / name).exists():
+            for path, about in files.items():
+                take_member(file, bundle, f"{kind.name}/{path}", about, None)
+            return False
+        with disk_errors(folder / name), atomic_folder(folder / name) as temporary:
+            for path, about in files.items():
+                target = temporary / path.removeprefix(f"{name}/")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("xb") as output:
+                    take_member(file, bundle, f"{kind.name}/{path}", about, output)
+        return True
+    new = False
+    for path, about in files.items():
+        if (folder / path).exists():
+            take_member(file, bundle, f"{kind.name}/{path}", about, None)
+            continue
+        with disk_errors(folder / path), atomic_file(folder / path) as partial, partial.open("wb") as output:
+            take_member(file, bundle, f"{kind.name}/{path}", about, output)
+        new = True
+    return new
 
 
-def member_content(file: Path, bundle: tarfile.TarFile, name: str, about: tuple[int, str]) -> bytes:
+def take_member(
+    file: Path, bundle: tarfile.TarFile, name: str, about: tuple[int, str], output: IO[bytes] | None
+) -> None:
+    """The next member, piece by piece, held against its size and sha256; output: None where it is there already."""
     member = bundle.next()
-    if member is None or member.name != name or not member.isreg() or member.size != about[0]:
+    if member is None or member.name != name or not is_plain(member) or member.size != about[0]:
         raise ArtifactError(file, f"is truncated or damaged: {name} is not where its list has it; copy it again")
-    opened = bundle.extractfile(member)
+    opened, digest = bundle.extractfile(member), hashlib.sha256()
     assert opened is not None
-    content = opened.read()
-    if hashlib.sha256(content).hexdigest() != about[1]:
+    while piece := opened.read(PIECE):
+        digest.update(piece)
+        if output is not None:
+            output.write(piece)
+    if digest.hexdigest() != about[1]:
         raise ArtifactError(file, f"is damaged: {name} has another sha256; copy it again")
-    return content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graft.engine.artifact.request import EngineRequest, Starter
@@ -31,7 +32,8 @@ def build(
     )  # fmt: skip
     sizes = starter.sizes(request.sizes, loaded)
     settings = settings_for(loaded, request.config, request.quantize, sets=request.sets, plugins=request.plugins)
-    return assemble(
+    made = assemble(
         loaded, sizes, settings, backend=request.backend, dump_dir=request.dump_dir, progress=starter.progress,
         keep_weights=bool(request.keep_weights), place=place, workers=workers,
     )  # fmt: skip
+    return replace(made, command=request.command())

@@ -34,7 +34,7 @@ class CacheLayout:
 class EngineParts:
     """size: the cache's, for the report. report: without the engine's own notes. lasting: notes of it that hold
     wherever and whenever this graph runs. lowered: None where it was read from an artifact. kept_at: where it lies in
-    graft's cache, if it came from there."""
+    graft's cache, if it came from there. command: that would compile it anew, where one is known."""
 
     engine: Engine
     model: LoadedModel
@@ -51,3 +51,4 @@ class EngineParts:
     lowered: Any = None
     lasting: tuple[str, ...] = ()
     kept_at: Path | None = None
+    command: tuple[str, ...] = ()

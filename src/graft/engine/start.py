@@ -12,7 +12,7 @@ from graft.base.errors import ArtifactError, OtherTarget, UsageError
 from graft.base.manifest import OpenFolder
 from graft.dist.sizes import check_size
 from graft.engine.artifact.format import ENGINE, is_engine
-from graft.engine.artifact.kept import KeptEngine, drop, keep_engine, kept_engine
+from graft.engine.artifact.kept import KeptEngine, drop, files_changed, keep_engine, kept_engine
 from graft.engine.artifact.request import SIZES, EngineRequest, Starter
 from graft.engine.fresh import build
 from graft.engine.parts import EngineParts
@@ -31,11 +31,15 @@ def start_engine(request: EngineRequest, starter: Starter) -> EngineParts:
     if kept.is_there:
         try:
             return from_cache(kept, request, starter)
-        except ArtifactError as error:
+        except (ArtifactError, OSError) as error:
             drop(kept)
             damaged = f"; what was kept could not be used: {error}"
     built = build(request, starter)
-    return noted(built, keep_engine(kept, built, starter.progress) + damaged)
+    note = keep_engine(kept, built, starter.progress)
+    if kept.is_there and files_changed(kept, request):
+        drop(kept)
+        note = "engine cache: not kept, because the model's files or the configuration changed while it was built"
+    return noted(built, note + damaged)
 
 
 def on_ranks(request: EngineRequest, starter: Starter) -> EngineParts:
@@ -73,6 +77,8 @@ def recompiled(path: Path, request: EngineRequest, starter: Starter, differences
     from graft.engine.artifact.save import save_engine
 
     made_by = made_by_of(path)
+    if not made_by:
+        raise ArtifactError(path, f"cannot be recompiled: a program saved it, and not graft compile ({differences})")
     try:
         again = EngineRequest.of_command(made_by)
     except ValueError as error:
@@ -85,7 +91,8 @@ def recompiled(path: Path, request: EngineRequest, starter: Starter, differences
     save_engine(
         built, path, overwrite=True, made_by=made_by, with_weights=again.with_weights, progress=starter.progress
     )
-    return noted(built, note)
+    del built
+    return noted(stored(path, request, request.against_folder(), starter), note)
 
 
 def made_by_of(path: Path) -> tuple[str, ...]:
@@ -99,7 +106,7 @@ def from_cache(kept: KeptEngine, request: EngineRequest, starter: Starter) -> En
     said = f"engine cache: an engine that an earlier start kept ({kept.short})"
     parts = stored(kept.path, request, request.of_kept(), starter, said)
     note_use(kept.path)
-    return parts
+    return replace(parts, command=request.command())
 
 
 def stored(

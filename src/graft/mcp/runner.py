@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -17,6 +18,7 @@ from graft.base.errors import GraftError
 from graft.mcp.workspace import Workspace
 
 PAGE = 20_000  # characters of an answer
+GRACE = 5.0  # seconds that a command has to end by itself
 TICK = 1.0  # seconds from one report of progress to the next
 Tell = Callable[[float, str], Awaitable[None]]
 
@@ -39,19 +41,20 @@ class ToolAnswer(TypedDict):
 async def run_verb(
     workspace: Workspace, arguments: Sequence[str], limit: float, tell: Tell | None = None
 ) -> ToolAnswer:
-    """No shell: `arguments` are those of one command, which runs in the workspace."""
+    """No shell: `arguments` are those of one command, which runs in the workspace. -P: no module of the workspace is
+    taken for one of Python's."""
     started = time.monotonic()
     root = str(Path(graft.__file__).parent.parent)
     environment = workspace.environment()
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH", ""))))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "graft", *arguments, cwd=workspace.root, env=environment, start_new_session=True,
+        sys.executable, "-P", "-m", "graft", *arguments, cwd=workspace.root, env=environment, start_new_session=True,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         out, err, late = await finish(process, started, limit, tell)
     finally:
-        end(process)  # the call was cancelled, or it took too long
+        await asyncio.shield(end(process))  # the call was cancelled, or it took too long
     said = " ".join(err.decode(errors="replace").split())[-2000:]
     code = -1 if late else process.returncode or 0
     error = f"took longer than {limit:.0f} s and was ended" if late else said.partition("graft: error: ")[2] or said
@@ -78,9 +81,15 @@ async def finish(
         work.cancel()
 
 
-def end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        os.killpg(process.pid, signal.SIGKILL)
+async def end(process: asyncio.subprocess.Process) -> None:
+    """As by Ctrl-C first: a command ends the processes that it started itself."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        if process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), GRACE)
 
 
 def answer(workspace: Workspace, text: str, code: int, error: str, seconds: float) -> ToolAnswer:

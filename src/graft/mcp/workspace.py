@@ -6,6 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
+from graft.base.caches import KINDS
 from graft.base.errors import UsageError
 from graft.base.files import write_whole
 
@@ -17,6 +18,14 @@ class Workspace:
         self.root = root.resolve()
         if not self.root.is_dir():
             raise UsageError(f"--workspace {root} is not a folder")
+        for folder in (
+            self.root / OWN,
+            self.root / OWN / "cache",
+            self.root / OWN / "tmp",
+            self.root / OWN / "results",
+        ):
+            if folder.is_symlink():
+                raise UsageError(f"--workspace {root}: {folder} is a link; what is written must lie in the workspace")
 
     def inside(self, name: str, what: str) -> str:
         """A path inside, from the workspace on; what leads out, by links too, is refused."""
@@ -44,7 +53,7 @@ class Workspace:
         }
         for folder in folders.values():
             folder.mkdir(parents=True, exist_ok=True)
-        left_out = ("GRAFT_NATIVE_CACHE_DIR", "GRAFT_GRAPH_CACHE_DIR")
+        left_out = {kind.variable for kind in KINDS}
         kept = {name: value for name, value in os.environ.items() if name not in left_out}
         extra = {"NO_COLOR": "1", "COLUMNS": "160", "PYTHONDONTWRITEBYTECODE": "1"}
         return kept | {name: str(folder) for name, folder in folders.items()} | extra

@@ -19,6 +19,7 @@ from torch import Tensor
 from graft.base.errors import NoRanks
 
 Result = TypeVar("Result")
+STUCK = 600.0  # seconds; a rank that made fewer exchanges than the others never comes
 
 
 class RankGroup(Protocol):
@@ -117,9 +118,9 @@ class ThreadRank:
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         self.meeting.parts[self.rank] = x
-        self.meeting.barrier.wait()
+        self.meeting.barrier.wait(STUCK)
         parts = list(self.meeting.parts)
-        self.meeting.barrier.wait()  # nobody writes the next parts before all have read these
+        self.meeting.barrier.wait(STUCK)  # nobody writes the next parts before all have read these
         return parts
 
 

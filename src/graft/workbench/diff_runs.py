@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graft.base.errors import DumpError, RunMismatch, UnknownTransform
+from graft.base.errors import DumpError, RunMismatch, TransformOff, UnknownTransform
 from graft.ir.facts import layer_of
 from graft.ir.patterns.match import NearMiss
 from graft.passes.report import TransformRecord
@@ -80,7 +80,7 @@ def diff_runs(before: StoredRun, after: StoredRun, transform: str = "", *, stric
             (before.after(transform), after.after(transform)) if transform else (before.steps[-1], after.steps[-1])
         )
         graph = diff_graphs(steps[0].graph().graph, steps[1].graph().graph)
-    except (DumpError, UnknownTransform) as error:
+    except (DumpError, TransformOff, UnknownTransform) as error:
         if not transform:
             raise
         note = str(error)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graft.base.errors import DumpError, UnknownTransform, UsageError
+from graft.base.errors import DumpError, TransformOff, UnknownTransform
 from graft.ir.io.serial import FORMAT
 from graft.passes.dumps import MANIFEST, MARKER, REPORT, RUN_FORMAT, Manifest
 from graft.passes.report import Report
@@ -56,10 +56,7 @@ class StoredRun:
             if step.transform == transform:
                 return step
         if transform in self.report.transforms:
-            raise UsageError(
-                f"{transform} was off in {self.folder}, so there is no graph after it;"
-                f" dump again with --set transforms.{transform}.enabled=true"
-            )
+            raise TransformOff(transform, self.folder)
         raise UnknownTransform(transform, self.report.transforms, str(self.folder))
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import tarfile
 
 import pytest
@@ -136,6 +137,21 @@ def flipped(member, content):
     return member, b"CODE" if member.name == "engines/abc/native/step.so" else content
 
 
+def sparse(member, content):
+    """Sixteen gigabytes, told by a few bytes."""
+    if member.name == "graphs/g1.json":
+        member.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(1 << 34)}
+    return member, content
+
+
+def endless(member, content):
+    return member, re.sub(rb'"g1.json": \[\d+', b'"g1.json": [Infinity', content) if member.name == LIST else content
+
+
+def deep(member, content):
+    return member, b"[" * 100_000 if member.name == LIST else content
+
+
 def linked(member, content):
     if member.name == "graphs/g1.json":
         member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -151,8 +167,11 @@ def linked(member, content):
         (renamed(b"7"), "no cache of graft's has"),
         (flipped, "another sha256"),
         (linked, "not where its list has it"),
+        (sparse, "damaged"),
+        (endless, "no cache of graft's has"),
+        (deep, "damaged graft-cache.json"),
     ],
-    ids=["path", "hidden", "number", "content", "link"],
+    ids=["path", "hidden", "number", "content", "link", "sparse", "endless", "deep"],
 )
 def test_damaged_and_hostile_bundles_are_refused(home, tmp_path, monkeypatch, change, why):
     export_entries(tmp_path / "bundle", all_entries())
@@ -174,9 +193,18 @@ def test_files_that_are_no_bundles(home, tmp_path):
     (tmp_path / "text").write_text("no tar")
     with tarfile.open(tmp_path / "tar", "w") as other:
         other.add(tmp_path / "text", "text")
-    for name in ("short", "text", "tar", "nowhere"):
+    (tmp_path / "folder").mkdir()
+    for name in ("short", "text", "tar", "nowhere", "folder"):
         with pytest.raises(ArtifactError):
             import_bundle(tmp_path / name)
+
+
+def test_names_as_people_give_them_are_carried(home, tmp_path, monkeypatch):
+    (GRAPHS.folder() / "my model+v2@home.json").write_text("a graph")
+    export_entries(tmp_path / "bundle", all_entries((GRAPHS,)))
+    monkeypatch.setenv("GRAFT_CACHE_DIR", str(tmp_path / "other"))
+    assert "graphs/my model+v2@home" in import_bundle(tmp_path / "bundle").new
+    assert (tmp_path / "other" / "graphs" / "my model+v2@home.json").read_text() == "a graph"
 
 
 def test_the_commands(home, tmp_path, capfd):

@@ -137,7 +137,8 @@ def test_an_interrupted_run_keeps_what_is_through_and_says_so(fakes, monkeypatch
     result = bench(engine(), SMALL)
     assert result.interrupted and [row.batch for row in result.rows] == [1, 1]
     made = engine()
-    monkeypatch.setattr("graft.engine.llm.LLM", lambda *_, **__: made)
+    monkeypatch.setattr("graft.engine.start.start_engine", lambda *_: made.parts)
+    monkeypatch.setattr(graft.LLM, "of", lambda _: made)
     done = command("tiny-llama", "--batch", "1,3", "--prompt", "12", "--new", "6", "--against", "eager", "--json")
     assert done.exit_code == 1 and "interrupted; 1 of 2 batch sizes were measured" in done.stderr
     assert json.loads(done.stdout)["interrupted"] is True
@@ -209,7 +210,8 @@ def test_the_modes_of_the_compiled_baselines(monkeypatch):
 
 def test_peers_are_all_baselines_with_a_line_for_each_phase(fakes, monkeypatch):
     made = engine()
-    monkeypatch.setattr("graft.engine.llm.LLM", lambda *_, **__: made)
+    monkeypatch.setattr("graft.engine.start.start_engine", lambda *_: made.parts)
+    monkeypatch.setattr(graft.LLM, "of", lambda _: made)
     for name in ("llama.cpp", "openvino"):
         monkeypatch.setitem(BASELINES, name, lambda task, name=name: replace_name(fakes[1], name))
     done = command("tiny-llama", "--peers", "--prompt", "12", "--new", "6", "--json")

@@ -286,6 +286,10 @@ def test_another_place_is_told_by_what_differs(folder, tmp_path, name, value, to
     sign(tmp_path / "engine", built_for={name: value})
     with pytest.raises(ArtifactError, match=told) as refused:
         graft.LLM(tmp_path / "engine")
+    assert "Load the model itself, and save it again" in str(refused.value)  # a program saved it
+    sign(tmp_path / "engine", made_by=["compile", "tiny-llama"])
+    with pytest.raises(ArtifactError) as refused:
+        graft.LLM(tmp_path / "engine")
     assert f"graft compile tiny-llama -o {tmp_path / 'engine'} --overwrite" in str(refused.value)
 
 
@@ -310,7 +314,8 @@ def test_another_place_is_recompiled_where_that_is_asked_for(folder, llm, tmp_pa
 
 def test_what_cannot_be_recompiled_is_told(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "engine")
-    for made_by, told in ((["compile", "m", "--color=red"], "no option of graft compile"), (["compile"], "unpack")):
+    unknown = (["compile", "m", "--color=red"], "no option of graft compile")
+    for made_by, told in (unknown, (["compile"], "unpack"), ([], "a program saved it")):
         sign(tmp_path / "engine", built_for={"torch": "2.9.0"}, made_by=made_by)
         with pytest.raises(ArtifactError, match=told):
             graft.LLM(tmp_path / "engine", recompile=True)
@@ -321,19 +326,38 @@ def test_what_cannot_be_recompiled_is_told(folder, tmp_path):
 @pytest.mark.parametrize(
     "request_",
     [
-        EngineRequest("m"),
+        EngineRequest("tiny-llama"),
         EngineRequest(
-            "a folder/m", dtype="bfloat16", device="cpu", backend="eager", config="x.yaml", quantize="int8"
+            "/a folder/m", dtype="bfloat16", device="cpu", backend="eager", config="/x.yaml", quantize="int8"
         ),
         EngineRequest(
-            "m", EngineOptions(max_model_len=64, kv_cache_dtype="fp8"), sets=("a.b=c",), plugins=("p", "q")
+            "/m", EngineOptions(max_model_len=64, kv_cache_dtype="fp8"), sets=("a.b=c",), plugins=("p", "q")
         ),
-        EngineRequest("m", trust_remote_code=True, with_weights=True),
+        EngineRequest("/m", trust_remote_code=True, with_weights=True),
     ],
     ids=str,
 )
 def test_the_command_of_a_request_gives_it_back(request_):
     assert EngineRequest.of_command(request_.command()) == request_
+
+
+def test_the_command_of_a_request_holds_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    assert EngineRequest("own", config="c.yaml").command() == (
+        "compile", str(tmp_path / "own"), f"--config={tmp_path / 'c.yaml'}",
+    )  # fmt: skip
+    assert EngineRequest("own", config={"verify": "matches"}).command() == ()  # no command has it
+
+
+def test_a_saved_engine_is_not_recompiled_as_another_model(tmp_path):
+    """By its folder's name, which the registry has too."""
+    tiny("qwen3").module.save_pretrained(tmp_path / "tiny-llama")
+    llm = graft.LLM(tmp_path / "tiny-llama", backend="eager", dtype="float32", **SMALL)
+    llm.save(tmp_path / "engine")
+    assert json.loads((tmp_path / "engine" / "manifest.json").read_text())["made_by"] == [
+        "compile", str(tmp_path / "tiny-llama"), "--dtype=float32", "--backend=eager",
+    ]  # fmt: skip
 
 
 def test_an_engine_for_a_gpu_says_that_there_is_none(folder, tmp_path):

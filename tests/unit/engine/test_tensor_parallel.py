@@ -130,6 +130,7 @@ def test_a_number_of_ranks_that_cannot_be_is_told_at_once(size, said):
 def test_sizes_follow_from_heads():
     assert possible_sizes(9, 3) == [1, 3, 9]
     assert possible_sizes(32, 8) == [1, 2, 4, 8, 16, 32]
+    assert possible_sizes(12, 4) == [1, 2, 4, 12]
     with pytest.raises(UsageError, match="has 4 heads"):
         check_heads(tiny("gpt2").module.config, 3, "gpt2")
 

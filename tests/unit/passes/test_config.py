@@ -6,7 +6,7 @@ import pytest
 
 from graft.base.errors import ConfigError, UnknownKey, UnknownTransform, UsageError, WrongType
 from graft.passes.base import Stage
-from graft.passes.config import ConfigLayer, convert, load_config, nested
+from graft.passes.config import ConfigLayer, convert, load_config
 from graft.passes.registry import TransformRegistry
 
 
@@ -97,17 +97,3 @@ def test_a_plugin_registers_its_transform(tmp_path, monkeypatch):
         assert "from_plugin" in config.transforms
     finally:
         del TransformRegistry._known["from_plugin"]
-
-
-def test_a_file_and_sets_become_one_mapping(tmp_path):
-    """What ranks in other processes are handed."""
-    file = tmp_path / "own.yaml"
-    file.write_text("transforms: {fuse_rope: {enabled: false}}\n")
-    sets = ["transforms.fuse_rope.on_error=skip", "verify=matches"]
-    found = nested(file, sets)
-    assert found == {"transforms": {"fuse_rope": {"enabled": False, "on_error": "skip"}}, "verify": "matches"}
-    assert load_config(found).transforms == load_config(file, sets=sets).transforms
-    assert nested(None, ()) is None
-    given = {"transforms": {"fuse_rope": {"enabled": True}}}
-    nested(given, sets)
-    assert given == {"transforms": {"fuse_rope": {"enabled": True}}}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import graft
-from graft.base.errors import ReproRefused, UnknownMatch, UnknownTransform, UsageError
+from graft.base.errors import ReproRefused, TransformOff, UnknownMatch, UnknownTransform
 from graft.cli.app import app
 from graft.passes.base import Context
 from graft.passes.config import load_config
@@ -185,7 +185,7 @@ def test_bad_input_is_told_and_nothing_is_written(plain, tmp_path):
             find_match(run, name, transform)
     with pytest.raises(UnknownTransform, match="fuse_rope"):
         find_match(run, "fuse_ropes:1")
-    with pytest.raises(UsageError, match="was off in"):
+    with pytest.raises(TransformOff, match="was off in"):
         find_match(run, "quantize_linear:1")
     target = tmp_path / "no.py"
     assert cli("repro", plain, "--match", "fuse_rope:9", "-o", target).exit_code == 2

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import graft
 from decode_cases import forced
-from graft.base.errors import DumpError, RunMismatch, UnknownTransform
+from graft.base.errors import DumpError, RunMismatch, TransformOff, UnknownTransform
 from graft.cli.app import app
 from graft.ir.nodes import placeholders
 from graft.ops.layout import HostBatch, pack
@@ -240,7 +240,7 @@ def test_graphs_that_are_none_and_transforms_that_are_not_there_are_told(runs, t
         runs[0].around("fuse_ropes")
     with pytest.raises(UnknownTransform, match="did you mean 'fuse_rope'"):
         diff_runs(runs[0], runs[1], "fuse_ropes")
-    with pytest.raises(DumpError, match=r"was off.*enabled=true"):
+    with pytest.raises(TransformOff, match=r"was off.*enabled=true"):
         runs[1].around("fuse_rope")
 
 

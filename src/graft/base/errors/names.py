@@ -17,6 +17,16 @@ class UnknownTransform(UsageError):
         super().__init__(f"unknown transform {name!r}{f' in {where}' if where else ''}{near(name, known)}")
 
 
+class TransformOff(UsageError):
+    """Of a stored run that is asked for a graph which it has not."""
+
+    def __init__(self, name: str, folder: object) -> None:
+        super().__init__(
+            f"{name} was off in {folder}, so there is no graph after it; dump again with --set"
+            f" transforms.{name}.enabled=true"
+        )
+
+
 class UnknownOp(UsageError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         super().__init__(f"unknown op {name!r}{near(name, known)}")

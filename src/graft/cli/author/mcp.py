@@ -21,7 +21,7 @@ def mcp(
     from graft.base.errors import ExtraMissing, UsageError
     from graft.mcp.workspace import Workspace
 
-    if limit <= 0:
+    if not limit > 0:
         raise UsageError(f"--limit must be more than 0 seconds, but is {limit:g}")
     folder = Workspace(workspace)
     if find_spec("mcp") is None:

@@ -94,25 +94,28 @@ def run(
 
     given = read_prompts(prompts, token_ids)
     params = sampling_params(
-        stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
+        stop, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, repetition_penalty=repetition_penalty,
-        n=n, logprobs=logprobs,
+        logprobs=logprobs,
     )  # fmt: skip
     with progress_bar() as progress:
         llm = load_llm(
-            model, progress, dtype=dtype, device=device, config=config, plugins=plugins, backend=backend,
-            sets=[*(sets or ()), *(["verify=matches"] if verify else [])], kv_cache_dtype=kv_cache_dtype,
-            dump_dir=dump, quantize=quantize, keep_weights=compare, kv_cache_memory=kv_cache_memory,
-            max_model_len=max_model_len, trust_remote_code=trust_remote_code, tensor_parallel_size=tensor_parallel,
-            use_cache=use_cache, recompile=recompile,
+            model, progress, dtype=dtype, device=device, config=config, sets=checked(sets, verify), plugins=plugins,
+            backend=backend, dump_dir=dump, quantize=quantize, keep_weights=compare, kv_cache_memory=kv_cache_memory,
+            kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, trust_remote_code=trust_remote_code,
+            use_cache=use_cache, recompile=recompile, tensor_parallel_size=tensor_parallel,
         )  # fmt: skip
         asked = [as_chat(llm, prompt) if chat else prompt for prompt in given]
         live = not as_json and len(asked) == n == 1 and logprobs is None and llm.tokenizer is not None
         outputs = [] if live else llm.generate(asked, params, progress=progress)
-    if live:
+    if live:  # after the progress bar
         stream(llm, asked[0], params)
     speeds = measure(llm, answered(asked, outputs), compare)
     show(llm, given, outputs, speeds, as_json=as_json, table=table, verify=verify, compare=compare)
+
+
+def checked(sets: list[str] | None, verify: bool) -> list[str]:
+    return [*(sets or ()), *(["verify=matches"] if verify else [])]
 
 
 def answered(asked: list[Any], outputs: list[Output]) -> list[Any]:

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from graft.base.caches import ENGINES
 from graft.base.device_memory import parse_size, size_text
-from graft.base.errors import ArtifactError, DiskFull
 from graft.base.files import Progress, drop_folder, folder_bytes, remove_leftovers
-from graft.engine.artifact.key import NoKey, engine_key, key_parts
+from graft.engine.artifact.key import NoKey, config_part, engine_key, key_parts, model_part
 from graft.engine.artifact.request import EngineRequest
 from graft.engine.parts import EngineParts
 
@@ -60,6 +59,15 @@ def drop(kept: KeptEngine) -> None:
             drop_folder(kept.path)
 
 
+def files_changed(kept: KeptEngine, request: EngineRequest) -> bool:
+    """Whether what the engine was built of is no longer what its key was made of."""
+    try:
+        now = {"model": model_part(Path(request.model)), "config": config_part(request)}
+    except NoKey:
+        return True
+    return any(kept.parts[name] != value for name, value in now.items())
+
+
 def keep_engine(kept: KeptEngine, parts: EngineParts, progress: Progress | None = None) -> str:
     """A line for the report; nothing that goes wrong here keeps the engine from running."""
     from graft.engine.artifact.save import refuse_unsavable, save_engine, stored_bytes
@@ -83,12 +91,12 @@ def keep_engine(kept: KeptEngine, parts: EngineParts, progress: Progress | None 
             parts,
             kept.path,
             overwrite=True,
-            made_by=("compile", parts.model.name),
+            made_by=(),
             kept_for=kept.parts,
             with_weights=True,
         )
         evict(kept.path.parent, limit, kept.path)
-    except (ArtifactError, DiskFull, OSError) as error:
+    except Exception as error:  # noqa: BLE001 (told, and the engine runs)
         return f"engine cache: not kept, because {error}"
     return f"engine cache: kept for the next start ({kept.short}, {size_text(size)})"
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from graft.base.files import Progress
 from graft.engine.options import EngineOptions
 from graft.models.loaded import LoadedModel
+from graft.models.registry import entries
 
 if TYPE_CHECKING:
     from graft.engine.stages import Config
@@ -44,14 +45,18 @@ class EngineRequest:
     tensor_parallel_size: int = 1
 
     def command(self) -> tuple[str, ...]:
-        """What would compile it anew, but for the folder: `compile MODEL --dtype=…`."""
-        values = {name.replace("_", "-"): getattr(self, name) for name in WORDS} | {
-            name.replace("_", "-"): getattr(self.sizes, name) for name in SIZES
-        }
+        """What would compile it anew from any folder, but for where it goes: `compile MODEL --dtype=…`; nothing for a
+        configuration that no file holds."""
+        if self.config is not None and not isinstance(self.config, (str, Path)):
+            return ()
+        model = str(self.model) if str(self.model) in entries() else str(Path(self.model).resolve())
+        values = {name.replace("_", "-"): getattr(self, name) for name in WORDS}
+        values["config"] = None if self.config is None else str(Path(self.config).resolve())
+        values |= {name.replace("_", "-"): getattr(self.sizes, name) for name in SIZES}
         given = [f"--{name}={value}" for name, value in values.items() if value not in (None, "auto")]
         repeated = [f"--set={text}" for text in self.sets] + [f"--plugin={name}" for name in self.plugins]
         flags = [f"--{name.replace('_', '-')}" for name in FLAGS if getattr(self, name)]
-        return ("compile", str(self.model), *given, *repeated, *flags)
+        return ("compile", model, *given, *repeated, *flags)
 
     @classmethod
     def of_command(cls, words: Sequence[str]) -> EngineRequest:

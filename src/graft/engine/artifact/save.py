@@ -72,6 +72,7 @@ def save_engine(
     on a CPU, those that lie in the model's own folder as kernels read them stay there, if they are most of them.
     """
     check_place(path, overwrite)
+    made_by = made_by or parts.command
     if parts.kept_at is not None:
         return copy_engine(parts.kept_at, path, overwrite=overwrite, made_by=made_by)
     refuse_unsavable(parts, path)
@@ -104,7 +105,7 @@ def save_engine(
             about["launcher_platform"] = launcher_platform()
         if kept_for is not None:
             about["kept_for"] = dict(kept_for)
-        write_manifest(folder, {**about, "made_by": made_by or ("compile", parts.model.name)}, ENGINE)
+        write_manifest(folder, {**about, "made_by": made_by}, ENGINE)
 
 
 def refer(checkpoint: Path | None, weights: dict[str, Tensor], folder: Path) -> dict[str, Any] | None:
@@ -131,7 +132,7 @@ def copy_engine(source: Path, path: Path, *, overwrite: bool, made_by: tuple[str
                 with open(os.dup(opened.take(name)), "rb") as file, (folder / name).open("wb") as target:
                     file.seek(0)
                     shutil.copyfileobj(file, target, 1 << 22)
-            write_manifest(folder, {**about, "made_by": made_by or about["made_by"]}, ENGINE)
+            write_manifest(folder, {**about, "made_by": made_by}, ENGINE)
     finally:
         opened.close()
 

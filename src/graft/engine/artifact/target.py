@@ -18,7 +18,7 @@ from graft.base.errors import OtherTarget
 
 ROOT = Path(graft.__file__).parent
 # what makes a graph, a kernel or a step; commands, servers and tools around them may change
-SOURCES = ("base", "ir", "memory", "passes", "ops", "weights", "models", "capture", "backends", "engine")
+SOURCES = ("base", "ir", "memory", "passes", "ops", "weights", "models", "capture", "backends", "dist", "engine")
 KINDS = (".py", ".h", ".yaml", ".json")
 WORDS = {
     "graft": "graft", "sources": "graft's sources", "torch": "torch", "triton": "Triton", "machine": "the machine",
@@ -68,7 +68,9 @@ def check_target(path: Path, manifest: dict[str, Any], device: torch.device) -> 
 
 
 def again(path: Path, manifest: dict[str, Any]) -> str:
-    """The command that would make it anew."""
+    """The command that would make it anew, where one is known."""
+    if not manifest["made_by"]:
+        return "Load the model itself, and save it again"
     command = shlex.join(["graft", *manifest["made_by"], "-o", str(path), "--overwrite"])
     return f"Start it with --recompile (LLM: recompile=True), or compile it again: {command}"
 

@@ -77,11 +77,12 @@ def reserve(packed: PackedSteps, tokens: int, device: torch.device) -> str | Non
     all sizes: whoever asks the driver for either waits for the step in flight, and the device then for the next one
     (8B, 600 requests of 2048/128: twelve steps of 250 ms among 270 of 130). What is wrong, or None."""
     try:
-        (logits,) = packed.largest(tokens, packed.requests)()  # [1, n, vocab]
-        chosen = torch.empty(logits.shape[1], dtype=torch.int64, device=device)
-        choose("greedy", chosen, logits[0], None)
-        pinned = [host((1 << size,), torch.uint8, device) for size in PINNED_SIZES for _ in range(PINNED_EACH)]
-        torch.cuda.synchronize(device)
+        with torch.cuda.device(device):  # Triton launches on the current one
+            (logits,) = packed.largest(tokens, packed.requests)()  # [1, n, vocab]
+            chosen = torch.empty(logits.shape[1], dtype=torch.int64, device=device)
+            choose("greedy", chosen, logits[0], None)
+            pinned = [host((1 << size,), torch.uint8, device) for size in PINNED_SIZES for _ in range(PINNED_EACH)]
+            torch.cuda.synchronize(device)
         del pinned  # torch keeps it for those who ask next
     except launch_failures() as error:
         if not is_out_of_memory(error):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +22,7 @@ from graft.dist.group import TorchGroup, connect
 from graft.dist.sizes import check_heads
 from graft.dist.workers import JOINING, Workers
 from graft.engine.artifact.request import EngineRequest, Starter
+from graft.engine.artifact.target import source_hash
 from graft.engine.engine import Engine
 from graft.engine.fresh import build
 from graft.engine.parts import EngineParts
@@ -90,7 +93,7 @@ def start_here(request: EngineRequest, progress: Progress | None) -> EngineParts
     try:
         with told(workers), few_threads(threads):
             wait_for_all(store, workers, world)
-            group = connect(0, world, backend, store)
+            group = met(workers, lambda: connect(0, world, backend, store))
             return build_rank(request, RankPlace(group, device, sharers, threads), progress, workers)
     except BaseException:
         workers.stop()
@@ -103,7 +106,11 @@ def build_rank(
     request: EngineRequest, place: RankPlace, progress: Progress | None = None, workers: Workers | None = None
 ) -> EngineParts:
     """The part of this rank."""
+    if place.device.startswith("cuda"):
+        torch.cuda.set_device(place.device)  # kernels are launched on the current one
     place.group.agree("version", f"graft {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+    place.group.agree("source of graft", source_hash())
+    place.group.agree("request", repr(replace(request, model="", device="", dump_dir=None)))
     place.group.enter()
     own = replace(request, device=place.device, dump_dir=None if place.rank else request.dump_dir)
     return build(own, Starter(progress=progress), place, workers)
@@ -118,6 +125,25 @@ def wait_for_all(store: Any, workers: Workers, world: int) -> None:
         if time.monotonic() > until:
             raise RankFailed(1, f"it did not come within {JOINING:.0f} s")
         time.sleep(0.02)
+
+
+def met(workers: Workers, connect_all: Callable[[], TorchGroup]) -> TorchGroup:
+    """The group, or the worker that died on the way to it, which torch would wait for: in a thread that need not
+    end."""
+    found: Future[TorchGroup] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(connect_all())
+        except BaseException as error:  # noqa: BLE001 (told by whoever waits)
+            found.set_exception(error)
+
+    threading.Thread(target=work, name="graft-meeting", daemon=True).start()
+    while not found.done():
+        if workers.failed is not None:
+            raise workers.failed
+        time.sleep(0.02)
+    return found.result()
 
 
 @contextmanager

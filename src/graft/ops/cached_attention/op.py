@@ -106,7 +106,9 @@ def flash_call_problem(call: Call) -> str | None:
         return problem
     if capturing(call.q):
         return "sizes from the CPU would be the same at every replay of a capture"
-    lens = call.lens_cpu[call.lens_cpu[:, 0] > 1]  # prompts
+    lens = call.lens_cpu[
+        int((call.lens_cpu[:, 0] != 1).int().argmax()) :
+    ]  # what is gathered: behind those that decode
     total, cache = int(lens[:, 1].sum()), call.k_cache
     if int(lens[:, 0].sum()) < FLASH_TOKENS * max(len(lens), 1):
         return f"prompts bring fewer than {FLASH_TOKENS} tokens each: gathering their keys would take longer"

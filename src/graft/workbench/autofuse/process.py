@@ -23,7 +23,7 @@ def run_trial(order: TrialOrder, search: Sequence[Path], limit: float) -> dict[s
     with tempfile.TemporaryDirectory(prefix="graft-autofuse-") as folder:
         asked, found, said = (Path(folder) / name for name in ("trial.json", "result.json", "said.txt"))
         asked.write_text(order.text())
-        command = [sys.executable, "-m", "graft.workbench.autofuse.trial", str(asked), str(found)]
+        command = [sys.executable, "-P", "-m", "graft.workbench.autofuse.trial", str(asked), str(found)]
         with said.open("wb") as output:
             child = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,

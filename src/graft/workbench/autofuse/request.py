@@ -53,7 +53,7 @@ def check_request(request: AutofuseRequest) -> None:
         raise UsageError(f"--repeats {request.repeats}: noise cannot be told from fewer than 3 repeats")
     if not 0 < request.gain < 1:
         raise UsageError(f"--gain {request.gain}: a share of a step, as 0.02")
-    if request.limit <= 0:
+    if not request.limit > 0:
         raise UsageError(f"--limit must be more than 0 seconds, but is {request.limit:g}")
 
 

@@ -29,9 +29,14 @@ class ShapeTimes:
         return ShapeTimes(data["shape"], tuple(data["before"]), tuple(data["after"]))
 
     @property
+    def measurable(self) -> bool:
+        """A decode step is the difference of two calls, which may be less than nothing where steps are short."""
+        return all(time > 0 for time in (*self.before, *self.after))
+
+    @property
     def saving(self) -> float:
         """The share of a step: the median over pairs that were measured one after the other."""
-        return statistics.median(self.shares)
+        return statistics.median(self.shares) if self.measurable else 0.0
 
     @property
     def shares(self) -> list[float]:
@@ -40,6 +45,8 @@ class ShapeTimes:
     @property
     def noise(self) -> float:
         """Of that median: from the spread of the pairs around it, which a few disturbed ones do not move."""
+        if not self.measurable:
+            return 1.0
         middle = self.saving
         spread = 1.4826 * statistics.median(abs(share - middle) for share in self.shares)
         return CERTAIN * 1.2533 * spread / math.sqrt(len(self.shares))
@@ -58,6 +65,9 @@ class ShapeTimes:
 
 def verdict(times: Sequence[ShapeTimes], gain: float) -> tuple[bool, str]:
     """Whether it pays: a shape gets faster by `gain` and more than noise, and none gets slower by as much."""
+    lost = next((one for one in times if not one.measurable), None)
+    if lost is not None:
+        return False, f"{lost.shape} steps are shorter than the noise of their times"
     told = ", ".join(f"{one.shape} {one.saving:+.1%} ± {one.noise:.1%}" for one in times)
     worse = next((one for one in times if -one.saving >= gain and -one.saving > one.noise), None)
     if worse is not None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,10 @@ def run_tests(files: list[Path], root: Path, limit: float = LIMIT) -> TestsRun:
         if not found.is_file():
             said = " ".join((done.stderr or done.stdout).split())[-200:]
             return TestsRun(named, problem=f"pytest ended with {done.returncode}: {said}")
-        return counted_tests(ET.parse(found).getroot(), named)
+        counted = counted_tests(ET.parse(found).getroot(), named)
+        if done.returncode not in (0, 1) or (done.returncode and not counted.failed):  # it did not come to its end
+            return replace(counted, problem=f"pytest ended with {done.returncode}, after {counted.counts}")
+        return counted
 
 
 def counted_tests(root: ET.Element, files: tuple[str, ...]) -> TestsRun:

@@ -117,6 +117,8 @@ class RowWriter:
         if node.op == "placeholder" or node in self.scalars:
             return []
         if is_op(node, aten.slice.Tensor):
+            if isinstance(self.width(sliced(node)), str):  # traced at one size, it would take what it takes there
+                raise NoRows(f"{where(node)} takes a part of a row whose width is not known")
             return self.columns(sliced(node), offset + start_of(node))
         if is_op(node, aten.cat.default):
             found = []
@@ -290,7 +292,11 @@ def traced(body: Body, rewrite: Rewrite, literals: dict[str, float], sizes: dict
             raise NoRows("it takes tensors of whole numbers")
         tensors.append(torch.zeros([size_of(dim, sizes) for dim in dims(body.shapes[name])], dtype=dtype))
     pattern: Callable[..., Any] = rewrite.pattern
-    gm: GraphModule = trace_function(lambda *args: pattern(*args, **literals), tuple(tensors))
+    try:
+        gm: GraphModule = trace_function(lambda *args: pattern(*args, **literals), tuple(tensors))
+    except (RuntimeError, ValueError, TypeError) as error:  # halves of an odd width, say
+        told = str(error).strip().splitlines()
+        raise NoRows(f"it does not run at sizes of any kind: {told[0] if told else type(error).__name__}") from error
     return inlined(gm).graph
 
 
@@ -312,6 +318,8 @@ def read_inputs(graph: Graph, body: Body, sizes: dict[str, int]) -> dict[Node, R
 def pointwise_steps(first: Graph, second: Graph) -> dict[Node, tuple[list[PointwiseStep], list[PointwiseStep]]]:
     found = {}
     for node, other in zip(calls(first), calls(second), strict=True):
+        if is_op(node, *CASTS) and tensor_of(node).dtype not in (WORKING_DTYPE, torch.float32):
+            raise NoRows(f"{where(node)} casts to {tensor_of(node).dtype}, which rows are not computed in")
         if is_op(node, *CASTS, aten.slice.Tensor, aten.cat.default):
             continue
         if node.target in REDUCTIONS:

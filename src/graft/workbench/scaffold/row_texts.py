@@ -86,7 +86,7 @@ def triton_rows_text(program: RowProgram, common: Mapping[str, str]) -> str:
 def triton_helpers(program: RowProgram) -> list[str]:
     found = set(program.helpers)
     for block in program.blocks:
-        if block.kind in ("amax", "amin"):
+        if block.kind in ("amax", "amin") and block.width != 1:
             found.add(TRITON_FOLD[block.kind])
             found |= {TRITON_JOIN[block.kind].partition("(")[0]} if len(block.stretches) > 1 else set()
     return sorted(found)
@@ -99,7 +99,7 @@ def triton_block(block: RowBlock) -> str:
             lines += [f"i = {stretch.first} + tl.arange(0, BLOCK)" if stretch.first else "i = tl.arange(0, BLOCK)"]
             lines += [f"mask = i < {size(stretch.last)}"]
         lines += [*(f"{name} = {text}" for name, text in stretch.lines), *triton_end(block, stretch, number)]
-    if block.kind == "mean":
+    if block.kind == "mean" and block.width != 1:
         lines.append(f"{block.names[0]} = {block.names[0]} / {size(block.width)}")
     return "".join(f"    {line}\n" for line in lines)
 
@@ -114,6 +114,8 @@ def triton_end(block: RowBlock, stretch: Stretch, number: int) -> list[str]:
             f"tl.store(r_{out}{at}, {value}.to({out}_ptr.dtype.element_ty){mask})"
             for out, value in zip(block.names, stretch.results, strict=True)
         ]
+    if block.width == 1:
+        return [f"{name} = {stretch.results[0]}"]
     folded = f"{TRITON_FOLD[block.kind]}(tl.where(mask, {stretch.results[0]}, {IDENTITY[block.kind]}), 0)"
     return [f"{name} = {TRITON_JOIN[block.kind].format(name, folded) if number else folded}"]
 

@@ -74,6 +74,36 @@ def weigh(
 
 
 @gluon.jit
+def load_queries(
+    q, queries, low, stop, kv, sq_t, sq_h, GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, D: gl.constexpr
+):
+    """The rows of a warpgroup, from token `low` on, into shared memory."""
+    across: gl.constexpr = D // 8 if D < 256 else 32
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    row = gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, flat))
+    dims = gl.arange(0, D, layout=gl.SliceLayout(0, flat))
+    token = low + row // GROUP_PAD
+    real = (token < stop) & (row % GROUP_PAD < GROUP)
+    source = (token.to(gl.int64) * sq_t + (kv * GROUP + row % GROUP_PAD).to(gl.int64) * sq_h)[:, None] + dims[None, :]
+    queries.store(gl.load(q + source, mask=real[:, None], other=0.0))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def store_rows(
+    out, result, low, stop, kv, heads,
+    GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, D: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    row = gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, layout))
+    token = low + row // GROUP_PAD
+    target = (token.to(gl.int64) * heads + kv * GROUP + row % GROUP_PAD)[:, None] * D
+    target += gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
+    kept = (token < stop) & (row % GROUP_PAD < GROUP)
+    gl.store(out + target, result.to(out.dtype.element_ty), mask=kept[:, None])
+
+
+@gluon.jit
 def attend(
     q, out, queries, keys, values, k_full, k_empty, v_full, v_empty,
     low, stop, behind, kv, first, count, full, window, sq_t, sq_h, heads, factor,
@@ -85,18 +115,8 @@ def attend(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     w_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    across: gl.constexpr = D // 8 if D < 256 else 32
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
     low += HALF * (HALF_ROWS // GROUP_PAD)
-    row = gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, flat))
-    dims = gl.arange(0, D, layout=gl.SliceLayout(0, flat))
-    token = low + row // GROUP_PAD
-    real = (token < stop) & (row % GROUP_PAD < GROUP)
-    source = (token.to(gl.int64) * sq_t + (kv * GROUP + row % GROUP_PAD).to(gl.int64) * sq_h)[:, None] + dims[None, :]
-    queries.store(gl.load(q + source, mask=real[:, None], other=0.0))
-    fence_async_shared()
-    gl.thread_barrier()
-
+    load_queries(q, queries, low, stop, kv, sq_t, sq_h, GROUP, GROUP_PAD, D)
     position = low + gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, s_layout)) // GROUP_PAD + behind
     best = gl.full([HALF_ROWS], LOWEST, gl.float32, layout=gl.SliceLayout(1, s_layout))
     total = gl.full([HALF_ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, s_layout))
@@ -132,12 +152,7 @@ def attend(
     result, _ = warpgroup_mma_wait(0, deps=(flying, operand))
 
     result = result / gl.convert_layout(total, gl.SliceLayout(1, o_layout))[:, None]
-    row_o = gl.arange(0, HALF_ROWS, layout=gl.SliceLayout(1, o_layout))
-    token_o = low + row_o // GROUP_PAD
-    target = (token_o.to(gl.int64) * heads + kv * GROUP + row_o % GROUP_PAD)[:, None] * D
-    target += gl.arange(0, D, layout=gl.SliceLayout(0, o_layout))[None, :]
-    kept = (token_o < stop) & (row_o % GROUP_PAD < GROUP)
-    gl.store(out + target, result.to(out.dtype.element_ty), mask=kept[:, None])
+    store_rows(out, result, low, stop, kv, heads, GROUP, GROUP_PAD, D, o_layout)
 
 
 @gluon.jit
