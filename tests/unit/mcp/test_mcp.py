@@ -108,6 +108,23 @@ def test_nothing_leads_out_of_the_workspace(tool, arguments, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["space"] and sorted(os.listdir(space)) == ["link"]
 
 
+def test_modules_of_the_workspace_are_not_run(tmp_path):
+    (tmp_path / "yaml.py").write_text("import pathlib; pathlib.Path('ran').write_text('x')")
+    found = with_client(make_server(Workspace(tmp_path)), lambda client: client.call_tool("models", {}))
+    assert found.structured_content["ok"] and not (tmp_path / "ran").exists()
+
+
+def test_a_workspace_that_writes_elsewhere_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "space").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "space" / ".graft").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="is a link"):
+        Workspace(tmp_path / "space")
+    monkeypatch.setenv("GRAFT_ENGINE_CACHE_DIR", str(tmp_path / "elsewhere"))
+    (tmp_path / "own").mkdir()
+    assert "GRAFT_ENGINE_CACHE_DIR" not in Workspace(tmp_path / "own").environment()
+
+
 def test_files_and_pages_are_resources(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.md").write_text("# mine")

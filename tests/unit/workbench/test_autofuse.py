@@ -61,6 +61,8 @@ def test_only_what_pays_is_kept():
     assert verdict([shape(steady, faster), shape(steady, same, "prefill")], 0.02)[0]
     assert not verdict([shape(steady, same), shape(steady, same, "prefill")], 0.02)[0]
     assert not verdict([shape(steady, [t * 0.985 for t in steady])], 0.02)[0]  # less than two per cent
+    for lost in (shape([-0.1, -0.2, -0.1], [0.1, 0.1, 0.2]), shape([0.0, 0.1], [0.1, 0.1])):
+        assert verdict([lost], 0.02) == (False, "decode steps are shorter than the noise of their times")
     pays, told = verdict([shape(steady, faster), shape(faster, steady, "prefill")], 0.02)
     assert not pays and "a prefill step gets slower" in told
 

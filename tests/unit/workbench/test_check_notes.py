@@ -58,6 +58,11 @@ def test_tests_are_counted_as_they_ran(tmp_path):
     assert run_tests([file], tmp_path).line().verdict == "pass"
     file.write_text("def test_it(:\n")
     assert run_tests([file], tmp_path).failed == 1  # it cannot be collected
+    file.write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): pytest.exit('enough')\ndef test_c(): assert 0\n"
+    )
+    cut = run_tests([file], tmp_path).line()
+    assert cut.verdict == "fail" and "pytest ended with" in cut.reason  # what did not run did not pass
     assert run_tests([], tmp_path).line().verdict == "fail"
 
 

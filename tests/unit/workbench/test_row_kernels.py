@@ -43,6 +43,16 @@ def test_triton_kernels_compute_their_pattern(pattern, tmp_path):
         assert triton_error(module, pattern) < 1e-5
 
 
+def test_a_reduction_of_one_number_is_that_number(tmp_path):
+    source = (
+        "def row_twice_by_hand(x: Tensor) -> Tensor:\n    return x * x.mean(-1, keepdim=True).sum(-1, keepdim=True)"
+    )
+    pattern = fresh(RowPattern("row_twice", source, {"x": "a b c"}, "row_twice_by_hand(x) * 1.25 + 0.25"))
+    write(pattern, tmp_path / "row-kernels")
+    with loaded(tmp_path / "row-kernels", pattern) as module:
+        assert triton_error(module, pattern) < 1e-5
+
+
 @pytest.mark.parametrize("pattern", firsts(PATTERNS, lambda p: "", 2), ids=lambda p: p.name)
 def test_native_kernels_compute_their_pattern(pattern, tmp_path):
     pattern = fresh(pattern)
@@ -78,6 +88,11 @@ def refusal(source: str, shapes: dict[str, str]) -> str:
     [
         ("x.mean(-2, keepdim=True) + x", {"x": "a b c"}, "reduces other dims than the last"),
         ("x.sum(-1)", {"x": "a b c"}, "reduces other dims than the last, or drops it"),
+        ("x[..., 0:2000].mean(-1, keepdim=True) + x", {"x": "a b c"}, "something else with wide rows"),
+        ("x[..., 1:].amax(-1, keepdim=True) + x", {"x": "a b c"}, "part of a row whose width is not known"),
+        ("x - x.to(torch.int32).to(torch.float32)", {"x": "a b c"}, "casts to torch.int32"),
+        ("x * x.to(torch.bool).to(x.dtype)", {"x": "a b c"}, "casts to torch.bool"),
+        ("x[..., : x.shape[-1] // 2] * x[..., x.shape[-1] // 2 :]", {"x": "a b c"}, "does not run at sizes"),
         ("x[..., 0:1] * x", {"x": "a b 8"}, "takes a single column"),
         ("x[:, 0:2]", {"x": "a b 8"}, "its results have other rows"),
         ("torch.cumsum(x, -1) * x", {"x": "a b c"}, "not an op that can be generated"),

@@ -32,6 +32,7 @@ REDUCTIONS: dict[Any, Reduction] = {
 }  # fmt: skip
 CASTS = (aten.to.dtype, aten._to_copy.default, aten.contiguous.default)
 PRIMES = (31, 37, 41, 43, 47, 53, 59, 61)  # a size for each letter: no two are alike, and no pattern names them
+WIDE_PRIMES = (20011, 20021, 20023, 20029, 20047, 20051, 20063, 20071)  # and wide rows: nothing is cut off there
 MOST_DIMS = 4
 
 
@@ -258,6 +259,11 @@ def written_program(body: Body, rewrite: Rewrite, language: RowLanguage) -> RowP
     sizes = dict(zip(letters, PRIMES, strict=False))
     values = [{name: base * (i + 1) for i, name in enumerate(names)} for base in (FIRST, SECOND)]
     graphs = [traced(body, rewrite, literals, sizes) for literals in values]
+    widths = {dims(shape)[-1] for shape in body.shapes.values() if dims(shape)}
+    wide = {c: WIDE_PRIMES[i] if c in widths else 2 + i for i, c in enumerate(letters)}
+    shown = [[node.target for node in calls(graph)] for graph in (graphs[0], traced(body, rewrite, values[0], wide))]
+    if shown[0] != shown[1]:  # x[..., :2000] is all of a narrow row
+        raise NoRows("it does something else with wide rows than with narrow ones")
     inputs = read_inputs(graphs[0], body, sizes)
     steps = pointwise_steps(*graphs)
     writer = RowWriter(graphs[0], steps, inputs, {size: c for c, size in sizes.items()}, values, language)
