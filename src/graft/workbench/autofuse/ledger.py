@@ -82,13 +82,15 @@ def open_ledger(package: Path, kind: dict[str, Any]) -> Ledger:
     """The one that is there, if it is of the same request; a new one where there is none."""
     file = package / FILE
     if not file.is_file():
-        if package.exists() and any(package.iterdir()):
+        if package.exists() and (not package.is_dir() or any(package.iterdir())):
             raise UsageError(f"{package} is there already and was not made by graft autofuse; name another folder")
         return Ledger(kind)
     try:
         data = json.loads(file.read_text())
         known, outcomes = data["request"], tuple(map(outcome_of, data["candidates"]))
         version = data["format"]
+        if not isinstance(known, dict):
+            raise TypeError("it holds no request")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{file} cannot be read ({error}); delete the folder to begin anew") from error
     if version != FORMAT:

@@ -114,7 +114,7 @@ def toggles(changed: list[Path], root: Path, rev: str) -> list[Toggle]:
             relative = str(path.relative_to(root))
             tracked = git(root, "ls-tree", "--name-only", rev, "--", relative).strip()
             before = states(git(root, "show", f"{rev}:{relative}")) if tracked else {}
-            text = path.read_text()
+            text = path.read_text(errors="replace")
             after = states(text)
             for name in sorted({*before, *after}):
                 if before.get(name) != after.get(name) and (name in before or after[name]):
@@ -127,7 +127,9 @@ def states(text: str) -> dict[str, bool]:
         listed = (yaml.safe_load(text) or {}).get("transforms") or {}
     except (yaml.YAMLError, AttributeError):
         return {}
-    return {name: bool(entry.get("enabled", True)) for name, entry in listed.items() if isinstance(entry, dict)}
+    if not isinstance(listed, dict):  # a file of that name which is not graft's
+        return {}
+    return {str(name): bool(entry.get("enabled", True)) for name, entry in listed.items() if isinstance(entry, dict)}
 
 
 def reason(text: str, name: str) -> str:

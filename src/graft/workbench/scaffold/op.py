@@ -23,7 +23,7 @@ from graft.workbench.scaffold.body import (
 from graft.workbench.scaffold.kernel import CPP, TRITON, KernelLanguage, KernelSource, kernel_of
 from graft.workbench.scaffold.names import class_name
 from graft.workbench.scaffold.render import fill
-from graft.workbench.scaffold.row_program import RowLanguage, RowProgram, row_program
+from graft.workbench.scaffold.row_program import REDUCTIONS, RowLanguage, RowProgram, row_program
 from graft.workbench.scaffold.row_texts import (
     CPP_ROWS,
     TRITON_ROWS,
@@ -138,7 +138,8 @@ def import_block(imports: tuple[str, ...], *sources: str) -> str:
 
 def cases_text(op: str, body: Body, called: list[Any]) -> str:
     matmul = any(node.target in MATMULS for node in called)
-    reduction = WIDTH if matmul else max(4, len(called))
+    sums = any(node.target in REDUCTIONS for node in called)  # as long as a row
+    reduction = WIDTH if matmul or sums else max(4, len(called))
     letters = "".join(sorted({c for shape in body.shapes.values() for c in shape.partition(":")[0] if c.isalpha()}))
     shapes = [body.shapes[name].partition(":")[0].split() for name in tensor_arguments(body.pattern)]
     each = [tuple_text([size_text(dim) for dim in shape]) for shape in shapes]
