@@ -13,17 +13,23 @@ if TYPE_CHECKING:
     from graft.engine.ranks.task import RankPlace
 
 
+def check_settings(request: EngineRequest) -> None:
+    """A wrong key or format is told before a model is loaded, or a process started."""
+    from graft.passes.config import PipelineConfig, load_config, quantize_sets
+
+    chosen = (*request.sets, *quantize_sets(request.quantize))
+    if not isinstance(request.config, PipelineConfig):
+        load_config(request.config, sets=chosen, plugins=request.plugins)
+
+
 def build(
     request: EngineRequest, starter: Starter, place: RankPlace | None = None, workers: Workers | None = None
 ) -> EngineParts:
     """place, workers: see assemble. Parts are cut from floats: the blocks of a GGUF file are read as such."""
     from graft.engine.assemble import assemble
     from graft.engine.stages import load_decoder, settings_for
-    from graft.passes.config import PipelineConfig, load_config, quantize_sets
 
-    chosen = (*request.sets, *quantize_sets(request.quantize))
-    if not isinstance(request.config, PipelineConfig):  # a wrong key is told before the model is loaded
-        load_config(request.config, sets=chosen, plugins=request.plugins)
+    check_settings(request)
     loaded = load_decoder(
         request.model, dtype=request.dtype, device=request.device, backend=request.backend,
         quantize="none" if request.quantize is None and place is not None else request.quantize,

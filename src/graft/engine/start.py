@@ -14,7 +14,7 @@ from graft.dist.sizes import check_size
 from graft.engine.artifact.format import ENGINE, is_engine
 from graft.engine.artifact.kept import KeptEngine, drop, files_changed, keep_engine, kept_engine
 from graft.engine.artifact.request import SIZES, EngineRequest, Starter
-from graft.engine.fresh import build
+from graft.engine.fresh import build, check_settings
 from graft.engine.parts import EngineParts
 
 
@@ -52,10 +52,8 @@ def on_ranks(request: EngineRequest, starter: Starter) -> EngineParts:
     if request.plugins:
         raise UsageError("--tensor-parallel: --plugin is not handed to the other ranks; install the plugin's package")
     from graft.engine.launch.start import start_ranks
-    from graft.passes.config import PipelineConfig, load_config, quantize_sets
 
-    if not isinstance(request.config, PipelineConfig):  # a wrong key is told before anything starts
-        load_config(request.config, sets=(*request.sets, *quantize_sets(request.quantize)))
+    check_settings(request)
     return start_ranks(replace(request, use_cache=False), starter.progress)
 
 

@@ -25,9 +25,7 @@ from graft.cli.app import app
 from graft.engine.artifact import load as loading
 from graft.engine.artifact import save as saving
 from graft.engine.artifact.format import ENGINE, is_engine
-from graft.engine.artifact.request import EngineRequest
 from graft.engine.artifact.tokenizer import StoredTokenizer
-from graft.engine.options import EngineOptions
 from graft.ir.io.serial import graph_to_json
 from graft.models.load import load_model
 from graft.ops.fused_linear import choice
@@ -319,45 +317,6 @@ def test_what_cannot_be_recompiled_is_told(folder, tmp_path):
         sign(tmp_path / "engine", built_for={"torch": "2.9.0"}, made_by=made_by)
         with pytest.raises(ArtifactError, match=told):
             graft.LLM(tmp_path / "engine", recompile=True)
-    with pytest.raises(UsageError, match="is for compiled engines"):
-        graft.LLM("tiny-llama", recompile=True)
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        EngineRequest("tiny-llama"),
-        EngineRequest(
-            "/a folder/m", dtype="bfloat16", device="cpu", backend="eager", config="/x.yaml", quantize="int8"
-        ),
-        EngineRequest(
-            "/m", EngineOptions(max_model_len=64, kv_cache_dtype="fp8"), sets=("a.b=c",), plugins=("p", "q")
-        ),
-        EngineRequest("/m", trust_remote_code=True, with_weights=True),
-    ],
-    ids=str,
-)
-def test_the_command_of_a_request_gives_it_back(request_):
-    assert EngineRequest.of_command(request_.command()) == request_
-
-
-def test_the_command_of_a_request_holds_in_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own").mkdir()
-    assert EngineRequest("own", config="c.yaml").command() == (
-        "compile", str(tmp_path / "own"), f"--config={tmp_path / 'c.yaml'}",
-    )  # fmt: skip
-    assert EngineRequest("own", config={"verify": "matches"}).command() == ()  # no command has it
-
-
-def test_a_saved_engine_is_not_recompiled_as_another_model(tmp_path):
-    """By its folder's name, which the registry has too."""
-    tiny("qwen3").module.save_pretrained(tmp_path / "tiny-llama")
-    llm = graft.LLM(tmp_path / "tiny-llama", backend="eager", dtype="float32", **SMALL)
-    llm.save(tmp_path / "engine")
-    assert json.loads((tmp_path / "engine" / "manifest.json").read_text())["made_by"] == [
-        "compile", str(tmp_path / "tiny-llama"), "--dtype=float32", "--backend=eager",
-    ]  # fmt: skip
 
 
 def test_an_engine_for_a_gpu_says_that_there_is_none(folder, tmp_path):
