@@ -48,7 +48,7 @@ def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption(llm, alone):
     assert [o.token_ids for o in again[::-1]] == alone
     assert sum(o.cached_tokens for o in again) > 64
     block = llm.engine.cache_bytes // llm.engine.manager.blocks
-    small = resized(llm, kv_cache_memory=7 * block, max_num_batched_tokens=20)
+    small = resized(llm, kv_cache_memory=7 * block, max_num_batched_tokens=20, admission="greedy")
     assert [o.token_ids for o in small.generate(PROMPTS, GREEDY)] == alone
     assert small.stats.preemptions > 0 and small.engine.manager.available == 7
 

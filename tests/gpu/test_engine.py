@@ -82,7 +82,7 @@ def test_tokens_do_not_depend_on_batch_reuse_chunks_or_preemption(family):
         assert [o.token_ids for o in llm.generate(given, params)] == alone
     assert llm.stats.cached_tokens > 64
     block = llm.engine.cache_bytes // llm.engine.manager.blocks
-    small = graft.LLM(model, kv_cache_memory=9 * block, max_num_batched_tokens=11)
+    small = graft.LLM(model, kv_cache_memory=9 * block, max_num_batched_tokens=11, admission="greedy")
     assert [o.token_ids for o in small.generate(given, params)] == alone
     assert small.stats.preemptions > 0 and small.engine.manager.available == 9
 

@@ -68,7 +68,8 @@ def build_engine(
         prefix_reuse=options.enable_prefix_caching,
         events=events,
     )
-    scheduler = Scheduler(manager, options.max_num_seqs, options.tokens_of_a_step(device))
+    foreseeing = options.admission == "forecast"
+    scheduler = Scheduler(manager, options.max_num_seqs, options.tokens_of_a_step(device), forecast=foreseeing)
     loop = make_loop(graph, tensors, scheduler, model.context, options, progress) if record else None
     engine = Engine(
         graph,

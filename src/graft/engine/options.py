@@ -13,11 +13,12 @@ from graft.base.errors import UsageError, near
 LARGE_GPU = 40 * GIB  # memory; activations of 8,192 tokens of an 8B model take about one
 MANY_TOKENS, FEW_TOKENS = 8192, 2048
 CACHE_DTYPES = ("auto", "fp8")
+ADMISSIONS = ("forecast", "greedy")
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Names as in vLLM; kv_cache_memory and max_events are graft's own.
+    """Names as in vLLM; kv_cache_memory, admission and max_events are graft's own.
 
     kv_cache_dtype: "auto", the model's own, or "fp8": keys and values in one byte each, e4m3, with a scale for every
     token and head (ops/paged_cache.py).
@@ -25,6 +26,8 @@ class EngineOptions:
     max_model_len: tokens of a request, prompt and answer; None: all that the model was made for.
     max_num_seqs: requests that run at once.
     max_num_batched_tokens: tokens of one step; longer prompts are fed in chunks. None: see tokens_of_a_step.
+    admission: "forecast" lets a request in when the cache will hold all that run until they end, "greedy" when it
+    holds the prompt, as vLLM does: more run at once, and some are preempted and computed again.
     enable_prefix_caching: prompts that begin alike share what is in the cache.
     max_events: blocks that events not yet read may tell of.
     enforce_eager: decode without CUDA graphs.
@@ -37,6 +40,7 @@ class EngineOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
+    admission: str = "forecast"
     enable_prefix_caching: bool = True
     max_events: int = 65_536
     enforce_eager: bool = False
@@ -52,9 +56,10 @@ class EngineOptions:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise UsageError(f"{name} must be True or False, but is {value!r}")
-        if self.kv_cache_dtype not in CACHE_DTYPES:
-            asked = self.kv_cache_dtype
-            raise UsageError(f"unknown kv_cache_dtype {asked!r}{near(str(asked), CACHE_DTYPES)}")
+        for name, allowed in (("kv_cache_dtype", CACHE_DTYPES), ("admission", ADMISSIONS)):
+            asked = getattr(self, name)
+            if asked not in allowed:
+                raise UsageError(f"unknown {name} {asked!r}{near(str(asked), allowed)}")
         if self.cudagraph_capture_sizes is not None:
             object.__setattr__(self, "cudagraph_capture_sizes", self.capture_sizes(self.cudagraph_capture_sizes))
         if self.kv_cache_memory is not None:

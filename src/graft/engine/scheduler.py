@@ -7,10 +7,23 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from graft.engine.core import Request
+from graft.engine.forecast import Forecast
 from graft.engine.kv.manager import BlockManager, Copy, Table
 
 PATIENCE = 1000  # steps by which a better priority goes ahead
+ASK_AGAIN = 16  # steps after which one whom the forecast refused is looked at again, though nobody has left
 SCORED = 512  # tokens of prompts whose logits a step keeps: 256 MB of a vocabulary of 128 k, in float32
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Who did not get in, and how things stood: blocks that could be had, departures, and the step from which time
+    alone may have helped."""
+
+    request: Request
+    available: int
+    departures: int
+    until: float
 
 
 @dataclass
@@ -33,20 +46,25 @@ class Scheduler:
     """Requests stand in one fixed order: by arrival, where one better priority counts as PATIENCE steps.
 
     A step serves them in that order: tokens that decode first, then prompts, in chunks, as far as the budget goes.
-    Whoever lacks memory takes it from the last in the order, which waits and is computed again later (from the blocks
-    of it that are still there). So the first always moves on, only finitely many ever come before a request, and none
-    starves.
+    One is let in when the cache will hold all that run until they end (forecast.py), or, without a forecast, when it
+    holds the prompt. Whoever lacks memory nevertheless takes it from the last in the order, which waits and is
+    computed again later (from the blocks of it that are still there). So the first always moves on, only finitely
+    many ever come before a request, and none starves.
     """
 
-    def __init__(self, manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, *, forecast: bool = True
+    ) -> None:
         self.manager = manager
+        self.forecast = Forecast(manager) if forecast else None
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Request] = []  # both in order
         self.running: list[Request] = []
         self.leaving: set[Request] = set()  # of the running, those whose last token is in flight
         self.preemptions = 0
-        self.refused: tuple[Request, int] | None = None  # who did not get in, and the blocks there were
+        self.refused: Refusal | None = None
+        self.departures = 0
         self.clock = 0
         self.serial = count()
 
@@ -67,6 +85,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         self.clock += 1
+        if self.forecast is not None:
+            self.forecast.forget()
         self.leaving = {request for request in self.running if request.ending}
         while self.waiting and self.running and self.waiting[0].order < self.running[-1].order:
             if not self.admit(self.waiting[0]):
@@ -109,9 +129,11 @@ class Scheduler:
         if self.still_refused(request):
             return False
         table = self.manager.open(request.tokens, reuse=not request.scores_prompt)
-        if self.make_room(request, table, len(request.tokens)) is None:
+        foreseen = self.foreseen(request, table)
+        if not foreseen or self.make_room(request, table, len(request.tokens)) is None:
             self.manager.close(table)
-            self.refused = (request, self.manager.available)
+            until = float("inf") if foreseen else self.clock + ASK_AGAIN
+            self.refused = Refusal(request, self.manager.available, self.departures, until)
             return False
         self.refused = None
         request.table, request.computed = table, table.cached
@@ -120,6 +142,17 @@ class Scheduler:
         self.waiting.remove(request)
         insort(self.running, request, key=in_order)
         return True
+
+    def foreseen(self, request: Request, table: Table) -> bool:
+        """Whether the cache will hold it and those before it; those behind it would give way."""
+        if self.forecast is None:
+            return True
+        if not self.running or self.running[-1].order < request.order:
+            return self.forecast.holds(self.running, request, table)
+        self.forecast.forget()
+        held = self.forecast.holds([r for r in self.running if r.order < request.order], request, table)
+        self.forecast.forget()
+        return held
 
     @property
     def closed(self) -> bool:
@@ -149,8 +182,11 @@ class Scheduler:
         return needed <= self.manager.available
 
     def still_refused(self, request: Request) -> bool:
-        """Nothing has become free for it since it was refused: looking a long prompt up takes milliseconds."""
-        if self.refused is None or self.refused[0] is not request or self.manager.available > self.refused[1]:
+        """Nothing has changed for it since it was refused: looking a long prompt up takes milliseconds."""
+        refused = self.refused
+        if refused is None or refused.request is not request or self.clock >= refused.until:
+            return False
+        if self.manager.available > refused.available or self.departures > refused.departures:
             return False
         return not self.running or self.running[-1].order < request.order
 
@@ -178,6 +214,9 @@ class Scheduler:
     def leave(self, request: Request) -> None:
         """A running request gives back its blocks."""
         assert request.table is not None
+        self.departures += 1
+        if self.forecast is not None:
+            self.forecast.forget()
         self.running.remove(request)
         self.leaving.discard(request)
         self.manager.close(request.table)
@@ -185,6 +224,8 @@ class Scheduler:
 
     def drop(self, request: Request) -> None:
         """The request has ended, or is wanted no more, wherever it stands."""
+        if self.forecast is not None and request.finish_reason in ("stop", "length"):
+            self.forecast.lengths.record(len(request.tokens) - len(request.prompt))
         if request.table is not None:
             self.leave(request)
         elif request in self.waiting:

@@ -75,7 +75,7 @@ def test_in_chunks_and_preempted(family):
     """A cache that holds about two of the requests: they push each other out and are computed again."""
     whole = captured(family).engine
     block = whole.cache_bytes // whole.manager.blocks
-    llm = engine(family, kv_cache_memory=9 * block, max_num_batched_tokens=11)
+    llm = engine(family, kv_cache_memory=9 * block, max_num_batched_tokens=11, admission="greedy")
     assert llm.engine.manager.blocks == 9
     assert together(llm) == alone(family)
     assert llm.stats.preemptions > 0

@@ -30,7 +30,7 @@ def greedy(tokens=24, **options):
 @pytest.mark.parametrize("seed", range(2))
 def test_tokens_equal_the_synchronous_engine(seed, plain):
     """Arrivals, stops, priorities, n > 1, log probabilities, penalties, a small cache: the same, token for token."""
-    options = {"blocks": 9, "max_num_seqs": 12, "max_num_batched_tokens": 48}
+    options = {"blocks": 9, "max_num_seqs": 12, "max_num_batched_tokens": 48, "admission": "greedy"}
     expected = run(engine("mistral", False, **options), seed, 50, plain)
     llm = engine("mistral", True, **options)
     got = run(llm, seed, 50, plain)

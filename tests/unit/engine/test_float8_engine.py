@@ -64,7 +64,7 @@ def test_tokens_are_the_same_however_a_prompt_comes_into_the_cache(llm):
     for options in (
         {"max_num_batched_tokens": 16},
         {"enable_prefix_caching": False},
-        {"kv_cache_memory": 8 * block, "enable_prefix_caching": False},
+        {"kv_cache_memory": 8 * block, "enable_prefix_caching": False, "admission": "greedy"},
     ):
         other = resized(llm, **options)
         outputs = other.generate(prompts, GREEDY)

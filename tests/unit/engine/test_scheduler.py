@@ -18,8 +18,8 @@ from marks import examples
 BLOCK = 4
 
 
-def make(blocks=12, seqs=4, budget=16, **options):
-    return Scheduler(BlockManager(blocks, BLOCK, **options), seqs, budget)
+def make(blocks=12, seqs=4, budget=16, forecast=False, **options):
+    return Scheduler(BlockManager(blocks, BLOCK, **options), seqs, budget, forecast=forecast)
 
 
 def request(length, new, priority=0, first=0, n=1):
@@ -83,10 +83,20 @@ ARRIVALS = st.lists(
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(ARRIVALS, st.integers(10, 30), st.integers(1, 6), st.integers(1, 24), st.booleans(), st.integers(0, 99))
-def test_any_trace_ends_with_every_request_done_and_every_block_free(arrivals, blocks, seqs, budget, reuse, seed):
+@given(
+    ARRIVALS,
+    st.integers(10, 30),
+    st.integers(1, 6),
+    st.integers(1, 24),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_any_trace_ends_with_every_request_done_and_every_block_free(
+    arrivals, blocks, seqs, budget, reuse, forecast, seed
+):
     """Arrivals at any time, any length, any priority, some cancelled on the way: nobody is lost, nothing leaks."""
-    scheduler, rng = make(blocks, seqs, budget, prefix_reuse=reuse), random.Random(seed)
+    scheduler, rng = make(blocks, seqs, budget, forecast, prefix_reuse=reuse), random.Random(seed)
     requests = []
     for pause, length, new, priority, first, n in arrivals:
         for _ in range(pause):

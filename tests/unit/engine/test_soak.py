@@ -20,7 +20,9 @@ SLACK = 1e-4  # logits of one batch and another differ by rounding alone: about 
 def engine():
     """Sliding windows of 16 tokens, a small cache, at most 12 requests at once."""
     model = tiny("mistral")
-    llm = graft.LLM(model, kv_cache_memory=BLOCKS * 16 * 256, max_num_seqs=12, max_num_batched_tokens=48)
+    llm = graft.LLM(
+        model, kv_cache_memory=BLOCKS * 16 * 256, max_num_seqs=12, max_num_batched_tokens=48, admission="greedy"
+    )
     assert llm.engine.manager.blocks == BLOCKS, "the size of a block of this model has changed"
     return llm
 
