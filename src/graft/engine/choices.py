@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from graft.base.errors import VerificationError
 from graft.ir.nodes import calls, is_op, options_of, static_int, tensor_of, where
 from graft.ops.fused_linear.choice import LinearShape, choose_kernel, shape_of
 from graft.ops.launch import device_name
 from graft.ops.ran import OpKernels
+
+ops = torch.ops.graft
 
 
 def model_shapes(module: GraphModule) -> dict[LinearShape, int]:
@@ -21,16 +24,27 @@ def model_shapes(module: GraphModule) -> dict[LinearShape, int]:
 
 
 def shapes_of(module: GraphModule) -> Iterator[tuple[LinearShape, bool]]:
-    """Of every call of graft::fused_linear, and whether it rounds x to float8 in steps of several tokens."""
+    """Of every linear layer that is graft's, and whether it rounds x to float8 in steps of several tokens."""
     for node in calls(module.graph):
-        if is_op(node, torch.ops.graft.fused_linear.default):
-            given = options_of(node)
-            weight = tensor_of(given["weight"])
-            gated, norm = given["activation"] != "none", given["norm"] is not None or given["normed"]
-            rows, depth = static_int(weight.shape[0]), static_int(tensor_of(given["x"]).shape[-1])
-            if rows is None or depth is None:
+        for weight, depth, gated, norm in layers_of(node):
+            tensor = tensor_of(weight)
+            rows, k = static_int(tensor.shape[0]), static_int(depth)
+            if rows is None or k is None:
                 raise VerificationError(f"{where(node)}: the sizes of its weight are not fixed")
-            yield shape_of(rows, depth, weight.dtype, gated, norm), given["fp8_from"] > 0
+            yield shape_of(rows, k, tensor.dtype, gated, norm), options_of(node)["fp8_from"] > 0
+
+
+def layers_of(node: Node) -> list[tuple[Node, Any, bool, bool]]:
+    """The calls of graft::fused_linear that this one is in steps of one token: weight, depth, whether it is gated and
+    whether x is normed."""
+    if not is_op(node, ops.fused_linear.default, ops.gated_mlp.default):
+        return []
+    given = options_of(node)
+    depth, norm = tensor_of(given["x"]).shape[-1], given["norm"] is not None or given["normed"]
+    if is_op(node, ops.fused_linear.default):
+        return [(given["weight"], depth, given["activation"] != "none", norm)]
+    between = tensor_of(given["gate_up_scale"]).shape[0] // 2
+    return [(given["gate_up"], depth, True, norm), (given["down"], between, False, False)]
 
 
 def choice_notes(module: GraphModule, device: torch.device, kernels: Mapping[str, OpKernels]) -> list[str]:

@@ -29,13 +29,15 @@ TOP, TOP_INT8, LEAST = tl.constexpr(FP8_TOP), tl.constexpr(INT8_TOP), tl.constex
 
 
 @triton.jit
-def load_run(norm, d, PART: tl.constexpr, HALF: tl.constexpr, WEIGHTED: tl.constexpr, WORDS: tl.constexpr):
-    """Of every span of two runs the one that PART names, or of the row its first or second half: where it lies, and
-    the norm's weights for it. [HALF]."""
+def run_columns(PART: tl.constexpr, HALF: tl.constexpr, WORDS: tl.constexpr):
+    """Of every span of two runs the one that PART names, or of the row its first or second half: [HALF]."""
     i = tl.arange(0, HALF)
-    cols = i // RUN_8 * (2 * RUN_8) + PART * RUN_8 + i % RUN_8 if WORDS else PART * HALF + i
-    weight = tl.load(norm + cols, mask=cols < d, other=0.0).to(tl.float32) if WEIGHTED else 1.0
-    return cols, weight
+    return i // RUN_8 * (2 * RUN_8) + PART * RUN_8 + i % RUN_8 if WORDS else PART * HALF + i
+
+
+@triton.jit
+def norm_weights(norm, cols, d, WEIGHTED: tl.constexpr):
+    return tl.load(norm + cols, mask=cols < d, other=0.0).to(tl.float32) if WEIGHTED else 1.0
 
 
 @triton.jit
@@ -75,8 +77,8 @@ def round_rows_kernel(
     WORDS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    cols_0, weight_0 = load_run(norm, d, 0, HALF, WEIGHTED, WORDS)
-    cols_1, weight_1 = load_run(norm, d, 1, HALF, WEIGHTED, WORDS)
+    cols_0, cols_1 = run_columns(0, HALF, WORDS), run_columns(1, HALF, WORDS)
+    weight_0, weight_1 = norm_weights(norm, cols_0, d, WEIGHTED), norm_weights(norm, cols_1, d, WEIGHTED)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -93,6 +95,15 @@ def round_rows_kernel(
             part_0 = weight_0 * part_0.to(dtype).to(tl.float32)
             part_1 = weight_1 * part_1.to(dtype).to(tl.float32)
         part_0, part_1 = part_0.to(dtype).to(tl.float32), part_1.to(dtype).to(tl.float32)
+    round_row(part_0, part_1, out, scales, row, width, HALF, INT8, WORDS, EXACT)
+
+
+@triton.jit
+def round_row(
+    part_0, part_1, out, scales, row, width, HALF: tl.constexpr, INT8: tl.constexpr, WORDS: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """A row, in two parts as `run_columns` takes it apart, and zeros beyond it: its scale, and what is left."""
     largest = tl.maximum(tl.max(tl.abs(part_0), axis=0), tl.max(tl.abs(part_1), axis=0))
     scale = tl.maximum(largest / (TOP_INT8 if INT8 else TOP), LEAST)
     broken = tl.max(((part_0 != part_0) | (part_1 != part_1)).to(tl.int32), axis=0)  # a maximum passes over NaN
@@ -101,8 +112,8 @@ def round_rows_kernel(
     if WORDS:
         store_rounded(out, row, tl.arange(0, 2 * HALF), tl.interleave(part_0, part_1), width, INT8, EXACT)
     else:
-        store_rounded(out, row, cols_0, part_0, width, INT8, EXACT)
-        store_rounded(out, row, cols_1, part_1, width, INT8, EXACT)
+        store_rounded(out, row, run_columns(0, HALF, WORDS), part_0, width, INT8, EXACT)
+        store_rounded(out, row, run_columns(1, HALF, WORDS), part_1, width, INT8, EXACT)
     tl.store(scales + row, scale)
 
 
@@ -120,6 +131,11 @@ def round_rows(call: LinearCall, width: int) -> tuple[Tensor, Tensor]:
         call.x, call.x if call.norm is None else call.norm, out, scales, call.x.stride(0), k, width, call.eps,
         call.offset, NORM=call.divided, WEIGHTED=call.norm is not None, CAST_LAST=call.cast_last, HALF=half,
         INT8=not fp8, WORDS=call.by_row, EXACT=not call.x.is_cuda, PDL=pdl,
-        num_warps=4 if half <= 1024 else 8 if half <= 4096 else 16, launch_pdl=pdl,
+        num_warps=warps_for(half), launch_pdl=pdl,
     )  # fmt: skip
     return out, scales
+
+
+def warps_for(half: int) -> int:
+    """For two times `half` values a program."""
+    return 4 if half <= 1024 else 8 if half <= 4096 else 16

@@ -67,14 +67,21 @@ def finish_half(
 
 
 def launch_scaled(call: LinearCall) -> Tensor:
-    assert call.scale is not None
-    q, scales = round_rows(call, call.weight.shape[1])
-    # with scales torch's GEMM gives bfloat16 alone
-    few = call.x.shape[0] <= FEW_TOKENS or call.x.dtype is not torch.bfloat16
-    y = scaled_matmul(call, q, None if few else scales)
-    if not few and call.bias is None and not call.gated and call.residual is None:
+    return multiply_rounded(call, *round_rows(call, call.weight.shape[1]))
+
+
+def multiply_rounded(call: LinearCall, q: Tensor, scales: Tensor) -> Tensor:
+    """Rows that are rounded already, by the weight, and what comes after it; of call.x its dtype and tokens count."""
+    scaled = takes_scales(call)
+    y = scaled_matmul(call, q, scales if scaled else None)
+    if scaled and call.bias is None and not call.gated and call.residual is None:
         return y
-    return finish(call, y, scales if few else None)
+    return finish(call, y, None if scaled else scales)
+
+
+def takes_scales(call: LinearCall) -> bool:
+    """Whether the GEMM gets them; with scales torch's gives bfloat16 alone."""
+    return call.x.shape[0] > FEW_TOKENS and call.x.dtype is torch.bfloat16
 
 
 def scaled_matmul(call: LinearCall, q: Tensor, scales: Tensor | None) -> Tensor:

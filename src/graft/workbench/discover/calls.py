@@ -25,6 +25,7 @@ SLICES = {aten.slice.Tensor, aten.select.int, aten.squeeze.dim}
 MATMULS = {
     *(aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default),
     *(aten.addmm.default, aten.baddbmm.default, ops.linear.default, ops.fused_linear.default),
+    ops.gated_mlp.default,
 }
 ATTENTION = {
     *(ops.attention.default, ops.paged_attention.default, ops.cached_attention.default),
