@@ -60,15 +60,9 @@ def build_engine(
             f"no memory for a key-value cache of {found.blocks} blocks ({size_text(found.bytes)}) on {device}:"
             f" {error}. Set kv_cache_memory to less"
         ) from error
+    reuse, foreseeing = options.enable_prefix_caching, options.admission == "forecast"
     events = EventQueue(options.max_events)
-    manager = BlockManager(
-        found.blocks,
-        block_size,
-        fingerprint=content,
-        prefix_reuse=options.enable_prefix_caching,
-        events=events,
-    )
-    foreseeing = options.admission == "forecast"
+    manager = BlockManager(found.blocks, block_size, fingerprint=content, prefix_reuse=reuse, events=events)
     scheduler = Scheduler(manager, options.max_num_seqs, options.tokens_of_a_step(device), forecast=foreseeing)
     loop = make_loop(graph, tensors, scheduler, model.context, options, progress) if record else None
     engine = Engine(

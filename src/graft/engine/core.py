@@ -115,15 +115,22 @@ class Request:
         """Its tokens when everything in flight has landed."""
         return len(self.tokens) + self.coming
 
+    # These two are asked of a thousand requests in every step: a property that asks another would cost as much again.
     @property
     def ending(self) -> bool:
         """The last token that it may have is in flight."""
-        return self.coming > 0 and self.length - len(self.prompt) >= self.params.max_tokens
+        coming = self.coming
+        return coming > 0 and len(self.tokens) + coming - len(self.prompt) >= self.params.max_tokens
 
     @property
     def decoding(self) -> bool:
         """All but one of its tokens are in the cache, and at least one of them is its own."""
-        return self.fed == self.length - 1 and self.length > len(self.prompt) and not self.ending
+        coming = self.coming
+        length = len(self.tokens) + coming
+        if self.computed + self.feeding != length - 1:
+            return False
+        own = length - len(self.prompt)
+        return own > 0 and not (coming > 0 and own >= self.params.max_tokens)
 
     @property
     def family(self) -> list[Request]:

@@ -68,34 +68,41 @@ def peak_blocks(needs: Iterable[Need], block_size: int) -> int:
 
 
 class Forecast:
-    """`holds` is asked for every request that would be let in; what it knows of the others is kept until `forget`."""
+    """`holds` is asked for every request that would be let in. Where the cache holds everybody at their utmost that is
+    a comparison; else what it found out of the others is kept until `forget`."""
 
     def __init__(self, manager: BlockManager) -> None:
         self.manager = manager
         self.lengths = OutputLengths()
+        self.utmost: dict[Request, int] = {}  # blocks of all that run, were each to come to max_tokens
+        self.total = 0  # of these
         self.known: list[Need] | None = None
-        self.whole = 0  # blocks of all that are known, were none to end
+
+    def entered(self, request: Request) -> None:
+        self.utmost[request] = self.most_blocks(request)
+        self.total += self.utmost[request]
+
+    def left(self, request: Request) -> None:
+        self.total -= self.utmost.pop(request)
+        self.forget()
 
     def forget(self) -> None:
         self.known = None
 
     def holds(self, running: Sequence[Request], request: Request, table: Table) -> bool:
         """Whether `request`, with what `table` found in the cache, can be let in beside `running`, all before it."""
-        if not running:
+        blocks = self.manager.blocks
+        if not running or self.total + self.most_blocks(request) <= blocks:
+            self.forget()
             return True
         if self.known is None:
             self.known = [need for other in running for need in self.needs(other)]
-            self.whole = sum(map(self.blocks_at_end, self.known))
         mine = self.needs(request)
-        whole = self.whole + sum(map(self.blocks_at_end, mine))
-        blocks = self.manager.blocks
-        if whole > blocks:
-            used = blocks - self.manager.available
-            held = sum(len(each.blocks) for other in running if (each := other.table) is not None) + len(table.blocks)
-            if peak_blocks([*self.known, *mine], self.manager.block_size) - max(held - used, 0) > blocks:
-                return False
+        held = sum(len(each.blocks) for other in running if (each := other.table) is not None) + len(table.blocks)
+        shared = max(held - (blocks - self.manager.available), 0)
+        if peak_blocks([*self.known, *mine], self.manager.block_size) - shared > blocks:
+            return False
         self.known += mine
-        self.whole = whole
         return True
 
     def needs(self, request: Request) -> list[Need]:
@@ -104,5 +111,6 @@ class Forecast:
         waiting = request.siblings if request.length == len(request.prompt) else ()
         return [(request.length, remaining), *((0, remaining) for _ in waiting)]
 
-    def blocks_at_end(self, need: Need) -> int:
-        return self.manager.blocks_for(sum(need)) + 1
+    def most_blocks(self, request: Request) -> int:
+        """With those of its siblings, which count once more when they have joined it."""
+        return (self.manager.blocks_for(request.most_tokens) + 1) * (1 + len(request.siblings))

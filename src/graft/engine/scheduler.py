@@ -16,7 +16,7 @@ SCORED = 512  # tokens of prompts whose logits a step keeps: 256 MB of a vocabul
 
 
 @dataclass(frozen=True)
-class Refusal:
+class TurnedAway:
     """Who did not get in, and how things stood: blocks that could be had, departures, and the step from which time
     alone may have helped."""
 
@@ -35,6 +35,11 @@ class StepPlan:
     counts: list[int] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     scorable: int = 0  # of these, tokens of prompts that are scored
+
+    def take(self, request: Request, tokens: int) -> None:
+        self.budget -= tokens
+        self.requests.append(request)
+        self.counts.append(tokens)
 
     def decoding_first(self) -> StepPlan:
         """Single tokens side by side: attention takes a run of them in one call."""
@@ -63,7 +68,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.leaving: set[Request] = set()  # of the running, those whose last token is in flight
         self.preemptions = 0
-        self.refused: Refusal | None = None
+        self.refused: TurnedAway | None = None
         self.departures = 0
         self.clock = 0
         self.serial = count()
@@ -81,7 +86,7 @@ class Scheduler:
             insort(self.waiting, sibling, key=in_order)
             return
         sibling.table, sibling.computed = self.manager.fork(request.table), request.computed
-        insort(self.running, sibling, key=in_order)
+        self.run(sibling)
 
     def schedule(self) -> StepPlan:
         self.clock += 1
@@ -93,12 +98,16 @@ class Scheduler:
                 break
         plan = StepPlan(self.max_num_batched_tokens, scorable=SCORED)
         # kept for those that decode, but one token is left for the first in the order if that is a prompt
-        kept = min(sum(request.decoding for request in self.running), self.max_num_batched_tokens - 1)
-        for request in tuple(self.running):
+        decoding = [request.decoding for request in self.running]
+        kept = min(sum(decoding), self.max_num_batched_tokens - 1)
+        for request, decodes in zip(tuple(self.running), decoding, strict=True):
             if request.table is None:
                 continue  # it has just given way
-            kept -= request.decoding and kept > 0
-            self.serve(request, plan, 0 if request.decoding else kept)
+            kept -= decodes and kept > 0
+            if decodes and plan.budget and request.computed + request.feeding < request.table.room:
+                plan.take(request, 1)
+            else:
+                self.serve(request, plan, 0 if decodes else kept)
         while plan.budget and self.waiting and self.admit(request := self.waiting[0]):
             self.serve(request, plan)
         return plan.decoding_first()
@@ -116,9 +125,7 @@ class Scheduler:
         if copies is None:
             self.preempt(request)
             return
-        plan.budget -= granted
-        plan.requests.append(request)
-        plan.counts.append(granted)
+        plan.take(request, granted)
         plan.copies += copies
 
     def admit(self, request: Request) -> bool:
@@ -133,15 +140,20 @@ class Scheduler:
         if not foreseen or self.make_room(request, table, len(request.tokens)) is None:
             self.manager.close(table)
             until = float("inf") if foreseen else self.clock + ASK_AGAIN
-            self.refused = Refusal(request, self.manager.available, self.departures, until)
+            self.refused = TurnedAway(request, self.manager.available, self.departures, until)
             return False
         self.refused = None
         request.table, request.computed = table, table.cached
         if request.cached is None:
             request.cached = table.cached
         self.waiting.remove(request)
-        insort(self.running, request, key=in_order)
+        self.run(request)
         return True
+
+    def run(self, request: Request) -> None:
+        insort(self.running, request, key=in_order)
+        if self.forecast is not None:
+            self.forecast.entered(request)
 
     def foreseen(self, request: Request, table: Table) -> bool:
         """Whether the cache will hold it and those before it; those behind it would give way."""
@@ -175,10 +187,13 @@ class Scheduler:
             return False
         needed = 0
         for request in self.running:
-            assert request.table is not None
+            table = request.table
+            assert table is not None
+            if len(request.tokens) + request.coming <= table.room:
+                continue
             length = min(request.length, request.fed + self.max_num_batched_tokens)
-            if length > request.table.room and not request.ending:  # a block more where its last one is shared
-                needed += 1 + max(self.manager.blocks_for(length) - len(request.table.blocks), 0)
+            if length > table.room and not request.ending:  # a block more where its last one is shared
+                needed += 1 + max(self.manager.blocks_for(length) - len(table.blocks), 0)
         return needed <= self.manager.available
 
     def still_refused(self, request: Request) -> bool:
@@ -216,7 +231,7 @@ class Scheduler:
         assert request.table is not None
         self.departures += 1
         if self.forecast is not None:
-            self.forecast.forget()
+            self.forecast.left(request)
         self.running.remove(request)
         self.leaving.discard(request)
         self.manager.close(request.table)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import graft.ops.fused_linear.scaled as scaled
-import graft.ops.gated_mlp.triton as kernels
+import graft.ops.gated_mlp.scaled as kernels
 from graft.ops import OPS, choose
 from graft.ops.fused_linear.triton import with_rows
 from graft.ops.gated_mlp.cases import MlpCase, make
@@ -18,9 +18,9 @@ from graft.ops.selection import problem_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [
-    MlpCase(9, 96, 576, norm="normed"),
-    MlpCase(3, 72, 200, norm="plain", bias=True),
-    MlpCase(5, 64, 256, activation="gelu_tanh", norm="cast_last", residual=False),
+    MlpCase(9, 96, 576, norm="normed", fp8_from=2),
+    MlpCase(3, 72, 200, norm="plain", bias=True, fp8_from=2),
+    MlpCase(5, 64, 256, activation="gelu_tanh", norm="cast_last", residual=False, fp8_from=2),
 ]
 
 

@@ -145,6 +145,7 @@ WRONG = {
     "deliver_rows": lambda args: (args[0], args[1] + 1, args[2]),
     "attention": lambda args: (*args[:4], args[4] * 1.05, *args[5:]),
     "fused_linear": lambda args: (*args[:10], (args[10] if args[10] is not None else 0) + 0.05, *args[11:]),
+    "gated_mlp": lambda args: (*args[:2], args[2] * 1.05, *args[3:]),
     "linear": lambda args: (args[0] * 1.05, *args[1:]),
     "moe_route": lambda args: (args[0] * 2, *args[1:]),
     "moe_experts": lambda args: (args[0], args[1] * 1.05, *args[2:]),

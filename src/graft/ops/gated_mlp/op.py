@@ -44,7 +44,7 @@ def scaled_call_problem(call: Call) -> str | None:
 
 
 def run_scaled(*args: Any) -> Tensor:
-    from graft.ops.gated_mlp.triton import gated_mlp_scaled
+    from graft.ops.gated_mlp.scaled import gated_mlp_scaled
 
     return gated_mlp_scaled(*args)
 
