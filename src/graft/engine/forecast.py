@@ -68,8 +68,8 @@ def peak_blocks(needs: Iterable[Need], block_size: int) -> int:
 
 
 class Forecast:
-    """`holds` is asked for every request that would be let in. Where the cache holds everybody at their utmost that is
-    a comparison; else what it found out of the others is kept until `forget`."""
+    """`holds` is asked for every request that would be let in. Where the cache holds everybody at their utmost that
+    is a comparison; else what it found out of the others is kept until `forget`."""
 
     def __init__(self, manager: BlockManager) -> None:
         self.manager = manager

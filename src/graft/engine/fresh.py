@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from graft.engine.parts import EngineParts
 if TYPE_CHECKING:
     from graft.dist.workers import Workers
     from graft.engine.ranks.task import RankPlace
+
+BUILDING = threading.Lock()  # torch.export and Dynamo keep state of the process: engines are built one after another
 
 
 def check_settings(request: EngineRequest) -> None:
@@ -26,10 +29,15 @@ def build(
     request: EngineRequest, starter: Starter, place: RankPlace | None = None, workers: Workers | None = None
 ) -> EngineParts:
     """place, workers: see assemble. Parts are cut from floats: the blocks of a GGUF file are read as such."""
+    check_settings(request)
+    with BUILDING:
+        return built(request, starter, place, workers)
+
+
+def built(request: EngineRequest, starter: Starter, place: RankPlace | None, workers: Workers | None) -> EngineParts:
     from graft.engine.assemble import assemble
     from graft.engine.stages import load_decoder, settings_for
 
-    check_settings(request)
     loaded = load_decoder(
         request.model, dtype=request.dtype, device=request.device, backend=request.backend,
         quantize="none" if request.quantize is None and place is not None else request.quantize,

@@ -25,6 +25,7 @@ MOST_PLAIN_ITEMS = 2000
 AMBIGUOUS = ("anyOf", "oneOf", "allOf", "$ref", "$dynamicRef", "patternProperties", "start:")
 # no blanks between tokens of JSON: models otherwise write them until max_tokens. What is not known is an error.
 COMPACT = {"whitespace_flexible": False, "lenient": False}
+SPACED = COMPACT | {"item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarMask:
@@ -118,6 +119,15 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
         return library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT)
     except (ValueError, RecursionError) as error:  # half of a surrogate pair, a number that no double holds, a cycle
         raise GrammarRefused(str(error)) from error
+
+
+def marked_grammar(schema: Mapping[str, Any], opening: str, closing: str, special: bool) -> str:
+    """For any text in which JSON of the schema stands between these marks, as models write it: with a blank behind
+    commas and colons, and perhaps on a line of its own. special: the opening is one token, which no other text is."""
+    tags = library().StructTag
+    inner = f"start: /\\n?/ json /\\n?/\njson: %json {json.dumps({**schema, 'x-guidance': SPACED})}"
+    tag = tags(trigger=opening, begin=opening, grammar=inner, end=closing)
+    return tags.to_grammar([tag], assume_special=special)
 
 
 def regex_grammar(pattern: str) -> str:

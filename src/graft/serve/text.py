@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from graft.base.errors import HttpRefused, TokenizerRefused
-from graft.engine.grammar import Grammars, choice_grammar, json_grammar, regex_grammar
+from graft.engine.grammar import Grammars, choice_grammar, json_grammar, marked_grammar, regex_grammar
 from graft.serve.protocol import values
 from graft.serve.protocol.structure import AskedSchema
 from graft.serve.tools.formats import AUTO, FORMATS, ToolFormat, described, format_of
@@ -84,7 +84,9 @@ class ServedText:
 
     def grammar(self, asked: AskedSchema) -> str:
         """For the engine's grammar.py; checked here, so that what is wrong with it is the client's error."""
-        if asked.regex is not None:
+        if asked.marks is not None:
+            found = marked_grammar(asked.schema, *asked.marks, special=self.is_special(asked.marks[0]))
+        elif asked.regex is not None:
             found = regex_grammar(asked.regex)
         else:
             found = choice_grammar(asked.choices) if asked.choices else json_grammar(asked.schema)

@@ -17,7 +17,7 @@ from graft.engine.params import SamplingParams
 from serve_cases import tokenizer_json
 
 pytest.importorskip("llguidance")
-from graft.engine.grammar import GrammarMask, Grammars, byte_level, json_grammar, token_count
+from graft.engine.grammar import GrammarMask, Grammars, byte_level, json_grammar, marked_grammar, token_count
 
 SCHEMA = {
     "type": "object",
@@ -102,6 +102,50 @@ def test_a_schema_that_cannot_be_done_is_refused_by_its_part(schema, part):
     with pytest.raises(GrammarRefused, match=part):
         grammars.mask(json_grammar(schema))
     assert not grammars.made
+
+
+CALL = {
+    "type": "object",
+    "properties": {
+        "name": {"const": "f"},
+        "arguments": SCHEMA | {"properties": {"n": {"type": "integer"}}, "required": ["n"]},
+    },
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("No call < at <tool all", ""),
+        ('So: <tool_call>\n{"name": "f", "arguments": {"n": 3}}\n</tool_call>', ""),
+        ('<tool_call>{"name": "f", "arguments": {"n": 3}}</tool_call> <tool_call>{"name": "f"', ""),
+        ('<tool_call>{"name": "g"', 'g"'),
+        ('<tool_call>{"name": "f", "arguments": {"m"', 'm"'),
+        ('<tool_call>{"name": "f", "arguments": {"n": "', '"'),
+        ('<tool_call>{"name": "f", "arguments": {"n": 3}} </tool_call>', " </tool_call>"),
+    ],
+)
+@pytest.mark.parametrize("special", [False, True])
+def test_any_text_with_json_between_marks(text, refused, special):
+    """`refused`: the rest of the text, from the first byte on that the grammar forbids."""
+    spec = json.loads(tokenizer_json())
+    if special:
+        spec["added_tokens"].append(spec["added_tokens"][0] | {"id": 300, "content": "<tool_call>"})
+    whole = Tokenizer.from_str(json.dumps(spec))
+    mask = Grammars(json.dumps(spec), 301, [2]).mask(marked_grammar(CALL, "<tool_call>", "</tool_call>", special))
+    at = 0
+    for token, (start, _) in zip((found := whole.encode(text)).ids, found.offsets, strict=True):
+        if not mask.allowed()[token]:
+            break
+        assert mask.accept(token) is None
+        at = start + 1
+    else:
+        assert not refused
+        assert bool(mask.allowed()[2]) == (not text.endswith('"f"')), "it may end, but not within a call"
+        return
+    assert refused and text[at:].endswith(refused)
 
 
 def test_grammars_are_compiled_once_and_copied():

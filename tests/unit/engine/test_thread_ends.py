@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import graft
 from graft.base.errors import EngineFailed
 from processes import run_python
 from thread_cases import GREEDY, LONG, PATIENCE, Gate, empty, engine
@@ -156,6 +157,7 @@ def test_a_program_ends_whatever_is_under_way():
 import threading, types
 import torch
 import graft
+import graft
 from graft.base.errors import EngineFailed
 from graft.engine.kv.manager import BlockManager
 from graft.engine.driver import Driver
@@ -191,3 +193,13 @@ threading.Thread(target=ask, daemon=True).start()
 """
     done = run_python("-c", program)
     assert (done.returncode, done.stdout, done.stderr) == (0, "<\n", "")
+
+
+@pytest.mark.exhaustive
+def test_engines_that_are_loaded_side_by_side_are_built_one_after_another():
+    """torch.export fails where another runs beside it; every engine gives what one that was loaded alone gives."""
+    params = graft.SamplingParams(max_tokens=4, ignore_eos=True)
+    with ThreadPoolExecutor(3) as pool:
+        made = pool.map(lambda _: graft.LLM("tiny-llama", use_cache=False), range(3))
+        answers = [llm.generate([[1, 2, 3]], params)[0].token_ids for llm in made]
+    assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 4

@@ -12,6 +12,7 @@ import graft.ops.fused_linear.scaled as scaled
 import graft.ops.gated_mlp.scaled as kernels
 from graft.ops import OPS, choose
 from graft.ops.fused_linear.triton import with_rows
+from graft.ops.gated_mlp import op
 from graft.ops.gated_mlp.cases import MlpCase, make
 from graft.ops.gated_mlp.reference import gated_mlp
 from graft.ops.selection import problem_of
@@ -19,7 +20,7 @@ from graft.ops.selection import problem_of
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [
     MlpCase(9, 96, 576, norm="normed", fp8_from=2),
-    MlpCase(3, 72, 200, norm="plain", bias=True, fp8_from=2),
+    MlpCase(3, 72, 208, norm="plain", bias=True, fp8_from=2),
     MlpCase(5, 64, 256, activation="gelu_tanh", norm="cast_last", residual=False, fp8_from=2),
 ]
 
@@ -78,13 +79,15 @@ def test_which_kernel_runs():
     spec = OPS["gated_mlp"]
     call = spec.call(*arguments(SHAPES[0]))
     kernel = spec.kernel("scaled_mm")
-    one = call._replace(x=call.x[:, :1], residual=call.residual[:, :1])
+    many = spec.call(*arguments(MlpCase(op.FEW + 1, 64, 64, norm="normed", fp8_from=2)))
     if DEVICE == "cuda":
-        assert choose(spec, call).name == "scaled_mm" and choose(spec, one).name == "steps"
-        assert "not to be rounded" in problem_of(kernel, call._replace(fp8_from=0))
-        assert "float8 weights" in problem_of(kernel, call._replace(down=call.down.to(torch.int8)))
-        assert "dtypes differ" in problem_of(kernel, call._replace(residual=call.residual.float()))
+        assert choose(spec, many).name == "scaled_mm" and choose(spec, call).name == "steps"
+        assert "not to be rounded" in problem_of(kernel, many._replace(fp8_from=0))
+        assert "float8 weights" in problem_of(kernel, many._replace(down=many.down.to(torch.int8)))
+        assert "dtypes differ" in problem_of(kernel, many._replace(residual=many.residual.float()))
         assert torch.equal(spec.kernel("steps").run(*call[:-1]), kernels.gated_mlp_scaled(*call[:-1]))
     else:
-        assert choose(spec, call).name == "reference"
-        assert "run on a GPU" in problem_of(kernel, call)
+        assert choose(spec, many).name == "reference"
+        assert "run on a GPU" in problem_of(kernel, many)
+    assert kernel.varies(many) is None and "9 tokens: as two layers" in kernel.varies(call)
+    assert "not to be rounded" in kernel.varies(many._replace(fp8_from=op.FEW + 2))

@@ -131,7 +131,7 @@ def test_responses_have_thoughts_messages_and_calls_as_items(client):
 def test_what_a_response_cannot_have_is_refused(client):
     for fields, param in (
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": [TOOL | {"strict": True}]}, "tools"),
+        ({"tools": [TOOL | {"strict": 1}]}, "strict"),
         ({"tool_choice": {"type": "function", "name": "g"}, "tools": [TOOL]}, "tool_choice"),
         ({"input": [{"type": "computer_call"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "input[0]"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from graft.base.errors import HttpRefused, UsageError
 from graft.engine.params import SamplingParams
+from graft.serve.generation import strict_calls
 from graft.serve.options import ModelOptions, ServeOptions
 from graft.serve.protocol import requests
 from graft.serve.protocol.choices import Choice
@@ -202,7 +203,7 @@ USER = [{"role": "user", "content": "hi"}]
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]},
             "tools[0].function.parameters",
         ),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, "strict"),
         ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
@@ -221,6 +222,35 @@ def test_tools_that_are_none():
     for body in ({}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}, {"tool_choice": "none"}):
         assert requests.chat({"messages": USER, **body}, ("m",)).tools is None
     assert requests.chat({"messages": USER, "tools": [TOOL]}, ("m",)).tools.names == {"f"}
+
+
+def strict_of(*functions, **body):
+    tools = [{"type": "function", "function": one} for one in functions]
+    return requests.chat({"messages": USER, "tools": tools, **body}, ("m",)).tools
+
+
+def test_calls_of_strict_functions_are_held_to_their_schema():
+    """Those of the others to any object; `$ref` follows its function into the whole."""
+    inner = {"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+    found = strict_of({"name": "f", "parameters": inner, "strict": True}, {"name": "g", "parameters": inner})
+    first, second = found.strict.schema["$defs"]["call"]["anyOf"]
+    arguments = first["properties"]["arguments"]
+    assert arguments["properties"]["x"] == {"$ref": "#/$defs/call/anyOf/0/properties/arguments/$defs/n"}
+    assert second["properties"]["arguments"] == {"type": "object"} and found.schema is None
+    assert "maxItems" not in found.strict.schema["anyOf"][1]
+    alone = strict_of({"name": "f", "strict": True}, parallel_tool_calls=False)
+    assert alone.strict.schema["anyOf"][1]["maxItems"] == 1
+    assert strict_of({"name": "f"}).strict is None
+    assert strict_of({"name": "f", "strict": True}, tool_choice="required").strict is None
+
+
+def test_strict_calls_need_a_mark_before_them():
+    tools = strict_of({"name": "f", "strict": True})
+    assert strict_calls(tools, served(TOOL_TEMPLATE)).marks == ("<tool_call>", "</tool_call>")
+    assert strict_calls(tools, served("{{ tools }}", "mistral")).marks == ("[TOOL_CALLS]", "")
+    with pytest.raises(HttpRefused, match="llama3_json have no mark"):
+        strict_calls(tools, served("{{ tools }}", "llama3_json"))
+    assert strict_calls(None, served(TEMPLATE)) is None
 
 
 def served(template, parser="auto"):

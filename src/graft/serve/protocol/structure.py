@@ -29,12 +29,14 @@ NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "d
 @dataclass(frozen=True)
 class AskedSchema:
     """param: the field that it came from, for whoever finds something wrong with it. The answer is JSON of the
-    schema; or a text of the regular expression, or one of the choices."""
+    schema; or a text of the regular expression, or one of the choices; or any text in which JSON of the schema stands
+    between two marks."""
 
     param: str
     schema: Json
     regex: str | None = None
     choices: tuple[str, ...] = ()
+    marks: tuple[str, str] | None = None
 
 
 # by vLLM's names in structured_outputs, what older clients of it and those of llama.cpp send
@@ -191,24 +193,36 @@ def whole_multiple(value: Decimal) -> int:
 
 def call_schema(functions: Sequence[Json], parallel: bool) -> AskedSchema:
     """A list of calls of these functions, one at least."""
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": call_schemas(functions, "#/items/anyOf")}}
+    return checked(schema if parallel else schema | {"maxItems": 1}, "tools")
+
+
+def marked_call_schema(functions: Sequence[Json], parallel: bool) -> AskedSchema:
+    """Of what stands between the marks of a call, as models write it: a call, or a list of calls. Functions that are
+    not strict take any object."""
+    held = [one if one.get("strict") else {"name": one["name"]} for one in functions]
+    calls = call_schemas(held, "#/$defs/call/anyOf")
+    listed = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/call"}}
+    either = [{"$ref": "#/$defs/call"}, listed if parallel else listed | {"maxItems": 1}]
+    return checked({"anyOf": either, "$defs": {"call": {"anyOf": calls}}}, "tools")
+
+
+def call_schemas(functions: Sequence[Json], root: str) -> list[Json]:
+    """Of a call of each of these functions. root: where the list will stand in the whole."""
     for one in functions:
         checked(one.get("parameters") or ANY_OBJECT, "tools")  # before anything walks down into it
-    each = [
+    return [
         {
             "type": "object",
             "properties": {
                 "name": {"const": one["name"]},
-                "arguments": moved(
-                    one.get("parameters") or ANY_OBJECT, f"#/items/anyOf/{index}/properties/arguments"
-                ),
+                "arguments": moved(one.get("parameters") or ANY_OBJECT, f"{root}/{index}/properties/arguments"),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
         for index, one in enumerate(functions)
     ]
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": each}}
-    return checked(schema if parallel else schema | {"maxItems": 1}, "tools")
 
 
 def moved(schema: Any, root: str, names: bool = False) -> Any:

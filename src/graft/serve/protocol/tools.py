@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from graft.base.errors import HttpRefused
-from graft.serve.protocol.structure import AskedSchema, call_schema
+from graft.serve.protocol.structure import AskedSchema, call_schema, marked_call_schema
 from graft.serve.protocol.values import Json, boolean, text, wrong
 
 MOST_TOOLS = 128  # OpenAI's
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-STRICT = "only a call that must be made is held to its schema: give tool_choice required, or the function's name"
 
 
 @dataclass(frozen=True)
 class AskedTools:
     """tools: as templates take them. parallel: more than one call may be in an answer. schema: of the calls, where
-    the answer must be some."""
+    the answer must be some. strict: of calls that the model may make, where functions are strict."""
 
     tools: Sequence[Mapping[str, Any]]
     parallel: bool = True
     schema: AskedSchema | None = None
+    strict: AskedSchema | None = None
 
     @property
     def names(self) -> frozenset[str]:
@@ -50,12 +50,9 @@ def asked_tools(body: Json) -> AskedTools | None:
     if choice not in (None, "auto"):
         schema = call_schema([one["function"] for one in wanted], parallel and not named)
         return AskedTools(found, parallel, schema)
-    for index, one in enumerate(found):
-        if boolean(one["function"], "strict"):
-            raise HttpRefused(
-                f"tools[{index}].function.strict: {STRICT}", param="tools", code="unsupported_parameter"
-            )
-    return AskedTools(found, parallel)
+    functions = [one["function"] for one in found]
+    strict = any([boolean(one, "strict") for one in functions])  # a list: each is looked at
+    return AskedTools(found, parallel, strict=marked_call_schema(functions, parallel) if strict else None)
 
 
 def chosen(choice: object, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -68,8 +68,8 @@ class FuseGatedMlp(MatvecPatterns):
              %y = graft.fused_linear(%a, %v, None, %t, residual=%r, fp8_from=2)
     after:   %y = graft.gated_mlp(%x, %w, %s, %v, %t, "silu", residual=%r, fp8_from=2)
 
-    What the activation gives is then rounded in the kernel that computes it, and not written in 16 bits and read
-    again. Numerics: the same bits; steps of fewer than `fp8_from` tokens run the two layers as before.
+    In steps of many tokens what the activation gives is then rounded in the kernel that computes it, and not written
+    in 16 bits and read again; others run the two layers as before. Numerics: the same bits.
     """
 
     lacking = "no graft::fused_linear reads another: nothing is rounded between two layers"
