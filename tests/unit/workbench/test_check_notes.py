@@ -148,8 +148,8 @@ def test_a_patch_is_named_by_what_it_touches(tmp_path, monkeypatch):
     assert done.exit_code == 0 and "fuse_one: off → on in graft.yaml: × 1.2 on a CPU" in done.output
     done = CliRunner().invoke(app, ["check", "--since", "nowhere"])
     assert done.exit_code == 2 and done.output.startswith("graft: error: --since: ")
-    done = CliRunner().invoke(app, ["check", "fuse_rope", "--since", "HEAD"])
-    assert done.exit_code == 2 and "names the transforms itself" in done.output
+    done = CliRunner().invoke(app, ["check", "fuse_rope", "--since", "HEAD", "--set", "a=b"])
+    assert done.exit_code == 2 and "leave out TRANSFORM, --set" in done.output
 
 
 def test_transforms_and_their_tests_are_told_apart():

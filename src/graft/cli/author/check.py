@@ -48,8 +48,13 @@ def check(
     first bad transform and match are searched for by halves. The exit code is 1 where something is wrong.
     """
     if since:
-        if transform or model or all_models:
-            raise UsageError("--since names the transforms itself; leave out TRANSFORM, --model and --all-models")
+        others = {
+            "TRANSFORM": transform, "--model": model, "--all-models": all_models, "--baseline": baseline,
+            "--save-baseline": save_baseline, "--note": note, "--tests": tests, "--run-tests": run_tests,
+            "--config": config, "--set": sets, "--plugin": plugins,
+        }  # fmt: skip
+        if unused := [name for name, value in others.items() if value]:
+            raise UsageError(f"--since looks at the patch alone; leave out {', '.join(unused)}")
         return patch_since(since, as_json)
     one = [(model, "--model"), (baseline, "--baseline"), (save_baseline, "--save-baseline"), (note, "--note")]
     if all_models and any(given for given, _ in one):
