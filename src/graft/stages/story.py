@@ -87,6 +87,7 @@ class DynamoStage:
     recompilations: tuple[Recompilation, ...] = ()
     symbols: tuple[SymbolRecord, ...] = ()
     notes: tuple[str, ...] = ()
+    lines: Mapping[str, str] = field(default_factory=dict)  # the code at `file.py:12`
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,7 @@ class KernelRecord:
     nodes: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     source: str = field(repr=False, default="")
+    us: float = 0.0  # one launch, the median of several; 0 where it was not measured
 
 
 @dataclass(frozen=True)

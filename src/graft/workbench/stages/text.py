@@ -162,9 +162,17 @@ def kernel_lines(story: Story) -> list[str]:
 
 def kernel_line(kernel: KernelRecord) -> str:
     launches = f", {kernel.launches} launches" if kernel.launches > 1 else ""
-    lines = ", ".join(kernel.lines[:3]) + (" …" if len(kernel.lines) > 3 else "")
-    of = f" of {lines}" if lines else ""
-    return f"{kernel.graph} {kernel.language} {kernel.name}: {len(kernel.nodes)} nodes{launches}{of}"
+    of = f" of {lines_text(kernel)}" if kernel.lines else ""
+    what = f"{kernel.graph} {kernel.language} {kernel.name}: {len(kernel.nodes)} nodes"
+    return f"{what}{launches}{kernel_time(kernel)}{of}"
+
+
+def lines_text(kernel: KernelRecord) -> str:
+    return ", ".join(kernel.lines[:3]) + (" …" if len(kernel.lines) > 3 else "")
+
+
+def kernel_time(kernel: KernelRecord) -> str:
+    return f", {kernel.us:.1f} µs" if kernel.us else ""
 
 
 def runtime_lines(story: Story) -> list[str]:
