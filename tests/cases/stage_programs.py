@@ -55,6 +55,24 @@ def endless_inputs() -> list[tuple[Tensor, str]]:
     return [(torch.ones(2), f"{'a' * n}{n}") for n in range(12)]
 
 
+def picked(table: Tensor, index: Tensor) -> Tensor:
+    return table[index] * 2
+
+
+def picked_inputs() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.ones(4, 8), torch.tensor([1, 3, 7]))]
+
+
+def counted(x: Tensor, position: Tensor) -> Tensor:
+    y = torch.log(x[position])
+    position.add_(1)
+    return y
+
+
+def counted_inputs() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.arange(4.0), torch.tensor([0, 1]))]
+
+
 def raises(x: Tensor) -> Tensor:
     raise ValueError("not today")
 

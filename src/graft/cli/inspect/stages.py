@@ -28,6 +28,14 @@ Options = Annotated[
     typer.Option("--option", help="An option of Inductor: freezing=true. Repeatable.", metavar="KEY=VALUE"),
 ]
 Tokens = Annotated[str, typer.Option(help="Of a model: tokens in each call, 8,12 for two calls.")]
+IndexAsserts = Annotated[
+    bool | None,
+    typer.Option(
+        "--index-asserts/--no-index-asserts",
+        help="Generated code checks every index, or none; left out: those that may be out of bounds.",
+        show_default=False,
+    ),
+]
 DYNAMIC = {"auto": None, "true": True, "false": False}
 
 
@@ -53,6 +61,10 @@ def show(
     options: Options = None,
     stage: Annotated[int | None, typer.Option(help="This stage alone, 1 to 7.", min=1, max=7)] = None,
     tokens: Tokens = "8",
+    index_asserts: IndexAsserts = None,
+    values: Annotated[
+        bool, typer.Option("--values", help="Also what every launch wrote: least, largest, mean, not finite.")
+    ] = False,
     dtype: DType = "auto",
     device: Device = "auto",
     output: Annotated[
@@ -67,7 +79,8 @@ def show(
     from graft.workbench.stages.saved import save_story
     from graft.workbench.stages.text import story_lines
 
-    story = story_of(target, backend, dynamic, mode, options, tokens, dtype, device)
+    given = [*(options or []), *index_options(index_asserts)]
+    story = story_of(target, backend, dynamic, mode, given, tokens, dtype, device, values)
     if output is not None:
         save_story(story, output)
     if as_json:
@@ -80,7 +93,7 @@ def show(
 
 def story_of(
     target: str, backend: str = "inductor", dynamic: str = "auto", mode: str = "", options: list[str] | None = None,
-    tokens: str = "8", dtype: str = "auto", device: str = "auto",
+    tokens: str = "8", dtype: str = "auto", device: str = "auto", values: bool = False,
 ) -> Story:  # fmt: skip
     from graft.workbench.stages.saved import is_story, open_story
 
@@ -101,8 +114,15 @@ def story_of(
         progress("compiling with every stage watched", 0, 1)
         return tell_story(
             found.function, found.calls, target=found.name, backend=backend, dynamic=DYNAMIC[dynamic],  # pyrefly: ignore
-            mode=mode or None, options=given,
+            mode=mode or None, options=given, values=values,
         )  # fmt: skip
+
+
+def index_options(asserts: bool | None) -> list[str]:
+    """The options of Inductor by which generated code checks indices."""
+    if asserts is None:
+        return []
+    return [f"assert_indirect_indexing={asserts}", f"debug_index_asserts={asserts}"]
 
 
 def read_options(given: list[str]) -> dict[str, Any]:

@@ -168,6 +168,10 @@ def kernel_facts(kernel: KernelRecord) -> Iterator[tuple[str, str]]:
     yield "launches", str(kernel.launches)
     if kernel.lines:
         yield "lines", ", ".join(kernel.lines)
+    timed = [("one launch", f"{kernel.us} µs")] if kernel.us else [("not timed", kernel.not_timed)]
+    yield from (fact for fact in (*timed, ("tile", kernel.tile)) if fact[1])
+    if kernel.registers is not None:
+        yield "registers", f"{kernel.registers}, {kernel.spills or 0} spilled, {kernel.shared or 0} bytes shared"
     if kernel.nodes:
         yield "computes", ", ".join(f"%{name}" for name in kernel.nodes)
 
