@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from browser import chromium, open_page
 
-import stage_programs as programs
-from graft.stages.tell import tell_story
 from graft.workbench.report.stage_page import write_stage_page
 from graft.workbench.stages.saved import save_story
+from stage_stories import step
 
 pytest_plugins = ["report_pages"]  # the browser
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here: apt-get install chromium")
@@ -18,7 +17,7 @@ MARKED = "[...document.querySelectorAll('.column')].map((one) => one.querySelect
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stages")
-    save_story(tell_story(programs.step, programs.step_inputs(), target="step"), folder / "story")
+    save_story(step(), folder / "story")
     write_stage_page(folder / "story", folder / "page.html")
     return folder / "page.html"
 

@@ -21,7 +21,7 @@ from graft.stages.story import ValueRecord
 from graft.stages.trace import TraceCollector
 
 NAMESPACES = ("extern_kernels", "aten", "torch")  # what a module calls that is not generated
-IN_A_ROW = 5  # calls between two readings of the clock
+IN_A_ROW, REPEATS, TRIES = 5, 7, 4  # the least of four medians: what else a machine does only adds to a time
 CHANGES = "it changes whole numbers that it reads, so it cannot be called twice with the same"
 
 
@@ -179,7 +179,8 @@ def value_record(graph: str, kernel: str, name: str, tensor: torch.Tensor) -> Va
 
 
 def measure_launch(launch: NotedLaunch) -> MeasuredKernel:
-    arguments = tuple(argument_text(value) for value in (*launch.args, *launch.kwargs.values()))
+    named = [f"{key}={argument_text(value)}" for key, value in launch.kwargs.items() if key != "stream"]
+    arguments = (*map(argument_text, launch.args), *named)
     facts = resources(launch.function)
     tensors = [value for value in (*launch.args, *launch.kwargs.values()) if isinstance(value, torch.Tensor)]
     numbers = [(one, one.clone()) for one in tensors if not one.is_floating_point() and not one.is_complex()]
@@ -190,7 +191,7 @@ def measure_launch(launch: NotedLaunch) -> MeasuredKernel:
             for one, before in numbers:
                 one.copy_(before)
             return MeasuredKernel(0.0, CHANGES, arguments, **facts)
-        seconds = call_seconds(launch, device, in_a_row=IN_A_ROW)
+        seconds = min(call_seconds(launch, device, REPEATS, in_a_row=IN_A_ROW) for _ in range(TRIES))
     except Exception as error:  # noqa: BLE001  an op that cannot be called once more by itself is told as that
         told = str(error).strip().partition("\n")[0]
         return MeasuredKernel(0.0, f"{type(error).__name__}: {told}"[:200], arguments, **facts)
@@ -215,8 +216,16 @@ def resources(function: Any) -> dict[str, Any]:
 
 
 def argument_text(value: Any) -> str:
-    """`float32[4, 16] (16, 1) cpu` of a tensor with its strides; else the value itself."""
+    """`float32[4, 16] (16, 1) cpu` of a tensor with its strides; a value that code can hold; else its type."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype}{list(value.shape)} {tuple(value.stride())} {value.device}"
-    return repr(value) if isinstance(value, (int, float, bool, str, type(None))) else type(value).__name__
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(value)
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    try:
+        ast.literal_eval(repr(value))
+    except (ValueError, SyntaxError):
+        return type(value).__name__
+    return repr(value)

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
 
 import pytest
 from typer.testing import CliRunner
 
-import stage_programs as programs
 from graft.cli.app import app
-from graft.stages.story import Story, StoryEnd
-from graft.stages.tell import tell_story
+from graft.stages.story import StoryEnd
 from graft.workbench.report.stage_columns import Columns, columns_of, layer_of, stage_facts
 from graft.workbench.report.stage_page import render_stages
 from graft.workbench.stages.saved import save_story
-
-
-@cache
-def step() -> Story:
-    return tell_story(programs.step, programs.step_inputs(), target="step")
+from stage_stories import step
 
 
 def reached(columns: Columns, start: int, *, back: bool = False) -> set[int]:
