@@ -92,3 +92,14 @@ def untraceable_inputs() -> list[tuple[Tensor]]:
 
 def without_inputs(x: Tensor) -> Tensor:
     return x
+
+
+def chained(x: Tensor, w: Tensor) -> Tensor:
+    """Three equal pieces between softmaxes, and the ends."""
+    for _ in range(4):
+        x = torch.softmax((x + 1) @ w, -1) * x.shape[0]
+    return x
+
+
+def chained_inputs(size: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.rand(size, 4), torch.rand(4, 4))]

@@ -66,6 +66,10 @@ def read_kernels(tree: ast.AST) -> Iterator[GeneratedKernel]:
             yield GeneratedKernel(target.id, language, max(texts, key=len))
 
 
+def read_source(code: str) -> Iterator[GeneratedKernel]:
+    return read_kernels(ast.parse(code))
+
+
 def read_calls(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graft.base.timers import call_seconds
-from graft.stages.kernels import GeneratedKernel, read_kernels
+from graft.stages.kernels import GeneratedKernel, read_source
 from graft.stages.runtime import RunnableGraph
 from graft.stages.story import ValueRecord
 from graft.stages.trace import TraceCollector
@@ -64,7 +64,7 @@ def measure_graphs(
     written: list[ValueRecord] = []
     code = {row.graph: row.payload for row in trace.of("inductor_output_code")}
     for graph in graphs:
-        kernels = {one.name: one for one in read_kernels(ast.parse(code.get(graph.graph, "")))}
+        kernels = {one.name: one for one in read_source(code.get(graph.graph, ""))}
         launches = launches_of(graph, kernels, values)
         written += [record for launch in launches for record in launch.values]
         for launch in {one.name: one for one in reversed(launches)}.values():  # the first of each name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import inspect
 import re
@@ -21,7 +20,7 @@ from graft.base.files import folder_bytes
 from graft.passes.report import Report
 from graft.stages.caches import own_caches
 from graft.stages.functional import trace_whole
-from graft.stages.kernels import SeenKernels, read_kernels, watch_kernels
+from graft.stages.kernels import SeenKernels, read_source, watch_kernels
 from graft.stages.launches import measure_graphs
 from graft.stages.needs import missing
 from graft.stages.runtime import NEEDS as RUNTIME
@@ -127,7 +126,7 @@ def checked_by(watch: StageWatch, told: str) -> list[str]:
     """The kernels that hold the check of an index which failed: `index out of bounds: 0 <= tmp7 < 4L`."""
     failed = re.search(r"index out of bounds: .*", told)
     code = [row.payload for row in watch.trace.of("inductor_output_code")] if failed else []
-    kernels = [kernel for text in code for kernel in read_kernels(ast.parse(text))]
+    kernels = [kernel for text in code for kernel in read_source(text)]
     return [kernel.name for kernel in kernels if failed and failed[0] in kernel.source]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from graft.stages.story import STAGES, CacheLookup, KernelRecord, PassRun, StageGraph, Story, ValueRecord
 from graft.workbench.diff_text import StyledLine
@@ -32,7 +33,7 @@ def story_lines(story: Story, stage: int | None = None) -> list[StyledLine]:
     return lines + end_lines(story)
 
 
-def end_lines(story: Story) -> list[StyledLine]:
+def end_lines(story: Any) -> list[StyledLine]:
     if story.end is None:
         return []
     where = f"in stage {story.end.stage}" if story.end.stage else "outside of the compiler"
