@@ -55,6 +55,24 @@ def endless_inputs() -> list[tuple[Tensor, str]]:
     return [(torch.ones(2), f"{'a' * n}{n}") for n in range(12)]
 
 
+def picked(table: Tensor, index: Tensor) -> Tensor:
+    return table[index] * 2
+
+
+def picked_inputs() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.ones(4, 8), torch.tensor([1, 3, 7]))]
+
+
+def counted(x: Tensor, position: Tensor) -> Tensor:
+    y = torch.log(x[position])
+    position.add_(1)
+    return y
+
+
+def counted_inputs() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.arange(4.0), torch.tensor([0, 1]))]
+
+
 def raises(x: Tensor) -> Tensor:
     raise ValueError("not today")
 
@@ -74,3 +92,14 @@ def untraceable_inputs() -> list[tuple[Tensor]]:
 
 def without_inputs(x: Tensor) -> Tensor:
     return x
+
+
+def chained(x: Tensor, w: Tensor) -> Tensor:
+    """Three equal pieces between softmaxes, and the ends."""
+    for _ in range(4):
+        x = torch.softmax((x + 1) @ w, -1) * x.shape[0]
+    return x
+
+
+def chained_inputs(size: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.rand(size, 4), torch.rand(4, 4))]

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from graft.base.errors import VerificationError
 
 TORCH = f"{Path(torch.__file__).parent}/"
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n[ \t]+(?!File ")([^\n]+))?')
 OpOverload = type(torch.ops.aten.add.Tensor)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch._dynamo.output_graph
 
-from graft.stages.graphs import record_graph
+from graft.stages.graphs import code_lines, record_graph
 from graft.stages.needs import Reached, swapped
 from graft.stages.story import DynamoStage, GraphBreak, GuardGroup, Recompilation, StageGraph, SymbolRecord
 from graft.stages.trace import TraceCollector, current_graph, stack_line
@@ -26,6 +26,7 @@ EQUAL = re.compile(r"(?P<name>[A-Za-z_]\w*) == (?P<expected>.+)")
 class SeenDynamo:
     graphs: list[StageGraph] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
+    lines: dict[str, str] = field(default_factory=dict)
 
 
 class LimitHandler(logging.Handler):
@@ -48,6 +49,7 @@ def watch_dynamo(seen: SeenDynamo, reached: Reached) -> Iterator[None]:
     def make(before: Callable[..., Any]) -> Callable[..., Any]:
         def call_user_compiler(self: Any, gm: Any, example_inputs: Any) -> Any:
             seen.graphs.append(record_graph(gm.graph, current_graph(), frame_of(self)))
+            seen.lines |= code_lines(gm.graph)
             reached.at(2, f"handing graph {current_graph()} to the backend")
             result = before(self, gm, example_inputs)
             reached.at(1, "tracing")
@@ -84,6 +86,7 @@ def dynamo_stage(seen: SeenDynamo, trace: TraceCollector, calls: Sequence[Mappin
         recompilations=read_recompilations(trace, calls),
         symbols=read_symbols(trace),
         notes=tuple(dict.fromkeys(seen.limits)),
+        lines=dict(seen.lines),
     )  # fmt: skip
 
 

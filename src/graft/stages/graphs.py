@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from graft.ir.io.text import abstract_text, graph_text, target_text, type_text
-from graft.ir.nodes import module_path, source_line, static_int, tensor_val
+from graft.ir.nodes import FRAME, TORCH, module_path, source_line, static_int, tensor_val
 from graft.stages.story import StageGraph, StageNode
 
 SELF = re.compile(r"^(L\['self'\]\.?|L\['(\w+)'\])")  # Dynamo's name of the module that is compiled
@@ -51,6 +51,17 @@ def sources_of(node: Node) -> tuple[str, ...]:
 
     walk(node.meta.get("from_node"))
     return tuple(dict.fromkeys(found))
+
+
+def code_lines(graph: Graph) -> dict[str, str]:
+    """The code at each line that made a node, as the trace holds it."""
+    found: dict[str, str] = {}
+    for trace in {node.meta.get("stack_trace") or "" for node in graph.nodes}:
+        outside = [frame for frame in FRAME.findall(trace) if not frame[0].startswith(TORCH)]
+        if outside and outside[-1][2]:
+            path, line, text = outside[-1]
+            found[f"{path.rsplit('/', 1)[-1]}:{line}"] = text.strip()
+    return found
 
 
 def tensor_bytes(node: Any) -> int | str:

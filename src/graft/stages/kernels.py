@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ NEEDS = (
     "torch._inductor.config:trace.provenance_tracking_level",
 )
 NO_GPU = "registers and spills: of Triton kernels on a GPU; this run was on {device}"
-GPU = "registers and spills: not collected; `TORCH_LOGS=+torch._inductor.runtime.triton_heuristics` prints them"
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,10 @@ def read_kernels(tree: ast.AST) -> Iterator[GeneratedKernel]:
             yield GeneratedKernel(target.id, language, max(texts, key=len))
 
 
+def read_source(code: str) -> Iterator[GeneratedKernel]:
+    return read_kernels(ast.parse(code))
+
+
 def read_calls(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -81,14 +84,31 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def kernel_stage(seen: SeenKernels, trace: TraceCollector, last: Sequence[StageGraph], device: str) -> KernelStage:
-    """last: the graphs that code was generated for."""
+def kernel_stage(
+    seen: SeenKernels,
+    trace: TraceCollector,
+    last: Sequence[StageGraph],
+    device: str,
+    measured: Mapping[tuple[str, str], Any],
+) -> KernelStage:
+    """last: the graphs that code was generated for. measured: by graph and name, a `MeasuredKernel`."""
     found: list[KernelRecord] = []
     for row in trace.of("inductor_output_code"):
         if all(one.graph != row.graph for one in found):
             found += kernels_of(row.graph, row.payload, launches_of(trace, row.graph), last)
-    resources = NO_GPU.format(device=device) if not device.startswith("cuda") else GPU
-    return KernelStage(kernels=tuple(found), choices=tuple(seen.choices), resources=resources)
+    resources = NO_GPU.format(device=device) if not device.startswith("cuda") else ""
+    code = {row.graph: row.payload for row in trace.of("inductor_output_code")}
+    kernels = tuple(with_time(one, measured.get((one.graph, one.name))) for one in found)
+    return KernelStage(kernels=kernels, choices=tuple(seen.choices), resources=resources, code=code)
+
+
+def with_time(kernel: KernelRecord, found: Any) -> KernelRecord:
+    if found is None:
+        return kernel
+    return replace(
+        kernel, us=found.us, not_timed=found.problem, arguments=found.arguments, registers=found.registers,
+        spills=found.spills, shared=found.shared, tile=found.tile,
+    )  # fmt: skip
 
 
 def launches_of(trace: TraceCollector, graph: str) -> dict[str, tuple[int, list[str]]]:

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch._inductor.config
 
 from graft.stages.needs import Reached, swapped
-from graft.stages.story import CudagraphRecord, RuntimeStage
+from graft.stages.story import CudagraphRecord, RuntimeStage, ValueRecord
 from graft.stages.trace import TraceCollector, current_graph
 
 NEEDS = (
@@ -24,6 +25,17 @@ NOT_ASKED = 'not asked for: mode="reduce-overhead" (--mode reduce-overhead) or t
 @dataclass
 class SeenRuntime:
     cudagraphs: list[CudagraphRecord] = field(default_factory=list)
+
+
+@dataclass
+class RunnableGraph:
+    """call: the generated function, without CUDA graphs around it. args: those of its first call, by reference."""
+
+    graph: str
+    call: Callable[[list[Any]], Any]
+    partitions: list[Any]
+    written: tuple[int, ...]
+    args: list[Any] = field(default_factory=list)
 
 
 @contextmanager
@@ -46,6 +58,37 @@ def watch_runtime(seen: SeenRuntime, reached: Reached) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def watch_graphs(seen: list[RunnableGraph]) -> Iterator[None]:
+    """Within it, generated functions are kept with the arguments of their first call."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    def make(before: Callable[..., Any]) -> Callable[..., Any]:
+        def post_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+            raw = getattr(self, "current_callable", None)
+            if callable(raw) and hasattr(raw, "__globals__"):
+                self.current_callable = noting(raw, tuple(self.mutated_input_idxs or ()), seen)
+            return before(self, *args, **kwargs)
+
+        return post_compile
+
+    with swapped(CompiledFxGraph, "post_compile", make):
+        yield
+
+
+def noting(raw: Any, written: tuple[int, ...], seen: list[RunnableGraph]) -> Callable[..., Any]:
+    runner = getattr(raw, "__self__", None)  # its partitions are what CUDA graphs are put around
+    kept = RunnableGraph(current_graph(), raw, list(getattr(runner, "partitions", ())), written)
+
+    def call(args: list[Any]) -> Any:
+        if not kept.args:
+            kept.args = [a.clone() if i in written and isinstance(a, torch.Tensor) else a for i, a in enumerate(args)]
+            seen.append(kept)
+        return raw(args)
+
+    return call
+
+
 def skip_reason(compiled: Any, asked: bool, kept: bool) -> str:
     if not asked:
         return NOT_ASKED
@@ -59,7 +102,7 @@ def skip_reason(compiled: Any, asked: bool, kept: bool) -> str:
     return "; ".join(str(reason) for reason in told if reason) or "Inductor gives no reason"
 
 
-def runtime_stage(seen: SeenRuntime, trace: TraceCollector) -> RuntimeStage:
+def runtime_stage(seen: SeenRuntime, trace: TraceCollector, values: tuple[ValueRecord, ...] = ()) -> RuntimeStage:
     """A graph that was to be recorded can still be skipped in a later call; the metrics of its compilation say so."""
     later = {
         row.graph: str(row.data["cudagraph_skip_reason"])
@@ -79,4 +122,5 @@ def runtime_stage(seen: SeenRuntime, trace: TraceCollector) -> RuntimeStage:
         reused={g: len(re.findall(r"# reuse$", text, re.M)) for g, text in called.items()},
         streams=len(set(re.findall(r"\bstream\d+\b", whole))),
         collectives=tuple(sorted(set(re.findall(r"_c10d_functional\.(\w+)", whole)))),
+        values=values,
     )

@@ -87,6 +87,7 @@ class DynamoStage:
     recompilations: tuple[Recompilation, ...] = ()
     symbols: tuple[SymbolRecord, ...] = ()
     notes: tuple[str, ...] = ()
+    lines: Mapping[str, str] = field(default_factory=dict)  # the code at `file.py:12`
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,13 @@ class KernelRecord:
     nodes: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     source: str = field(repr=False, default="")
+    us: float = 0.0  # one launch alone, its data in the cache; 0 where it was not measured
+    not_timed: str = ""  # why
+    arguments: tuple[str, ...] = ()  # of its first launch: `float32[4, 16] (16, 1) cpu`
+    registers: int | None = None  # of a thread, Triton's kernels on a GPU
+    spills: int | None = None
+    shared: int | None = None
+    tile: str = ""
 
 
 @dataclass(frozen=True)
@@ -227,7 +235,8 @@ class KernelStage:
     problem: str = ""
     kernels: tuple[KernelRecord, ...] = ()
     choices: tuple[AutotuneRecord, ...] = ()
-    resources: str = ""  # registers and spills, or why there are none
+    resources: str = ""  # why there are no registers and spills
+    code: Mapping[str, str] = field(default_factory=dict)  # what was generated for each graph
 
 
 @dataclass(frozen=True)
@@ -241,6 +250,20 @@ class CudagraphRecord:
 
 
 @dataclass(frozen=True)
+class ValueRecord:
+    """What a launch wrote: least, largest and mean of what is finite, and how many numbers are not."""
+
+    graph: str
+    kernel: str
+    name: str
+    type: str
+    least: float | None = None
+    largest: float | None = None
+    mean: float | None = None
+    not_finite: int = 0
+
+
+@dataclass(frozen=True)
 class RuntimeStage:
     """allocations: of buffers in the generated code; reused: those that take over the memory of one that is done."""
 
@@ -250,6 +273,7 @@ class RuntimeStage:
     reused: Mapping[str, int] = field(default_factory=dict)
     streams: int = 0
     collectives: tuple[str, ...] = ()
+    values: tuple[ValueRecord, ...] = ()  # in the order of the launches, where they were asked for
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +20,11 @@ from graft.base.files import folder_bytes
 from graft.passes.report import Report
 from graft.stages.caches import own_caches
 from graft.stages.functional import trace_whole
-from graft.stages.kernels import SeenKernels, watch_kernels
+from graft.stages.kernels import SeenKernels, read_source, watch_kernels
+from graft.stages.launches import measure_graphs
 from graft.stages.needs import missing
+from graft.stages.runtime import NEEDS as RUNTIME
+from graft.stages.runtime import RunnableGraph, watch_graphs
 from graft.stages.story import Story, StoryEnd
 from graft.stages.trace import NEEDS as TRACE
 from graft.stages.trace import tracing_rows
@@ -40,11 +44,13 @@ def tell_story(
     options: Mapping[str, Any] | None = None,
     gradients: bool = False,
     whole: bool = True,
+    values: bool = False,
 ) -> Story:
     """Compiles `function` and makes each of `calls`, on copies of their arguments.
 
     backend: eager shows stage 1 alone, in a fraction of the time. whole: also the graph before ops are taken apart
-    (one more trace), and the first call once more out of the cache.
+    (one more trace), and the first call once more out of the cache, with each kernel of it timed alone. values: also
+    what every launch of that call wrote.
     """
     trust_instruction_sets()
     made = Backend() if backend == "graft" else None
@@ -62,7 +68,7 @@ def tell_story(
                 end = make_calls(watch, function, calls, settings)
             reports: Sequence[Report] = tuple(made.reports) if made is not None else ()
             if whole and end is None and backend != "eager":
-                more_of_it(watch, function, calls[0], settings, dynamic)
+                more_of_it(watch, function, calls[0], settings, dynamic, values)
             story = watch.story(
                 name,
                 backend=backend, device=device_of(function, calls), calls=named, reports=reports, end=end,
@@ -111,7 +117,17 @@ def ended(watch: StageWatch, error: Exception, index: int) -> StoryEnd:
         told = first_line(error.__cause__)
     if inside or watch.reached.stage > 1:
         return StoryEnd(watch.reached.stage, watch.reached.doing, told)
+    if kernels := checked_by(watch, told):
+        return StoryEnd(6, f"running call {index + 1}, in {' or '.join(kernels)}", told)
     return StoryEnd(0, f"running call {index + 1}: the program itself raised", told)
+
+
+def checked_by(watch: StageWatch, told: str) -> list[str]:
+    """The kernels that hold the check of an index which failed: `index out of bounds: 0 <= tmp7 < 4L`."""
+    failed = re.search(r"index out of bounds: .*", told)
+    code = [row.payload for row in watch.trace.of("inductor_output_code")] if failed else []
+    kernels = [kernel for text in code for kernel in read_source(text)]
+    return [kernel.name for kernel in kernels if failed and failed[0] in kernel.source]
 
 
 def first_line(error: Exception) -> str:
@@ -127,16 +143,20 @@ def more_of_it(
     args: tuple[Any, ...],
     settings: Mapping[str, Any],
     dynamic: bool | None,
+    values: bool,
 ) -> None:
     """The graph with whole ops, and the first call again after everything in memory was forgotten."""
     watch.kept_bytes = folder_bytes(watch.home)
     reset_compiler()
     try:
-        with tracing_rows() as again, watch_kernels(SeenKernels()):  # its setting is part of the cache's keys
+        graphs: list[RunnableGraph] = []
+        kept = nullcontext() if missing(RUNTIME) else watch_graphs(graphs)
+        with tracing_rows() as again, watch_kernels(SeenKernels()), kept:  # its setting is part of the cache's keys
             started = time.perf_counter()
             torch.compile(function, **settings)(*copy.deepcopy(args))
             watch.seconds = (watch.seconds[0], time.perf_counter() - started)
             watch.again = again
+        watch.measured, watch.values = measure_graphs(graphs, again, values=values)
         trace_whole(watch.functional, function, copy.deepcopy(args), dynamic)
     except Exception as error:  # noqa: BLE001  the second time is an extra; the story has what came before it
         watch.functional.problem = f"the run once more failed: {first_line(error)}"

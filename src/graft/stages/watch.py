@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from graft.passes.report import Report
-from graft.stages import caches, dynamo, functional, kernels, post_grad, runtime, scheduling, trace
+from graft.stages import caches, dynamo, functional, kernels, launches, post_grad, runtime, scheduling, trace
 from graft.stages.needs import Reached, missing, version_note
-from graft.stages.story import STAGES, CopyRecord, Story, StoryEnd
+from graft.stages.story import STAGES, CopyRecord, Story, StoryEnd, ValueRecord
 
 ADAPTERS = {
     "dynamo": dynamo.NEEDS,
@@ -43,6 +43,8 @@ class StageWatch:
     again: trace.TraceCollector | None = None
     seconds: tuple[float, float] = (0.0, 0.0)
     kept_bytes: int = 0
+    measured: Mapping[tuple[str, str], launches.MeasuredKernel] = field(default_factory=dict)
+    values: tuple[ValueRecord, ...] = ()
 
     def story(
         self, target: str, *, backend: str = "inductor", device: str = "cpu", calls: Sequence[Mapping[str, Any]] = (),
@@ -60,7 +62,7 @@ class StageWatch:
             for written, fate in found.items()
             if fate.copied
         ]
-        code = kernels.kernel_stage(self.kernels, self.trace, self.post_grad.graphs, device)
+        code = kernels.kernel_stage(self.kernels, self.trace, self.post_grad.graphs, device, self.measured)
         by_node = kernels.kernel_by_node(code)
         return Story(
             target=target, backend=backend, torch=torch.__version__, device=device,
@@ -71,7 +73,7 @@ class StageWatch:
             post_grad=post_grad.post_grad_stage(self.post_grad, reports),
             scheduling=scheduling.scheduling_stage(self.scheduling, last, writes, by_node),
             kernels=code,
-            runtime=runtime.runtime_stage(self.runtime, self.trace),
+            runtime=runtime.runtime_stage(self.runtime, self.trace, self.values),
             caches=caches.cache_stage(self.trace, self.again, self.seconds, self.kept_bytes),
         )  # fmt: skip
 

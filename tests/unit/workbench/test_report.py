@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from graft.base.errors import DiskFull
 from graft.cli.app import app
 from graft.passes.dumps import MANIFEST, REPORT
-from graft.workbench.report import collect, render
+from graft.workbench.report import collect, render, stage_page
 from graft.workbench.report import page as page_module
 from graft.workbench.report.page import PACKAGE, SCRIPTS, STYLES, VENDOR, policy, safe_json, write_page
 from report_cases import HOSTILE, dump_stack
@@ -132,10 +132,10 @@ def test_json_in_a_page_reads_back_and_cannot_end_its_element(value):
 
 def test_every_file_of_the_page_is_used():
     names = {file.name for file in (PACKAGE / "static").iterdir()}
-    assert names == {*SCRIPTS, *STYLES}
+    assert names == {*SCRIPTS, *STYLES, *stage_page.SCRIPTS, *stage_page.STYLES}
     templates = {file.name: file.read_text() for file in (PACKAGE / "templates").iterdir()}
     used = re.findall(r'(?:include|from) "([^"]+)"', "".join(templates.values()))
-    assert {name for name in templates if name != "report.html.j2"} == set(used)
+    assert {name for name in templates if name not in ("report.html.j2", "stages.html.j2")} == set(used)
 
 
 def test_vendored_code_is_whole_named_and_licensed():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +13,6 @@ import stage_programs as programs
 from graft.base.errors import DumpError, UsageError
 from graft.cli.app import app
 from graft.stages.follow import follow
-from graft.stages.story import Story
 from graft.stages.tell import tell_story
 from graft.workbench.stages import questions
 from graft.workbench.stages.compare import diff_lines, diff_stories
@@ -22,19 +20,9 @@ from graft.workbench.stages.questions import QUESTIONS, find_question
 from graft.workbench.stages.saved import FILE, open_story, save_story
 from graft.workbench.stages.targets import find_target
 from graft.workbench.stages.text import story_lines
+from stage_stories import step, story
 
 FILE_OF = Path(programs.__file__)
-
-
-@cache
-def story(name: str, backend: Any = "eager", mode: str | None = None) -> Story:
-    return tell_story(
-        getattr(programs, name), getattr(programs, f"{name}_inputs")(), target=name, backend=backend, mode=mode
-    )
-
-
-def step() -> Story:
-    return story("step", "inductor", "reduce-overhead")
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +129,19 @@ def test_the_first_stage_that_differs():
     assert other.first == 1 and any("silu" in fact for fact, _ in other.stages[0].added)
     texts = [line.text for line in diff_lines(other)]
     assert "first difference in stage 1, Dynamo" in texts and any(text.startswith("  + ") for text in texts)
+
+
+def test_times_of_kernels_are_compared_by_name():
+    kernels = step().kernels
+    slower = tuple(
+        replace(one, us=10 * one.us) if one.name == "extern_kernels.mm" else one for one in kernels.kernels
+    )
+    found = diff_stories(step(), replace(step(), kernels=replace(kernels, kernels=slower)))
+    assert found.first is None and found.times[0].name == "extern_kernels.mm"
+    texts = [line.text for line in diff_lines(found)]
+    assert texts[2].startswith("kernel times, each alone: ") and len(texts) == 4 and "extern_kernels.mm" in texts[3]
+    assert len(diff_lines(found, unfold=True)) == 3 + len(found.times)
+    assert not diff_stories(story("longer"), story("longer")).times
 
 
 def test_text_has_every_stage_and_where_it_ended():

@@ -1,4 +1,4 @@
-"""`graft repro`: one match of a run as a Python file that runs by itself."""
+"""`graft repro`: one match of a run, or one generated kernel, as a Python file that runs by itself."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from typing import Annotated
 
 import typer
 
+from graft.base.errors import UsageError
 from graft.cli.options import Json, Plugins
 
 
 def repro(
-    run: Annotated[Path, typer.Argument(help="A folder that graft dump wrote.", metavar="RUN")],
+    run: Annotated[Path, typer.Argument(help="A folder that graft dump wrote, or graft stages -o.", metavar="RUN")],
     match: Annotated[
         str, typer.Option("--match", help="fuse_rope:3, or 3 with --transform; left out: list them.", metavar="ID")
     ] = "",
     transform: Annotated[str, typer.Option("--transform", "-t", help="The matches of this one.")] = "",
+    kernel: Annotated[
+        str,
+        typer.Option("--kernel", help="Of graft stages -o: run and time this kernel.", metavar="NAME"),
+    ] = "",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write; else repro_TRANSFORM_N.py.", metavar="FILE")
     ] = None,
@@ -27,7 +32,19 @@ def repro(
 
     The file exits with 0 when both give the same and with 1 when not. Weights are those of the dump where it has them
     (graft dump --weights), else random.
+
+    Of a folder that graft stages -o wrote: --kernel NAME writes a file with that kernel alone, runs it in a process
+    of its own and says how long a call takes; left out, kernels are listed.
     """
+    from graft.workbench.stages.saved import is_story
+
+    if is_story(str(run)) or kernel:
+        if match or transform:
+            raise UsageError(
+                "--match and --transform are for a folder of graft dump, --kernel for one of graft stages"
+            )
+        repro_kernel(run, kernel, output, as_json)
+        return
     from graft.base.files import write_together
     from graft.cli.show import busy, out
     from graft.passes.registry import load_all
@@ -54,3 +71,35 @@ def repro(
     else:
         out.print(f"{chosen.id} {chosen.record.anchor}", markup=False, soft_wrap=True)
         out.print(f"next  python {path}", markup=False, soft_wrap=True)
+
+
+def repro_kernel(folder: Path, name: str, output: Path | None, as_json: bool) -> None:
+    from graft.base.files import write_together
+    from graft.cli.show import busy, out
+    from graft.workbench.repro.kernel import find_kernel, kernel_source, time_file
+    from graft.workbench.stages.saved import open_story
+
+    story = open_story(folder)
+    if not name:
+        if as_json:
+            listed = [{"graph": k.graph, "name": k.name, "us": k.us} for k in story.kernels.kernels]
+            print(json.dumps(listed))
+            return
+        for one in story.kernels.kernels:
+            time = f"{one.us:.1f} µs" if one.us else one.not_timed or "not timed"
+            out.print(f"{one.graph:<5} {one.name}  {time}", markup=False, soft_wrap=True)
+        return
+    chosen = find_kernel(story, name)
+    path = output or Path(f"repro_{chosen.name.replace('.', '_')[:60]}.py")
+    write_together({path: kernel_source(story, chosen, f"graft repro {folder} --kernel {name}")})
+    with busy("timing the kernel"):
+        found = time_file(path)
+    if as_json:
+        print(json.dumps({"file": str(path), "graph": chosen.graph, **found}))
+        return
+    out.print(
+        f"{chosen.name}: {found['us']} µs a call, the median; {found['least_us']} at least; {found['calls']} calls"
+        f" on {found['bytes']:,} bytes",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+    out.print(f"next  python {path}", markup=False, soft_wrap=True)

@@ -28,6 +28,14 @@ Options = Annotated[
     typer.Option("--option", help="An option of Inductor: freezing=true. Repeatable.", metavar="KEY=VALUE"),
 ]
 Tokens = Annotated[str, typer.Option(help="Of a model: tokens in each call, 8,12 for two calls.")]
+IndexAsserts = Annotated[
+    bool | None,
+    typer.Option(
+        "--index-asserts/--no-index-asserts",
+        help="Generated code checks every index, or none; left out: those that may be out of bounds.",
+        show_default=False,
+    ),
+]
 DYNAMIC = {"auto": None, "true": True, "false": False}
 
 
@@ -53,6 +61,16 @@ def show(
     options: Options = None,
     stage: Annotated[int | None, typer.Option(help="This stage alone, 1 to 7.", min=1, max=7)] = None,
     tokens: Tokens = "8",
+    index_asserts: IndexAsserts = None,
+    values: Annotated[
+        bool, typer.Option("--values", help="Also what every launch wrote: least, largest, mean, not finite.")
+    ] = False,
+    buckets: Annotated[
+        str, typer.Option(help="Compile in pieces for these sizes (tokens of a model): 1,8,64.", metavar="SIZES")
+    ] = "",
+    split_at: Annotated[
+        str, typer.Option(help="--buckets: split at ops with one of these words in their name.", metavar="WORDS")
+    ] = "attention",
     dtype: DType = "auto",
     device: Device = "auto",
     output: Annotated[
@@ -67,7 +85,12 @@ def show(
     from graft.workbench.stages.saved import save_story
     from graft.workbench.stages.text import story_lines
 
-    story = story_of(target, backend, dynamic, mode, options, tokens, dtype, device)
+    given = [*(options or []), *index_options(index_asserts)]
+    if buckets:
+        unused = {"--stage": stage, "-o": output, "--values": values, "--mode": mode}
+        show_buckets(target, buckets, split_at, backend, dynamic, given, dtype, device, unused, as_json)
+        return
+    story = story_of(target, backend, dynamic, mode, given, tokens, dtype, device, values)
     if output is not None:
         save_story(story, output)
     if as_json:
@@ -78,14 +101,58 @@ def show(
         raise typer.Exit(1)
 
 
+def show_buckets(
+    target: str, buckets: str, split_at: str, backend: str, dynamic: str, options: list[str], dtype: str, device: str,
+    unused: dict[str, Any], as_json: bool,
+) -> None:  # fmt: skip
+    from graft.cli.show import progress_bar
+    from graft.stages.buckets import tell_buckets
+    from graft.workbench.stages.bucket_text import bucket_lines
+    from graft.workbench.stages.targets import bucket_target
+
+    sizes, words = read_sizes(buckets), tuple(word.strip() for word in split_at.split(",") if word.strip())
+    for name, value in unused.items():
+        if value:
+            raise UsageError(f"{name} is not for --buckets, which tells sizes and pieces; --json has all of it")
+    if backend != "inductor":
+        raise UsageError(f"--buckets compiles pieces with Inductor, not with {backend}")
+    check_dynamic(dynamic)
+    given = read_options(options)
+    with progress_bar() as progress:
+        found = bucket_target(target, sizes, progress, dtype=dtype, device=device)
+        progress("compiling in pieces", 0, 1)
+        calls = dict(zip(sizes, found.calls, strict=True))
+        free = True if dynamic == "auto" else DYNAMIC[dynamic]
+        story = tell_buckets(found.function, calls, target=found.name, split_at=words, dynamic=free, options=given)
+    if as_json:
+        print(json.dumps(story.to_dict()))
+    else:
+        print_lines(bucket_lines(story))
+    if story.end is not None:
+        raise typer.Exit(1)
+
+
+def read_sizes(text: str) -> list[int]:
+    from graft.cli.measure.bench import read_numbers
+
+    sizes = list(dict.fromkeys(read_numbers("buckets", text)))
+    if min(sizes) < 1:
+        raise UsageError(f"--buckets takes sizes of at least 1, not {text!r}")
+    return sizes
+
+
+def check_dynamic(dynamic: str) -> None:
+    if dynamic not in DYNAMIC:
+        raise UsageError(f"--dynamic {dynamic}: write auto, true or false")
+
+
 def story_of(
     target: str, backend: str = "inductor", dynamic: str = "auto", mode: str = "", options: list[str] | None = None,
-    tokens: str = "8", dtype: str = "auto", device: str = "auto",
+    tokens: str = "8", dtype: str = "auto", device: str = "auto", values: bool = False,
 ) -> Story:  # fmt: skip
     from graft.workbench.stages.saved import is_story, open_story
 
-    if dynamic not in DYNAMIC:
-        raise UsageError(f"--dynamic {dynamic}: write auto, true or false")
+    check_dynamic(dynamic)
     if backend not in ("inductor", "graft", "eager"):
         raise UsageError(f"--backend {backend}: write inductor, graft or eager")
     if is_story(target):
@@ -101,8 +168,15 @@ def story_of(
         progress("compiling with every stage watched", 0, 1)
         return tell_story(
             found.function, found.calls, target=found.name, backend=backend, dynamic=DYNAMIC[dynamic],  # pyrefly: ignore
-            mode=mode or None, options=given,
+            mode=mode or None, options=given, values=values,
         )  # fmt: skip
+
+
+def index_options(asserts: bool | None) -> list[str]:
+    """The options of Inductor by which generated code checks indices."""
+    if asserts is None:
+        return []
+    return [f"assert_indirect_indexing={asserts}", f"debug_index_asserts={asserts}"]
 
 
 def read_options(given: list[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ STYLES = ("base.css", "parts.css", "print.css")
 # in order: each file may use what those before it define
 SCRIPTS = (
     *(
+        "dom.js",
         "data.js",
         "theme.js",
         "scene.js",
@@ -45,15 +46,19 @@ def write_report(
     code: Path | None = None,
 ) -> ReportData:
     """Writes the report of a run folder to `output`: whole, or not at all."""
-    if output.is_dir():
-        raise ReportError(f"{output} is a folder; name a file: -o {output / 'report.html'}")
-    if not output.absolute().parent.is_dir():
-        raise ReportError(f"{output.absolute().parent} does not exist; make the folder first, or choose another file")
+    check_output(output)
     data = collect(run, kernels, progress, code)
     if progress:
         progress("writing the page", 0, 1)
     write_page(output, render(data))
     return data
+
+
+def check_output(output: Path) -> None:
+    if output.is_dir():
+        raise ReportError(f"{output} is a folder; name a file: -o {output / 'report.html'}")
+    if not output.absolute().parent.is_dir():
+        raise ReportError(f"{output.absolute().parent} does not exist; make the folder first, or choose another file")
 
 
 def write_page(output: Path, text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from graft.ir.nodes import TORCH
-
-FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n[ \t]+(?!File ")([^\n]+))?')
+from graft.ir.nodes import FRAME, TORCH
 
 
 @dataclass

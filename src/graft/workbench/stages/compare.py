@@ -12,6 +12,8 @@ from graft.stages.story import STAGES, StageGraph, Story
 from graft.workbench.diff_text import StyledLine
 from graft.workbench.stages.text import TITLES, cut
 
+NOISE = 0.2  # of a kernel's time: what two readings of a few µs differ by
+
 
 @dataclass(frozen=True)
 class StageDiff:
@@ -23,10 +25,24 @@ class StageDiff:
 
 
 @dataclass(frozen=True)
+class KernelTimes:
+    """µs in all launches of kernels of one name, without its number, before and after; None where there is none."""
+
+    name: str
+    before: float | None
+    after: float | None
+
+    @property
+    def change(self) -> float:
+        return (self.after or 0.0) - (self.before or 0.0)
+
+
+@dataclass(frozen=True)
 class StoryDiff:
     before: str
     after: str
     stages: tuple[StageDiff, ...]
+    times: tuple[KernelTimes, ...] = ()  # those that changed most come first
 
     @property
     def first(self) -> int | None:
@@ -42,7 +58,22 @@ def diff_stories(before: Story, after: Story) -> StoryDiff:
         left, right = Counter(FACTS[name](before)), Counter(FACTS[name](after))
         if left != right:
             found.append(StageDiff(number, tuple((left - right).items()), tuple((right - left).items())))
-    return StoryDiff(title(before), title(after), tuple(found))
+    return StoryDiff(title(before), title(after), tuple(found), diff_times(before, after))
+
+
+def diff_times(before: Story, after: Story) -> tuple[KernelTimes, ...]:
+    left, right = kernel_times(before), kernel_times(after)
+    found = [KernelTimes(name, left.get(name), right.get(name)) for name in dict.fromkeys((*left, *right))]
+    return tuple(sorted(found, key=lambda one: -abs(one.change)))
+
+
+def kernel_times(story: Story) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for kernel in story.kernels.kernels:
+        if kernel.us:
+            name = kernel.name.rstrip("0123456789").rstrip("_")
+            found[name] = round(found.get(name, 0.0) + kernel.us * kernel.launches, 3)
+    return found
 
 
 def title(story: Story) -> str:
@@ -129,11 +160,30 @@ FACTS: dict[str, Callable[[Story], list[str]]] = {
 def diff_lines(diff: StoryDiff, *, unfold: bool = False) -> list[StyledLine]:
     lines = [StyledLine("title", f"{diff.before} → {diff.after}")]
     if diff.first is None:
-        return [*lines, StyledLine("plain", "all seven stages are the same")]
+        return [*lines, StyledLine("plain", "all seven stages are the same"), *time_lines(diff, unfold)]
     lines.append(StyledLine("plain", f"first difference in stage {diff.first}, {TITLES[diff.first - 1]}"))
     for stage in diff.stages:
         lines.append(StyledLine("head", f"{stage.stage} {TITLES[stage.stage - 1]}"))
         for style, sign, facts in (("removed", "-", stage.removed), ("added", "+", stage.added)):
             texts = [f"  {sign} {fact}{f'  × {times}' if times > 1 else ''}" for fact, times in facts]
             lines += [StyledLine(style, text) for text in (texts if unfold else cut(texts, 8))]
-    return lines
+    return lines + time_lines(diff, unfold)
+
+
+def time_lines(diff: StoryDiff, unfold: bool) -> list[StyledLine]:
+    """The sum, and the kernels whose time changed by more than a clock does by itself."""
+    if not diff.times:
+        return []
+    before, after = (
+        sum(t or 0.0 for t in side) for side in zip(*((o.before, o.after) for o in diff.times), strict=True)
+    )
+    lines = [StyledLine("head", f"kernel times, each alone: {before:.1f} → {after:.1f} µs")]
+    shown = [
+        o for o in diff.times if unfold or o.before is None or o.after is None or abs(o.change) > NOISE * o.before
+    ]
+    texts = [f"  {one.name}: {time_text(one.before)} → {time_text(one.after)}" for one in shown]
+    return lines + [StyledLine("plain", text) for text in (texts if unfold else cut(texts, 8))]
+
+
+def time_text(us: float | None) -> str:
+    return "none" if us is None else f"{us:.1f} µs"

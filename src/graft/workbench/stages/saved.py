@@ -35,6 +35,8 @@ def save_story(story: Story, folder: Path) -> None:
         if kernel.source:
             suffix = "cpp" if kernel.language.startswith("cpp") else "py"
             files[folder / "kernels" / f"{file_name(kernel.graph)}_{kernel.name}.{suffix}"] = kernel.source
+    for graph, code in story.kernels.code.items():
+        files[folder / "code" / f"{file_name(graph)}.py"] = code
     write_together(files)
 
 

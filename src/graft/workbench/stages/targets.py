@@ -44,8 +44,9 @@ def find_target(name: str, tokens: Sequence[int] = (8,), progress: Progress | No
     return StageTarget(loaded.name, Decoder(loaded.module), tuple(calls))
 
 
-def function_target(path: str, name: str) -> StageTarget:
-    """A function, a module, or a class of modules. Its calls: `NAME_inputs` or `inputs` beside it."""
+def function_target(path: str, name: str, sizes: Sequence[int] = ()) -> StageTarget:
+    """A function, a module, or a class of modules. Its calls: `NAME_inputs` or `inputs` beside it, which with `sizes`
+    is called with each of them."""
     with in_file(path):
         file = import_file(path)
     found = getattr(file, name, None)
@@ -56,8 +57,26 @@ def function_target(path: str, name: str) -> StageTarget:
         if isinstance(found, type) and issubclass(found, nn.Module):
             found = found()
         given = getattr(file, f"{name}_inputs", None) or getattr(file, "inputs", None)
-        calls = given() if callable(given) else given
+        calls = sized_calls(path, name, given, sizes) if sizes else given() if callable(given) else given
     return StageTarget(f"{Path(path).name}:{name}", found, checked_calls(path, name, found, calls))
+
+
+def sized_calls(path: str, name: str, given: Any, sizes: Sequence[int]) -> list[Any]:
+    """The first call for each size."""
+    if not callable(given) or not inspect.signature(given).parameters:
+        raise UsageError(f"{path}: a size is asked for; write def {name}_inputs(size): return [(argument, …)]")
+    found = [given(size) for size in sizes]
+    return [one[0] if isinstance(one, list) and one else one for one in found]
+
+
+def bucket_target(
+    name: str, sizes: Sequence[int], progress: Progress | None = None, *, dtype: str = "auto", device: str = "auto"
+) -> StageTarget:
+    """One call for each size: as many tokens of a model, or what `FUNCTION_inputs(size)` returns."""
+    path, colon, function = name.rpartition(":")
+    if colon and path.endswith(".py"):
+        return function_target(path, function, sizes)
+    return find_target(name, sizes, progress, dtype=dtype, device=device)
 
 
 @contextmanager

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from graft.stages.story import STAGES, CacheLookup, KernelRecord, PassRun, StageGraph, Story
+from graft.stages.story import STAGES, CacheLookup, KernelRecord, PassRun, StageGraph, Story, ValueRecord
 from graft.workbench.diff_text import StyledLine
 
 TITLES = (
@@ -32,7 +33,7 @@ def story_lines(story: Story, stage: int | None = None) -> list[StyledLine]:
     return lines + end_lines(story)
 
 
-def end_lines(story: Story) -> list[StyledLine]:
+def end_lines(story: Any) -> list[StyledLine]:
     if story.end is None:
         return []
     where = f"in stage {story.end.stage}" if story.end.stage else "outside of the compiler"
@@ -157,14 +158,35 @@ def kernel_lines(story: Story) -> list[str]:
     lines = cut(folded(kernel_line(kernel) for kernel in stage.kernels), 2 * MOST)
     for one in stage.choices:
         lines.append(f"autotuned {one.name}: " + ", ".join(f"{n} {ms:.4f} ms" for n, ms in list(one.ms.items())[:4]))
+    timed = [kernel for kernel in stage.kernels if kernel.us]
+    if timed:
+        total = sum(kernel.us * kernel.launches for kernel in timed)
+        slowest = max(timed, key=lambda kernel: kernel.us * kernel.launches)
+        lines.append(
+            f"{total:.1f} µs in {sum(k.launches for k in timed)} launches, each alone; most in {slowest.name}"
+        )
+    untimed = Counter(kernel.not_timed for kernel in stage.kernels if kernel.not_timed)
+    lines += [f"not timed, {times} kernels: {reason}" for reason, times in untimed.items()]
     return [*lines, *([stage.resources] if stage.resources else [])]
 
 
 def kernel_line(kernel: KernelRecord) -> str:
     launches = f", {kernel.launches} launches" if kernel.launches > 1 else ""
-    lines = ", ".join(kernel.lines[:3]) + (" …" if len(kernel.lines) > 3 else "")
-    of = f" of {lines}" if lines else ""
-    return f"{kernel.graph} {kernel.language} {kernel.name}: {len(kernel.nodes)} nodes{launches}{of}"
+    of = f" of {lines_text(kernel)}" if kernel.lines else ""
+    what = f"{kernel.graph} {kernel.language} {kernel.name}: {len(kernel.nodes)} nodes"
+    return f"{what}{launches}{kernel_time(kernel)}{of}"
+
+
+def lines_text(kernel: KernelRecord) -> str:
+    return ", ".join(kernel.lines[:3]) + (" …" if len(kernel.lines) > 3 else "")
+
+
+def kernel_time(kernel: KernelRecord) -> str:
+    """`, 3.2 µs, 32 registers, 8 spilled`."""
+    parts = [f"{kernel.us:.1f} µs"] if kernel.us else []
+    if kernel.registers is not None:
+        parts.append(f"{kernel.registers} registers, {kernel.spills or 0} spilled")
+    return "".join(f", {part}" for part in parts)
 
 
 def runtime_lines(story: Story) -> list[str]:
@@ -177,7 +199,14 @@ def runtime_lines(story: Story) -> list[str]:
         f"{g} allocates {n} buffers, {stage.reused.get(g, 0)} in reused memory" for g, n in stage.allocations.items()
     ]
     lines += [f"{stage.streams} streams"] if stage.streams else []
-    return lines + ([f"collectives: {', '.join(stage.collectives)}"] if stage.collectives else [])
+    lines += [f"collectives: {', '.join(stage.collectives)}"] if stage.collectives else []
+    return lines + [value_line(one) for one in stage.values]
+
+
+def value_line(one: ValueRecord) -> str:
+    odd = [f"{one.not_finite} not finite"] if one.not_finite else []
+    finite = [] if one.least is None else [f"{one.least:.4g} to {one.largest:.4g}", f"mean {one.mean:.4g}"]
+    return f"{one.graph} {one.kernel} {one.name} {one.type}: {', '.join((*finite, *odd))}"
 
 
 def cache_lines(story: Story) -> list[str]:

@@ -1,23 +1,8 @@
 // What the page carries: graphs by step, drawings of changes by transform, and the texts that they refer to by number.
 
-const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const graphs = read('graphs');
 const docs = read('docs');
 const code = read('code-data');
-const byId = (id) => document.getElementById(id);
-const all = (selector, root = document) => [...root.querySelectorAll(selector)];
-
-// Builds an element. Text is always set as text: a name that looks like markup stays a name.
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (value === null || value === undefined) continue;
-    if (key === 'onclick') made.addEventListener('click', value);
-    else made.setAttribute(key, value);
-  }
-  made.append(...children);
-  return made;
-}
 
 // What stands behind the eight texts of a packed node, in a part of a step and in a drawing of changes.
 const INPUTS = 8, ELSEWHERE = 9, PORT = 10, CHANGE = 8, NOTE = 9;

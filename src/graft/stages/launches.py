@@ -1,0 +1,231 @@
+"""Generated code while it runs: which kernels a graph launches with what, how long each takes alone, what it writes.
+
+A generated module calls its kernels by global names. For one call of it those names are replaced by ones that note
+what they were called with; each kernel is then called again by itself, and timed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graft.base.timers import call_seconds
+from graft.stages.kernels import GeneratedKernel, read_source
+from graft.stages.runtime import RunnableGraph
+from graft.stages.story import ValueRecord
+from graft.stages.trace import TraceCollector
+
+NAMESPACES = ("extern_kernels", "aten", "torch")  # what a module calls that is not generated
+IN_A_ROW, REPEATS, TRIES = 5, 7, 4  # the least of four medians: what else a machine does only adds to a time
+CHANGES = "it changes whole numbers that it reads, so it cannot be called twice with the same"
+
+
+@dataclass
+class NotedLaunch:
+    """One call of a kernel as the generated code makes it; result: what an op returned."""
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any = None
+    values: tuple[ValueRecord, ...] = ()
+
+    def __call__(self) -> Any:
+        given = dict(self.kwargs)
+        if "stream" in given:  # Triton's launches name their stream, which is another one inside of a capture
+            given["stream"] = torch.cuda.current_stream().cuda_stream
+        return self.function(*self.args, **given)
+
+
+@dataclass(frozen=True)
+class MeasuredKernel:
+    """us: of one launch alone, its data in the cache; 0 with a problem where it was not measured."""
+
+    us: float = 0.0
+    problem: str = ""
+    arguments: tuple[str, ...] = ()
+    registers: int | None = None
+    spills: int | None = None
+    shared: int | None = None
+    tile: str = ""
+
+
+def measure_graphs(
+    graphs: Sequence[RunnableGraph], trace: TraceCollector, *, values: bool = False
+) -> tuple[dict[tuple[str, str], MeasuredKernel], tuple[ValueRecord, ...]]:
+    """For each kernel of each graph how long it takes; with `values`, also what every launch wrote."""
+    measured: dict[tuple[str, str], MeasuredKernel] = {}
+    written: list[ValueRecord] = []
+    code = {row.graph: row.payload for row in trace.of("inductor_output_code")}
+    for graph in graphs:
+        kernels = {one.name: one for one in read_source(code.get(graph.graph, ""))}
+        launches = launches_of(graph, kernels, values)
+        written += [record for launch in launches for record in launch.values]
+        for launch in {one.name: one for one in reversed(launches)}.values():  # the first of each name
+            measured[graph.graph, launch.name] = measure_launch(launch)
+    return measured, tuple(written)
+
+
+def launches_of(graph: RunnableGraph, kernels: dict[str, GeneratedKernel], values: bool) -> list[NotedLaunch]:
+    """One call of the graph, on copies of what it writes."""
+    launches: list[NotedLaunch] = []
+    runner = getattr(graph.call, "__self__", None)
+    names: dict[str, Any] = graph.call.__globals__  # type: ignore[attr-defined]
+    before, partitions = dict(names), getattr(runner, "partitions", None)
+    for name, kernel in kernels.items():
+        if name in names:
+            names[name] = NotedKernel(graph.graph, kernel, names[name], launches, values)
+    for name in NAMESPACES:
+        if name in names:
+            names[name] = NotedNames(graph.graph, name, names[name], launches, values)
+    if runner is not None and partitions is not None:
+        runner.partitions = graph.partitions
+    try:
+        written = set(graph.written)
+        graph.call([a.clone() if i in written else a for i, a in enumerate(graph.args)])
+    finally:
+        names.update(before)
+        if runner is not None and partitions is not None:
+            runner.partitions = partitions
+    return launches
+
+
+class NotedKernel:
+    """A generated kernel that notes its calls: `kernel(…)` of C++, `kernel.run(…)` of Triton."""
+
+    def __init__(
+        self, graph: str, kernel: GeneratedKernel, function: Any, launches: list[NotedLaunch], values: bool
+    ) -> None:
+        self.graph, self.kernel, self.function, self.launches = graph, kernel, function, launches
+        self.values = values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.note(self.function, args, kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.note(self.function.run, args, kwargs)
+
+    def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = function(*args, **kwargs)
+        launch = NotedLaunch(self.kernel.name, function, args, kwargs, result)
+        if self.values:
+            names = parameter_names(self.kernel)
+            made = [(n, a) for n, a in zip(names, args, strict=False) if n.startswith(("out_ptr", "in_out_ptr"))]
+            launch.values = values_of(self.graph, self.kernel.name, made)
+        self.launches.append(launch)
+        return result
+
+
+class NotedNames:
+    """`extern_kernels`, `aten` or `torch` whose calls of kernels and ops are noted; all else passes through."""
+
+    def __init__(self, graph: str, path: str, found: Any, launches: list[NotedLaunch], values: bool) -> None:
+        self._graph, self._path, self._found, self._launches, self._values = graph, path, found, launches, values
+
+    def __getattr__(self, name: str) -> Any:
+        found, path = getattr(self._found, name), f"{self._path}.{name}"
+        if self._path.startswith("torch") and not path.startswith("torch.ops"):
+            return found
+        if isinstance(found, torch.dtype):
+            return found
+        return NotedNames(self._graph, path, found, self._launches, self._values)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._found(*args, **kwargs)
+        launch = NotedLaunch(self._path, self._found, args, kwargs, result)
+        if self._values:
+            made = kwargs.get("out", result)
+            launch.values = values_of(self._graph, self._path, [("out", made)])
+        self._launches.append(launch)
+        return result
+
+
+def parameter_names(kernel: GeneratedKernel) -> list[str]:
+    """Of the kernel's own function: `in_ptr0`, `out_ptr1`."""
+    if kernel.language.startswith("cpp"):
+        found = re.search(r"kernel\(([^)]*)\)", kernel.source)
+        return [re.findall(r"\w+", part)[-1] for part in found[1].split(",") if part.strip()] if found else []
+    found = re.search(r"def \w+\(([^)]*)\)", kernel.source)
+    return [part.partition(":")[0].strip() for part in found[1].split(",")] if found else []
+
+
+def values_of(graph: str, kernel: str, made: Sequence[tuple[str, Any]]) -> tuple[ValueRecord, ...]:
+    found = []
+    for name, value in made:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                found.append(value_record(graph, kernel, name, tensor))
+    return tuple(found)
+
+
+def value_record(graph: str, kernel: str, name: str, tensor: torch.Tensor) -> ValueRecord:
+    """Least, largest and mean of what is finite, and how many are not."""
+    flat = tensor.detach().flatten().double()
+    finite = flat[flat.isfinite()]
+    odd = flat.numel() - finite.numel()
+    kind = argument_text(tensor)
+    if not finite.numel():
+        return ValueRecord(graph, kernel, name, kind, not_finite=odd)
+    return ValueRecord(graph, kernel, name, kind, finite.min().item(), finite.max().item(), finite.mean().item(), odd)
+
+
+def measure_launch(launch: NotedLaunch) -> MeasuredKernel:
+    named = [f"{key}={argument_text(value)}" for key, value in launch.kwargs.items() if key != "stream"]
+    arguments = (*map(argument_text, launch.args), *named)
+    facts = resources(launch.function)
+    tensors = [value for value in (*launch.args, *launch.kwargs.values()) if isinstance(value, torch.Tensor)]
+    numbers = [(one, one.clone()) for one in tensors if not one.is_floating_point() and not one.is_complex()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    try:
+        launch()
+        if any(not torch.equal(one, before) for one, before in numbers):
+            for one, before in numbers:
+                one.copy_(before)
+            return MeasuredKernel(0.0, CHANGES, arguments, **facts)
+        seconds = min(call_seconds(launch, device, REPEATS, in_a_row=IN_A_ROW) for _ in range(TRIES))
+    except Exception as error:  # noqa: BLE001  an op that cannot be called once more by itself is told as that
+        told = str(error).strip().partition("\n")[0]
+        return MeasuredKernel(0.0, f"{type(error).__name__}: {told}"[:200], arguments, **facts)
+    return MeasuredKernel(round(seconds * 1e6, 3), "", arguments, **facts)
+
+
+def resources(function: Any) -> dict[str, Any]:
+    """Registers, spills, shared memory and tile of a Triton kernel that was launched; nothing for other kernels."""
+    launchers = getattr(getattr(function, "__self__", None), "launchers", None)
+    if not launchers:
+        return {}
+    chosen = launchers[0]
+    config = getattr(chosen, "config", None)
+    sizes = [f"{name} {value}" for name, value in getattr(config, "kwargs", {}).items()]
+    sizes += [f"{name} {getattr(config, name)}" for name in ("num_warps", "num_stages") if hasattr(config, name)]
+    return {
+        "registers": getattr(chosen, "n_regs", None),
+        "spills": getattr(chosen, "n_spills", None),
+        "shared": getattr(chosen, "shared", None),
+        "tile": ", ".join(sizes),
+    }
+
+
+def argument_text(value: Any) -> str:
+    """`float32[4, 16] (16, 1) cpu` of a tensor with its strides; a value that code can hold; else its type."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype}{list(value.shape)} {tuple(value.stride())} {value.device}"
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(value)
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    try:
+        ast.literal_eval(repr(value))
+    except (ValueError, SyntaxError):
+        return type(value).__name__
+    return repr(value)

@@ -1,0 +1,111 @@
+"""Kernels of generated code as they run: times alone, what each launch wrote, indices that are checked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import stage_programs as programs
+from graft.stages.kernels import GeneratedKernel
+from graft.stages.launches import (
+    CHANGES,
+    NotedLaunch,
+    argument_text,
+    measure_launch,
+    parameter_names,
+    resources,
+    value_record,
+)
+from graft.stages.story import Story
+from graft.stages.tell import tell_story
+
+CHECKED = {"assert_indirect_indexing": True, "debug_index_asserts": True}
+
+
+@pytest.fixture(scope="module")
+def step() -> Story:
+    return tell_story(programs.step, programs.step_inputs(), values=True)
+
+
+@pytest.fixture(scope="module")
+def counted() -> Story:
+    return tell_story(programs.counted, programs.counted_inputs(), values=True)
+
+
+def test_every_kernel_of_a_call_is_timed_alone(step):
+    assert step.kernels.kernels and all(one.us > 0 and not one.not_timed for one in step.kernels.kernels)
+    mm = next(one for one in step.kernels.kernels if one.name == "extern_kernels.mm")
+    assert mm.arguments[:2] == ("float32[4, 8] (8, 1) cpu", "float32[8, 16] (16, 1) cpu")
+    assert mm.arguments[2] == "out=float32[4, 16] (16, 1) cpu"
+    assert set(step.kernels.code) == {"0/0"} and "extern_kernels.mm(" in step.kernels.code["0/0"]
+
+
+def test_what_launches_wrote_is_told_in_their_order(step):
+    found = [(one.kernel, one.name) for one in step.runtime.values]
+    mm = next(one for one in step.runtime.values if one.kernel == "extern_kernels.mm")
+    y = torch.nn.functional.silu(torch.ones(4, 8)) @ torch.ones(8, 16)
+    assert mm.least == mm.largest == pytest.approx(y[0, 0].item()) and mm.name == "out" and not mm.not_finite
+    assert [name for name, _ in found].index("extern_kernels.mm") > 0  # behind the kernel that it reads
+    assert any(name.startswith("out_ptr") for _, name in found)
+
+
+def test_a_kernel_that_counts_is_not_called_again_and_again(counted):
+    assert counted.end is None
+    kernels = {one.not_timed for one in counted.kernels.kernels}
+    assert CHANGES in kernels  # position + 1 would leave x after two calls
+    odd = [one for one in counted.runtime.values if one.not_finite]
+    assert [one.not_finite for one in odd] == [1]  # log(0)
+
+
+def test_an_index_out_of_bounds_is_told_with_its_kernel():
+    story = tell_story(programs.picked, programs.picked_inputs(), options=CHECKED)
+    assert story.end is not None and "index out of bounds" in story.end.error
+    assert story.end.stage == 6 and story.end.doing.startswith("running call 1, in cpp_fused_index")
+
+
+def test_a_call_that_cannot_be_repeated_says_why():
+    calls = []
+
+    def once(x):
+        calls.append(x)
+        raise RuntimeError("only once\nmore")
+
+    found = measure_launch(NotedLaunch("once", once, (torch.ones(2),), {}))
+    assert found.us == 0 and found.problem == "RuntimeError: only once" and len(calls) == 1
+
+
+def test_numbers_that_a_launch_changes_are_put_back():
+    position = torch.ones(1, dtype=torch.int64)
+    found = measure_launch(NotedLaunch("count", lambda x: x.mul_(2), (position,), {}))
+    assert found.problem == CHANGES and position.item() == 1
+
+
+def test_resources_of_a_triton_kernel():
+    config = SimpleNamespace(kwargs={"XBLOCK": 128}, num_warps=4, num_stages=1)
+    launcher = SimpleNamespace(n_regs=32, n_spills=0, shared=512, config=config)
+
+    class Autotuner:
+        launchers = (launcher,)
+
+        def run(self):
+            return None
+
+    assert resources(Autotuner().run) == {
+        "registers": 32, "spills": 0, "shared": 512, "tile": "XBLOCK 128, num_warps 4, num_stages 1",
+    }  # fmt: skip
+    assert resources(torch.mm) == {}
+
+
+def test_parameters_of_kernels():
+    cpp = 'extern "C"  void  kernel(const float* in_ptr0,\n   float* __restrict__ out_ptr0,\n  const int64_t ks0)'
+    assert parameter_names(GeneratedKernel("k", "cpp", cpp)) == ["in_ptr0", "out_ptr0", "ks0"]
+    triton = "@triton.jit\ndef triton_poi_0(in_out_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):\n"
+    assert parameter_names(GeneratedKernel("k", "triton", triton)) == ["in_out_ptr0", "out_ptr0", "xnumel", "XBLOCK"]
+
+
+def test_values_where_nothing_is_finite():
+    record = value_record("0/0", "k", "out", torch.tensor([float("nan"), float("inf")]))
+    assert (record.least, record.mean, record.not_finite) == (None, None, 2)
+    assert argument_text(torch.zeros(2, 3).t()) == "float32[3, 2] (1, 3) cpu" and argument_text(4) == "4"
