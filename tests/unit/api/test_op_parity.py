@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peer_compare import observe
 
-from op_parity import DEFECTS, DTYPES, Outcome, Sample, database, outcome_of, stored, tried
+from op_parity import DEFECTS, DTYPES, Outcome, Sample, database, observe, outcome_of, stored, tried
 from op_parity_page import table
 
 SHARDS = 12
