@@ -29,6 +29,7 @@ from graft.backends.inductor import (
     apart_from_dynamo,
     compile_with_inductor,
     refuse_named_kernels,
+    unlike_eager,
 )
 from graft.backends.inductor_caches import watched_lookups
 from graft.base.errors import GraftError, GraphRefused, UsageError
@@ -103,7 +104,8 @@ class Backend:
             return lowered.call
         compiled, notes, record = self.with_notes(hand_back(gm, transformed), inputs, asked, name)
         records = {**report.transforms, FIX: record}
-        self.reports.append(replace(report, transforms=records, notes=(*report.notes, INDUCTOR_NOTE, *notes)))
+        notes = (INDUCTOR_NOTE, *unlike_eager(transformed.graph), *notes)
+        self.reports.append(replace(report, transforms=records, notes=(*report.notes, *notes)))
         return compiled
 
     def transform(self, gm: GraphModule, inputs: Sequence[Any], name: str) -> tuple[GraphModule, Report]:

@@ -6,6 +6,8 @@ A capture launches the same kernels with the same sizes every time. A number tha
 
 from __future__ import annotations
 
+from operator import getitem
+
 import torch
 from torch.fx import Graph, Node
 
@@ -30,6 +32,8 @@ TAKES_HOST = (
     aten.fill.Tensor,
     aten.fill_.Tensor,
 )
+# Results by their names in schemas: which random numbers were drawn, within a capture in other tensors than outside.
+SEEDS = ("rng_state", "philox_seed", "philox_offset")
 INSTEAD = "use backend='eager' or 'inductor' for it"
 
 
@@ -64,10 +68,19 @@ def refuse_call(node: Node) -> None:
         raise refusal(node, f"is the higher-order op {node.target}, and what its graphs write cannot be seen")
     if node.kwargs.get("generator") is not None:
         raise refusal(node, "samples from a generator of its own, whose state a replay does not advance")
+    if gives_seed(node):
+        raise refusal(node, f"({node.target}) gives the state of its random numbers, which a capture has otherwise")
     if node.meta.get("unbacked_bindings") or is_op(node, *ASKS) or reads_back(node):
         raise refusal(
             node, f"({node.target}) needs a value of a tensor on the host, which a replay does not wait for"
         )
+
+
+def gives_seed(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    seeds = {place for place, result in enumerate(node.target._schema.returns) if result.name in SEEDS}
+    return any(reader.target is getitem and reader.args[1] in seeds and reader.users for reader in node.users)
 
 
 def reads_back(node: Node) -> bool:

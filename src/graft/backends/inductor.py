@@ -21,18 +21,21 @@ from torch.fx import Graph, GraphModule
 from graft.backends.eager import ran_here
 from graft.backends.inductor_caches import WatchedCall, without_caches
 from graft.backends.lowered import InductorSettings, Lowered
-from graft.base.errors import Recompiled, UsageError, near
+from graft.base.errors import GraphRefused, Recompiled, UsageError, near
 from graft.ir.branches import all_nodes
 from graft.ir.canonical.normal_form import is_random
 from graft.ir.edit import second_module
 from graft.ir.effects import mutated_roots
-from graft.ir.nodes import leaves, placeholders, val
+from graft.ir.nodes import is_op, leaves, placeholders, val, where
 from graft.ir.storage import storage_id
 from graft.ir.streams import drop_streams, has_streams
 from graft.memory.inductor_fix.functionalization import inductor_options
 
 # A custom pass under this key runs after decomposition and functionalization, before Inductor's own patterns.
 FUSION_PASS = "post_grad_custom_pre_pass"
+aten = torch.ops.aten
+# their schemas deny that the parts are views
+UNSAFE_SPLITS = (aten.unsafe_split.Tensor, aten.unsafe_chunk.default, aten.unsafe_split_with_sizes.default)
 
 
 def lower_inductor(
@@ -48,11 +51,39 @@ def lower_inductor(
         drop_streams(gm.graph)
         gm.recompile()
         notes.append("inductor: it orders its kernels itself, on one stream; the stream ops are left out")
-    if not torch._inductor.config.fallback_random and any(map(is_random, all_nodes(gm.graph))):
-        notes.append("inductor: it samples other random numbers than eager for the same seed")
+    notes += unlike_eager(gm.graph)
     compiled = torch.compile(gm, dynamic=has_symbols(gm.graph), options=patches)
-    call = WatchedCall(with_right_artifacts(compiled, gm))
+    call = WatchedCall(told_layouts(with_right_artifacts(compiled, gm)))
     return Lowered(call, "inductor", ran_here(gm), tuple(notes), later=call.notes)
+
+
+def unlike_eager(graph: Graph) -> list[str]:
+    """What Inductor's code does otherwise than the operators do, for the report."""
+    notes = []
+    if not torch._inductor.config.fallback_random and any(map(is_random, all_nodes(graph))):
+        notes.append("inductor: it samples other random numbers than eager for the same seed")
+    for node in all_nodes(graph):
+        if is_op(node, *UNSAFE_SPLITS):
+            notes.append(f"inductor: {where(node)} gives parts in memory of their own, where eager gives views")
+    return notes
+
+
+def told_layouts(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, whose own check of strides is an error with a way out: torch 2.11 expects another layout of an fft
+    than some libraries give."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except AssertionError as error:
+            if not str(error).startswith("expected size"):
+                raise
+            raise GraphRefused(
+                f"Inductor's code expects a tensor in another layout than its operator gave: {error}; that is between"
+                " torch's operators and its Inductor, so use backend='eager' for this program"
+            ) from error
+
+    return call
 
 
 def has_symbols(graph: Graph) -> bool:

@@ -148,8 +148,8 @@ def mismatch(model: str, what: str, found: float, allowed: float, detail: str) -
     return DecodeMismatch(
         f"{model} decodes wrong: after {STEPS} decode steps {what} differ by {found:.1e} from those of one pass over"
         f" the same tokens, and {allowed:.1e} is allowed ({detail}). Something that the model keeps from step to step"
-        " is lost before that place; use transformers for this model and report it, or, to run it all the same,"
-        " self_check=False"
+        " is lost before that place, or a transform is wrong for one token: graft check --model says which. Use"
+        " transformers for this model and report it, or, to run it all the same, self_check=False"
     )
 
 

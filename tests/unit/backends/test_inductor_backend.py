@@ -8,7 +8,8 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch.export import Dim
 
-from graft.backends.inductor import has_symbols, with_right_artifacts
+from graft.backends.inductor import has_symbols, told_layouts, with_right_artifacts
+from graft.base.errors import GraphRefused
 from graft.ir.trace import export_graph
 
 
@@ -45,3 +46,19 @@ def test_inputs_that_share_memory_take_nothing_from_the_cache():
 def test_a_graph_that_writes_nothing_is_called_directly():
     gm = export_graph(nn.ReLU(), (torch.ones(4),))
     assert with_right_artifacts(print, gm) is print
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "told"),
+    [
+        ("expected size 10==10, stride 1==7 at dim=1", GraphRefused, "backend='eager'"),
+        ("a check of the program's own", AssertionError, "a check of the program's own"),
+    ],
+)
+def test_layouts_that_inductor_did_not_expect_are_told(text, kind, told):
+    def compiled(x):
+        raise AssertionError(text)
+
+    with pytest.raises(kind, match=told):
+        told_layouts(compiled)(torch.ones(2))
+    assert told_layouts(torch.sin)(torch.zeros(2)).tolist() == [0, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import getitem
 
 import pytest
 import torch
@@ -199,6 +200,22 @@ def test_host_memory_in_a_graph_of_a_gpu_is_refused():
     with graph.inserting_after(nodes[0]):
         graph.placeholder("position").meta["val"] = scale
     with pytest.raises(CaptureRefused, match="%position is a CPU tensor"):
+        capture_device(graph)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_the_state_of_random_numbers_is_not_captured(place):
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    call = graph.call_function(aten._flash_attention_forward.default, (x, x, x, None, None, 4, 4, 0.0, False, False))
+    results = [graph.call_function(getitem, (call, index)) for index in range(3)]
+    graph.output(results[place])
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(2)
+    if place < 2:
+        capture_device(graph)
+        return
+    with pytest.raises(CaptureRefused, match=r"%_flash_attention_forward.* gives the state of its random numbers"):
         capture_device(graph)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import graft.ops  # noqa: F401
 from graft.base.errors import PatternError
 from graft.ir.io.text import graph_text
+from graft.ir.patterns.arguments import example_specs
 from graft.ir.patterns.match import Finder
 from graft.ir.trace import export_graph
 
@@ -231,6 +232,23 @@ def test_a_pattern_that_returns_its_input_is_an_error():
     gm = export_graph(Norm(lambda x, w: rms(x, w)), (torch.randn(2, 3, 8),))
     with pytest.raises(PatternError, match="results of operations"):
         Finder(pattern, {"x": "b d"}).find(gm.graph)
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        (("b", "s"), "write it as a text of dims"),
+        ("b s ?", r"'\?' is no dim"),
+        ("b,s,d", "'b,s,d' is no dim"),
+        ("b s dim", "'dim' is no dim"),
+        ("b s *x", r"'\*x' is no dim"),
+        ("b s d : floaty", "'floaty' is no dtype"),
+    ],
+)
+def test_a_shape_that_is_not_understood_is_named(shape, told):
+    with pytest.raises(PatternError, match=f"pattern llama: the shape of x is .*{told}"):
+        example_specs(llama, {"x": shape, "weight": "d"}, 8)
+    assert example_specs(llama, {"x": "2*b s r+6 : float32", "weight": "1"}, 8)["x"].dtype is torch.float32
 
 
 def test_a_pattern_with_wrong_shapes_is_an_error():

@@ -92,6 +92,15 @@ def test_what_is_wrong_for_some_sizes_is_found_at_its_match(monkeypatch, fault):
     assert (report.bisection.transform, report.bisection.number) == ("fuse_swiglu", 2)
 
 
+def test_a_fault_that_a_later_transform_lays_bare_is_named(monkeypatch):
+    """Wrong for strided inputs: all are contiguous until merge_gate_up hands it parts of one projection."""
+    faulty_swiglu(monkeypatch, "strided", at=1)
+    report = checked("fuse_swiglu")
+    found = report.bisection
+    assert (found.transform, found.number, found.matches, found.module) == ("fuse_swiglu", 2, 2, "model.layers.1.mlp")
+    assert found.exposed_by.startswith("merge_") and found.exposed_by in report.whole[0].reason
+
+
 @pytest.mark.exhaustive
 def test_of_several_wrong_places_the_first_is_named(monkeypatch):
     scale(monkeypatch, "fuse_swiglu", 1.1, at=[1])

@@ -27,6 +27,8 @@ WORKING_DTYPE = torch.bfloat16  # makes every cast of a pattern visible; matches
 # float32" says that the argument may be wider than the others, which makes the casts around it visible. "n d *3" is a
 # list of at most three.
 Shapes = Mapping[str, str]
+DIM = re.compile(r"(\d+|[A-Za-z])([*+](\d+|[A-Za-z]))*")
+LIST = re.compile(r"\*[1-9]\d*")
 Kind = Literal["tensor", "tensors", "int", "float", "bool", "name"]
 
 
@@ -82,11 +84,13 @@ def literal_names(function: Callable[..., Any]) -> list[str]:
 
 def example_specs(function: Callable[..., Any], shapes: Shapes, scale: int) -> dict[str, TensorSpec]:
     """Made-up sizes, other ones for another scale. An item of a list is `weights[0]`."""
-    if sorted(tensor_names(function)) != sorted(shapes):
+    if not isinstance(shapes, Mapping) or sorted(tensor_names(function)) != sorted(shapes):
         raise PatternError(
             f"pattern {function.__name__} takes the tensors {tensor_names(function)}"
             f" but shapes are given for {sorted(shapes)}"
         )
+    for name, shape in shapes.items():
+        check_shape(function, name, shape)
     dims = {name: shape.partition(":")[0].split() for name, shape in shapes.items()}
     letters = sorted({c for parts in dims.values() for part in parts for c in part if c.isalpha()})
     sizes = {letter: scale + 16 * index for index, letter in enumerate(letters)}
@@ -97,6 +101,24 @@ def example_specs(function: Callable[..., Any], shapes: Shapes, scale: int) -> d
         spec = TensorSpec(each, example_dtype(shapes[name]))
         specs |= {f"{name}[{i}]": spec for i in range(int(parts[-1][1:]))} if many else {name: spec}
     return specs
+
+
+def check_shape(function: Callable[..., Any], name: str, shape: object) -> None:
+    """Raises PatternError, with the part that is not understood."""
+    about = f"pattern {function.__name__}: the shape of {name} is {shape!r}"
+    if not isinstance(shape, str):
+        raise PatternError(f'{about}; write it as a text of dims, "b s d", with letters that tensors share')
+    dims, colon, dtype = (part.strip() for part in shape.partition(":"))
+    parts = dims.split()
+    if parts and LIST.fullmatch(parts[-1]):
+        parts = parts[:-1]
+    for part in parts:
+        if not DIM.fullmatch(part):
+            raise PatternError(
+                f"{about}, and {part!r} is no dim: a letter, a number, r+6 or 2*n, apart by spaces"
+            )
+    if colon and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise PatternError(f"{about}, and {dtype!r} is no dtype of torch's, such as float32")
 
 
 def example_dtype(shape: str) -> torch.dtype:

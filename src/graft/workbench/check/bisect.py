@@ -28,7 +28,8 @@ class Bisection:
     """The first bad transform, the first bad match in it, and what it took.
 
     runs: graphs that were run; at most `bound`. error: after the transform; limit: what is allowed. match: '' where
-    matches could not be told apart, for the reason in `why_no_match`.
+    matches could not be told apart, for the reason in `why_no_match`. exposed_by: the transform behind which the
+    results are bad, where that one is right and hands other values, sizes or layouts to one before it that is not.
     """
 
     transform: str
@@ -41,6 +42,7 @@ class Bisection:
     runs: int = 0
     bound: int = 0
     why_no_match: str = ""
+    exposed_by: str = ""
 
 
 def first_bad(count: int, bad: Callable[[int], bool]) -> int:
@@ -76,8 +78,25 @@ def bisect(trial: CheckTrial, outputs: StepLogits, allowed: float, start: int, s
     found = Bisection(
         step.transform, distance(outputs.after(step.number), reference), allowed, matches=len(record.matches)
     )
-    found = first_match(trial, outputs, found, step.number)
+    found = wrong_before(trial, found, start, step.number) or first_match(trial, outputs, found, step.number)
     return replace(found, runs=outputs.runs - before, bound=bound(len(steps), len(record.matches)))
+
+
+def wrong_before(trial: CheckTrial, found: Bisection, start: int, number: int) -> Bisection | None:
+    """A match of an earlier transform that is wrong by itself, where none of this one is: its fault lies in inputs
+    that the graph has only from here on, such as the strides of a merged projection's parts."""
+    if trial.wrong_matches.get(found.transform):
+        return None
+    for step in trial.run.steps[start + 1 : number]:
+        for wrong in trial.wrong_matches.get(step.transform, ()):
+            matches = trial.run.report.transforms[step.transform].matches
+            index = next((i for i, match in enumerate(matches, 1) if match.anchor == wrong.match), 0)
+            if index:
+                return replace(
+                    found, transform=step.transform, match=wrong.match, module=matches[index - 1].module,
+                    number=index, matches=len(matches), exposed_by=found.transform,
+                )  # fmt: skip
+    return None
 
 
 def first_match(trial: CheckTrial, outputs: StepLogits, found: Bisection, number: int) -> Bisection:

@@ -134,4 +134,5 @@ def culprit(found: Bisection) -> str:
     """`fuse_rope, match 3 of 4 at %rope (model.layers.1.self_attn, …)`."""
     if not found.match:
         return f"{found.transform} ({found.why_no_match})"
-    return f"{found.transform}, match {found.number} of {found.matches} at {found.match}"
+    told = f"{found.transform}, match {found.number} of {found.matches} at {found.match}"
+    return f"{told}, wrong by itself; {found.exposed_by} is right and makes it show" if found.exposed_by else told
