@@ -93,4 +93,4 @@ def test_sizes_follow_the_layout():
     rows, columns = torch.empty(2, 64, 4096), torch.empty(2, 4096, 64).transpose(1, 2)
     assert sizes_for(rows, 4096) == Sizes(4, 1024, 4) and sizes_for(rows, 40).depth == 64
     assert sizes_for(columns, 4096).rows > sizes_for(rows, 4096).rows
-    assert sizes_for(rows, 4096, 8) == Sizes(4, 256, 4)
+    assert sizes_for(rows, 4096, 8) == Sizes(4, 256, 4) and sizes_for(rows, 4096, 2) == Sizes(4, 1024, 4)

@@ -25,6 +25,9 @@ from graft.ops.swiglu.triton import activate
 from graft.ops.triton_math import rounded
 
 
+UNROLL = 4  # tiles of a program whose loads are issued before the first of them is needed
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Of a program: `rows` of the result, `depth` of the sum at once, and its warps."""
@@ -47,43 +50,49 @@ def add_products(total, w, h, EIGHTHS: tl.constexpr):
 def gate_up_gemv(
     x, gate_up, bias, weights, ids, hidden, stride_x, stride_e, stride_w, stride_d, k, d, f,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGH: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, EIGHTHS: tl.constexpr, FAST: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, EIGHTHS: tl.constexpr,
+    FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = (row < f)[:, None]
-    gate_row = 2 * row if INTERLEAVED else row
-    up_row = gate_row + 1 if INTERLEAVED else row + f
+    # rows of gate and up that take turns are one tile, as they lie; split once they are summed
+    BOTH: tl.constexpr = 2 * ROWS if INTERLEAVED else ROWS
+    line = tl.program_id(0) * BOTH + tl.arange(0, BOTH)
+    inside = (line < (2 * f if INTERLEAVED else f))[:, None]
     dtype = hidden.dtype.element_ty
     if PDL:
         tl.extra.cuda.gdc_wait()
     expert = tl.load(ids + pair).to(tl.int64)
     share = tl.load(weights + pair).to(tl.float32)
-    gate_at = gate_up + expert * stride_e + gate_row[:, None].to(tl.int64) * stride_w
-    up_at = gate_up + expert * stride_e + up_row[:, None].to(tl.int64) * stride_w
+    gate_at = gate_up + expert * stride_e + line[:, None].to(tl.int64) * stride_w
+    up_at = gate_at + f.to(tl.int64) * stride_w
     WIDTH: tl.constexpr = DEPTH // 8 if EIGHTHS else DEPTH
-    gate = tl.zeros([ROWS, WIDTH], tl.float32)
-    up = tl.zeros([ROWS, WIDTH], tl.float32)
-    for step in tl.static_range(STEPS):
+    gate = tl.zeros([BOTH, WIDTH], tl.float32)
+    up = tl.zeros([BOTH, WIDTH], tl.float32)
+    for step in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
         depth = step * DEPTH + tl.arange(0, DEPTH)
         mask = inside & (depth < d)[None, :]
         along = depth[None, :].to(tl.int64) * stride_d
         g = tl.load(gate_at + along, mask=mask, other=0.0, eviction_policy="evict_first")
-        u = tl.load(up_at + along, mask=mask, other=0.0, eviction_policy="evict_first")
         h = tl.load(x + (pair // k) * stride_x + depth, mask=depth < d, other=0.0).to(tl.float32)
         if WEIGH:
             h = rounded(h * share, dtype)
         gate = add_products(gate, as_float(g, FAST), h[None, :], EIGHTHS)
-        up = add_products(up, as_float(u, FAST), h[None, :], EIGHTHS)
+        if not INTERLEAVED:
+            u = tl.load(up_at + along, mask=mask, other=0.0, eviction_policy="evict_first")
+            up = add_products(up, as_float(u, FAST), h[None, :], EIGHTHS)
     # the projections and the activation are rounded to the working dtype, as in eager
-    y, z = rounded(tl.sum(gate, axis=1), dtype), rounded(tl.sum(up, axis=1), dtype)  # [rows]
+    if INTERLEAVED:
+        y, z = tl.split(tl.reshape(rounded(tl.sum(gate, axis=1), dtype), [ROWS, 2]))
+    else:
+        y, z = rounded(tl.sum(gate, axis=1), dtype), rounded(tl.sum(up, axis=1), dtype)  # [rows]
     if BIAS:
-        of_expert = bias + expert * 2 * f
-        y = rounded(y + tl.load(of_expert + gate_row, mask=row < f, other=0.0).to(tl.float32), dtype)
-        z = rounded(z + tl.load(of_expert + up_row, mask=row < f, other=0.0).to(tl.float32), dtype)
+        gate_bias = bias + expert * 2 * f + (2 * row if INTERLEAVED else row)
+        up_bias = gate_bias + (1 if INTERLEAVED else f)
+        y = rounded(y + tl.load(gate_bias, mask=row < f, other=0.0).to(tl.float32), dtype)
+        z = rounded(z + tl.load(up_bias, mask=row < f, other=0.0).to(tl.float32), dtype)
     if ACTIVATION == "clamped_swiglu":
         result = clamped_swiglu(y, z, dtype)
     else:
@@ -95,7 +104,8 @@ def gate_up_gemv(
 def down_gemv(
     hidden, down, bias, weights, ids, out, stride_e, stride_w, stride_f, k, d, f,
     BIAS: tl.constexpr, WEIGH: tl.constexpr, NARROW: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    DEPTH: tl.constexpr, STEPS: tl.constexpr, EIGHTHS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, EIGHTHS: tl.constexpr, FAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """NARROW: weights have the working dtype, so products with them are rounded to it."""
     if PDL:
@@ -112,7 +122,7 @@ def down_gemv(
     inside = (slot < k)[:, None] & (row < d)[None, :]
     WIDTH: tl.constexpr = DEPTH // 8 if EIGHTHS else DEPTH
     total = tl.zeros([K * ROWS, WIDTH], tl.float32)
-    for step in tl.static_range(STEPS):
+    for step in tl.range(0, STEPS, loop_unroll_factor=UNROLL):
         depth = step * DEPTH + tl.arange(0, DEPTH)
         mask = inside[:, :, None] & (depth < f)[None, None, :]
         along = depth[None, None, :].to(tl.int64) * stride_f
@@ -135,11 +145,11 @@ def down_gemv(
 
 
 def sizes_for(weight: Tensor, depth: int, at_once: int = 1) -> Sizes:
-    """at_once: matrices that a program reads. A thread of row-major weights has up to 64 numbers of a tile."""
+    """at_once: matrices that a program reads. A thread has up to 64 numbers of a tile in flight, 8 to a load."""
     if weight.stride(-1) == 1:
-        deep = min(1024 if at_once == 1 else 256, max(8, triton.next_power_of_2(depth)))
+        deep = min(1024, 2048 // at_once, max(8, triton.next_power_of_2(depth)))
         return Sizes(max(1, min(4, 8192 // (deep * at_once))), deep, 4)
-    return Sizes(32, max(8, min(64, 2048 // (32 * at_once))), 4)
+    return Sizes(32, max(8, 64 // at_once), 4)
 
 
 def moe_experts_gemv(
@@ -172,9 +182,9 @@ def moe_experts_gemv(
 
 def constants(weight: Tensor, sizes: Sizes, depth: int) -> dict[str, object]:
     """FAST: two bfloat16 numbers of a row are widened at once, where PTX runs."""
-    along = weight.stride(-1) == 1
+    along, steps = weight.stride(-1) == 1, triton.cdiv(depth, sizes.depth)
     return {
-        "ROWS": sizes.rows, "DEPTH": sizes.depth, "STEPS": triton.cdiv(depth, sizes.depth), "EIGHTHS": along,
-        "FAST": along and weight.device.type == "cuda" and torch.version.hip is None, "num_warps": sizes.warps,
+        "ROWS": sizes.rows, "DEPTH": sizes.depth, "STEPS": steps, "UNROLL": min(UNROLL, steps),
+        "EIGHTHS": along, "FAST": along and weight.device.type == "cuda" and torch.version.hip is None, "num_warps": sizes.warps,
         "launch_pdl": pdl_supported(weight.device),
     }  # fmt: skip
