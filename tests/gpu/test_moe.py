@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+from graft.base.timers import profile_events
 from graft.ir.trace import export_graph
 from graft.ops import OPS, choose
 from graft.ops.cases import tolerance
+from graft.ops.moe_experts.cases import CASES
+from graft.ops.moe_experts.gemv import moe_experts_gemv
 from graft.passes.config import load_config
 from graft.passes.pipeline import run_pipeline
 
@@ -32,8 +38,10 @@ def named(op, kernel, *args):
     return choose(OPS[op], OPS[op].call(*args), kernel).run(*args)
 
 
-@pytest.mark.parametrize("kernel", ["triton", "grouped_mm"])
-@pytest.mark.parametrize("n", [1, 8, 300])
+FORMS = [*((kernel, n) for kernel in ("triton", "grouped_mm") for n in (1, 8, 300)), ("gemv", 1), ("gemv", 2)]
+
+
+@pytest.mark.parametrize(("kernel", "n"), FORMS)
 def test_a_cuda_graph_holds_it_and_other_tokens_go_to_other_experts(kernel, n):
     args = arguments(n)
     mixture(kernel, *args)  # compiles
@@ -53,6 +61,39 @@ def test_a_cuda_graph_holds_it_and_other_tokens_go_to_other_experts(kernel, n):
         weights, ids = OPS["moe_route"].reference(args[0], K, True, torch.float32)
         expected = OPS["moe_experts"].reference(args[1], weights, ids, *args[2:])
         torch.testing.assert_close(out, expected, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gemvs_agree_with_the_reference_in_every_layout(case, dtype):
+    """Transposed weights, biases, odd sizes; and numbers that are slightly wrong are told apart."""
+    args = case.make("cuda", dtype, torch.Generator().manual_seed(0))
+    bound = 4 * tolerance(dtype, case.reduction)
+    found = moe_experts_gemv(*args)
+    torch.testing.assert_close(found, OPS["moe_experts"].reference(*args), rtol=bound, atol=bound)
+    wrong = OPS["moe_experts"].reference(args[0], args[1] * 1.5, *args[2:])
+    assert not torch.allclose(found, wrong, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize(("n", "kernel"), [(1, "gemv"), (2, "gemv"), (8, "grouped_mm")])
+def test_few_tokens_take_the_gemvs(n, kernel):
+    logits, x, gate_up, down = arguments(n)
+    weights, ids = named("moe_route", "triton", logits, K, True, torch.float32)
+    call = OPS["moe_experts"].call(x, weights, ids, gate_up, down)
+    assert choose(OPS["moe_experts"], call).name == kernel
+
+
+def test_the_gemvs_are_two_kernels():
+    """Nothing is sorted, gathered or asked: two launches, whatever the router says."""
+    args = arguments(1)
+    weights, ids = named("moe_route", "triton", args[0], K, True, torch.float32)
+    run = partial(moe_experts_gemv, args[1], weights, ids, *args[2:])
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    names = [event["name"] for event in profile_events(profiler) if event.get("cat") == "kernel"]
+    assert sorted(names) == ["down_gemv", "gate_up_gemv"]
 
 
 def test_the_fused_block_keeps_the_numbers_of_the_model():

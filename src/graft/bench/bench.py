@@ -24,7 +24,7 @@ from graft.bench.plan import BenchPlan, Cell
 from graft.bench.roofline import Roofline
 from graft.bench.rows import Bench, Row
 from graft.bench.runner import CellWork, Graft, Runner
-from graft.bench.traffic import graph_weight_bytes, prompt_flops, step_bytes, weight_bytes
+from graft.bench.traffic import cache_bytes_per_token, graph_weight_bytes, prompt_flops, step_bytes, weight_bytes
 from graft.engine.llm import LLM
 from graft.models.loaded import LoadedModel
 
@@ -157,6 +157,11 @@ def forget() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def cache_need(model: LoadedModel, plan: BenchPlan) -> int:
+    """Bytes for what is measured, and no more: by default a cache takes all memory that is free on a GPU."""
+    return model.layers * cache_bytes_per_token(model.module) * plan.cache_tokens()
 
 
 def prompts_for(model: LoadedModel, cell: Cell) -> Iterator[list[int]]:

@@ -99,3 +99,12 @@ TensorParallel = Annotated[
     ),
 ]
 DEFAULT_MODEL = "smollm2-135m"
+
+
+def read_numbers(name: str, text: str) -> tuple[int, ...]:
+    from graft.base.errors import UsageError
+
+    try:
+        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise UsageError(f"--{name} takes numbers with commas between them, not {text!r}") from None

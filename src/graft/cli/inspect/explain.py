@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graft.cli.options import ConfigFile, DType, Json, Plugins, Sets, TrustRemoteCode
+from graft.cli.inspect.explain_cost import Bandwidth, Batch, ContextTokens, Cost, Launch, Measure, explain_cost
+from graft.cli.options import ConfigFile, Device, DType, Json, Plugins, Sets, TrustRemoteCode
 
 if TYPE_CHECKING:
     from graft.passes.config import PipelineConfig
@@ -21,7 +22,14 @@ def explain(
         str | None, typer.Argument(help="The transform to explain; without one, inputs, state and results are shown.")
     ] = None,
     verify: Annotated[bool, typer.Option(help="Also check every match numerically.")] = False,
+    cost: Cost = False,
+    measure: Measure = False,
+    batch: Batch = None,
+    context: ContextTokens = None,
+    bandwidth: Bandwidth = None,
+    launch: Launch = None,
     dtype: DType = "auto",
+    device: Device = "auto",
     config: ConfigFile = None,
     sets: Sets = None,
     plugins: Plugins = None,
@@ -35,6 +43,11 @@ def explain(
 
     given = [*(sets or ()), *(["verify=matches"] if verify else [])]
     settings = load_config(config, sets=given, plugins=tuple(plugins or ()))
+    if cost or measure or any(given is not None for given in (batch, context, bandwidth, launch)):
+        sizes = (batch, context, bandwidth, launch)
+        return explain_cost(
+            model, transform, settings, cost, measure, sizes, dtype, device, trust_remote_code, as_json
+        )
     if transform is None:
         show_io(model, settings, dtype, trust_remote_code=trust_remote_code, as_json=as_json)
         return

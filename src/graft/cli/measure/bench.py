@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graft.cli.load import load_llm
+from graft.cli.measure.bench_families import Families, bench_families
 from graft.cli.measure.bench_load import DEFAULT_REQUESTS, Preset, Rate, Requests, Throughput, read_loads, under_load
 from graft.cli.measure.bench_server import (
     Clients,
@@ -36,6 +37,7 @@ from graft.cli.options import (
     Quantize,
     Sets,
     TrustRemoteCode,
+    read_numbers,
 )
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ def bench(
     threads: Threads = None,
     kernels: Kernels = False,
     start: StartOption = False,
+    families: Families = False,
     throughput: Throughput = None,
     preset: Preset = None,
     requests: Requests = None,
@@ -118,21 +121,19 @@ def bench(
         return bench_server(serve, named, *load, api_key, extra_body, plot, as_json)
     if start:
         return bench_start(ctx, model, dtype, device, quantize, repeats, as_json)
-    from graft.models import places
-
-    target = places.resolve_device(device)
+    if families:
+        return bench_families(ctx, as_json)
+    target = checked_place(device, dtype)
     given: dict[str, Any] = {
         "dtype": dtype, "device": device, "config": config, "sets": sets, "plugins": plugins, "backend": backend,
         "quantize": quantize, "trust_remote_code": trust_remote_code, "kv_cache_dtype": kv_cache_dtype,
     }  # fmt: skip
     if throughput or preset:
-        count = DEFAULT_REQUESTS[target.type] if requests is None else requests
-        loads = read_loads(throughput, preset, count, rate)
+        loads = read_loads(throughput, preset, DEFAULT_REQUESTS[target.type] if requests is None else requests, rate)
         more = {"max_num_seqs": max_num_seqs or 256, "kv_cache_memory": kv_cache_memory}
         return under_load(model, loads, preset, as_json, **given, **more)
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
     check(model, plan, backend, plot, kernels)
-    places.resolve_dtype(dtype, target, places.DTYPES["float32"])
     bench_engine(model, plan, given, max_num_seqs or 256, kv_cache_memory, peers, kernels, plot, as_json)
 
 
@@ -165,6 +166,14 @@ def bench_engine(
             return table_of_kernels(llm, plan, notes, progress, as_json)
         result = measure(llm, plan, clock.since(CAPTURE), progress, notes, model)
     report(result, plot, as_json)
+
+
+def checked_place(device: str, dtype: str) -> torch.device:
+    from graft.models import places
+
+    target = places.resolve_device(device)
+    places.resolve_dtype(dtype, target, places.DTYPES["float32"])
+    return target
 
 
 def make_plan(
@@ -263,20 +272,9 @@ def table_of_kernels(llm: Any, plan: BenchPlan, notes: dict[str, Any], progress:
 
 
 def cache_options(loaded: LoadedModel, plan: BenchPlan, asked: str | None) -> dict[str, Any]:
-    """Room for what is measured, and no more: by default a cache takes all memory that is free on a GPU."""
-    from graft.bench.traffic import cache_bytes_per_token
+    from graft.bench.bench import cache_need
 
-    need = loaded.layers * cache_bytes_per_token(loaded.module) * plan.cache_tokens()
-    return {"kv_cache_memory": asked or need}
-
-
-def read_numbers(name: str, text: str) -> tuple[int, ...]:
-    from graft.base.errors import UsageError
-
-    try:
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        raise UsageError(f"--{name} takes numbers with commas between them, not {text!r}") from None
+    return {"kv_cache_memory": asked or cache_need(loaded, plan)}
 
 
 def finish(result: Bench) -> None:

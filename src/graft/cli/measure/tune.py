@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graft.cli.load import load_llm
-from graft.cli.measure.bench import read_numbers
-from graft.cli.options import Json, Model, Quantize, TrustRemoteCode
+from graft.cli.options import Json, Model, Quantize, TrustRemoteCode, read_numbers
 
 if TYPE_CHECKING:
     from graft.bench.tune.search import Tuning

@@ -85,6 +85,27 @@ def triton_problem(call: Call) -> str | None:
     return needs_triton(x, call.weights, call.ids, gate_up, down)
 
 
+def gemv_problem(call: Call) -> str | None:
+    for name, weight in (("gate_up", call.gate_up), ("down", call.down)):
+        if 1 not in weight.stride()[1:]:
+            return f"{name} lies neither as [e, out, in] nor as [e, in, out]"
+    return triton_problem(call)
+
+
+def many_tokens(call: Call) -> str | None:
+    """Each token reads its experts by itself. Up to half as many pairs as experts, an even router sends three of four
+    pairs to an expert of their own."""
+    n, k = call.ids.shape
+    most = max(k, call.down.shape[0] // 2)
+    return None if n * k <= most else f"{n} tokens with {k} experts each would read some experts several times"
+
+
+def run_gemv(*args: Any) -> Tensor:
+    from graft.ops.moe_experts.gemv import moe_experts_gemv
+
+    return moe_experts_gemv(*args)
+
+
 def native_problem(call: Call) -> str | None:
     kind = call.down.dtype
     if kind not in NATIVE or call.gate_up.dtype is not kind:
@@ -112,6 +133,7 @@ define(
         fake=fake,
         kernels=(
             Kernel("aten", "existing", aten_problem, run_aten),
+            Kernel("gemv", "triton", gemv_problem, run_gemv, varies=many_tokens),
             Kernel("grouped_mm", "existing", grouped_mm_problem, run_grouped_mm),
             Kernel("triton", "triton", triton_problem, run_triton),
             native(native_problem),

@@ -1,0 +1,164 @@
+"""A table over families: how near each comes to its bandwidth bound, and how long it took to build.
+
+Every model is built and measured in a process of its own with empty caches, so that one that fails, hangs or takes
+all memory is a row, and so that no family finds kernels that another one left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from graft.base.errors import UsageError, near
+from graft.base.files import Progress
+from graft.bench.plan import BenchPlan
+from graft.bench.start import CACHES, OWN_CACHES
+from graft.models.registry import RegistryEntry, entries, families
+
+PROGRAM = "from graft.bench.family_process import main; main()"
+CPU_WEIGHTS = 1 << 30  # bytes of a model on a CPU: more than any cache, and read in less than 0.1 s
+LONGEST = 900.0  # seconds of one family; the slowest of those measured took 77 to build on a GPU
+
+
+@dataclass(frozen=True)
+class FamilyPlan:
+    """weights: bytes that a model may have; a larger one is cut to fewer layers. None: all as they are.
+
+    time_limit: seconds after which no family is begun, and the one that runs is ended.
+    """
+
+    models: tuple[str, ...]
+    bench: BenchPlan
+    dtype: str = "auto"
+    device: str = "auto"
+    backend: str = "auto"
+    quantize: str | None = None
+    weights: int | None = None
+    time_limit: float | None = None
+
+
+@dataclass(frozen=True)
+class FamilyRow:
+    """One model at one batch size. share: of the bandwidth bound, 1 at the bound. A failure says why."""
+
+    family: str
+    model: str
+    batch: int
+    layers: int | None = None
+    layers_of: int | None = None
+    weight_bytes: int | None = None
+    token_ms: float | None = None
+    tokens_per_s: float | None = None
+    share: float | None = None
+    built_s: float | None = None
+    backend: str = ""
+    failed: str = ""
+    begun: bool = True
+
+
+@dataclass(frozen=True)
+class FamilyTable:
+    setup: Mapping[str, Any] = field(default_factory=dict)  # of the first family that said it
+    rows: tuple[FamilyRow, ...] = ()
+    interrupted: bool = False
+
+    def to_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def models_of(names: Sequence[str], *, all_sizes: bool) -> tuple[str, ...]:
+    """Registry models of families, or models themselves; none given: of every family. all_sizes: not the first of
+    each family alone."""
+    known, models = families(), entries()
+    found: list[str] = []
+    for name in names or known:
+        if name in known:
+            family = known[name]
+            sizes = [*family.models, *family.embedded]
+            found += sizes if all_sizes else sizes[:1]
+        elif name in models:
+            found.append(name)
+        else:
+            raise UsageError(f"--families: {name!r} is no family and no model{near(name, [*known, *models])}")
+    return tuple(dict.fromkeys(found))
+
+
+def measure_families(plan: FamilyPlan, progress: Progress | None = None) -> FamilyTable:
+    """Row by row. Ctrl-C ends it with what is there."""
+    tell, began, table = progress or (lambda *_: None), time.monotonic(), FamilyTable()
+    known = entries()
+    for done, model in enumerate(plan.models):
+        tell(f"{model}: building and measuring", done, len(plan.models))
+        left = None if plan.time_limit is None else plan.time_limit - (time.monotonic() - began)
+        if left is not None and left <= 0:
+            table = with_rows(table, failed_rows(plan, known[model], "not begun: raise --time-limit", begun=False))
+            continue
+        try:
+            said, why = in_process(plan, model, LONGEST if left is None else min(left, LONGEST))
+        except KeyboardInterrupt:
+            return replace(table, interrupted=True)
+        rows = failed_rows(plan, known[model], why) if said is None else rows_of(plan, known[model], said)
+        setup = table.setup or ({} if said is None else said["bench"]["setup"])
+        table = with_rows(replace(table, setup=setup), rows)
+    return table
+
+
+def with_rows(table: FamilyTable, rows: Sequence[FamilyRow]) -> FamilyTable:
+    return replace(table, rows=(*table.rows, *rows))
+
+
+def in_process(plan: FamilyPlan, model: str, seconds: float) -> tuple[dict[str, Any] | None, str]:
+    """What the process of a family says, or None and why there is nothing."""
+    asked = {**asdict(plan), "model": model}
+    with tempfile.TemporaryDirectory(prefix="graft-families-") as home:
+        environment = {name: value for name, value in os.environ.items() if name not in OWN_CACHES}
+        environment |= {name: str(Path(home) / folder) for name, folder in CACHES.items()}
+        command = [sys.executable, "-c", PROGRAM, json.dumps(asked)]
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False, timeout=seconds
+            )
+        except subprocess.TimeoutExpired:
+            return None, f"not through after {seconds:.0f} s"
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return None, last_line(done.stderr) or f"its process ended with {done.returncode}"
+    return json.loads(lines[-1]), ""
+
+
+def last_line(text: str) -> str:
+    """Of a traceback: the error with its first line, without the module that its class is in."""
+    lines = [line for line in text.strip().splitlines() if line and not line.startswith((" ", "Traceback"))]
+    if not lines:
+        return ""
+    kind, colon, rest = lines[-1].partition(": ")
+    return f"{kind.rpartition('.')[2]}{colon}{rest}" if colon and " " not in kind else lines[-1]
+
+
+def rows_of(plan: FamilyPlan, entry: RegistryEntry, said: Mapping[str, Any]) -> list[FamilyRow]:
+    found = [row for row in said["bench"]["rows"] if row["engine"] == "graft"]
+    about = {key: said[key] for key in ("layers", "layers_of", "weight_bytes")}
+    rows = []
+    for row in found:
+        share = row["roofline_percent"]
+        rows.append(
+            FamilyRow(
+                entry.family.name, entry.name, row["batch"], **about, token_ms=row["token_ms"],
+                tokens_per_s=row["decode_tokens_per_s"], share=None if share is None else share / 100,
+                built_s=row["build_seconds"], backend=said["bench"]["setup"]["backend"], failed=row["failed"],
+            )
+        )  # fmt: skip
+    missing = set(plan.bench.batches) - {row.batch for row in rows}
+    return rows + [row for row in failed_rows(plan, entry, "its process was interrupted") if row.batch in missing]
+
+
+def failed_rows(plan: FamilyPlan, entry: RegistryEntry, why: str, *, begun: bool = True) -> list[FamilyRow]:
+    return [FamilyRow(entry.family.name, entry.name, batch, failed=why, begun=begun) for batch in plan.bench.batches]
