@@ -102,6 +102,7 @@ def test_transforms_config_and_models_list():
     assert {"smollm2-135m", "tiny-gpt2"} <= {m["name"] for m in models}
 
 
+@pytest.mark.exhaustive  # the short run: unit/cli/inspect
 def test_dump_writes_graphs_and_refuses_foreign_folders(tmp_path):
     result = graft("dump", "tiny-gemma-2", "-o", str(tmp_path / "d"))
     assert result.returncode == 0, result.stderr
@@ -146,6 +147,7 @@ def test_ops_lists_kernels_and_reasons():
     assert forced.returncode == 1 and "kernel 'triton' of graft::rope cannot run this call" in forced.stderr
 
 
+@pytest.mark.exhaustive  # the short run: explain --verify
 def test_verify_shows_the_numeric_checks():
     told = graft("run", "-m", "tiny-llama", "--token-ids", "5,6", "--max-tokens", "2", "--verify")
     assert told.returncode == 0, told.stderr

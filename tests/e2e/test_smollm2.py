@@ -23,6 +23,7 @@ def llm():
     return embedded()
 
 
+@pytest.mark.exhaustive  # the short run: on every kind of tiny model
 def test_every_transform_matches_or_says_why(llm):
     eager = graft.LLM(llm.model, backend="eager")
     records = eager.report.transforms

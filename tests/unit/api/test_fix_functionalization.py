@@ -125,10 +125,14 @@ def test_it_is_listed_and_not_in_grafts_own_pipeline():
             load_config({"transforms": {name: {"stage": stage}}})
 
 
-def test_explain_and_the_example_show_it_on_a_model(monkeypatch, capsys):
+def test_explain_shows_it_on_a_model():
     explained = explain_model("tiny-llama", NAME, load_config())
     assert [match.site.layer for match in explained.matches] == [0, 1]
     assert {match.pattern for match in explained.matches} == {"graft.paged_attention.default"}
+
+
+@pytest.mark.exhaustive  # the short run: what explain says, above
+def test_the_example_shows_it_on_a_model(monkeypatch, capsys):
     path = Path(__file__).parents[3] / "examples" / "transform_before_after.py"
     monkeypatch.setattr(sys, "argv", [str(path), "--transform", NAME])
     runpy.run_path(str(path), run_name="__main__")

@@ -234,6 +234,7 @@ def test_settings_decide_the_key_of_the_cache():
         graft.passes_for_inductor({"transforms": {"fuse_rope": {"enable": False}}})
 
 
+@pytest.mark.exhaustive  # the short run: the graph above, and generated code in test_testing_kit_compiled.py
 def test_through_inductor_to_the_generated_code():
     """All the way: the fused ops are calls in Inductor's code, and the numbers are eager's."""
     model = tiny("llama").module

@@ -161,7 +161,7 @@ def test_another_graph_gives_another_folder(folder, tmp_path):
 
 def test_two_engines_in_one_process_have_their_own_code(folder, llm, tmp_path):
     """The dynamic loader knows a library by its name, which must not be that of one that was loaded before."""
-    other = graft.LLM(tiny("qwen3"), backend="native", **SMALL)
+    other = graft.LLM(tiny("gpt2"), backend="native", **SMALL)
     other.save(tmp_path / "other")
     first, second = graft.LLM(folder, **SMALL), graft.LLM(tmp_path / "other", **SMALL)
     assert answers(first) == answers(llm) and answers(second) == answers(other)
@@ -229,6 +229,7 @@ if sys.argv[2:]:
 """
 
 
+@pytest.mark.exhaustive  # the short run: test_kept_engines.py
 def test_a_start_compiles_and_captures_nothing(llm, folder, tmp_path):
     """A new process without a compiler on its path starts no program, exports nothing and imports no part of a
     compiler; building the same model in it afterwards is seen by the same counters."""

@@ -143,6 +143,7 @@ for kind in ((128, "bf16", gl.bfloat16, False), (256, "bf16", gl.bfloat16, True)
 """
 
 
+@pytest.mark.exhaustive  # compiles two kernels for a GPU
 def test_it_compiles_for_a_gpu_without_spilling(monkeypatch, tmp_path):
     """The product with the values is in flight while the scores are waited for, once in each warpgroup's loop."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

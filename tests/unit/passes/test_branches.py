@@ -61,7 +61,7 @@ class Map(Weighted):
 PROGRAMS = {Cond: 2, Nested: 1, Loop: 1, Scan: 1, Map: 1}
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("sizes", [None, {"x": {0: Dim.DYNAMIC}}], ids=["static", "dynamic"])
 def test_fusions_enter_the_graphs_and_a_saved_module_has_them(program, sizes, tmp_path):

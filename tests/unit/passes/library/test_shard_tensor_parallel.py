@@ -30,8 +30,11 @@ def counts(part, *targets):
     return sum(is_op(node, *targets) for node in calls(part.graph))
 
 
+# the short run: experts, biases, norms over all heads
 @pytest.mark.parametrize("world", [2, 4])  # 4 ranks: the two key-value heads are each on two of them
-@pytest.mark.parametrize("family", short([f for f in FAMILIES if f != "smollm2"], *KINDS, "olmo-2", "phi-3"))
+@pytest.mark.parametrize(
+    "family", short([f for f in FAMILIES if f != "smollm2"], "llama", "gpt2", "qwen3-moe", "olmo-2")
+)
 def test_the_ranks_together_give_what_one_gives(family, world):
     whole = whole_graph(family)
     expected = logits_of(whole)
