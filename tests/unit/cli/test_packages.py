@@ -51,6 +51,7 @@ def site(tmp_path_factory):
     return install(make_package(folder).root, folder / "site")
 
 
+@pytest.mark.exhaustive  # the short run: a plugin on every verb, in test_plugins.py
 def test_an_installed_package_goes_through_every_verb(site, tmp_path):
     small = ["--dtype", "float32"]
     run = ["run", "-m", MODEL, "--token-ids", "5,6,7", "--max-tokens", "2", "--json"]
