@@ -160,6 +160,7 @@ class Branches(torch.nn.Module):
         return cache * 2 if rows.shape[0] == 1 else cache + 1
 
 
+@pytest.mark.exhaustive  # the short run: the record of one
 def test_the_report_has_the_fixes_of_every_variant():
     cache, rows, at = arguments()
     free = {"cache": None, "rows": {0: torch.export.Dim.AUTO}, "at": {0: torch.export.Dim.AUTO}}
