@@ -452,4 +452,17 @@ FAULTS = [
         "params = SamplingParams(max_tokens=load.osl - 1, ignore_eos=True)",
         "unit/bench/test_throughput.py::test_every_request_gets_all_of_its_tokens",
     ),
+    fault(  # convolutions and recurrent state, in the one family of the short run
+        "capture/cache_layers.py",
+        'STATES = ("conv_states", "recurrent_states")',
+        'STATES = ("recurrent_states",)',
+        "unit/capture/test_encoder_decoder_cache.py::"
+        "test_layers_with_convolutions_and_recurrent_state_step_as_in_eager",
+    ),
+    fault(
+        "cli/generate/run.py",
+        'return [*(sets or ()), *(["verify=matches"] if verify else [])]',
+        "return [*(sets or ())]",
+        "e2e/test_cli.py::test_verify_shows_the_numeric_checks",
+    ),
 ]

@@ -147,7 +147,6 @@ def test_ops_lists_kernels_and_reasons():
     assert forced.returncode == 1 and "kernel 'triton' of graft::rope cannot run this call" in forced.stderr
 
 
-@pytest.mark.exhaustive  # the short run: explain --verify
 def test_verify_shows_the_numeric_checks():
     told = graft("run", "-m", "tiny-llama", "--token-ids", "5,6", "--max-tokens", "2", "--verify")
     assert told.returncode == 0, told.stderr

@@ -6,11 +6,7 @@ import pytest
 from browser import chromium, open_page, until
 
 pytest_plugins = ["report_pages"]  # the reports and the browser
-# the short run: what test_report_browser.py sees of them
-pytestmark = [
-    pytest.mark.skipif(chromium() is None, reason="no Chromium here: apt-get install chromium"),
-    pytest.mark.exhaustive,
-]
+pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here: apt-get install chromium")
 
 INSIDE = "document.querySelector('#inside .canvas')._cyreg.cy"
 ARTICLE = "document.querySelector('#drawer article:not([hidden])')"

@@ -49,6 +49,7 @@ def test_greedy_tokens_equal_hugging_face(llm, prompts, tokens):
         assert output.token_ids == expected[0, encoded["input_ids"].shape[1] :].tolist(), prompt
 
 
+@pytest.mark.exhaustive  # the short run: with a stop string, in test_engine.py
 def test_streamed_pieces_are_the_text(llm):
     params = graft.SamplingParams(max_tokens=24)
     (output,) = llm.generate("Hello! 你好，", params)

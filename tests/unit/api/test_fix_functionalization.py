@@ -87,7 +87,6 @@ def test_graft_compile_has_the_record_and_turns_it_off():
     off = {"transforms": {NAME: {"enabled": False}}}
     stock = graft.compile(update, (cache, rows, at), backend="inductor", config=off)
     assert NAME not in stock.report.transforms and any(f"{NAME} is off" in note for note in stock.report.notes)
-    stock(cache.clone(), rows, at)
 
 
 def test_the_torch_compile_backend_has_the_record():

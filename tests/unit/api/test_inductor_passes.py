@@ -100,11 +100,9 @@ FUSED = {"fuse_rms_norm": 2, "fuse_swiglu": 1, "fuse_add_rms_norm": 1}
 
 @pytest.mark.parametrize(
     ("family", "dtype", "lengths"),
-    short(
-        [("llama", "float32", (9, 14)), ("llama", "bfloat16", (9,)), ("gemma-2", "bfloat16", (9,))],
-        ("llama", "bfloat16", (9,)),
-    ),
+    [("llama", "float32", (9, 14)), ("llama", "bfloat16", (9,)), ("gemma-2", "bfloat16", (9,))],
 )
+@pytest.mark.exhaustive  # the short run: a block, and the same model through the backend in test_torch_compile.py
 def test_fusions_on_inductors_graph_of_hugging_face_models(family, dtype, lengths):
     model, lab = tiny(family, dtype), Lab()
     compiled = lab.compile(model.module)
