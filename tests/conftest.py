@@ -29,6 +29,7 @@ for hook in sys.meta_path:
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
 
+from bytecode import rewrite_share  # noqa: E402
 from graft.models.registry import families  # noqa: E402
 from marks import FULL, keep_some, thin_out  # noqa: E402
 
@@ -78,6 +79,7 @@ FAMILIES = sorted(families())
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         return  # tests run in other processes
+    rewrite_share(config)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         # a run in the background of a shell ignores Ctrl-C, and so would what tests send it to
         signal.signal(signal.SIGINT, signal.default_int_handler)

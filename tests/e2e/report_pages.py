@@ -18,7 +18,7 @@ def deep(tmp_path_factory):
     return file
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def decoder(tmp_path_factory):
     """The same with 6 layers, which is there in a fifth of the time."""
     folder = tmp_path_factory.mktemp("decoder")
@@ -40,7 +40,7 @@ def small(tmp_path_factory):
     return file
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def window(tmp_path_factory):
     with browser(tmp_path_factory.mktemp("profile")) as opened:
         yield opened

@@ -102,6 +102,7 @@ def test_transforms_config_and_models_list():
     assert {"smollm2-135m", "tiny-gpt2"} <= {m["name"] for m in models}
 
 
+@pytest.mark.exhaustive  # the short run: unit/cli/inspect
 def test_dump_writes_graphs_and_refuses_foreign_folders(tmp_path):
     result = graft("dump", "tiny-gemma-2", "-o", str(tmp_path / "d"))
     assert result.returncode == 0, result.stderr

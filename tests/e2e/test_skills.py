@@ -15,8 +15,8 @@ from tutorial_runner import blocks
 
 SOURCE = Path(graft.__file__).parents[1]
 SKILLS = sorted((SOURCE.parent / "skills").glob("*/SKILL.md"))
-# the others compile, or start pytest in processes of their own
-SHORT = {"explore-the-codebase", "graph-dump", "tune-a-triton-kernel"}
+# the others compile, capture, or start pytest in processes of their own
+SHORT = {"explore-the-codebase", "tune-a-triton-kernel"}
 RUNNER = Path(tutorial_runner.__file__)
 
 

@@ -23,6 +23,7 @@ def llm():
     return embedded()
 
 
+@pytest.mark.exhaustive  # the short run: on every kind of tiny model
 def test_every_transform_matches_or_says_why(llm):
     eager = graft.LLM(llm.model, backend="eager")
     records = eager.report.transforms
@@ -48,6 +49,7 @@ def test_greedy_tokens_equal_hugging_face(llm, prompts, tokens):
         assert output.token_ids == expected[0, encoded["input_ids"].shape[1] :].tolist(), prompt
 
 
+@pytest.mark.exhaustive  # the short run: with a stop string, in test_engine.py
 def test_streamed_pieces_are_the_text(llm):
     params = graft.SamplingParams(max_tokens=24)
     (output,) = llm.generate("Hello! 你好，", params)

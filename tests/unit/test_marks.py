@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bytecode import rewrite_share
 from marks import short, thin_out
 from processes import run_python
 
@@ -84,3 +87,23 @@ def test_a_forked_process_has_torch_and_its_own_environment(tmp_path):
     assert (done.returncode, done.stdout) == (3, "bye\n")
     done = run_python("-c", "1 / 0")
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+
+
+def test_each_process_rewrites_its_share_of_the_files(pytestconfig, tmp_path, monkeypatch):
+    files = [tmp_path / f"test_{number}.py" for number in range(5)]
+    for file in files:
+        file.write_text("def test_it():\n    assert [1] == [2]\n")
+    monkeypatch.setattr(pytestconfig, "args", [str(tmp_path)])
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
+    written = [rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}" for file in files]
+    for worker, there in (("gw0", [0, 2, 4]), ("gw1", [0, 1, 2, 3, 4])):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+        rewrite_share(pytestconfig)
+        assert [number for number, path in enumerate(written) if path.exists()] == there
+    code = rewrite._read_pyc(files[0], written[0])
+    assert code is not None and "_pytest.assertion.rewrite" in code.co_names, (
+        "an import takes it, and it is rewritten"
+    )
+    files[0].write_text("def test_other():\n    assert [1] == [2]\n")
+    assert rewrite._read_pyc(files[0], written[0]) is None

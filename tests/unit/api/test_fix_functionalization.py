@@ -87,7 +87,6 @@ def test_graft_compile_has_the_record_and_turns_it_off():
     off = {"transforms": {NAME: {"enabled": False}}}
     stock = graft.compile(update, (cache, rows, at), backend="inductor", config=off)
     assert NAME not in stock.report.transforms and any(f"{NAME} is off" in note for note in stock.report.notes)
-    stock(cache.clone(), rows, at)
 
 
 def test_the_torch_compile_backend_has_the_record():
@@ -125,10 +124,14 @@ def test_it_is_listed_and_not_in_grafts_own_pipeline():
             load_config({"transforms": {name: {"stage": stage}}})
 
 
-def test_explain_and_the_example_show_it_on_a_model(monkeypatch, capsys):
+def test_explain_shows_it_on_a_model():
     explained = explain_model("tiny-llama", NAME, load_config())
     assert [match.site.layer for match in explained.matches] == [0, 1]
     assert {match.pattern for match in explained.matches} == {"graft.paged_attention.default"}
+
+
+@pytest.mark.exhaustive  # the short run: what explain says, above
+def test_the_example_shows_it_on_a_model(monkeypatch, capsys):
     path = Path(__file__).parents[3] / "examples" / "transform_before_after.py"
     monkeypatch.setattr(sys, "argv", [str(path), "--transform", NAME])
     runpy.run_path(str(path), run_name="__main__")
@@ -156,6 +159,7 @@ class Branches(torch.nn.Module):
         return cache * 2 if rows.shape[0] == 1 else cache + 1
 
 
+@pytest.mark.exhaustive  # the short run: the record of one
 def test_the_report_has_the_fixes_of_every_variant():
     cache, rows, at = arguments()
     free = {"cache": None, "rows": {0: torch.export.Dim.AUTO}, "at": {0: torch.export.Dim.AUTO}}

@@ -65,6 +65,7 @@ def both(module, backend, *args):
     return backend.reports
 
 
+@pytest.mark.exhaustive  # the short run: Norm
 def test_norms_of_a_hugging_face_model_fuse_at_dynamic_sizes():
     model = tiny("llama")
     exact, backend = copy.deepcopy(model.module).double(), eager_backend()

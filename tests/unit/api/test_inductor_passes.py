@@ -100,11 +100,9 @@ FUSED = {"fuse_rms_norm": 2, "fuse_swiglu": 1, "fuse_add_rms_norm": 1}
 
 @pytest.mark.parametrize(
     ("family", "dtype", "lengths"),
-    short(
-        [("llama", "float32", (9, 14)), ("llama", "bfloat16", (9,)), ("gemma-2", "bfloat16", (9,))],
-        ("llama", "bfloat16", (9,)),
-    ),
+    [("llama", "float32", (9, 14)), ("llama", "bfloat16", (9,)), ("gemma-2", "bfloat16", (9,))],
 )
+@pytest.mark.exhaustive  # the short run: a block, and the same model through the backend in test_torch_compile.py
 def test_fusions_on_inductors_graph_of_hugging_face_models(family, dtype, lengths):
     model, lab = tiny(family, dtype), Lab()
     compiled = lab.compile(model.module)
@@ -234,6 +232,7 @@ def test_settings_decide_the_key_of_the_cache():
         graft.passes_for_inductor({"transforms": {"fuse_rope": {"enable": False}}})
 
 
+@pytest.mark.exhaustive  # the short run: the graph above, and generated code in test_testing_kit_compiled.py
 def test_through_inductor_to_the_generated_code():
     """All the way: the fused ops are calls in Inductor's code, and the numbers are eager's."""
     model = tiny("llama").module

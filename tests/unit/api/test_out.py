@@ -17,7 +17,7 @@ from graft.api.checks import check_memory
 from graft.base.errors import OutRefused, SharedMemoryError, UsageError
 from graft.cli.app import app
 from graft.memory.write_through import why_copied, write_through
-from marks import examples
+from marks import examples, short
 
 
 class Step(nn.Module):
@@ -82,7 +82,7 @@ def test_explain_prints_the_engines_graph():
     assert "kv_cache_update" in line and "input" in line
 
 
-@pytest.mark.parametrize("backend", ["eager", "cuda_graph", "inductor"])
+@pytest.mark.parametrize("backend", short(["eager", "cuda_graph", "inductor"], "eager", "cuda_graph"))
 def test_results_are_written_into_out(backend):
     module, (x, cache, pos) = Step(), inputs()
     compiled = graft.compile(module, (x, cache, pos), dynamic_shapes=SIZES, backend=backend)

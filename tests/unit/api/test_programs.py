@@ -16,6 +16,7 @@ from transformers.integrations.executorch import convert_and_export_with_cache
 
 import graft
 from graft.base.errors import GuardFailed, UsageError
+from marks import examples
 
 
 class Counting(nn.Module):
@@ -47,7 +48,7 @@ def exported(strict=False, decomposed=False, stored=False):
     return reference, program
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(16))
 @given(strict=st.booleans(), decomposed=st.booleans(), stored=st.booleans(), batch=st.integers(1, 64))
 def test_a_program_however_it_was_exported(strict, decomposed, stored, batch):
     module, program = exported(strict, decomposed, stored)

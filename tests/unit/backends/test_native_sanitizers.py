@@ -32,7 +32,7 @@ def test_products_are_clean(kinds):
             assert close(run(p, d, target), expected(p, d))
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kinds", ["address,undefined", "thread"])
 def test_the_team_is_clean(kinds):
     target = target_of(kinds)
@@ -55,7 +55,7 @@ extern "C" void race(void** arrays, const int64_t*) {
 """
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kinds", "entry"), [("address,undefined", "past"), ("thread", "race")])
 def test_the_sanitizers_notice(kinds, entry):
     library = compiled("#include <cstdint>\n" + WRONG, ("past", "race"), target_of(kinds))

@@ -37,16 +37,17 @@ def llama(dtype="float32", device="meta"):
 
 
 @cache
-def captured() -> tuple[torch.nn.Module, torch.fx.GraphModule]:
-    """A model and its graph, captured once for the tests of what is stored."""
+def captured() -> tuple[torch.nn.Module, torch.fx.GraphModule, str]:
+    """A model and its graph, captured once for the tests of what is stored, and its fingerprint before that."""
     model = llama(device="cpu")
-    return model, capture_decoder(model)
+    before = fingerprint(model)
+    return model, capture_decoder(model), before
 
 
 @pytest.fixture
 def instant(monkeypatch):
     """The model whose capture takes no time."""
-    model, graph = captured()
+    model, graph, _ = captured()
     monkeypatch.setattr("graft.capture.cache.capture_decoder", lambda _: graph)
     return model
 
@@ -67,11 +68,9 @@ def changed(function):
 
 def test_equal_models_have_one_fingerprint():
     assert fingerprint(llama()) == known()
-    used = llama(device="cpu")
-    before = fingerprint(used)
+    used, _, before = captured()
     with torch.no_grad():
         used(input_ids=torch.zeros(1, 3, dtype=torch.int64))
-    capture_decoder(used)
     assert fingerprint(used) == before != known(), "running it changes nothing; the device is part of it"
 
 
@@ -320,7 +319,7 @@ def test_a_full_disk_or_a_folder_that_cannot_be_written_is_a_note(instant, monke
 
 
 def test_a_constant_of_the_graph_is_not_stored(monkeypatch, folder):
-    model, gm = copy.deepcopy(captured())
+    model, gm = copy.deepcopy(captured()[:2])
     gm.register_buffer("constant", torch.ones(2))
     monkeypatch.setattr("graft.capture.cache.capture_decoder", lambda _: gm)
     assert "not stored: constant is neither a parameter nor a buffer" in captured_decoder(model)[1]

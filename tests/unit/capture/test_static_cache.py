@@ -117,6 +117,7 @@ def test_alias_map_and_report_name_the_caches(llama):
     assert len(compiled.report.transforms["fuse_attention"].matches) == 2  # through the caches, without their copies
 
 
+@pytest.mark.exhaustive  # the short run: exported by Hugging Face, in test_programs.py
 def test_module_owned_caches_need_no_reset_between_sequences():
     model = model_of("llama")
     config = {"batch_size": 1, "max_cache_len": 32}

@@ -129,12 +129,14 @@ def test_graphs_that_do_not_run_natively_alone(model, backend, config, tmp_path)
         assert json.loads((tmp_path / "engine" / "manifest.json").read_text())["native"]["eager"]
 
 
-def test_quantized_weights_are_stored_as_kernels_read_them(model, tmp_path):
-    llm = graft.LLM(model, backend="native", quantize="int8", **SMALL)
-    llm.save(tmp_path / "engine")
-    again = graft.LLM(tmp_path / "engine", **SMALL)
-    assert again.quantized == llm.quantized
-    assert answers(again) == answers(llm)
+def test_quantized_weights_are_stored_as_kernels_read_them(model, again, llm, tmp_path):
+    """Two engines in one process have their own code: the dynamic loader knows a library by its name, which must not
+    be that of one that was loaded before."""
+    quantized = graft.LLM(model, backend="native", quantize="int8", **SMALL)
+    quantized.save(tmp_path / "engine")
+    stored_one = graft.LLM(tmp_path / "engine", **SMALL)
+    assert stored_one.quantized == quantized.quantized
+    assert answers(stored_one) == answers(quantized) != answers(llm) == answers(again)
     stored = (tmp_path / "engine" / "weights.safetensors").stat().st_size
     assert stored < sum(p.nbytes for p in model.module.parameters())
 
@@ -157,14 +159,6 @@ def test_another_graph_gives_another_folder(folder, tmp_path):
         return graph_to_json(torch.fx.GraphModule({}, graph))
 
     assert text(False) != text(True)
-
-
-def test_two_engines_in_one_process_have_their_own_code(folder, llm, tmp_path):
-    """The dynamic loader knows a library by its name, which must not be that of one that was loaded before."""
-    other = graft.LLM(tiny("qwen3"), backend="native", **SMALL)
-    other.save(tmp_path / "other")
-    first, second = graft.LLM(folder, **SMALL), graft.LLM(tmp_path / "other", **SMALL)
-    assert answers(first) == answers(llm) and answers(second) == answers(other)
 
 
 def test_prompts_that_are_run_for_their_kernels_leave_the_engine_as_it_is(llm):
@@ -229,6 +223,7 @@ if sys.argv[2:]:
 """
 
 
+@pytest.mark.exhaustive  # the short run: test_kept_engines.py
 def test_a_start_compiles_and_captures_nothing(llm, folder, tmp_path):
     """A new process without a compiler on its path starts no program, exports nothing and imports no part of a
     compiler; building the same model in it afterwards is seen by the same counters."""

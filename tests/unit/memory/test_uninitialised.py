@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.export import Dim
 
 import graft
+from marks import examples
 
 
 def notes(program, *args, **options):
@@ -85,6 +86,7 @@ def run(steps, through, x):
     return {"all": made, "sum": made.sum(), "rows": made[2:4] * 2, "transposed": made.t().exp()}[through]
 
 
+@settings(max_examples=examples(60))
 @given(steps=st.lists(step, max_size=6), through=st.sampled_from(["all", "sum", "rows", "transposed"]))
 def test_it_is_named_exactly_where_it_reaches_the_result(steps, through):
     x = torch.ones(6, 4)

@@ -110,6 +110,7 @@ def compiled_with_inductor(function, *, dynamic: bool):
     return torch.compile(function, dynamic=dynamic, options=inductor_options())
 
 
+@pytest.mark.exhaustive  # the short run: in the last graph, and through torch.compile
 @settings(max_examples=examples(2), deadline=None)
 @given(st.lists(st.sampled_from(VIEWS), min_size=3, max_size=3, unique=True), st.sampled_from([0, 4, 7]))
 def test_offsets_of_views_in_generated_code(views, begin):

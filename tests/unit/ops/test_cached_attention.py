@@ -153,6 +153,7 @@ def test_a_wrong_variant_of_prefill_is_caught():
     assert not close(run(cached_attention_triton, *later), expected)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("new", "old"),
     [((19,), (0,)), ((19,), (40,)), ((1, 1, 7), (40, 3, 20)), ((5, 9, 1), (0, 33, 8)), ((1, 1), (4, 9))],
@@ -218,7 +219,7 @@ def test_which_kernel_takes_a_call_is_said():
             assert choose(spec, spec.call(q, k_cache, v_cache, *rest)).name == name, (new, old, dtype)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("few", [rope_kv_write.FEW, 0], ids=["few tokens", "many"])
 @pytest.mark.parametrize("case", ROPE_CASES, ids=lambda case: case.name)
 def test_the_cache_holds_what_the_reference_writes_and_nothing_else_changes(case, few):

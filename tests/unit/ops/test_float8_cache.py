@@ -157,7 +157,7 @@ def test_small_values_do_not_leave_the_range_of_float16():
         assert (found - expected).norm() / expected.norm() < 4e-3
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("few", [rope_kv_write.FEW, 0], ids=["few tokens", "many"])
 @pytest.mark.parametrize("case", ROPE_CASES, ids=lambda case: case.name)
 def test_the_cache_holds_what_the_reference_writes_and_nothing_else_changes(case, few):

@@ -154,7 +154,7 @@ QUANTIZED_WRONG = [
 ]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("wrong", [*QUANTIZED_WRONG, lambda call: call._replace(scale=call.scale.roll(1, 1))])
 def test_what_narrow_has_slightly_wrong_is_caught(wrong):
     how, shape, args = right_narrow()
@@ -202,6 +202,7 @@ def test_integers_agree_with_float64(shape, tokens, weight, dtype, sizes, normed
     assert not ring(torch.device(DEVICE)).zeros.any()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("weight", ["int8", "int4"])
 @pytest.mark.parametrize("wrong", QUANTIZED_WRONG)
 def test_what_integers_have_slightly_wrong_is_caught(wrong, weight):

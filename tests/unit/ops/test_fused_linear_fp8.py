@@ -54,6 +54,7 @@ def agrees(run, args, dtype):
     return 0.5 * own < distance(got, exact) < 1.35 * own + 0.005
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("few", [0, 512], ids=["scaled product", "scales after it"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,7 +65,7 @@ def test_the_kernels_give_what_the_reference_does(few, options, dtype, monkeypat
         assert agrees(scaled.launch_scaled, args, dtype), (tokens, k)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "wrong",
     [

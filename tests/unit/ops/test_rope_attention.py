@@ -110,7 +110,7 @@ def test_one_kernel_agrees_with_float64_and_writes_the_newest_alone(old, group, 
     assert agrees(op.run_whole, args)
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     old=OLD,
     r=st.sampled_from([8, 16]),

@@ -46,6 +46,7 @@ def failed(report, transform=NAME):
     return {check for check, verdict in verdicts(report, transform).items() if verdict == "fail"}
 
 
+@pytest.mark.exhaustive  # the short run: as a command, in test_check_cli.py
 def test_a_good_transform_passes_every_point():
     report = checked()
     assert verdicts(report) == dict.fromkeys(LIST, "pass")

@@ -34,6 +34,7 @@ def triton_error(module: str, pattern: RowPattern) -> float:
     return worst
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
 def test_triton_kernels_compute_their_pattern(pattern, tmp_path):
     pattern = fresh(pattern)
@@ -62,6 +63,7 @@ def test_native_kernels_compute_their_pattern(pattern, tmp_path):
     assert not problem and runs >= 3
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("fault", firsts(FAULTS, lambda f: f.template, 3), ids=lambda f: f"{f.pattern.name}: {f.new}")
 def test_a_fault_in_the_generator_is_found(fault: RowFault, tmp_path, monkeypatch):
     fault.plant(monkeypatch)

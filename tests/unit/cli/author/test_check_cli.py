@@ -110,7 +110,6 @@ def test_a_baseline_of_another_model_is_a_usage_error(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.exhaustive
 def test_every_family_is_in_one_document(monkeypatch):
     some = {name: registry.families()[name] for name in ("llama", "gpt2")}
     monkeypatch.setattr(all_models, "families", lambda: some)
