@@ -72,7 +72,7 @@ class FuseGatedMlp(MatvecPatterns):
     in 16 bits and read again; others run the two layers as before. Numerics: the same bits.
     """
 
-    lacking = "no graft::fused_linear reads another: nothing is rounded between two layers"
+    lacking = "no two layers of a gated MLP have rows between them that are rounded to float8"
 
     def rewrites(self) -> Sequence[Rewrite]:
         return REWRITES

@@ -66,7 +66,7 @@ def test_two_layers_become_one_op_with_the_same_numbers(shape):
     ("module", "why"),
     [
         (Mlp(MlpCase(4, 64, 256)), "not rounded to float8"),
-        (Mlp(SHAPES[0], between=torch.sin), "reads another"),
+        (Mlp(SHAPES[0], between=torch.sin), "no two layers"),
         (Mlp(SHAPES[0], between=returned), ""),
         (Mlp(SHAPES[0], fp8_from=3), ""),
         (Mlp(SHAPES[0], normed=True, eps=1e-5), ""),
