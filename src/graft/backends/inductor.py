@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -314,6 +316,13 @@ def generated_code(function: Callable[..., Any], *args: Any, **kwargs: Any) -> t
 
 
 # ── graphs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def build_package(program: torch.export.ExportedProgram, path: Path, options: Mapping[str, Any]) -> None:
+    """Writes AOTInductor's package of the program to `path`, which ends in `.pt2`."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about its own code
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(options))
 
 
 def sort_graph(graph: Graph) -> None:

@@ -15,11 +15,14 @@ import graft
 from conftest import tiny
 from graft.base.errors import GraftError, NoGpu
 from graft.bench.tune import search as workbench
-from graft.bench.tune.results import weight_bytes
+from graft.bench.tune.results import StepSample, step_sample, weight_bytes
 from graft.bench.tune.search import KEPT, MARGIN, Failure, candidates, tune
+from graft.bench.tune.timers import noted_steps
 from graft.cli.app import app
 from graft.cli.measure import tune as command
 from graft.engine.choices import choice_note, choice_notes, model_shapes
+from graft.engine.params import SamplingParams
+from graft.engine.scheduler import StepPlan
 from graft.ops.fused_linear import choice
 from graft.ops.fused_linear.choice import choose_kernel, overridden
 from graft.ops.fused_linear.kinds import Gemm, IntegerGemm, LinearShape, Matvec, how_problem
@@ -48,6 +51,10 @@ def cache(tmp_path, monkeypatch):
 def clock(fast, other=10.0):
     """Every candidate takes `other`, those in `fast` what is said there: microseconds or why it fails."""
     return lambda shape, tokens, ways: [fast.get(how, other) for how in ways]
+
+
+def sample(us):
+    return StepSample(us, us + 1, us + 9)
 
 
 def test_the_fastest_candidate_is_chosen():
@@ -105,7 +112,7 @@ def test_a_step_goes_before_what_is_best_alone():
         taken = {shape: choose_kernel(shape, tokens, "cpu").how for shape in (DOWN, UP)}
         tried.append(taken)
         times = {Matvec(2, 8): 5.0, Matvec(4, 8): 1.0}
-        return 100.0 + sum(times.get(how, 10.0) for how in taken.values())
+        return sample(100.0 + sum(times.get(how, 10.0) for how in taken.values()))
 
     found = tune([DOWN, UP], [1, 2], CPU, timer=alone, step=step, in_step=[1])
     assert found.table[DOWN] == {
@@ -116,6 +123,25 @@ def test_a_step_goes_before_what_is_best_alone():
     assert found.steps[0].us == 110.0 and found.steps[0].tokens == 1
     assert all(how in (*order[:3], USUAL) for t in tried for how in t.values())
     assert choice.OVERRIDES == []
+    whole = [one.what for one in found.tried if one.shape is None]
+    assert whole == ["the fastest alone", "the choices that come with graft"] and len(found.tried) == len(tried)
+    assert {one.how for one in found.tried if one.shape == DOWN} <= set(order[:3])
+    assert all(one.sample.p99 == one.sample.us + 9 and one.tokens == 1 for one in found.tried)
+
+
+def test_times_of_steps_have_a_median_and_a_slowest():
+    found = step_sample(100.0, [1e-6 * (100 + i) for i in range(101)])
+    assert (found.us, found.p50, found.p99) == (100.0, 150.0, 199.0)
+    assert step_sample(5.0, []) == StepSample(5.0, 5.0, 5.0)
+
+
+def test_steps_are_noted_while_an_engine_runs(quantized):
+    engine = quantized.engine
+    before = engine.count
+    with noted_steps(engine) as noted:
+        quantized.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+        engine.count(StepPlan(1), [], 0.25, decoding=True)
+    assert noted == [0.25] and engine.count == before  # a step that is no replay is not one of them
 
 
 def test_a_gain_within_the_noise_changes_nothing():
@@ -125,14 +151,14 @@ def test_a_gain_within_the_noise_changes_nothing():
 
         def step(tokens, gain=gain):
             how = choose_kernel(DOWN, tokens, "cpu").how
-            return {order[0]: 100.0, order[1]: 100.0 * (1 - gain)}.get(how, 500.0)
+            return sample({order[0]: 100.0, order[1]: 100.0 * (1 - gain)}.get(how, 500.0))
 
         assert tune([DOWN], [1], CPU, timer=alone, step=step, in_step=[1]).table[DOWN][1].how == expected
 
 
 def test_the_shipped_choices_are_kept_where_a_step_likes_them():
     def step(tokens):
-        return 50.0 if choose_kernel(DOWN, tokens, "cpu").how == USUAL else 60.0
+        return sample(50.0 if choose_kernel(DOWN, tokens, "cpu").how == USUAL else 60.0)
 
     alone = clock({USUAL: 40.0})  # the slowest of all
     found = tune([DOWN], [1], CPU, timer=alone, step=step, in_step=[1])
@@ -260,7 +286,7 @@ def pretend(monkeypatch, quantized):
 
     def measure(llm, shapes, counts, device, in_place, progress, keep):
         timer = clock({Matvec(2, 8): 3.0, Matvec(1, 4): "OutOfResources"})
-        return tune(shapes, counts, CPU, progress, timer=timer, keep=keep)
+        return tune(shapes, counts, CPU, progress, timer=timer, keep=keep, step=lambda _: sample(70.0), in_step=[1])
 
     monkeypatch.setattr(command, "measure", measure)
 
@@ -272,6 +298,7 @@ def test_the_command_writes_a_table_that_lookups_read(pretend, cache, quantized,
     assert told.exit_code == 0, told.stderr
     assert shape.key() in told.stdout and "matvec(rows=2, warps=8)" in told.stdout and "3.33x" in told.stdout
     assert "did not run" in told.stdout and "matvec(rows=1, warps=4): OutOfResources" in told.stdout
+    assert "P99" in told.stdout and " 79" in told.stdout and "the fastest alone" in told.stdout
     path = cache / "tuned" / "my_gpu.json"
     assert set(read_table(path)[shape]) == {1, 4}
     assert choose_kernel(shape, 1, "my gpu").how == Matvec(2, 8) != before.how
@@ -280,7 +307,11 @@ def test_the_command_writes_a_table_that_lookups_read(pretend, cache, quantized,
     document = json.loads(invoke("tune", "tiny-llama", "--tokens", "1", "-o", str(other), "--json").stdout)
     assert document["file"] == str(other) and document["failures"]
     row = next(row for row in document["rows"] if row["shape"] == shape.key())
-    assert row["kind"] == "matvec" and row["us"] == 3.0 and row["measured"] == "alone" and row["calls"] > 0
+    assert row["kind"] == "matvec" and row["us"] == 3.0 and row["measured"] == "in a step" and row["calls"] > 0
+    assert document["tried"][0] == {
+        "tokens": 1, "shape": None, "what": "the fastest alone", "us": 70.0, "p50": 71.0, "p99": 79.0,
+    }  # fmt: skip
+    assert any(one["shape"] == shape.key() and "(" in one["what"] for one in document["tried"])
     assert set(read_table(other)) == {DOWN, *model_shapes(quantized.graph_module)}
 
 

@@ -13,7 +13,7 @@ import torch
 
 from graft.base.errors import GraftError, NoGpu
 from graft.base.files import Progress
-from graft.bench.tune.results import Result, weight_bytes
+from graft.bench.tune.results import Result, StepSample, weight_bytes
 from graft.ops.fused_linear.choice import look_up, overridden, shipped_table
 from graft.ops.fused_linear.kinds import (
     INTEGERS,
@@ -34,7 +34,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 KEPT = 3  # candidates that are tried in a step
 MARGIN = 0.001  # of a step: a smaller gain is not told from noise
 Timer = Callable[[LinearShape, int, Sequence[How]], Sequence[Result]]
-StepTimer = Callable[[int], Result]  # of a decode step of so many sequences, by the kernels of the current table
+StepTimer = Callable[[int], StepSample | str]  # a step of so many sequences, by the kernels of the current table
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,23 @@ class StepTime:
 
 
 @dataclass(frozen=True)
+class StepTrial:
+    """A decode step with `how` for one shape and for the others the best until then; without a shape, `what` says."""
+
+    tokens: int
+    what: str
+    shape: LinearShape | None
+    how: How
+    sample: StepSample
+
+
+@dataclass(frozen=True)
 class Tuning:
     device: str
     trials: tuple[TunedShape, ...]  # those in which something ran
     steps: tuple[StepTime, ...]
     failures: tuple[Failure, ...]
+    tried: tuple[StepTrial, ...] = ()  # in a step, in the order in which they were
 
     @property
     def table(self) -> Table:
@@ -178,7 +190,7 @@ def tune(
 
         timer = KernelTimer(device)
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    trials, steps, failures = [], [], []
+    trials, steps, failures, tried = [], [], [], []
     work = [(shape, tokens) for shape in shapes for tokens in counts]
     for done, (shape, tokens) in enumerate(work):
         if progress:
@@ -195,12 +207,13 @@ def tune(
         if step is None:
             raise GraftError("in_step needs a timer of decode steps: pass step=")
         of_count = [trial for trial in trials if trial.tokens == tokens]
-        refined, found, failed = refine(of_count, tokens, device_name(device), step, progress)
+        refined, found, failed, in_steps = refine(of_count, tokens, device_name(device), step, progress)
+        tried += in_steps
         better = {trial.shape: trial for trial in refined}
         trials = [better[trial.shape] if trial.tokens == tokens else trial for trial in trials]
         steps += found
         failures += failed
-    return Tuning(device_name(device), tuple(trials), tuple(steps), tuple(failures))
+    return Tuning(device_name(device), tuple(trials), tuple(steps), tuple(failures), tuple(tried))
 
 
 def measure(shape: LinearShape, tokens: int, units: int, timer: Timer) -> tuple[list[TunedShape], list[Failure]]:
@@ -216,34 +229,36 @@ def measure(shape: LinearShape, tokens: int, units: int, timer: Timer) -> tuple[
 
 def refine(
     trials: Sequence[TunedShape], tokens: int, device: str, step: StepTimer, progress: Progress | None = None
-) -> tuple[list[TunedShape], list[StepTime], list[Failure]]:
+) -> tuple[list[TunedShape], list[StepTime], list[Failure], list[StepTrial]]:
     """The trials of one token count with what is best in a step: from the faster of the best alone and the shipped
     choices on, one shape after the other, its fastest few."""
     failures: list[Failure] = []
+    tried: list[StepTrial] = []
 
-    def timed(hows: Mapping[LinearShape, How], shape: LinearShape | None = None) -> float | None:
+    def timed(hows: Mapping[LinearShape, How], shape: LinearShape | None = None, what: str = "") -> float | None:
         entries: Table = {one: {tokens: TunedEntry(how, 0.0, device)} for one, how in hows.items()}
         with overridden(entries):
             result = step(tokens)
         if isinstance(result, str):
             failures.append(Failure(shape, tokens, hows[shape] if shape else None, f"in a step: {result}"))
             return None
-        return result
+        tried.append(StepTrial(tokens, what, shape, hows[shape] if shape else None, result))
+        return result.us
 
     best = {trial.shape: trial.best for trial in trials}
     shipped = {trial.shape: trial.shipped for trial in trials}
-    least, usual = timed(best), timed(shipped)
+    least, usual = timed(best, what="the fastest alone"), timed(shipped, what="the choices that come with graft")
     if least is None:
-        return list(trials), [], failures
+        return list(trials), [], failures, tried
     if usual is not None and usual < least and all(trial.shipped in trial.times for trial in trials):
         best, least = shipped, usual
     for done, trial in enumerate(trials):
         if progress:
             progress(f"in a step of {count_text(tokens)}: {trial.shape.key()}", done, len(trials))
         for how in list(trial.times)[:KEPT]:
-            tried = {**best, trial.shape: how}
-            us = timed(tried, trial.shape) if tried != best else None
+            other = {**best, trial.shape: how}
+            us = timed(other, trial.shape) if other != best else None
             if us is not None and us < least * (1 - MARGIN):
-                best, least = tried, us
+                best, least = other, us
     refined = [replace(trial, best=best[trial.shape], measured="in a step") for trial in trials]
-    return refined, [StepTime(tokens, least, usual)], failures
+    return refined, [StepTime(tokens, least, usual)], failures, tried

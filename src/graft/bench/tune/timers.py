@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graft.base.errors import OutOfMemory
 from graft.base.timers import graph_seconds
-from graft.bench.tune.results import Result, weight_bytes
+from graft.bench.tune.results import Result, StepSample, step_sample, weight_bytes
 from graft.engine.build import build_engine
+from graft.engine.engine import Engine
 from graft.engine.kv.tensors import LayerShape, bytes_per_block
 from graft.engine.llm import LLM
 from graft.engine.options import EngineOptions
@@ -103,27 +106,47 @@ def make_weight(shape: LinearShape, device: torch.device) -> tuple[Tensor, Tenso
     return (q.to(torch.bfloat16) / 8).to(torch.float8_e4m3fn), scale / 8
 
 
+@contextmanager
+def noted_steps(engine: Engine) -> Iterator[list[float]]:
+    """The seconds of each step within it that was a replay of a capture, as the engine counts them."""
+    noted: list[float] = []
+    count = engine.count
+
+    def counting(plan: Any, grown: Any, seconds: float, decoding: bool = False) -> None:
+        if decoding:
+            noted.append(seconds)
+        count(plan, grown, seconds, decoding)
+
+    engine.count = counting
+    try:
+        yield noted
+    finally:
+        del engine.count
+
+
 @dataclass(frozen=True)
 class DecodeTimer:
     """Microseconds of a decode step of a model, captured anew by the kernels that the current table names."""
 
     llm: LLM
 
-    def __call__(self, tokens: int) -> Result:
+    def __call__(self, tokens: int) -> StepSample | str:
         try:
             other = self.rebuilt(tokens)
             params = SamplingParams(max_tokens=NEW, ignore_eos=True)
             prompts = [[1 + (row + i) % 7 for i in range(PROMPT)] for row in range(tokens)]
-            times = []
-            for _ in range(1 + STEP_REPEATS):  # the first warms up
-                outputs, stats = other.generate(prompts, params), other.stats
+            times, steps = [], []
+            for repeat in range(1 + STEP_REPEATS):  # the first warms up
+                with noted_steps(other.engine) as noted:
+                    outputs, stats = other.generate(prompts, params), other.stats
+                steps += noted if repeat else []
                 failed = next((output.error for output in outputs if output.error is not None), None)
                 if failed is not None:
                     return reason(failed)
                 if not stats.replayed_steps:
                     return f"no decode step was a capture: {'; '.join(other.engine.notes)}"
                 times.append(stats.decode_seconds / max(1, stats.decode_tokens) * tokens * 1e6)
-            return min(times[1:])
+            return step_sample(min(times[1:]), steps)
         except (OutOfMemory, *FAILURES) as error:
             return reason(error)
 
