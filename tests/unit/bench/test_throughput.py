@@ -37,10 +37,12 @@ def clock(monkeypatch):
     return now
 
 
-def test_every_request_gets_all_of_its_tokens(clock):
+def test_every_request_gets_all_of_its_tokens(clock, monkeypatch):
     llm = engine("llama", True, max_num_seqs=4)
-    told = []
+    told, requests, add = [], [], llm.engine.add
+    monkeypatch.setattr(llm.engine, "add", lambda *asked: requests.append(add(*asked)) or requests[-1])
     row = measure_load(llm, Load(9, 5, 10), lambda *what: told.append(what))
+    assert [len(request.new_tokens) for request in requests[-10:]] == [5] * 10
     assert row.output_tokens_per_s == pytest.approx(50 / row.seconds)
     assert row.steps == row.prompt_steps + (row.steps - row.prompt_steps) and row.prompt_steps >= 3
     assert 0 < row.batch <= 4 == row.max_num_seqs and 0 < row.cache_percent <= 100

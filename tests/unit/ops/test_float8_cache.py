@@ -24,7 +24,7 @@ from graft.ops.rope_kv_write import op as writing
 from graft.ops.rope_kv_write import triton as rope_kv_write
 from graft.ops.rope_kv_write.cases import CASES as ROPE_CASES
 from graft.weights.quantize import FP8, rows_to_fp8
-from marks import examples
+from marks import examples, short
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 AT = {
@@ -32,6 +32,8 @@ AT = {
 }
 PLAIN = (None, None, False)
 ROUNDING = 2.0**-4  # of a number that is rounded to 3 bits behind the first
+# some of a head is rotated and the rest copied
+PARTLY = [next(case for case in ROPE_CASES if case.name == "norms, 32 of 80")]
 
 
 @pytest.fixture(autouse=True)
@@ -157,9 +159,8 @@ def test_small_values_do_not_leave_the_range_of_float16():
         assert (found - expected).norm() / expected.norm() < 4e-3
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("few", [rope_kv_write.FEW, 0], ids=["few tokens", "many"])
-@pytest.mark.parametrize("case", ROPE_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", short(ROPE_CASES, *PARTLY), ids=lambda case: case.name)
 def test_the_cache_holds_what_the_reference_writes_and_nothing_else_changes(case, few):
     args = list(case.make(DEVICE, torch.float32, torch.Generator().manual_seed(0)))
     args[5:7] = [float8_cache(cache) for cache in args[5:7]]

@@ -294,7 +294,7 @@ def test_rope_with_angles_for_each_head_is_refused():
 
 
 def test_new_nodes_carry_value_place_and_maker():
-    model = load_model("tiny-llama", dtype="float32", device="meta")
+    model = load_model("tiny-llama", dtype="float32", device="cpu")
     gm = graph_of(model.module)
     report = run_pipeline(gm, load_config(), Context(route="decoder"))
     made = [n for n in calls(gm.graph) if "made_by" in n.meta]

@@ -34,7 +34,6 @@ def triton_error(module: str, pattern: RowPattern) -> float:
     return worst
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
 def test_triton_kernels_compute_their_pattern(pattern, tmp_path):
     pattern = fresh(pattern)

@@ -290,7 +290,7 @@ def test_the_command_refuses_with_its_exit_code(runs, tmp_path):
         found = told(*args)
         assert found.exit_code == code and message in found.stderr and found.stdout == ""
     noted = told(a, other)
-    assert noted.exit_code == 0 and "model: tiny-llama → tiny-qwen2" in noted.stdout
+    assert noted.exit_code == 0 and "model: tiny-llama → tiny-gemma-2" in noted.stdout
 
 
 def test_before_and_after_as_a_program(monkeypatch, capsys):
