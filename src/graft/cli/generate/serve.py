@@ -80,6 +80,7 @@ Origins = Annotated[
     list[str] | None,
     typer.Option(help="Pages of this origin may ask from a browser (CORS); * is all. Repeatable.", metavar="ORIGIN"),
 ]
+Replicas = Annotated[int, typer.Option(help="Engines behind one address, on Ray Serve (graft[ray]).", min=1)]
 JsonLogs = Annotated[bool, typer.Option("--json", help="Log lines as JSON objects on standard output.")]
 
 
@@ -120,6 +121,7 @@ def serve(
     kv_cache_memory: CacheMemory = None,
     kv_cache_dtype: CacheDtype = "auto",
     tensor_parallel: TensorParallel = 1,
+    replicas: Replicas = 1,
     trust_remote_code: TrustRemoteCode = False,
     use_cache: UseCache = True,
     recompile: Recompile = False,
@@ -133,9 +135,17 @@ def serve(
     from graft.models.names import check_name
     from graft.serve.options import options_from
 
-    options = options_from(layered(ctx, given))
+    found = layered(ctx, given)
+    several = found.pop("replicas")
+    options = options_from(found)
     if not options.load.plugins:  # which may bring models
         check_name(options.load.model)  # the engine's process would tell it after seconds
+    if several > 1:
+        from graft.deploy.run import serve_replicas
+        from graft.deploy.spec import AppSpec, Scaling
+
+        end_waiting()
+        raise typer.Exit(serve_replicas(AppSpec(options, replicas=Scaling(several, several))))
     try:
         from graft.serve.run import serve as serve_until_told
     except ModuleNotFoundError as error:
