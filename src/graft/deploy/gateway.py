@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,9 @@ from graft.serve.wire import ServedModel
 SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
 PATIENCE = 10.0  # seconds that the directory may have no news
 AGAIN = 0.2  # seconds until a directory that is gone is asked again, or a request is tried anew
+SCRAPE = 5.0  # seconds that a replica has to tell its metrics
 EVENTS = b"text/event-stream"
+METRICS = {"type": "http", "method": "GET", "path": "/metrics", "headers": [], "query_string": b""}
 
 
 @dataclass(eq=False)
@@ -61,9 +63,12 @@ class Gateway:
         self.text = await asyncio.to_thread(
             ServedText, self.model, self.options.tool_call_parser, self.options.reasoning_parser
         )
+        self.retries = self.lost = 0
         self.following = asyncio.create_task(self.follow_caches())
 
     async def __call__(self, http: HttpRequest) -> Response:
+        if http.url.path == "/metrics":
+            return Response(await self.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
         try:
             body = await read_body(http, self.options.max_body_size, self.options.slow_client_timeout)
             scope = {name: http.scope[name] for name in SCOPE if name in http.scope}
@@ -74,7 +79,7 @@ class Gateway:
         except ClientGone:
             return Response(status_code=499)
         made = StreamingResponse(self.pieces(begun), begun.status)
-        made.raw_headers = begun.headers
+        made.raw_headers = [pair for pair in begun.headers if pair[0].lower() != b"x-request-id"]  # Ray Serve adds it
         return made
 
     async def prompt(self, http: HttpRequest, body: bytes) -> list[int]:
@@ -116,6 +121,7 @@ class Gateway:
             else:
                 if status != EngineGone.status or attempt + 1 == self.spec.attempts:
                     return begun
+            self.retries += 1
             with STATE.lock:
                 avoid += [STATE.sent[ticket]] if ticket in STATE.sent else []
         raise ReplicaLost(self.spec.attempts)
@@ -138,6 +144,7 @@ class Gateway:
             self.must_be_lost(error)
             if not begun.streams:
                 raise
+            self.lost += 1
             yield answers.event(error_value(ReplicaLost(1)))
         finally:
             begun.rest.cancel()  # where the client has left; one that is over takes no notice
@@ -158,18 +165,52 @@ class Gateway:
                     for event in told or ():
                         STATE.index.apply(replica, from_json(dict(event)))
 
-    async def routing(self) -> dict[str, Any]:
-        """What the router has done in this process: for tests and measurements."""
+    async def metrics(self) -> str:
+        """This gateway's own, and those of every replica with its name as a label."""
         with STATE.lock:
-            held = {name: len(one.stored) for name, one in STATE.index.replicas.items()}
-            return {
-                "routed": STATE.routed, "followed": STATE.followed, "found": STATE.found, "asked": STATE.asked,
-                "stored": held,
-            }  # fmt: skip
+            names = list(STATE.index.replicas)
+            counts = {
+                "graft:gateway_routed_total": STATE.routed,
+                "graft:gateway_followed_prefix_total": STATE.followed,
+                "graft:gateway_prompt_blocks_total": STATE.asked,
+                "graft:gateway_prompt_blocks_found_total": STATE.found,
+                "graft:gateway_retries_total": self.retries,
+                "graft:gateway_streams_lost_total": self.lost,
+            }
+        texts = await asyncio.gather(*map(self.metrics_of, names))
+        own = [f"# TYPE {name} counter\n{name} {value}" for name, value in counts.items()]
+        return "\n".join([*own, *merged(zip(names, texts, strict=True))]) + "\n"
+
+    async def metrics_of(self, replica: str) -> str:
+        """Nothing where it is gone, and the directory has not yet said so."""
+        answer = self.ask.remote(METRICS, b"", only=replica)
+        pieces: list[bytes] = []
+        try:
+            async with asyncio.timeout(SCRAPE):
+                await anext(answer)
+                pieces = [piece async for piece in answer]
+        except (RayError, RayServeException, TimeoutError):
+            answer.cancel()
+        return b"".join(pieces).decode()
 
     async def __del__(self) -> None:
         if hasattr(self, "following"):
             self.following.cancel()
+
+
+def merged(texts: Iterable[tuple[str, str]]) -> list[str]:
+    """Prometheus wants all of one name together."""
+    groups: dict[str, list[str]] = {}
+    for replica, text in texts:
+        kind = ""
+        for line in text.splitlines():
+            if line.startswith("#"):
+                kind = line
+                groups.setdefault(kind, [])
+            else:
+                name, brace, rest = line.partition("{")
+                groups.setdefault(kind, []).append(f'{name}{brace}replica="{replica}",{rest}')
+    return [line for kind, lines in groups.items() for line in (kind, *lines)]
 
 
 def gateway_deployment(**options: Any) -> Any:
