@@ -74,7 +74,9 @@ def by_prefix(index: PrefixIndex, tokens: Sequence[int], load: dict[str, int], _
     return index.choose(tokens, load, RoutePolicy()).replica
 
 
-def run_trace(route: Route, *, replicas: int, cached_prompts: float, requests: int = 1000, late: int = 4) -> RoutedTrace:
+def run_trace(
+    route: Route, *, replicas: int, cached_prompts: float, requests: int = 1000, late: int = 4
+) -> RoutedTrace:
     """cached_prompts: system prompts that one replica's cache has room for, beside the requests that are open."""
     prompts, draw, index = trace(requests), random.Random(1), PrefixIndex()
     each = -(-(SHARED_HEAD + SYSTEM + QUESTION + ANSWER) // BLOCK)

@@ -23,7 +23,6 @@ pytest.importorskip("ray", reason="several replicas need graft[ray], which is no
 pytestmark = pytest.mark.exhaustive
 
 SIZE = {"dtype": "float32", "backend": "eager", "max-num-seqs": 8, "kv-cache-memory": "4MiB"}
-ROUNDS = 3
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,9 @@ def engines(sessions):
 
 
 def worker_of(replica):
-    children = [Path(f"/proc/{replica}/task/{one}/children").read_text() for one in os.listdir(f"/proc/{replica}/task")]
+    children = [
+        Path(f"/proc/{replica}/task/{one}/children").read_text() for one in os.listdir(f"/proc/{replica}/task")
+    ]
     return next(int(pid) for text in children for pid in text.split() if b"graft.serve.worker" in cmdline(pid))
 
 
@@ -155,12 +156,10 @@ def test_requests_that_begin_alike_go_where_the_blocks_are(plain):
 
 
 def test_who_leaves_ends_the_work(plain):
-    with plain.stream("POST", "/v1/completions", json=body(0, 900, stream=True)) as answer:
+    with plain.stream("POST", "/v1/completions", json=body(0, 900, stream=True, n=8)) as answer:
         next(answer.iter_lines())
-        assert sum(metric(plain, "vllm:num_requests_running").values()) == 1
-    poll(lambda: not sum(metric(plain, "vllm:num_requests_running").values()))
-    ended = re.findall(r'finished_reason="abort"} (\d+)', plain.get("/metrics").text)
-    assert sum(map(int, ended)) == 1
+    poll(lambda: re.search(r'finished_reason="abort"} [1-9]', plain.get("/metrics").text))
+    poll(lambda: list(metric(plain, "vllm:num_requests_running").values()) == [0, 0])
 
 
 def load_while(plain, llm, act):
@@ -225,7 +224,9 @@ def test_an_engine_process_is_killed_under_load(llm, plain, sessions):
 def test_an_upgrade_loses_no_request(llm, plain, server, folder, sessions, tmp_path):
     before, port = engines(sessions), int(server.url.rsplit(":", 1)[1])
     file = tmp_path / "app.yaml"
-    file.write_text(json.dumps({"serve": {"model": str(folder), **SIZE, "max-num-seqs": 6, "port": port}, "replicas": 2}))
+    file.write_text(
+        json.dumps({"serve": {"model": str(folder), **SIZE, "max-num-seqs": 6, "port": port}, "replicas": 2})
+    )
     paths = os.pathsep.join([str(source()), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "RAY_TMPDIR": sessions}
 

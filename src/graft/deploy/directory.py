@@ -1,7 +1,7 @@
 """What the caches of all replicas hold, for gateways: replicas tell it their events, gateways ask what is new.
 
-It runs as an actor of Ray. Only names of blocks go through it, no tokens. Whoever comes late or anew, a gateway or the
-directory itself, begins with the present state: nobody keeps what is gone.
+It runs as an actor of Ray. Only names of blocks go through it, no tokens. Whoever comes late or anew, a gateway or
+the directory itself, begins with the present state: nobody keeps what is gone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which replica a request goes to: where the blocks of its prompt are, as the events of the caches tell.
 
 A request follows its blocks unless the replica that has them is busier than the idlest by more than `slack` requests,
-or has less than `least_share` of the prompt: beginnings that all prompts have (a chat template's) attract nobody. Then
-it goes where the least is open, and among equals where the least is stored, so that prefixes spread over all caches.
+or has less than `least_share` of the prompt: beginnings that all prompts have (a chat template's) attract nobody.
+Then it goes where the least is open, and among equals where the least is stored, so that prefixes spread over all caches.
 
 A block is told of when it has been computed. Until then whoever sent the request there knows it as promised, so that
 requests that begin alike and come together go together.

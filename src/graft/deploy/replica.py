@@ -49,7 +49,7 @@ class EngineReplica:
         return asdict(model)
 
     async def ask(self, scope: Scope, body: bytes, **_: Any) -> AsyncGenerator[tuple[int, list[Any], str] | bytes]:
-        """Status, headers and this replica's name, then the body in pieces. The rest of the arguments is the router's."""
+        """Status, headers and this replica's name, then the body in pieces. Other arguments are the router's."""
         out: asyncio.Queue[Message | None] = asyncio.Queue()
         given: asyncio.Queue[Message] = asyncio.Queue()  # nothing follows on the body: who leaves cancels the task
         given.put_nowait({"type": "http.request", "body": body, "more_body": False})

@@ -1,5 +1,5 @@
-"""What the router of one process knows. In a module of its own: Ray sends PrefixRouter's as a copy, and there is to be
-one state for the router and the gateway that feeds it."""
+"""What the router of one process knows. In a module of its own: Ray sends PrefixRouter's as a copy, and there is to
+be one state for the router and the gateway that feeds it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """app.yaml: an application of several replicas. Needs no Ray.
 
-    name: graft               # of the Ray Serve application
-    serve:                    # every option of `graft serve`, by name
-      model: smollm2-135m
-    replicas: 2               # or {min: 1, max: 4, open_requests: 8}: as many as keep so many open in each
-    gateways: 1
-    cpus: 1                   # of each replica; gpus: as many as --tensor-parallel, where the cluster has any
-    attempts: 3
-    routing: {least_share: 0.25, slack: 8}
+name: graft               # of the Ray Serve application
+serve:                    # every option of `graft serve`, by name
+  model: smollm2-135m
+replicas: 2               # or {min: 1, max: 4, open_requests: 8}: as many as keep so many open in each
+gateways: 1
+cpus: 1                   # of each replica; gpus: as many as --tensor-parallel, where the cluster has any
+attempts: 3
+routing: {least_share: 0.25, slack: 8}
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Scaling:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
-            raise UsageError(f"replicas: min must be at least 1 and at most max, but they are {self.min} and {self.max}")
+            raise UsageError(
+                f"replicas: min must be at least 1 and at most max, but they are {self.min} and {self.max}"
+            )
         if not self.open_requests > 0:
             raise UsageError(f"replicas: open_requests must be more than 0, but is {self.open_requests:g}")
 
@@ -90,7 +92,11 @@ class AppSpec:
             "address": f"http://{self.serve.host}:{self.serve.port}",
             "model": self.serve.load.model,
             "served_model_name": list(self.serve.names),
-            "replicas": {**asdict(self.replicas), "cpus": self.cpus, "gpus": "auto" if self.gpus is None else self.gpus},
+            "replicas": {
+                **asdict(self.replicas),
+                "cpus": self.cpus,
+                "gpus": "auto" if self.gpus is None else self.gpus,
+            },
             "gateways": self.gateways,
             "attempts": self.attempts,
             "routing": asdict(self.routing),

@@ -1,5 +1,5 @@
-"""The manifests of deploy/kubernetes: Kubernetes' own schemas where kubernetes-validate is installed, and what no schema
-knows: that paths, ports, metrics and times are those of the server."""
+"""The manifests of deploy/kubernetes: Kubernetes' own schemas where kubernetes-validate is installed, and what no
+schema knows: that paths, ports, metrics and times are those of the server."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
 import graft
+from graft.cli.app import app
 from graft.cli.generate.serve_sources import options_of
 from graft.serve.app import ROUTES
 from graft.serve.metrics import Metrics
@@ -20,6 +22,7 @@ from graft.serve.wire import EngineLoad
 
 FOLDER = Path(graft.__file__).parents[2] / "deploy" / "kubernetes"
 LISTED = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
+COMMAND = get_command(app).commands["serve"]
 SPARE = 5  # seconds for the process to end
 
 
@@ -40,7 +43,7 @@ def container(pod):
 
 @pytest.fixture
 def options():
-    found = options_of(yaml.safe_load(read("configmap.yaml")["data"]["serve.yaml"]), "serve.yaml")
+    found = options_of(COMMAND, yaml.safe_load(read("configmap.yaml")["data"]["serve.yaml"]), "serve.yaml")
     found.pop("replicas")
     return options_from(found)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.prefix_routing import at_random, by_prefix, run_trace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.prefix_routing import at_random, by_prefix, run_trace
 from graft.base.errors import UsageError
 from graft.deploy.policy import PROMISED_FOR, PROMISES, PrefixIndex, RoutePolicy
 from graft.engine.kv.events import Created, EventQueue, Lost
@@ -81,7 +81,7 @@ def test_the_chosen_one_may_be_chosen_and_is_never_busier_than_slack_allows(load
 
 
 def test_it_follows_its_blocks_until_they_are_evicted():
-    index, a, b = two(blocks=10)
+    index, a, _ = two(blocks=10)
     a.run(A)
     assert index.choose(A, {"a": 3, "b": 0}, PLAIN).replica == "a"
     a.run(B)  # takes all ten blocks
@@ -89,7 +89,7 @@ def test_it_follows_its_blocks_until_they_are_evicted():
 
 
 def test_a_busy_replica_is_left_alone():
-    index, a, b = two()
+    index, a, _ = two()
     a.run(A)
     assert index.choose(A, {"a": PLAIN.slack, "b": 0}, PLAIN).replica == "a"
     choice = index.choose(A, {"a": PLAIN.slack + 1, "b": 0}, PLAIN)
@@ -98,7 +98,7 @@ def test_a_busy_replica_is_left_alone():
 
 def test_equals_that_come_together_go_together_and_others_elsewhere():
     """No event has come: the first is promised its blocks."""
-    index, a, b = two()
+    index, *_ = two()
     load = {"a": 0, "b": 0}
     first = index.choose(A, load, PLAIN)
     assert index.choose([*A, 7], load, PLAIN) == type(first)(first.replica, 9, 10, True)
@@ -106,17 +106,17 @@ def test_equals_that_come_together_go_together_and_others_elsewhere():
 
 
 def test_a_beginning_that_all_share_attracts_nobody():
-    index, a, b = two()
+    index, a, _ = two()
     a.run(A)
     asked = [*A[:4], *range(200, 236)]  # one block of nine
     assert index.choose(asked, {"a": 0, "b": 0}, PLAIN).replica == "b"
-    index, a, b = two()
+    index, a, _ = two()
     a.run(A)
     assert index.choose(asked, {"a": 0, "b": 0}, RoutePolicy(least_share=0.1)).replica == "a"
 
 
 def test_promises_end():
-    index, a, b = two()
+    index, *_ = two()
     chosen = index.choose(A, {"a": 0}, PLAIN).replica
     for _ in range(PROMISED_FOR):
         assert index.choose([1], {"b": 0}, PLAIN).found == 0
@@ -141,7 +141,8 @@ def test_a_replica_that_is_gone_or_begins_anew_has_nothing():
 def test_replicas_of_two_models_are_told_apart():
     """While a deployment is exchanged."""
     index = PrefixIndex()
-    old, new = Cache(index, "old", fingerprint="one"), Cache(index, "new", fingerprint="two")
+    old = Cache(index, "old", fingerprint="one")
+    Cache(index, "new", fingerprint="two")
     old.run(A)
     assert index.choose(A, {"new": 0}, PLAIN).found == 0
     assert index.choose(A, {"old": 0}, PLAIN).found == 9

@@ -14,16 +14,21 @@ from graft.cli.options import Json
 if TYPE_CHECKING:
     from graft.deploy.spec import AppSpec
 
-AppFile = Annotated[str, typer.Argument(help="YAML: serve (options of graft serve), replicas, routing, …", metavar="FILE")]
+AppFile = Annotated[
+    str, typer.Argument(help="YAML: serve (options of graft serve), replicas, routing, …", metavar="FILE")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check the file and show what would run; needs no Ray.")]
 Address = Annotated[str, typer.Option(help="Of the Ray cluster; auto: the one of this machine.")]
 
 
-def deploy(file: AppFile, dry_run: DryRun = False, address: Address = "auto", as_json: Json = False) -> None:
+def deploy(
+    ctx: typer.Context, file: AppFile, dry_run: DryRun = False, address: Address = "auto", as_json: Json = False
+) -> None:
     """Run replicas of a model on a Ray cluster, or exchange those that run, one after another."""
     from graft.cli.waiting import end_waiting
 
-    spec = read_app(file)
+    commands: Any = ctx.find_root().command
+    spec = read_app(commands.commands["serve"], file)
     if dry_run:
         show(spec.found.plan(), as_json)
         return
@@ -39,7 +44,8 @@ def deploy(file: AppFile, dry_run: DryRun = False, address: Address = "auto", as
     print(f"graft deploy: {told['name']} is {told['status'].lower()} at {told['url']} (model {spec.serve.names[0]})")
 
 
-def read_app(file: str) -> AppSpec:
+def read_app(command: Any, file: str) -> AppSpec:
+    """command: `graft serve`, which knows its options."""
     from graft.base.errors import UsageError
     from graft.base.yaml_file import read_yaml
     from graft.cli.generate.serve_sources import options_of
@@ -53,7 +59,7 @@ def read_app(file: str) -> AppSpec:
     options = given.pop(SECTION, None) or {}
     if not isinstance(options, Mapping):
         raise UsageError(f"{file}: serve must be a mapping of options, not {options!r}")
-    found = options_of(options, f"{file}: serve")
+    found = options_of(command, options, f"{file}: serve")
     if found.pop("replicas", 1) != 1:
         raise UsageError(f"{file}: serve: replicas is not part of serve; write it beside it")
     return app_spec(given, options_from(found), file)

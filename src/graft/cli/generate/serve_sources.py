@@ -35,13 +35,9 @@ def layered(
     return values
 
 
-def options_of(read: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """The options of the command from a mapping alone, as from a file."""
-    from typer.main import get_command
-
-    from graft.cli.app import app
-
-    ctx = get_command(app).commands["serve"].make_context("serve", [])  # type: ignore[attr-defined]
+def options_of(command: Any, read: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """The options of `graft serve`, the command, from a mapping alone, as from a file."""
+    ctx = command.make_context("serve", [])
     pipeline, settings = from_mapping(dict(named(ctx)), read, where)
     values: dict[str, Any] = {**ctx.params, "config": pipeline or None}
     for name, option in named(ctx):
