@@ -156,7 +156,10 @@ def test_requests_that_begin_alike_go_where_the_blocks_are(plain):
 
 
 def test_who_leaves_ends_the_work(plain):
-    with plain.stream("POST", "/v1/completions", json=body(0, 900, stream=True, n=8)) as answer:
+    with plain.stream(
+        "POST", "/v1/completions", json=body(0, 900, stream=True, n=8, temperature=1, seed=1)
+    ) as answer:
+        assert answer.status_code == 200
         next(answer.iter_lines())
     poll(lambda: re.search(r'finished_reason="abort"} [1-9]', plain.get("/metrics").text))
     poll(lambda: list(metric(plain, "vllm:num_requests_running").values()) == [0, 0])
