@@ -19,6 +19,7 @@ from graft.cli.author.search import search
 from graft.cli.author.skills import skills
 from graft.cli.generate.chat import chat
 from graft.cli.generate.compile import compile
+from graft.cli.generate.deploy import deploy
 from graft.cli.generate.events import events
 from graft.cli.generate.run import run
 from graft.cli.generate.serve import serve
@@ -63,6 +64,7 @@ VERBS = (
     run,
     chat,
     serve,
+    deploy,
     compile,
     bench,
     events,

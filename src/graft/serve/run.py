@@ -9,28 +9,23 @@ import signal
 import socket
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from graft.base.errors import EngineFailed, EngineGone, GraftError, ModelNotLoaded, UsageError
-from graft.engine.params import SamplingParams
+from graft.base.errors import EngineGone, UsageError
 from graft.serve.app import make_app
-from graft.serve.keys import ApiKeys
+from graft.serve.keep import EngineKeeper
 from graft.serve.link import EngineLink
-from graft.serve.logs import ServerLog
-from graft.serve.metrics import Metrics
 from graft.serve.options import ServeOptions
-from graft.serve.state import ServerState
-from graft.serve.text import ServedText
+from graft.serve.wire import ServedModel
 
 if TYPE_CHECKING:
     from graft.serve.publisher import EventPublisher
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CLOSING = 5  # seconds that connections have to end after the last answer
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before an engine process that died is started again
 UVICORN: dict[str, Any] = {
     "lifespan": "off", "log_config": None, "access_log": False, "server_header": False, "ws": "none",
     "timeout_graceful_shutdown": CLOSING, "backlog": 2048,
@@ -46,21 +41,15 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-class Serving:
+class Serving(EngineKeeper):
     """One server from start to end; `main` gives the exit code."""
 
     def __init__(self, options: ServeOptions) -> None:
-        self.options, metrics, log = options, Metrics(), ServerLog(options.json_logs)
-        link = EngineLink(options, metrics, log)
-        self.state = ServerState(options, link, metrics, ApiKeys(options.api_key, options.api_key_file), log)
-        self.log, self.link = log, link
+        super().__init__(options)
         self.socket = listening(options.host, options.port)
         self.url = url_of(self.socket, "http" if options.ssl_certfile is None else "https")
-        self.publisher = publisher_of(options, link)
+        self.publisher = publisher_of(options, self.link)
         self.server = QuietServer(uvicorn.Config(make_app(self.state), **UVICORN, **tls(options)))
-        self.over = asyncio.Event()  # set when the process is to end
-        self.warming: asyncio.Task[None] | None = None
-        self.was_ready = False
 
     async def main(self) -> int:
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # what matters is in our own lines
@@ -85,54 +74,7 @@ class Serving:
             self.log("ended")
             self.log.flush()
 
-    async def keep_engine(self) -> None:
-        """Until the server ends. Raises where the first process cannot load the model, or answers nothing."""
-        pause = FIRST_PAUSE
-        while True:
-            how = await self.link.run(self.on_loaded)
-            self.state.warm = False
-            if self.state.draining:
-                self.over.set()
-                return
-            why = self.link.failed[0] if self.link.failed else how
-            if not self.was_ready:
-                when = "while it loaded" if self.link.model is None else "over its first request"
-                raise ModelNotLoaded(*self.link.failed or (f"the engine process {how} {when}", 1))
-            self.log("engine died", reason=why, restart=self.options.restart)
-            if not self.options.restart:
-                await self.over.wait()
-                return
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE) if self.link.failed else FIRST_PAUSE
-            self.state.metrics.restarts += 1
-            self.link.failed = None
-
-    def on_loaded(self) -> None:
-        self.warming = asyncio.create_task(self.warm_up())
-
-    async def warm_up(self) -> None:
-        """Ready is who has answered: a first request, through the engine."""
-        model = self.link.model
-        assert model is not None
-        try:
-            self.state.text = await asyncio.to_thread(
-                ServedText, model, self.options.tool_call_parser, self.options.reasoning_parser
-            )
-            with suppress(UsageError):  # where there can be no grammar, whoever asks for one is told
-                await asyncio.to_thread(self.state.text.read_vocabulary)
-            params = SamplingParams(max_tokens=min(2, model.context - 1), ignore_eos=True)
-            ticket = self.link.submit([[0]], [params], follow=False)
-            while ticket.left or ticket.rows:
-                for _, row in await ticket.read():
-                    if row.error:
-                        raise EngineFailed(f"its first request failed: {row.error}")
-        except EngineGone:  # keep_engine sees that too, and tells it
-            return
-        except GraftError as error:
-            self.link.failed, self.link.model = (str(error), error.exit_code), None
-            await self.link.stop()
-            return
-        self.state.warm = self.was_ready = True
+    def told_ready(self, model: ServedModel) -> None:
         self.log("ready", url=self.url, model=self.options.names[0], max_model_len=model.context)
         if not self.options.json_logs:
             print(f"graft serve: ready at {self.url}/v1 (model {self.options.names[0]})", flush=True)

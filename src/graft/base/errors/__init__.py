@@ -77,12 +77,14 @@ from graft.base.errors.names import (
 )
 from graft.base.errors.prompts import BadIndex, EmptyPrompt, LogitsError, NotText, PromptTooLong
 from graft.base.errors.serve import (
+    ClusterMissing,
     EngineGone,
     ExtraMissing,
     HttpRefused,
     ModelNotLoaded,
     Overloaded,
     QueueTimeout,
+    ReplicaLost,
     ServerFailed,
     TokenizerRefused,
 )
@@ -110,6 +112,7 @@ __all__ = [
     "CaptureError",
     "CaptureRefused",
     "CheckpointError",
+    "ClusterMissing",
     "CompilerFailed",
     "ConfigError",
     "DecodeMismatch",
@@ -163,6 +166,7 @@ __all__ = [
     "ReadOnlyInput",
     "Recompiled",
     "ReplacedBuffer",
+    "ReplicaLost",
     "ReportError",
     "ReproRefused",
     "RunMismatch",

@@ -68,3 +68,19 @@ class ServerFailed(GraftError):
 
     def __init__(self, server: str, why: str) -> None:
         super().__init__(f"the server at {server} cannot be measured: {why}")
+
+
+class ReplicaLost(EngineGone):
+    """503: the replica that computed an answer is gone."""
+
+    def __init__(self, tries: int) -> None:
+        tried = "" if tries == 1 else f" ({tries} were tried)"
+        super().__init__(f"the replica that computed this answer is gone{tried}; the answer is lost, try again")
+
+
+class ClusterMissing(UsageError):
+    def __init__(self, why: object) -> None:
+        super().__init__(
+            f"no Ray cluster can be reached ({why}): start one with `ray start --head`, name one with --address, or"
+            " use `graft serve MODEL --replicas N`, which starts its own"
+        )

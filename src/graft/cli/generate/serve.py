@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -80,6 +80,7 @@ Origins = Annotated[
     list[str] | None,
     typer.Option(help="Pages of this origin may ask from a browser (CORS); * is all. Repeatable.", metavar="ORIGIN"),
 ]
+Replicas = Annotated[int, typer.Option(help="Engines behind one address, on Ray Serve (graft[ray]).", min=1)]
 JsonLogs = Annotated[bool, typer.Option("--json", help="Log lines as JSON objects on standard output.")]
 
 
@@ -120,6 +121,7 @@ def serve(
     kv_cache_memory: CacheMemory = None,
     kv_cache_dtype: CacheDtype = "auto",
     tensor_parallel: TensorParallel = 1,
+    replicas: Replicas = 1,
     trust_remote_code: TrustRemoteCode = False,
     use_cache: UseCache = True,
     recompile: Recompile = False,
@@ -127,18 +129,31 @@ def serve(
 ) -> None:
     """Serve a model over HTTP as OpenAI's API has it: chat, completions, streams, metrics."""
     given = {name: value for name, value in locals().items() if name != "ctx"}
-    from graft.base.errors import ExtraMissing
     from graft.cli.generate.serve_sources import layered
+
+    found = layered(ctx, given)
+    raise typer.Exit(serve_until_told(found, found.pop("replicas")))
+
+
+def serve_until_told(found: dict[str, Any], replicas: int) -> int:
+    """found: options by name. The exit code."""
+    from graft.base.errors import ExtraMissing
     from graft.cli.waiting import end_waiting
     from graft.models.names import check_name
     from graft.serve.options import options_from
 
-    options = options_from(layered(ctx, given))
+    options = options_from(found)
     if not options.load.plugins:  # which may bring models
         check_name(options.load.model)  # the engine's process would tell it after seconds
+    if replicas > 1:
+        from graft.deploy.run import serve_replicas
+        from graft.deploy.spec import AppSpec, Scaling
+
+        end_waiting()
+        return serve_replicas(AppSpec(options, replicas=Scaling(replicas, replicas)))
     try:
-        from graft.serve.run import serve as serve_until_told
+        from graft.serve.run import serve as serve_one
     except ModuleNotFoundError as error:
         raise ExtraMissing("graft serve", "serve", error.name or "starlette") from error
     end_waiting()
-    raise typer.Exit(serve_until_told(options))
+    return serve_one(options)

@@ -35,6 +35,17 @@ def layered(
     return values
 
 
+def options_of(command: Any, read: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """The options of `graft serve`, the command, from a mapping alone, as from a file."""
+    ctx = command.make_context("serve", [])
+    pipeline, settings = from_mapping(dict(named(ctx)), read, where)
+    values: dict[str, Any] = {**ctx.params, "config": pipeline or None}
+    for name, option in named(ctx):
+        if name in settings:
+            values[option.name] = read_value(ctx, option, *settings[name])
+    return {name: value for name, value in values.items() if name not in HERE_ALONE}
+
+
 def named(ctx: typer.Context) -> Iterator[tuple[str, Any]]:
     """Every option by its name without dashes: max_model_len."""
     for option in ctx.command.params:
@@ -82,6 +93,12 @@ def from_file(options: Mapping[str, Any], path: str | None) -> tuple[dict[str, A
     read = read_yaml(Path(path))
     if not isinstance(read, Mapping):
         raise UsageError(f"config file {path} must be a mapping of options, not {type(read).__name__}")
+    return from_mapping(options, read, f"config file {path}")
+
+
+def from_mapping(
+    options: Mapping[str, Any], read: Mapping[Any, Any], where: str
+) -> tuple[dict[str, Any], dict[str, tuple[Any, str]]]:
     pipeline: dict[str, Any] = {}
     found: dict[str, tuple[Any, str]] = {}
     for key, value in read.items():
@@ -89,9 +106,9 @@ def from_file(options: Mapping[str, Any], path: str | None) -> tuple[dict[str, A
         if name in PIPELINE:
             pipeline[name] = value
         elif name not in options or name == "config":
-            raise UsageError(f"config file {path}: unknown key {str(key)!r}{near(name, [*options, *PIPELINE])}")
+            raise UsageError(f"{where}: unknown key {str(key)!r}{near(name, [*options, *PIPELINE])}")
         elif value is not None:
-            found[name] = value, f"config file {path}: {key}"
+            found[name] = value, f"{where}: {key}"
     return pipeline, found
 
 
