@@ -18,7 +18,7 @@ from _pytest.assertion import rewrite
 def rewrite_share(config: pytest.Config) -> None:
     """Of the files in the folders that are asked for, those of this process."""
     worker, count = (os.environ.get(f"PYTEST_XDIST_WORKER{name}", "") for name in ("", "_COUNT"))
-    if not worker or sys.dont_write_bytecode:
+    if not (worker and count) or sys.dont_write_bytecode:
         return
     folders = [folder for folder in map(Path, config.args) if folder.is_dir()]
     files = sorted(file for folder in folders for file in folder.rglob("test_*.py"))
