@@ -64,19 +64,20 @@ class Exportable:
 
 def target_program(target: StageTarget) -> Exportable:
     """Dims in which its calls differ are open in the program."""
-    own = isinstance(target.function, nn.Module)
-    module = copy.deepcopy(target.function) if own else FunctionModule(target.function)
+    function = target.function
+    own = isinstance(function, nn.Module)
+    module = copy.deepcopy(function) if isinstance(function, nn.Module) else FunctionModule(function)
     dims = open_dims(target.calls)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch about its own code
-            shapes = tuple(dims) if own or has_signature(target.function) else (tuple(dims),)
+            shapes = tuple(dims) if own or has_signature(function) else (tuple(dims),)
             program = torch.export.export(module, copy.deepcopy(target.calls[0]), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # torch.export raises whatever an op raises; its first line says which
         told = str(error).strip().partition("\n")[0]
         raise ExportRefused(f"torch.export refuses {target.name}: {told}") from error
     names = [f"argument {i + 1}, dim {d}" for i, one in enumerate(dims) if one for d in one]
-    return Exportable(program, target.calls, eager_results(target.function, target.calls), (), tuple(names))
+    return Exportable(program, target.calls, eager_results(function, target.calls), (), tuple(names))
 
 
 def open_dims(calls: Sequence[tuple[Any, ...]]) -> list[dict[int, Any] | None]:
