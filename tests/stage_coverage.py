@@ -30,6 +30,8 @@ class Covered:
 
 
 KIT, STAGES = "tests/unit/testing/test_testing_kit_stages.py", "tests/unit/workbench/test_stage_lab.py"
+LAUNCHES, KERNEL = "tests/unit/stages/test_launches.py", "tests/unit/workbench/test_repro_kernel.py"
+BUCKETS, GPU = "tests/unit/stages/test_buckets.py", "tests/gpu/test_stages_on_gpu.py"
 STORY, COMPILED = "tests/unit/stages/test_story.py", "tests/unit/testing/test_testing_kit_compiled.py"
 TABLE = (
     Covered(
@@ -73,8 +75,10 @@ TABLE = (
     ),
     Covered(
         5, "code generation", ("inductor/test_torchinductor.py", "inductor/test_cpu_repro.py"),
-        ("generated_kernels", "assert_kernel_count", "assert_compiled_like_eager", "graft stages ask kernel"),
-        (COMPILED, KIT, STAGES, STORY), "registers and spills of Triton kernels are not collected",
+        ("generated_kernels", "assert_kernel_count", "assert_compiled_like_eager", "graft stages ask kernel",
+        "graft stages TARGET --values", "graft stages TARGET --index-asserts", "graft repro DIR --kernel NAME"),
+        (COMPILED, KIT, STAGES, STORY, LAUNCHES, KERNEL, GPU),
+        "registers and spills are read off Triton's launchers, which only a GPU has",
     ),
     Covered(
         5, "max-autotune and templates", ("inductor/test_max_autotune.py", "inductor/test_cpu_select_algorithm.py"),
@@ -82,14 +86,15 @@ TABLE = (
     ),
     Covered(
         6, "CUDA graph trees", ("inductor/test_cudagraph_trees.py",), ("assert_cudagraphed",
-        "graft stages ask cudagraph"), (KIT, STAGES, STORY), "skips at compile time; recording was not run on a GPU",
+        "graft stages ask cudagraph", "graft stages TARGET --buckets SIZES"), (KIT, STAGES, STORY, BUCKETS, GPU),
+        "skips at compile time",
     ),
     Covered(
-        6, "streams", ("dynamo/test_streams.py",), ("graft stages TARGET --stage 6",), (),
-        "streams are counted in the generated code, without a test on a GPU",
+        6, "streams", ("dynamo/test_streams.py",), ("graft stages TARGET --stage 6",), (STORY,),
+        "streams are counted in the generated code",
     ),
     Covered(
-        6, "collectives", ("distributed/test_inductor_collectives.py",), ("graft stages TARGET --stage 6",), (),
+        6, "collectives", ("distributed/test_inductor_collectives.py",), ("graft stages TARGET --stage 6",), (STORY,),
         "collectives are listed by name, without a test of several processes",
     ),
     Covered(
@@ -97,8 +102,9 @@ TABLE = (
         ("cache_round_trip", "graft stages ask cache"), (COMPILED, STAGES, STORY),
     ),
     Covered(
-        7, "AOTInductor", ("inductor/test_aot_inductor.py",), (), (),
-        "torch builds packages; graft's passes run in them (`graft.passes_for_inductor`), stories do not show them",
+        7, "AOTInductor", ("inductor/test_aot_inductor.py",), ("graft export TARGET --aoti",),
+        ("tests/unit/workbench/test_export_aoti.py", "tests/unit/api/test_aot_inductor.py"),
+        "stories show torch.compile, not the making of packages",
     ),
 )  # fmt: skip
 

@@ -120,6 +120,7 @@ def runtime_stage(seen: SeenRuntime, trace: TraceCollector, values: tuple[ValueR
         cudagraphs=tuple(records),
         allocations={g: len(re.findall(r"= empty_strided\w*\(", text)) for g, text in called.items()},
         reused={g: len(re.findall(r"# reuse$", text, re.M)) for g, text in called.items()},
+        partitions={g: count for g, text in code.items() if (count := len(re.findall(r"def partition_\d+\(", text)))},
         streams=len(set(re.findall(r"\bstream\d+\b", whole))),
         collectives=tuple(sorted(set(re.findall(r"_c10d_functional\.(\w+)", whole)))),
         values=values,

@@ -265,12 +265,14 @@ class ValueRecord:
 
 @dataclass(frozen=True)
 class RuntimeStage:
-    """allocations: of buffers in the generated code; reused: those that take over the memory of one that is done."""
+    """allocations: of buffers in the generated code; reused: those that take over the memory of one that is done.
+    partitions: parts of a graph that CUDA graphs are recorded of apart from what cannot be recorded."""
 
     problem: str = ""
     cudagraphs: tuple[CudagraphRecord, ...] = ()
     allocations: Mapping[str, int] = field(default_factory=dict)
     reused: Mapping[str, int] = field(default_factory=dict)
+    partitions: Mapping[str, int] = field(default_factory=dict)
     streams: int = 0
     collectives: tuple[str, ...] = ()
     values: tuple[ValueRecord, ...] = ()  # in the order of the launches, where they were asked for

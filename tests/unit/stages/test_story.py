@@ -16,8 +16,10 @@ from torch._inductor.codecache import FxGraphCache
 import stage_programs as programs
 from graft.stages import caches, needs, tell, watch
 from graft.stages.needs import missing, version_note
+from graft.stages.runtime import SeenRuntime, runtime_stage
 from graft.stages.story import STAGES, Story, revive
 from graft.stages.tell import tell_story
+from graft.stages.trace import TraceCollector, TraceRow
 from graft.stages.watch import ADAPTERS, missing_names, watching
 from testing_kit_cases import Gated, X
 
@@ -104,6 +106,25 @@ def test_a_cuda_graph_that_cannot_be_recorded_has_a_reason(step):
     (record,) = step.runtime.cudagraphs
     assert record.asked and not record.recorded and record.reason.startswith("the graph runs on cpu")
     assert step.runtime.allocations["0/0"] >= 2
+
+
+def test_partitions_streams_and_collectives_are_read_off_the_code():
+    code = """
+class Runner:
+    def partition_0(self, args):
+        buf0 = empty_strided_cuda((4,), (1,), torch.float32)
+        stream0 = get_raw_stream(0)
+    def partition_1(self, args):
+        torch.ops._c10d_functional.all_reduce_.default(buf0, 'sum', '0')
+    def call(self, args):
+        buf1 = empty_strided_cuda((4,), (1,), torch.float32)
+        buf2 = buf1; del buf1  # reuse
+"""
+    collector = TraceCollector()
+    collector.rows.append(TraceRow("inductor_output_code", "0/0", {}, code))
+    stage = runtime_stage(SeenRuntime(), collector)
+    assert stage.partitions == {"0/0": 2} and stage.streams == 1 and stage.collectives == ("all_reduce_",)
+    assert stage.reused == {"0/0": 1}
 
 
 def test_caches_tell_misses_then_hits(step):

@@ -22,6 +22,7 @@ from graft.api.inductor_passes import passes_for_inductor
 from graft.backends.inductor import build_package, trust_instruction_sets
 from graft.base.errors import ExportRefused
 from graft.base.files import Progress, atomic_file, disk_errors
+from graft.capture.function import FunctionModule, has_signature
 from graft.ir.nodes import calls as graph_calls
 from graft.ops.cases import tolerance
 from graft.workbench.discover.values import restore_values
@@ -50,17 +51,6 @@ class Packaged:
     dynamic: tuple[str, ...]
 
 
-class FunctionModule(nn.Module):
-    """torch.export takes modules."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
 @dataclass(frozen=True)
 class Exportable:
     """program: made from the first call. expected: what eager returns for each of `calls`, one after the other."""
@@ -74,20 +64,20 @@ class Exportable:
 
 def target_program(target: StageTarget) -> Exportable:
     """Dims in which its calls differ are open in the program."""
-    module = target.function if isinstance(target.function, nn.Module) else FunctionModule(target.function)
+    function = target.function
+    own = isinstance(function, nn.Module)
+    module = copy.deepcopy(function) if isinstance(function, nn.Module) else FunctionModule(function)
     dims = open_dims(target.calls)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch about its own code
-            shapes = tuple(dims) if isinstance(target.function, nn.Module) else (tuple(dims),)
-            program = torch.export.export(
-                copy.deepcopy(module), copy.deepcopy(target.calls[0]), dynamic_shapes=shapes, strict=False
-            )
+            shapes = tuple(dims) if own or has_signature(function) else (tuple(dims),)
+            program = torch.export.export(module, copy.deepcopy(target.calls[0]), dynamic_shapes=shapes, strict=False)
     except Exception as error:  # torch.export raises whatever an op raises; its first line says which
         told = str(error).strip().partition("\n")[0]
         raise ExportRefused(f"torch.export refuses {target.name}: {told}") from error
     names = [f"argument {i + 1}, dim {d}" for i, one in enumerate(dims) if one for d in one]
-    return Exportable(program, target.calls, eager_results(module, target.calls), (), tuple(names))
+    return Exportable(program, target.calls, eager_results(function, target.calls), (), tuple(names))
 
 
 def open_dims(calls: Sequence[tuple[Any, ...]]) -> list[dict[int, Any] | None]:
@@ -114,8 +104,9 @@ def run_program(run: StoredRun, step: StoredStep) -> Exportable:
     return Exportable(program, (args,), eager_results(gm, (args,)), modules)
 
 
-def eager_results(module: nn.Module, calls: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    fresh = copy.deepcopy(module)
+def eager_results(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """One call after the other, on a copy of a module's state."""
+    fresh = copy.deepcopy(function) if isinstance(function, nn.Module) else function
     with torch.no_grad():
         return tuple(copy.deepcopy(fresh(*copy.deepcopy(args))) for args in calls)
 

@@ -198,6 +198,7 @@ def runtime_lines(story: Story) -> list[str]:
     lines += [
         f"{g} allocates {n} buffers, {stage.reused.get(g, 0)} in reused memory" for g, n in stage.allocations.items()
     ]
+    lines += [f"{g} runs in {n} partitions" for g, n in stage.partitions.items()]
     lines += [f"{stage.streams} streams"] if stage.streams else []
     lines += [f"collectives: {', '.join(stage.collectives)}"] if stage.collectives else []
     return lines + [value_line(one) for one in stage.values]
