@@ -114,9 +114,7 @@ def check_shape(function: Callable[..., Any], name: str, shape: object) -> None:
         parts = parts[:-1]
     for part in parts:
         if not DIM.fullmatch(part):
-            raise PatternError(
-                f"{about}, and {part!r} is no dim: a letter, a number, r+6 or 2*n, apart by spaces"
-            )
+            raise PatternError(f"{about}, and {part!r} is no dim: a letter, a number, r+6 or 2*n, apart by spaces")
     if colon and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise PatternError(f"{about}, and {dtype!r} is no dtype of torch's, such as float32")
 
