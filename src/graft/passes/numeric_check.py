@@ -27,13 +27,13 @@ from graft.passes.numeric.activations import PromptActivations
 from graft.passes.numeric.compare import Difference, close, difference
 from graft.passes.numeric.execution import RUN_ERRORS, Execution, first_line, in_float64, tensors
 from graft.passes.numeric.inputs import PieceWeights, TrialInputs, WideInputs, same
-from graft.passes.numeric.kinds import kind_of, rounds_weights, weights_differ
+from graft.passes.numeric.kinds import flat_left_out, flat_storages, kind_of, rounds_weights, weights_differ
 from graft.passes.numeric.layouts import RECORDED_LAYOUT
 from graft.passes.numeric.proofs import proof_of
 from graft.passes.numeric.sides import Sides
 from graft.passes.numeric.sizes import RECORDED, SWEPT, open_sizes
 from graft.passes.numeric.stored import StoredChecks, pair_facts
-from graft.passes.numeric.trials import ACTIVATIONS, NumericTrial, further_trials, needed_trials
+from graft.passes.numeric.trials import ACTIVATIONS, NumericTrial, dtypes_of, further_trials, needed_trials
 from graft.passes.report import MatchRecord, NumericCheck
 
 KEPT: Mapping[str, str] = {}
@@ -121,7 +121,8 @@ class PairTrials:
         self.given = {n: given[n] for n in self.boundary if n in given} if given else {}
         self.own = own_dtype(self.boundary, old, new)
         self.upper = open_sizes(self.boundary, most)
-        self.weights = PieceWeights()
+        flat = flat_storages(old, new)
+        self.weights, self.varied = PieceWeights(), PieceWeights(flat) if flat else None
         self.random = any(is_random(node) for node in (*old.program, *new.program))
         self.declared = old.written() | new.written()
         # a table in 16 bits is as good as it gets there, and not in float32
@@ -141,6 +142,8 @@ class PairTrials:
                 self.skip(trial, not_kept[trial.values])
             else:
                 self.try_one(trial)
+        for dtype in dtypes_of(self.own) if self.varied else ():
+            self.try_one(NumericTrial(dtype=dtype, varied=True))
         if self.given:
             self.try_one(NumericTrial(ACTIVATIONS, self.own))
         elif self.lacking:
@@ -156,6 +159,11 @@ class PairTrials:
     def result(self) -> NumericCheck:
         told = tuple(f"{some(trials)}: {reason}" for reason, trials in self.skipped.items())
         fixed = () if self.upper else ("other sizes: the graph has none that is open",)
+        left_out = [str(tuple(tensor.shape)) for tensor in flat_left_out(self.old, self.new)]
+        if left_out:
+            fixed += (
+                f"other values of weights that it does not read, each the same throughout: {', '.join(left_out)}",
+            )
         return NumericCheck(
             self.worst.error, self.worst.limit, self.worst_trial.text.removesuffix(")").replace(" inputs (", ", "),
             trials=len(self.tried), uncovered=(*told, *fixed),
@@ -164,7 +172,8 @@ class PairTrials:
     def try_one(self, trial: NumericTrial) -> None:
         retype = {self.own: trial.dtype} if self.own and trial.dtype and trial.dtype is not self.own else {}
         given = self.given if trial.values == ACTIVATIONS else {}
-        inputs = TrialInputs(trial, self.weights, retype, given, copy_weights=not self.tried or bool(self.declared))
+        weights = self.varied if trial.varied and self.varied else self.weights
+        inputs = TrialInputs(trial, weights, retype, given, copy_weights=not self.tried or bool(self.declared))
         execution = Execution(retype)
         with torch.no_grad():
             try:

@@ -127,6 +127,53 @@ def test_activations_of_a_graph_without_weights_or_with_other_inputs_are_told(pl
         assert any("activations of a prompt" in text and told in text for text in match.numeric_check.uncovered)
 
 
+class Weighted(nn.Module):
+    """Its weight is ones, as that of a norm that was never trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x):
+        return x.sin() * self.weight
+
+
+def weighted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.sin() * weight
+
+
+def in_order(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * x.sin()
+
+
+def rolled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.sin() * weight.roll(1, 0)
+
+
+def left_out(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+def test_weights_that_are_all_ones_hide_nothing(planted_transform):
+    """They are read with other values; where the replacement does not read them, that is told."""
+
+    def run(replacement):
+        rewrites = [Rewrite(weighted, replacement, {"x": "b d", "weight": "d"})]
+        planted = type("Planted", (PatternTransform,), {"__doc__": "For a test.", "rewrites": lambda self: rewrites})
+        module = Weighted()
+        try:
+            (match,) = planted_transform(export_graph(module, (torch.randn(3, 8),)), planted).matches
+        finally:
+            TransformRegistry._known.pop("planted", None)
+        assert torch.equal(module.weight, torch.ones(8))  # the module's own are as they were
+        return match.numeric_check.uncovered
+
+    told = "other values of weights that it does not read, each the same throughout: (8,)"
+    assert told not in run(in_order) and told in run(left_out)
+    with pytest.raises(TransformError, match=r"planted failed .* is off by"):
+        run(rolled)
+
+
 @pytest.mark.some(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name])

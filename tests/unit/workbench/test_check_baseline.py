@@ -198,7 +198,7 @@ def test_results_of_another_shape_are_told(saved, tmp_path):
     folder = tmp_path / "captured"
     shutil.copytree(saved, folder)
     rewrite(folder, lambda _, value: value[..., :64])
-    told = r"tiny-llama with results float32 \[1, 8, 64\], but tiny-llama with results float32 \[1, 8, 128\] is"
+    told = r"tiny-llama with results float32 \[1, 9, 64\], but tiny-llama with results float32 \[1, 9, 128\] is"
     with pytest.raises(BaselineMismatch, match=told):
         checked(NAME, baseline=folder, config=SHORT)
     folder = tmp_path / "after"
@@ -206,7 +206,7 @@ def test_results_of_another_shape_are_told(saved, tmp_path):
     rewrite(folder, lambda name, value: value if name == "captured" else value[:, :1])
     report = checked(NAME, baseline=folder, config=SHORT)
     assert change(report).kinds == ("numeric drift not acceptable",) and not report.ok
-    assert "results are float32 [1, 8, 128] and not float32 [1, 1, 128]" in change(report).reason
+    assert "results are float32 [1, 9, 128] and not float32 [1, 1, 128]" in change(report).reason
 
 
 @pytest.mark.parametrize(("factor", "text"), [(1.25, "off by 2.0e-01"), (float("nan"), "off by inf")])

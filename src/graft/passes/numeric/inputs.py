@@ -23,19 +23,21 @@ COPIED = 1 << 22  # elements of a weight up to which every run gets a copy of it
 @dataclass
 class PieceWeights:
     """The weights of a piece: the module's own where they are real. On the meta device they are made up by storage,
-    so that views of one tensor stay views of one tensor. Other dtypes are made once."""
+    so that views of one tensor stay views of one tensor, and so are those in `flat`. Other dtypes are made once."""
 
+    flat: frozenset[int] = frozenset()
     storages: dict[int, Tensor] = field(default_factory=dict)
     converted: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def real(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            return tensor.detach()
         storage = tensor.untyped_storage()
+        if not tensor.is_meta and storage._cdata not in self.flat:
+            return tensor.detach()
         if storage._cdata not in self.storages:
             count = storage.nbytes() // tensor.element_size()
             generator = torch.Generator().manual_seed(count)
-            self.storages[storage._cdata] = fill((count,), tensor.dtype, ORDINARY, generator)
+            made = fill((count,), tensor.dtype, ORDINARY, generator) if tensor.is_meta else around(tensor, count)
+            self.storages[storage._cdata] = made
         return self.storages[storage._cdata].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def in_dtype(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -45,6 +47,13 @@ class PieceWeights:
         if key not in self.converted:  # the tensor is held, so that its id stays its own
             self.converted[key] = tensor, self.real(tensor).to(dtype)
         return self.converted[key][1]
+
+
+def around(tensor: Tensor, count: int) -> Tensor:
+    """Values about the one that the tensor has throughout, with its sign: a variance stays one."""
+    value = tensor.detach().reshape(-1)[0]
+    spread = torch.rand(count, generator=torch.Generator().manual_seed(count)).to(tensor.device, tensor.dtype)
+    return spread - 0.5 if value == 0 else value * (spread + 0.5)
 
 
 @dataclass

@@ -71,6 +71,35 @@ def weights_differ(old: Subprogram, new: Subprogram) -> bool:
     return weights(new) != weights(old)
 
 
+def flat_storages(old: Subprogram, new: Subprogram) -> frozenset[int]:
+    """Memory that both sides read weights of, where each has one value throughout: the ones of a norm that was
+    never trained, the zeros of a bias. Their order, and whether they are read at all, would not show."""
+    sides = [by_storage(piece) for piece in (old, new)]
+    shared = sides[0].keys() & sides[1].keys()
+    return frozenset(one for one in shared if all(map(is_flat, (*sides[0][one], *sides[1][one]))))
+
+
+def flat_left_out(old: Subprogram, new: Subprogram) -> list[Tensor]:
+    """Weights with one value throughout that the replacement does not read."""
+    read = by_storage(new)
+    found = (tensor for storage, group in by_storage(old).items() if storage not in read for tensor in group)
+    return [tensor for tensor in found if is_flat(tensor)]
+
+
+def by_storage(piece: Subprogram) -> dict[int, list[Tensor]]:
+    groups: dict[int, list[Tensor]] = {}
+    for tensor in weight_tensors(piece).values():
+        groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    return groups
+
+
+def is_flat(tensor: Tensor) -> bool:
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.numel() < 2:
+        return False
+    some = tensor.detach().reshape(-1)[:64]  # enough for nearly all weights that are not
+    return all(bool((part == some[0]).all()) for part in (some, tensor.detach()))
+
+
 def weights(piece: Subprogram) -> set[int]:
     return set(weight_tensors(piece))
 

@@ -29,19 +29,22 @@ ELSEWHERE = (
 
 @dataclass(frozen=True)
 class NumericTrial:
-    """dtype: what takes the place of the piece's own; None where it has none."""
+    """dtype: what takes the place of the piece's own; None where it has none. varied: weights that have one value
+    throughout get others."""
 
     values: str = ORDINARY
     dtype: torch.dtype | None = None
     sizes: Sizes = field(default_factory=dict)
     layout: str = RECORDED_LAYOUT
+    varied: bool = False
 
     @property
     def text(self) -> str:
         """`random inputs (bfloat16, sizes 1 × 5, transposed)`."""
         dtype = [str(self.dtype).removeprefix("torch.")] if self.dtype else []
         layout = [self.layout] if self.layout != RECORDED_LAYOUT else []
-        return f"{self.values} inputs ({', '.join([*dtype, sizes_text(self.sizes), *layout])})"
+        weights = ["other weights"] if self.varied else []
+        return f"{self.values} inputs ({', '.join([*dtype, sizes_text(self.sizes), *layout, *weights])})"
 
 
 def needed_trials(own: torch.dtype | None, upper: Mapping[str, int]) -> Iterator[NumericTrial]:

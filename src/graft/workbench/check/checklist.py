@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,11 +46,31 @@ def check(model: str, request: CheckRequest, progress: Progress | None = None) -
             )  # fmt: skip
             if progress:
                 progress("looking at the run", 0, 1)
-            report = check_trial(trial, request, kept)
+            others = in_other_dtypes(name, trial, request, Path(scratch), progress)
+            report = check_trial(trial, request, kept, others)
     return replace(report, seconds=time.perf_counter() - started)
 
 
-def check_trial(trial: CheckTrial, request: CheckRequest, kept: saved.Baseline | None = None) -> CheckReport:
+def in_other_dtypes(
+    name: str, own: CheckTrial, request: CheckRequest, scratch: Path, progress: Progress | None
+) -> list[tuple[CheckLine, Bisection | None]]:
+    """The results of a tiny model in `request.dtypes`, beside those of its own dtype: the graphs have other casts."""
+    found = []
+    for dtype in request.dtypes if name.startswith("tiny-") else ():
+        if dtype != own.run.manifest.dtype:
+            trial = try_model(name, request.running, scratch / f"in_{dtype}", dtype=dtype, progress=progress)
+            trial = replace(trial, wrong_matches=own.wrong_matches)  # found in every dtype, by the numeric check
+            outputs = StepLogits(trial.run, trial.state, fresh=True)
+            line, culprits = end_to_end(trial, outputs, limit(trial.run, getattr(torch, dtype)))
+            found.append((replace(line, check=f"in {dtype}"), culprits))
+    return found
+
+
+def check_trial(
+    trial: CheckTrial, request: CheckRequest, kept: saved.Baseline | None = None,
+    others: Sequence[tuple[CheckLine, Bisection | None]] = (),
+) -> CheckReport:  # fmt: skip
+    """others: how the results are in other dtypes, and what is wrong there."""
     run = trial.run
     manifest = run.manifest
     names = names_of(request) if request.transform or trial.captured is not None else ran(trial)
@@ -72,8 +93,10 @@ def check_trial(trial: CheckTrial, request: CheckRequest, kept: saved.Baseline |
     if request.save is not None and not outputs.problem:
         outputs.save()
     folder = str(kept.run.folder) if kept else ""
+    found = next((wrong for wrong in (found, *(wrong for _, wrong in others)) if wrong), None)
+    whole = (line, *(line for line, _ in others))
     report = CheckReport(
-        manifest.model, manifest.dtype, manifest.device, checks, (line,), folder, tuple(changes), found,
+        manifest.model, manifest.dtype, manifest.device, checks, whole, folder, tuple(changes), found,
         tuple(notes), versions=manifest.versions,
     )  # fmt: skip
     if request.note is not None:

@@ -34,6 +34,7 @@ class CheckRequest:
     )
     trust_remote_code: bool = False
     run_tests: bool = False  # its own test files, and their result goes into list and note
+    dtypes: tuple[str, ...] = ()  # in which the results are compared as well, end to end
 
     @property
     def running(self) -> PipelineConfig:

@@ -19,13 +19,14 @@ from graft.ops.layout import HostBatch, pack
 from graft.workbench.discover.values import DTYPES, TENSOR, split
 
 SEED, VOCABULARY = 0, 100  # no model has fewer tokens
-LENGTHS = (11, 6, 1, 70)  # of the sequences; the last is longer than a tile of 64
+LENGTHS = (12, 6, 1, 70)  # of the sequences; the last is longer than a tile of 64
 # what each step feeds: (sequence, first token, last token + 1)
 STEPS = (
     ((0, 0, 8),),  # a prompt
     ((0, 8, 9),),  # a decode step
-    ((0, 9, 10), (1, 0, 5), (2, 0, 1)),  # decoding beside two prompts
-    ((0, 10, 11), (1, 5, 6)),  # two sequences decode
+    ((0, 9, 10),),  # another of the same shape: what was kept from the first would show
+    ((0, 10, 11), (1, 0, 5), (2, 0, 1)),  # decoding beside two prompts
+    ((0, 11, 12), (1, 5, 6)),  # two sequences decode
     ((3, 0, 70),),
 )
 BLOCK = 16  # tokens in a block of the cache, where the graph does not say
