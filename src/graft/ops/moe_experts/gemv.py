@@ -24,7 +24,6 @@ from graft.ops.moe_experts.triton import clamped_swiglu
 from graft.ops.swiglu.triton import activate
 from graft.ops.triton_math import rounded
 
-
 UNROLL = 4  # tiles of a program whose loads are issued before the first of them is needed
 
 
@@ -185,6 +184,6 @@ def constants(weight: Tensor, sizes: Sizes, depth: int) -> dict[str, object]:
     along, steps = weight.stride(-1) == 1, triton.cdiv(depth, sizes.depth)
     return {
         "ROWS": sizes.rows, "DEPTH": sizes.depth, "STEPS": steps, "UNROLL": min(UNROLL, steps),
-        "EIGHTHS": along, "FAST": along and weight.device.type == "cuda" and torch.version.hip is None, "num_warps": sizes.warps,
-        "launch_pdl": pdl_supported(weight.device),
+        "EIGHTHS": along, "FAST": along and weight.device.type == "cuda" and torch.version.hip is None,
+        "num_warps": sizes.warps, "launch_pdl": pdl_supported(weight.device),
     }  # fmt: skip
