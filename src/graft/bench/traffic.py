@@ -55,6 +55,9 @@ def cache_bytes_per_token(module: nn.Module, cache: Tensor | None = None) -> int
 
 
 def head_size(config: Any) -> int:
+    """In the cache; of latent attention the part that is rotated and the rest, which the values are filled up to."""
+    if getattr(config, "qk_nope_head_dim", None):
+        return config.qk_nope_head_dim + config.qk_rope_head_dim
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -46,7 +47,11 @@ def paged_attention(
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     layout = (slot_mapping, token_to_seq, block_tables, cu_seqlens, seq_lens, lens_cpu)
-    return ops.paged_attention(q, k, v, k_cache, v_cache, *layout, scale, window, softcap, sinks)
+    width = v.shape[-1]
+    if width == k.shape[-1]:
+        return ops.paged_attention(q, k, v, k_cache, v_cache, *layout, scale, window, softcap, sinks)
+    wide = F.pad(v, (0, k.shape[-1] - width))  # multi-head latent attention: both caches have the keys' head size
+    return ops.paged_attention(q, k, wide, k_cache, v_cache, *layout, scale, window, softcap, sinks)[..., :width]
 
 
 @dataclass
@@ -85,11 +90,12 @@ def check_mask(match: Match) -> None:
         )
     if not match.literals["is_causal"]:
         raise UnsupportedAttention(module_path(layer), "it looks ahead (is_causal=False)")
-    if keys.shape[-1] != values.shape[-1]:
-        raise UnsupportedAttention(module_path(layer), "keys and values have different head sizes")
+    if keys.shape[-1] < values.shape[-1]:
+        sizes = f"{keys.shape[-1]} and {values.shape[-1]}"
+        raise UnsupportedAttention(module_path(layer), f"heads of keys are smaller than those of values, {sizes}")
 
 
-SHAPES = {"q": "b h s d", "k": "b g s d", "v": "b g s d", "mask": "b 1 s s", "sinks": "h"}
+SHAPES = {"q": "b h s d", "k": "b g s d", "v": "b g s w", "mask": "b 1 s s", "sinks": "h"}
 REWRITES = (Rewrite(attention, paged_attention, SHAPES, check_mask, needs=(ATTENTION,), make=add_caches),)
 
 
@@ -104,6 +110,8 @@ class InsertKVCache(PatternTransform):
 
     New inputs: the layout of the batch (ops/layout.py), and two caches a layer that are written in place, in the
     dtype of the keys, or in float8 (context.kv_cache_dtype): keys and values are rounded to 3 bits behind the first.
+    Values with smaller heads than keys (DeepSeek's latent attention) are filled up with zeros on the way in, and cut
+    off on the way out: a cache has one head size. Keys and values are kept as they are computed, not compressed.
     Numerics: the same attention; sums may run in another order. A mask other than causal with a window cannot be kept
     over packed tokens and is refused.
     """
