@@ -151,8 +151,7 @@ def test_requests_that_begin_alike_go_where_the_blocks_are(plain):
 
     assert [cached(one, 5) for one in systems] == [0] * 10
     assert [cached(one, 6) for one in systems] == [96] * 10
-    assert all(metric(plain, "vllm:prefix_cache_hits_total").values()), "one replica had all"
-    assert len(metric(plain, "vllm:prefix_cache_hits_total")) == 2
+    poll(lambda: len([one for one in metric(plain, "vllm:prefix_cache_hits_total").values() if one]) == 2)
 
 
 def test_who_leaves_ends_the_work(plain):

@@ -30,6 +30,7 @@ def without_tokens(event: Event) -> Told:
 
 @dataclass(eq=False)
 class ToldCache:
+    metrics: str = ""  # of the replica, as it last told them
     view: CacheView = field(default_factory=CacheView)
     heard: float = field(default_factory=time.monotonic)
 
@@ -46,7 +47,7 @@ class CacheDirectory:
         self.caches: dict[str, ToldCache] = {}
         self.followers: dict[str, Follower] = {}
 
-    async def tell(self, replica: str, told: Sequence[Told]) -> bool:
+    async def tell(self, replica: str, told: Sequence[Told], metrics: str = "") -> bool:
         """False: the events do not follow on those that are known here; begin anew. No events: it is still there."""
         events = [from_json(dict(one)) for one in told]
         known = self.caches.get(replica)
@@ -55,7 +56,7 @@ class CacheDirectory:
             if not begins:
                 return False
             known = self.caches[replica] = ToldCache()
-        known.heard = time.monotonic()
+        known.heard, known.metrics = time.monotonic(), metrics
         try:
             for event in events:
                 known.view.apply(event)
@@ -96,6 +97,10 @@ class CacheDirectory:
             elif events := reader.take():
                 news[name] = [event.to_json() for event in events]
         return news
+
+    async def metrics(self) -> dict[str, str]:
+        """Of every replica, as old as its last word."""
+        return {name: known.metrics for name, known in self.caches.items()}
 
     async def leave(self, replica: str) -> None:
         if self.caches.pop(replica, None) is not None:

@@ -35,9 +35,7 @@ from graft.serve.wire import ServedModel
 SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
 PATIENCE = 10.0  # seconds that the directory may have no news
 AGAIN = 0.2  # seconds until a directory that is gone is asked again, or a request is tried anew
-SCRAPE = 5.0  # seconds that a replica has to tell its metrics
 EVENTS = b"text/event-stream"
-METRICS = {"type": "http", "method": "GET", "path": "/metrics", "headers": [], "query_string": b""}
 
 
 @dataclass(eq=False)
@@ -64,6 +62,7 @@ class Gateway:
             ServedText, self.model, self.options.tool_call_parser, self.options.reasoning_parser
         )
         self.retries = self.lost = 0
+        self.directory = directory_actor(spec.name)
         self.following = asyncio.create_task(self.follow_caches())
 
     async def __call__(self, http: HttpRequest) -> Response:
@@ -154,7 +153,7 @@ class Gateway:
         name = this_replica()
         while True:
             try:
-                news = await directory_actor(self.spec.name).follow.remote(name, PATIENCE)
+                news = await self.directory.follow.remote(name, PATIENCE)
             except RayError:
                 await asyncio.sleep(AGAIN)
                 continue
@@ -168,7 +167,6 @@ class Gateway:
     async def metrics(self) -> str:
         """This gateway's own, and those of every replica with its name as a label."""
         with STATE.lock:
-            names = list(STATE.index.replicas)
             counts = {
                 "graft:gateway_routed_total": STATE.routed,
                 "graft:gateway_followed_prefix_total": STATE.followed,
@@ -177,21 +175,11 @@ class Gateway:
                 "graft:gateway_retries_total": self.retries,
                 "graft:gateway_streams_lost_total": self.lost,
             }
-        texts = await asyncio.gather(*map(self.metrics_of, names))
+        texts: dict[str, str] = {}
+        with suppress(RayError):  # it is being started again
+            texts = await self.directory.metrics.remote()
         own = [f"# TYPE {name} counter\n{name} {value}" for name, value in counts.items()]
-        return "\n".join([*own, *merged(zip(names, texts, strict=True))]) + "\n"
-
-    async def metrics_of(self, replica: str) -> str:
-        """Nothing where it is gone, and the directory has not yet said so."""
-        answer = self.ask.remote(METRICS, b"", only=replica)
-        pieces: list[bytes] = []
-        try:
-            async with asyncio.timeout(SCRAPE):
-                await anext(answer)
-                pieces = [piece async for piece in answer]
-        except (RayError, RayServeException, TimeoutError):
-            answer.cancel()
-        return b"".join(pieces).decode()
+        return "\n".join([*own, *merged(texts.items())]) + "\n"
 
     async def __del__(self) -> None:
         if hasattr(self, "following"):

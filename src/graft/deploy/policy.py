@@ -2,7 +2,8 @@
 
 A request follows its blocks unless the replica that has them is busier than the idlest by more than `slack` requests,
 or has less than `least_share` of the prompt: beginnings that all prompts have (a chat template's) attract nobody.
-Then it goes where the least is open, and among equals where the least is stored, so that prefixes spread over all caches.
+Then it goes where the least is open, and among equals where the least is stored, so that prefixes spread over all
+caches.
 
 A block is told of when it has been computed. Until then whoever sent the request there knows it as promised, so that
 requests that begin alike and come together go together.

@@ -20,7 +20,7 @@ from graft.serve.cache_events import EventReader
 from graft.serve.keep import EngineKeeper
 from graft.serve.options import ServeOptions
 
-HEARTBEAT = 5.0  # seconds after which a replica whose cache does not change says that it is there
+HEARTBEAT = 2.0  # seconds after which a replica whose cache does not change says that it is there
 AGAIN = 0.5  # seconds until a directory that is gone is looked for
 
 
@@ -65,6 +65,10 @@ class EngineReplica:
         finally:
             task.cancel()
 
+    def metrics(self) -> str:
+        state = self.keeper.state
+        return state.metrics.text(state.options.names[0], state.link.load, state.log.lost)
+
     async def tell_events(self) -> None:
         """The directory hears of every event; it is told anew where it was gone, and where events were lost."""
         while True:
@@ -84,7 +88,8 @@ class EngineReplica:
             events = []
             with suppress(TimeoutError):
                 events = await asyncio.wait_for(reader.read(), HEARTBEAT)
-            known = await directory.tell.remote(self.name, [without_tokens(one) for one in events])
+            told = [without_tokens(one) for one in events]
+            known = await directory.tell.remote(self.name, told, self.metrics())
 
     async def __del__(self) -> None:
         """Ray Serve calls it after the last answer."""

@@ -24,8 +24,6 @@ class PrefixRouter(RequestRouter):
         asked = pending_request.kwargs if pending_request is not None else {}
         avoided = set(asked.get("avoid", ()))
         by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
-        if "only" in asked:
-            return [[by_name[asked["only"]]]] if asked["only"] in by_name else []
         fit = {name: one for name, one in by_name.items() if name not in avoided} or by_name
         if not fit:
             return []

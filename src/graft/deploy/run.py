@@ -9,7 +9,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from graft.base.errors import ClusterMissing, ExtraMissing, UsageError
+from graft.base.errors import ClusterMissing, ExtraMissing, ModelNotLoaded, UsageError
 from graft.deploy.spec import AppSpec
 
 WHAT = "an application of several replicas"
@@ -34,7 +34,6 @@ def serve_replicas(spec: AppSpec) -> int:
         spec = replace(spec, serve=replace(options, port=free_port(options.host)))
     else:
         must_be_free(options.host, options.port)
-    ended = [0]
 
     def on_signal(number: int, _: Any) -> None:
         if told.is_set():
@@ -50,7 +49,7 @@ def serve_replicas(spec: AppSpec) -> int:
         shown = f"{spec.replicas.min}" if spec.replicas.fixed else f"{spec.replicas.min} to {spec.replicas.max}"
         print(f"graft serve: ready at {url(spec)}/v1 (model {spec.serve.names[0]}, {shown} replicas)", flush=True)
         told.wait()
-        return ended[0]
+        return 0
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -83,7 +82,8 @@ def start(spec: AppSpec) -> None:
     try:
         serve.run(application(spec), name=spec.name, route_prefix="/", logging_config=LOGS)
     except (RayServeException, RuntimeError) as error:
-        raise UsageError(f"Ray Serve cannot run the application: {str(error).strip().splitlines()[-1]}") from error
+        why = str(error).strip().splitlines()[-1]
+        raise ModelNotLoaded(f"Ray Serve cannot run the application: {why}", 1) from error
 
 
 def lacking(spec: AppSpec) -> dict[str, float]:

@@ -48,6 +48,7 @@ routing: {slack: 3}
     [
         ("replica: 2", "unknown key 'replica'; did you mean 'replicas'"),
         ("serve: {modell: x}", "serve: unknown key 'modell'"),
+        ("serve: {model: smollm2-135}", "smollm2-135m"),
         ("serve: 3", "serve must be a mapping"),
         ("serve: {replicas: 2}", "write it beside it"),
         ("serve: {port: http}", "port"),

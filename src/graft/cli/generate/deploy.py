@@ -50,6 +50,7 @@ def read_app(command: Any, file: str) -> AppSpec:
     from graft.base.yaml_file import read_yaml
     from graft.cli.generate.serve_sources import options_of
     from graft.deploy.spec import SECTION, app_spec
+    from graft.models.names import check_name
     from graft.serve.options import options_from
 
     read = read_yaml(Path(file))
@@ -62,7 +63,10 @@ def read_app(command: Any, file: str) -> AppSpec:
     found = options_of(command, options, f"{file}: serve")
     if found.pop("replicas", 1) != 1:
         raise UsageError(f"{file}: serve: replicas is not part of serve; write it beside it")
-    return app_spec(given, options_from(found), file)
+    serve = options_from(found)
+    if not serve.load.plugins:  # which may bring models
+        check_name(serve.load.model)  # a replica would tell it after minutes
+    return app_spec(given, serve, file)
 
 
 def show(plan: Mapping[str, Any], as_json: bool) -> None:
