@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+from graft.base.errors import KernelUnavailable
 from graft.base.timers import profile_events
 from graft.ir.trace import export_graph
 from graft.ops import OPS, choose
@@ -75,12 +76,17 @@ def test_gemvs_agree_with_the_reference_in_every_layout(case, dtype):
     assert not torch.allclose(found, wrong, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize(("n", "kernel"), [(1, "gemv"), (2, "gemv"), (8, "grouped_mm")])
-def test_few_tokens_take_the_gemvs(n, kernel):
+@pytest.mark.parametrize(("n", "taken"), [(1, True), (2, True), (8, False)])
+def test_few_tokens_may_take_the_gemvs(n, taken):
     logits, x, gate_up, down = arguments(n)
     weights, ids = named("moe_route", "triton", logits, K, True, torch.float32)
     call = OPS["moe_experts"].call(x, weights, ids, gate_up, down)
-    assert choose(OPS["moe_experts"], call).name == kernel
+    assert choose(OPS["moe_experts"], call).name == "grouped_mm"
+    if taken:
+        assert choose(OPS["moe_experts"], call, "gemv").name == "gemv"
+    else:
+        with pytest.raises(KernelUnavailable, match="would read some experts several times"):
+            choose(OPS["moe_experts"], call, "gemv")
 
 
 def test_the_gemvs_are_two_kernels():
