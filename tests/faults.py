@@ -224,8 +224,8 @@ FAULTS = [
     ),
     fault(
         "passes/library/insert_kv_cache.py",
-        "*layout, scale, window, softcap, sinks)",
-        "*layout, scale, None, softcap, sinks)",
+        "k, v, k_cache, v_cache, *layout, scale, window, softcap, sinks)",
+        "k, v, k_cache, v_cache, *layout, scale, None, softcap, sinks)",
         "unit/engine/test_llm.py::test_greedy_tokens_equal_hugging_face_in_a_mixed_batch[gemma-2]",
     ),
     fault(
@@ -385,6 +385,8 @@ FAULTS = [
     # ── server, workbench ──────────────────────────────────────────────────────────────────────────────────────
     fault("serve/keys.py", 'b"bearer" and any(fits)', 'b"bearer"', "unit/serve/test_parts.py"),
     fault("serve/wire.py", "if len(body) < size:", "if len(body) > size:", "unit/serve/test_parts.py"),
+    fault("deploy/policy.py", "<= idlest + policy.slack", "<= idlest + 99", "unit/deploy/test_policy.py"),
+    fault("engine/forecast.py", "+ count * remaining)", "+ remaining)", "unit/engine/test_forecast.py"),
     fault("workbench/diff.py", "if old == new:", "if True:", "unit/workbench/test_diff.py"),
     fault("stages/caches.py", "lookups(again) if again", "lookups(trace) if again", "unit/stages/test_story.py"),
     fault(

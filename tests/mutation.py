@@ -40,7 +40,7 @@ def run_tests(source: Path, tests: tuple[str, ...], log: Path) -> int:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(ROOT)
-        sys.path.insert(0, str(source))
+        sys.path[:0] = [str(source), str(ROOT)]  # tests import benchmarks, too
         os.environ["PYTHONPATH"] = str(source)
         status = pytest.main(["-x", "-p", "no:xdist", "-p", "no:cacheprovider", *tests])
         sys.stdout.flush()
