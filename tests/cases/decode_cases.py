@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -21,11 +20,7 @@ from graft.passes.report import Report
 
 load_all()
 # every transform that can be told its devices
-DECODE = [
-    name
-    for name in TransformRegistry.names()
-    if "devices" in {field.name for field in dataclasses.fields(TransformRegistry.get(name).get_config_class())}
-]
+DECODE = TransformRegistry.with_key("devices")
 NAMED = ("fuse_rms_norm", "fuse_swiglu", "fuse_add_rms_norm", "fuse_rope")  # what models spell out
 D = 16
 

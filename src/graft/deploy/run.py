@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from dataclasses import replace
 from typing import Any
 
-from graft.base.errors import ClusterMissing, ExtraMissing, ModelNotLoaded, UsageError
+from graft.base.errors import ClusterMissing, ExtraMissing, ModelNotLoaded
 from graft.deploy.spec import AppSpec
 
 WHAT = "an application of several replicas"
@@ -19,6 +18,7 @@ try:
     from ray.serve.exceptions import RayServeException
 
     from graft.deploy.application import application
+    from graft.serve.run import listening
 except ModuleNotFoundError as error:
     extra = "serve" if (error.name or "").split(".")[0] in ("starlette", "uvicorn") else "ray"
     raise ExtraMissing(WHAT, extra, error.name or "ray") from error
@@ -30,10 +30,8 @@ LOGS = {"log_level": "WARNING"}
 def serve_replicas(spec: AppSpec) -> int:
     """A cluster of this machine, which ends with it; the exit code. The first signal drains, the second ends."""
     told, options = threading.Event(), spec.serve
-    if options.port == 0:
-        spec = replace(spec, serve=replace(options, port=free_port(options.host)))
-    else:
-        must_be_free(options.host, options.port)
+    with listening(options.host, options.port) as free:  # Ray's proxy takes no 0, and tries one in use for a minute
+        spec = replace(spec, serve=replace(options, port=free.getsockname()[1]))
 
     def on_signal(number: int, _: Any) -> None:
         if told.is_set():
@@ -97,20 +95,3 @@ def url(spec: AppSpec) -> str:
     host = spec.serve.host
     scheme = "http" if spec.serve.ssl_certfile is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{spec.serve.port}"
-
-
-def free_port(host: str) -> int:
-    """Ray Serve takes no 0."""
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return found.getsockname()[1]
-
-
-def must_be_free(host: str, port: int) -> None:
-    """Ray's proxy would try for a minute."""
-    with socket.socket() as found:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            found.bind((host, port))
-        except OSError as error:
-            raise UsageError(f"cannot listen at {host} port {port}: {error.strerror or error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
+from dataclasses import fields
 
 from graft import __version__
 from graft.base.errors import DuplicateTransform, UnknownTransform
@@ -39,6 +40,11 @@ class TransformRegistry:
     @classmethod
     def names(cls) -> list[str]:
         return sorted(cls._known)
+
+    @classmethod
+    def with_key(cls, key: str) -> list[str]:
+        """Those whose configuration has this key, such as `devices`."""
+        return [name for name in cls.names() if key in {f.name for f in fields(cls._known[name].get_config_class())}]
 
 
 LIBRARY = "graft.passes.library"  # found by its name, as plugins are: its files import this one

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-
 import torch
 
 from graft.base.files import Progress
@@ -37,16 +34,11 @@ def estimated_cost(
 ) -> StepCost:
     """Without weights or a GPU: the graph with the fusions that a GPU and the native backend get."""
     model, gm = captured(name, dtype, progress, trust_remote_code=trust_remote_code)
-    settings = with_sets(config, [f"transforms.{one}.devices={EVERYWHERE}" for one in told_devices()])
+    load_all()
+    on_all = [f"transforms.{one}.devices={EVERYWHERE}" for one in TransformRegistry.with_key("devices")]
+    settings = with_sets(config, on_all)
     report = run_pipeline(gm, settings, Context(route="decoder", context_length=model.context))
     return step_cost(gm, shape, speed, report, model=model.name)
-
-
-def told_devices() -> Sequence[str]:
-    """Transforms that run on some devices alone."""
-    load_all()
-    classes = {name: TransformRegistry.get(name).get_config_class() for name in TransformRegistry.names()}
-    return [name for name, made in classes.items() if "devices" in {field.name for field in dataclasses.fields(made)}]
 
 
 def measured_cost(

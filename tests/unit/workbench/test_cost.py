@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from graft.bench.node_times import launch_us
 from graft.cli.app import app
 from graft.passes.config import load_config
+from graft.passes.registry import TransformRegistry
 from graft.workbench.cost import Speed, StepShape
-from graft.workbench.cost_of import estimated_cost, machine_speed, measured_cost, told_devices
+from graft.workbench.cost_of import estimated_cost, machine_speed, measured_cost
 
 SPEED = Speed(gb_per_s=2.0, launch_us=3.0, how="given")
 
@@ -96,7 +97,8 @@ def test_the_speed_of_the_machine():
     assert "launch measured" in machine_speed(torch.device("cpu"), 5.0).how
     assert launch_us({str(i): float(i) for i in range(7)}) is None
     assert launch_us({str(i): float(i) for i in range(16)}) == 4.0
-    assert "fuse_norm_into_matvec" in told_devices() and "fuse_rms_norm" not in told_devices()
+    told = TransformRegistry.with_key("devices")
+    assert "fuse_norm_into_matvec" in told and "fuse_rms_norm" not in told
 
 
 def test_the_command_prints_a_table_or_json():

@@ -40,16 +40,30 @@ def finish_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     dtype = out.dtype.element_ty
-    found = finish_half(y, x_scale, w_scale, bias, row, cols, 0, mask, stride_y, SCALED, BIAS, dtype)
-    if ACTIVATION != "none":
-        up = finish_half(y, x_scale, w_scale, bias, row, cols, n, mask, stride_y, SCALED, BIAS, dtype)
-        found = activate(found, ACTIVATION)
-        if not UPCAST:  # the activation is rounded to the working dtype before the product, as in eager
-            found = found.to(dtype).to(tl.float32)
-        found = (found * up).to(dtype).to(tl.float32)
+    if ACTIVATION == "none":
+        found = finish_half(y, x_scale, w_scale, bias, row, cols, 0, mask, stride_y, SCALED, BIAS, dtype)
+    else:
+        found = finish_gated(
+            y, x_scale, w_scale, bias, row, cols, n, stride_y, SCALED, BIAS, ACTIVATION, UPCAST, dtype
+        )
     if RESIDUAL:
         found += tl.load(residual + row * stride_r + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * n + cols, found.to(dtype), mask=mask)
+
+
+@triton.jit
+def finish_gated(
+    y, x_scale, w_scale, bias, row, cols, n, stride_y, SCALED: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, UPCAST: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Columns `cols` of activate(gate) * up, as eager rounds them, in float32."""
+    mask = cols < n
+    gate = finish_half(y, x_scale, w_scale, bias, row, cols, 0, mask, stride_y, SCALED, BIAS, dtype)
+    up = finish_half(y, x_scale, w_scale, bias, row, cols, n, mask, stride_y, SCALED, BIAS, dtype)
+    gate = activate(gate, ACTIVATION)
+    if not UPCAST:  # the activation is rounded to the working dtype before the product, as in eager
+        gate = gate.to(dtype).to(tl.float32)
+    return (gate * up).to(dtype).to(tl.float32)
 
 
 @triton.jit

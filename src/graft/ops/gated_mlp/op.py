@@ -10,7 +10,7 @@ from torch import Tensor
 from graft.ops.call import Call
 from graft.ops.fused_linear.op import NOT_ROUNDED
 from graft.ops.fused_linear.reference import rounds
-from graft.ops.gated_mlp.reference import gated_mlp
+from graft.ops.gated_mlp.reference import gated_mlp, two_layers
 from graft.ops.spec import Kernel, OpSpec, define, needs_triton
 from graft.weights.quantize import FP8
 
@@ -56,18 +56,8 @@ def run_scaled(*args: Any) -> Tensor:
     return gated_mlp_scaled(*args)
 
 
-def run_steps(
-    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor, down_scale: Tensor, activation: str,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
-    offset: float = 0.0, cast_last: bool = False, upcast: bool = False, residual: Tensor | None = None,
-    normed: bool = False, fp8_from: int = 0,
-) -> Tensor:  # fmt: skip
-    linear = torch.ops.graft.fused_linear
-    h = linear(
-        x, gate_up, gate_up_bias, gate_up_scale, norm, eps, offset, cast_last, activation, upcast, None, normed,
-        fp8_from,
-    )  # fmt: skip
-    return linear(h, down, down_bias, down_scale, residual=residual, fp8_from=fp8_from)
+def run_steps(*args: Any) -> Tensor:
+    return two_layers(torch.ops.graft.fused_linear, *args)
 
 
 define(

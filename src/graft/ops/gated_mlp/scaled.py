@@ -14,27 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from graft.ops.fused_linear.round_rows import round_row, round_rows, run_columns, warps_for
-from graft.ops.fused_linear.scaled import finish_half, multiply_rounded, scaled_matmul, takes_scales
+from graft.ops.fused_linear.scaled import finish_gated, multiply_rounded, scaled_matmul, takes_scales
 from graft.ops.fused_linear.triton import LinearCall
 from graft.ops.launch import pdl_supported
-from graft.ops.swiglu.triton import activate
 
 MOST_WARPS = 8  # of 4, 8, 16 and 32: 241, 170, 177 and 178 us for 8,192 rows of 14,336
-
-
-@triton.jit
-def gated_part(
-    y, x_scale, w_scale, bias, row, cols, n, stride_y, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, UPCAST: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Columns `cols` of activate(gate) * up, as eager rounds them, in float32."""
-    mask = cols < n
-    gate = finish_half(y, x_scale, w_scale, bias, row, cols, 0, mask, stride_y, SCALED, BIAS, dtype)
-    up = finish_half(y, x_scale, w_scale, bias, row, cols, n, mask, stride_y, SCALED, BIAS, dtype)
-    gate = activate(gate, ACTIVATION)
-    if not UPCAST:  # the activation is rounded to the working dtype before the product, as in eager
-        gate = gate.to(dtype).to(tl.float32)
-    return (gate * up).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -50,8 +34,12 @@ def activate_and_round_kernel(
         tl.extra.cuda.gdc_wait()
     dtype = like.dtype.element_ty
     cols_0, cols_1 = run_columns(0, HALF, True), run_columns(1, HALF, True)
-    part_0 = gated_part(y, x_scale, w_scale, bias, row, cols_0, n, stride_y, SCALED, BIAS, ACTIVATION, UPCAST, dtype)
-    part_1 = gated_part(y, x_scale, w_scale, bias, row, cols_1, n, stride_y, SCALED, BIAS, ACTIVATION, UPCAST, dtype)
+    part_0 = finish_gated(
+        y, x_scale, w_scale, bias, row, cols_0, n, stride_y, SCALED, BIAS, ACTIVATION, UPCAST, dtype
+    )
+    part_1 = finish_gated(
+        y, x_scale, w_scale, bias, row, cols_1, n, stride_y, SCALED, BIAS, ACTIVATION, UPCAST, dtype
+    )
     round_row(part_0, part_1, out, scales, row, width, HALF, False, True, EXACT)
 
 

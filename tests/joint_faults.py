@@ -1,0 +1,87 @@
+"""Faults for tests/mutation.py in what parts do together: no test of one part alone would see these."""
+
+from __future__ import annotations
+
+from fault import fault
+
+JOINT_FAULTS = [
+    fault(  # the bias of a layer that is split by columns, of the one family that has such
+        "passes/library/shard/writing.py",
+        "return self.reduced(node, partial, bias)",
+        "return self.reduced(node, partial, None)",
+        "unit/passes/library/test_shard_tensor_parallel.py::test_the_ranks_together_give_what_one_gives",
+    ),
+    fault(  # norms over all heads, which are on all ranks
+        "passes/library/shard/writing.py",
+        "(total, split.size * self.world)",
+        "(total, split.size)",
+        "unit/passes/library/test_shard_tensor_parallel.py::test_the_ranks_together_give_what_one_gives",
+    ),
+    fault(  # a decoder, traced by Dynamo down to Inductor's graph
+        "workbench/post_grad.py",
+        "InductorSettings(observer=recorder.key)",
+        "InductorSettings()",
+        "unit/api/test_fix_functionalization.py::test_explain_shows_it_on_a_model",
+    ),
+    fault(  # an option of the command line, a model, and every match run beside what it replaced
+        "cli/inspect/explain.py",
+        '*(["verify=matches"] if verify else [])',
+        "*([] if verify else [])",
+        "e2e/test_cli.py::test_explain_tells_matches_and_reasons",
+    ),
+    fault(
+        "workbench/check/baseline.py",
+        'BAD = ("match loss", "metadata loss", "numeric drift not acceptable")',
+        'BAD = ("match loss", "numeric drift not acceptable")',
+        "unit/workbench/test_check_baseline.py::test_metadata_loss",
+    ),
+    fault(  # a command in a process of its own
+        "mcp/runner.py",
+        "code = -1 if late else process.returncode or 0",
+        "code = 0 if late else process.returncode or 0",
+        "unit/mcp/test_mcp.py::test_errors_and_limits_are_answers",
+    ),
+    fault(  # a server in a process of its own, and the engine in this one
+        "serve/protocol/requests.py",
+        "if echo and logprobs is not None and (params.prompt_logprobs or 0) <= logprobs:",
+        "if echo and logprobs is not None and (params.prompt_logprobs or 0) < logprobs - 9:",
+        "e2e/test_serve.py::test_prompts_are_as_likely_as_in_process",
+    ),
+    fault(  # scales of the cache: one case of those of the plain cache
+        "ops/rope_kv_write/triton.py",
+        "scales = larger(larger(scales_for(first), scales_for(second)), scales_for(tail))",
+        "scales = larger(scales_for(first), scales_for(second))",
+        "unit/ops/test_float8_cache.py",
+    ),
+    fault(
+        "stages/kernels.py",
+        'name.startswith(("torch.ops.", "extern_kernels.", "aten."))',
+        'name.startswith(("extern_kernels.", "aten."))',
+        "unit/testing/test_testing_kit_compiled.py::test_generated_kernels_and_the_ops_beside_them",
+    ),
+    fault(
+        "bench/throughput.py",
+        "params = SamplingParams(max_tokens=load.osl, ignore_eos=True)",
+        "params = SamplingParams(max_tokens=load.osl - 1, ignore_eos=True)",
+        "unit/bench/test_throughput.py::test_every_request_gets_all_of_its_tokens",
+    ),
+    fault(  # convolutions and recurrent state, in the one family of the short run
+        "capture/cache_layers.py",
+        'STATES = ("conv_states", "recurrent_states")',
+        'STATES = ("recurrent_states",)',
+        "unit/capture/test_encoder_decoder_cache.py::"
+        "test_layers_with_convolutions_and_recurrent_state_step_as_in_eager",
+    ),
+    fault(
+        "cli/generate/run.py",
+        'return [*(sets or ()), *(["verify=matches"] if verify else [])]',
+        "return [*(sets or ())]",
+        "e2e/test_cli.py::test_verify_shows_the_numeric_checks",
+    ),
+    fault(  # one pattern has a largest value
+        "workbench/scaffold/row_texts.py",
+        'TRITON_FOLD = {"sum": "tl.sum", "mean": "tl.sum", "amax": "row_max", "amin": "row_min"}',
+        'TRITON_FOLD = {"sum": "tl.sum", "mean": "tl.sum", "amax": "row_min", "amin": "row_min"}',
+        "unit/workbench/test_row_kernels.py::test_triton_kernels_compute_their_pattern",
+    ),
+]
