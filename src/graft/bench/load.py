@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,36 @@ class Spread:
             return None
         cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 99
         return Spread(*(1e3 * cuts[p - 1] for p in PERCENTILES))
+
+
+@dataclass(frozen=True)
+class HistogramBin:
+    """Steps that took no more than so many milliseconds, and more than the bin before it has."""
+
+    up_to_ms: float
+    decode: int
+    prompts: int  # steps with prompts in them
+
+
+def histogram(decode: Sequence[float], prompts: Sequence[float]) -> tuple[HistogramBin, ...]:
+    """By 1, 2, 5, 10, … ms, from the first bin that has a step to the last. Seconds are given."""
+    counts = [Counter(map(bin_of, some)) for some in (decode, prompts)]
+    used = counts[0] | counts[1]
+    if not used:
+        return ()
+    indices = range(min(used), max(used) + 1)
+    return tuple(HistogramBin(bin_end(i), counts[0][i], counts[1][i]) for i in indices)
+
+
+def bin_end(index: int) -> float:
+    return (1.0, 2.0, 5.0)[index % 3] * 10.0 ** (index // 3)
+
+
+def bin_of(seconds: float) -> int:
+    index = -9  # a microsecond
+    while bin_end(index) < 1e3 * seconds:
+        index += 1
+    return index
 
 
 def behind_text(rate: float | None, ends: Sequence[float]) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graft.base.errors import GraftError
 from graft.base.files import Progress
 from graft.base.timers import synchronize
-from graft.bench.load import Load, Spread, behind_text
+from graft.bench.load import HistogramBin, Load, Spread, behind_text, histogram
+from graft.bench.load_phases import LoadPhases
 from graft.engine.core import Request
 from graft.engine.engine import Engine
 from graft.engine.llm import LLM
@@ -47,6 +48,9 @@ class LoadRow:
     bucket_misses: int
     behind: str = ""  # why the asked rate was not kept
     bound_tokens_per_s: float | None = None  # load_bound.py
+    step_times: tuple[HistogramBin, ...] = ()
+    phase_percent: Mapping[str, float] = field(default_factory=dict)  # load_phases.py
+    idle_percent: float | None = None  # of the device, between two steps
 
 
 @dataclass
@@ -61,9 +65,11 @@ class Log:
     prompt_steps: list[float] = field(default_factory=list)
     running: int = 0
     fullest: float = 0.0
+    phases: LoadPhases = field(default_factory=LoadPhases)
 
     def note(self, engine: Engine, grown: Sequence[Request], now: float, seconds: float, decoding: bool) -> None:
         (self.decode_steps if decoding else self.prompt_steps).append(seconds)
+        self.phases.settle(decoding)
         self.running += len(engine.scheduler.running)
         self.fullest = max(self.fullest, 1 - engine.manager.available / engine.manager.blocks)
         for request in grown:
@@ -82,9 +88,11 @@ def measure_load(llm: LLM, load: Load, progress: Progress | None = None) -> Load
     first, rest = ([*zip(one.arrivals(), prompts, strict=False)] for one in (warm, load))  # made outside of the clock
     with llm.held() as engine:
         run_load(engine, warm, first)
-        began = time.perf_counter()
-        run_load(engine, load, rest, log, progress)
-        return row_of(engine, load, log, time.perf_counter() - began)
+        with log.phases.watch(engine):
+            began = time.perf_counter()
+            run_load(engine, load, rest, log, progress)
+            seconds = time.perf_counter() - began
+        return row_of(engine, load, log, seconds)
 
 
 def run_load(
@@ -156,4 +164,7 @@ def row_of(engine: Engine, load: Load, log: Log, seconds: float) -> LoadRow:
         engine.stats.preemptions,
         engine.stats.bucket_misses,
         behind_text(load.rate, list(log.last.values())),
+        step_times=histogram(log.decode_steps, log.prompt_steps),
+        phase_percent=log.phases.shares(seconds),
+        idle_percent=None if log.phases.idle is None else 100 * log.phases.idle / seconds,
     )

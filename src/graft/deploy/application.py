@@ -12,6 +12,7 @@ from graft.deploy.gateway import gateway_deployment
 from graft.deploy.replica import engine_deployment
 from graft.deploy.router import PrefixRouter
 from graft.deploy.spec import AppSpec
+from graft.engine.options import MANY_SEQS
 
 HEALTH = {"health_check_period_s": 2.0, "health_check_timeout_s": 30.0}
 GATEWAY_REQUESTS = 10_000  # that one gateway has open: it only hands on, and replicas bound what is computed
@@ -29,10 +30,11 @@ def application(spec: AppSpec) -> Any:
                 "target_ongoing_requests": scaling.open_requests,
             }
         }  # fmt: skip
+    at_once = spec.serve.load.engine.get("max_num_seqs") or MANY_SEQS
     router = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=asdict(spec.routing))
     engines = engine_deployment(
         **scaled, **HEALTH, request_router_config=router,
-        max_ongoing_requests=spec.serve.load.engine.get("max_num_seqs", 256) + spec.serve.max_queued_requests,
+        max_ongoing_requests=at_once + spec.serve.max_queued_requests,
         graceful_shutdown_timeout_s=spec.serve.drain_timeout,
         ray_actor_options={"num_cpus": spec.cpus, "num_gpus": gpus(spec)},
     )  # fmt: skip

@@ -47,7 +47,7 @@ def build_engine(
     captured; None: where that is of use (see loop_problem).
     """
     size = bytes_per_block(layers, block_size)
-    most = options.max_num_seqs * -(-model.context // block_size)
+    most = options.requests_at_once(device) * -(-model.context // block_size)
     found = room(size, most, device, options, narrow_blocks(layers, block_size), place)
     problem = loop_problem(device, backend, options, ranks=place.world if place else 1)
     record = problem is None if record is None else record
@@ -63,7 +63,8 @@ def build_engine(
     reuse, foreseeing = options.enable_prefix_caching, options.admission == "forecast"
     events = EventQueue(options.max_events)
     manager = BlockManager(found.blocks, block_size, fingerprint=content, prefix_reuse=reuse, events=events)
-    scheduler = Scheduler(manager, options.max_num_seqs, options.tokens_of_a_step(device), forecast=foreseeing)
+    rows = options.requests_at_once(device, found.blocks * block_size)
+    scheduler = Scheduler(manager, rows, options.tokens_of_a_step(device), forecast=foreseeing)
     loop = make_loop(graph, tensors, scheduler, model.context, options, progress) if record else None
     engine = Engine(
         graph,

@@ -12,6 +12,8 @@ from graft.base.errors import UsageError, near
 
 LARGE_GPU = 40 * GIB  # memory; activations of 8,192 tokens of an 8B model take about one
 MANY_TOKENS, FEW_TOKENS = 8192, 2048
+MANY_SEQS, FEW_SEQS = 1024, 256
+SHORT_REQUEST = 256  # tokens: with room for no more such requests, further rows of a step would stay empty
 CACHE_DTYPES = ("auto", "fp8")
 ADMISSIONS = ("forecast", "greedy")
 
@@ -24,7 +26,7 @@ class EngineOptions:
     token and head (ops/paged_cache.py).
     kv_cache_memory: bytes, or text like "2GiB"; None takes what is free, with a margin.
     max_model_len: tokens of a request, prompt and answer; None: all that the model was made for.
-    max_num_seqs: requests that run at once.
+    max_num_seqs: requests that run at once. None: see requests_at_once.
     max_num_batched_tokens: tokens of one step; longer prompts are fed in chunks. None: see tokens_of_a_step.
     admission: "forecast" lets a request in when the cache will hold all that run until they end, "greedy" when it
     holds the prompt, as vLLM does: more run at once, and some are preempted and computed again.
@@ -38,7 +40,7 @@ class EngineOptions:
     kv_cache_dtype: str = "auto"
     kv_cache_memory: int | str | None = None
     max_model_len: int | None = None
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     admission: str = "forecast"
     enable_prefix_caching: bool = True
@@ -50,7 +52,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_events"):
             value = getattr(self, name)
-            if not is_size(value) and not (value is None and name in ("max_model_len", "max_num_batched_tokens")):
+            if not is_size(value) and not (value is None and name != "max_events"):
                 raise UsageError(f"{name} must be a whole number of at least 1, but is {value!r}")
         for name in ("enable_prefix_caching", "enforce_eager", "self_check"):
             value = getattr(self, name)
@@ -78,13 +80,23 @@ class EngineOptions:
         large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU
         return MANY_TOKENS if large else FEW_TOKENS
 
+    def requests_at_once(self, device: torch.device, cached: int | None = None) -> int:
+        """max_num_seqs, or what suits the device: on a GPU a power of two of short requests that the cache holds.
+        cached: tokens; None: as many as one could wish."""
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        if device.type != "cuda":
+            return FEW_SEQS
+        room = MANY_SEQS if cached is None else min(max(cached // SHORT_REQUEST, 1), MANY_SEQS)
+        return max(1 << (room.bit_length() - 1), *(self.cudagraph_capture_sizes or (1,)))
+
     def capture_sizes(self, asked: object) -> tuple[int, ...]:
         name = "cudagraph_capture_sizes"
         if not isinstance(asked, (list, tuple)) or not asked or not all(is_size(size) for size in asked):
             raise UsageError(f"{name} must be a list of whole numbers of at least 1, but is {asked!r}")
         if self.enforce_eager:
             raise UsageError(f"{name} and enforce_eager contradict each other: give one of them")
-        if max(asked) > self.max_num_seqs:
+        if self.max_num_seqs is not None and max(asked) > self.max_num_seqs:
             raise UsageError(
                 f"{name} has {max(asked)}, but no more than max_num_seqs={self.max_num_seqs} requests run at once"
             )

@@ -44,7 +44,7 @@ def test_the_nearer_source_wins(folder, sources):
     arguments = ["--config", file] + (["--max-num-seqs", 1] if "command" in sources else [])
     found = read(*arguments, **({"max_num_seqs": "2"} if "environment" in sources else {}))
     order = {"command": 1, "environment": 2, "file": 3}
-    assert found.load.engine["max_num_seqs"] == min((order[one] for one in sources), default=256)
+    assert found.load.engine["max_num_seqs"] == min((order[one] for one in sources), default=None)
 
 
 def test_every_kind_of_value_from_a_file(folder):

@@ -35,7 +35,10 @@ ApiKey = Annotated[
 ApiKeyFile = Annotated[
     str | None, typer.Option(help="Keys, one a line; read again when the file changes.", metavar="FILE")
 ]
-MaxNumSeqs = Annotated[int, typer.Option(help="Requests that run at once.")]
+MaxNumSeqs = Annotated[
+    int | None,
+    typer.Option(help="Requests that run at once. [256; on a GPU what the cache has room for, up to 1024]"),
+]
 MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens of one step; longer prompts are fed in chunks.")]
 MaxQueued = Annotated[int, typer.Option(help="Answers that may wait beside those that run; more are a 429.")]
 MaxWait = Annotated[
@@ -93,7 +96,7 @@ def serve(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = 256,
+    max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxBatchedTokens = None,
     max_queued_requests: MaxQueued = 1024,
     max_queue_time: MaxWait = 0.0,

@@ -97,7 +97,9 @@ def bench(
     endpoint: Endpoint = "completions",
     api_key: ServerKey = None,
     extra_body: ExtraBody = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run at once. [256]")] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Requests that run at once. [256; with --throughput on a GPU up to 1024]")
+    ] = None,
     time_limit: TimeLimit = None,
     dtype: DType = "auto",
     device: Device = "auto",
@@ -130,8 +132,8 @@ def bench(
     }  # fmt: skip
     if throughput or preset:
         loads = read_loads(throughput, preset, DEFAULT_REQUESTS[target.type] if requests is None else requests, rate)
-        more = {"max_num_seqs": max_num_seqs or 256, "kv_cache_memory": kv_cache_memory}
-        return under_load(model, loads, preset, as_json, **given, **more)
+        more = {"max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory}
+        return under_load(model, loads, preset, plot, as_json, **given, **more)
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)
     check(model, plan, backend, plot, kernels)
     bench_engine(model, plan, given, max_num_seqs or 256, kv_cache_memory, peers, kernels, plot, as_json)

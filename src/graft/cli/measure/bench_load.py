@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +18,8 @@ DEFAULT_REQUESTS = {"cuda": 1000, "cpu": 32, "meta": 32}
 Throughput = Annotated[
     str | None,
     typer.Option(
-        help="Instead: under load. Tokens of prompts and new tokens, several with commas between them.",
-        metavar="ISL/OSL",
+        help="Instead: under load. Tokens of prompts, new tokens and, with a colon, requests; several with commas.",
+        metavar="ISL/OSL[:N]",
     ),
 ]
 Requests = Annotated[int | None, typer.Option(help="Of each load. [1000 on a GPU, 32 on a CPU]")]
@@ -38,30 +39,45 @@ def read_loads(given: str | None, preset: str | None, requests: int, rate: float
     names = given.split(",") if given else list(PRESETS[str(preset)].tokens_per_s)
     loads = []
     for name in names:
-        isl, _, osl = name.partition("/")
-        if not (isl.isdecimal() and osl.isdecimal()):
-            raise UsageError(f"--throughput takes lengths like 128/128, with commas between them, not {name!r}")
-        loads.append(Load(int(isl), int(osl), requests, rate))
+        found = re.fullmatch(r"(\d+)/(\d+)(?::(\d+))?", name.strip(), re.ASCII)
+        if found is None:
+            raise UsageError(
+                f"--throughput takes lengths like 128/128, or 128/128:3000 with a number of requests, with commas"
+                f" between them, not {name!r}"
+            )
+        isl, osl, own = found.groups()
+        loads.append(Load(int(isl), int(osl), requests if own is None else int(own), rate))
     return loads
 
 
-def under_load(model: str, loads: list[Load], preset: str | None, as_json: bool, **options: Any) -> None:
-    """One engine, one load after another; a row as soon as it is there."""
+def under_load(
+    model: str, loads: list[Load], preset: str | None, plot: str | None, as_json: bool, **options: Any
+) -> None:
+    """One engine, one load after another; a line of each as soon as it is there."""
     import json
     from dataclasses import asdict, replace
+    from pathlib import Path
 
     from graft.bench.load_bound import load_bound, machine_rates
+    from graft.bench.load_plot import write_load_plot
     from graft.bench.machine import facts
     from graft.bench.plan import known_context
+    from graft.bench.plot import check_plot
     from graft.bench.published import PRESETS
     from graft.bench.throughput import measure_load
-    from graft.cli.measure.bench_show import phase_lines, show_loads
+    from graft.cli.measure.bench_show import phase_lines
+    from graft.cli.measure.load_show import show_loads
 
+    if plot:
+        check_plot(Path(plot))
     for load in loads:
         load.check_context(known_context(model))
     with phase_lines(True) as progress:
         llm = load_llm(model, progress, **options)
-        rows = [measure_load(llm, load, progress) for load in loads]
+        rows = []
+        for load in loads:
+            rows.append(measure_load(llm, load, progress))
+            progress(f"{load.name} gave {rows[-1].output_tokens_per_s:.0f} tok/s", 1, 1)
         rates = None
         if llm.device.type == "cuda":  # a CPU multiplies quantized weights by other instructions than a large GEMM
             progress("what the machine can do", 0, 1)
@@ -79,6 +95,8 @@ def under_load(model: str, loads: list[Load], preset: str | None, as_json: bool,
         "rates": None if rates is None else asdict(rates),
         "published": None if published is None else asdict(published),
     }
+    if plot:
+        write_load_plot(setup, rows, published, Path(plot))
     if as_json:
         print(json.dumps({"setup": setup, "rows": [asdict(row) for row in rows]}))
     else:

@@ -204,7 +204,8 @@ def report(setup: dict[str, Any], rows: Sequence[ServerRow], cut: bool, plot: st
 
 
 def show(setup: dict[str, Any], rows: Sequence[ServerRow]) -> None:
-    from graft.cli.measure.bench_show import both, number, plain_table
+    from graft.cli.measure.bench_show import number, plain_table
+    from graft.cli.measure.load_show import both
     from graft.cli.show import out
 
     table = plain_table(f"{setup['model']} at {setup['url']}, {setup['endpoint']}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -14,10 +14,7 @@ from graft.cli.show import err, out, progress_bar
 
 if TYPE_CHECKING:
     from graft.bench.kernel_times import StepTimes
-    from graft.bench.load import Spread
-    from graft.bench.published import Published
     from graft.bench.rows import Bench, Row
-    from graft.bench.throughput import LoadRow
 
 # twelve columns in 80 characters, so that a narrow terminal or a pipe cuts no number
 COLUMNS = ("first", "TF/s", "peak", "ms/tok", "tok/s", "GB/s", "roof", "ratio", "build", "same")
@@ -102,56 +99,6 @@ def legend(result: Bench) -> str:
             f" ({roof['matrix_how']}) and {number(roof['read_gb_per_s'])} GB/s read ({roof['read_how']})."
         )
     return text
-
-
-def show_loads(setup: dict[str, Any], rows: Sequence[LoadRow], published: Published | None) -> None:
-    """A row a load, and below the table what does not fit into one."""
-    weights = f", {setup['quantize']} weights" if setup["quantize"] else ""
-    cache = ", float8 cache" if setup["kv_cache_dtype"].startswith("float8") else ""
-    table = plain_table(f"{setup['model']}, {setup['dtype']}{weights}{cache}, {setup['device_name']}, under load")
-    table.add_column("ISL/OSL", no_wrap=True)
-    columns = ["requests", "tok/s", "req/s", "TTFT p50", "p99", "ITL p50", "p99", "prompts", "batch", "cache"]
-    more = [*(["bound"] if setup["rates"] else []), *(["published"] if published else [])]
-    for name in (*columns, *more):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        theirs = published.tokens_per_s.get(row.load.name) if published else None
-        table.add_row(
-            row.load.name, str(row.load.requests), number(row.output_tokens_per_s), number(row.requests_per_s),
-            *map(number, both(row.first_token)), *map(number, both(row.between_tokens)),
-            percent(row.prompt_percent), f"{row.batch:.0f}/{row.max_num_seqs}", percent(row.cache_percent),
-            *([share_of(row)] if setup["rates"] else []), *([] if theirs is None else [number(theirs)]),
-        )  # fmt: skip
-    out.print(table)
-    for row in rows:
-        if row.preemptions or row.bucket_misses or row.behind:
-            out.print(
-                f"{row.load.name}: {row.preemptions} preemptions, {row.bucket_misses} decode steps without a CUDA"
-                f" graph{f'; {row.behind}' if row.behind else ''}",
-                markup=False, soft_wrap=True,
-            )  # fmt: skip
-    text = (
-        "TTFT and ITL: ms until a request has its first token, and between two tokens. prompts: share of the time in"
-        " steps with prompts in them. batch: requests in a step on average, of those that may run at once. cache: the"
-        f" fullest it was. torch {setup['torch']}, graft on {setup['backend']}."
-    )
-    if rates := setup["rates"]:
-        gemm, read = number(rates["matrix_flops"] / 1e12), number(rates["read_bytes"] / 1e9)
-        text += (
-            f" bound: share of what this machine could give with full steps, at {gemm} TFLOP/s of the weights' GEMMs"
-            f" and {read} GB/s."
-        )
-    if published is not None:
-        text += f" published: {published.source}: {published.conditions}."
-    out.print(text, markup=False)
-
-
-def share_of(row: LoadRow) -> str:
-    return percent(100 * row.output_tokens_per_s / row.bound_tokens_per_s) if row.bound_tokens_per_s else ""
-
-
-def both(spread: Spread | None) -> tuple[float | None, float | None]:
-    return (None, None) if spread is None else (spread.p50, spread.p99)
 
 
 def show_kernels(step: StepTimes, model: str) -> None:

@@ -48,7 +48,7 @@ def make_loop(
     progress: Progress | None = None,
 ) -> DecodeLoop:
     manager, device = scheduler.manager, tensors[0].device
-    sizes = bucket_sizes(options.max_num_seqs, options.cudagraph_capture_sizes)
+    sizes = bucket_sizes(scheduler.max_num_seqs, options.cudagraph_capture_sizes)
     width = min(manager.blocks_for(context), manager.blocks)  # no table is longer
     buffers = Buffers.make(sizes[-1], width, manager.block_size, manager.blocks, device)
     captures = CapturedSteps(graph, tensors, buffers)
