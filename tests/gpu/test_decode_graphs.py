@@ -209,7 +209,7 @@ def test_steps_with_prompts_ask_the_driver_for_no_memory():
         return torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
 
     before = asked()
-    llm.generate(prompts([900 + i % 7 for i in range(40)]), greedy(6))
+    llm.generate(prompts([200 + i % 7 for i in range(160)]), greedy(6))  # steps of 4,096 tokens
     assert asked() == before
     torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     assert asked() > before  # it is counted

@@ -12,6 +12,7 @@ from graft.base.errors import PromptTooLong, UsageError
 
 PERCENTILES = (50, 90, 99)
 HEALTHY = 0.95  # of the asked rate
+LEAST_TOKENS = 300_000  # new ones, of a load without a number of requests: some ten seconds of a large GPU
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,27 @@ class Load:
             at += source.expovariate(self.rate)
         last = (self.requests - 1) / self.rate
         return [last * one / times[-1] for one in times] if last else times
+
+
+@dataclass(frozen=True)
+class AskedLoad:
+    """As it was asked for: without a number of requests it takes one that fits an engine."""
+
+    isl: int
+    osl: int
+    requests: int | None
+    rate: float | None = None
+
+    def among(self, seqs: int, blocks: int, block_size: int) -> Load:
+        """requests: as many as run at once, or that several times: a batch that never fills, or a few requests that
+        are left over and decode alone, measure something else. seqs, blocks: of the engine."""
+        at_once = min(seqs, max(blocks // -(-(self.isl + self.osl) // block_size), 1))
+        waves = -(-LEAST_TOKENS // (at_once * self.osl))
+        return self.with_requests(at_once * waves)
+
+    def with_requests(self, count: int) -> Load:
+        """count: if none was asked for."""
+        return Load(self.isl, self.osl, count if self.requests is None else self.requests, self.rate)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from capture_cases import engine
 from conftest import tiny
 from graft.base.errors import GraftError, PromptTooLong, UsageError
 from graft.bench import throughput
+from graft.bench.load import AskedLoad, HistogramBin, histogram
 from graft.bench.load_bound import MachineRates, load_bound
+from graft.bench.load_phases import PHASES, LoadPhases
 from graft.bench.throughput import Load, Log, Spread, measure_load, row_of
 from graft.bench.traffic import weight_bytes
 from graft.cli.app import app
@@ -89,6 +91,9 @@ def test_what_is_wrong_is_told_before_anything_runs():
     for given, message in (
         (["--throughput", "4/4", "--requests", "0"], "--requests must be at least 1"),
         (["--throughput", "12"], "lengths like 128/128"),
+        (["--throughput", "4/4:"], "with a number of requests"),
+        (["--throughput", "4/4:0"], "--requests must be at least 1"),
+        (["--throughput", "4/4", "--plot", "loads.txt"], "must end in .png"),
         (["--preset", "trtlm"], "did you mean 'trtllm'"),
         (["--throughput", "200000/1"], "context"),
     ):
@@ -97,13 +102,18 @@ def test_what_is_wrong_is_told_before_anything_runs():
         assert message in (str(done.exception) if isinstance(done.exception, GraftError) else done.output)
 
 
-def test_the_command_prints_a_row_a_load():
-    done = CliRunner().invoke(
-        app, ["bench", "tiny-llama", "--throughput", "4/2,6/3", "--requests", "3", "--backend", "eager", "--json"]
-    )
+def test_the_command_prints_a_row_a_load(tmp_path):
+    asked = ["--throughput", "4/2:5,6/3", "--requests", "3", "--plot", str(tmp_path / "loads.svg")]
+    done = CliRunner().invoke(app, ["bench", "tiny-llama", *asked, "--backend", "eager", "--json"])
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
-    assert [(row["load"]["isl"], row["load"]["requests"]) for row in document["rows"]] == [(4, 3), (6, 3)]
+    assert [(row["load"]["isl"], row["load"]["requests"]) for row in document["rows"]] == [(4, 5), (6, 3)]
+    assert (
+        document["rows"][0]["idle_percent"] is None
+        and sum(one["decode"] + one["prompts"] for one in document["rows"][0]["step_times"])
+        == document["rows"][0]["steps"]
+    )
+    assert (tmp_path / "loads.svg").stat().st_size > 10_000
     assert document["setup"]["model"] == "tiny-llama" and document["rows"][0]["output_tokens_per_s"] > 0
 
 
@@ -125,3 +135,102 @@ def test_the_bound_of_a_load_is_its_arithmetic_and_its_bytes():
     slow = replace(rates, read_bytes=1e3)
     weights = weight_bytes(module, batch) / batch / 1e3
     assert load_bound(llm, load, slow) == pytest.approx(10 / (prompt + 9 * (weights + cached / 1e3)))
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_phases_are_all_of_the_time_and_leave_nothing_behind(looped, monkeypatch):
+    """What a call within another takes counts once. Without a GPU there are no events."""
+    llm = engine("llama", looped, max_num_seqs=4)
+    watched = llm.engine, llm.engine.scheduler, llm.engine.loop
+    before = [None if one is None else {*vars(one)} for one in watched]
+    row = measure_load(llm, Load(9, 5, 10))
+    assert [None if one is None else {*vars(one)} for one in watched] == before
+    assert [*row.phase_percent] == [*PHASES, "other"] and sum(row.phase_percent.values()) == pytest.approx(100)
+    assert all(share >= 0 for share in row.phase_percent.values()), row.phase_percent
+    assert all(row.phase_percent[name] > 0 for name in ("schedule", "bookkeeping"))
+    assert row.phase_percent["sampling"] > 0 or looped
+    assert (row.phase_percent["launch"] > 0) is looped and row.idle_percent is None
+    if not looped:
+        assert row.phase_percent["prefill"] > 0 and row.phase_percent["decode"] > 0
+
+
+def test_what_a_call_takes_counts_for_it_alone(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("graft.bench.load_phases.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    phases = LoadPhases()
+
+    def inner():
+        now[0] += 2.0
+
+    timed = phases.timed(inner, "model")
+
+    def outer():
+        now[0] += 1.0
+        timed()
+        now[0] += 1.0
+
+    phases.timed(outer, "launch")()
+    assert phases.seconds == {"launch": 2.0, "model": 2.0}
+    phases.settle(decoding=False)
+    timed()
+    phases.settle(decoding=True)
+    assert phases.shares(8.0) == {
+        **dict.fromkeys(PHASES, 0.0),
+        "launch": 25.0,
+        "prefill": 25.0,
+        "decode": 25.0,
+        "other": 25.0,
+    }
+
+
+class Event:
+    """Of a device: at a time, once it is recorded."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, later):
+        return later.at - self.at
+
+
+def test_the_device_is_idle_between_the_end_of_a_step_and_the_next():
+    """Steps from 0 to 10 ms, from 10.5 (launched ahead) and, when nothing was in flight, from 27."""
+    times = [(0.0, 10.0), (10.5, 20.0), (27.0, 30.0)]
+    steps = [SimpleNamespace(arrival=SimpleNamespace(begin=Event(a), done=Event(b)), tokens=list) for a, b in times]
+    loop = SimpleNamespace(in_flight=[])
+    loop.land = loop.in_flight.remove
+    loop.begin = lambda step: loop.in_flight.append(step) or step
+    loop.go_ahead = lambda step: None
+    phases = LoadPhases()
+    phases.watch_steps(loop)
+    loop.begin(steps[0])
+    loop.begin(steps[1])
+    assert loop.go_ahead(steps[1]) is None
+    loop.land(steps[0])
+    loop.land(steps[1])
+    loop.begin(steps[2])
+    assert phases.idle == pytest.approx(0.0005 + 0.007)
+
+
+def test_steps_by_how_long_they_took():
+    assert histogram([], []) == ()
+    found = histogram([0.0009, 0.001, 0.0041], [0.030])
+    assert found == (
+        HistogramBin(1.0, 2, 0),
+        HistogramBin(2.0, 0, 0),
+        HistogramBin(5.0, 1, 0),
+        HistogramBin(10.0, 0, 0),
+        HistogramBin(20.0, 0, 0),
+        HistogramBin(50.0, 0, 1),
+    )
+
+
+def test_a_load_without_a_number_fills_the_batch():
+    load = AskedLoad(128, 2048, None).among(1024, 57_000, 32)
+    assert load.requests == 57_000 // 68  # one wave is more than 300,000 tokens
+    assert AskedLoad(128, 128, None).among(1024, 57_000, 32).requests == 3 * 1024
+    assert AskedLoad(20_000, 2_000, None).among(1024, 100, 32).requests == 150  # one at a time
+    assert AskedLoad(128, 128, 7).among(1024, 57_000, 32) == Load(128, 128, 7)

@@ -107,5 +107,15 @@ def test_a_large_gpu_takes_more_tokens_a_step(memory, tokens):
         assert EngineOptions().tokens_of_a_step(torch.device("cuda")) == tokens
         assert EngineOptions(max_num_batched_tokens=100).tokens_of_a_step(torch.device("cuda")) == 100
     assert EngineOptions().tokens_of_a_step(torch.device("cpu")) == 2048
+
+
+def test_requests_at_once_follow_the_room_of_the_cache():
+    """A power of two of short requests; what was asked for stays, and sizes to capture are asked for."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    auto = EngineOptions()
+    assert [auto.requests_at_once(gpu, tokens) for tokens in (None, 10**6, 90_000, 300, 1)] == [1024, 1024, 256, 1, 1]
+    assert [auto.requests_at_once(cpu, tokens) for tokens in (None, 300)] == [256, 256]
+    assert EngineOptions(max_num_seqs=7).requests_at_once(gpu, 10**6) == 7
+    assert EngineOptions(cudagraph_capture_sizes=[1, 48]).requests_at_once(gpu, 300) == 48
     with pytest.raises(UsageError, match="max_num_batched_tokens must be a whole number of at least 1, but is 0"):
         EngineOptions(max_num_batched_tokens=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_ops import close, right_bfloat16
@@ -9,7 +11,7 @@ from test_ops import close, right_bfloat16
 from graft.ops import OPS, choose
 from graft.ops.moe_experts.cases import make, make_gpt_oss, make_llama4
 from graft.ops.moe_experts.gemv import Sizes, moe_experts_gemv, sizes_for
-from graft.ops.moe_experts.op import gemv_problem, many_tokens
+from graft.ops.moe_experts.op import gemv_problem, many_tokens, measured
 from graft.ops.selection import problem_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,19 +76,21 @@ def test_which_calls_it_takes():
         assert f"{sizes[0]} tokens with {sizes[1]} experts each" in asked(*sizes)
 
 
-def test_where_it_stands_in_the_table(monkeypatch):
-    """Last, until it is measured; on a CPU and for weights of another layout it says why not."""
-    names = [kernel.name for kernel in SPEC.table]
-    assert names.index("grouped_mm") < names.index("triton") < names.index("gemv")
+def test_few_tokens_take_the_kernels_that_were_measured_to_be_faster(monkeypatch):
+    """One token gemv, a few triton, many torch's; on a CPU and for weights of another layout it says why not."""
     call = SPEC.call(*arguments("one token", torch.float32))
     if DEVICE == "cpu":
-        assert "run on a GPU" in problem_of(SPEC.by_name["gemv"], call)
+        assert choose(SPEC, call).name == "aten" and "run on a GPU" in problem_of(SPEC.by_name["gemv"], call)
         monkeypatch.setattr("graft.ops.moe_experts.op.needs_triton", lambda *_: None)
         monkeypatch.setattr("graft.ops.moe_experts.op.aten_problem", lambda *_: "not here")
     assert gemv_problem(call) is None
     assert "neither as" in gemv_problem(call._replace(down=call.down.repeat(1, 2, 2)[:, ::2, ::2]))
     assert "x is torch.float16" in gemv_problem(call._replace(x=call.x.half()))
     assert choose(SPEC, call, "gemv").name == "gemv"
+    gpu = call._replace(x=SimpleNamespace(device=torch.device("cuda")))
+    assert [name for name, _ in measured(gpu)] == ["gemv", "triton"]
+    assert [name for name, _ in measured(gpu._replace(down=call.down.mT.contiguous().mT))] == ["triton"]
+    assert measured(gpu._replace(ids=call.ids.expand(65, -1))) == []
 
 
 def test_sizes_follow_the_layout():

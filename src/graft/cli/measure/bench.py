@@ -11,7 +11,7 @@ import typer
 
 from graft.cli.load import load_llm
 from graft.cli.measure.bench_families import Families, bench_families
-from graft.cli.measure.bench_load import DEFAULT_REQUESTS, Preset, Rate, Requests, Throughput, read_loads, under_load
+from graft.cli.measure.bench_load import Preset, Rate, Requests, Throughput, read_loads, under_load
 from graft.cli.measure.bench_server import (
     Clients,
     Endpoint,
@@ -131,7 +131,7 @@ def bench(
         "quantize": quantize, "trust_remote_code": trust_remote_code, "kv_cache_dtype": kv_cache_dtype,
     }  # fmt: skip
     if throughput or preset:
-        loads = read_loads(throughput, preset, DEFAULT_REQUESTS[target.type] if requests is None else requests, rate)
+        loads = read_loads(throughput, preset, requests, rate)
         more = {"max_num_seqs": max_num_seqs, "kv_cache_memory": kv_cache_memory}
         return under_load(model, loads, preset, plot, as_json, **given, **more)
     plan = make_plan(target, batch, prompt, new, repeats, against, peers, time_limit, threads)

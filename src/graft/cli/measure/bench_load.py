@@ -12,9 +12,12 @@ import typer
 from graft.cli.load import load_llm
 
 if TYPE_CHECKING:
-    from graft.bench.load import Load
+    from graft.base.files import Progress
+    from graft.bench.load import AskedLoad
+    from graft.bench.throughput import LoadRow
+    from graft.engine.llm import LLM
 
-DEFAULT_REQUESTS = {"cuda": 1000, "cpu": 32, "meta": 32}
+CPU_REQUESTS = 32
 Throughput = Annotated[
     str | None,
     typer.Option(
@@ -22,16 +25,18 @@ Throughput = Annotated[
         metavar="ISL/OSL[:N]",
     ),
 ]
-Requests = Annotated[int | None, typer.Option(help="Of each load. [1000 on a GPU, 32 on a CPU]")]
+Requests = Annotated[
+    int | None, typer.Option(help="Of each load. [32 on a CPU; on a GPU full batches, 300,000 new tokens or more]")
+]
 Rate = Annotated[
     float | None, typer.Option(help="Requests a second that arrive, instead of all at once.", metavar="R")
 ]
 Preset = Annotated[str | None, typer.Option(help="Loads that others publish figures for: trtllm.")]
 
 
-def read_loads(given: str | None, preset: str | None, requests: int, rate: float | None) -> list[Load]:
+def read_loads(given: str | None, preset: str | None, requests: int | None, rate: float | None) -> list[AskedLoad]:
     from graft.base.errors import UsageError, near
-    from graft.bench.load import Load
+    from graft.bench.load import AskedLoad
     from graft.bench.published import PRESETS
 
     if preset is not None and preset not in PRESETS:
@@ -46,12 +51,12 @@ def read_loads(given: str | None, preset: str | None, requests: int, rate: float
                 f" between them, not {name!r}"
             )
         isl, osl, own = found.groups()
-        loads.append(Load(int(isl), int(osl), requests if own is None else int(own), rate))
+        loads.append(AskedLoad(int(isl), int(osl), requests if own is None else int(own), rate))
     return loads
 
 
 def under_load(
-    model: str, loads: list[Load], preset: str | None, plot: str | None, as_json: bool, **options: Any
+    model: str, asked: list[AskedLoad], preset: str | None, plot: str | None, as_json: bool, **options: Any
 ) -> None:
     """One engine, one load after another; a line of each as soon as it is there."""
     import json
@@ -64,20 +69,16 @@ def under_load(
     from graft.bench.plan import known_context
     from graft.bench.plot import check_plot
     from graft.bench.published import PRESETS
-    from graft.bench.throughput import measure_load
     from graft.cli.measure.bench_show import phase_lines
     from graft.cli.measure.load_show import show_loads
 
     if plot:
         check_plot(Path(plot))
-    for load in loads:
-        load.check_context(known_context(model))
+    for one in asked:
+        one.with_requests(CPU_REQUESTS).check_context(known_context(model))
     with phase_lines(True) as progress:
         llm = load_llm(model, progress, **options)
-        rows = []
-        for load in loads:
-            rows.append(measure_load(llm, load, progress))
-            progress(f"{load.name} gave {rows[-1].output_tokens_per_s:.0f} tok/s", 1, 1)
+        rows = [measure_asked(llm, one, progress) for one in asked]
         rates = None
         if llm.device.type == "cuda":  # a CPU multiplies quantized weights by other instructions than a large GEMM
             progress("what the machine can do", 0, 1)
@@ -101,3 +102,14 @@ def under_load(
         print(json.dumps({"setup": setup, "rows": [asdict(row) for row in rows]}))
     else:
         show_loads(setup, rows, published)
+
+
+def measure_asked(llm: LLM, asked: AskedLoad, progress: Progress) -> LoadRow:
+    from graft.bench.throughput import measure_load
+
+    manager, seqs = llm.engine.manager, llm.engine.scheduler.max_num_seqs
+    large = llm.device.type == "cuda"
+    load = asked.among(seqs, manager.blocks, manager.block_size) if large else asked.with_requests(CPU_REQUESTS)
+    row = measure_load(llm, load, progress)
+    progress(f"{load.name} gave {row.output_tokens_per_s:.0f} tok/s", 1, 1)
+    return row
