@@ -132,16 +132,27 @@ def test_a_broken_sequence_breaks_no_other_on_hopper():
     assert found[:, 100:].isnan().all()
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("h", "kv", "d"), [(32, 8, 128), (32, 8, 64), (8, 8, 256), (9, 9, 96), (32, 2, 128)])
+@pytest.mark.parametrize("options", [PLAIN, (100, None, True), (None, 30.0, False)])
+def test_even_shares_agree_with_float64(h, kv, d, options, dtype):
+    """And with many programs to a context, and many contexts to a program."""
+    for old in (tuple(range(0, 1700, 13)), (9000, 0, 4097, 15), (3,) * 300):
+        args = cached((1,) * len(old), old, h, kv, d, options, dtype)
+        given = *named(args), *args[AT["scale"] + 1 :]
+        assert_close(split_kv(*given, even=True), SPEC.reference(*wide(args)), dtype, max(old))
+
+
+@pytest.mark.parametrize("kind", [{"early": False}, {"early": True}, {"even": True}], ids=str)
 @pytest.mark.parametrize("splits", [1, 2, 16, 64])
-def test_parts_are_put_together_many_times(splits, early):
+def test_parts_are_put_together_many_times(splits, kind):
     """Again and again with the same counters: each call leaves them as it found them."""
     args = cached((1,) * 5, (9, 8000, 300, 64, 2047), 32, 8, 128, PLAIN, torch.bfloat16)
     expected = SPEC.reference(*wide(args))
     q, k_cache, v_cache, tables, seq_lens, scale = named(args)
     for _ in range(50):
         out = torch.full((1, 5, 32, 128), torch.nan, dtype=q.dtype, device="cuda")
-        split_kv(q, k_cache, v_cache, tables, seq_lens, scale, out=out, splits=splits, early=early)
+        split_kv(q, k_cache, v_cache, tables, seq_lens, scale, out=out, splits=splits, **kind)
         assert_close(out, expected, torch.bfloat16, 8000)
 
 
@@ -176,9 +187,10 @@ def test_rotations_have_eagers_bits(new, dtype):
     assert all(torch.equal(cache.flatten(0, 1)[slots], new) for cache, new in zip(own, written, strict=True))
     assert torch.equal(OPS["rope"].kernel("triton").run(q, cos, sin), expected)
     if max(new) == 1:
-        own = [cache.clone() for cache in caches]
-        split_kv(q, *own, tables, seq_lens, scale, rotation=(k, v, cos, sin))
-        assert all(torch.equal(cache.flatten(0, 1)[slots], new) for cache, new in zip(own, written, strict=True))
+        for even in (False, True):
+            own = [cache.clone() for cache in caches]
+            split_kv(q, *own, tables, seq_lens, scale, even=even, rotation=(k, v, cos, sin))
+            assert all(torch.equal(cache.flatten(0, 1)[slots], new) for cache, new in zip(own, written, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -201,18 +213,18 @@ def test_nobody_waits_for_the_gpu(new, old, options):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_a_recorded_decode_follows_the_lengths(early):
+@pytest.mark.parametrize("kind", [{"early": False}, {"early": True}, {"even": True}], ids=str)
+def test_a_recorded_decode_follows_the_lengths(kind):
     n, h, kv, d = 3, 32, 8, 128
     args = cached((1,) * n, (9000, 5000, 40), h, kv, d, PLAIN, torch.bfloat16)
     q, k_cache, v_cache, tables, seq_lens, scale = named(args)
     query_lens = args[AT["lens_cpu"]][:, 0]
     out = torch.empty(1, n, h, d, dtype=q.dtype, device="cuda")
-    split_kv(q, k_cache, v_cache, tables, seq_lens, scale, out=out, early=early)
+    split_kv(q, k_cache, v_cache, tables, seq_lens, scale, out=out, **kind)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        split_kv(q, k_cache, v_cache, tables, seq_lens, scale, out=out, early=early)
+        split_kv(q, k_cache, v_cache, tables, seq_lens, scale, out=out, **kind)
     for now in ((9001, 5001, 41), (1, 64, 65), (300, 17, 41), (2, 1, 1), (9001, 1, 16)):
         seq_lens.copy_(torch.tensor(now))
         out.fill_(torch.nan)

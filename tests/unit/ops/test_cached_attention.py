@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from graft.ops import OPS, choose, launch
 from graft.ops.cached_attention import op as choice
+from graft.ops.cached_attention.balanced.triton import balanced, sizes_for
 from graft.ops.cached_attention.decode import triton as decode
 from graft.ops.cached_attention.existing import cached_attention_sdpa
 from graft.ops.cached_attention.reference import cached_attention
@@ -239,3 +240,49 @@ def test_the_cache_holds_what_the_reference_writes_and_nothing_else_changes(case
         assert not torch.equal(flat[slots], before[slots])
         flat[slots] = before[slots]
         assert torch.equal(flat, before)
+
+
+def evenly(args, programs):
+    named = [args[AT[name]] for name in ("q", "k_cache", "v_cache", "block_tables", "seq_lens")]
+    return run(balanced, *named, *args[AT["scale"] :], programs=programs)
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(
+    old=st.lists(st.sampled_from([0, 1, 14, 15, 16, 63, 64, 65, 127, 270]), min_size=1, max_size=5),
+    group=st.sampled_from([1, 3, 4, 12]),
+    d=st.sampled_from([16, 24]),
+    options=OPTIONS,
+    programs=st.sampled_from([1, 2, 3, 7, 30, 500]),
+)
+def test_even_shares_agree_with_float64(old, group, d, options, programs):
+    """A context in one share, in parts of two, in many, and more programs than tiles."""
+    args, expected = batch((1,) * len(old), tuple(old), 2 * group, 2, d, options)
+    assert close(evenly(args, programs), expected)
+    assert not launch.ring(args[0].device).zeros.any()  # left as they were found, for the next call
+
+
+def test_wrong_even_shares_are_caught():
+    args, expected = batch((1, 1, 1), (300, 90, 5), 4, 2, 16, (200, None, False))
+    assert close(evenly(args, 7), expected)
+    assert not close(evenly((*args[:9], 201, *args[10:]), 7), expected)
+    assert not close(evenly(changed(args, scale=args[AT["scale"]] * 1.05), 7), expected)
+    args[AT["seq_lens"]][1] = 0  # a row that fills up a CUDA graph's batch
+    out = evenly(args, 7)
+    assert torch.equal(out[0, 1], torch.zeros_like(out[0, 1])) and close(out[:, ::2], expected[:, ::2])
+
+
+@given(tiles=st.integers(1, 5000), programs=st.integers(1, 2000), seed=st.integers(0, 2**16))
+def test_the_owner_of_a_tile_has_it_in_its_share(tiles, programs, seed):
+    """As the kernel counts, in whole numbers."""
+    programs, tile = min(programs, tiles), seed % tiles
+    owner = -(-(tile + 1) * programs // tiles) - 1
+    assert owner * tiles // programs <= tile < (owner + 1) * tiles // programs
+
+
+def test_programs_of_an_sm_fit_its_registers_and_shared_memory():
+    for row in (32, 128, 256, 512, 1024):
+        for twice in (1, 2):
+            tile, warps, count = sizes_for(row, twice)
+            assert count * warps * 32 * 184 <= 65536 and count * 2 * 2 * tile * row // twice <= 227 * 1024
+            assert tile == 16 * twice and count >= 1

@@ -3,6 +3,7 @@ not be read. Without a GPU the Triton kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -112,11 +113,11 @@ OPTIONS = st.tuples(st.sampled_from([None, None, 7, 40]), st.sampled_from([None,
     d=st.sampled_from([16, 24]),
     options=OPTIONS,
     splits=st.sampled_from([1, 4]),
-    early=st.booleans(),
+    kind=st.sampled_from([{"early": True}, {"early": False}, {"even": True}]),
 )
-def test_decoding_agrees_with_float64_over_the_same_cache(old, group, d, options, splits, early):
+def test_decoding_agrees_with_float64_over_the_same_cache(old, group, d, options, splits, kind):
     args, expected = batch((1,) * len(old), tuple(old), 2 * group, 2, d, options)
-    assert close(split(args, splits=splits, early=early), expected)
+    assert close(split(args, splits=splits, **kind), expected)
 
 
 @settings(max_examples=examples(8), deadline=None)
@@ -136,7 +137,12 @@ def test_prompts_agree_with_float64_over_the_same_cache(layout, d, options):
 def test_every_kernel_takes_the_scales_into_account(dtype):
     """And a wrong one, which leaves out those of the keys or of the values, is caught."""
     tolerance = 1e-2 if dtype is torch.float16 else 2e-5  # float16: keys are rounded twice, and scores reach 20
-    kernels = [lambda a: split(a, early=False), lambda a: split(a, early=True), lambda a: cached_attention_sdpa(*a)]
+    kernels = [
+        partial(split, early=False),
+        partial(split, early=True),
+        partial(split, even=True),
+        lambda a: cached_attention_sdpa(*a),
+    ]
     for new, old, runs in (((1, 1), (40, 20), kernels), ((20, 3), (0, 40), [lambda a: cached_attention_triton(*a)])):
         args, expected = batch(new, old, 4, 2, 16, dtype=dtype)
         for run in runs:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from graft.ops.cached_attention.balanced.triton import balanced
 from graft.ops.cached_attention.early.triton import early_kernel
 from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
 from graft.ops.cached_attention.parts.triton import leave, load_tile, part_of
@@ -118,14 +119,18 @@ def split_kv_kernel(
 def split_kv(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    out: Tensor | None = None, splits: int | None = None, early: bool | None = None,
+    out: Tensor | None = None, splits: int | None = None, early: bool | None = None, even: bool = False,
     rotation: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """q: [1, h, n, d], one token of each of n sequences → [1, n, h, d]. splits, early: else from the shapes.
 
     rotation: new keys and values [1, kv, n, d], cos and sin [1, 1, n, d]: queries and keys are rotated and the cache
-    is written on the way; else that has been done.
+    is written on the way; else that has been done. even: all contexts shared out evenly (balanced), which nobody has
+    measured on a GPU yet.
     """
+    if even:
+        options = (window, softcap, sinks, out, rotation)
+        return balanced(q, k_cache, v_cache, block_tables, seq_lens, scale, *options)
     _, h, n, d = q.shape
     kv, block = k_cache.shape[2], block_of(k_cache)
     room = block_tables.shape[1] * block
@@ -136,9 +141,9 @@ def split_kv(
     if early:
         tile = max(16, min(EARLY_TILE, EARLY_BYTES // (wide * q.element_size())))
         splits = splits or min(triton.next_power_of_2(-(-room // tile)), MOST_SPLITS)
-        options: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
+        built: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
     else:
-        tile, options = tiles_for(n * kv, wide * q.element_size(), 1 + (k_cache.dtype is FP8))
+        tile, built = tiles_for(n * kv, wide * q.element_size(), 1 + (k_cache.dtype is FP8))
         splits = splits or split_count(n, kv, q.device)
     k, v, cos, sin = rotation or (q, q, q, q)
     strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
@@ -154,7 +159,7 @@ def split_kv(
         BLOCK=block, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None, ROTATES=rotation is not None,
         ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype, WIDE=k_cache.numel() >= 1 << 31, PDL=pdl,
-        launch_pdl=pdl, **options,
+        launch_pdl=pdl, **built,
     )  # fmt: skip
     return out
 

@@ -42,6 +42,31 @@ def load_tile(caches, block, inside, seen, kv, d: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
+def load_columns(caches, block, inside, seen, kv, d: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """As load_tile, with values [d, tile], and float8 keys in pairs too, [tile, d / 2]."""
+    k_cache, v_cache, s_block, s_token, s_head = caches
+    base = block * s_block + inside * s_token + kv * s_head
+    k_scales, v_scales = load_scales(k_cache, v_cache, block, inside, seen, kv, s_block, s_token, BLOCK)
+    if v_cache.dtype.element_ty == tl.float8e4nv:
+        k_pairs = k_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+        v_pairs = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+        keys = load_rows(k_pairs, base // 2, seen, d // 2, D // 2)
+        return keys, load_transposed(v_pairs, base // 2, seen, d // 2, D // 2), k_scales, v_scales
+    else:
+        keys, values = load_rows(k_cache, base, seen, d, D), load_transposed(v_cache, base, seen, d, D)
+        return keys, values, k_scales, v_scales
+
+
+@triton.jit
+def load_transposed(cache, base, seen, d: tl.constexpr, D: tl.constexpr):
+    dims = tl.arange(0, D)
+    mask = seen[None, :]
+    if d < D:
+        mask = mask & (dims[:, None] < d)
+    return tl.load(cache + base[None, :] + dims[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
 def load_rows(cache, base, seen, d: tl.constexpr, D: tl.constexpr):
     dims = tl.arange(0, D)
     mask = seen[:, None]

@@ -91,6 +91,15 @@ def pairs_of(values, dtype: tl.constexpr):
 
 
 @triton.jit
+def query_pairs(queries, cache):
+    """Queries [m, d] as `pairs_of` splits the keys of a float8 cache, [m, d / 2] each; others as they are."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        return tl.split(tl.reshape(queries, [queries.shape[0], queries.shape[1] // 2, 2]))
+    else:
+        return queries, queries
+
+
+@triton.jit
 def widened(tile, scales, dtype: tl.constexpr):
     """Float8 keys or values [tile, d] with their scales, WIDENED times as large; others as they are."""
     if tile.dtype == tl.float8e4nv:
@@ -160,4 +169,53 @@ def absorb(scores, values, scales, best, total, result, second, dtype: tl.conste
         second = tl.dot(weights, other, second * shrink[:, None], input_precision="ieee")
     else:
         result = tl.dot(weights.to(dtype), values.to(dtype), result, input_precision="ieee")
+    return higher, total, result, second
+
+
+@triton.jit
+def no_columns(cache, COLUMNS: tl.constexpr, D: tl.constexpr):
+    """As no_values, a column a query."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        return tl.zeros([D // 2, COLUMNS], tl.float32), tl.zeros([D // 2, COLUMNS], tl.float32)
+    else:
+        return tl.zeros([D, COLUMNS], tl.float32), 0.0
+
+
+@triton.jit
+def settled_columns(result, second, cache):
+    """As settled: [d, m] → [m, d]."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        return settled(tl.trans(result), tl.trans(second), cache)
+    else:
+        return tl.trans(result)
+
+
+@triton.jit
+def absorb_columns(
+    queries, keys, values, k_scales, v_scales, seen, best, total, result, second, scale, softcap,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """As logits and absorb, for few queries: keys and values are the left operand, 16 rows of a tensor core, and
+    queries the right one, 8 columns, where a group of 4 would fill a quarter of 16 rows. queries: query_pairs; keys
+    and values: load_columns."""
+    dtype: tl.constexpr = queries[0].dtype
+    if keys.dtype == tl.int16:
+        first, other = pairs_of(keys, dtype)
+        scores = tl.dot(first, tl.trans(queries[0]), input_precision="ieee")
+        scores = tl.dot(other, tl.trans(queries[1]), scores, input_precision="ieee") * k_scales[:, None]
+    else:
+        scores = tl.dot(keys, tl.trans(queries[0]), input_precision="ieee")
+    scores = tl.where(seen[:, None], capped(scores, scale, softcap, HAS_SOFTCAP), -float("inf"))
+    higher = tl.maximum(best, tl.max(scores, axis=0))
+    weights = tl.exp2(scores - higher[None, :])
+    shrink = tl.exp2(best - higher)
+    total = total * shrink + tl.sum(weights, axis=0)
+    result *= shrink[None, :]
+    if values.dtype == tl.int16:
+        weights = (weights * (v_scales * UNIT)[:, None]).to(dtype)
+        first, other = pairs_of(values, dtype)
+        result = tl.dot(first, weights, result, input_precision="ieee")
+        second = tl.dot(other, weights, second * shrink[None, :], input_precision="ieee")
+    else:
+        result = tl.dot(values, weights.to(dtype), result, input_precision="ieee")
     return higher, total, result, second

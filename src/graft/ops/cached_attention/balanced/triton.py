@@ -1,0 +1,254 @@
+"""Attention of one new token a sequence, for many sequences: the tiles of all contexts shared out evenly.
+
+    sequences and heads, one behind another   |--- 0 ---|-- 1 --|------- 2 -------|- 3 -|…
+    programs, as many as run at once          |  a   |  b   |  c   |  d   |  e   |…
+
+A program for each sequence and key-value head leaves the device with its last ones: 448 sequences of 8 heads are 3.02
+times what runs at once, so that a quarter of the time is for few. Here a program takes as many tiles as every other,
+the end of one context and the beginning of the next. A context that lies in several programs is put together by the
+one of them that ends last.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graft.ops.cached_attention.newest.triton import absorb_newest, keep_new, load_new, newest_of, take_queries
+from graft.ops.cached_attention.parts.triton import load_columns, only_part
+from graft.ops.cached_attention.tiles.triton import (
+    LOWEST,
+    UNALIGNED,
+    UNSPECIAL,
+    absorb_columns,
+    blocks_of,
+    inside_blocks,
+    no_columns,
+    operand,
+    query_pairs,
+    seen_of,
+    settled_columns,
+)
+from graft.ops.launch import counters, pdl_supported, processors
+from graft.ops.paged_cache import block_of
+from graft.weights.quantize import FP8
+
+STAGES = 3
+REGISTERS = 184  # of a thread, so that eleven warps run on an SM; the loop over tiles needs 168 (fp8, heads of 128)
+SM_REGISTERS, SM_SHARED = 65536, 227 * 1024
+SCRATCH = 4096  # bytes of a program beside its tiles
+TILE = 16  # keys, twice as many in float8
+MOST_ROWS = 1024  # sequences: every program adds up the tiles of all
+
+
+@triton.jit
+def context_of(seq_lens, row, window, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Length, first position that is seen, where the first tile begins, and tiles; of rows alike. Each has one."""
+    length = tl.load(seq_lens + row).to(tl.int32)
+    first = tl.zeros_like(length)
+    if HAS_WINDOW:
+        first = tl.maximum(length - window, 0)
+    begin = first // TILE * TILE
+    return length, first, begin, tl.maximum(tl.cdiv(length - begin, TILE), 1)
+
+
+@triton.jit
+def share_of(program, programs, tiles):
+    """The first tile of a program's share. 64 bits: tiles of all contexts times programs."""
+    return (program.to(tl.int64) * tiles // programs).to(tl.int32)
+
+
+@triton.jit
+def owner_of(tile, programs, tiles):
+    """The program whose share a tile is in."""
+    return (tl.cdiv((tile.to(tl.int64) + 1) * programs, tiles) - 1).to(tl.int32)
+
+
+@triton.jit
+def put_shares_together(
+    partial, stats, first, last, behind, sinks, live, d: tl.constexpr, D: tl.constexpr,
+    GROUP_FEW: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """The result [group, D] of a context in the shares of programs first … last: of the first what it ended with, if
+    it began with something else (behind), of the others what they began with. Past the L1 cache: another SM may have
+    written it just now."""
+    dims, few = tl.arange(0, D), tl.arange(0, GROUP_FEW)
+    best = tl.full([GROUP_FEW], LOWEST, tl.float32)
+    total = tl.zeros([GROUP_FEW], tl.float32)
+    result = tl.zeros([GROUP_FEW, D], tl.float32)
+    for program in range(first, last + 1):
+        slot = (2 * program + (behind & (program == first)).to(tl.int32)) * GROUP_FEW + few
+        own = tl.load(stats + 2 * slot, mask=live, other=LOWEST, cache_modifier=".cg")
+        sums = tl.load(stats + 2 * slot + 1, mask=live, other=0.0, cache_modifier=".cg")
+        at = partial + slot[:, None] * d + dims[None, :]
+        values = tl.load(at, mask=live[:, None] & (dims[None, :] < d), other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(best, own)
+        shrink, weight = tl.exp2(best - higher), tl.exp2(own - higher)
+        best, total = higher, total * shrink + sums * weight
+        result = result * shrink[:, None] + values * weight[:, None]
+    return only_part(best, total, result, sinks, live, HAS_SINKS)
+
+
+@triton.jit
+def attend(
+    queries, new, newest, caches, table, low, high, length, first, kv, scale, softcap, d: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    ROTATES: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The running maximum [m], sum [m] and weighted values [m, d] over the positions low … high of one context."""
+    block = blocks_of(table, low + tl.arange(0, TILE), length, BLOCK, WIDE)
+    best = tl.full([queries.shape[0]], LOWEST, tl.float32)
+    total = tl.zeros([queries.shape[0]], tl.float32)
+    result, second = no_columns(caches[1], queries.shape[0], D)
+    pairs = query_pairs(queries, caches[0])
+    for at in range(low, tl.minimum(high, length - 1), TILE):
+        position = at + tl.arange(0, TILE)
+        seen = seen_of(position, first, length - 1, HAS_WINDOW)
+        inside = inside_blocks(at, BLOCK, TILE)
+        # a tile ahead: keys are not asked for through two waits
+        following = blocks_of(table, position + TILE, length, BLOCK, WIDE)
+        keys, values, k_scales, v_scales = load_columns(caches, block, inside, seen, kv, d, D, BLOCK)
+        block = following
+        best, total, result, second = absorb_columns(
+            pairs, keys, values, k_scales, v_scales, seen, best, total, result, second, scale, softcap, HAS_SOFTCAP
+        )
+    result = settled_columns(result, second, caches[1])
+    if (high == length) & (length > 0):  # the newest token is among them
+        key, value = keep_new(new, newest, d, D, ROTATES, ROUND)
+        best, total, result = absorb_newest(queries, key, value, best, total, result, scale, softcap, HAS_SOFTCAP)
+    return best, total, result
+
+
+@triton.jit
+def leave_share(
+    best, total, result, partial, stats, out, counter, sinks, program, programs, tiles, began, at, context, own_tiles,
+    flat, d: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Stores what a share has of a context, and then, if it is the last, what the shares make. context: its first
+    tile, in the order of all; flat: its first head."""
+    group, few, dims = tl.arange(0, GROUP_PAD), tl.arange(0, GROUP_FEW), tl.arange(0, D)
+    slot = (2 * program + (at != began).to(tl.int32)) * GROUP_FEW + group
+    inside = (group[:, None] < GROUP) & (dims[None, :] < d)
+    tl.store(partial + slot[:, None] * d + dims[None, :], result, mask=inside)
+    tl.store(stats + 2 * slot, best, mask=group < GROUP)
+    tl.store(stats + 2 * slot + 1, total, mask=group < GROUP)
+    first = owner_of(context, programs, tiles)
+    last = owner_of(context + own_tiles - 1, programs, tiles)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    if tl.atomic_add(counter, 1, sem="acq_rel") == last - first:
+        tl.atomic_xchg(counter, 0)  # for the next call
+        behind = share_of(first, programs, tiles) != context
+        live = few < GROUP
+        whole = put_shares_together(
+            partial, stats, first, last, behind, sinks + few, live, d, D, GROUP_FEW, HAS_SINKS
+        )
+        position = out + (flat + few)[:, None] * d + dims[None, :]
+        tl.store(position, whole.to(out.dtype.element_ty), mask=live[:, None] & (dims[None, :] < d))
+
+
+@triton.jit(do_not_specialize=[*UNSPECIAL, "rows"], do_not_specialize_on_alignment=UNALIGNED)
+def balanced_kernel(
+    q, k_cache, v_cache, out, partial, stats, counters, block_tables, seq_lens, sinks, k, v, cos, sin,
+    sq_h, sq_t, s_block, s_token, s_head, s_table, sk_h, sk_t, sv_h, sv_t, sc_t, ss_t, scale, window, softcap, rows,
+    d: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_FEW: tl.constexpr, GROUP_PAD: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS_PAD: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROTATES: tl.constexpr, ROUND: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROTATES: as in the early kernel."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    every = tl.arange(0, ROWS_PAD)
+    _, _, _, each = context_of(seq_lens, tl.minimum(every, rows - 1), window, TILE, HAS_WINDOW)
+    counts = tl.where(every < rows, KV * each, 0)
+    tiles = tl.sum(counts)
+    program, programs = tl.program_id(0), tl.minimum(tl.num_programs(0), tiles)
+    if program >= programs:
+        return
+    at, end = share_of(program, programs, tiles), share_of(program + 1, programs, tiles)
+    began, ends = at, tl.cumsum(counts)
+    row = tl.sum((ends <= at).to(tl.int64))
+    start = tl.sum(tl.where(ends <= at, counts, 0))  # of its tiles, in the order of all
+    length, first, begin, own_tiles = context_of(seq_lens, row, window, TILE, HAS_WINDOW)
+    group, dims = tl.arange(0, GROUP_PAD), tl.arange(0, D)
+    q_mask = (group[:, None] < GROUP) & (dims[None, :] < d)
+    caches = (k_cache, v_cache, s_block, s_token, s_head)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    while at < end:
+        kv = (at - start) // own_tiles
+        context = start + kv * own_tiles
+        taken = tl.minimum(end - at, context + own_tiles - at)
+        low = begin + (at - context) * TILE
+        high = tl.minimum(low + taken * TILE, length)
+        table = block_tables + row * s_table
+        newest = newest_of(caches, table, length, kv, BLOCK)
+        source = q + (kv * GROUP + group)[:, None] * sq_h + row * sq_t
+        own = (k + kv * sk_h + row * sk_t, v + kv * sv_h + row * sv_t, cos + row * sc_t, sin + row * ss_t)
+        queries = operand(take_queries(source, q_mask, own, d, D, ROTATES, ROUND), k_cache)
+        new = load_new(own, newest, d, D, ROTATES)
+        best, total, result = attend(
+            queries, new, newest, caches, table, low, high, length, first, kv, scale, softcap,
+            d, D, BLOCK, TILE, HAS_WINDOW, HAS_SOFTCAP, ROTATES, ROUND, WIDE,
+        )  # fmt: skip
+        flat = (row * KV + kv) * GROUP
+        if taken == own_tiles:
+            whole = only_part(best, total, result, sinks + kv * GROUP + group, group < GROUP, HAS_SINKS)
+            tl.store(out + (flat + group)[:, None] * d + dims[None, :], whole.to(out.dtype.element_ty), mask=q_mask)
+        else:
+            leave_share(
+                best, total, result, partial, stats, out, counters + row * KV + kv, sinks + kv * GROUP,
+                program, programs, tiles, began, at, context, own_tiles, flat,
+                d, D, GROUP, GROUP_FEW, GROUP_PAD, HAS_SINKS,
+            )  # fmt: skip
+        at += taken
+        if at == start + KV * own_tiles:
+            row, start = row + 1, at
+            length, first, begin, own_tiles = context_of(
+                seq_lens, tl.minimum(row, rows - 1), window, TILE, HAS_WINDOW
+            )
+
+
+def balanced(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    out: Tensor | None = None, rotation: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    programs: int | None = None,
+) -> Tensor:  # fmt: skip
+    """As split_kv (decode/triton.py). programs: else as many as run at once."""
+    _, h, n, d = q.shape
+    kv, wide = k_cache.shape[2], max(16, triton.next_power_of_2(d))
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out = torch.empty((1, n, h, d), dtype=q.dtype, device=q.device) if out is None else out
+    tile, warps, at_once = sizes_for(wide * q.element_size(), 1 + (k_cache.dtype is FP8))
+    programs = programs or at_once * processors(q.device)
+    few = triton.next_power_of_2(h // kv)
+    k, v, cos, sin = rotation or (q, q, q, q)
+    strides = [t.stride(i) for t, i in ((k, 1), (k, 2), (v, 1), (v, 2), (cos, 2), (sin, 2))]
+    partial = torch.empty((2 * programs, few, d), dtype=torch.float32, device=q.device)
+    stats = torch.empty((2 * programs, few, 2), dtype=torch.float32, device=q.device)
+    pdl = pdl_supported(q.device)
+    balanced_kernel[(programs,)](
+        q, k_cache, v_cache, out, partial, stats, counters(n * kv, q.device),
+        block_tables, seq_lens, q if sinks is None else sinks, k, v, cos, sin,
+        q.stride(1), q.stride(2), *k_cache.stride()[:3], block_tables.stride(0), *strides,
+        scale, window or 0, softcap or 1.0, n, d=d, D=wide, KV=kv, TILE=tile, ROWS_PAD=triton.next_power_of_2(n),
+        GROUP=h // kv, GROUP_FEW=few, GROUP_PAD=max(8, few), BLOCK=block_of(k_cache),
+        HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
+        ROTATES=rotation is not None, ROUND=torch.promote_types(q.dtype, cos.dtype) == q.dtype,
+        WIDE=k_cache.numel() >= 1 << 31, PDL=pdl,
+        launch_pdl=pdl, num_warps=warps, num_stages=STAGES, maxnreg=REGISTERS,
+    )  # fmt: skip
+    return out
+
+
+def sizes_for(row: int, twice: int) -> tuple[int, int, int]:
+    """Positions of a tile, warps of a program, programs that an SM has room for at once. row: bytes of a key, two for
+    float8; twice: 2 for float8, of half the bytes."""
+    warps = 1 if row <= 256 else 2
+    tiles = 2 * (STAGES - 1) * TILE * row  # keys and values, in two buffers
+    room = min(SM_REGISTERS // (32 * warps * REGISTERS), SM_SHARED // (tiles + SCRATCH))
+    return twice * TILE, warps, max(1, room)
