@@ -12,6 +12,7 @@ import re
 import signal
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import quantiles
 
 import pytest
 
@@ -23,6 +24,7 @@ from serve_soak import Soak
 REQUESTS = int(os.environ.get("GRAFT_SOAK_REQUESTS", 100_000 if FULL else 250))
 SIZE = {"max_num_seqs": 8, "kv_cache_memory": "4MiB"}
 IDLE = {"status": "ready", "seconds_since_step": 0, "running": 0, "waiting": 0}
+PARTS = 10
 GROWTH = 16  # MiB: what an allocator may hold back; 250 requests whose blocks or tickets stay take more
 
 
@@ -56,7 +58,7 @@ def value(text, name):
 
 
 def soaked(server, plain, expected):
-    """Its last tenth has an engine that is killed in its middle."""
+    """In parts, after each of which nothing is left; in the middle of the last the engine is killed."""
     host, port = server.url.removeprefix("http://").split(":")
     soak, sizes = Soak(host, int(port), expected, random.Random(1)), []
 
@@ -64,18 +66,23 @@ def soaked(server, plain, expected):
         poll(lambda: plain.get("/health").json() | {"seconds_since_step": 0} == IDLE)
         assert value(plain.get("/metrics").text, "vllm:kv_cache_usage_perc") == 0
 
-    for _ in range(2):
-        asyncio.run(soak.run(REQUESTS * 45 // 100, 24))
+    for _ in range(PARTS - 1):
+        asyncio.run(soak.run(REQUESTS // PARTS, 24))
         nothing_is_left()
         sizes.append([round(resident(number), 1) for number in (server.process.pid, server.engine)])
+        print(f"{sum(soak.seen.values())} requests, MiB of HTTP and engine process: {sizes[-1]}", flush=True)
     assert not [kind for kind in soak.seen if ": 50" in kind], soak.seen
-    asyncio.run(soak.run(REQUESTS // 10, 24, kill=lambda: os.kill(server.engine, signal.SIGKILL)))
+    asyncio.run(soak.run(REQUESTS // PARTS, 24, kill=lambda: os.kill(server.engine, signal.SIGKILL)))
     nothing_is_left()
-    print(f"\n{sum(soak.seen.values())} requests: {dict(soak.seen)}; MiB of HTTP and engine process: {sizes}")
+    print(f"{sum(soak.seen.values())} requests: {dict(soak.seen)}; wrong: {len(soak.wrong)}")
+    for kind in ("whole: 200", "streamed: 200"):
+        p50, p99 = (quantiles(soak.seconds[kind], n=100)[at] for at in (49, 98))
+        print(f"{kind}: {p50:.3f} s p50, {p99:.3f} s p99, {max(soak.seconds[kind]):.3f} s at most")
     assert not soak.wrong, soak.wrong[:3]
     for kind in ("whole: 200", "streamed: 200", "left a stream", "bad: 400"):
         assert soak.seen[kind], soak.seen
-    assert all(after < before + GROWTH for before, after in zip(*sizes, strict=True)), f"memory grows: {sizes}"
+    middle, last = sizes[PARTS // 2 - 1], sizes[-1]
+    assert all(after < before + GROWTH for before, after in zip(middle, last, strict=True)), f"memory grows: {sizes}"
     told = plain.get("/metrics").text
     assert value(told, "graft:log_lines_lost_total") > REQUESTS / 4
     assert value(told, "graft:engine_restarts_total") == 1 and plain.get("/ready").status_code == 200
