@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,7 +139,7 @@ class Soak:
         process.stdin.write(self.request(json.dumps({**body, "stream": True}).encode()))
         process.stdin.close()
         first = await process.stdout.read(100)
-        if process.returncode is None:
+        with suppress(ProcessLookupError):  # it may have had the whole answer, and have ended, at any time
             process.send_signal(signal.SIGSTOP)
             await asyncio.sleep(10 * patience)
             process.send_signal(signal.SIGCONT)
