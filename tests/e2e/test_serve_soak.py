@@ -69,6 +69,7 @@ def soaked(server, plain, expected):
     for _ in range(PARTS - 1):
         asyncio.run(soak.run(REQUESTS // PARTS, AT_ONCE))
         nothing_is_left()
+        assert not soak.wrong, soak.wrong[:3]
         sizes.append([round(resident(number), 1) for number in (server.process.pid, server.engine)])
         preempted = value(plain.get("/metrics").text, "vllm:num_preemptions_total")
         told = f"{sum(soak.seen.values())} requests, {preempted:g} preemptions"
@@ -83,8 +84,8 @@ def soaked(server, plain, expected):
     assert not soak.wrong, soak.wrong[:3]
     for kind in ("whole: 200", "streamed: 200", "left a stream", "bad: 400"):
         assert soak.seen[kind], soak.seen
-    middle, last = sizes[PARTS // 2 - 1], sizes[-1]
-    assert all(after < before + GROWTH for before, after in zip(middle, last, strict=True)), f"memory grows: {sizes}"
+    early = [max(column) for column in zip(*sizes[: PARTS // 2], strict=True)]  # bodies of 5 MB come and go in it
+    assert all(after < most + GROWTH for most, after in zip(early, sizes[-1], strict=True)), f"memory grows: {sizes}"
     told = plain.get("/metrics").text
     assert value(told, "graft:log_lines_lost_total") > REQUESTS / 4
     assert value(told, "graft:engine_restarts_total") == 1 and plain.get("/ready").status_code == 200
