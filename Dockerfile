@@ -14,6 +14,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 WORKDIR /opt/graft
 COPY constraints.txt pyproject.toml README.md ./
 COPY src ./src
+COPY skills ./skills
 
 FROM base AS cpu
 RUN pip install -c constraints.txt --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple torch \
@@ -24,9 +25,13 @@ HEALTHCHECK --interval=15s --timeout=5s --start-period=300s \
   CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["graft", "serve", "--host", "0.0.0.0"]
 
-# torch from PyPI brings CUDA's libraries with it; the driver comes from the host
+# torch from PyPI brings CUDA's libraries and its own Triton with it; the driver comes from the host. The version is the
+# one that was measured on GPUs: constraints.txt has that of CPUs, and a Triton which that torch does not go with
 FROM base AS cuda
-RUN pip install -c constraints.txt ".[serve,kv-events]" triton
+ARG TORCH=2.11.0
+RUN grep -v -E '^(torch|triton)==' constraints.txt > /tmp/cuda.txt \
+ && pip install -c /tmp/cuda.txt "torch==${TORCH}" ".[serve,kv-events]" \
+ && python -c "import triton"
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER graft
 EXPOSE 8000

@@ -87,7 +87,7 @@ class FakeServer:
         if kind == "cut":
             return False
         writer.write(b"0\r\n\r\n")
-        return kind != "closing"
+        return kind not in ("closing", "closing silently")
 
     @property
     def url(self) -> str:

@@ -7,8 +7,10 @@ import json
 import random
 import signal
 import sys
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +42,7 @@ class Soak:
     rng: random.Random
     seen: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # from connecting to the end
 
     async def run(self, count: int, at_once: int, kill: Callable[[], None] | None = None) -> None:
         """kill: ends the engine process, in the middle; requests go on when another is ready."""
@@ -55,8 +58,11 @@ class Soak:
                     going.clear()
                     kill()
                     asyncio.get_running_loop().create_task(self.wait_until_ready(going))
+                began = time.perf_counter()
                 try:
-                    self.seen[await getattr(self, kind)(body, tokens, self.rng.random() * 0.05)] += 1
+                    told = await getattr(self, kind)(body, tokens, self.rng.random() * 0.05)
+                    self.seen[told] += 1
+                    self.seconds[told].append(time.perf_counter() - began)
                 except ConnectionError:
                     self.seen[f"{kind}: closed by the server"] += 1
                     if kind in ANSWERED:
@@ -133,7 +139,7 @@ class Soak:
         process.stdin.write(self.request(json.dumps({**body, "stream": True}).encode()))
         process.stdin.close()
         first = await process.stdout.read(100)
-        if process.returncode is None:
+        with suppress(ProcessLookupError):  # it may have had the whole answer, and have ended, at any time
             process.send_signal(signal.SIGSTOP)
             await asyncio.sleep(10 * patience)
             process.send_signal(signal.SIGCONT)

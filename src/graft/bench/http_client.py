@@ -7,6 +7,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -73,24 +74,31 @@ class HttpConnection:
     target: HttpTarget
     reader: asyncio.StreamReader | None = None
     writer: asyncio.StreamWriter | None = None
+    resent: int = 0  # requests that were sent again
 
     async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, dict[str, str]]:
-        """Status and headers of the answer. A kept connection that the server has closed meanwhile is opened anew;
-        nothing is sent twice, since that would hide a failure."""
+        """Status and headers of the answer. A kept connection that turns out to be closed, without an answer's first
+        byte, is opened anew, as curl does, and that is counted: some servers close it after a stream, unannounced. On
+        a new one nothing is sent twice, since that would hide a failure."""
         raw = b"" if body is None else json.dumps(body).encode()
         head = {"Host": self.target.name, **self.target.headers}
         if body is not None:
             head |= {"Content-Type": "application/json", "Content-Length": str(len(raw))}
         lines = [f"{method} {self.target.base}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in head.items())]
+        request, first = "\r\n".join([*lines, "", ""]).encode() + raw, b""
         if self.reader is not None and self.reader.at_eof():
             self.close()
+        if self.writer is not None:
+            with suppress(ConnectionError):
+                first = await self.exchange(request)
+            if not first:
+                self.close()
+                self.resent += 1
         if self.writer is None:
             self.reader, self.writer = await asyncio.open_connection(
                 self.target.host, self.target.port, ssl=self.target.secure, limit=LONGEST_LINE
             )
-        self.writer.write("\r\n".join([*lines, "", ""]).encode() + raw)
-        await self.writer.drain()
-        first = await self.line()
+            first = await self.exchange(request)
         parts = first.split(maxsplit=2)
         if len(parts) < 2 or not parts[0].startswith(b"HTTP/") or not parts[1].isdigit():
             raise HttpFailed("the connection was closed before an answer" if not first else "this is no HTTP answer")
@@ -99,6 +107,13 @@ class HttpConnection:
             name, _, value = line.decode("latin-1").partition(":")
             headers[name.strip().lower()] = value.strip()
         return int(parts[1]), headers
+
+    async def exchange(self, request: bytes) -> bytes:
+        """The first line of the answer; nothing where the server has closed the connection."""
+        assert self.writer is not None
+        self.writer.write(request)
+        await self.writer.drain()
+        return await self.line()
 
     async def line(self) -> bytes:
         assert self.reader is not None

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graft.base.files import Progress
 from graft.bench.http_client import HttpConnection, HttpTarget
@@ -36,6 +36,7 @@ class ServerRow:
     whole: Spread | None
     errors: Mapping[str, int]
     behind: str = ""
+    resent: int = 0  # requests on kept connections that the server had closed
 
     @property
     def name(self) -> str:
@@ -61,7 +62,8 @@ async def measure_server(target: HttpTarget, plan: ServerPlan, words: int, progr
     finally:
         for connection in free:
             connection.close()
-    return row_of_server(plan, outcomes, time.perf_counter() - began)
+    row = row_of_server(plan, outcomes, time.perf_counter() - began)
+    return replace(row, resent=sum(connection.resent for connection in free))
 
 
 async def closed_loop(

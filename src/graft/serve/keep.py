@@ -13,7 +13,7 @@ from graft.serve.logs import ServerLog
 from graft.serve.metrics import Metrics
 from graft.serve.options import ServeOptions
 from graft.serve.state import ServerState
-from graft.serve.text import ServedText
+from graft.serve.text import ServedText, import_templates
 from graft.serve.wire import ServedModel
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before an engine process that died is started again
@@ -38,6 +38,7 @@ class EngineKeeper:
     async def keep_engine(self) -> None:
         """Until the server ends. Raises where the first process cannot load the model, or answers nothing."""
         pause = FIRST_PAUSE
+        asyncio.get_running_loop().run_in_executor(None, import_templates)
         while True:
             how = await self.link.run(self.on_loaded)
             self.state.warm = False

@@ -23,6 +23,11 @@ Conversation = Sequence[Mapping[str, Any]]
 SHORT = 4096  # characters that are encoded in the event loop: about a millisecond
 
 
+def import_templates() -> None:
+    """Takes longer than most of a warm start: done while the engine loads."""
+    import transformers.utils.chat_template_utils  # noqa: F401
+
+
 class ServedText:
     """The tokenizer of the served model. Encoding equals LLM.encode and LLM.chat_prompt; the probes hold that."""
 
@@ -39,7 +44,7 @@ class ServedText:
             self.tokenizer.no_padding()
             self.check(model.probes)
         if model.chat_template is not None:
-            import transformers.utils.chat_template_utils  # noqa: F401  now, and not with the first conversation
+            import_templates()  # now, and not with the first conversation
 
     def read(self, text: str) -> Tokenizer:
         try:

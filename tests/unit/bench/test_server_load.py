@@ -78,7 +78,6 @@ def test_a_server_that_keeps_the_rate_is_not_told_to_lower_it(requests, rate, to
     [
         ("429", "HTTP 429: told to be 429"),
         ("503", "HTTP 503"),
-        ("silent", "closed before an answer"),
         ("nonsense", "no HTTP answer"),
         ("error event", "it broke"),
         ("bad event", "no JSON"),
@@ -94,7 +93,15 @@ def test_what_goes_wrong_is_counted_by_its_words_and_the_rest_goes_on(kind, said
     assert row.output_tokens_per_s == pytest.approx(8 / row.seconds)  # of whole answers alone
 
 
-@pytest.mark.parametrize("kind", ["closing", "until closed"])
+@pytest.mark.parametrize(("clients", "resent"), [(1, 1), (5, 0)], ids=["kept", "new"])
+def test_a_request_is_sent_again_where_a_kept_connection_was_closed_and_never_on_a_new_one(clients, resent):
+    with fake_server("well", "silent", "well") as server:
+        row = run(server, Load(3, 2, 5), clients=clients)
+        assert (row.resent, len(server.seen)) == (resent, 5 + resent)
+    assert row.answered == 4 + resent and sum(row.errors.values()) == 1 - resent
+
+
+@pytest.mark.parametrize("kind", ["closing", "closing silently", "until closed"])
 def test_connections_that_the_server_closes_are_opened_anew(kind):
     with fake_server(kind) as server:
         row = run(server, Load(3, 2, 4), clients=1)

@@ -108,6 +108,9 @@ def test_tokens_text_and_chats_are_those_of_the_model(llm, again):
     assert isinstance(again.tokenizer, StoredTokenizer)
     for text in ("hello world", "", "a b!"):
         assert again.encode(text) == llm.encode(text)
+    for name in ("chat_template", "special_tokens_map"):
+        assert getattr(again.tokenizer, name) == getattr(llm.tokenizer, name)
+    assert "own" not in vars(again.tokenizer)
     chat = [{"role": "user", "content": "hi there"}]
     assert again.chat_prompt(chat) == llm.chat_prompt(chat)
     params = graft.SamplingParams(max_tokens=5, ignore_eos=True)

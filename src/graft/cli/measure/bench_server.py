@@ -223,6 +223,9 @@ def show(setup: dict[str, Any], rows: Sequence[ServerRow]) -> None:
     for row in rows:
         for what, count in row.errors.items():
             out.print(f"{row.name}: {count} failed: {what}", markup=False, soft_wrap=True)
+        if row.resent:
+            told = f"{row.resent} sent again: the server had closed a connection that it was to keep"
+            out.print(f"{row.name}: {told}", markup=False, soft_wrap=True)
         if row.behind:
             out.print(f"{row.name}: {row.behind}", markup=False, soft_wrap=True)
     out.print(

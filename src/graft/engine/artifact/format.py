@@ -4,7 +4,7 @@ manifest.json            what it was compiled for, the model, size and sha256 of
 graph.json               the transformed graph; on the native backend for reading alone
 report.json              what the pipeline did
 config.json              the model's configuration, all values
-tokenizer/               as transformers saves it, the chat template included
+tokenizer/               as transformers saves it, the chat template included; words.json: what a server asks of it
 native/step.so, .cpp     the compiled step, and the C++ that it was made of
 native/step.json         how its regions are called
 kernels/<key>/…          Triton's compiled kernels and launchers, by its own keys

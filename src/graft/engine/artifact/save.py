@@ -39,7 +39,7 @@ from graft.engine.artifact.format import (
     WEIGHTS,
 )
 from graft.engine.artifact.target import built_for
-from graft.engine.artifact.tokenizer import is_fast
+from graft.engine.artifact.tokenizer import write_tokenizer
 from graft.engine.params import SamplingParams
 from graft.engine.parts import EngineParts
 from graft.ir.edit import attribute
@@ -279,14 +279,6 @@ def write_tuned(own: Path, target: Path) -> None:
 
 def config_values(parts: EngineParts) -> Mapping[str, Any]:
     return json.loads(parts.model.module.config.to_json_string(use_diff=False))
-
-
-def write_tokenizer(tokenizer: Any, folder: Path) -> bool:
-    """Whether tokenizer.json alone gives the same tokens and texts."""
-    if tokenizer is None:
-        return False
-    tokenizer.save_pretrained(folder)
-    return is_fast(tokenizer, folder)
 
 
 def describe(parts: EngineParts) -> dict[str, Any]:

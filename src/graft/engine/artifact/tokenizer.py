@@ -1,12 +1,14 @@
 """The tokenizer of a compiled engine: the `tokenizers` library alone until somebody asks for more.
 
 Importing a tokenizer class of transformers takes longer than all else of a start. Encoding and decoding are those of
-tokenizer.json, which was held against the model's own tokenizer when the engine was compiled; whatever else is asked
-for (a chat template, special tokens) is the model's own tokenizer, loaded then.
+tokenizer.json, which was held against the model's own tokenizer when the engine was compiled; the chat template and
+the special tokens, which a server asks for, were written down then. Whatever else is asked for is the model's own
+tokenizer, loaded when it is.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from functools import cached_property
@@ -26,6 +28,7 @@ PROBES = (
     "",
 )
 FAST = f"{TOKENIZER}/tokenizer.json"
+WORDS, WORD_NAMES = "words.json", ("chat_template", "special_tokens_map")
 
 
 class StoredTokenizer:
@@ -56,6 +59,20 @@ class StoredTokenizer:
         return False  # one that does so is not stored in this form
 
     @cached_property
+    def words(self) -> dict[str, Any]:
+        if WORDS in self.files:
+            return json.loads(self.files[WORDS])
+        return {name: getattr(self.own, name) for name in WORD_NAMES}  # compiled before they were written down
+
+    @cached_property
+    def chat_template(self) -> Any:
+        return self.words["chat_template"]
+
+    @cached_property
+    def special_tokens_map(self) -> dict[str, Any]:
+        return self.words["special_tokens_map"]
+
+    @cached_property
     def own(self) -> Any:
         return own_tokenizer(self.files)
 
@@ -69,7 +86,8 @@ def own_tokenizer(files: dict[str, bytes]) -> Any:
 
     with tempfile.TemporaryDirectory(prefix="graft-tokenizer-") as folder:
         for name, content in files.items():
-            (Path(folder) / name).write_bytes(content)
+            if name != WORDS:
+                (Path(folder) / name).write_bytes(content)
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
@@ -79,6 +97,16 @@ def read_tokenizer(folder: OpenFolder, fast: bool) -> Any:
         return None
     files = {Path(name).name: folder.read(name) for name in names}
     return StoredTokenizer(files) if fast else own_tokenizer(files)
+
+
+def write_tokenizer(tokenizer: Any, folder: Path) -> bool:
+    """Whether tokenizer.json alone gives the same tokens and texts."""
+    if tokenizer is None:
+        return False
+    tokenizer.save_pretrained(folder)
+    words = {name: getattr(tokenizer, name) for name in WORD_NAMES}
+    (folder / WORDS).write_text(json.dumps(words, default=str), encoding="utf-8")
+    return is_fast(tokenizer, folder)
 
 
 def is_fast(tokenizer: Any, folder: Path) -> bool:

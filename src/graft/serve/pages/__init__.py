@@ -8,11 +8,17 @@ import re
 from functools import cache
 from importlib import resources
 
+INCLUDED = re.compile(r"^//= (\S+)\n", re.M)  # a line of a page's script: the file that stands there
+
+
+def read(name: str) -> str:
+    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
+
 
 @cache
 def page(name: str) -> tuple[bytes, dict[str, str]]:
     """The page and its headers. Its one script is allowed by its hash, and nothing else is loaded from anywhere."""
-    text = resources.files(__name__).joinpath(f"{name}.html").read_text(encoding="utf-8")
+    text = INCLUDED.sub(lambda found: read(found[1]), read(f"{name}.html"))
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.S)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
