@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graft.cli.documents import print_json
 from graft.cli.load import load_llm
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ def read_loads(given: str | None, preset: str | None, requests: int, rate: float
 
 def under_load(model: str, loads: list[Load], preset: str | None, as_json: bool, **options: Any) -> None:
     """One engine, one load after another; a row as soon as it is there."""
-    import json
     from dataclasses import asdict, replace
 
     from graft.bench.load_bound import load_bound, machine_rates
@@ -80,6 +80,6 @@ def under_load(model: str, loads: list[Load], preset: str | None, as_json: bool,
         "published": None if published is None else asdict(published),
     }
     if as_json:
-        print(json.dumps({"setup": setup, "rows": [asdict(row) for row in rows]}))
+        print_json("bench-load", {"setup": setup, "rows": [asdict(row) for row in rows]})
     else:
         show_loads(setup, rows, published)
