@@ -36,6 +36,7 @@ from graft.cli.inspect.report import report
 from graft.cli.inspect.stages import stages
 from graft.cli.inspect.transforms import transforms
 from graft.cli.measure.bench import bench
+from graft.cli.measure.eval import eval
 from graft.cli.measure.tune import tune
 
 app = typer.Typer(
@@ -68,6 +69,7 @@ VERBS = (
     deploy,
     compile,
     bench,
+    eval,
     events,
     transforms,
     explain,

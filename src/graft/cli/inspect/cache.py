@@ -76,7 +76,7 @@ def export(
 
     kinds = chosen_kinds(kind) if kind else (ENGINES, GRAPHS, NATIVE, CHECKS)
     written = export_entries(file, all_entries(kinds))
-    data = {"file": str(file), "entries": [one.to_data() for one in written]}
+    data: dict[str, object] = {"file": str(file), "entries": [one.to_data() for one in written]}
     tell("cache-export", as_json, f"{file}: {told(written)}", data)
 
 
