@@ -128,8 +128,8 @@ def parser_errors_too(as_json: bool) -> Iterator[None]:
         yield
     except ParserError as error:
         if as_json:
-            code = getattr(error, "exit_code", 2)
-            print(json.dumps(error_document(error, str(error), code)))
+            told = error.format_message()  # pyrefly: ignore[missing-attribute]
+            print(json.dumps(error_document(error, told, error.exit_code)))  # pyrefly: ignore[missing-attribute]
         raise
 
 
