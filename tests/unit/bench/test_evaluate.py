@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from graft.base.errors import UsageError
 from graft.bench.evaluate import evaluate, find_tasks, shipped_text
-from graft.bench.evaluate.evaluate import Sides, task_result
+from graft.bench.evaluate.evaluate import EvalSides, task_result
 from graft.bench.evaluate.score import Encoder, answer, cut, likelihoods, windows
-from graft.bench.evaluate.tasks import EvalTask, Question, read_task
+from graft.bench.evaluate.tasks import EvalQuestion, EvalTask, read_task
 from graft.cli.app import app
 
 VOCABULARY = 256
@@ -72,7 +72,7 @@ def test_tasks_of_ones_own_are_checked(text, told, tmp_path):
 
 
 def test_the_likeliest_answer_counts_and_no_answer_is_never_right():
-    question = Question("`", ("abc", "xqz"))
+    question = EvalQuestion("`", ("abc", "xqz"))
     task = EvalTask("t", "", (question,))
 
     def no_space(ids, decoded):  # the space before an answer is as likely after anything
@@ -80,11 +80,11 @@ def test_the_likeliest_answer_counts_and_no_answer_is_never_right():
         logits[:, ord(" ")] = 9.0
         return logits
 
-    assert answer(no_space, BYTES, Question("a", ("bcd", "xxx"))) == 0
-    assert answer(reversed_successor, BYTES, Question("a", ("bcd", "xxx"))) == 1
+    assert answer(no_space, BYTES, EvalQuestion("a", ("bcd", "xxx"))) == 0
+    assert answer(reversed_successor, BYTES, EvalQuestion("a", ("bcd", "xxx"))) == 1
     assert answer(nan, BYTES, question) is None
-    assert answer(successor, BYTES, Question("a", ("xax", "yay"))) is None  # alike
-    found = task_result(Sides(no_space, nan, "b", "a"), BYTES, task)
+    assert answer(successor, BYTES, EvalQuestion("a", ("xax", "yay"))) is None  # alike
+    found = task_result(EvalSides(no_space, nan, "b", "a"), BYTES, task)
     assert (found.before, found.after, found.changed, found.lost) == (1.0, 0.0, 1, 1)
 
 
@@ -117,8 +117,8 @@ def test_what_a_wrong_kernel_does_shows():
 
     text = "".join(map(chr, range(97, 123))) * 4
     given = {"model": "m", "setup": {}}
-    same = evaluate(Sides(successor, successor, "b", "a"), BYTES, text, 104, (), **given)
-    wrong = evaluate(Sides(successor, slightly_wrong, "b", "a"), BYTES, text, 104, (), **given)
+    same = evaluate(EvalSides(successor, successor, "b", "a"), BYTES, text, 104, (), **given)
+    wrong = evaluate(EvalSides(successor, slightly_wrong, "b", "a"), BYTES, text, 104, (), **given)
     assert same.ratio == 1.0 and same.divergence == 0.0 and same.agreement == 1.0
     assert wrong.ratio > 1.2 and wrong.divergence > 0.1 and wrong.agreement < 0.9
 
@@ -175,7 +175,7 @@ def test_lm_eval_runs_a_task_with_graft_s_scorer(tmp_path):
         "output_type: multiple_choice\ntest_split: test\ndoc_to_text: '{{p}}'\ndoc_to_choice: '{{choices}}'\n"
         "doc_to_target: answer\ntarget_delimiter: ''\nmetric_list: [{metric: acc}]\n"
     )
-    sides = Sides(successor, reversed_successor, "b", "a")
+    sides = EvalSides(successor, reversed_successor, "b", "a")
     found = run_lm_eval(sides, BYTES, ["letters"], None, str(tmp_path))
     assert found["before"]["letters"]["acc,none"] == 1.0 and found["after"]["letters"]["acc,none"] == 0.0
     with pytest.raises(UsageError, match="has no task"):

@@ -62,7 +62,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Sides:
+class EvalSides:
     """What is compared, and how each is called."""
 
     before: Scorer
@@ -72,7 +72,7 @@ class Sides:
 
 
 def evaluate(
-    sides: Sides,
+    sides: EvalSides,
     encode: Encoder,
     text: str,
     tokens: int,
@@ -101,7 +101,7 @@ def evaluate(
     )  # fmt: skip
 
 
-def task_result(sides: Sides, encode: Encoder, task: EvalTask) -> TaskResult:
+def task_result(sides: EvalSides, encode: Encoder, task: EvalTask) -> TaskResult:
     first, second = (answers(side, encode, task) for side in (sides.before, sides.after))
     count = len(task.questions)
     pairs = list(zip(first, second, strict=True))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graft.base.errors import UsageError
-from graft.bench.evaluate.tasks import EvalTask, Question
+from graft.bench.evaluate.tasks import EvalQuestion, EvalTask
 from graft.bench.quality import Quality, engine_logits, quality
 from graft.engine.llm import LLM
 
@@ -101,7 +101,7 @@ def likelihoods(score: Scorer, pairs: Sequence[tuple[list[int], list[int]]]) -> 
     return [float(found[ending[0]]) for _, ending in pairs]
 
 
-def answer(score: Scorer, encode: Encoder, question: Question) -> int | None:
+def answer(score: Scorer, encode: Encoder, question: EvalQuestion) -> int | None:
     """Which choice is likeliest; None where that cannot be told, since two are alike or one is no number."""
     scores = likelihoods(score, [cut(encode, question.prompt, f" {choice}") for choice in question.choices])
     best = max(scores, key=lambda value: -math.inf if math.isnan(value) else value)

@@ -15,7 +15,7 @@ TEXT = FOLDER / "lighthouse.txt"  # written for graft: no model was trained on i
 
 
 @dataclass(frozen=True)
-class Question:
+class EvalQuestion:
     prompt: str
     choices: tuple[str, ...]  # the first is right; how they are asked shows no order
 
@@ -24,7 +24,7 @@ class Question:
 class EvalTask:
     name: str
     about: str
-    questions: tuple[Question, ...]
+    questions: tuple[EvalQuestion, ...]
 
     @property
     def chance(self) -> float:
@@ -41,7 +41,7 @@ def read_task(file: Path) -> EvalTask:
     """about: a line; items: [prompt, [right, wrong, …]] each."""
     data = read_yaml(file)
     try:
-        found = tuple(Question(prompt, tuple(choices)) for prompt, choices in data["items"])
+        found = tuple(EvalQuestion(prompt, tuple(choices)) for prompt, choices in data["items"])
         about = str(data["about"])
     except (TypeError, ValueError, KeyError) as error:
         raise UsageError(f"{file}: a task has `about` and `items` of [prompt, [right, wrong, …]]: {error}") from error

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from graft.base.errors import ExtraMissing, PeerNotRun, UsageError
-from graft.bench.evaluate.evaluate import Sides
+from graft.bench.evaluate.evaluate import EvalSides
 from graft.bench.evaluate.score import Encoder, Scorer, cut, likelihood, windows
 
 
@@ -17,7 +17,7 @@ def require_lm_eval() -> None:
 
 
 def run_lm_eval(
-    sides: Sides, encode: Encoder, names: Sequence[str], limit: int | None, include: str | None
+    sides: EvalSides, encode: Encoder, names: Sequence[str], limit: int | None, include: str | None
 ) -> dict[str, Any]:
     """lm-eval's numbers before and after, task by task. Its data sets come from where it finds them."""
     import lm_eval  # pyrefly: ignore[missing-import]

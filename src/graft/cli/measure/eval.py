@@ -23,7 +23,7 @@ from graft.cli.options import (
 
 if TYPE_CHECKING:
     from graft.bench.evaluate import Evaluation
-    from graft.bench.evaluate.evaluate import Sides
+    from graft.bench.evaluate.evaluate import EvalSides
     from graft.engine.llm import LLM
 
 
@@ -99,9 +99,9 @@ def read_text(path: Path) -> str:
 
 def both_sides(
     model: str, transforms: list[str], sets: list[str], given: dict[str, Any], progress: Any
-) -> tuple[Sides, LLM, list[str]]:
+) -> tuple[EvalSides, LLM, list[str]]:
     """What is compared, the engine after, and what is to be said of both."""
-    from graft.bench.evaluate.evaluate import Sides
+    from graft.bench.evaluate.evaluate import EvalSides
     from graft.bench.evaluate.score import engine_scorer, module_scorer
     from graft.cli.load import load_llm
 
@@ -109,13 +109,13 @@ def both_sides(
         llm = load_llm(model, progress, sets=sets, keep_weights=True, **given)
         loaded = llm.model
         module = loaded.module if loaded.floats is None else loaded.floats()
-        return Sides(module_scorer(module), engine_scorer(llm), "Hugging Face", f"graft ({llm.backend})"), llm, []
+        return EvalSides(module_scorer(module), engine_scorer(llm), "Hugging Face", f"graft ({llm.backend})"), llm, []
     switch = [(f"transforms.{name}.enabled=false", f"transforms.{name}.enabled=true") for name in transforms]
     before = load_llm(model, progress, sets=[*sets, *(off for off, _ in switch)], **given)
     after = load_llm(model, progress, sets=[*sets, *(on for _, on in switch)], **given)
     names = ", ".join(transforms)
     notes = [note for name in transforms if (note := matches_note(after, name))]
-    sides = Sides(engine_scorer(before), engine_scorer(after), f"without {names}", f"with {names}")
+    sides = EvalSides(engine_scorer(before), engine_scorer(after), f"without {names}", f"with {names}")
     return sides, after, notes
 
 
