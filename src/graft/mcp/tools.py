@@ -133,8 +133,9 @@ class Tools:
         """Perplexity and accuracy on small tasks: without and with `transform`, or Hugging Face beside the engine."""
         given = ["--transform", plain(transform, "transform")] if transform else []
         given += ["--tasks", plain(tasks, "tasks"), "--tokens", str(tokens), *self.options(dtype, sets, plugins)]
-        if ".yaml" in tasks:
-            self.workspace.inside(tasks, "tasks")
+        for name in tasks.split(","):
+            if name.strip().endswith(".yaml"):
+                self.workspace.inside(name.strip(), "tasks")
         return await self.run(ctx, "eval", self.model(model), *given)
 
     async def report(self, ctx: Context, run: str, file: str) -> ToolAnswer:

@@ -106,6 +106,7 @@ def test_a_tool_answers_in_pages(tmp_path, monkeypatch):
         ("stages", {"target": "tiny-llama", "folder": "/tmp/story"}),
         ("stages", {"target": "tiny-llama", "why": "--help"}),
         ("eval", {"model": "tiny-llama", "tasks": "/tmp/mine.yaml"}),
+        ("eval", {"model": "tiny-llama", "tasks": "facts, ../mine.yaml"}),
     ],
 )
 def test_nothing_leads_out_of_the_workspace(tool, arguments, tmp_path):
